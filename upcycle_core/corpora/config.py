@@ -1,0 +1,85 @@
+"""What a recipe says about text."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Harvest = Literal[
+    "python",
+    "cpp",
+    "mathematics",
+    "documentation",
+    "python-elsewhere",
+    "cpp-elsewhere",
+    "mathematics-elsewhere",
+    "documentation-elsewhere",
+]
+Split = Literal["train", "calibration", "heldout", "elsewhere"]
+SPLITS: tuple[Split, ...] = ("train", "calibration", "heldout", "elsewhere")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where documents are read from: exactly one of ``harvest``, ``files`` and ``dataset``."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    harvest: Harvest | None = None
+    """Text of the Python installation itself, read in place."""
+    files: tuple[str, ...] = ()
+    """Paths or glob patterns of .txt (documents separated by a line `<|doc|>`), .jsonl or .parquet."""
+    dataset: str | None = None
+    """A Hugging Face dataset, by hub id or local directory; read as a stream."""
+    subset: str | None = None
+    """The dataset's configuration name."""
+    split: str = "train"
+    """The dataset's split."""
+    revision: str | None = None
+    """The dataset's revision. Name it, or the run cannot be repeated."""
+    text_field: str = "text"
+    """The field that holds the text (.jsonl, .parquet, dataset)."""
+    max_bytes: int | None = field(default=None, metadata={"gt": 0})
+    """Read documents in seeded order until this many UTF-8 bytes are reached; all of them by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """One domain: its texts and, if it exists already, its expert."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    train: Source | None = None
+    """Training text. Needed unless `expert` is given together with `calibration` and `heldout`."""
+    calibration: Source | None = None
+    """Text for the router's statistics; by default a share of the training documents is set aside."""
+    heldout: Source | None = None
+    """Text that models are judged on; by default a share of the training documents is set aside."""
+    elsewhere: Source | None = None
+    """Text for a second router whose calibration text is not the training text (the paper's DUME OOD)."""
+    expert: str | None = None
+    """A ready expert: directory or hub id of a checkpoint. If every domain has one, nothing is trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusConfig:
+    """How text becomes documents, and documents become the splits."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    calibration_share: float = field(default=0.1, metadata={"gt": 0, "lt": 1})
+    """Share of the training bytes set aside for statistics where no calibration text is named."""
+    heldout_share: float = field(default=0.05, metadata={"gt": 0, "lt": 1})
+    """Share of the training bytes set aside for evaluation where no held-out text is named."""
+    min_characters: int = field(default=64, metadata={"ge": 1})
+    """Shorter documents are left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """The tokenizer that is trained where no seed model or expert brings one."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    vocabulary_size: int = field(default=2048, metadata={"ge": 300})
+    """Entries of the byte-level BPE vocabulary, special tokens included."""
+    bytes_per_domain: int = field(default=2_000_000, metadata={"ge": 1000})
+    """Training text read per domain, so that no domain owns the vocabulary."""

@@ -1,0 +1,67 @@
+"""What a recipe says about DUME: backbone, statistics, router."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneConfig:
+    """Which experts' non-MLP weights are averaged."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    experts: tuple[str, ...] | None = None
+    """Domains whose experts are averaged; all of them by default. Kept when domains come or go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatisticsConfig:
+    """The one pass over calibration text that router solving needs."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    tokens: int | None = field(default=None, metadata={"gt": 0})
+    """Calibration tokens a domain; all there are by default."""
+    sequence_length: int = field(default=1024, metadata={"ge": 2})
+    """Documents are cut into paragraphs of this many tokens."""
+    window: int | None = field(default=None, metadata={"ge": 1})
+    """Only the first tokens of each paragraph are forwarded and counted (the paper's Figure 2a)."""
+    batch_size: int = field(default=16, metadata={"ge": 1})
+    """Paragraphs a forward pass. Part of the result: sums depend on it in the last bits."""
+    shards: int = field(default=2, metadata={"ge": 1})
+    """Pieces a domain's calibration text is split into, whatever the number of workers."""
+    folds: int = field(default=4, metadata={"ge": 2})
+    """Parts kept apart for cross-validation of lambda. Each costs H(H+1)/2 fp64 numbers a layer."""
+    position_buckets: tuple[int, ...] = ()
+    """Token windows whose statistics are kept apart, ascending (2, 16, 128): for Figure 2a."""
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Arithmetic of the forward pass. Sums across batches are fp64 always."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """The ridge regression behind the routers."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    ridge_lambda: float | Literal["cross-validate"] = 0.01
+    """Tikhonov regularisation, added raw to the Gram matrix's diagonal; or chosen over folds."""
+    lambda_grid: tuple[float, ...] = (1e-6, 1e-4, 1e-2, 1.0, 1e2, 1e4, 1e6)
+    """What cross-validation chooses from."""
+    solve: Literal["joint", "sequential"] = "joint"
+    """All layers from one pass (the paper), or layer by layer with L passes (its ablation)."""
+    domain_weights: Mapping[str, float] = field(default_factory=dict)
+    """Factor on a domain's statistics; 1 where none is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The assembled model."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    top_k: int = field(default=1, metadata={"ge": 1})
+    """Experts a token passes through."""
+    max_shard_bytes: int = field(default=5_000_000_000, metadata={"ge": 1000})
+    """Size of one safetensors file."""

@@ -1,0 +1,40 @@
+"""Errors for people: which field, which value, what to do; all faults of a check in one message."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong with what the user gave.
+
+    Args:
+        field: Where it was given, dotted as in the recipe (``experts.law.path``).
+        value: What was given there.
+        remedy: What is wrong with it and what to do.
+    """
+
+    field: str
+    value: object
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.field} = {self.value!r}: {self.remedy}"
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used. Raised before heavy work, with every fault found."""
+
+    def __init__(self, *faults: Fault) -> None:
+        self.faults = faults
+        super().__init__("\n".join(str(fault) for fault in faults))
+
+    def __reduce__(self):  # Ray and Prefect move exceptions between processes
+        return type(self), self.faults
+
+
+def raise_faults(faults: Iterable[Fault]) -> None:
+    """Raise one ``InputError`` that holds all ``faults``; do nothing if there are none."""
+    found = tuple(faults)
+    if found:
+        raise InputError(*found)

@@ -1,0 +1,88 @@
+"""What a recipe says about training."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Language-model training with AdamW."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    steps: int = field(default=1000, metadata={"ge": 1})
+    """Optimizer steps."""
+    batch_size: int = field(default=16, metadata={"ge": 1})
+    """Sequences in one forward pass."""
+    sequence_length: int = field(default=1024, metadata={"ge": 8})
+    """Tokens a sequence."""
+    gradient_accumulation: int = field(default=1, metadata={"ge": 1})
+    """Forward passes an optimizer step."""
+    learning_rate: float = field(default=6e-5, metadata={"gt": 0})
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """What the learning rate does after warm-up."""
+    warmup_steps: int = field(default=50, metadata={"ge": 0})
+    """Optimizer steps until the peak learning rate."""
+    weight_decay: float = field(default=0.1, metadata={"ge": 0})
+    """AdamW's decoupled weight decay."""
+    adam_beta1: float = field(default=0.9, metadata={"ge": 0, "lt": 1})
+    """AdamW's decay of the first moment."""
+    adam_beta2: float = field(default=0.95, metadata={"ge": 0, "lt": 1})
+    """AdamW's decay of the second moment."""
+    max_gradient_norm: float = field(default=1.0, metadata={"gt": 0})
+    """Gradients are clipped to this global norm."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Arithmetic of forward and backward pass; weights and optimizer stay fp32."""
+    checkpoint_steps: int = field(default=200, metadata={"ge": 1})
+    """Optimizer steps between checkpoints; a killed training continues from the last whole one."""
+    log_steps: int = field(default=10, metadata={"ge": 1})
+    """Optimizer steps between points of the loss curve."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaShape:
+    """The seed Llama that is trained where the recipe names no seed model."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    hidden_size: int = field(default=128, metadata={"ge": 8})
+    """H."""
+    intermediate_size: int = field(default=352, metadata={"ge": 8})
+    """I."""
+    layers: int = field(default=4, metadata={"ge": 1})
+    """L."""
+    attention_heads: int = field(default=4, metadata={"ge": 1})
+    """Query heads."""
+    key_value_heads: int = field(default=4, metadata={"ge": 1})
+    """Key and value heads; a divisor of `attention_heads`."""
+    max_positions: int = field(default=1024, metadata={"ge": 16})
+    """Longest sequence the model is made for, in tokens."""
+    rope_theta: float = field(default=10000.0, metadata={"gt": 0})
+    """Base of the rotary position embedding."""
+    tie_embeddings: bool = True
+    """Share the input embedding with the output head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedConfig:
+    """The model that all experts start from: trained here, or an existing one."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    model: str | None = None
+    """Directory or hub id of a seed model with its tokenizer. Without it a Llama is trained."""
+    shape: LlamaShape = field(default_factory=LlamaShape)
+    """Shape of the Llama that is trained."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """Training of the seed on the training text of all domains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Training of one expert a domain, from the seed."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """The same for every domain."""
