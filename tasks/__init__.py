@@ -1,0 +1,1 @@
+"""One module a stage, and what every stage shares."""

@@ -1,0 +1,174 @@
+"""A workspace: the folder one recipe's artifacts live in, how they are published and checked."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
+from upcycle_core.errors import Fault, InputError
+
+PROVENANCE = "provenance.json"
+
+
+class Workspace:
+    """Paths of one workspace.
+
+    Args:
+        root: The folder; made if it is missing.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+        self.staging = self.root / ".staging"
+        self.pieces = self.root / ".pieces"
+
+    def path(self, artifact: str) -> Path:
+        """Where ``artifact`` (``experts/law``) is published."""
+        return self.root / artifact
+
+    @contextmanager
+    def lock(self, holder: str) -> Iterator[None]:
+        """Hold the workspace for this process; the kernel lets go if the process dies.
+
+        Raises:
+            InputError: If another process holds it.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / ".lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise InputError(
+                    Fault(
+                        "workspace",
+                        str(self.root),
+                        f"held by {file.read().strip() or 'another process'}; wait until it ends, "
+                        "or stop it",
+                    )
+                ) from None
+            file.truncate(0)
+            file.write(f"{holder}, process {os.getpid()}")
+            file.flush()
+            self._repair()
+            yield
+            file.truncate(0)
+
+    def publish(self, staged: Path, artifact: str, provenance: Mapping[str, Any]) -> None:
+        """Put ``staged`` in the place of ``artifact``, so that one of the two is always whole.
+
+        Args:
+            staged: Finished directory in ``self.staging``.
+            artifact: Its published name.
+            provenance: What made it; the files' hashes are added.
+        """
+        files = tree_digest(staged, exclude=(PROVENANCE,))
+        record = json.dumps({**provenance, "files": files}, indent=1, sort_keys=True)
+        (staged / PROVENANCE).write_text(record + "\n")
+        _sync_tree(staged)
+        target, old = self.path(artifact), self._old(artifact)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            target.rename(old)
+        staged.rename(target)
+        _sync_directory(target.parent)
+        if old.exists():
+            shutil.rmtree(old)
+
+    def stage(self, artifact: str) -> Path:
+        """An empty directory to make ``artifact`` in."""
+        staged = self.staging / _flat(artifact)
+        if staged.exists():
+            shutil.rmtree(staged)
+        staged.mkdir(parents=True)
+        return staged
+
+    def provenance(self, artifact: str) -> dict[str, Any] | None:
+        """What made ``artifact``; None if it is absent or not as it was published."""
+        directory = self.path(artifact)
+        try:
+            record = json.loads((directory / PROVENANCE).read_text())
+        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+            return None
+        found = tree_digest(directory, exclude=(PROVENANCE,))
+        return record if found == record["files"] else None
+
+    def digest(self, path: str) -> str | None:
+        """Identity of an artifact or of one file, as an input of a stage; None if it is absent."""
+        full = self.path(path)
+        if full.is_dir():
+            return sha256_file(full / PROVENANCE) if (full / PROVENANCE).exists() else None
+        return sha256_file(full) if full.exists() else None
+
+    def sweep(self) -> int:
+        """Delete the pieces of unfinished stages; returns the bytes freed."""
+        freed = sum(f.stat().st_size for f in self.pieces.rglob("*") if f.is_file())
+        shutil.rmtree(self.pieces, ignore_errors=True)
+        return freed
+
+    def _old(self, artifact: str) -> Path:
+        return self.staging / f"{_flat(artifact)}.old"
+
+    def _repair(self) -> None:
+        """Finish or undo what a killed process left: an artifact moved aside goes back."""
+        if not self.staging.exists():
+            return
+        for old in self.staging.glob("*.old"):
+            target = self.path(old.name.removesuffix(".old").replace("@", "/"))
+            if not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                old.rename(target)
+        shutil.rmtree(self.staging)
+
+
+def fingerprint(parts: Mapping[str, Any]) -> str:
+    """sha256 of plain values, whatever their order."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def disk_faults(field: str, path: Path) -> Iterator[None]:
+    """Turn a full disk into an error that says so."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(path).free
+        raise InputError(
+            Fault(
+                field,
+                str(path),
+                f"the disk is full ({free / 1e6:.0f} MB free); free some space and run the same "
+                "command again: finished pieces are kept",
+            )
+        ) from error
+
+
+def _flat(artifact: str) -> str:
+    return artifact.replace("/", "@")
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sync_tree(directory: Path) -> None:
+    for file in directory.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        else:
+            _sync_directory(file)
+    _sync_directory(directory)
