@@ -1,0 +1,84 @@
+"""Checkpoints that survive a kill: a folder counts only once its completion marker is on the disk."""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MARKER = "complete.json"
+PREFIX = "checkpoint-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint.
+
+    Args:
+        directory: Where it lies (``checkpoint-<step>``).
+        record: What ``mark_complete`` was given.
+    """
+
+    directory: Path
+    record: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that it holds."""
+        return _step(self.directory)
+
+
+def mark_complete(directory: Path, record: dict[str, Any]) -> None:
+    """Put everything in ``directory`` on the disk, and only then its marker.
+
+    Args:
+        directory: A checkpoint whose files are all written.
+        record: JSON values that ``newest_complete`` gives back.
+    """
+    for path in (*directory.rglob("*"), directory, directory.parent):
+        _fsync(path)
+    unfinished = directory / f"{MARKER}.tmp"
+    unfinished.write_text(json.dumps(record, indent=2, sort_keys=True))
+    _fsync(unfinished)
+    unfinished.replace(directory / MARKER)
+    _fsync(directory)
+
+
+def newest_complete(checkpoints: Path) -> Checkpoint | None:
+    """The marked checkpoint with the most steps, or None."""
+    marked = _marked(checkpoints)
+    if not marked:
+        return None
+    return Checkpoint(marked[-1], json.loads((marked[-1] / MARKER).read_text()))
+
+
+def discard_incomplete(checkpoints: Path) -> None:
+    """Delete what a kill left behind: checkpoints without a marker."""
+    for directory in set(checkpoints.glob(f"{PREFIX}*")) - set(_marked(checkpoints)):
+        shutil.rmtree(directory)
+
+
+def keep_newest(checkpoints: Path, *, count: int) -> None:
+    """Delete all marked checkpoints but the newest ``count``."""
+    for directory in _marked(checkpoints)[:-count]:
+        # The marker goes first: a kill in between must not leave half a checkpoint that counts.
+        (directory / MARKER).unlink()
+        _fsync(directory)
+        shutil.rmtree(directory)
+
+
+def _marked(checkpoints: Path) -> list[Path]:
+    return sorted((marker.parent for marker in checkpoints.glob(f"{PREFIX}*/{MARKER}")), key=_step)
+
+
+def _step(directory: Path) -> int:
+    return int(directory.name.removeprefix(PREFIX))
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,61 @@
+"""The seed model: a small Llama with random weights, which all experts then start from."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from upcycle_core.checkpoints.tokenizer import copy_tokenizer
+from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.training.config import LlamaShape
+from upcycle_core.training.quiet import no_progress_bars
+
+
+def initialise_llama(shape: LlamaShape, tokenizer: Path, out: Path, *, seed: int) -> None:
+    """Write a random Llama as an ordinary fp32 checkpoint; the same arguments give the same bytes.
+
+    Args:
+        shape: Its sizes. The vocabulary is the tokenizer's.
+        tokenizer: Directory of the tokenizer, copied into ``out``.
+        out: Directory to write.
+        seed: Seed of the weights. The caller's random state is left as it was.
+
+    Raises:
+        InputError: The sizes do not fit each other.
+    """
+    raise_faults(shape_faults(shape, "shape"))
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.attention_heads,
+        num_key_value_heads=shape.key_value_heads,
+        head_dim=shape.hidden_size // shape.attention_heads,
+        max_position_embeddings=shape.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        tie_word_embeddings=shape.tie_embeddings,
+        bos_token_id=words.bos_token_id,
+        eos_token_id=words.eos_token_id,
+        pad_token_id=words.pad_token_id,
+        dtype=torch.float32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    with no_progress_bars():
+        model.save_pretrained(out)
+    copy_tokenizer(tokenizer, out)
+
+
+def shape_faults(shape: LlamaShape, field: str) -> list[Fault]:
+    """What is wrong with ``shape``, which the recipe gave at ``field``."""
+    faults = []
+    if shape.hidden_size % (2 * shape.attention_heads):
+        remedy = f"must be a multiple of 2 x attention_heads = {2 * shape.attention_heads}"
+        faults.append(Fault(f"{field}.hidden_size", shape.hidden_size, remedy))
+    if shape.attention_heads % shape.key_value_heads:
+        remedy = f"must divide attention_heads = {shape.attention_heads}"
+        faults.append(Fault(f"{field}.key_value_heads", shape.key_value_heads, remedy))
+    return faults
