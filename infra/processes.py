@@ -1,0 +1,65 @@
+"""Processes that outlive the command that started them: how they are told from strangers."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+# Start times derive from the boot time, which may be corrected between two readings.
+CLOCK_TOLERANCE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """A process that was started, precise enough not to be confused with a later one.
+
+    Args:
+        pid: Its process id; process ids are reused by the operating system.
+        started: Its start time in seconds since the epoch.
+        command: The arguments it was started with.
+        url: Where it answers; empty if it does not listen.
+    """
+
+    pid: int
+    started: float
+    command: tuple[str, ...]
+    url: str = ""
+
+
+def record_of(pid: int, command: tuple[str, ...], url: str = "") -> ProcessRecord:
+    """Describe the process ``pid`` that has just been started with ``command``."""
+    return ProcessRecord(pid, psutil.Process(pid).create_time(), command, url)
+
+
+def find(record: ProcessRecord) -> psutil.Process | None:
+    """Return the recorded process; ``None`` if it has ended, even if its id is another's now."""
+    try:
+        process = psutil.Process(record.pid)
+        same_start = abs(process.create_time() - record.started) <= CLOCK_TOLERANCE_SECONDS
+        same_command = set(record.command[1:]) <= set(process.cmdline())
+        alive = process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return None
+    return process if same_start and same_command and alive else None
+
+
+def read_records(path: Path) -> dict[str, ProcessRecord]:
+    """Read the records written by ``write_records``; an absent or torn file holds none."""
+    try:
+        content = json.loads(path.read_text())
+        return {
+            name: ProcessRecord(**{**entry, "command": tuple(entry["command"])})
+            for name, entry in content.items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def write_records(path: Path, records: Mapping[str, ProcessRecord]) -> None:
+    """Write ``records`` so that a reader sees the old file or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_suffix(".tmp")
+    staging.write_text(json.dumps({name: asdict(r) for name, r in records.items()}, indent=2))
+    staging.replace(path)

@@ -1,0 +1,95 @@
+"""What tracking records: plain values that know no MLflow."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DatasetRecord:
+    """Text that a run reads.
+
+    Args:
+        name: Domain and split, as people call it (``python/train``).
+        sha256: Of its content.
+        source: Where it came from.
+        context: What the run does with it (``training``, ``calibration``, ``evaluation``).
+        profile: Numbers about it (documents, tokens, bytes).
+    """
+
+    name: str
+    sha256: str
+    source: str
+    context: str
+    profile: Mapping[str, int | float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version of a registered model, as the registry holds it.
+
+    Args:
+        name: The registered model.
+        number: Counts from 1.
+        run_id: The run that made it.
+        model_id: Its files and scores in MLflow.
+        description: Markdown that its page shows.
+        aliases: Names that point at it (``champion``, ``challenger``).
+        tags: Git commit, recipe's sha256, reason of the decision, ...
+        params: What made it, flattened.
+        metrics: Its scores.
+    """
+
+    name: str
+    number: int
+    run_id: str
+    model_id: str
+    description: str
+    aliases: tuple[str, ...]
+    tags: Mapping[str, str]
+    params: Mapping[str, str]
+    metrics: Mapping[str, float]
+
+    @property
+    def reference(self) -> str:
+        """How MLflow names it: ``models:/NAME/NUMBER``."""
+        return f"models:/{self.name}/{self.number}"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a new version of a registered model is made of.
+
+    Args:
+        params: What made it; nested mappings are flattened.
+        metrics: Its scores.
+        tags: Of the version (Git commit, recipe's sha256, ...).
+        files: Text kept beside the checkpoint, in ``upcycle/`` (``recipe.yaml``, ``dvc.lock``).
+        description: Markdown that the version's page shows.
+    """
+
+    params: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    description: str = ""
+
+
+def flatten(values: Mapping[str, Any], *, length: int, prefix: str = "") -> dict[str, str]:
+    """Flatten nested mappings to dotted keys (``router.ridge_lambda``) and text.
+
+    Args:
+        values: What is to be recorded; lists become JSON.
+        length: Longer text is cut there, with an ellipsis.
+        prefix: Put before every key.
+    """
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, length=length, prefix=f"{prefix}{key}.")
+            continue
+        plain = isinstance(value, str | bool | int | float | None)
+        text = str(value) if plain else json.dumps(value, default=str)
+        flat[f"{prefix}{key}"] = text if len(text) <= length else text[: length - 1] + "…"
+    return flat

@@ -1,0 +1,156 @@
+"""Registered models in MLflow, which this module and ``infra.tracking`` alone import."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlflow.artifacts import download_artifacts
+from mlflow.entities import LoggedModelOutput, Metric
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+
+from infra.records import Registration, Version, flatten
+from infra.settings import Settings
+from infra.tracking import METRICS_PER_CALL, PARAM_LENGTH, Run, milliseconds, open_database
+from upcycle_core.errors import Fault, InputError
+
+MODEL_SCHEME = "models:/"
+PROVENANCE_FOLDER = "upcycle"
+
+
+class Registry:
+    """Registered models: their versions, and the aliases that point at them.
+
+    Args:
+        settings: Names the database and the folder of files.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._uri = settings.mlflow_tracking_uri
+        self._client = open_database(settings)
+
+    def register(
+        self, name: str, directory: Path, registration: Registration, *, run: Run
+    ) -> Version:
+        """Copy a checkpoint into MLflow and make it a new version of a registered model.
+
+        A version appears only when its files are complete.
+
+        Args:
+            name: The registered model; created if it does not exist.
+            directory: The checkpoint.
+            registration: What is recorded with it.
+            run: The run that made it.
+
+        Returns:
+            The version. No alias points at it yet.
+        """
+        model_id = self._store_model(name, directory, registration, run)
+        if not self._client.search_registered_models(f"name = '{name}'"):
+            self._client.create_registered_model(name)
+        created = self._client.create_model_version(
+            name,
+            source=f"{MODEL_SCHEME}{model_id}",
+            run_id=run.id,
+            model_id=model_id,
+            tags=dict(registration.tags),
+            description=registration.description,
+        )
+        # What links the model's page to its version.
+        link = json.dumps([{"name": name, "version": int(created.version)}])
+        self._client.set_logged_model_tags(model_id, {"mlflow.modelVersions": link})
+        return self._version(created)
+
+    def set_alias(self, version: Version, alias: str) -> None:
+        """Let ``alias`` point at ``version``, and no longer at another."""
+        self._client.set_registered_model_alias(version.name, alias, str(version.number))
+
+    def set_tags(self, version: Version, tags: Mapping[str, str]) -> None:
+        """Set tags of ``version``."""
+        for key, value in tags.items():
+            self._client.set_model_version_tag(version.name, str(version.number), key, value)
+
+    def find(self, name: str, alias: str) -> Version | None:
+        """Return the version that ``alias`` points at, or ``None`` if there is none."""
+        return next((v for v in self.versions(name) if alias in v.aliases), None)
+
+    def versions(self, name: str) -> list[Version]:
+        """Return every version of the registered model, oldest first."""
+        found = self._client.search_model_versions(f"name = '{name}'")
+        return sorted((self._version(v) for v in found), key=lambda version: version.number)
+
+    def download(self, reference: str, destination: Path) -> Path:
+        """Copy a registered checkpoint to ``destination``, all of it or nothing.
+
+        Args:
+            reference: ``models:/NAME@ALIAS`` or ``models:/NAME/NUMBER``.
+            destination: A path where nothing lies yet.
+
+        Returns:
+            ``destination``.
+
+        Raises:
+            InputError: There is no such version, or something lies at ``destination``.
+        """
+        if destination.exists():
+            raise InputError(Fault("destination", str(destination), "exists; name a new folder"))
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".download-", dir=destination.parent))
+        try:
+            folder = download_artifacts(
+                reference, dst_path=str(staging), tracking_uri=self._uri, registry_uri=self._uri
+            )
+            Path(folder).rename(destination)
+        except MlflowException as error:
+            raise InputError(Fault("model", reference, f"not in the registry: {error}")) from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        return destination
+
+    def _store_model(self, name: str, directory: Path, registration: Registration, run: Run) -> str:
+        client = self._client
+        model_id = client.create_logged_model(
+            client.get_run(run.id).info.experiment_id,
+            name=name,
+            source_run_id=run.id,
+            tags=dict(registration.tags),
+            params=flatten(registration.params, length=PARAM_LENGTH),
+            model_type="transformers",
+        ).model_id
+        try:
+            client.log_model_artifacts(model_id, str(directory))
+            with tempfile.TemporaryDirectory() as folder:
+                for file, text in registration.files.items():
+                    (Path(folder) / file).write_text(text)
+                client.log_model_artifacts(model_id, folder, PROVENANCE_FOLDER)
+        except BaseException:
+            client.finalize_logged_model(model_id, "FAILED")
+            raise
+        client.finalize_logged_model(model_id, "READY")
+        now = milliseconds()
+        scores = [
+            Metric(key, float(value), now, 0, model_id=model_id, run_id=run.id)
+            for key, value in registration.metrics.items()
+        ]
+        for start in range(0, len(scores), METRICS_PER_CALL):
+            client.log_batch(run.id, metrics=scores[start : start + METRICS_PER_CALL])
+        client.log_outputs(run.id, [LoggedModelOutput(model_id, step=0)])
+        return model_id
+
+    def _version(self, found: ModelVersion) -> Version:
+        # A search does not return the aliases, and the database keeps the model's id in the source.
+        entity = self._client.get_model_version(found.name, str(found.version))
+        model = self._client.get_logged_model(entity.source.removeprefix(MODEL_SCHEME))
+        return Version(
+            name=entity.name,
+            number=int(entity.version),
+            run_id=entity.run_id or "",
+            model_id=model.model_id,
+            description=entity.description or "",
+            aliases=tuple(entity.aliases),
+            tags=dict(entity.tags),
+            params=dict(model.params),
+            metrics={metric.key: metric.value for metric in model.metrics or ()},
+        )

@@ -1,0 +1,147 @@
+"""Settings from the environment: the only place that reads it and sets quiet, closed defaults.
+
+``configure`` runs before prefect, ray or mlflow is imported: they read the environment on import.
+"""
+
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.processes import find, read_records
+from upcycle_core.errors import Fault, raise_faults
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# Nothing reports home, nothing listens beyond loopback, and a busy machine gets time. A value that
+# the user has set stays.
+DEFAULTS = {
+    "DO_NOT_TRACK": "1",
+    "DVC_NO_ANALYTICS": "1",
+    "GIT_PYTHON_REFRESH": "quiet",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MPLBACKEND": "Agg",
+    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Ray's socket paths stay below 108 characters: neither TMPDIR nor the workspace will do.
+    "RAY_TMPDIR": "/tmp",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where everything lies and who answers where.
+
+    Args:
+        home: All databases, logs and workspaces (``UPCYCLE_HOME``; ``workspace/`` in the checkout).
+        prefect_home: Prefect's database and profiles (``PREFECT_HOME``).
+        prefect_api_url: The server that ``make up`` started while it runs, or else the user's
+            ``PREFECT_API_URL``; ``None`` means that a flow brings its own on the same database.
+        prefect_port: Where ``make up`` puts the Prefect server (``UPCYCLE_PREFECT_PORT``).
+        mlflow_tracking_uri: MLflow's database (``MLFLOW_TRACKING_URI``).
+        mlflow_artifacts: Folder of the runs' files and of registered models.
+        mlflow_port: Where ``make up`` puts the MLflow server (``UPCYCLE_MLFLOW_PORT``).
+        ray_address: The cluster that the user named (``RAY_ADDRESS``), or ``local``.
+    """
+
+    home: Path
+    prefect_home: Path
+    prefect_api_url: str | None
+    prefect_port: int
+    mlflow_tracking_uri: str
+    mlflow_artifacts: Path
+    mlflow_port: int
+    ray_address: str
+
+    @property
+    def services(self) -> Path:
+        """Logs and the state file of what ``make up`` started."""
+        return self.home / "services"
+
+    @property
+    def services_state(self) -> Path:
+        """Which processes ``make up`` started."""
+        return self.services / "state.json"
+
+
+def configure(environment: MutableMapping[str, str] = os.environ) -> Settings:
+    """Read the settings and complete ``environment`` with them and with ``DEFAULTS``.
+
+    Calling it again changes nothing, unless ``make up`` or ``make down`` ran in between.
+
+    Args:
+        environment: What is read and completed; the process's own unless a test gives another.
+
+    Returns:
+        The settings.
+
+    Raises:
+        InputError: A port is not a port, or the home is a file.
+    """
+    settings = read(environment)
+    for name, value in (DEFAULTS | _derived(settings)).items():
+        environment.setdefault(name, value)
+    if settings.prefect_api_url is not None:
+        environment["PREFECT_API_URL"] = settings.prefect_api_url
+    return settings
+
+
+def read(environment: Mapping[str, str]) -> Settings:
+    """Read the settings from ``environment`` without changing anything.
+
+    Raises:
+        InputError: As ``configure``.
+    """
+    home = Path(environment.get("UPCYCLE_HOME") or REPOSITORY / "workspace").expanduser().absolute()
+    raise_faults(_faults(environment, home))
+    return Settings(
+        home=home,
+        prefect_home=Path(environment.get("PREFECT_HOME") or home / "prefect").expanduser(),
+        prefect_api_url=_own_prefect_server(home) or environment.get("PREFECT_API_URL") or None,
+        prefect_port=_port(environment, "UPCYCLE_PREFECT_PORT"),
+        mlflow_tracking_uri=environment.get("MLFLOW_TRACKING_URI")
+        or f"sqlite:///{home / 'mlflow' / 'mlflow.db'}",
+        mlflow_artifacts=home / "mlflow" / "artifacts",
+        mlflow_port=_port(environment, "UPCYCLE_MLFLOW_PORT"),
+        ray_address=environment.get("RAY_ADDRESS") or "local",
+    )
+
+
+_DEFAULT_PORTS = {"UPCYCLE_PREFECT_PORT": "4200", "UPCYCLE_MLFLOW_PORT": "5000"}
+
+
+def _derived(settings: Settings) -> dict[str, str]:
+    return {
+        "UPCYCLE_HOME": str(settings.home),
+        "PREFECT_HOME": str(settings.prefect_home),
+        "MLFLOW_TRACKING_URI": settings.mlflow_tracking_uri,
+    }
+
+
+def _port(environment: Mapping[str, str], name: str) -> int:
+    return int(environment.get(name) or _DEFAULT_PORTS[name])
+
+
+def _faults(environment: Mapping[str, str], home: Path) -> list[Fault]:
+    faults = []
+    for name, default in _DEFAULT_PORTS.items():
+        value = environment.get(name) or default
+        if not (value.isascii() and value.isdigit() and 0 < int(value) < 65536):
+            faults.append(Fault(name, value, "not a port; give a number from 1 to 65535"))
+    if home.exists() and not home.is_dir():
+        faults.append(Fault("UPCYCLE_HOME", str(home), "not a folder; name another one"))
+    return faults
+
+
+def _own_prefect_server(home: Path) -> str | None:
+    record = read_records(home / "services" / "state.json").get("prefect")
+    return f"{record.url}/api" if record is not None and find(record) else None
