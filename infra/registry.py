@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mlflow.artifacts import download_artifacts
-from mlflow.entities import LoggedModelOutput, Metric
+from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
@@ -140,17 +140,25 @@ class Registry:
         return model_id
 
     def _version(self, found: ModelVersion) -> Version:
-        # A search does not return the aliases, and the database keeps the model's id in the source.
+        # A search does not return the aliases.
         entity = self._client.get_model_version(found.name, str(found.version))
-        model = self._client.get_logged_model(entity.source.removeprefix(MODEL_SCHEME))
+        model = self._logged_model(entity)
         return Version(
             name=entity.name,
             number=int(entity.version),
             run_id=entity.run_id or "",
-            model_id=model.model_id,
+            model_id=model.model_id if model else "",
             description=entity.description or "",
             aliases=tuple(entity.aliases),
             tags=dict(entity.tags),
-            params=dict(model.params),
-            metrics={metric.key: metric.value for metric in model.metrics or ()},
+            params=dict(model.params) if model else {},
+            metrics={metric.key: metric.value for metric in (model and model.metrics) or ()},
         )
+
+    def _logged_model(self, entity: ModelVersion) -> LoggedModel | None:
+        # The database keeps the model's id in the source alone. A version that was not made by
+        # ``register`` may have another source.
+        source = entity.source or ""
+        if not source.startswith(MODEL_SCHEME):
+            return None
+        return self._client.get_logged_model(source.removeprefix(MODEL_SCHEME))
