@@ -1,0 +1,73 @@
+"""DVC: versions of what stages publish. The only module that calls it.
+
+Every workspace is a DVC project of its own: its ``dvc.yaml`` and ``params.yaml`` are written from
+the stages and the resolved recipe, its ``dvc.lock`` from what was published.
+"""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from upcycle_core.errors import Fault, InputError
+
+
+class Versions:
+    """The DVC project in one workspace. Calls are serialised: DVC holds one lock a project.
+
+    Args:
+        root: The workspace.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._lock = threading.Lock()
+
+    def prepare(self, *, pipeline: str, params: str) -> None:
+        """Make the project if there is none, and write ``dvc.yaml`` and ``params.yaml``."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        if not (self.root / ".dvc" / "config").exists():
+            self._dvc("init", "--no-scm", "--quiet", "--force")
+            self._dvc("config", "core.autostage", "false")
+        _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n")
+        _write_if_changed(self.root / "params.yaml", params)
+        _write_if_changed(self.root / "dvc.yaml", pipeline)
+
+    def commit(self, stages: Sequence[str]) -> None:
+        """Record the published outputs of ``stages`` (``experts@law``) in cache and dvc.lock."""
+        if stages:
+            self._dvc("commit", "--force", "--quiet", *stages)
+
+    def push(self, remote: str) -> None:
+        """Send everything that dvc.lock names to ``remote``, a directory or URL."""
+        self._dvc("remote", "add", "--force", "--default", "--quiet", "upcycle", remote)
+        self._dvc("push", "--quiet")
+
+    def lock_text(self) -> str:
+        """Content of dvc.lock; empty before the first commit."""
+        lock = self.root / "dvc.lock"
+        return lock.read_text() if lock.exists() else ""
+
+    def _dvc(self, *arguments: str) -> None:
+        with self._lock:
+            done = subprocess.run(
+                [sys.executable, "-m", "dvc", *arguments],
+                cwd=self.root,
+                capture_output=True,
+                text=True,
+            )
+        if done.returncode != 0:
+            detail = (done.stderr or done.stdout).strip().splitlines()[-3:]
+            raise InputError(
+                Fault(
+                    "versions",
+                    f"dvc {' '.join(arguments)}",
+                    f"failed in {self.root}: {' '.join(detail)}; run it there to see more",
+                )
+            )
+
+
+def _write_if_changed(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)

@@ -1,0 +1,40 @@
+"""Stage ``experts``: one expert a domain, trained from the seed or given."""
+
+from infra.recipe import Recipe
+from tasks.seed import TRAINING_SOURCES, train_piece
+from tasks.sources import model_cache
+from tasks.stage import StageRun, stage
+from upcycle_core.checkpoints.copy import copy_checkpoint
+from upcycle_core.checkpoints.fetch import resolve_model
+
+
+def _inputs(recipe: Recipe, domain: str) -> list[str]:
+    if recipe.domains[domain].expert is not None:
+        return [f"sources/{domain}.json"]
+    return [f"corpora/{domain}", "seed"]
+
+
+@stage(
+    "experts/{domain}",
+    inputs=_inputs,
+    params=("seed", "experts", "domains.{domain}.expert", "compute.experts"),
+    sources=TRAINING_SOURCES,
+)
+def experts(run: StageRun) -> None:
+    """Write the expert's checkpoint."""
+    recipe = run.recipe
+    given = recipe.domains[run.domain].expert
+    if given is not None:
+        copy_checkpoint(resolve_model(given, model_cache(run)), run.out)
+        return
+    run.run_one(
+        train_piece,
+        "experts",
+        what=f"training the {run.domain} expert",
+        start=run.path("seed"),
+        shape=None,
+        corpora=[run.path(f"corpora/{run.domain}/train")],
+        config=recipe.experts.training,
+        seed=recipe.seed,
+        device=run.device("experts"),
+    )

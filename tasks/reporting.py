@@ -1,0 +1,108 @@
+"""What people see while pieces run: a line every few seconds, and curves."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infra.compute import ProgressReader
+
+LINE_SECONDS = 5.0
+
+
+@dataclass
+class Bar:
+    """How far one piece is."""
+
+    what: str = ""
+    unit: str = "steps"
+    total: int = 0
+    done: int = 0
+    began: float = 0.0
+    seen: float = 0.0
+    shown: dict[str, float] = field(default_factory=dict)
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Learn from one event of ``infra.compute.FileProgress``."""
+        self.seen = event["time"]
+        if "start" in event:
+            self.what, self.total, self.unit = event["start"], event["total"], event["unit"]
+            self.done, self.began, self.shown = 0, event["time"], {}
+        elif "done" in event:
+            self.done = event["done"]
+            self.shown = event["shown"]
+
+    def line(self) -> str:
+        """``training python: 120 of 200 steps, loss 2.41, 10,400 tokens/s, 0:12 left``."""
+        parts = [f"{self.what}: {self.done} of {self.total} {self.unit}"]
+        parts += [_shown(key, value) for key, value in self.shown.items()]
+        if self.done:
+            left = (self.seen - self.began) / self.done * (self.total - self.done)
+            parts.append(f"{int(left) // 60}:{int(left) % 60:02d} left")
+        return ", ".join(parts)
+
+
+class PieceWatch:
+    """Follows the pieces of one stage.
+
+    Args:
+        files: Where each piece reports.
+        label: The stage.
+        domain: Its domain; prefixes the names of curves.
+        log: Takes a line for people.
+        recorder: Takes points of curves; None drops them.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        *,
+        label: str,
+        domain: str,
+        log: Callable[[str], None],
+        recorder: Any,
+    ) -> None:
+        self.readers = {name: ProgressReader(path) for name, path in files.items()}
+        self.bars = {name: Bar() for name in files}
+        self.label = f"{label} {domain}".strip()
+        self.log = log
+        self.recorder = recorder
+        self.recorded: set[tuple[str, int]] = set()
+        self.printed = time.monotonic()
+
+    def __call__(self, final: bool = False) -> None:
+        """Look at what is new; print a line for each piece that moved, now and then."""
+        moved = [name for name in self.readers if self._read(name)]
+        if moved and not final and time.monotonic() - self.printed > LINE_SECONDS:
+            self.printed = time.monotonic()
+            for name in moved:
+                prefix = self.label if len(self.readers) == 1 else f"{self.label} {name}"
+                self.log(f"{prefix} | {self.bars[name].line()}")
+
+    def _read(self, name: str) -> bool:
+        moved = False
+        for event in self.readers[name].events():
+            moved = True
+            self.bars[name].take(event)
+            if "metrics" in event and self.recorder is not None:
+                self._record(name, event)
+        return moved
+
+    def _record(self, name: str, event: Mapping[str, Any]) -> None:
+        """A piece that was killed repeats points; each is recorded once."""
+        prefix = "" if len(self.readers) == 1 else f"{name}/"
+        values = {
+            f"{prefix}{key}": value
+            for key, value in event["metrics"].items()
+            if (f"{name}/{key}", event["step"]) not in self.recorded
+        }
+        self.recorded |= {(f"{name}/{key}", event["step"]) for key in event["metrics"]}
+        if values:
+            self.recorder.log_metrics(values, step=event["step"])
+
+
+def _shown(key: str, value: float) -> str:
+    if key.endswith("per_second"):
+        return f"{value:,.0f} {key.removesuffix('_per_second')}/s"
+    return f"{key} {value:.3f}"

@@ -1,0 +1,141 @@
+"""Stage ``sources``: what comes from outside the workspace, looked at and fingerprinted.
+
+It always runs, and is where bad input is found: every fault of every domain, in one message.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+from infra.recipe import Recipe
+from tasks.stage import StageRun, stage
+from upcycle_core.architectures.compare import compare_experts
+from upcycle_core.checkpoints.fetch import resolve_model
+from upcycle_core.checkpoints.hashing import tree_digest
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
+from upcycle_core.corpora.sources import source_faults, source_fingerprint
+from upcycle_core.errors import Fault, InputError, raise_faults
+
+TEXTS = ("train", "calibration", "heldout", "elsewhere")
+SEED = "seed"
+# What a trained checkpoint costs on disk while it is trained: weights, two moments, two checkpoints.
+TRAINING_COPIES = 8
+
+
+@stage(
+    "sources",
+    inputs=lambda recipe, domain: (),
+    params=("folder", "domains", "seed_model.model"),
+    sources=(
+        "tasks/sources.py",
+        "upcycle_core/corpora/sources.py",
+        "upcycle_core/corpora/harvest.py",
+    ),
+    always=True,
+)
+def sources(run: StageRun) -> None:
+    """Write ``DOMAIN.json`` and ``seed.json``: the sha256 of everything that is read from outside."""
+    recipe = run.recipe
+    cache = model_cache(run)
+    raise_faults([*text_faults(recipe), *model_faults(recipe, cache)])
+    folder = folder_of(recipe)
+    for name, domain in recipe.domains.items():
+        found = {
+            part: source_fingerprint(source, folder=folder)
+            for part in TEXTS
+            if (source := getattr(domain, part)) is not None
+        }
+        if domain.expert is not None:
+            found["expert"] = tree_digest(resolve_model(domain.expert, cache))
+        _write(run.out / f"{name}.json", found)
+    if recipe.seed_model.model is not None:
+        _write(
+            run.out / f"{SEED}.json",
+            {SEED: tree_digest(resolve_model(recipe.seed_model.model, cache))},
+        )
+
+
+def folder_of(recipe: Recipe) -> Path | None:
+    """What ``{folder}`` stands for."""
+    return None if recipe.folder is None else Path(recipe.folder)
+
+
+def model_cache(run: StageRun) -> Path:
+    """Where models from a hub are kept."""
+    return run.session.workspace.root.parent / "models"
+
+
+def text_faults(recipe: Recipe) -> list[Fault]:
+    """What is wrong with the texts."""
+    folder = folder_of(recipe)
+    return [
+        fault
+        for name, domain in recipe.domains.items()
+        for part in TEXTS
+        if (source := getattr(domain, part)) is not None
+        for fault in source_faults(source, f"domains.{name}.{part}", folder=folder)
+    ]
+
+
+def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
+    """What is wrong with ready experts and a given seed: each alone, and all of them together."""
+    given = {
+        f"domains.{name}.expert": domain.expert
+        for name, domain in recipe.domains.items()
+        if domain.expert is not None
+    }
+    if recipe.seed_model.model is not None:
+        given["seed_model.model"] = recipe.seed_model.model
+    readers, vocabularies, faults = {}, {}, []
+    for field, reference in given.items():
+        try:
+            directory = resolve_model(reference, cache)
+            readers[field] = CheckpointReader(directory)
+            vocabularies[field] = vocabulary_fingerprint(directory)
+        except InputError as error:
+            faults += [
+                Fault(f"{field}: {fault.field}", fault.value, fault.remedy)
+                for fault in error.faults
+            ]
+    if recipe.trains_experts and given and recipe.seed_model.model is None:
+        faults.append(
+            Fault(
+                "seed_model.model",
+                None,
+                "some domains bring an expert and others do not; name the seed model that the "
+                "experts came from",
+            )
+        )
+    faults += compare_experts(readers, vocabularies)
+    return [*faults, *_disk_faults(recipe, readers, cache.parent)]
+
+
+def _disk_faults(recipe: Recipe, readers: dict[str, CheckpointReader], home: Path) -> list[Fault]:
+    """The result holds every expert once, beside a copy of each."""
+    if not readers:
+        return []
+    size = max(
+        sum(file.stat().st_size for file in reader.directory.glob("*.safetensors"))
+        for reader in readers.values()
+    )
+    copies = sum(
+        1 + 1 + (TRAINING_COPIES if domain.expert is None else 0)
+        for domain in recipe.domains.values()
+    )
+    home.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(home).free
+    if free >= copies * size:
+        return []
+    return [
+        Fault(
+            "workspace",
+            str(home),
+            f"{free / 1e9:.1f} GB free, about {copies * size / 1e9:.1f} GB needed; free some space "
+            "or set UPCYCLE_HOME to a larger disk",
+        )
+    ]
+
+
+def _write(path: Path, values: object) -> None:
+    path.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")

@@ -1,0 +1,274 @@
+"""What every stage shares: fingerprint, staging, pieces, publishing.
+
+A stage is what people see. ``@stage`` turns a plain function into one: ``Stage.ensure`` runs it if
+its fingerprint is not the one on disk, whoever asks: a Prefect flow, or ``python -m tasks NAME``
+for DVC. Nothing else decides what is up to date.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from infra.compute import Done, Piece, progress_file, run_pieces
+from infra.recipe import Recipe, resolve
+from tasks.reporting import PieceWatch
+from tasks.workspace import PROVENANCE, Workspace, disk_faults, fingerprint
+from upcycle_core.checkpoints.hashing import sha256_file
+from upcycle_core.errors import Fault, InputError
+
+CODE = Path(__file__).resolve().parent.parent
+Inputs = Callable[[Recipe, str], Iterable[str]]
+
+
+class Recorder(Protocol):
+    """Where a stage's curves go: an MLflow run."""
+
+    def log_metrics(self, values: Mapping[str, float], step: int = 0) -> None: ...
+
+
+@dataclass
+class Session:
+    """One recipe at work in one workspace.
+
+    Args:
+        recipe: What to make.
+        workspace: Where.
+        log: Takes a line for people.
+        record: Opens the record of a stage's curves; gets the stage's label and what made it.
+        spent: When pieces ran (start, end; epoch seconds), by stage.
+    """
+
+    recipe: Recipe
+    workspace: Workspace
+    log: Callable[[str], None]
+    record: Callable[[str, Mapping[str, Any]], AbstractContextManager[Recorder | None]] = (
+        lambda label, made_from: nullcontext(None)
+    )
+    spent: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+
+class StageRun:
+    """What the function of a stage sees.
+
+    Args:
+        session: The recipe at work.
+        stage: The stage.
+        domain: Its domain; empty for a stage that is not per domain.
+        out: Empty directory to fill; it is published afterwards.
+        mark: Fingerprint of this run.
+        recorder: Where curves go.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        stage: "Stage",
+        domain: str,
+        *,
+        out: Path,
+        mark: str,
+        recorder: Recorder | None,
+    ) -> None:
+        self.session, self.stage, self.domain = session, stage, domain
+        self.recipe = session.recipe
+        self.out = out
+        self.mark = mark
+        self.recorder = recorder
+
+    @property
+    def pieces_directory(self) -> Path:
+        """Where this run's pieces are kept until it is published."""
+        return self.session.workspace.pieces / self.mark
+
+    def path(self, artifact: str) -> Path:
+        """Where an input is published."""
+        return self.session.workspace.path(artifact)
+
+    def run(self, pieces: Sequence[Piece], kind: str) -> dict[str, Done]:
+        """Run ``pieces`` on Ray with the resources that ``compute.KIND`` asks for."""
+        label = self.stage.label(self.domain)
+        watch = PieceWatch(
+            {piece.name: progress_file(self.pieces_directory, piece.name) for piece in pieces},
+            label=self.stage.name,
+            domain=self.domain,
+            log=self.session.log,
+            recorder=self.recorder,
+        )
+        done = run_pieces(
+            pieces,
+            directory=self.pieces_directory,
+            resources=getattr(self.recipe.compute, kind),
+            label=label,
+            watch=watch,
+        )
+        watch(final=True)
+        spans = self.session.spent.setdefault(self.stage.name, [])
+        spans += [(piece.started, piece.ended) for piece in done.values()]
+        return done
+
+    def run_one(self, function: Callable[..., Any], kind: str, **arguments: Any) -> Any:
+        """Run one piece that fills ``self.out``; returns its result."""
+        done = self.run([Piece(name="whole", function=function, arguments=arguments)], kind)
+        take(done["whole"].path, self.out)
+        return done["whole"].result
+
+    def device(self, kind: str) -> str:
+        """Where pieces of this kind compute."""
+        return "cuda" if getattr(self.recipe.compute, kind).gpus > 0 else "cpu"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage: what it reads, what decides its result, and what it publishes.
+
+    Args:
+        name: As in dvc.yaml.
+        function: Fills ``StageRun.out``.
+        out: What it publishes, below the workspace; ``{domain}`` stands for the domain.
+        inputs: What it reads, below the workspace.
+        params: Dotted keys of the recipe that decide its result; ``{domain}`` likewise.
+        sources: Modules that decide its result, relative to the checkout.
+        per_domain: Whether it runs once a domain.
+        domains: Which domains it runs for.
+        needed: Whether this recipe has it at all.
+        always: Whether it looks at the world outside the workspace, and so always runs.
+    """
+
+    name: str
+    function: Callable[[StageRun], None]
+    out: str
+    inputs: Inputs
+    params: tuple[str, ...]
+    sources: tuple[str, ...]
+    per_domain: bool
+    needed: Callable[[Recipe], bool]
+    always: bool
+
+    def items(self, recipe: Recipe) -> list[str]:
+        """The domains it runs for, or one empty name."""
+        if not self.needed(recipe):
+            return []
+        return list(recipe.domains) if self.per_domain else [""]
+
+    def label(self, domain: str) -> str:
+        """Its name in DVC: ``experts@law``."""
+        return f"{self.name}@{domain}" if domain else self.name
+
+    def artifact(self, domain: str) -> str:
+        """What it publishes."""
+        return self.out.format(domain=domain)
+
+    def made_from(self, session: Session, domain: str) -> dict[str, Any]:
+        """What decides the result: digests of inputs, recipe values, digests of modules.
+
+        Raises:
+            InputError: If an input has not been made.
+        """
+        inputs = sorted(self.inputs(session.recipe, domain))
+        digests = {name: session.workspace.digest(name) for name in inputs}
+        missing = [
+            Fault(f"{self.label(domain)} needs", name, "has not been made; run its stage first")
+            for name, digest in digests.items()
+            if digest is None
+        ]
+        if missing:
+            raise InputError(*missing)
+        values = resolve(session.recipe)
+        keys = [key.format(domain=domain) for key in self.params]
+        return {
+            "stage": self.label(domain),
+            "inputs": digests,
+            "params": {key: _value_at(values, key) for key in keys},
+            "sources": {source: sha256_file(CODE / source) for source in self.sources},
+        }
+
+    def is_current(self, session: Session, domain: str = "") -> bool:
+        """Whether what is published is what this recipe, these inputs and this code make."""
+        record = session.workspace.provenance(self.artifact(domain))
+        made_from = self.made_from(session, domain)
+        return record is not None and record["fingerprint"] == fingerprint(made_from)
+
+    def ensure(self, session: Session, domain: str = "") -> bool:
+        """Run the stage unless it is current; returns whether it ran."""
+        label = self.label(domain)
+        if not self.always and self.is_current(session, domain):
+            session.log(f"{label}: up to date")
+            return False
+        started = time.monotonic()
+        made_from = self.made_from(session, domain)
+        mark = fingerprint(made_from)
+        artifact = self.artifact(domain)
+        out = session.workspace.stage(artifact)
+        with (
+            disk_faults(label, session.workspace.root),
+            session.record(label, made_from) as recorder,
+        ):
+            try:
+                run = StageRun(session, self, domain, out=out, mark=mark, recorder=recorder)
+                self.function(run)
+                session.workspace.publish(out, artifact, {**made_from, "fingerprint": mark})
+            except BaseException:
+                shutil.rmtree(out, ignore_errors=True)
+                raise
+        session.log(f"{label}: done in {time.monotonic() - started:.1f} s")
+        return True
+
+
+STAGES: dict[str, Stage] = {}
+
+
+def stage(
+    out: str,
+    *,
+    inputs: Inputs,
+    params: Sequence[str] = (),
+    sources: Sequence[str],
+    needed: Callable[[Recipe], bool] = lambda recipe: True,
+    always: bool = False,
+) -> Callable[[Callable[[StageRun], None]], Stage]:
+    """Make a function a stage, named like the function; see ``Stage``.
+
+    A stage whose ``out`` names ``{domain}`` runs once a domain.
+    """
+
+    def register(function: Callable[[StageRun], None]) -> Stage:
+        made = Stage(
+            name=function.__name__,
+            function=function,
+            out=out,
+            inputs=inputs,
+            params=tuple(params),
+            sources=tuple(sorted(sources)),
+            per_domain="{domain}" in out,
+            needed=needed,
+            always=always,
+        )
+        STAGES[made.name] = made
+        return made
+
+    return register
+
+
+def take(source: Path, target: Path) -> None:
+    """Move the content of ``source`` into the directory ``target``; a file moves itself."""
+    if source.is_file():
+        shutil.move(source, target / source.name)
+        return
+    for entry in sorted(source.iterdir()):
+        if entry.name != PROVENANCE:
+            shutil.move(entry, target / entry.name)
+
+
+def each(recipe: Recipe, pattern: str) -> Iterator[str]:
+    """``pattern`` with every domain's name."""
+    return (pattern.format(domain=domain) for domain in recipe.domains)
+
+
+def _value_at(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values[part]
+    return values

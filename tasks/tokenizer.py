@@ -1,0 +1,58 @@
+"""Stage ``tokenizer``: trained on all domains, or the one that the given models share."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from infra.recipe import Recipe
+from tasks.sources import SEED, model_cache
+from tasks.stage import StageRun, each, stage
+from upcycle_core.checkpoints.fetch import resolve_model
+from upcycle_core.checkpoints.tokenizer import copy_tokenizer
+from upcycle_core.corpora.config import TokenizerConfig
+from upcycle_core.corpora.tokenizer import train_tokenizer
+from upcycle_core.progress import Progress
+
+
+def _inputs(recipe: Recipe, domain: str) -> list[str]:
+    if recipe.trains_seed:
+        return list(each(recipe, "documents/{domain}"))
+    if recipe.seed_model.model is not None:
+        return [f"sources/{SEED}.json"]
+    return [f"sources/{next(iter(recipe.domains))}.json"]
+
+
+@stage(
+    "tokenizer",
+    inputs=_inputs,
+    params=("seed", "tokenizer", "seed_model.model"),
+    sources=("upcycle_core/corpora/tokenizer.py",),
+)
+def tokenizer(run: StageRun) -> None:
+    """Write the tokenizer's files."""
+    recipe = run.recipe
+    if not recipe.trains_seed:
+        first = next(iter(recipe.domains.values())).expert
+        reference = recipe.seed_model.model or first
+        assert reference is not None
+        copy_tokenizer(resolve_model(reference, model_cache(run)), run.out)
+        return
+    run.run_one(
+        learn_vocabulary,
+        "corpora",
+        documents={name: run.path(f"documents/{name}") for name in recipe.domains},
+        config=recipe.tokenizer,
+        seed=recipe.seed,
+    )
+
+
+def learn_vocabulary(
+    *,
+    out: Path,
+    progress: Progress,
+    documents: Mapping[str, Path],
+    config: TokenizerConfig,
+    seed: int,
+) -> None:
+    """The piece."""
+    progress.start("training the tokenizer", 1, "vocabularies")
+    train_tokenizer(documents, out, config=config, seed=seed)
