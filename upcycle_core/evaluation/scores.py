@@ -1,0 +1,163 @@
+"""From measured losses to comparable scores: pure arithmetic, no model in sight."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from upcycle_core.errors import Fault, raise_faults
+
+
+@dataclass(frozen=True)
+class Score:
+    """The loss of one model on one text.
+
+    Args:
+        nll: Negative log-likelihood of the scored tokens, in nats, summed in fp64.
+        tokens: Scored tokens: all but the first of each paragraph, which nothing predicts.
+        bytes: UTF-8 bytes of the scored tokens: each document's bytes times the share of its tokens
+            that are scored. Not whole if a document is cut short.
+    """
+
+    nll: float
+    tokens: int
+    bytes: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean loss of a token; inf where that exceeds what fp64 holds."""
+        mean = self.nll / self.tokens
+        return math.exp(mean) if mean < 709 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Loss in bits a byte of text: comparable between tokenizers."""
+        return self.nll / math.log(2) / self.bytes
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain numbers, perplexity and bits per byte among them, for JSON."""
+        return {
+            **asdict(self),
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, float]) -> "Score":
+        """The score that ``to_dict`` wrote."""
+        return cls(nll=values["nll"], tokens=int(values["tokens"]), bytes=values["bytes"])
+
+
+def normalised(
+    values: Mapping[str, float],
+    experts: Mapping[str, float],
+    *,
+    better: Literal["lower", "higher"] = "lower",
+) -> dict[str, float]:
+    """Scores in percent of what each domain's own dense expert reaches (DUME, section 3.1).
+
+    Args:
+        values: One model's perplexity (``better="lower"``) or task score (``"higher"``) by domain.
+        experts: The same measure of each domain's own expert on its domain.
+        better: Which way the measure points.
+
+    Returns:
+        100 expert/value for perplexities, 100 value/expert for measures where more is better; above
+        100 means better than the expert. In the order of ``experts``.
+
+    Raises:
+        InputError: the domains differ, or a number is not finite and positive.
+    """
+    raise_faults([*_domain_faults(values, experts), *_number_faults({**experts, **values})])
+    if better == "lower":
+        return {domain: 100 * (experts[domain] / values[domain]) for domain in experts}
+    return {domain: 100 * (values[domain] / experts[domain]) for domain in experts}
+
+
+def normalised_average(
+    values: Mapping[str, float],
+    experts: Mapping[str, float],
+    *,
+    better: Literal["lower", "higher"] = "lower",
+) -> float:
+    """The mean of ``normalised`` over domains: 100/D sum_d p_expert_d / p_d."""
+    return average(normalised(values, experts, better=better))
+
+
+def average(scores: Mapping[str, float]) -> float:
+    """The mean over domains, each counting the same."""
+    return math.fsum(scores.values()) / len(scores)
+
+
+def worst_domain(scores: Mapping[str, float]) -> tuple[str, float]:
+    """The domain with the lowest normalised score, and that score; the first of equals."""
+    domain = min(scores, key=lambda name: scores[name])
+    return domain, scores[domain]
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation (n - 1; 0 for a single value)."""
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return mean, 0.0
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
+def mean_perplexity(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One perplexity a domain for several repeats: their harmonic mean.
+
+    Its normalised score is the mean of the repeats' normalised scores, so a table that shows either
+    shows the same thing.
+    """
+    return {d: len(runs) / math.fsum(1 / run[d] for run in runs) for d in runs[0]}
+
+
+def across_runs(
+    runs: Sequence[Mapping[str, Mapping[str, float]]],
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """Mean and deviation of every cell of tables that were measured several times.
+
+    Args:
+        runs: One table a seed: {row: {column: value}}, all with the same rows and columns.
+
+    Returns:
+        {row: {column: (mean, sample standard deviation)}} in the first table's order.
+    """
+    return {
+        row: {column: mean_and_deviation([run[row][column] for run in runs]) for column in columns}
+        for row, columns in runs[0].items()
+    }
+
+
+def perplexity_per_reference_token(other: Score, reference: Score) -> float:
+    """A model's perplexity on the scale of another tokenizer, so that the two can be compared.
+
+    ``exp(nll_other / bytes_other * bytes_reference / tokens_reference)``: the other model's loss a
+    byte of text, over the bytes that a token of the reference has on average. For scores of
+    the same text with the same tokenizer it is ``other.perplexity``.
+
+    Args:
+        other: Score under the model's own tokenizer.
+        reference: Score of any model with the reference tokenizer on the same text; only its
+            tokens and bytes are used.
+    """
+    bytes_per_token = reference.bytes / reference.tokens
+    return Score(other.nll / other.bytes * bytes_per_token, tokens=1, bytes=1).perplexity
+
+
+def _domain_faults(values: Iterable[str], experts: Iterable[str]) -> list[Fault]:
+    missing, unknown = sorted(set(experts) - set(values)), sorted(set(values) - set(experts))
+    faults = []
+    if missing:
+        faults.append(Fault("scores", missing, "not measured on these domains; evaluate there too"))
+    if unknown:
+        faults.append(Fault("scores", unknown, "no dense expert to normalise by in these domains"))
+    return faults
+
+
+def _number_faults(values: Mapping[str, float]) -> list[Fault]:
+    return [
+        Fault(f"scores.{domain}", value, "not a finite positive number; the model is broken")
+        for domain, value in values.items()
+        if not (math.isfinite(value) and value > 0)
+    ]
