@@ -1,0 +1,181 @@
+"""The supported model families, as data."""
+
+from collections.abc import Mapping
+
+from upcycle_core.architectures.family import Family, Ffn, Target
+from upcycle_core.errors import Fault, InputError
+
+_LAYER = "model.layers.{layer}."
+_ATTENTION = {
+    _LAYER + "input_layernorm.weight": "H",
+    _LAYER + "self_attn.q_proj.weight": "QH",
+    _LAYER + "self_attn.k_proj.weight": "KH",
+    _LAYER + "self_attn.v_proj.weight": "KH",
+    _LAYER + "self_attn.o_proj.weight": "HQ",
+    _LAYER + "post_attention_layernorm.weight": "H",
+}
+_QKV_BIAS = {
+    _LAYER + "self_attn.q_proj.bias": "Q",
+    _LAYER + "self_attn.k_proj.bias": "K",
+    _LAYER + "self_attn.v_proj.bias": "K",
+}
+_QK_NORM = {
+    _LAYER + "self_attn.q_norm.weight": "N",
+    _LAYER + "self_attn.k_norm.weight": "N",
+}
+_BASE = {"model.norm.weight": "H"}
+
+_KEPT = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "attention_dropout",
+    "initializer_range",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+_IGNORED = frozenset(
+    {
+        "model_type",
+        "architectures",
+        "dtype",
+        "transformers_version",
+        "_name_or_path",
+        "_attn_implementation_autoset",
+        "unsloth_fixed",
+        "unsloth_version",
+        # A way to compute Llama's matrix products in slices; the result is the same.
+        "pretraining_tp",
+        # What every configuration of transformers carries: outputs, labels, other kinds of models.
+        "return_dict",
+        "output_hidden_states",
+        "output_attentions",
+        "chunk_size_feed_forward",
+        "is_encoder_decoder",
+        "is_decoder",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "torchscript",
+        "tokenizer_class",
+    }
+)
+_BALANCE = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+
+MIXTRAL = Target(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    router=_LAYER + "block_sparse_moe.gate.weight",
+    expert=Ffn(
+        gate=_LAYER + "block_sparse_moe.experts.{expert}.w1.weight",
+        up=_LAYER + "block_sparse_moe.experts.{expert}.w3.weight",
+        down=_LAYER + "block_sparse_moe.experts.{expert}.w2.weight",
+    ),
+    count_fields=("num_local_experts",),
+    width_fields=("intermediate_size",),
+    constants={**_BALANCE, "router_jitter_noise": 0.0},
+)
+_QWEN_EXPERT = Ffn(
+    gate=_LAYER + "mlp.experts.{expert}.gate_proj.weight",
+    up=_LAYER + "mlp.experts.{expert}.up_proj.weight",
+    down=_LAYER + "mlp.experts.{expert}.down_proj.weight",
+)
+# Without norm_topk_prob a token's expert weights would not sum to one.
+_EVERY_LAYER = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+QWEN2_MOE = Target(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    router=_LAYER + "mlp.gate.weight",
+    expert=_QWEN_EXPERT,
+    count_fields=("num_experts",),
+    width_fields=("moe_intermediate_size", "intermediate_size"),
+    # The shared expert has width 0 and so no tensors on disk; its gate has one.
+    constants={**_BALANCE, **_EVERY_LAYER, "qkv_bias": True, "shared_expert_intermediate_size": 0},
+    zeros={_LAYER + "mlp.shared_expert_gate.weight": "1H"},
+)
+QWEN3_MOE = Target(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    router=_LAYER + "mlp.gate.weight",
+    expert=_QWEN_EXPERT,
+    count_fields=("num_local_experts", "num_experts"),
+    width_fields=("moe_intermediate_size", "intermediate_size"),
+    constants={**_BALANCE, **_EVERY_LAYER},
+)
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family(
+            model_type="llama",
+            target=MIXTRAL,
+            base_tensors=_BASE,
+            layer_tensors=_ATTENTION,
+            bias_tensors={},
+            kept=_KEPT,
+            demanded={"attention_bias": False, "mlp_bias": False},
+            ignored=_IGNORED,
+            windows="none",
+        ),
+        Family(
+            model_type="mistral",
+            target=MIXTRAL,
+            base_tensors=_BASE,
+            layer_tensors=_ATTENTION,
+            bias_tensors={},
+            kept=_KEPT,
+            demanded={},
+            ignored=_IGNORED,
+            windows="model",
+        ),
+        Family(
+            model_type="qwen2",
+            target=QWEN2_MOE,
+            base_tensors=_BASE,
+            layer_tensors={**_ATTENTION, **_QKV_BIAS},
+            bias_tensors={},
+            kept=_KEPT,
+            demanded={},
+            ignored=_IGNORED,
+            windows="by-layer",
+        ),
+        Family(
+            model_type="qwen3",
+            target=QWEN3_MOE,
+            base_tensors=_BASE,
+            layer_tensors={**_ATTENTION, **_QK_NORM},
+            bias_tensors={**_QKV_BIAS, _LAYER + "self_attn.o_proj.bias": "H"},
+            kept=(*_KEPT, "attention_bias"),
+            demanded={},
+            ignored=_IGNORED,
+            windows="all-or-none",
+        ),
+    )
+}
+
+
+def family_of(config: Mapping, *, field: str = "model_type") -> Family:
+    """Look up the family of a dense checkpoint.
+
+    Args:
+        config: The content of config.json.
+        field: How the error names the checkpoint.
+
+    Raises:
+        InputError: The family is not supported; the message lists those that are.
+    """
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        remedy = f"is not supported; choose a model of {', '.join(FAMILIES)}"
+        raise InputError(Fault(field, model_type, remedy))
+    return FAMILIES[model_type]

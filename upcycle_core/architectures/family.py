@@ -1,0 +1,263 @@
+"""What a model family is: the names and shapes of its tensors, its configuration, its MoE target.
+
+Shapes are words over these letters: V vocabulary, H hidden size, I intermediate size, N head size,
+Q query heads x N, K key-value heads x N, 1.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING
+
+from upcycle_core.errors import Fault, InputError, raise_faults
+
+LM_HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+# Rotary frequencies follow from the configuration; checkpoints of 2023 carry them all the same.
+RECOMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+@dataclass(frozen=True)
+class Ffn:
+    """Names of the three matrices of one SwiGLU feed-forward network.
+
+    Args:
+        gate: [I, H], goes through the activation.
+        up: [I, H].
+        down: [H, I].
+    """
+
+    gate: str
+    up: str
+    down: str
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((self.gate, self.up, self.down))
+
+
+@dataclass(frozen=True)
+class Target:
+    """The stock MoE architecture that holds experts of a family exactly.
+
+    Args:
+        model_type: Its name in config.json.
+        architecture: Its class in transformers.
+        router: Name of a layer's router weight [D, H], with ``{layer}``.
+        expert: Names of an expert's matrices, with ``{layer}`` and ``{expert}``.
+        count_fields: Attributes that hold D.
+        width_fields: Attributes that hold I.
+        constants: Attributes that exactness or older readers ask for.
+        zeros: Name, with ``{layer}``, to shape of tensors that must be there and stay zero.
+    """
+
+    model_type: str
+    architecture: str
+    router: str
+    expert: Ffn
+    count_fields: tuple[str, ...]
+    width_fields: tuple[str, ...]
+    constants: Mapping[str, object]
+    zeros: Mapping[str, str] = field(default_factory=dict)
+
+    def router_name(self, layer: int) -> str:
+        """Name of the router weight [D, H] of ``layer``."""
+        return self.router.format(layer=layer)
+
+    def expert_ffn(self, layer: int, expert: int) -> Ffn:
+        """Names of one expert's matrices."""
+        return Ffn(*(name.format(layer=layer, expert=expert) for name in self.expert))
+
+
+@dataclass(frozen=True)
+class Family:
+    """One dense model family.
+
+    Args:
+        model_type: Its name in config.json.
+        target: Where its experts go.
+        base_tensors: Name to shape, outside the layers.
+        layer_tensors: Name, with ``{layer}``, to shape of what a layer holds beside its FFN.
+        bias_tensors: The same for what ``attention_bias`` adds.
+        kept: Attributes that the target takes over as they are.
+        demanded: Attributes that the target cannot express: the only value that is accepted.
+        ignored: Attributes that change nothing in what the model computes.
+        windows: Sliding windows: none, the model's one, the same for all layers or none, or said
+            layer by layer.
+    """
+
+    model_type: str
+    target: Target
+    base_tensors: Mapping[str, str]
+    layer_tensors: Mapping[str, str]
+    bias_tensors: Mapping[str, str]
+    kept: tuple[str, ...]
+    demanded: Mapping[str, object]
+    ignored: frozenset[str]
+    windows: Literal["none", "model", "all-or-none", "by-layer"]
+
+    def ffn(self, layer: int) -> Ffn:
+        """Names of the gate, up and down matrices of ``layer``."""
+        prefix = f"model.layers.{layer}.mlp"
+        return Ffn(*(f"{prefix}.{part}_proj.weight" for part in ("gate", "up", "down")))
+
+    def is_ffn(self, name: str) -> bool:
+        """Whether tensor ``name`` belongs to an FFN: experts keep it, everything else is averaged."""
+        return re.match(r"model\.layers\.\d+\.mlp\.", name) is not None
+
+    def router_norm(self, layer: int) -> str:
+        """Path of the module whose output the router of ``layer`` reads."""
+        return f"model.layers.{layer}.post_attention_layernorm"
+
+    def tensors(self, config: Mapping, *, ffn: bool = True) -> dict[str, tuple[int, ...]]:
+        """Every tensor that a checkpoint of ``config`` must hold, in the order it is written.
+
+        Args:
+            config: The content of config.json.
+            ffn: Whether the FFNs are among them (a backbone has none).
+
+        Returns:
+            Name to shape.
+        """
+        full = resolve(config)
+        sizes = _sizes(full)
+        layer_tensors = dict(self.layer_tensors)
+        if full.get("attention_bias"):
+            layer_tensors |= self.bias_tensors
+        names = {EMBEDDING: "VH"}
+        for layer in range(full["num_hidden_layers"]):
+            names |= {name.format(layer=layer): shape for name, shape in layer_tensors.items()}
+            if ffn:
+                names |= dict(zip(self.ffn(layer), ("IH", "IH", "HI"), strict=True))
+        names |= self.base_tensors
+        if not full["tie_word_embeddings"]:
+            names[LM_HEAD] = "VH"
+        return {name: tuple(sizes[letter] for letter in shape) for name, shape in names.items()}
+
+    def config_faults(self, config: Mapping, field: str) -> list[Fault]:
+        """Everything in ``config`` that the target cannot express or that nobody has judged."""
+        full = resolve(config)
+        faults = []
+        for name, only in self.demanded.items():
+            if full.get(name, only) not in (only, None):
+                remedy = f"{self.target.architecture} cannot express it; only {only!r} is supported"
+                faults.append(Fault(f"{field}.config.{name}", full[name], remedy))
+        judged = {*self.kept, *self.demanded, *self.ignored, *WINDOW_ATTRIBUTES[self.windows]}
+        judged.add("intermediate_size")
+        for name in sorted(set(full) - judged):
+            if full[name] is not None:
+                remedy = "is unknown; delete it if the model computes the same without it"
+                faults.append(Fault(f"{field}.config.{name}", full[name], remedy))
+        if "rope_theta" not in full["rope_parameters"]:
+            remedy = f"{self.target.architecture} has one rope for all layers"
+            faults.append(Fault(f"{field}.config.rope_parameters", full["rope_parameters"], remedy))
+        if self.windows == "all-or-none" and len(set(full["layer_types"])) > 1:
+            remedy = f"{self.target.architecture} has one sliding window for all layers, or none"
+            faults.append(Fault(f"{field}.config.layer_types", full["layer_types"], remedy))
+        return faults
+
+    def target_config(
+        self, config: Mapping, *, experts: int, top_k: int, dtype: torch.dtype | None = None
+    ) -> dict:
+        """The config.json of the MoE, for transformers 5 and for older readers.
+
+        Args:
+            config: The content of the dense config.json.
+            experts: D, number of experts.
+            top_k: Experts a token passes through.
+            dtype: Type of the weights; what ``config`` says by default.
+
+        Returns:
+            Every attribute, explicit.
+
+        Raises:
+            InputError: k > D; an attribute that the target cannot express.
+        """
+        faults = self.config_faults(config, "experts")
+        if not 1 <= top_k <= experts:
+            faults.append(Fault("moe.top_k", top_k, f"choose 1 to {experts}, the number of experts"))
+        raise_faults(faults)
+        full = resolve(config)
+        name = str(dtype).removeprefix("torch.") if dtype else full.get("dtype") or "float32"
+        return {
+            "architectures": [self.target.architecture],
+            "model_type": self.target.model_type,
+            **{key: full[key] for key in self.kept if key in full},
+            **{key: full["intermediate_size"] for key in self.target.width_fields},
+            **{key: experts for key in self.target.count_fields},
+            "num_experts_per_tok": top_k,
+            **self.target.constants,
+            **_window_fields(full, self.windows),
+            **_rope_fields(full["rope_parameters"]),
+            "dtype": name,
+            "torch_dtype": name,
+            # Tokenizer loading branches on it, and the tokenizer is the experts' own.
+            "transformers_version": config.get("transformers_version"),
+        }
+
+
+_LAYERED_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+WINDOW_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
+    "none": (),
+    "model": ("sliding_window",),
+    "all-or-none": _LAYERED_WINDOWS,
+    "by-layer": _LAYERED_WINDOWS,
+}
+
+
+def resolve(config: Mapping) -> dict:
+    """Return ``config`` with every default of its stock class filled in and rope standardised.
+
+    Raises:
+        InputError: A value that the stock class rejects.
+    """
+    try:
+        stock = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        model_type = config.get("model_type")
+        raise InputError(Fault("config.json", model_type, f"is not valid: {error}")) from error
+    full = stock.to_dict()
+    if not full.get("head_dim"):
+        full["head_dim"] = full["hidden_size"] // full["num_attention_heads"]
+    return full
+
+
+def _sizes(full: Mapping) -> dict[str, int]:
+    """What each letter of a shape stands for."""
+    head = full["head_dim"]
+    return {
+        "V": full["vocab_size"],
+        "H": full["hidden_size"],
+        "I": full["intermediate_size"],
+        "N": head,
+        "Q": head * full["num_attention_heads"],
+        "K": head * full["num_key_value_heads"],
+        "1": 1,
+    }
+
+
+def _window_fields(full: Mapping, windows: str) -> dict:
+    """Sliding windows as the target says them; Mixtral's default differs between versions."""
+    if windows in ("none", "model"):
+        return {"sliding_window": full.get("sliding_window")}
+    sliding = "sliding_attention" in full["layer_types"]
+    fields = {
+        "use_sliding_window": sliding,
+        "sliding_window": full["sliding_window"] if sliding else None,
+    }
+    if windows == "by-layer":
+        fields |= {name: full[name] for name in ("layer_types", "max_window_layers")}
+    return fields
+
+
+def _rope_fields(rope: Mapping) -> dict:
+    """``rope_parameters`` of transformers 5 and the two fields that older readers look for."""
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {
+        "rope_parameters": dict(rope),
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+    }

@@ -1,0 +1,106 @@
+"""Average models tensor by tensor: the backbone that experts share, and the averaged model."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from upcycle_core.architectures.compare import tensor_faults
+from upcycle_core.architectures.families import family_of
+from upcycle_core.checkpoints.reader import CheckpointReader, chunks
+from upcycle_core.checkpoints.tokenizer import copy_tokenizer
+from upcycle_core.checkpoints.writer import (
+    TensorSpec,
+    sync_directory,
+    sync_file,
+    write_json,
+    write_sharded,
+)
+from upcycle_core.errors import raise_faults
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+def average_tensors(readers: Sequence[CheckpointReader], name: str) -> torch.Tensor:
+    """Return the mean of one tensor over checkpoints.
+
+    Summed in fp32 in the order given, divided, cast back: (1/D) sum_d theta_d. Works through the
+    tensor in pieces, so beside the result nothing of its size is held.
+
+    Args:
+        readers: The checkpoints; at least one.
+        name: A tensor that all of them hold, of one shape.
+
+    Returns:
+        The mean, in the first checkpoint's type.
+    """
+    sources = [reader.tensor(name) for reader in readers]
+    result = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
+    for piece, *parts in zip(chunks(result), *(chunks(s) for s in sources), strict=True):
+        total = parts[0].to(torch.float32, copy=True)
+        for part in parts[1:]:
+            total += part
+        piece.copy_(total / len(parts))
+    return result
+
+
+def write_backbone(
+    readers: Sequence[CheckpointReader], out: Path, *, max_shard_bytes: int
+) -> None:
+    """Average everything that is not an FFN; configuration and tokenizer are the first's.
+
+    Args:
+        readers: Experts of one architecture, in the order that they are summed.
+        out: The directory that is written: config.json, weights without FFNs, tokenizer.
+        max_shard_bytes: Size of one safetensors file.
+
+    Raises:
+        InputError: A tensor is missing, misshapen or has no place.
+    """
+    _write(readers, out, max_shard_bytes=max_shard_bytes, ffn=False)
+
+
+def write_average(readers: Sequence[CheckpointReader], out: Path, *, max_shard_bytes: int) -> None:
+    """Average every tensor: an ordinary checkpoint, the model-averaging baseline.
+
+    Args:
+        readers: Experts of one architecture, in the order that they are summed.
+        out: The directory that is written.
+        max_shard_bytes: Size of one safetensors file.
+
+    Raises:
+        InputError: A tensor is missing, misshapen or has no place.
+    """
+    _write(readers, out, max_shard_bytes=max_shard_bytes, ffn=True)
+
+
+def write_generation_config(source: CheckpointReader, out: Path) -> None:
+    """Carry the generation configuration along, or write the token ids that config.json holds."""
+    path = source.directory / GENERATION_CONFIG
+    if path.is_file():
+        shutil.copyfile(path, out / GENERATION_CONFIG)
+        sync_file(out / GENERATION_CONFIG)
+    else:
+        ids = {key: source.config.get(key) for key in ("bos_token_id", "eos_token_id")}
+        ids["pad_token_id"] = source.config.get("pad_token_id")
+        write_json(out / GENERATION_CONFIG, {"_from_model_config": True, **ids})
+    sync_directory(out)
+
+
+def _write(
+    readers: Sequence[CheckpointReader], out: Path, *, max_shard_bytes: int, ffn: bool
+) -> None:
+    first = readers[0]
+    family = family_of(first.config)
+    raise_faults(fault for r in readers for fault in tensor_faults(r, family, r.field))
+    dtype = next(iter(first.tensors.values())).dtype
+    expected = family.tensors(first.config, ffn=ffn)
+    specs = [TensorSpec(name, shape, dtype) for name, shape in expected.items()]
+    write_sharded(
+        out, specs, lambda name: average_tensors(readers, name), max_shard_bytes=max_shard_bytes
+    )
+    write_json(out / "config.json", json.loads(json.dumps(first.config)))
+    copy_tokenizer(first.directory, out)
+    write_generation_config(first, out)

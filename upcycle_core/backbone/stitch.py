@@ -1,0 +1,66 @@
+"""A dense model from two checkpoints: the shared backbone with one expert's FFNs."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    PreTrainedModel,
+)
+
+from upcycle_core.architectures.compare import tensor_faults
+from upcycle_core.architectures.families import family_of
+from upcycle_core.architectures.family import LM_HEAD
+from upcycle_core.checkpoints.load import check_loading, quiet_loading
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.errors import raise_faults
+
+
+def load_stitched(
+    backbone: Path,
+    expert: Path,
+    *,
+    headless: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> PreTrainedModel:
+    """Load the backbone with the FFNs of one expert, in evaluation mode.
+
+    This is the model that each token of an expert's domain meets in the statistics pass, and the
+    MoE computes the same when that expert is forced.
+
+    Args:
+        backbone: What ``write_backbone`` wrote.
+        expert: A dense checkpoint of the same architecture.
+        headless: Load the base model alone, without lm_head.
+        dtype: Type that the weights get.
+        device: Where they go.
+
+    Raises:
+        InputError: A tensor is missing, misshapen or has no place in either.
+    """
+    shared, own = CheckpointReader(backbone, field="backbone"), CheckpointReader(expert)
+    family = family_of(shared.config)
+    faults = tensor_faults(shared, family, "backbone", ffn=False)
+    raise_faults(faults + tensor_faults(own, family, "checkpoint"))
+    expected = family.tensors(shared.config)
+    weights = {
+        name: (own if family.is_ffn(name) else shared).tensor(name)
+        for name in expected
+        if not (headless and name == LM_HEAD)
+    }
+    config = AutoConfig.from_pretrained(backbone, local_files_only=True)
+    classes = MODEL_MAPPING if headless else MODEL_FOR_CAUSAL_LM_MAPPING
+    with quiet_loading():
+        model, info = classes[type(config)].from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    check_loading(model, info, str(expert))
+    return model.to(device).eval()

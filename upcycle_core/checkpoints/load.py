@@ -1,0 +1,90 @@
+"""Load a whole model, strictly: every weight comes from the files, and no weight is left over."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from upcycle_core.errors import Fault, InputError
+from upcycle_core.moe.inspect import choose_experts_implementation
+
+
+def load_causal_lm(
+    directory: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    precision: Literal["fp32", "bf16"] | None = None,
+) -> PreTrainedModel:
+    """Load a checkpoint, in evaluation mode.
+
+    Args:
+        directory: A Hugging Face checkpoint of safetensors, dense or MoE.
+        dtype: Type that the weights get.
+        device: Where they go.
+        precision: Arithmetic that the forward pass will use, which decides how experts run; that
+            of ``dtype`` by default. Say ``bf16`` where fp32 weights will run under autocast.
+
+    Raises:
+        InputError: A tensor is missing, unexpected or of another shape, or a head that
+            config.json calls tied is not.
+    """
+    directory = Path(directory)
+    options = {}
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    if hasattr(config, "num_experts_per_tok"):
+        precision = precision or ("bf16" if dtype == torch.bfloat16 else "fp32")
+        options["experts_implementation"] = choose_experts_implementation(device, precision)
+    with quiet_loading():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # collected in info rather than raised one by one
+            output_loading_info=True,
+            **options,
+        )
+    check_loading(model, info, str(directory))
+    return model.to(device).eval()
+
+
+def check_loading(model: PreTrainedModel, info: Mapping, place: str) -> None:
+    """Raise unless loading used every tensor of the files and filled every one of the model.
+
+    Args:
+        model: What was loaded.
+        info: What ``output_loading_info`` said.
+        place: How the error names the checkpoint.
+    """
+    faults = []
+    for kind in ("missing", "unexpected", "mismatched"):
+        if info[f"{kind}_keys"]:
+            names = ", ".join(sorted(str(key) for key in info[f"{kind}_keys"]))
+            remedy = f"{kind} tensors: {names}; config.json and weights must belong together"
+            faults.append(Fault("checkpoint", place, remedy))
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and model.config.tie_word_embeddings:
+        if head.weight is not embedding.weight:
+            remedy = "config.json ties lm_head to the embedding, the files hold another lm_head"
+            faults.append(Fault("checkpoint", place, remedy))
+    if faults:
+        raise InputError(*faults)
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """No progress bar and no report of transformers inside: what they would say is raised."""
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

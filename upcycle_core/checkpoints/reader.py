@@ -1,0 +1,169 @@
+"""Read a checkpoint without holding it: tensors are views of memory-mapped safetensors files."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from upcycle_core.errors import Fault, InputError, raise_faults
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# Checks walk a tensor in pieces of this many elements, so that they never copy a large one.
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says about one tensor.
+
+    Args:
+        shape: Its sizes.
+        dtype: Its floating point type.
+        file: The file of the checkpoint that holds it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: str
+
+
+class CheckpointReader:
+    """The configuration and the lazily read tensors of one Hugging Face checkpoint directory.
+
+    Args:
+        directory: Where config.json and the safetensors files lie.
+        field: How errors name this checkpoint (``experts.law``).
+
+    Attributes:
+        directory: As given.
+        config: The content of config.json.
+        tensors: What the headers say, by name, sorted.
+
+    Raises:
+        InputError: No config.json; weights missing, pickled, truncated, of a type that is not
+            floating point; an index that disagrees with its files. All of it in one message.
+    """
+
+    def __init__(self, directory: Path, *, field: str = "checkpoint") -> None:
+        self.directory = Path(directory)
+        self.field = field
+        self.config, faults = _read_config(self.directory, field)
+        self._files: dict[str, safe_open] = {}
+        found = {}
+        files, index, file_faults = _weight_files(self.directory, field)
+        faults += file_faults
+        for file in files:
+            infos, header_faults = self._read_header(file)
+            faults += header_faults
+            found.update(infos)
+        faults += list(_index_faults(self.directory, index, found, self._files, field))
+        raise_faults(faults)
+        self.tensors: Mapping[str, TensorInfo] = dict(sorted(found.items()))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return tensor ``name`` as a view of the mapped file: no copy, and not to be written to.
+
+        Raises:
+            InputError: The checkpoint has no such tensor.
+        """
+        if name not in self.tensors:
+            raise InputError(Fault(self.field, str(self.directory), f"has no tensor {name}"))
+        return self._files[self.tensors[name].file].get_tensor(name)
+
+    def _read_header(self, file: str) -> tuple[dict[str, TensorInfo], list[Fault]]:
+        path = self.directory / file
+        try:
+            handle = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            remedy = f"is missing, truncated or no safetensors file ({error}); fetch it again"
+            return {}, [Fault(self.field, str(path), remedy)]
+        self._files[file] = handle
+        infos, faults = {}, []
+        for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+            part = handle.get_slice(name)
+            dtype = DTYPES.get(part.get_dtype())
+            if dtype is None:
+                remedy = f"{name} is stored as {part.get_dtype()}; use one of {', '.join(DTYPES)}"
+                faults.append(Fault(self.field, str(path), remedy))
+            else:
+                infos[name] = TensorInfo(tuple(part.get_shape()), dtype, file)
+        return infos, faults
+
+
+def first_non_finite(reader: CheckpointReader) -> list[str]:
+    """Return the names of the tensors that hold a NaN or an infinity, in order of name."""
+    return [name for name in reader.tensors if not _is_finite(reader.tensor(name))]
+
+
+def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield flat pieces (views) of at most ``CHUNK`` elements of a contiguous ``tensor``."""
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), CHUNK):
+        yield flat[start : start + CHUNK]
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return all(bool(torch.isfinite(piece).all()) for piece in chunks(tensor))
+
+
+def _read_config(directory: Path, field: str) -> tuple[dict, list[Fault]]:
+    path = directory / "config.json"
+    if not path.is_file():
+        remedy = "has no config.json; give the directory of a Hugging Face checkpoint"
+        return {}, [Fault(field, str(directory), remedy)]
+    try:
+        return json.loads(path.read_text(encoding="utf-8")), []
+    except ValueError as error:
+        return {}, [Fault(field, str(path), f"is not valid JSON ({error}); fetch it again")]
+
+
+def _weight_files(
+    directory: Path, field: str
+) -> tuple[list[str], dict[str, str] | None, list[Fault]]:
+    """Return the files to read, the index (name to file) if there is one, and what is wrong."""
+    if (directory / SINGLE_FILE).is_file():
+        return [SINGLE_FILE], None, []
+    index_path = directory / INDEX_FILE
+    if index_path.is_file():
+        try:
+            index = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError) as error:
+            remedy = f"is no index of weights ({error!r}); fetch it again"
+            return [], None, [Fault(field, str(index_path), remedy)]
+        return sorted(set(index.values())), index, []
+    pickles = sorted(p.name for p in directory.glob("*") if p.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        remedy = "holds pickled weights, which can run code; convert them to safetensors"
+        return [], None, [Fault(field, str(directory / pickles[0]), remedy)]
+    remedy = f"has neither {SINGLE_FILE} nor {INDEX_FILE}; give a checkpoint with its weights"
+    return [], None, [Fault(field, str(directory), remedy)]
+
+
+def _index_faults(
+    directory: Path,
+    index: Mapping[str, str] | None,
+    found: Mapping[str, TensorInfo],
+    readable: Mapping[str, safe_open],
+    field: str,
+) -> Iterator[Fault]:
+    """Yield a fault for each tensor that index and files do not agree on; unread files aside."""
+    if index is None:
+        return
+    place = str(directory / INDEX_FILE)
+    for name, file in sorted(index.items()):
+        if file in readable and (name not in found or found[name].file != file):
+            yield Fault(field, place, f"names {name} in {file}, where it is not; fetch both again")
+    for name in sorted(set(found) - set(index)):
+        remedy = f"does not name {name}, which is in {found[name].file}; fetch both again"
+        yield Fault(field, place, remedy)

@@ -1,0 +1,86 @@
+"""Tokenizers: whether two mean the same, and carrying one along."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from upcycle_core.checkpoints.writer import sync_directory, sync_file
+from upcycle_core.errors import Fault, InputError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def vocabulary_fingerprint(directory: Path) -> str:
+    """Hash what ids mean: the map from token to id and the merges, whatever file they are in.
+
+    Args:
+        directory: A checkpoint or tokenizer directory.
+
+    Returns:
+        Hexadecimal sha256. Two directories of equal fingerprint give a text the same ids, as far
+        as vocabulary and merges decide.
+
+    Raises:
+        InputError: There is no tokenizer that can be read.
+    """
+    core = _core(Path(directory))
+    model = core["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, list):  # Unigram: pairs of token and score, the id is the position
+        vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
+    vocabulary = vocabulary | {t["content"]: t["id"] for t in core.get("added_tokens") or ()}
+    # "a b" in older files, ["a", "b"] in newer ones.
+    merges = [m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges") or ()]
+    content = {"type": model["type"], "vocabulary": vocabulary, "merges": merges}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def copy_tokenizer(source: Path, destination: Path) -> None:
+    """Copy the tokenizer files of one directory to another, to the disk.
+
+    Raises:
+        InputError: ``source`` holds none.
+    """
+    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    if not names:
+        raise InputError(_no_tokenizer(source))
+    destination.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        shutil.copyfile(source / name, destination / name)
+        sync_file(destination / name)
+    sync_directory(destination)
+
+
+def _core(directory: Path) -> dict:
+    """The content of tokenizer.json, or what it would be."""
+    path = directory / "tokenizer.json"
+    try:
+        if path.is_file():
+            return json.loads(path.read_text(encoding="utf-8"))
+        if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+            raise InputError(_no_tokenizer(directory))
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return json.loads(tokenizer.backend_tokenizer.to_str())
+    except (ValueError, OSError, AttributeError, ImportError) as error:
+        if isinstance(error, InputError):
+            raise
+        remedy = f"its tokenizer cannot be read ({error}); save it with a tokenizer.json"
+        raise InputError(Fault("tokenizer", str(directory), remedy)) from error
+
+
+def _no_tokenizer(directory: Path) -> Fault:
+    return Fault("tokenizer", str(directory), "holds no tokenizer; save the model's own beside it")

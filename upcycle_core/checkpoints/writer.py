@@ -1,0 +1,166 @@
+"""Write a checkpoint tensor by tensor: headers are known beforehand, weights only pass through."""
+
+import json
+import os
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from upcycle_core.checkpoints.reader import DTYPES, INDEX_FILE, SINGLE_FILE
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# The safetensors format aligns the first tensor by padding the header with spaces.
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor that is to be written.
+
+    Args:
+        name: Its name in the checkpoint.
+        shape: Its sizes.
+        dtype: Its floating point type.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data in bytes."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def write_sharded(
+    directory: Path,
+    specs: Sequence[TensorSpec],
+    produce: Callable[[str], torch.Tensor],
+    *,
+    max_shard_bytes: int,
+) -> None:
+    """Write ``specs`` in the order given, asking ``produce`` for one tensor at a time.
+
+    One shard is ``model.safetensors``; several are ``model-0000i-of-0000N.safetensors`` with an
+    index. The bytes depend on names, shapes and values alone. Every file is on the disk (fsync)
+    before this returns.
+
+    Args:
+        directory: Where the files go; made if it is not there.
+        specs: All tensors; a shard is filled until the next one does not fit.
+        produce: Name to CPU tensor of the promised shape and dtype. It is released when written.
+        max_shard_bytes: Data bytes of one file; a larger tensor has a file of its own.
+
+    Raises:
+        ValueError: ``produce`` broke its promise, or a name comes twice.
+    """
+    if len({spec.name for spec in specs}) != len(specs):
+        raise ValueError("a tensor name comes twice among the specs")
+    directory.mkdir(parents=True, exist_ok=True)
+    shards = _plan(specs, max_shard_bytes)
+    names = _shard_names(len(shards))
+    for file, shard in zip(names, shards, strict=True):
+        _write_shard(directory / file, shard, produce)
+    if len(shards) > 1:
+        weight_map = {spec.name: f for f, shard in zip(names, shards, strict=True) for spec in shard}
+        metadata = {
+            "total_parameters": sum(torch.Size(spec.shape).numel() for spec in specs),
+            "total_size": sum(spec.nbytes for spec in specs),
+        }
+        write_json(directory / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
+    sync_directory(directory)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write ``content`` as indented JSON with sorted keys; it is on the disk when this returns."""
+    write_text(path, json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` in UTF-8; it is on the disk when this returns."""
+    with path.open("wb") as file:
+        file.write(text.encode("utf-8"))
+        _sync(file)
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file that is already written to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_directory(directory: Path) -> None:
+    """Bring the names of the files in ``directory`` to the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _plan(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
+    shards: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if shards[-1] and size + spec.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(spec)
+        size += spec.nbytes
+    return shards
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE_FILE]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _header(shard: Sequence[TensorSpec]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in shard:
+        end = offset + spec.nbytes
+        entries[spec.name] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_shard(
+    path: Path, shard: Sequence[TensorSpec], produce: Callable[[str], torch.Tensor]
+) -> None:
+    with path.open("wb", buffering=0) as file:
+        _write_all(file, _header(shard))
+        for spec in shard:
+            tensor = produce(spec.name)
+            if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+                raise ValueError(
+                    f"{spec.name}: {tuple(tensor.shape)} {tensor.dtype} was produced where "
+                    f"{spec.shape} {spec.dtype} was promised"
+                )
+            flat = tensor.detach().contiguous().reshape(-1)
+            _write_all(file, flat.view(torch.uint8).numpy().data)
+        _sync(file)
+
+
+def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    """Write all of ``data``: one call of an unbuffered file stops at 2 GB."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,168 @@
+"""Handle a loaded MoE: its routers, its k, which expert runs, where tokens went.
+
+Everything is done to the model's own modules, by hooks that a context manager takes off again.
+H hidden size, D experts, L layers, T tokens, k experts a token.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Literal
+
+import torch
+from torch import nn
+
+from upcycle_core.errors import Fault, InputError, raise_faults
+
+RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def choose_experts_implementation(
+    device: str | torch.device, precision: Literal["fp32", "bf16"]
+) -> Literal["eager", "grouped_mm"]:
+    """The fastest way transformers has to run experts here.
+
+    Under bf16 autocast on a CPU ``grouped_mm`` still multiplies in fp32 (it casts its input to the
+    type of the weights) and runs at half the speed of ``eager``; in fp32 the two are equal there.
+    A GPU has a kernel for it.
+
+    Args:
+        device: Where the model runs (``cpu``, ``cuda:0``).
+        precision: Arithmetic of the forward pass; bf16 is autocast or bf16 weights.
+    """
+    on_cpu = torch.device(device).type == "cpu"
+    return "eager" if on_cpu and precision == "bf16" else "grouped_mm"
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the router module of every MoE layer, in order.
+
+    A router holds ``weight`` [D, H] and ``top_k`` and returns (logits [T, D], weights [T, k],
+    experts [T, k]).
+
+    Raises:
+        InputError: The model is no MoE.
+    """
+    found = [block.gate for block in _blocks(model)]
+    if not found:
+        raise InputError(Fault("model", type(model).__name__, "has no routers; give a MoE"))
+    return found
+
+
+def set_top_k(model: nn.Module, k: int) -> None:
+    """Send each token through ``k`` experts from now on.
+
+    Raises:
+        InputError: k is not between 1 and the number of experts.
+    """
+    routers = routers_of(model)
+    experts = routers[0].weight.shape[0]
+    if not 1 <= k <= experts:
+        raise InputError(Fault("top_k", k, f"choose 1 to {experts}, the number of experts"))
+    for block in _blocks(model):
+        block.gate.top_k = k
+        if hasattr(block, "top_k"):
+            block.top_k = k
+    model.config.num_experts_per_tok = k
+
+
+def set_routers(model: nn.Module, routers: Mapping[int, torch.Tensor]) -> None:
+    """Replace router weights, rounded to the model's type.
+
+    Args:
+        model: A MoE.
+        routers: Layer to W [H, D]; layers that are not named keep theirs.
+
+    Raises:
+        InputError: A layer that is not there, or another shape.
+    """
+    modules = routers_of(model)
+    faults = []
+    for layer, weight_HD in routers.items():
+        if not 0 <= layer < len(modules):
+            faults.append(Fault(f"routers.{layer}", layer, f"choose 0 to {len(modules) - 1}"))
+        elif weight_HD.T.shape != modules[layer].weight.shape:
+            shape = list(modules[layer].weight.T.shape)
+            faults.append(Fault(f"routers.{layer}", list(weight_HD.shape), f"must be {shape}"))
+    raise_faults(faults)
+    with torch.no_grad():
+        for layer, weight_HD in routers.items():
+            modules[layer].weight.copy_(weight_HD.T)
+
+
+@contextmanager
+def force_expert(model: nn.Module, index: int) -> Iterator[None]:
+    """Inside, every token of every layer goes through expert ``index`` alone, with weight 1.
+
+    Raises:
+        InputError: There is no such expert.
+    """
+    routers = routers_of(model)
+    experts = routers[0].weight.shape[0]
+    if not 0 <= index < experts:
+        raise InputError(Fault("expert", index, f"choose 0 to {experts - 1}"))
+
+    def force(_module: nn.Module, _inputs: object, output: RouterOutput) -> RouterOutput:
+        logits, weights, chosen = output
+        return logits, torch.ones_like(weights[:, :1]), torch.full_like(chosen[:, :1], index)
+
+    with _hooks(router.register_forward_hook(force) for router in routers):
+        yield
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Count, while inside, the tokens that each expert of each layer receives.
+
+    Padding (0 in the ``attention_mask`` that the model is called with) is not counted.
+
+    Yields:
+        counts [L, D] int64 on the CPU, growing with every forward pass. A row sums to k times
+        the number of tokens.
+    """
+    routers = routers_of(model)
+    counts_LD = torch.zeros(len(routers), routers[0].weight.shape[0], dtype=torch.int64)
+    masks: list[torch.Tensor | None] = [None]
+
+    def remember(_module: nn.Module, _args: object, kwargs: Mapping) -> None:
+        masks[0] = _token_mask(kwargs)
+
+    def count(layer: int, chosen_Tk: torch.Tensor) -> None:
+        if masks[0] is not None:
+            chosen_Tk = chosen_Tk[masks[0]]
+        experts = chosen_Tk.reshape(-1)
+        counts_LD[layer] += torch.bincount(experts, minlength=counts_LD.shape[1]).cpu()
+
+    def hook_of(layer: int):
+        return lambda _module, _inputs, output: count(layer, output[2])
+
+    hooks = [model.register_forward_pre_hook(remember, with_kwargs=True)]
+    hooks += [r.register_forward_hook(hook_of(layer)) for layer, r in enumerate(routers)]
+    with _hooks(iter(hooks)):
+        yield counts_LD
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The sparse MoE blocks: what has experts and a gate that chooses among them."""
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "experts") and hasattr(getattr(module, "gate", None), "top_k")
+    ]
+
+
+def _token_mask(kwargs: Mapping) -> torch.Tensor | None:
+    """Which of the tokens of this call are real, flat [T]; None if all are."""
+    mask_BS, ids_BS = kwargs.get("attention_mask"), kwargs.get("input_ids")
+    if mask_BS is None or mask_BS.dim() != 2:
+        return None
+    # With a key-value cache the mask covers the past as well; the call's own tokens are the last.
+    length = mask_BS.shape[1] if ids_BS is None else ids_BS.shape[1]
+    return mask_BS[:, -length:].reshape(-1).bool()
+
+
+@contextmanager
+def _hooks(handles: Iterator) -> Iterator[None]:
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield
