@@ -1,7 +1,9 @@
 """Processes that outlive the command that started them: how they are told from strangers."""
 
 import json
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,9 +30,31 @@ class ProcessRecord:
     url: str = ""
 
 
-def record_of(pid: int, command: tuple[str, ...], url: str = "") -> ProcessRecord:
-    """Describe the process ``pid`` that has just been started with ``command``."""
-    return ProcessRecord(pid, psutil.Process(pid).create_time(), command, url)
+def launch(
+    command: Sequence[str], *, log: Path, directory: Path, environment: Mapping[str, str], url: str
+) -> ProcessRecord:
+    """Start ``command`` in a session of its own, so that it goes on when the caller ends.
+
+    Args:
+        command: Program and arguments.
+        log: Where its output goes; an older log is replaced.
+        directory: Where it runs.
+        environment: All of its environment.
+        url: Where it will answer; empty if it does not listen.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=directory,
+            env=dict(environment),
+            start_new_session=True,
+        )
+    started = psutil.Process(process.pid).create_time()
+    return ProcessRecord(process.pid, started, tuple(command), url)
 
 
 def find(record: ProcessRecord) -> psutil.Process | None:
@@ -43,6 +67,31 @@ def find(record: ProcessRecord) -> psutil.Process | None:
     except psutil.Error:
         return None
     return process if same_start and same_command and alive else None
+
+
+def stop(process: psutil.Process, *, grace: float) -> None:
+    """End ``process`` and everything it started.
+
+    What it started directly is asked first: a Prefect worker waits for its flows otherwise.
+
+    Args:
+        process: What is stopped. psutil compares start times, so that a reused id is left alone.
+        grace: Seconds to end in an orderly way before they are killed.
+    """
+    with suppress(psutil.NoSuchProcess):
+        children = process.children()
+        family = [*process.children(recursive=True), process]
+        for member in [*children, process]:
+            with suppress(psutil.NoSuchProcess):
+                member.terminate()
+        _, left = psutil.wait_procs(family, timeout=grace)
+        for member in left:
+            with suppress(psutil.NoSuchProcess):
+                left += member.children(recursive=True)
+        for member in left:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(left, timeout=grace)
 
 
 def read_records(path: Path) -> dict[str, ProcessRecord]:

@@ -22,6 +22,7 @@ DEFAULTS = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     "MPLBACKEND": "Agg",
     "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -114,6 +115,11 @@ def read(environment: Mapping[str, str]) -> Settings:
         mlflow_port=_port(environment, "UPCYCLE_MLFLOW_PORT"),
         ray_address=environment.get("RAY_ADDRESS") or "local",
     )
+
+
+def environment_of(**changes: str) -> dict[str, str]:
+    """Return the environment of a program that is started: this process's own, with ``changes``."""
+    return {**os.environ, **changes}
 
 
 _DEFAULT_PORTS = {"UPCYCLE_PREFECT_PORT": "4200", "UPCYCLE_MLFLOW_PORT": "5000"}
