@@ -1,0 +1,110 @@
+"""Streaming moments against sums written out in fp64."""
+
+import pytest
+import torch
+
+from upcycle_core.activations.moments import Moments, gram, pack_triangle, unpack_triangle
+
+SIZE = 12
+
+
+def features(rows: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, SIZE, generator=generator, dtype=torch.float64) + 0.5).to(dtype)
+
+
+def test_triangle_is_packed_and_unpacked_without_loss():
+    x_TH = features(5)
+    matrix = x_TH.T @ x_TH
+    packed = pack_triangle(matrix)
+    assert packed.shape == (SIZE * (SIZE + 1) // 2,)
+    assert packed[:3].tolist() == [matrix[0, 0], matrix[1, 0], matrix[1, 1]]
+    assert torch.equal(unpack_triangle(packed, SIZE), matrix)
+
+
+def test_moments_of_batches_equal_moments_of_everything():
+    x_TH = features(50)
+    moments = Moments(SIZE)
+    for batch in x_TH.split(7):
+        moments.update(batch)
+    expected = sum(torch.outer(row, row) for row in x_TH)
+    torch.testing.assert_close(moments.gram(), expected, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(moments.sum(), x_TH.sum(0), rtol=1e-13, atol=1e-13)
+    assert moments.count() == 50
+
+
+def test_rows_left_out_are_never_read():
+    x_BSH = features(12).view(3, 4, SIZE)
+    mask_BS = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
+    kept = x_BSH[mask_BS.bool()]
+    x_BSH[~mask_BS.bool()] = torch.nan
+    moments = Moments(SIZE)
+    moments.update(x_BSH, rows=mask_BS.flatten().nonzero().flatten())
+    torch.testing.assert_close(moments.gram(), kept.T @ kept, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(moments.sum(), kept.sum(0), rtol=1e-13, atol=1e-13)
+    assert moments.count() == 8
+
+
+def test_cells_are_kept_apart_and_added_on_request():
+    one, two = features(5, seed=1), features(6, seed=2)
+    moments = Moments(SIZE, cells=3)
+    moments.update(one, cell=0)
+    moments.update(two, cell=2)
+    torch.testing.assert_close(moments.gram([0]), one.T @ one)
+    torch.testing.assert_close(moments.gram([2]), two.T @ two)
+    torch.testing.assert_close(moments.gram(), one.T @ one + two.T @ two)
+    assert [moments.count([cell]) for cell in range(3)] == [5, 0, 6]
+    torch.testing.assert_close(moments.sum([0, 2]), one.sum(0) + two.sum(0))
+
+
+def test_merged_moments_are_the_moments_of_both():
+    one, two, both = Moments(SIZE), Moments(SIZE), Moments(SIZE)
+    for moments, batch in ((one, features(5, seed=1)), (two, features(6, seed=2))):
+        moments.update(batch)
+        both.update(batch)
+    one.merge(two)
+    for name, tensor in both.tensors().items():
+        assert torch.equal(one.tensors()[name], tensor), name
+
+
+def test_moments_come_back_from_their_tensors():
+    moments = Moments(SIZE, cells=2)
+    moments.update(features(5), cell=1)
+    once = moments.gram([1])
+    again = Moments.from_tensors(moments.tensors("3."), "3.")
+    again.update(features(5), cell=1)
+    assert torch.equal(again.gram([1]), 2 * once)
+    assert again.count() == 10
+
+
+def test_batches_are_added_up_in_fp64():
+    # 4096 * 4096 + 1 is no fp32 number: the ones would be lost
+    moments = Moments(1)
+    moments.update(torch.full((1, 1), 4096.0))
+    for _ in range(100):
+        moments.update(torch.ones(1, 1))
+    assert moments.gram().item() == 4096.0**2 + 100
+
+
+@pytest.mark.parametrize(
+    ("dtype", "result", "tolerance"),
+    [
+        (torch.float64, torch.float64, 1e-14),
+        (torch.float32, torch.float32, 1e-6),
+        # products of bf16 numbers are exact in fp32: only their sum rounds, as for fp32
+        (torch.bfloat16, torch.float32, 1e-6),
+    ],
+)
+def test_gram_keeps_the_features_precision(dtype, result, tolerance):
+    x_TH = features(2000, dtype)
+    expected = x_TH.double().T @ x_TH.double()
+    found = gram(x_TH)
+    assert found.dtype == result
+    assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_gram_leaves_torch_settings_as_they_were():
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    gram(features(4, torch.bfloat16))
+    assert matmul.fp32_precision == before

@@ -1,0 +1,54 @@
+"""Hidden states of a decoder as they pass by: what each layer's router would see."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+Consumer = Callable[[int, Tensor], None]
+
+
+@contextmanager
+def router_inputs(
+    model: nn.Module, consume: Consumer, *, layers: Sequence[int] | None = None
+) -> Iterator[None]:
+    """Within this context each forward of ``model`` hands the routers' inputs to ``consume``.
+
+    A router reads what the layer's MLP reads: the output of the norm after attention. Nothing
+    behind the last such norm is computed: the model is cut there and mended afterwards.
+
+    Args:
+        model: A decoder without lm_head, dense or MoE (``LlamaModel``, ``MixtralModel``, ...).
+        consume: Called with the layer and its router's input [B, S, H], in the layers' order.
+        layers: Which layers are watched; all of them by default.
+    """
+    decoder_layers: Any = model.layers
+    watched = range(len(decoder_layers)) if layers is None else sorted(layers)
+    with ExitStack() as stack:
+        for layer in watched:
+            norm = decoder_layers[layer].post_attention_layernorm
+            hook = norm.register_forward_hook(_handing(consume, layer))
+            stack.callback(hook.remove)
+        stack.enter_context(_cut_before_mlp(model, watched[-1]))
+        yield
+
+
+def _handing(consume: Consumer, layer: int):
+    def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        consume(layer, output)
+
+    return hook
+
+
+@contextmanager
+def _cut_before_mlp(model: nn.Module, layer: int) -> Iterator[None]:
+    """Leave out the MLP of ``layer`` and everything behind it."""
+    layers: Any = model.layers
+    last, norm = layers[layer], model.norm
+    mlp = last.mlp
+    model.layers, last.mlp, model.norm = layers[: layer + 1], nn.Identity(), nn.Identity()
+    try:
+        yield
+    finally:
+        model.layers, last.mlp, model.norm = layers, mlp, norm

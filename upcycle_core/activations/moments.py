@@ -1,0 +1,146 @@
+"""Streaming moments of feature vectors: sum of x x^T, sum of x, and how many.
+
+Shapes: T rows (tokens), H features, C cells kept apart (folds, position buckets).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+PARTS = ("products", "sums", "counts")
+
+
+def triangle_size(size: int) -> int:
+    """Entries of the lower triangle, diagonal included, of a ``size`` x ``size`` matrix."""
+    return size * (size + 1) // 2
+
+
+def pack_triangle(matrix_HH: Tensor) -> Tensor:
+    """The lower triangle of a square matrix, row by row: [H(H+1)/2]."""
+    return matrix_HH.flatten()[_lower(len(matrix_HH), matrix_HH.device)]
+
+
+def unpack_triangle(triangle: Tensor, size: int) -> Tensor:
+    """The symmetric [``size``, ``size``] matrix whose lower triangle is ``triangle``."""
+    lower = torch.zeros(size * size, dtype=triangle.dtype, device=triangle.device)
+    lower[_lower(size, triangle.device)] = triangle
+    lower = lower.view(size, size)
+    return lower + lower.tril(-1).T
+
+
+def _lower(size: int, device: torch.device) -> Tensor:
+    row, column = torch.tril_indices(size, size, device=device)
+    return row * size + column
+
+
+def gram(x_TH: Tensor) -> Tensor:
+    """x^T x of one batch, in the features' own precision (DUME Eq. 5).
+
+    Products of bf16 numbers are exact in fp32, so bf16 features lose nothing to their product's
+    arithmetic as long as it is added up in fp32.
+
+    Args:
+        x_TH: fp32, fp64 or bf16 features.
+
+    Returns:
+        [H, H]: fp64 for fp64 features, else fp32.
+    """
+    if x_TH.dtype != torch.bfloat16:
+        return x_TH.T @ x_TH
+    if x_TH.is_cuda:
+        return torch.mm(x_TH.T, x_TH, out_dtype=torch.float32)
+    with _bf16_units():
+        wide_TH = x_TH.float()
+        return wide_TH.T @ wide_TH
+
+
+@contextmanager
+def _bf16_units() -> Iterator[None]:
+    """Let oneDNN multiply fp32 matrices on a CPU's bf16 units, where it has any.
+
+    They round their operands to bf16 first, which changes nothing for values that are bf16
+    already, and add up in fp32: the same numbers several times faster.
+    """
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # put there at import
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+class Moments:
+    """The accumulator: within a batch the features' own precision, across batches fp64.
+
+    Attributes:
+        products: [C, H(H+1)/2] fp64, the lower triangles of sum x x^T.
+        sums: [C, H] fp64, sum x.
+        counts: [C] int64, rows counted.
+    """
+
+    def __init__(self, size: int, *, cells: int = 1, device: torch.device | str = "cpu") -> None:
+        self.size = size
+        self.products = torch.zeros(cells, triangle_size(size), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(cells, size, dtype=torch.float64, device=device)
+        self.counts = torch.zeros(cells, dtype=torch.int64, device=device)
+        self._lower = _lower(size, self.products.device)
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> "Moments":
+        """The accumulator that ``tensors`` was taken from, over the same memory."""
+        cells, size = tensors[prefix + "sums"].shape
+        moments = cls(size, cells=0)
+        for part in PARTS:
+            setattr(moments, part, tensors[prefix + part])
+        assert moments.products.shape == (cells, triangle_size(size))
+        return moments
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """The accumulated numbers by name, on the CPU, as a file stores them."""
+        return {prefix + part: getattr(self, part).cpu() for part in PARTS}
+
+    def update(self, x_TH: Tensor, *, rows: Tensor | None = None, cell: int = 0) -> None:
+        """Count one batch.
+
+        Args:
+            x_TH: Features [..., H]; leading dimensions are flattened.
+            rows: Which of the flattened rows count (int64); all of them by default. Left-out rows
+                (padding) are never read, so they may hold anything.
+            cell: Where the batch is counted.
+        """
+        x_TH = x_TH.reshape(-1, self.size)
+        if rows is not None:
+            x_TH = x_TH.index_select(0, rows)
+        self.products[cell] += gram(x_TH).flatten()[self._lower]
+        wide = torch.float64 if x_TH.dtype == torch.float64 else torch.float32
+        self.sums[cell] += x_TH.sum(0, dtype=wide)
+        self.counts[cell] += len(x_TH)
+
+    def merge(self, other: "Moments") -> None:
+        """Add what ``other`` has counted, cell by cell."""
+        for part in PARTS:
+            getattr(self, part).add_(getattr(other, part))
+
+    def count(self, cells: Sequence[int] | None = None) -> int:
+        """Rows counted in ``cells`` (all by default)."""
+        return sum(int(self.counts[cell]) for cell in self._chosen(cells))
+
+    def sum(self, cells: Sequence[int] | None = None) -> Tensor:
+        """sum x over ``cells`` (all by default), added in the order given: [H] fp64."""
+        total = torch.zeros_like(self.sums[0])
+        for cell in self._chosen(cells):
+            total += self.sums[cell]
+        return total
+
+    def gram(self, cells: Sequence[int] | None = None) -> Tensor:
+        """sum x x^T over ``cells`` (all by default), added in the order given: [H, H] fp64."""
+        total = torch.zeros_like(self.products[0])
+        for cell in self._chosen(cells):
+            total += self.products[cell]
+        return unpack_triangle(total, self.size)
+
+    def _chosen(self, cells: Sequence[int] | None) -> Sequence[int]:
+        return range(len(self.counts)) if cells is None else cells
