@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -193,7 +193,8 @@ def validate(values: object) -> Recipe:
         found = [_fault_of(problem) for problem in error.errors()]
         raise_faults([*found, *_faults_beside(values, error)])
     raise_faults(faults(recipe))
-    return recipe
+    # One order everywhere: of sums, of the router's columns, of the experts in the model.
+    return replace(recipe, domains=dict(sorted(recipe.domains.items())))
 
 
 def resolve(recipe: Recipe) -> dict[str, Any]:

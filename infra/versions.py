@@ -71,3 +71,19 @@ class Versions:
 def _write_if_changed(path: Path, text: str) -> None:
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
+
+
+def code_version(root: Path) -> str:
+    """Git commit of the checkout, with ``-modified`` if files differ; ``unknown`` without Git."""
+    commit = _git(root, "rev-parse", "HEAD")
+    if commit is None:
+        return "unknown"
+    return f"{commit}-modified" if _git(root, "status", "--porcelain") else commit
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

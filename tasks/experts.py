@@ -2,16 +2,14 @@
 
 from infra.recipe import Recipe
 from tasks.seed import TRAINING_SOURCES, train_piece
-from tasks.sources import model_cache
 from tasks.stage import StageRun, stage
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.checkpoints.fetch import resolve_model
 
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
-    if recipe.domains[domain].expert is not None:
-        return [f"sources/{domain}.json"]
-    return [f"corpora/{domain}", "seed"]
+    given = [f"sources/{domain}.json"]
+    return [*given, f"corpora/{domain}/train", "seed"] if recipe.trains_experts else given
 
 
 @stage(
@@ -25,7 +23,7 @@ def experts(run: StageRun) -> None:
     recipe = run.recipe
     given = recipe.domains[run.domain].expert
     if given is not None:
-        copy_checkpoint(resolve_model(given, model_cache(run)), run.out)
+        copy_checkpoint(resolve_model(given, run.models), run.out)
         return
     run.run_one(
         train_piece,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.sources import SEED, model_cache
+from tasks.sources import SEED
 from tasks.stage import StageRun, each, stage
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.checkpoints.fetch import resolve_model
@@ -25,7 +25,7 @@ TRAINING_SOURCES = (
 @stage(
     "seed",
     inputs=lambda recipe, domain: (
-        [*each(recipe, "corpora/{domain}"), "tokenizer"]
+        [*each(recipe, "corpora/{domain}/train"), "tokenizer"]
         if recipe.trains_seed
         else [f"sources/{SEED}.json"]
     ),
@@ -37,7 +37,7 @@ def seed(run: StageRun) -> None:
     """Write the seed checkpoint."""
     recipe = run.recipe
     if recipe.seed_model.model is not None:
-        copy_checkpoint(resolve_model(recipe.seed_model.model, model_cache(run)), run.out)
+        copy_checkpoint(resolve_model(recipe.seed_model.model, run.models), run.out)
         return
     run.run_one(
         train_piece,

@@ -37,8 +37,8 @@ TRAINING_COPIES = 8
 def sources(run: StageRun) -> None:
     """Write ``DOMAIN.json`` and ``seed.json``: the sha256 of everything that is read from outside."""
     recipe = run.recipe
-    cache = model_cache(run)
-    raise_faults([*text_faults(recipe), *model_faults(recipe, cache)])
+    check(recipe, run.models)
+    cache = run.models
     folder = folder_of(recipe)
     for name, domain in recipe.domains.items():
         found = {
@@ -61,9 +61,17 @@ def folder_of(recipe: Recipe) -> Path | None:
     return None if recipe.folder is None else Path(recipe.folder)
 
 
-def model_cache(run: StageRun) -> Path:
-    """Where models from a hub are kept."""
-    return run.session.workspace.root.parent / "models"
+def check(recipe: Recipe, cache: Path) -> None:
+    """Look at everything that the recipe names outside the workspace.
+
+    Args:
+        recipe: What to make.
+        cache: Where models from a hub are kept.
+
+    Raises:
+        InputError: With every fault of every text and model.
+    """
+    raise_faults([*text_faults(recipe), *model_faults(recipe, cache)])
 
 
 def text_faults(recipe: Recipe) -> list[Fault]:

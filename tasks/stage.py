@@ -84,6 +84,11 @@ class StageRun:
         """Where this run's pieces are kept until it is published."""
         return self.session.workspace.pieces / self.mark
 
+    @property
+    def models(self) -> Path:
+        """Where models from a hub are kept, for all workspaces."""
+        return self.session.workspace.root.parent / "models"
+
     def path(self, artifact: str) -> Path:
         """Where an input is published."""
         return self.session.workspace.path(artifact)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from infra.recipe import Recipe
-from tasks.sources import SEED, model_cache
+from tasks.sources import SEED
 from tasks.stage import StageRun, each, stage
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
@@ -34,7 +34,7 @@ def tokenizer(run: StageRun) -> None:
         first = next(iter(recipe.domains.values())).expert
         reference = recipe.seed_model.model or first
         assert reference is not None
-        copy_tokenizer(resolve_model(reference, model_cache(run)), run.out)
+        copy_tokenizer(resolve_model(reference, run.models), run.out)
         return
     run.run_one(
         learn_vocabulary,

@@ -101,10 +101,12 @@ class Workspace:
         return record if found == record["files"] else None
 
     def digest(self, path: str) -> str | None:
-        """Identity of an artifact or of one file, as an input of a stage; None if it is absent."""
+        """Identity of an artifact, a folder in it or a file, as an input; None if it is absent."""
         full = self.path(path)
+        if (full / PROVENANCE).exists():
+            return sha256_file(full / PROVENANCE)
         if full.is_dir():
-            return sha256_file(full / PROVENANCE) if (full / PROVENANCE).exists() else None
+            return fingerprint(tree_digest(full))
         return sha256_file(full) if full.exists() else None
 
     def sweep(self) -> int:

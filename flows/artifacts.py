@@ -1,0 +1,133 @@
+"""What people look at after a run: Prefect artifacts, MLflow files, and lines in the terminal."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+from prefect.artifacts import (
+    create_image_artifact,
+    create_link_artifact,
+    create_markdown_artifact,
+    create_table_artifact,
+)
+
+from flows.session import FlowSession
+from infra.records import DatasetRecord
+from tasks.register import Outcome
+
+SPLIT_CONTEXT = {
+    "train": "training",
+    "calibration": "calibration",
+    "heldout": "evaluation",
+    "elsewhere": "calibration",
+}
+
+
+def publish_artifacts(session: FlowSession, outcome: Outcome) -> None:
+    """Log the report to MLflow and show it in the Prefect UI."""
+    report = session.workspace.path("report")
+    metrics = json.loads((report / "metrics.json").read_text())
+    _log_to_mlflow(session, outcome, report, metrics)
+    name = session.recipe.name
+    create_table_artifact(
+        key=f"{name}-scores",
+        table=_rows(metrics),
+        description="Perplexity on held-out text, in percent of each domain's dense expert.",
+    )
+    for picture in sorted(report.glob("*.png")):
+        data = base64.b64encode(picture.read_bytes()).decode()
+        create_image_artifact(
+            key=f"{name}-{picture.stem}".replace("_", "-"),
+            image_url=f"data:image/png;base64,{data}",
+            description=picture.stem.replace("_", " "),
+        )
+    if session.settings.mlflow_url is not None:
+        create_link_artifact(
+            key=f"{name}-mlflow-run",
+            link=f"{session.settings.mlflow_url}/#/experiments/{session.run.experiment_id}"
+            f"/runs/{session.run.id}",
+            link_text="the run in MLflow",
+        )
+    version = outcome.version
+    create_markdown_artifact(
+        key=f"{name}-model",
+        markdown=f"# `{version.reference}`\n\n{outcome.decision}\n\n{version.description}",
+        description="The registered version, and why it is champion or not.",
+    )
+
+
+def summary(session: FlowSession, outcome: Outcome) -> str:
+    """The last thing a run prints: scores, where everything lies, and what to type next."""
+    report = session.workspace.path("report")
+    version = outcome.version
+    timings = session.timings()
+    stages = "".join(
+        f"\n  {stage:<12}{seconds:8.1f} s" for stage, seconds in timings["stages"].items() if seconds
+    )
+    return f"""
+{(report / "table.txt").read_text().rstrip()}
+
+Time: {timings["wall"]:.0f} s, of which pieces on Ray {timings["pieces"]:.0f} s{stages}
+
+Model     {session.workspace.path("model")}
+Report    {report / "report.html"}
+Registry  {version.reference} ({", ".join(version.aliases) or "no alias"}): {outcome.decision}
+
+See runs and models:  make up      (then open the two addresses that it prints)
+Generate text:        .venv/bin/python -m flows.generate {version.name}@champion "def main("
+"""
+
+
+def _log_to_mlflow(
+    session: FlowSession, outcome: Outcome, report: Path, metrics: dict[str, Any]
+) -> None:
+    run, timings = session.run, session.timings()
+    router = timings["stages"].get("router", 0.0)
+    run.log_metrics(
+        {
+            **{f"normalised_average/{row}": v for row, v in metrics["normalised_average"].items()},
+            **{f"perplexity/{d}": v for d, v in metrics["perplexity"]["dume"].items()},
+            **{f"seconds/{stage}": value for stage, value in timings["stages"].items()},
+            "seconds/wall": timings["wall"],
+            "share_of_time/router": router / timings["wall"],
+            "share_of_time/overhead": 1 - timings["pieces"] / timings["wall"],
+        }
+    )
+    (session.workspace.root / "timings.json").write_text(json.dumps(timings, indent=1) + "\n")
+    run.log_artifacts(report, "report")
+    run.log_text((session.workspace.root / "params.yaml").read_text(), "recipe.yaml")
+    run.log_text(session.versions.lock_text(), "dvc.lock")
+    run.log_inputs(_datasets(session))
+    run.set_tags({"upcycle.version": outcome.version.reference, "upcycle.decision": outcome.decision})
+    run.describe((report / "table.md").read_text() + f"\n{outcome.version.reference}: {outcome.decision}")
+
+
+def _datasets(session: FlowSession) -> list[DatasetRecord]:
+    records = []
+    for domain in session.recipe.domains:
+        manifest = json.loads(
+            (session.workspace.path(f"corpora/{domain}") / "manifest.json").read_text()
+        )
+        for split, entry in manifest["splits"].items():
+            records.append(
+                DatasetRecord(
+                    name=f"{domain}/{split}",
+                    sha256=entry["sha256"],
+                    source=str(session.workspace.path(f"corpora/{domain}/{split}")),
+                    context=SPLIT_CONTEXT[split],
+                    profile={key: entry[key] for key in ("documents", "tokens", "bytes")},
+                )
+            )
+    return records
+
+
+def _rows(metrics: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "model": row.replace("_", " "),
+            **{domain: round(value, 1) for domain, value in scores.items()},
+            "average": round(metrics["normalised_average"][row], 1),
+        }
+        for row, scores in metrics["normalised"].items()
+    ]

@@ -1,0 +1,215 @@
+"""What every flow shares: one session over Prefect, Ray, MLflow and DVC."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import StateType
+from prefect.context import get_run_context
+from prefect.exceptions import MissingContextError
+from prefect.states import Crashed
+
+from infra import settings as environment
+from infra.compute import cluster
+from infra.recipe import Recipe, resolve
+from infra.registry import Registry
+from infra.settings import Settings
+from infra.tracking import Run, Tracker
+from infra.versions import Versions, code_version
+from tasks.pipeline import dvc_yaml, params_yaml
+from tasks.stage import CODE, Recorder, Session, Stage
+from tasks.workspace import Workspace
+from upcycle_core.errors import Fault, InputError
+
+COMMITTED = ".committed.json"
+
+
+class FlowSession:
+    """A recipe at work, with everything a flow needs.
+
+    Args:
+        settings: Where services and databases are.
+        session: What stages see.
+        run: The flow's MLflow run.
+        registry: The model registry.
+        versions: The workspace's DVC project.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        session: Session,
+        *,
+        run: Run,
+        registry: Registry,
+        versions: Versions,
+    ) -> None:
+        self.settings, self.stages = settings, session
+        self.run, self.registry, self.versions = run, registry, versions
+        self.recipe, self.workspace = session.recipe, session.workspace
+        self.began = time.time()
+        self._committer = ThreadPoolExecutor(max_workers=1)
+        self._commits: list[Future[None]] = []
+
+    def ensure(self, stage: Stage) -> None:
+        """Bring a stage up to date, one Prefect task a domain, and let DVC record it.
+
+        Raises:
+            InputError: With the faults of all domains.
+        """
+        items = stage.items(self.recipe)
+        step = task(
+            stage.ensure,
+            name=stage.name,
+            cache_policy=NO_CACHE,
+            persist_result=False,
+            log_prints=False,
+        )
+        futures = [
+            step.with_options(task_run_name=f"{stage.name} {domain}".rstrip()).submit(
+                self.stages, domain
+            )
+            for domain in items
+        ]
+        _wait(futures)
+        if items:
+            self._commits.append(self._committer.submit(self._commit, stage, items))
+
+    def finish(self) -> None:
+        """Wait until DVC has recorded everything; push where the recipe names a remote."""
+        for commit in self._commits:
+            commit.result()
+        self._commits.clear()
+        if self.recipe.versions.remote is not None:
+            self.versions.push(self.recipe.versions.remote)
+
+    def close(self) -> None:
+        """Let go of the thread that talks to DVC."""
+        self._committer.shutdown(cancel_futures=True)
+
+    def timings(self) -> dict[str, Any]:
+        """Wall time so far, and the time in which pieces ran (union of intervals), in seconds."""
+        fresh = {
+            stage: [span for span in spans if span[0] >= self.began]
+            for stage, spans in self.stages.spent.items()
+        }
+        return {
+            "wall": time.time() - self.began,
+            "pieces": covered([span for spans in fresh.values() for span in spans]),
+            "stages": {stage: covered(spans) for stage, spans in fresh.items()},
+        }
+
+    def _commit(self, stage: Stage, items: list[str]) -> None:
+        """Record what DVC has not recorded: also what a killed flow published."""
+        path = self.workspace.root / COMMITTED
+        known = json.loads(path.read_text()) if path.exists() else {}
+        digests = {stage.label(d): self.workspace.digest(stage.artifact(d)) for d in items}
+        new = [label for label, digest in digests.items() if known.get(label) != digest]
+        self.versions.commit(new)
+        if new:
+            path.write_text(json.dumps({**known, **digests}, indent=1, sort_keys=True))
+
+
+@contextmanager
+def open_session(flow_name: str, recipe: Recipe) -> Iterator[FlowSession]:
+    """Lock the workspace, start Ray, open the MLflow run; put everything away afterwards.
+
+    Raises:
+        InputError: If another flow holds the workspace.
+    """
+    settings = environment.configure()
+    workspace = Workspace(settings.home / recipe.name)
+    with workspace.lock(f"the flow {flow_name}"):
+        _close_interrupted(recipe.name)
+        versions = Versions(workspace.root)
+        versions.prepare(
+            pipeline=dvc_yaml(recipe), params=params_yaml(recipe, workspace.root)
+        )
+        tracker = Tracker(settings, f"upcycle-{recipe.name}")
+        with (
+            tracker.start_run(
+                flow_name, workspace=workspace.root, tags={"git.commit": code_version(CODE)}
+            ) as run,
+            cluster(settings, recipe.compute.cpus, CODE),
+        ):
+            run.log_params(resolve(recipe))
+            session = Session(recipe, workspace, log=_log, record=_recording(tracker, run))
+            flow_session = FlowSession(
+                settings, session, run=run, registry=Registry(settings), versions=versions
+            )
+            try:
+                yield flow_session
+            finally:
+                flow_session.close()
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def _recording(
+    tracker: Tracker, parent: Run
+) -> Callable[[str, Mapping[str, Any]], AbstractContextManager[Recorder | None]]:
+    @contextmanager
+    def record(label: str, made_from: Mapping[str, Any]) -> Iterator[Recorder]:
+        with tracker.start_run(label, parent=parent) as run:
+            run.log_params({"params": made_from["params"], "inputs": made_from["inputs"]})
+            yield run
+
+    return record
+
+
+def _wait(futures: list[Any]) -> None:
+    """Wait for all; raise the faults of all that found bad input, or else the first error."""
+    faults: list[Fault] = []
+    errors: list[BaseException] = []
+    for future in futures:
+        try:
+            future.result()
+        except InputError as error:
+            faults += error.faults
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    if faults:
+        raise InputError(*dict.fromkeys(faults))
+
+
+def _log(text: str) -> None:
+    try:
+        get_run_logger().info(text)
+    except MissingContextError:
+        print(text, flush=True)
+
+
+def _close_interrupted(workspace: str) -> None:
+    """Mark earlier runs on this workspace that never ended: we hold its lock, so they are dead."""
+    this = get_run_context().flow_run.id  # type: ignore[union-attr]
+    running = FlowRunFilter(
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
+    )
+    with get_client(sync_client=True) as client:
+        for run in client.read_flow_runs(flow_run_filter=running):
+            recipe = run.parameters.get("recipe")
+            name = recipe.get("name") if isinstance(recipe, dict) else None
+            if run.id != this and name == workspace:
+                client.set_flow_run_state(
+                    run.id, Crashed(message="killed; closed by the next run"), force=True
+                )

@@ -1,0 +1,74 @@
+"""``python -m tasks STAGE [DOMAIN]`` in a workspace: how DVC runs a stage.
+
+The recipe is the workspace's params.yaml, so DVC and the flows read the same values.
+"""
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+
+from infra import settings as environment
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one stage, or all of a stage's domains, unless it is up to date."""
+    parser = argparse.ArgumentParser(prog="python -m tasks", description=__doc__)
+    parser.add_argument("stage", help="a stage of dvc.yaml, or `sweep` to delete finished pieces")
+    parser.add_argument("domain", nargs="?", default="", help="a domain; all of them by default")
+    parser.add_argument("--workspace", type=Path, default=Path.cwd(), help="the current folder")
+    chosen = parser.parse_args(arguments)
+    settings = environment.configure()
+
+    from infra.compute import cluster
+    from tasks.pipeline import ORDER
+    from tasks.stage import CODE, Session
+    from tasks.workspace import Workspace
+    from upcycle_core.errors import Fault, InputError
+
+    stages = {stage.name: stage for stage in ORDER}
+    workspace = Workspace(chosen.workspace)
+    try:
+        if chosen.stage not in (*stages, "sweep"):
+            raise InputError(Fault("stage", chosen.stage, f"not a stage; use one of {list(stages)}"))
+        recipe = recipe_of(workspace)
+        with workspace.lock(f"python -m tasks {chosen.stage} {chosen.domain}".rstrip()):
+            if chosen.stage == "sweep":
+                print(f"{workspace.sweep() / 1e6:.1f} MB freed")
+                return 0
+            stage = stages[chosen.stage]
+            session = Session(recipe, workspace, log=lambda text: print(text, flush=True))
+            items = [chosen.domain] if chosen.domain else stage.items(recipe)
+            with cluster(settings, recipe.compute.cpus, CODE):
+                for domain in items:
+                    stage.ensure(session, domain)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def recipe_of(workspace):
+    """The recipe that a workspace's params.yaml resolves."""
+    import yaml
+
+    from infra.recipe import validate
+    from upcycle_core.errors import Fault, InputError
+
+    path = workspace.root / "params.yaml"
+    if not path.exists():
+        raise InputError(
+            Fault(
+                "workspace",
+                str(workspace.root),
+                "no params.yaml there; run the flow once, or change to a workspace",
+            )
+        )
+    values = yaml.safe_load(path.read_text())
+    values.pop("code", None)
+    return validate(values)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())
