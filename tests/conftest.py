@@ -1,0 +1,46 @@
+"""Every test session lives in one temporary folder and leaves nothing outside it.
+
+The environment is set here, before anything imports prefect, ray or mlflow: they read it once.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+# Ray's socket paths must stay short, so the folder lies directly in the system's temporary folder.
+SESSION = Path(tempfile.mkdtemp(prefix="upcycle-"))
+for _name in ("RAY_ADDRESS", "PREFECT_API_URL", "PREFECT_PROFILE", "MLFLOW_TRACKING_URI"):
+    os.environ.pop(_name, None)
+for _name, _folder in {
+    "HOME": "home",
+    "TMPDIR": "tmp",
+    "RAY_TMPDIR": "r",
+    "PREFECT_HOME": "prefect",
+    "UPCYCLE_HOME": "workspace",
+    "XDG_CACHE_HOME": "cache",
+    "XDG_CONFIG_HOME": "config",
+}.items():
+    (SESSION / _folder).mkdir()
+    os.environ[_name] = str(SESSION / _folder)
+os.environ["HF_HUB_OFFLINE"] = "1"
+tempfile.tempdir = None
+
+from infra import settings  # noqa: E402  (the environment comes first)
+
+settings.configure()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def pytest_unconfigure():
+    shutil.rmtree(SESSION, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def session_folder() -> Path:
+    """Where everything of this session lies."""
+    return SESSION

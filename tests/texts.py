@@ -1,0 +1,84 @@
+"""Small texts and recipes on which the whole pipeline runs in seconds."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+WORDS = {
+    "letters": "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu".split(),
+    "numbers": "one two three four five six seven eight nine ten eleven twelve".split(),
+    "colours": "red green blue white black brown pink grey orange violet cyan teal".split(),
+}
+DOMAINS = tuple(WORDS)
+
+
+def write_texts(
+    folder: Path, *, documents: int = 60, heldout: int = 8, domains: tuple[str, ...] = DOMAINS
+) -> Path:
+    """``FOLDER/DOMAIN/{train,heldout}.txt``: sentences in which each domain has its own words."""
+    for domain in domains:
+        draw = random.Random(domain)
+        (folder / domain).mkdir(parents=True)
+        for split, count in (("train", documents), ("heldout", heldout)):
+            texts = [
+                " ".join(draw.choice(WORDS[domain]) for _ in range(60)) + f" {split} {i}"
+                for i in range(count)
+            ]
+            (folder / domain / f"{split}.txt").write_text("\n<|doc|>\n".join(texts) + "\n")
+    return folder
+
+
+def pico_recipe(
+    folder: Path, *, name: str = "pico", domains: tuple[str, ...] = DOMAINS
+) -> dict[str, Any]:
+    """Plain values of a recipe over ``write_texts``' folder: H=32, 2 layers, a few steps."""
+    training = {
+        "batch_size": 4,
+        "sequence_length": 32,
+        "warmup_steps": 2,
+        "precision": "fp32",
+        "checkpoint_steps": 5,
+        "log_steps": 2,
+    }
+    return {
+        "name": name,
+        "folder": str(folder),
+        "domains": {
+            domain: {
+                "train": {"files": [f"{{folder}}/{domain}/train.txt"]},
+                "heldout": {"files": [f"{{folder}}/{domain}/heldout.txt"]},
+            }
+            for domain in domains
+        },
+        "tokenizer": {"vocabulary_size": 320},
+        "seed_model": {
+            "shape": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "layers": 2,
+                "attention_heads": 2,
+                "key_value_heads": 1,
+                "max_positions": 128,
+            },
+            "training": {**training, "steps": 20, "learning_rate": 3e-3},
+        },
+        "experts": {"training": {**training, "steps": 15, "learning_rate": 1e-3}},
+        "statistics": {"sequence_length": 32, "batch_size": 4, "position_buckets": [2, 8]},
+        "evaluation": {
+            "sequence_length": 32,
+            "batch_size": 4,
+            "random_routing_seeds": [0, 1],
+            "sweep_top_k": [1, 2],
+            "sweep_ridge_lambda": [0.01, 100.0],
+            "sweep_window": [2, 8],
+        },
+        "compute": {"cpus": 2},
+    }
+
+
+def save_recipe(path: Path, values: dict[str, Any]) -> Path:
+    """Write ``values`` as YAML."""
+    path.write_text(yaml.safe_dump(values))
+    return path
