@@ -26,7 +26,7 @@ class Source:
     harvest: Harvest | None = None
     """Text of the Python installation itself, read in place."""
     files: tuple[str, ...] = ()
-    """Paths or glob patterns of .txt (documents separated by a line `<|doc|>`), .jsonl or .parquet."""
+    """Paths or glob patterns: .txt (documents separated by a line `<|doc|>`), .jsonl, .parquet."""
     dataset: str | None = None
     """A Hugging Face dataset, by hub id or local directory; read as a stream."""
     subset: str | None = None
@@ -38,7 +38,7 @@ class Source:
     text_field: str = "text"
     """The field that holds the text (.jsonl, .parquet, dataset)."""
     max_bytes: int | None = field(default=None, metadata={"gt": 0})
-    """Read documents in seeded order until this many UTF-8 bytes are reached; all of them by default."""
+    """Read documents in seeded order until this many UTF-8 bytes are reached; all by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +50,13 @@ class Domain:
     train: Source | None = None
     """Training text. Needed unless `expert` is given together with `calibration` and `heldout`."""
     calibration: Source | None = None
-    """Text for the router's statistics; by default a share of the training documents is set aside."""
+    """Text for the router's statistics; by default a share of the training text is set aside."""
     heldout: Source | None = None
-    """Text that models are judged on; by default a share of the training documents is set aside."""
+    """Text that models are judged on; by default a share of the training text is set aside."""
     elsewhere: Source | None = None
-    """Text for a second router whose calibration text is not the training text (the paper's DUME OOD)."""
+    """Calibration text for a second router, from other sources than training (the paper's OOD)."""
     expert: str | None = None
-    """A ready expert: directory or hub id of a checkpoint. If every domain has one, nothing is trained."""
+    """A ready expert: directory or hub id. If every domain has one, nothing is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,252 @@
+"""Token ids as models take them: packed for training, cut into paragraphs for everything else.
+
+Shapes: S sequence length, B batch, N paragraphs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from upcycle_core.corpora.seeded import permutation
+from upcycle_core.corpora.shards import TokenCorpus
+from upcycle_core.errors import Fault, raise_faults
+
+SHORTEST_PARAGRAPH = 8
+"""Tokens. A shorter rest of a document is left out: its states have next to no context."""
+
+
+Index = TypeVar("Index", int, np.ndarray)
+
+
+class PackedSequences(Dataset):
+    """Sequences of S tokens, each a pure function of the seed and its index.
+
+    Each domain is an endless stream: all its documents in a seeded order, an end token after each,
+    then all of them again in another order. Of every D sequences, each domain gives one.
+    """
+
+    def __init__(
+        self, corpora: Sequence[TokenCorpus], *, sequence_length: int, count: int, seed: int
+    ) -> None:
+        raise_faults(
+            Fault("corpus", str(corpus.directory), "it holds no tokens to train on; add text")
+            for corpus in corpora
+            if not len(corpus.tokens)
+        )
+        self.corpora = tuple(corpora)
+        self.sequence_length = sequence_length
+        self.count = count
+        self.seed = seed
+        self._orders: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Token ids ``[S]`` int64 of one sequence."""
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        turn, place = divmod(index, len(self.corpora))
+        domain = int(permutation(len(self.corpora), self.seed, "turn", turn)[place])
+        start = turn * self.sequence_length
+        return torch.from_numpy(self._stream(domain, start, start + self.sequence_length))
+
+    def _stream(self, domain: int, start: int, stop: int) -> np.ndarray:
+        """Tokens ``start`` to ``stop`` of a domain's endless stream, int64."""
+        corpus = self.corpora[domain]
+        total = len(corpus.tokens) + len(corpus)
+        parts = []
+        while start < stop:
+            epoch, inside = divmod(start, total)
+            amount = min(stop - start, total - inside)
+            parts.append(self._epoch(domain, epoch, inside, inside + amount))
+            start += amount
+        return np.concatenate(parts)
+
+    def _epoch(self, domain: int, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Tokens ``start`` to ``stop`` of one pass over a domain's documents, int64."""
+        corpus = self.corpora[domain]
+        order, ends = self._order(domain, epoch)
+        first = int(np.searchsorted(ends, start, side="right"))
+        last = int(np.searchsorted(ends, stop, side="left"))
+        pieces: list[np.ndarray] = []
+        for place in range(first, last + 1):
+            pieces += [corpus.document(order[place]), np.array([corpus.eos_id])]
+        before = int(ends[first - 1]) if first else 0
+        return np.concatenate(pieces, dtype=np.int64)[start - before : stop - before]
+
+    def _order(self, domain: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The documents of one pass and where each ends, its end token included."""
+        if self._orders.get(domain, (None,))[0] != epoch:
+            corpus = self.corpora[domain]
+            order = permutation(len(corpus), self.seed, "epoch", domain, epoch)
+            ends = np.cumsum(np.diff(corpus.offsets)[order] + 1)
+            self._orders[domain] = (epoch, order, ends)
+        return self._orders[domain][1:]
+
+
+def packed_sequences(
+    corpora: Sequence[TokenCorpus], *, sequence_length: int, count: int, seed: int
+) -> PackedSequences:
+    """Sequences for training, the same ones for the same seed wherever a run is resumed.
+
+    Args:
+        corpora: One split a domain; each gives every D-th sequence.
+        sequence_length: S, in tokens.
+        count: Sequences in all: steps x batch size x gradient accumulation.
+        seed: Decides the order of documents and domains.
+
+    Returns:
+        A map-style dataset of ``count`` tensors ``[S]`` int64.
+
+    Raises:
+        InputError: A corpus holds no tokens.
+    """
+    return PackedSequences(corpora, sequence_length=sequence_length, count=count, seed=seed)
+
+
+class Paragraph(NamedTuple):
+    """Tokens ``start`` to ``start + length`` of one document."""
+
+    document: int
+    start: int
+    length: int
+
+
+class Paragraphs(Sequence[Paragraph]):
+    """Paragraphs in document order.
+
+    Args:
+        rows: ``[N, 3]`` int64: document, start, length.
+    """
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Paragraph: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Paragraphs": ...
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return Paragraphs(self.rows[index])
+        return Paragraph(*map(int, self.rows[index]))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all paragraphs."""
+        return int(self.rows[:, 2].sum())
+
+
+def paragraphs(
+    corpus: TokenCorpus,
+    *,
+    sequence_length: int,
+    max_tokens: int | None = None,
+    window: int | None = None,
+) -> Paragraphs:
+    """Cut documents into paragraphs, before any forward pass.
+
+    A rest shorter than ``SHORTEST_PARAGRAPH`` is left out (one shorter than ``sequence_length``, if
+    that is less). For a causal model cutting is exact: what follows cannot change what was before.
+
+    Args:
+        corpus: The split.
+        sequence_length: Tokens a paragraph at most.
+        max_tokens: Stop, in document order, with the paragraph that reaches this many tokens. They
+            are counted before ``window`` cuts, so that every window sees the same paragraphs.
+        window: Keep the first tokens of each paragraph only (the paper's Figure 2a).
+
+    Returns:
+        Paragraphs in document order.
+    """
+    shortest = min(SHORTEST_PARAGRAPH, sequence_length)
+    rows = []
+    left = np.inf if max_tokens is None else max_tokens
+    for document, size in enumerate(np.diff(corpus.offsets).tolist()):
+        for start in range(0, size - shortest + 1, sequence_length):
+            if left <= 0:
+                break
+            length = min(sequence_length, size - start)
+            rows.append((document, start, length if window is None else min(window, length)))
+            left -= length
+    return Paragraphs(np.array(rows, dtype=np.int64).reshape(-1, 3))
+
+
+def shard_of(pieces: Paragraphs, shard: int, shards: int) -> Paragraphs:
+    """One of ``shards`` contiguous parts with about the same number of tokens.
+
+    Args:
+        pieces: All paragraphs.
+        shard: Which part, from 0.
+        shards: How many parts; together they are ``pieces``, in order.
+    """
+    ends = np.cumsum(pieces.rows[:, 2])
+    middles = ends - pieces.rows[:, 2] / 2
+    owner = np.minimum(middles * shards // max(pieces.tokens, 1), shards - 1)
+    return Paragraphs(pieces.rows[owner == shard])
+
+
+def fold_of(document: Index, folds: int) -> Index:
+    """The fold that a document, or each of an array, belongs to with all its paragraphs."""
+    return document % folds
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded paragraphs.
+
+    Args:
+        input_ids: ``[B, S]`` int64.
+        attention_mask: ``[B, S]`` int64, 1 on tokens and 0 on padding.
+        lengths: ``[B]`` int64, tokens of each paragraph.
+        documents: ``[B]`` int64, the document of each paragraph.
+        fold: The fold of all of them; 0 where there are no folds.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    lengths: Tensor
+    documents: Tensor
+    fold: int
+
+
+def paragraph_batches(
+    corpus: TokenCorpus, pieces: Paragraphs, batch_size: int, pad_id: int, *, folds: int = 1
+) -> Iterator[Batch]:
+    """Batches of similar length, long ones first, each within one fold.
+
+    The composition depends on the arguments alone, so that sums over batches are the same wherever
+    they are computed.
+
+    Args:
+        corpus: The split that ``pieces`` were cut from.
+        pieces: What to read.
+        batch_size: B; a fold's last batch may be smaller.
+        pad_id: What stands right of shorter paragraphs.
+        folds: Parts that never share a batch.
+    """
+    rows = pieces.rows
+    for fold in range(folds):
+        own = rows[fold_of(rows[:, 0], folds) == fold]
+        own = own[np.argsort(-own[:, 2], kind="stable")]
+        for first in range(0, len(own), batch_size):
+            yield _batch(corpus, own[first : first + batch_size], pad_id, fold)
+
+
+def _batch(corpus: TokenCorpus, rows: np.ndarray, pad_id: int, fold: int) -> Batch:
+    documents, _, lengths = torch.from_numpy(rows).unbind(1)
+    input_ids = torch.full((len(rows), int(lengths.max())), pad_id)
+    for row, (document, start, length) in enumerate(rows.tolist()):
+        text = corpus.document(document)[start : start + length]
+        input_ids[row, :length] = torch.from_numpy(text.astype(np.int64))
+    mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
+    return Batch(input_ids, mask, lengths.clone(), documents.clone(), fold)

@@ -1,0 +1,160 @@
+"""Documents as token ids on disk, memory-mapped.
+
+Documents are stored without special tokens: packing puts the end token between them, statistics and
+evaluation read each one alone.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from upcycle_core.corpora.config import SPLITS
+from upcycle_core.corpora.documents import read_documents
+from upcycle_core.corpora.sources import sha256_of
+from upcycle_core.errors import Fault, InputError
+from upcycle_core.progress import Progress, Silent
+
+DOCUMENTS_AT_ONCE = 256
+"""Documents tokenised in one call: enough to keep all threads busy."""
+
+
+class TokenCorpus:
+    """The token ids of one split, read from disk as they are needed.
+
+    Args:
+        directory: ``corpora/<domain>/<split>``.
+
+    Raises:
+        InputError: The files are missing or do not fit together.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(directory)
+        try:
+            facts = json.loads((self.directory / "split.json").read_text(encoding="utf-8"))
+            self.offsets: np.ndarray = np.load(self.directory / "offsets.npy")
+            self.byte_offsets: np.ndarray = np.load(self.directory / "bytes.npy")
+            size = (self.directory / "tokens.bin").stat().st_size
+        except OSError as error:
+            remedy = f"it is no tokenised split ({error}); run the corpus stage again"
+            raise InputError(Fault("corpus", str(directory), remedy)) from None
+        self.dtype = np.dtype(facts["dtype"])
+        self.eos_id: int = facts["eos_id"]
+        self.vocabulary_size: int = facts["vocabulary_size"]
+        if size != self.offsets[-1] * self.dtype.itemsize:
+            remedy = f"tokens.bin has {size} bytes for {self.offsets[-1]} tokens of {self.dtype}"
+            raise InputError(
+                Fault("corpus", str(directory), f"{remedy}; run the corpus stage again")
+            )
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """All token ids, ``[T]`` uint16 or uint32, memory-mapped, documents one after another."""
+        if not self.offsets[-1]:
+            return np.empty(0, self.dtype)
+        return np.memmap(self.directory / "tokens.bin", dtype=self.dtype, mode="r")
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of all documents."""
+        return int(self.byte_offsets[-1])
+
+    def __len__(self) -> int:
+        """How many documents there are."""
+        return len(self.offsets) - 1
+
+    def document(self, index: int) -> np.ndarray:
+        """Token ids of one document, ``[tokens]``, a view into the file."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    def __reduce__(self):  # workers map the file themselves instead of receiving its content
+        return type(self), (self.directory,)
+
+
+def write_corpus(
+    documents: Path, tokenizer: Path, out: Path, *, progress: Progress | None = None
+) -> None:
+    """Tokenise every split of a domain.
+
+    Args:
+        documents: Directory written by ``write_documents``.
+        tokenizer: Directory that ``AutoTokenizer`` loads.
+        out: Fresh directory for ``<split>/`` and ``manifest.json``: documents, tokens, bytes and
+            sha256 per split, and what ``documents`` says about its sources.
+        progress: Told of each document.
+
+    Raises:
+        InputError: The tokenizer has no end-of-sequence token.
+    """
+    progress = progress or Silent()
+    encoder = AutoTokenizer.from_pretrained(tokenizer)
+    if encoder.eos_token_id is None:
+        remedy = "it has no end-of-sequence token to put between documents; set its eos_token"
+        raise InputError(Fault("tokenizer", str(tokenizer), remedy))
+    manifest = json.loads((documents / "manifest.json").read_text(encoding="utf-8"))
+    for split in (split for split in SPLITS if split in manifest["splits"]):
+        facts = manifest["splits"][split]
+        progress.start(f"tokens of {split}", facts["documents"], "documents")
+        write_split(
+            out / split,
+            _encoded(read_documents(documents / f"{split}.parquet"), encoder, progress),
+            eos_id=encoder.eos_token_id,
+            vocabulary_size=max(encoder.get_vocab().values()) + 1,
+        )
+        corpus = TokenCorpus(out / split)
+        facts["tokens"] = len(corpus.tokens)
+        facts["sha256"] = sha256_of(out / split / "tokens.bin")
+    text = json.dumps(manifest, indent=2, ensure_ascii=False)
+    (out / "manifest.json").write_text(text + "\n", encoding="utf-8")
+
+
+def write_split(
+    directory: Path,
+    documents: Iterable[tuple[Sequence[int], int]],
+    *,
+    eos_id: int,
+    vocabulary_size: int,
+) -> None:
+    """Write documents as a split that ``TokenCorpus`` reads, one at a time.
+
+    Args:
+        directory: Fresh directory for tokens.bin, offsets.npy, bytes.npy and split.json.
+        documents: Token ids and UTF-8 bytes of each document.
+        eos_id: The token that packing puts after each document.
+        vocabulary_size: V; decides between uint16 and uint32.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    dtype = np.dtype("<u2" if vocabulary_size <= 1 << 16 else "<u4")
+    lengths, sizes = [0], [0]
+    with (directory / "tokens.bin").open("wb") as file:
+        for ids, size in documents:
+            file.write(np.asarray(ids, dtype=dtype).tobytes())
+            lengths.append(len(ids))
+            sizes.append(size)
+    np.save(directory / "offsets.npy", np.cumsum(lengths, dtype=np.int64))
+    np.save(directory / "bytes.npy", np.cumsum(sizes, dtype=np.int64))
+    facts = {"dtype": dtype.str, "eos_id": eos_id, "vocabulary_size": vocabulary_size}
+    (directory / "split.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _encoded(
+    texts: Iterator[str], encoder: PreTrainedTokenizerBase, progress: Progress
+) -> Iterator[tuple[list[int], int]]:
+    """Token ids and bytes of each text; a special token's name in a text stays ordinary text."""
+    while batch := list(islice(texts, DOCUMENTS_AT_ONCE)):
+        ids = encoder(
+            batch,
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+        for text, document in zip(batch, ids, strict=True):
+            progress.advance()
+            yield document, len(text.encode())

@@ -1,0 +1,234 @@
+"""Where text comes from: files, a Hugging Face dataset, or the Python installation itself."""
+
+import glob
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from upcycle_core.corpora.config import Source
+from upcycle_core.corpora.distinct import Document
+from upcycle_core.corpora.harvest import MissingPackage, harvest_documents, harvest_files
+from upcycle_core.corpora.readers import READERS, checked_text
+from upcycle_core.corpora.seeded import permutation
+from upcycle_core.errors import Fault, InputError
+
+FOLDER = "{folder}"
+"""Stands for the folder parameter in ``files`` and ``dataset``."""
+SHUFFLE_BUFFER = 10_000
+"""Documents of a stream among which the next one is drawn."""
+
+
+def read_source(source: Source, *, seed: int, folder: Path | None) -> Iterator[Document]:
+    """The documents of a source in seeded order, with nothing left out.
+
+    Files are read whole and ordered by document, so their text must fit in memory; a dataset is
+    streamed and ordered within a buffer. ``source.max_bytes`` is the caller's to apply, after it
+    has dropped duplicates.
+
+    Args:
+        source: What to read.
+        seed: Decides the order.
+        folder: What ``{folder}`` stands for.
+
+    Raises:
+        InputError: Something cannot be read; ``source_faults`` tells so beforehand.
+    """
+    if source.harvest is not None:
+        return harvest_documents(source.harvest, seed=seed)
+    if source.dataset is not None:
+        return _stream(source, seed=seed, folder=folder)
+    documents = [
+        Document(text, label)
+        for label, path in source_files(source, folder).items()
+        for text in _read(path, source.text_field)
+    ]
+    return (documents[i] for i in permutation(len(documents), seed, "files", *source.files))
+
+
+def source_files(source: Source, folder: Path | None) -> dict[str, Path]:
+    """The local files that a source stands for, by label, sorted.
+
+    Labels are the paths as the recipe writes them (``{folder}`` stays), so that they say the same
+    on every machine; those of a harvest start with the package's name. A hub dataset has no files.
+    """
+    if source.harvest is not None:
+        return {file.label: file.path for file in harvest_files(source.harvest)}
+    if source.dataset is not None:
+        root = Path(_filled(source.dataset, folder))
+        found = [path for path in root.rglob("*") if path.is_file()] if root.is_dir() else []
+        return {
+            f"{source.dataset}/{path.relative_to(root).as_posix()}": path for path in sorted(found)
+        }
+    files: dict[str, Path] = {}
+    for pattern in source.files:
+        files |= _matches(pattern, folder)
+    return dict(sorted(files.items()))
+
+
+def source_fingerprint(source: Source, *, folder: Path | None = None) -> dict[str, object]:
+    """What a source would read, by content.
+
+    Args:
+        source: What would be read.
+        folder: What ``{folder}`` stands for.
+
+    Returns:
+        JSON-ready: ``harvest`` with one digest over (label, sha256) of all its files; ``files``
+        with the sha256 of each; ``dataset`` with its name, subset, split, revision and, of a local
+        directory, the sha256 of each file.
+    """
+    hashes = {label: sha256_of(path) for label, path in source_files(source, folder).items()}
+    if source.harvest is not None:
+        listing = json.dumps(sorted(hashes.items())).encode()
+        return {"harvest": source.harvest, "digest": hashlib.sha256(listing).hexdigest()}
+    if source.dataset is None:
+        return {"files": hashes}
+    return {
+        "dataset": source.dataset,
+        "subset": source.subset,
+        "split": source.split,
+        "revision": source.revision,
+        "files": hashes,
+    }
+
+
+def source_faults(source: Source, field: str, folder: Path | None) -> list[Fault]:
+    """Everything that would stop ``source`` from being read, found by reading it once.
+
+    Args:
+        source: What will be read.
+        field: Where the recipe names it (``domains.law.train``).
+        folder: What ``{folder}`` stands for.
+
+    Returns:
+        One fault for each file, pattern, package or dataset that cannot be read.
+    """
+    kinds = {
+        "harvest": source.harvest is not None,
+        "files": bool(source.files),
+        "dataset": source.dataset is not None,
+    }
+    if sum(kinds.values()) != 1:
+        given = " and ".join(kind for kind, named in kinds.items() if named) or None
+        return [Fault(field, given, "name exactly one of harvest, files and dataset")]
+    if source.harvest is not None:
+        return _harvest_faults(source.harvest, f"{field}.harvest")
+    if source.dataset is not None:
+        return _dataset_faults(source, f"{field}.dataset", folder)
+    return [
+        fault
+        for pattern in source.files
+        for fault in _pattern_faults(pattern, source.text_field, f"{field}.files", folder)
+    ]
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _filled(reference: str, folder: Path | None) -> str:
+    return reference if folder is None else reference.replace(FOLDER, str(folder))
+
+
+def _matches(pattern: str, folder: Path | None) -> dict[str, Path]:
+    """Label and path of each file that ``pattern`` stands for."""
+    if not glob.has_magic(pattern):
+        path = Path(_filled(pattern, folder))
+        return {pattern: path} if path.is_file() else {}
+    root = None if folder is None else Path(glob.escape(str(folder)))
+    paths = sorted(glob.glob(_filled(pattern, root), recursive=True))
+    start = "" if folder is None or FOLDER not in pattern else str(folder)
+    return {
+        FOLDER + path.removeprefix(start) if start else path: Path(path)
+        for path in paths
+        if Path(path).is_file()
+    }
+
+
+def _read(path: Path, text_field: str) -> Iterator[str]:
+    try:
+        yield from READERS[path.suffix](path, text_field)
+    except (ValueError, KeyError, OSError) as error:
+        raise InputError(Fault("files", str(path), str(error))) from error
+
+
+def _stream(source: Source, *, seed: int, folder: Path | None) -> Iterator[Document]:
+    rows = _open_dataset(source, folder).shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+    for number, row in enumerate(rows):
+        try:
+            text = checked_text(row, source.text_field, f"row {number} of the shuffled stream")
+        except ValueError as error:
+            raise InputError(Fault("dataset", source.dataset, str(error))) from None
+        yield Document(text, str(source.dataset))
+
+
+def _open_dataset(source: Source, folder: Path | None):
+    import datasets
+
+    return datasets.load_dataset(
+        _filled(str(source.dataset), folder),
+        source.subset,
+        split=source.split,
+        revision=source.revision,
+        streaming=True,
+    )
+
+
+def _harvest_faults(name, field: str) -> list[Fault]:
+    try:
+        if harvest_files(name):
+            return []
+    except MissingPackage as error:
+        return [Fault(field, name, f"package {error} is not installed; install upcycle[pipeline]")]
+    return [Fault(field, name, "this installation holds no such files; name files or a dataset")]
+
+
+def _dataset_faults(source: Source, field: str, folder: Path | None) -> list[Fault]:
+    if folder is None and FOLDER in str(source.dataset):
+        return [_no_folder(field, source.dataset)]
+    try:
+        first = next(iter(_open_dataset(source, folder)), None)
+        if first is None:
+            raise ValueError("it holds no rows; name a split that does")
+        checked_text(first, source.text_field, "the first row")
+    except ValueError as error:
+        return [Fault(field, source.dataset, str(error))]
+    except (
+        Exception
+    ) as error:  # a hub, a loading script, a file system: all answer in their own way
+        reason = f"{type(error).__name__}: {error}"
+        remedy = f"it cannot be opened ({reason}); check name, subset, split, revision and network"
+        return [Fault(field, source.dataset, remedy)]
+    return []
+
+
+def _pattern_faults(
+    pattern: str, text_field: str, field: str, folder: Path | None
+) -> Iterable[Fault]:
+    if folder is None and FOLDER in pattern:
+        yield _no_folder(field, pattern)
+        return
+    files = _matches(pattern, folder)
+    if not files:
+        yield Fault(field, _filled(pattern, folder), "there is no such file; check the path")
+    for path in files.values():
+        if path.suffix not in READERS:
+            known = ", ".join(READERS)
+            yield Fault(field, str(path), f"its ending is none of {known}; convert or rename it")
+            continue
+        try:
+            if not any(text.strip() for text in [*_documents(path, text_field)]):
+                yield Fault(field, str(path), "it holds no text; remove it or fill it")
+        except (ValueError, OSError) as error:
+            yield Fault(field, str(path), str(error))
+
+
+def _documents(path: Path, text_field: str) -> Iterator[str]:
+    return READERS[path.suffix](path, text_field)
+
+
+def _no_folder(field: str, value: str | None) -> Fault:
+    return Fault(field, value, "it needs a folder; give the folder parameter")

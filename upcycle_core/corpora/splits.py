@@ -1,0 +1,130 @@
+"""Which document stands in which split: never in two."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from upcycle_core.corpora.config import Split
+from upcycle_core.corpora.distinct import Document, content_key
+from upcycle_core.corpora.seeded import permutation
+from upcycle_core.errors import Fault, raise_faults
+
+Texts = dict[bytes, Document]
+"""Distinct documents by content key, in seeded order."""
+
+
+@dataclass
+class Selection:
+    """The documents of each split, and how many were left out of it for what reason."""
+
+    splits: dict[Split, Texts] = field(default_factory=dict)
+    left_out: dict[Split, Counter[str]] = field(default_factory=dict)
+
+    def add(
+        self,
+        split: Split,
+        documents: Iterable[Document],
+        *,
+        max_bytes: int | None,
+        min_characters: int,
+    ) -> None:
+        """Take distinct documents in the order given until ``max_bytes`` are reached."""
+        texts: Texts = {}
+        left_out: Counter[str] = Counter()
+        size = 0
+        for document in documents:
+            if len(document.text) < min_characters:
+                left_out["short"] += 1
+            elif (key := content_key(document.text)) in texts:
+                left_out["duplicate"] += 1
+            else:
+                texts[key] = document
+                size += size_of(document)
+            if max_bytes is not None and size >= max_bytes:
+                break
+        self.splits[split] = texts
+        self.left_out[split] = left_out
+
+    def separate(self, name: str) -> None:
+        """Let no document stand in two splits that were named.
+
+        Training text yields to held-out and calibration text, text from elsewhere to all others.
+
+        Args:
+            name: What faults call the domain.
+
+        Raises:
+            InputError: Calibration text, ``elsewhere`` included, is also held-out text.
+        """
+        heldout = self.splits.get("heldout", {})
+        raise_faults(
+            fault
+            for split in ("calibration", "elsewhere")
+            for fault in _shared(self.splits.get(split, {}), heldout, f"{name}.{split}")
+        )
+        self._drop("train", "heldout")
+        self._drop("train", "calibration")
+        self._drop("elsewhere", "train")
+        self._drop("elsewhere", "calibration")
+
+    def set_aside(self, split: Split, target: float, *, by_file: bool, seed: int) -> None:
+        """Move training documents into ``split`` until no other fits in ``target`` bytes.
+
+        Args:
+            split: The split that is made.
+            target: Bytes it may have; one document is moved even if it is larger.
+            by_file: Documents of one file stay together, and so does no file's text leak.
+            seed: Decides which.
+        """
+        train = self.splits["train"]
+        groups: dict[object, list[bytes]] = {}
+        for key, document in train.items():
+            groups.setdefault(document.file if by_file else key, []).append(key)
+        sizes = {name: sum(size_of(train[key]) for key in groups[name]) for name in groups}
+        names = list(groups)
+        chosen: list[object] = []
+        room = target
+        for name in (names[i] for i in permutation(len(names), seed, "set aside", split)):
+            if sizes[name] <= room:
+                chosen.append(name)
+                room -= sizes[name]
+        if names and not chosen:
+            chosen = [min(names, key=lambda name: sizes[name])]
+        self.splits[split] = {key: train.pop(key) for name in chosen for key in groups[name]}
+        self.left_out[split] = Counter()
+
+    def empty_splits(self, name: str) -> list[Fault]:
+        """A fault for each split without documents, saying what was left out of it."""
+        return [
+            Fault(f"{name}.{split}", "no documents", _why_empty(self.left_out[split]))
+            for split, texts in self.splits.items()
+            if not texts
+        ]
+
+    def _drop(self, split: Split, other: Split) -> None:
+        """Leave out of ``split`` what also stands in ``other``."""
+        texts, others = self.splits.get(split, {}), self.splits.get(other, {})
+        for key in [key for key in texts if key in others]:
+            del texts[key]
+            self.left_out[split][f"in {other}"] += 1
+
+
+def size_of(document: Document) -> int:
+    """UTF-8 bytes of a document."""
+    return len(document.text.encode())
+
+
+def _shared(texts: Texts, heldout: Texts, where: str) -> list[Fault]:
+    keys = [key for key in texts if key in heldout]
+    if not keys:
+        return []
+    remedy = (
+        f"{len(keys)} of them are also held-out text, for example {texts[keys[0]].text[:60]!r}; "
+        "name other text for one of the two"
+    )
+    return [Fault(where, f"{len(texts)} documents", remedy)]
+
+
+def _why_empty(left_out: Counter[str]) -> str:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
+    return f"nothing is left for it (left out: {reasons or 'none'}); give the domain more text"
