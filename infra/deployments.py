@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -34,7 +35,8 @@ def deploy(settings: Settings, *, prefect_file: Path = PREFECT_FILE) -> list[str
         InputError: There is no server, or a recipe is faulty.
         DeploymentError: Prefect refused.
     """
-    if settings.prefect_api_url is None:
+    api = settings.prefect_api_url
+    if api is None:
         raise InputError(Fault("server", None, "no Prefect server is running; start it: make up"))
     content = yaml.safe_load(prefect_file.read_text())
     names = []
@@ -47,16 +49,24 @@ def deploy(settings: Settings, *, prefect_file: Path = PREFECT_FILE) -> list[str
     resolved = settings.services / "prefect.yaml"
     resolved.parent.mkdir(parents=True, exist_ok=True)
     resolved.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-    _prefect_deploy(settings, resolved)
+    _prefect_deploy(
+        resolved,
+        environment_of(
+            settings,
+            PREFECT_API_URL=api,
+            PYTHONPATH=str(REPOSITORY),
+            UPCYCLE_CHECKOUT=str(REPOSITORY),
+        ),
+    )
     return names
 
 
-def _prefect_deploy(settings: Settings, prefect_file: Path) -> None:
+def _prefect_deploy(prefect_file: Path, environment: Mapping[str, str]) -> None:
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     done = subprocess.run(
         [*command, "--prefect-file", str(prefect_file)],
         cwd=REPOSITORY,
-        env=environment_of(UPCYCLE_CHECKOUT=str(REPOSITORY), PYTHONPATH=str(REPOSITORY)),
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

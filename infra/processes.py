@@ -72,26 +72,31 @@ def find(record: ProcessRecord) -> psutil.Process | None:
 def stop(process: psutil.Process, *, grace: float) -> None:
     """End ``process`` and everything it started.
 
-    What it started directly is asked first: a Prefect worker waits for its flows otherwise.
+    What it started directly ends first: a Prefect worker that is asked to stop kills its flows at
+    once, before they can put their things in order.
 
     Args:
         process: What is stopped. psutil compares start times, so that a reused id is left alone.
-        grace: Seconds to end in an orderly way before they are killed.
+        grace: Seconds for each of the two to end in an orderly way before it is killed.
     """
-    with suppress(psutil.NoSuchProcess):
-        children = process.children()
-        family = [*process.children(recursive=True), process]
-        for member in [*children, process]:
+    family = [process, *_children(process, recursive=True)]
+    for asked in (_children(process), [process]):
+        for member in asked:
             with suppress(psutil.NoSuchProcess):
                 member.terminate()
-        _, left = psutil.wait_procs(family, timeout=grace)
-        for member in left:
-            with suppress(psutil.NoSuchProcess):
-                left += member.children(recursive=True)
-        for member in left:
-            with suppress(psutil.NoSuchProcess):
-                member.kill()
-        psutil.wait_procs(left, timeout=grace)
+        psutil.wait_procs(asked, timeout=grace)
+    family += [child for member in family for child in _children(member, recursive=True)]
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family, timeout=grace)
+
+
+def _children(process: psutil.Process, *, recursive: bool = False) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=recursive)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def read_records(path: Path) -> dict[str, ProcessRecord]:

@@ -20,6 +20,7 @@ from typing import Any
 from infra.deployments import DeploymentError, deploy
 from infra.processes import ProcessRecord, find, launch, read_records, stop, write_records
 from infra.settings import REPOSITORY, Settings, configure, environment_of
+from infra.tracking import open_database
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 HOST = "127.0.0.1"
@@ -65,6 +66,7 @@ def up(settings: Settings) -> None:
         else:
             _stop_all(settings)
             raise_faults(_faults(settings))
+            open_database(settings)
             try:
                 _start(settings, services[:2])
                 _start(settings, services[2:])
@@ -139,7 +141,7 @@ def _start(settings: Settings, services: Sequence[Service]) -> None:
             (sys.executable, *service.arguments),
             log=_log(settings, service.name),
             directory=REPOSITORY,
-            environment=environment_of(PREFECT_API_URL=api, PYTHONPATH=str(REPOSITORY)),
+            environment=environment_of(settings, PREFECT_API_URL=api, PYTHONPATH=str(REPOSITORY)),
             url=service.url,
         )
         records = read_records(settings.services_state)

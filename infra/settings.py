@@ -117,9 +117,9 @@ def read(environment: Mapping[str, str]) -> Settings:
     )
 
 
-def environment_of(**changes: str) -> dict[str, str]:
-    """Return the environment of a program that is started: this process's own, with ``changes``."""
-    return {**os.environ, **changes}
+def environment_of(settings: Settings, **changes: str) -> dict[str, str]:
+    """Return the environment of a program that shares ``settings``, with ``changes``."""
+    return {**DEFAULTS, **os.environ, **_derived(settings), **changes}
 
 
 _DEFAULT_PORTS = {"UPCYCLE_PREFECT_PORT": "4200", "UPCYCLE_MLFLOW_PORT": "5000"}

@@ -1,0 +1,54 @@
+# `make demo` and `make test` need Python 3.11 or later and make; the rest they get themselves.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+RECIPE ?= recipes/demo.yaml
+
+RUN := $(VENV)/bin/python
+# A benchmark is a module that can be run; the others are what benchmarks share.
+BENCHMARKS = $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
+
+.PHONY: help env demo test test-faults bench up deploy down status lint
+.DEFAULT_GOAL := help
+
+help: ## Say what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+env: $(VENV)/.ready ## Make the environment (all the others do so too)
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than Python 3.11: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet -c constraints.txt -e '.[pipeline,dev]'
+	touch $@
+
+demo: env ## Real text to a registered Mixture-of-Experts (RECIPE=recipes/demo.yaml)
+	$(RUN) -m flows.dume $(RECIPE)
+
+test: env ## The tests
+	$(RUN) -m pytest -m 'not faults'
+
+test-faults: env ## The long tests: flows killed half-way
+	$(RUN) -m pytest -m faults
+
+bench: env ## Every benchmark
+	@set -e; for name in $(BENCHMARKS); do \
+	  echo "== $$name"; $(RUN) -m benchmarks.$$name; done
+
+up: env ## Start the Prefect server, the MLflow server and a worker on loopback
+	@$(RUN) -m infra.services up
+
+deploy: env ## Register the deployments, one of them nightly, with the Prefect server
+	@$(RUN) -m infra.services deploy
+
+down: env ## Stop what `make up` started
+	@$(RUN) -m infra.services down
+
+status: env ## Say what runs and where
+	@$(RUN) -m infra.services status
+
+lint: env ## Style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
