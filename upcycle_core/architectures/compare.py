@@ -9,7 +9,7 @@ from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, RECOMPUTED, Fa
 from upcycle_core.checkpoints.reader import CheckpointReader, first_non_finite
 from upcycle_core.errors import Fault, InputError
 
-# What must be equal, and the word for it. The rest (token ids of specials, dropout, cache) may differ.
+# What must be equal, and the word for it. The rest (special tokens, dropout, cache) may differ.
 MUST_AGREE = {
     "hidden_act": "architecture",
     "rms_norm_eps": "architecture",
@@ -134,5 +134,7 @@ def _differences(
             yield Fault(f"{field}.config.{name}", theirs.get(name), remedy)
     dtypes = [next((t.dtype for t in r.tensors.values()), None) for r in (first, other)]
     if dtypes[0] != dtypes[1]:
-        remedy = f"another type of weights than expert {first_domain} ({dtypes[0]}); save both in one"
+        remedy = (
+            f"another type of weights than expert {first_domain} ({dtypes[0]}); save both in one"
+        )
         yield Fault(field, str(dtypes[1]), remedy)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from upcycle_core.architectures.family import Family, Ffn, Target
+from upcycle_core.architectures.family import UNUSED_WIDTH, Family, Ffn, Target
 from upcycle_core.errors import Fault, InputError
 
 _LAYER = "model.layers.{layer}."
@@ -99,9 +99,18 @@ QWEN2_MOE = Target(
     expert=_QWEN_EXPERT,
     count_fields=("num_experts",),
     width_fields=("moe_intermediate_size", "intermediate_size"),
-    # The shared expert has width 0 and so no tensors on disk; its gate has one.
-    constants={**_BALANCE, **_EVERY_LAYER, "qkv_bias": True, "shared_expert_intermediate_size": 0},
-    zeros={_LAYER + "mlp.shared_expert_gate.weight": "1H"},
+    constants={
+        **_BALANCE,
+        **_EVERY_LAYER,
+        "qkv_bias": True,
+        "shared_expert_intermediate_size": UNUSED_WIDTH,
+    },
+    zeros={
+        _LAYER + "mlp.shared_expert_gate.weight": "1H",
+        _LAYER + "mlp.shared_expert.gate_proj.weight": "SH",
+        _LAYER + "mlp.shared_expert.up_proj.weight": "SH",
+        _LAYER + "mlp.shared_expert.down_proj.weight": "HS",
+    },
 )
 QWEN3_MOE = Target(
     model_type="qwen3_moe",

@@ -1,7 +1,7 @@
 """What a model family is: the names and shapes of its tensors, its configuration, its MoE target.
 
 Shapes are words over these letters: V vocabulary, H hidden size, I intermediate size, N head size,
-Q query heads x N, K key-value heads x N, 1.
+Q query heads x N, K key-value heads x N, S width of an unused shared expert, 1.
 """
 
 import re
@@ -17,6 +17,9 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+# Where a target insists on a shared expert, one of this width, all zero, adds exactly nothing. With
+# width 0 transformers misses its empty tensors, or vLLM stumbles over them if they are there.
+UNUSED_WIDTH = 16
 # Rotary frequencies follow from the configuration; checkpoints of 2023 carry them all the same.
 RECOMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -105,12 +108,18 @@ class Family:
         return Ffn(*(f"{prefix}.{part}_proj.weight" for part in ("gate", "up", "down")))
 
     def is_ffn(self, name: str) -> bool:
-        """Whether tensor ``name`` belongs to an FFN: experts keep it, everything else is averaged."""
+        """Whether tensor ``name`` belongs to an FFN: experts keep it, the rest is averaged."""
         return re.match(r"model\.layers\.\d+\.mlp\.", name) is not None
 
     def router_norm(self, layer: int) -> str:
         """Path of the module whose output the router of ``layer`` reads."""
         return f"model.layers.{layer}.post_attention_layernorm"
+
+    def zeros(self, config: Mapping, layer: int) -> dict[str, tuple[int, ...]]:
+        """Name to shape of what the target's ``layer`` holds and must stay zero."""
+        sizes = _sizes(resolve(config))
+        zeros = self.target.zeros.items()
+        return {name.format(layer=layer): _shape(letters, sizes) for name, letters in zeros}
 
     def tensors(self, config: Mapping, *, ffn: bool = True) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of ``config`` must hold, in the order it is written.
@@ -135,7 +144,7 @@ class Family:
         names |= self.base_tensors
         if not full["tie_word_embeddings"]:
             names[LM_HEAD] = "VH"
-        return {name: tuple(sizes[letter] for letter in shape) for name, shape in names.items()}
+        return {name: _shape(letters, sizes) for name, letters in names.items()}
 
     def config_faults(self, config: Mapping, field: str) -> list[Fault]:
         """Everything in ``config`` that the target cannot express or that nobody has judged."""
@@ -178,7 +187,8 @@ class Family:
         """
         faults = self.config_faults(config, "experts")
         if not 1 <= top_k <= experts:
-            faults.append(Fault("moe.top_k", top_k, f"choose 1 to {experts}, the number of experts"))
+            remedy = f"choose 1 to {experts}, the number of experts"
+            faults.append(Fault("moe.top_k", top_k, remedy))
         raise_faults(faults)
         full = resolve(config)
         name = str(dtype).removeprefix("torch.") if dtype else full.get("dtype") or "float32"
@@ -186,8 +196,8 @@ class Family:
             "architectures": [self.target.architecture],
             "model_type": self.target.model_type,
             **{key: full[key] for key in self.kept if key in full},
-            **{key: full["intermediate_size"] for key in self.target.width_fields},
-            **{key: experts for key in self.target.count_fields},
+            **dict.fromkeys(self.target.width_fields, full["intermediate_size"]),
+            **dict.fromkeys(self.target.count_fields, experts),
             "num_experts_per_tok": top_k,
             **self.target.constants,
             **_window_fields(full, self.windows),
@@ -225,6 +235,10 @@ def resolve(config: Mapping) -> dict:
     return full
 
 
+def _shape(letters: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(sizes[letter] for letter in letters)
+
+
 def _sizes(full: Mapping) -> dict[str, int]:
     """What each letter of a shape stands for."""
     head = full["head_dim"]
@@ -235,6 +249,7 @@ def _sizes(full: Mapping) -> dict[str, int]:
         "N": head,
         "Q": head * full["num_attention_heads"],
         "K": head * full["num_key_value_heads"],
+        "S": UNUSED_WIDTH,
         "1": 1,
     }
 

@@ -46,9 +46,7 @@ def average_tensors(readers: Sequence[CheckpointReader], name: str) -> torch.Ten
     return result
 
 
-def write_backbone(
-    readers: Sequence[CheckpointReader], out: Path, *, max_shard_bytes: int
-) -> None:
+def write_backbone(readers: Sequence[CheckpointReader], out: Path, *, max_shard_bytes: int) -> None:
     """Average everything that is not an FFN; configuration and tokenizer are the first's.
 
     Args:

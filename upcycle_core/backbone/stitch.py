@@ -1,6 +1,7 @@
 """A dense model from two checkpoints: the shared backbone with one expert's FFNs."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -54,7 +55,8 @@ def load_stitched(
     config = AutoConfig.from_pretrained(backbone, local_files_only=True)
     classes = MODEL_MAPPING if headless else MODEL_FOR_CAUSAL_LM_MAPPING
     with quiet_loading():
-        model, info = classes[type(config)].from_pretrained(
+        kind: Any = classes[type(config)]
+        model, info = kind.from_pretrained(
             None,
             config=config,
             state_dict=weights,

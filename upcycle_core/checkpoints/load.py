@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.moe.inspect import choose_experts_implementation
 
 
@@ -34,13 +34,13 @@ def load_causal_lm(
             config.json calls tied is not.
     """
     directory = Path(directory)
-    options = {}
+    options: dict[str, Any] = {}
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     if hasattr(config, "num_experts_per_tok"):
         precision = precision or ("bf16" if dtype == torch.bfloat16 else "fp32")
         options["experts_implementation"] = choose_experts_implementation(device, precision)
     with quiet_loading():
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
             local_files_only=True,
@@ -49,6 +49,7 @@ def load_causal_lm(
             output_loading_info=True,
             **options,
         )
+    model, info = loaded
     check_loading(model, info, str(directory))
     return model.to(device).eval()
 
@@ -68,12 +69,11 @@ def check_loading(model: PreTrainedModel, info: Mapping, place: str) -> None:
             remedy = f"{kind} tensors: {names}; config.json and weights must belong together"
             faults.append(Fault("checkpoint", place, remedy))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and model.config.tie_word_embeddings:
-        if head.weight is not embedding.weight:
-            remedy = "config.json ties lm_head to the embedding, the files hold another lm_head"
-            faults.append(Fault("checkpoint", place, remedy))
-    if faults:
-        raise InputError(*faults)
+    tied = head is not None and model.config.tie_word_embeddings
+    if tied and head.weight is not embedding.weight:
+        remedy = "config.json ties lm_head to the embedding, the files hold another lm_head"
+        faults.append(Fault("checkpoint", place, remedy))
+    raise_faults(faults)
 
 
 @contextmanager

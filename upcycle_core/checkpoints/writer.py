@@ -67,7 +67,8 @@ def write_sharded(
     for file, shard in zip(names, shards, strict=True):
         _write_shard(directory / file, shard, produce)
     if len(shards) > 1:
-        weight_map = {spec.name: f for f, shard in zip(names, shards, strict=True) for spec in shard}
+        pairs = zip(names, shards, strict=True)
+        weight_map = {spec.name: file for file, shard in pairs for spec in shard}
         metadata = {
             "total_parameters": sum(torch.Size(spec.shape).numel() for spec in specs),
             "total_size": sum(spec.nbytes for spec in specs),

@@ -85,16 +85,17 @@ def _plan(
         if name not in layer_of:
             plan[name] = shape, partial(shared.tensor, name)
         elif name == family.ffn(layer_of[name]).gate:
-            plan |= _moe_layer(family, layer_of[name], readers, routers[layer_of[name]], dense)
+            layer = layer_of[name]
+            plan |= _moe_layer(family, shared.config, layer, readers, routers[layer])
     return plan
 
 
 def _moe_layer(
     family: Family,
+    config: Mapping,
     layer: int,
     readers: list[CheckpointReader],
     router_HD: torch.Tensor,
-    dense: Mapping[str, tuple[int, ...]],
 ) -> dict[str, tuple[tuple[int, ...], Source]]:
     """The tensors of one MoE block: router, what must be zero, experts."""
     target = family.target
@@ -102,12 +103,13 @@ def _moe_layer(
     plan: dict[str, tuple[tuple[int, ...], Source]] = {
         target.router_name(layer): ((count, hidden), lambda: router_HD.T)
     }
-    for pattern, letters in target.zeros.items():
-        shape = tuple({"1": 1, "H": hidden}[letter] for letter in letters)
-        plan[pattern.format(layer=layer)] = shape, partial(torch.zeros, shape)
+    for name, shape in family.zeros(config, layer).items():
+        plan[name] = shape, partial(torch.zeros, shape)
     for index, reader in enumerate(readers):
         names = zip(family.ffn(layer), target.expert_ffn(layer, index), strict=True)
-        plan |= {new: (dense[old], partial(reader.tensor, old)) for old, new in names}
+        plan |= {
+            new: (reader.tensors[old].shape, partial(reader.tensor, old)) for old, new in names
+        }
     return plan
 
 

@@ -6,10 +6,11 @@ H hidden size, D experts, L layers, T tokens, k experts a token.
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -33,7 +34,7 @@ def choose_experts_implementation(
     return "eager" if on_cpu and precision == "bf16" else "grouped_mm"
 
 
-def routers_of(model: nn.Module) -> list[nn.Module]:
+def routers_of(model: nn.Module) -> list[Any]:
     """Return the router module of every MoE layer, in order.
 
     A router holds ``weight`` [D, H] and ``top_k`` and returns (logits [T, D], weights [T, k],
@@ -48,7 +49,7 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def set_top_k(model: nn.Module, k: int) -> None:
+def set_top_k(model: PreTrainedModel, k: int) -> None:
     """Send each token through ``k`` experts from now on.
 
     Raises:
@@ -141,7 +142,7 @@ def record_routing(model: nn.Module) -> Iterator[torch.Tensor]:
         yield counts_LD
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def _blocks(model: nn.Module) -> list[Any]:
     """The sparse MoE blocks: what has experts and a gate that chooses among them."""
     return [
         module
