@@ -1,0 +1,87 @@
+import shutil
+
+import pytest
+
+from upcycle_core.training.checkpoints import (
+    MARKER,
+    discard_incomplete,
+    keep_newest,
+    mark_complete,
+    newest_complete,
+)
+
+
+def _fill(checkpoints, step, *, marked):
+    directory = checkpoints / f"checkpoint-{step}"
+    directory.mkdir(parents=True)
+    (directory / "weights").write_bytes(b"w")
+    if marked:
+        mark_complete(directory, {"at": step})
+    return directory
+
+
+def test_a_folder_without_a_marker_does_not_count(tmp_path):
+    _fill(tmp_path, 2, marked=True)
+    _fill(tmp_path, 4, marked=False)
+    newest = newest_complete(tmp_path)
+    assert (newest.step, newest.record) == (2, {"at": 2})
+
+
+def test_the_newest_is_the_one_with_the_most_steps_not_the_last_name(tmp_path):
+    for step in (1000, 200, 30):
+        _fill(tmp_path, step, marked=True)
+    assert newest_complete(tmp_path).step == 1000
+
+
+def test_an_empty_or_missing_directory_has_no_checkpoint(tmp_path):
+    discard_incomplete(tmp_path / "missing")
+    assert newest_complete(tmp_path / "missing") is None
+    assert newest_complete(tmp_path) is None
+
+
+def test_discard_incomplete_deletes_unmarked_folders_only(tmp_path):
+    whole = _fill(tmp_path, 2, marked=True)
+    half = _fill(tmp_path, 4, marked=False)
+    (half / f"{MARKER}.tmp").write_text("{")
+    other = tmp_path / "notes"
+    other.mkdir()
+    discard_incomplete(tmp_path)
+    assert set(tmp_path.iterdir()) == {whole, other}
+
+
+def test_keep_newest_keeps_by_steps(tmp_path):
+    for step in (8, 10, 9, 100):
+        _fill(tmp_path, step, marked=True)
+    keep_newest(tmp_path, count=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-10", "checkpoint-100"}
+
+
+def test_a_checkpoint_half_deleted_no_longer_counts(tmp_path, monkeypatch):
+    _fill(tmp_path, 1, marked=True)
+    _fill(tmp_path, 2, marked=True)
+
+    def killed(_directory):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        keep_newest(tmp_path, count=1)
+    assert not (tmp_path / "checkpoint-1" / MARKER).exists()
+    assert newest_complete(tmp_path).step == 2
+
+
+def test_everything_is_on_the_disk_before_the_marker_has_its_name(tmp_path, monkeypatch):
+    directory = _fill(tmp_path, 2, marked=False)
+    (directory / "folder").mkdir()
+    (directory / "folder" / "inner").write_bytes(b"i")
+    synced = []
+
+    def record(path):
+        assert not (directory / MARKER).exists() or path == directory
+        synced.append(path)
+
+    monkeypatch.setattr("upcycle_core.training.checkpoints._fsync", record)
+    mark_complete(directory, {})
+    inner = {directory / name for name in ("weights", "folder", "folder/inner")}
+    assert inner <= set(synced)
+    assert synced[-2:] == [directory / f"{MARKER}.tmp", directory]
