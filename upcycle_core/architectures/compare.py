@@ -37,26 +37,26 @@ def compare_experts(
     Reads every weight once. The first expert is what the others are compared to.
 
     Args:
-        readers: Domain to its expert's checkpoint; at least one.
-        vocabularies: Domain to the fingerprint of its expert's vocabulary
-            (``vocabulary_fingerprint``).
+        readers: Checkpoints by the name that faults give them (``experts.law``).
+        vocabularies: Fingerprints (``vocabulary_fingerprint``) by the same names; one that is not
+            there is not compared.
 
     Returns:
-        All faults, none if the experts fit; fields are ``experts.<domain>...``.
+        All faults, none if the experts fit.
     """
-    first = next(iter(readers))
-    faults = []
-    for domain, reader in readers.items():
-        field = f"experts.{domain}"
-        faults += list(_own_faults(reader, field))
-        if domain != first:
-            faults += list(_differences(readers[first], reader, first, field))
-            if vocabularies[domain] != vocabularies[first]:
-                remedy = (
-                    f"has another vocabulary than expert {first} (the same tokens must have the "
-                    "same ids); use experts of one seed model and its tokenizer"
-                )
-                faults.append(Fault(f"{field}.tokenizer", vocabularies[domain], remedy))
+    faults: list[Fault] = []
+    first: str | None = None
+    for field, reader in readers.items():
+        faults += _own_faults(reader, field)
+        if first is None:
+            first = field
+            continue
+        faults += _differences(readers[first], reader, first, field)
+        ours, theirs = vocabularies.get(first), vocabularies.get(field)
+        if ours and theirs and ours != theirs:
+            remedy = f"another vocabulary than {first}: the same tokens must have the same ids; "
+            remedy += "use experts of one seed model with its tokenizer"
+            faults.append(Fault(f"{field}.tokenizer", theirs, remedy))
     return faults
 
 
@@ -115,12 +115,12 @@ def _surplus_fault(reader: CheckpointReader, name: str, field: str) -> Iterator[
 
 
 def _differences(
-    first: CheckpointReader, other: CheckpointReader, first_domain: str, field: str
+    first: CheckpointReader, other: CheckpointReader, first_field: str, field: str
 ) -> Iterator[Fault]:
     """What two experts do not agree on."""
     types = (first.config.get("model_type"), other.config.get("model_type"))
     if types[0] != types[1]:
-        remedy = f"another architecture than expert {first_domain} ({types[0]}); use one family"
+        remedy = f"another architecture than {first_field} ({types[0]}); use one family"
         yield Fault(f"{field}.config.model_type", types[1], remedy)
         return
     try:
@@ -129,12 +129,10 @@ def _differences(
         return  # said already, of the expert that it is about
     for name, what in MUST_AGREE.items():
         if ours.get(name) != theirs.get(name):
-            remedy = f"another {what} than expert {first_domain} ({ours.get(name)!r})"
+            remedy = f"another {what} than {first_field} ({ours.get(name)!r})"
             remedy += "; use experts of one seed model"
             yield Fault(f"{field}.config.{name}", theirs.get(name), remedy)
     dtypes = [next((t.dtype for t in r.tensors.values()), None) for r in (first, other)]
     if dtypes[0] != dtypes[1]:
-        remedy = (
-            f"another type of weights than expert {first_domain} ({dtypes[0]}); save both in one"
-        )
+        remedy = f"another type of weights than {first_field} ({dtypes[0]}); save both in one"
         yield Fault(field, str(dtypes[1]), remedy)

@@ -1,0 +1,81 @@
+"""The model card: what a checkpoint is and how it was made, for whoever finds it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from upcycle_core.checkpoints.writer import write_text
+
+MODEL_CARD = "README.md"
+
+
+def write_model_card(
+    directory: Path,
+    *,
+    title: str,
+    recipe_text: str,
+    method: str,
+    experts: Sequence[str],
+    licence: str | None = None,
+) -> None:
+    """Write README.md beside an assembled checkpoint.
+
+    The text depends on the arguments and the checkpoint's config.json alone: it holds no time, no
+    host and no commit.
+
+    Args:
+        directory: The checkpoint, with its config.json.
+        title: Name of the model.
+        recipe_text: The resolved recipe as YAML.
+        method: What joined the experts (``DUME``).
+        experts: Domains, in the order of the experts.
+        licence: Identifier for hubs; the experts' own decides where none is given.
+    """
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    if licence is not None:
+        front.append(f"license: {licence}")
+    front += ["tags:", "- moe", "- merge", "---"]
+    rows = [f"| {index} | {name} |" for index, name in enumerate(experts)]
+    body = [
+        f"# {title}",
+        f"A Mixture-of-Experts of {len(experts)} dense models, joined by {method} with Upcycle.",
+        _table(config),
+        "\n".join(["| expert | domain |", "| --- | --- |", *rows]),
+        "Load it with transformers alone:",
+        _fenced("python", _USAGE),
+        "The recipe that made it:",
+        _fenced("yaml", recipe_text.strip()),
+    ]
+    if licence is None:
+        body.append("It may be used as far as the licences of all its experts allow.")
+    write_text(directory / MODEL_CARD, "\n".join(front) + "\n\n" + "\n\n".join(body) + "\n")
+
+
+_USAGE = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+model = AutoModelForCausalLM.from_pretrained("PATH")
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))"""
+
+
+def _table(config: dict) -> str:
+    rows = {
+        "architecture": config["architectures"][0],
+        "layers": config["num_hidden_layers"],
+        "hidden size": config["hidden_size"],
+        "experts a token": config["num_experts_per_tok"],
+        "weights": config["dtype"],
+    }
+    lines = [f"| {key} | {value} |" for key, value in rows.items()]
+    return "\n".join(["| what | value |", "| --- | --- |", *lines])
+
+
+def _fenced(language: str, text: str) -> str:
+    """A code block whose fence is longer than any in ``text``."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}{language}\n{text}\n{fence}"
