@@ -1,0 +1,133 @@
+"""The pass itself: forward paragraphs, count router inputs.
+
+Shapes: B paragraphs a batch, S tokens a paragraph, padded on the right.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from upcycle_core.activations.capture import router_inputs
+from upcycle_core.activations.moments import Moments
+from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs, shard_of
+from upcycle_core.corpora.shards import TokenCorpus
+from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.layout import Layout
+from upcycle_core.progress import Progress
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+# any token does: padding is never counted, and on the right nothing sees it
+PAD_ID = 0
+
+
+class Counted(NamedTuple):
+    """Which tokens of a batch are counted where."""
+
+    cell: int
+    rows: Tensor | None
+    """Rows of the flattened batch; None for all of them."""
+
+    def to(self, device: torch.device | str) -> "Counted":
+        """The same for features on ``device``."""
+        return self if self.rows is None else Counted(self.cell, self.rows.to(device))
+
+
+def collect_shard(
+    model: PreTrainedModel,
+    corpus: Path,
+    layers: Sequence[int],
+    *,
+    config: StatisticsConfig,
+    shard: int,
+    progress: Progress,
+    what: str,
+) -> tuple[Layout, dict[int, Moments]]:
+    """Forward one shard of a split and count the router inputs of ``layers``.
+
+    Args:
+        model: A decoder without lm_head.
+        corpus: The split's directory.
+        layers: Which layers; nothing behind the last one is computed.
+        config: What is forwarded, and what is kept apart.
+        shard: Which of ``config.shards`` pieces.
+        progress: Hears of every batch, in tokens.
+        what: How progress names this.
+
+    Returns:
+        What is kept apart, and moments by layer.
+    """
+    layout = Layout(model.config.hidden_size, tuple(layers), config.folds, config.position_buckets)
+    tokens = TokenCorpus(corpus)
+    everything = paragraphs(
+        tokens,
+        sequence_length=config.sequence_length,
+        max_tokens=config.tokens,
+        window=config.window,
+    )
+    pieces = shard_of(everything, shard, config.shards)
+    progress.start(what, pieces.tokens, "tokens")
+    batches = paragraph_batches(tokens, pieces, config.batch_size, PAD_ID, folds=config.folds)
+    return layout, collect(model, batches, layout, device=model.device, progress=progress)
+
+
+def collect(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    layout: Layout,
+    *,
+    device: torch.device | str,
+    progress: Progress,
+) -> dict[int, Moments]:
+    """Forward every batch once and count the router inputs of every layer in ``layout``.
+
+    Args:
+        model: A decoder without lm_head, on ``device``.
+        batches: Padded on the right, each within one fold.
+
+    Returns:
+        Moments by layer, a cell for each fold and position bucket.
+    """
+    moments = {
+        layer: Moments(layout.hidden_size, cells=layout.cell_count, device=device)
+        for layer in layout.layers
+    }
+    counted: list[Counted] = []
+
+    def consume(layer: int, x_BSH: Tensor) -> None:
+        for cell, rows in counted:
+            moments[layer].update(x_BSH, rows=rows, cell=cell)
+
+    with torch.inference_mode(), router_inputs(model, consume, layers=layout.layers):
+        for batch in batches:
+            of_batch = counted_tokens(batch.attention_mask, batch.fold, layout)
+            counted[:] = [tokens.to(device) for tokens in of_batch]
+            # causal attention hides padding on the right from every counted token: without a mask
+            # attention runs its fast path
+            model(input_ids=batch.input_ids.to(device), use_cache=False)
+            progress.advance(int(batch.attention_mask.sum()))
+    return moments
+
+
+def counted_tokens(mask_BS: Tensor, fold: int, layout: Layout) -> list[Counted]:
+    """Sort a batch's tokens into position buckets; padding goes nowhere.
+
+    Args:
+        mask_BS: 1 where there is a token, 0 for padding on the right.
+    """
+    mask_BS = mask_BS.bool()
+    edges = (0, *layout.position_buckets, mask_BS.shape[1])
+    counted = []
+    for bucket, (start, end) in enumerate(pairwise(edges)):
+        inside_BS = torch.zeros_like(mask_BS)
+        inside_BS[:, start:end] = mask_BS[:, start:end]
+        rows = inside_BS.flatten().nonzero().flatten()
+        if len(rows) == mask_BS.numel():
+            counted.append(Counted(layout.cell(fold, bucket), None))
+        elif len(rows):
+            counted.append(Counted(layout.cell(fold, bucket), rows))
+    return counted

@@ -1,0 +1,237 @@
+"""Routers in closed form from saved statistics (DUME Eqs. 6 and 7): no forward pass.
+
+Shapes: H hidden size, D domains.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from safetensors import safe_open
+from torch import Tensor
+
+from upcycle_core.dume.config import RouterConfig
+from upcycle_core.dume.cross_validation import Candidate, best, cross_validate
+from upcycle_core.dume.files import read_header, save_atomically
+from upcycle_core.dume.ridge import NormalEquations, normal_equations, ridge
+from upcycle_core.dume.statistics import Statistics
+from upcycle_core.errors import Fault, raise_faults
+
+KIND = "routers"
+
+
+@dataclass(frozen=True)
+class LambdaChoice:
+    """A lambda and why it is this one."""
+
+    ridge_lambda: float
+    chosen_by: Literal["given", "cross-validation"] = "given"
+    table: tuple[Candidate, ...] = ()
+    """What cross-validation found; empty if lambda was given."""
+
+
+@dataclass(frozen=True)
+class RouterSolution:
+    """The routers of a MoE."""
+
+    weights: Mapping[int, Tensor]
+    """By layer: W [H, D] fp64, columns of norm 1."""
+    domains: tuple[str, ...]
+    """What the columns stand for."""
+    choice: LambdaChoice
+
+    @property
+    def ridge_lambda(self) -> float:
+        """lambda, the same in every layer."""
+        return self.choice.ridge_lambda
+
+
+def solve(
+    statistics: Mapping[str, Statistics],
+    layer: int,
+    *,
+    ridge_lambda: float,
+    domains: Sequence[str] | None = None,
+    domain_weights: Mapping[str, float] | None = None,
+    window: int | None = None,
+    folds: Sequence[int] | None = None,
+) -> Tensor:
+    """W = (A + lambda I)^-1 b, columns divided by their norm (Eqs. 6 and 7).
+
+    Args:
+        statistics: By domain.
+        layer: Which router.
+        ridge_lambda: Added raw to A's diagonal.
+        domains: A subset, in the order of the columns; all by default.
+        domain_weights: Factors on a domain's sums; 1 where none is given.
+        window: Only the first positions of each paragraph; one of the position buckets.
+        folds: Only these folds.
+
+    Returns:
+        [H, D] fp64.
+
+    Raises:
+        InputError: unknown domain, a domain without tokens, or A + lambda I not positive definite.
+    """
+    equations = normal_equations(
+        subset(statistics, domains),
+        layer,
+        domain_weights=domain_weights,
+        window=window,
+        folds=folds,
+    )
+    _require_tokens(equations, list(domains or statistics))
+    weights_HD = ridge(equations, ridge_lambda, layer=layer)
+    return weights_HD / weights_HD.norm(dim=0)
+
+
+def solve_with_bias(
+    statistics: Mapping[str, Statistics], layer: int, *, ridge_lambda: float
+) -> tuple[Tensor, Tensor]:
+    """The published code's router: a ones feature, which the paper and stock routers do not have.
+
+    Returns:
+        W [H, D] and bias [D], fp64, both divided by the norms of W's columns.
+    """
+    equations = normal_equations(statistics, layer).with_ones_feature()
+    _require_tokens(equations, list(statistics))
+    solution = ridge(equations, ridge_lambda, layer=layer)
+    weights_HD, bias_D = solution[:-1], solution[-1]
+    norms_D = weights_HD.norm(dim=0)
+    return weights_HD / norms_D, bias_D / norms_D
+
+
+def subset(
+    statistics: Mapping[str, Statistics], domains: Sequence[str] | None
+) -> Mapping[str, Statistics]:
+    """``statistics`` of ``domains`` in that order (all by default).
+
+    Raises:
+        InputError: there are none of a domain.
+    """
+    if domains is None:
+        return statistics
+    remedy = f"there are statistics of {list(statistics)}: compute this domain's"
+    raise_faults(Fault("domains", name, remedy) for name in domains if name not in statistics)
+    return {name: statistics[name] for name in domains}
+
+
+def _require_tokens(equations: NormalEquations, domains: Sequence[str]) -> None:
+    empty = [d for d, n in zip(domains, equations.counts_D, strict=True) if n == 0]
+    remedy = "its statistics hold no tokens: give calibration text"
+    raise_faults(Fault("statistics", domain, remedy) for domain in empty)
+
+
+def choose_lambda(
+    statistics: Mapping[str, Statistics], *, config: RouterConfig, window: int | None = None
+) -> LambdaChoice:
+    """The recipe's lambda, or the best of its grid on held-back folds, one for all layers."""
+    if config.ridge_lambda != "cross-validate":
+        return LambdaChoice(config.ridge_lambda)
+    table = cross_validate(
+        statistics, grid=config.lambda_grid, domain_weights=config.domain_weights, window=window
+    )
+    return LambdaChoice(best(table).ridge_lambda, "cross-validation", tuple(table))
+
+
+def solve_routers(
+    statistics: Mapping[str, Statistics],
+    *,
+    config: RouterConfig,
+    domains: Sequence[str] | None = None,
+    window: int | None = None,
+) -> RouterSolution:
+    """All routers from one pass (the paper's ``joint`` way).
+
+    Args:
+        statistics: By domain.
+        config: lambda or how to choose it, and the domains' weights.
+        domains: A subset, in the order of the experts; all by default.
+        window: Only the first positions of each paragraph; one of the position buckets.
+
+    Raises:
+        InputError: see ``solve`` and ``cross_validation.best``.
+    """
+    chosen = subset(statistics, domains)
+    choice = choose_lambda(chosen, config=config, window=window)
+    layers = next(iter(chosen.values())).layout.layers
+    weights = {
+        layer: solve(
+            chosen,
+            layer,
+            ridge_lambda=choice.ridge_lambda,
+            domain_weights=config.domain_weights,
+            window=window,
+        )
+        for layer in layers
+    }
+    return RouterSolution(weights, tuple(chosen), choice)
+
+
+def solve_sequentially(
+    layers: Sequence[int],
+    gather: Callable[[int, Mapping[int, Tensor]], Mapping[str, Statistics]],
+    *,
+    choice: LambdaChoice,
+    domain_weights: Mapping[str, float] | None = None,
+) -> RouterSolution:
+    """Router by router: each from inputs that the routers before it have shaped (the ablation).
+
+    Args:
+        layers: All layers, ascending.
+        gather: Called with a layer and the routers before it; returns that layer's statistics by
+            domain (``sequential_statistics``). Where pieces are kept, a rerun finds them here.
+        choice: lambda; choose it on statistics of the joint pass, if at all.
+        domain_weights: Factors on a domain's sums; 1 where none is given.
+    """
+    weights: dict[int, Tensor] = {}
+    domains: tuple[str, ...] = ()
+    for layer in layers:
+        statistics = gather(layer, dict(weights))
+        domains = tuple(statistics)
+        weights[layer] = solve(
+            statistics, layer, ridge_lambda=choice.ridge_lambda, domain_weights=domain_weights
+        )
+    return RouterSolution(weights, domains, choice)
+
+
+def save_routers(solution: RouterSolution, path: Path) -> None:
+    """Write the routers and how their lambda was chosen; equal content gives equal bytes."""
+    tensors = {str(layer): w.contiguous() for layer, w in solution.weights.items()}
+    choice = solution.choice
+    header = {
+        "layers": sorted(solution.weights),
+        "domains": solution.domains,
+        "ridge_lambda": choice.ridge_lambda,
+        "chosen_by": choice.chosen_by,
+        "table": [_row(candidate) for candidate in choice.table],
+    }
+    save_atomically(path, tensors, kind=KIND, header=header)
+
+
+def _row(candidate: Candidate) -> dict:
+    # JSON has no infinity
+    losses = {str(k): v if math.isfinite(v) else None for k, v in candidate.losses.items()}
+    return {"ridge_lambda": candidate.ridge_lambda, "losses": losses}
+
+
+def load_routers(path: Path) -> RouterSolution:
+    """Read what ``save_routers`` wrote.
+
+    Raises:
+        InputError: it is no such file.
+    """
+    header = read_header(path, kind=KIND)
+    with safe_open(path, "pt") as file:
+        weights = {layer: file.get_tensor(str(layer)) for layer in header["layers"]}
+    table = tuple(
+        Candidate(
+            row["ridge_lambda"],
+            {int(k): math.inf if v is None else v for k, v in row["losses"].items()},
+        )
+        for row in header["table"]
+    )
+    choice = LambdaChoice(header["ridge_lambda"], header["chosen_by"], table)
+    return RouterSolution(weights, tuple(header["domains"]), choice)

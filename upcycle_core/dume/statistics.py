@@ -1,0 +1,141 @@
+"""Statistics files: a domain's (A_d, s_d, n_d) per layer, in folds and position buckets.
+
+Everything DUME's router needs (Eq. 7) is in these sums, so lambda, the subset of domains, their
+weights and the token window can change without another forward pass.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from upcycle_core.activations.moments import PARTS, Moments
+from upcycle_core.backbone.stitch import load_stitched
+from upcycle_core.dume.collect import DTYPES, collect_shard
+from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.files import read_header, save_atomically
+from upcycle_core.dume.layout import Layout
+from upcycle_core.errors import Fault, InputError
+from upcycle_core.progress import Progress, Silent
+
+KIND = "statistics"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """A statistics file, read layer by layer when asked."""
+
+    path: Path
+    layout: Layout
+
+    @classmethod
+    def load(cls, path: Path) -> "Statistics":
+        """Read the header of ``path``.
+
+        Raises:
+            InputError: it is no statistics file.
+        """
+        fields = read_header(path, kind=KIND)
+        lists = {key: tuple(fields[key]) for key in ("layers", "position_buckets")}
+        return cls(Path(path), Layout(**{**fields, **lists}))
+
+    def moments(self, layer: int) -> Moments:
+        """Everything counted at ``layer``, cell by cell."""
+        prefix = f"{layer}."
+        with safe_open(self.path, "pt") as file:
+            tensors = {prefix + part: file.get_tensor(prefix + part) for part in PARTS}
+        return Moments.from_tensors(tensors, prefix)
+
+    def gram(
+        self, layer: int, *, folds: Sequence[int] | None = None, window: int | None = None
+    ) -> Tensor:
+        """A_d = sum x x^T at ``layer``: [H, H] fp64."""
+        return self.moments(layer).gram(self.layout.cells(folds=folds, window=window))
+
+    def sum(
+        self, layer: int, *, folds: Sequence[int] | None = None, window: int | None = None
+    ) -> Tensor:
+        """s_d = sum x at ``layer``: [H] fp64."""
+        return self.moments(layer).sum(self.layout.cells(folds=folds, window=window))
+
+    def count(
+        self,
+        layer: int | None = None,
+        *,
+        folds: Sequence[int] | None = None,
+        window: int | None = None,
+    ) -> int:
+        """n_d: tokens counted (every layer counts the same ones)."""
+        which = self.layout.layers[0] if layer is None else layer
+        return self.moments(which).count(self.layout.cells(folds=folds, window=window))
+
+
+def save_statistics(path: Path, layout: Layout, moments: Mapping[int, Moments]) -> None:
+    """Write a statistics file, whole or not at all; equal numbers give equal bytes."""
+    tensors: dict[str, Tensor] = {}
+    for layer in layout.layers:
+        tensors |= moments[layer].tensors(f"{layer}.")
+    save_atomically(path, tensors, kind=KIND, header=asdict(layout))
+
+
+def merge_statistics(files: Sequence[Path], out: Path) -> None:
+    """Add up the files of a domain's shards in the order given.
+
+    Raises:
+        InputError: they keep different things apart.
+    """
+    parts = [Statistics.load(file) for file in files]
+    layout = parts[0].layout
+    for part in parts:
+        if part.layout != layout:
+            remedy = f"was computed with {part.layout}, the first with {layout}: compute it again"
+            raise InputError(Fault("statistics", str(part.path), remedy))
+    total = {layer: Moments(layout.hidden_size, cells=layout.cell_count) for layer in layout.layers}
+    for part in parts:
+        for layer, moments in total.items():
+            moments.merge(part.moments(layer))
+    save_statistics(out, layout, total)
+
+
+def domain_statistics(
+    backbone: Path,
+    expert: Path,
+    corpus: Path,
+    out_file: Path,
+    *,
+    config: StatisticsConfig,
+    shard: int,
+    device: str = "cpu",
+    progress: Progress | None = None,
+    what: str = "statistics",
+) -> None:
+    """One (domain, shard) piece of the pass that every router is solved from (Eq. 7).
+
+    Every token of domain d passes through expert d, so the model is a dense one: the averaged
+    backbone with that expert's MLPs. All layers are counted in the same forward pass.
+
+    Args:
+        backbone: Averaged non-MLP weights.
+        expert: The domain's expert.
+        corpus: A split's directory: the domain's calibration tokens.
+        out_file: Appears when the piece is complete.
+        config: What is forwarded, and what is kept apart.
+        shard: Which of ``config.shards`` pieces.
+        device: Where the model runs.
+        progress: Hears of every batch, in tokens.
+        what: How progress names this.
+    """
+    dtype = DTYPES[config.precision]
+    model = load_stitched(backbone, expert, headless=True, dtype=dtype, device=device)
+    layout, moments = collect_shard(
+        model,
+        corpus,
+        range(model.config.num_hidden_layers),
+        config=config,
+        shard=shard,
+        progress=progress or Silent(),
+        what=what,
+    )
+    save_statistics(out_file, layout, moments)
