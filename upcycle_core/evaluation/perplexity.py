@@ -1,0 +1,123 @@
+"""Perplexity of a causal language model on held-out text.
+
+Shapes: B paragraphs, S positions, N scored tokens, H hidden size, V vocabulary.
+"""
+
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from upcycle_core.corpora.batches import Batch, Paragraphs, paragraph_batches, paragraphs
+from upcycle_core.corpora.shards import TokenCorpus
+from upcycle_core.errors import Fault, InputError
+from upcycle_core.evaluation.config import EvaluationConfig
+from upcycle_core.evaluation.scores import Score
+from upcycle_core.progress import Progress, Silent
+
+_TOKENS_AT_ONCE = 512
+"""Tokens whose logits [N, V] exist at one time: 0.25 GB in fp32 where V is 128 k."""
+
+
+def score_model(
+    model: PreTrainedModel,
+    corpus: TokenCorpus,
+    *,
+    config: EvaluationConfig,
+    pad_id: int,
+    progress: Progress | None = None,
+    what: str = "evaluating",
+) -> Score:
+    """Score every token of the text, cut into paragraphs, but each paragraph's first.
+
+    The result depends neither on the batch size nor on what stands in the padding, beyond the
+    rounding of the forward pass: losses are summed in fp64 and padding is left out.
+
+    Args:
+        model: In evaluation mode, with a head that ``check_plain_head`` accepts; runs in the type
+            of its weights, on the device they are on.
+        corpus: The text, tokenised for this model.
+        config: How the text is cut and how much of it is scored.
+        pad_id: A token id to fill shorter paragraphs with.
+        progress: Told of tokens as they are scored.
+        what: How progress names this.
+
+    Raises:
+        InputError: No token to score, or a loss that is not finite.
+    """
+    pieces = paragraphs(corpus, sequence_length=config.sequence_length, max_tokens=config.tokens)
+    tokens = int(_scored_tokens(pieces).sum())
+    if not tokens:
+        raise InputError(Fault("corpus", str(corpus.directory), "no token to score; add text"))
+    progress = progress or Silent()
+    progress.start(what, tokens, "tokens")
+    nll, done, began = 0.0, 0, time.monotonic()
+    with torch.inference_mode():
+        for batch in paragraph_batches(corpus, pieces, config.batch_size, pad_id):
+            nll += _batch_loss(model, batch)
+            scored = int(batch.lengths.sum()) - len(batch.lengths)
+            done += scored
+            rate = done / max(time.monotonic() - began, 1e-9)
+            progress.advance(scored, loss=nll / done, tokens_per_second=rate)
+    if not np.isfinite(nll):
+        raise InputError(Fault("model", model.name_or_path, "its loss is not finite; it is broken"))
+    return Score(nll=nll, tokens=tokens, bytes=_scored_bytes(corpus, pieces))
+
+
+def check_plain_head(model: PreTrainedModel) -> None:
+    """Refuse models that scale or cap their logits: the head alone would give another loss.
+
+    Raises:
+        InputError: The model's logits are not its head's product with the last hidden state.
+    """
+    input_BS = torch.arange(4, device=model.device)[None]
+    mask_BS = torch.ones_like(input_BS)
+    head = model.get_output_embeddings()
+    with torch.inference_mode():
+        if head is not None:
+            plain = head(_hidden_states(model, input_BS, mask_BS))
+            own = model(input_ids=input_BS, attention_mask=mask_BS, use_cache=False).logits
+            if torch.allclose(plain.float(), own.float(), rtol=1e-2, atol=1e-2, equal_nan=True):
+                return
+    remedy = "its logits are not those of a plain linear head; such models are not supported"
+    raise InputError(Fault("model", type(model).__name__, remedy))
+
+
+def _batch_loss(model: PreTrainedModel, batch: Batch) -> float:
+    """Summed loss of a batch in nats: token t is predicted from the hidden state at t - 1."""
+    input_BS = batch.input_ids.to(model.device)
+    mask_BS = batch.attention_mask.to(model.device)
+    hidden_BSH = _hidden_states(model, input_BS, mask_BS)
+    scored_BS = mask_BS[:, 1:].bool()  # padding is on the right: its predecessor is real as well
+    hidden_NH, target_N = hidden_BSH[:, :-1][scored_BS], input_BS[:, 1:][scored_BS]
+    total = torch.zeros((), dtype=torch.float64, device=model.device)
+    for h_NH, t_N in zip(
+        hidden_NH.split(_TOKENS_AT_ONCE), target_N.split(_TOKENS_AT_ONCE), strict=True
+    ):
+        logits_NV = _at_least_fp32(model.get_output_embeddings()(h_NH))
+        total += functional.cross_entropy(logits_NV, t_N, reduction="none").double().sum()
+    return total.item()
+
+
+def _hidden_states(model: PreTrainedModel, input_BS: Tensor, mask_BS: Tensor) -> Tensor:
+    decoder = model.base_model
+    return decoder(input_ids=input_BS, attention_mask=mask_BS, use_cache=False).last_hidden_state
+
+
+def _at_least_fp32(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _scored_tokens(pieces: Paragraphs) -> np.ndarray:
+    """Scored tokens of each paragraph: the first has nothing before it. [paragraphs] int64."""
+    return pieces.rows[:, 2] - 1
+
+
+def _scored_bytes(corpus: TokenCorpus, pieces: Paragraphs) -> float:
+    """Each document's bytes, times the share of its tokens that are scored; fp64."""
+    documents = pieces.rows[:, 0]
+    bytes_per_token = np.diff(corpus.byte_offsets)[documents] / np.diff(corpus.offsets)[documents]
+    return float(np.sum(bytes_per_token * _scored_tokens(pieces)))
