@@ -3,6 +3,8 @@
 import json
 import shutil
 import tempfile
+import urllib.parse
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -111,33 +113,39 @@ class Registry:
 
     def _store_model(self, name: str, directory: Path, registration: Registration, run: Run) -> str:
         client = self._client
-        model_id = client.create_logged_model(
+        model = client.create_logged_model(
             client.get_run(run.id).info.experiment_id,
             name=name,
             source_run_id=run.id,
             tags=dict(registration.tags),
             params=flatten(registration.params, length=PARAM_LENGTH),
             model_type="transformers",
-        ).model_id
+        )
         try:
-            client.log_model_artifacts(model_id, str(directory))
-            with tempfile.TemporaryDirectory() as folder:
-                for file, text in registration.files.items():
-                    (Path(folder) / file).write_text(text)
-                client.log_model_artifacts(model_id, folder, PROVENANCE_FOLDER)
+            self._copy_files(model.model_id, directory, registration.files)
         except BaseException:
-            client.finalize_logged_model(model_id, "FAILED")
+            client.finalize_logged_model(model.model_id, "FAILED")
+            _remove_files(model)
             raise
-        client.finalize_logged_model(model_id, "READY")
+        client.finalize_logged_model(model.model_id, "READY")
         now = milliseconds()
         scores = [
-            Metric(key, float(value), now, 0, model_id=model_id, run_id=run.id)
+            Metric(key, float(value), now, 0, model_id=model.model_id, run_id=run.id)
             for key, value in registration.metrics.items()
         ]
         for start in range(0, len(scores), METRICS_PER_CALL):
             client.log_batch(run.id, metrics=scores[start : start + METRICS_PER_CALL])
-        client.log_outputs(run.id, [LoggedModelOutput(model_id, step=0)])
-        return model_id
+        client.log_outputs(run.id, [LoggedModelOutput(model.model_id, step=0)])
+        return model.model_id
+
+    def _copy_files(self, model_id: str, directory: Path, files: Mapping[str, str]) -> None:
+        if not directory.is_dir():  # MLflow would copy nothing and call it done
+            raise NotADirectoryError(directory)
+        self._client.log_model_artifacts(model_id, str(directory))
+        with tempfile.TemporaryDirectory() as folder:
+            for file, text in files.items():
+                (Path(folder) / file).write_text(text)
+            self._client.log_model_artifacts(model_id, folder, PROVENANCE_FOLDER)
 
     def _version(self, found: ModelVersion) -> Version:
         # A search does not return the aliases.
@@ -162,3 +170,10 @@ class Registry:
         if not source.startswith(MODEL_SCHEME):
             return None
         return self._client.get_logged_model(source.removeprefix(MODEL_SCHEME))
+
+
+def _remove_files(model: LoggedModel) -> None:
+    """Remove what was copied of a model, which may be what filled the disk."""
+    location = urllib.parse.urlparse(model.artifact_location)
+    if location.scheme == "file":
+        shutil.rmtree(urllib.request.url2pathname(location.path), ignore_errors=True)

@@ -1,0 +1,125 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from infra import settings
+from infra.processes import find, launch, stop, write_records
+from upcycle_core.errors import InputError
+
+
+def test_without_an_environment_everything_lies_in_the_checkouts_workspace():
+    found = settings.read({})
+    assert found.home == settings.REPOSITORY / "workspace"
+    assert found.prefect_home == found.home / "prefect"
+    assert found.mlflow_tracking_uri == f"sqlite:///{found.home}/mlflow/mlflow.db"
+    assert found.mlflow_artifacts == found.home / "mlflow" / "artifacts"
+    assert found.ray_address == "local"
+    assert found.prefect_api_url is None
+    assert (found.prefect_port, found.mlflow_port) == (4200, 5000)
+
+
+def test_the_users_values_win(tmp_path):
+    environment = {
+        "UPCYCLE_HOME": str(tmp_path),
+        "PREFECT_HOME": "/elsewhere/prefect",
+        "MLFLOW_TRACKING_URI": "http://mlflow:5000",
+        "RAY_ADDRESS": "ray://head:10001",
+        "PREFECT_API_URL": "http://prefect:4200/api",
+        "UPCYCLE_PREFECT_PORT": "4201",
+        "DO_NOT_TRACK": "0",
+    }
+    completed = dict(environment)
+    found = settings.configure(completed)
+    assert completed.items() >= environment.items()
+    assert str(found.prefect_home) == "/elsewhere/prefect"
+    assert found.mlflow_tracking_uri == "http://mlflow:5000"
+    assert found.ray_address == "ray://head:10001"
+    assert found.prefect_api_url == "http://prefect:4200/api"
+    assert found.prefect_port == 4201
+
+
+def test_configuring_closes_what_would_report_home_or_listen_to_everyone(tmp_path):
+    environment = {"UPCYCLE_HOME": str(tmp_path)}
+    settings.configure(environment)
+    closed = {
+        "DO_NOT_TRACK": "1",
+        "DVC_NO_ANALYTICS": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    assert environment.items() >= closed.items()
+    assert environment["PREFECT_HOME"] == str(tmp_path / "prefect")
+    assert "PREFECT_API_URL" not in environment
+
+
+def test_configuring_twice_changes_nothing(tmp_path):
+    environment = {"UPCYCLE_HOME": str(tmp_path)}
+    first = settings.configure(environment)
+    copy = dict(environment)
+    assert settings.configure(environment) == first
+    assert environment == copy
+
+
+def test_all_faults_of_the_environment_come_in_one_message(tmp_path):
+    (tmp_path / "file").touch()
+    environment = {
+        "UPCYCLE_HOME": str(tmp_path / "file"),
+        "UPCYCLE_PREFECT_PORT": "http",
+        "UPCYCLE_MLFLOW_PORT": "70000",
+    }
+    with pytest.raises(InputError) as error:
+        settings.read(environment)
+    assert [fault.field for fault in error.value.faults] == [
+        "UPCYCLE_PREFECT_PORT",
+        "UPCYCLE_MLFLOW_PORT",
+        "UPCYCLE_HOME",
+    ]
+
+
+def test_a_relative_home_is_seen_from_where_the_command_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert settings.read({"UPCYCLE_HOME": "here"}).home == tmp_path / "here"
+
+
+def test_our_own_prefect_server_is_used_while_it_lives(tmp_path):
+    environment = {"UPCYCLE_HOME": str(tmp_path), "PREFECT_API_URL": "http://prefect:4200/api"}
+    place = settings.read(environment)
+    record = launch(
+        (sys.executable, "-c", "import time; time.sleep(60)"),
+        log=place.services / "prefect.log",
+        directory=tmp_path,
+        environment=os.environ,
+        url="http://127.0.0.1:4242",
+    )
+    write_records(place.services_state, {"prefect": record})
+    try:
+        assert settings.read(environment).prefect_api_url == "http://127.0.0.1:4242/api"
+        assert settings.configure(environment).prefect_api_url == "http://127.0.0.1:4242/api"
+        assert environment["PREFECT_API_URL"] == "http://127.0.0.1:4242/api"
+    finally:
+        stop(find(record), grace=10)
+    environment["PREFECT_API_URL"] = "http://prefect:4200/api"
+    assert settings.read(environment).prefect_api_url == "http://prefect:4200/api"
+
+
+def test_prefect_sees_what_configure_set(tmp_path):
+    script = (
+        "from infra import settings; settings.configure()\n"
+        "from prefect.settings import PREFECT_HOME, PREFECT_SERVER_ANALYTICS_ENABLED\n"
+        "print(PREFECT_HOME.value(), PREFECT_SERVER_ANALYTICS_ENABLED.value())"
+    )
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**inherited, "UPCYCLE_HOME": str(tmp_path)},
+        cwd=settings.REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(tmp_path / "prefect"), "False"]
