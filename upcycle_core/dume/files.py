@@ -27,6 +27,8 @@ def save_atomically(
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     save_file(dict(tensors), partial, metadata={kind: json.dumps(header, sort_keys=True)})
+    # safetensors lets the owner alone read it; workers on shared storage may be others
+    partial.chmod(0o644)
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(path)

@@ -54,6 +54,8 @@ def sequential_statistics(
     if missing:
         raise InputError(Fault("routers", missing, f"solve these layers before layer {layer}"))
     model = load_causal_lm(moe, dtype=DTYPES[config.precision], device=device)
+    if config.precision == "fp64":
+        model.set_experts_implementation("eager")  # torch's grouped product has no fp64
     set_routers(model, {before: routers[before] for before in range(layer)})
     layout, moments = collect_shard(
         model.get_decoder(),
