@@ -4,10 +4,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.corpora.config import SPLITS, CorpusConfig, Domain, Source, Split
 from upcycle_core.corpora.distinct import Document
 from upcycle_core.corpora.seeded import permutation
-from upcycle_core.corpora.sources import read_source, sha256_of, source_files, source_fingerprint
+from upcycle_core.corpora.sources import read_source, source_files, source_fingerprint
 from upcycle_core.corpora.splits import Selection, size_of
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.progress import Progress, Silent
@@ -128,7 +129,7 @@ def _write(
         manifest["splits"][split] = {
             "documents": len(documents),
             "bytes": sum(map(size_of, documents)),
-            "sha256": sha256_of(path),
+            "sha256": sha256_file(path),
             "files": _files_read(documents, source_files(source, folder)),
         }
         manifest["left_out"][split] = dict(sorted(selection.left_out[split].items()))
@@ -141,7 +142,7 @@ def _write(
 def _files_read(documents: list[Document], paths: dict[str, Path]) -> dict[str, str]:
     """The sha256 of each local file that ``documents`` came from, by label."""
     labels = sorted({document.file for document in documents})
-    return {label: sha256_of(paths[label]) for label in labels if label in paths}
+    return {label: sha256_file(paths[label]) for label in labels if label in paths}
 
 
 def _write_parquet(documents: list[Document], path: Path) -> None:

@@ -67,7 +67,7 @@ def harvest_files(name: Harvest) -> list[HarvestFile]:
     Raises:
         MissingPackage: Names the package that is not installed.
     """
-    return sorted(set(FILES[name]()), key=lambda file: file.label)
+    return sorted(FILES[name](), key=lambda file: file.label)
 
 
 def harvest_documents(name: Harvest, *, seed: int) -> Iterator[Document]:

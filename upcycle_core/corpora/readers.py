@@ -78,6 +78,22 @@ READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
 }
 
 
+def read_file(path: Path, text_field: str) -> Iterator[str]:
+    """The documents of a file, by its ending.
+
+    Args:
+        path: A .txt (documents separated by a line ``<|doc|>``), .jsonl or .parquet file.
+        text_field: The field that holds the text of the latter two.
+
+    Raises:
+        ValueError: The ending is unknown, or the content is not what it says.
+        OSError: The file cannot be opened.
+    """
+    if path.suffix not in READERS:
+        raise ValueError(f"its ending is none of {', '.join(READERS)}; convert or rename it")
+    return READERS[path.suffix](path, text_field)
+
+
 def checked_text(row: dict, text_field: str, where: str) -> str:
     """``row[text_field]``, if it is text that can be written as UTF-8.
 
@@ -91,8 +107,9 @@ def checked_text(row: dict, text_field: str, where: str) -> str:
         )
     text = row[text_field]
     if not isinstance(text, str):
+        found = "nothing" if text is None else type(text).__name__
         raise ValueError(
-            f"{where} holds {type(text).__name__} in {text_field!r}, not text; "
+            f"{where} holds {found} in {text_field!r}, not text; "
             "name the right text_field or remove the row"
         )
     try:

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.corpora.config import SPLITS
 from upcycle_core.corpora.documents import read_documents
-from upcycle_core.corpora.sources import sha256_of
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress, Silent
 
@@ -108,7 +108,7 @@ def write_corpus(
         )
         corpus = TokenCorpus(out / split)
         facts["tokens"] = len(corpus.tokens)
-        facts["sha256"] = sha256_of(out / split / "tokens.bin")
+        facts["sha256"] = sha256_file(out / split / "tokens.bin")
     text = json.dumps(manifest, indent=2, ensure_ascii=False)
     (out / "manifest.json").write_text(text + "\n", encoding="utf-8")
 

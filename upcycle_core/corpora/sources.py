@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.corpora.config import Source
 from upcycle_core.corpora.distinct import Document
 from upcycle_core.corpora.harvest import MissingPackage, harvest_documents, harvest_files
-from upcycle_core.corpora.readers import READERS, checked_text
+from upcycle_core.corpora.readers import checked_text, read_file
 from upcycle_core.corpora.seeded import permutation
 from upcycle_core.errors import Fault, InputError
 
@@ -78,7 +79,7 @@ def source_fingerprint(source: Source, *, folder: Path | None = None) -> dict[st
         with the sha256 of each; ``dataset`` with its name, subset, split, revision and, of a local
         directory, the sha256 of each file.
     """
-    hashes = {label: sha256_of(path) for label, path in source_files(source, folder).items()}
+    hashes = {label: sha256_file(path) for label, path in source_files(source, folder).items()}
     if source.harvest is not None:
         listing = json.dumps(sorted(hashes.items())).encode()
         return {"harvest": source.harvest, "digest": hashlib.sha256(listing).hexdigest()}
@@ -123,12 +124,6 @@ def source_faults(source: Source, field: str, folder: Path | None) -> list[Fault
     ]
 
 
-def sha256_of(path: Path) -> str:
-    """Hex digest of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _filled(reference: str, folder: Path | None) -> str:
     return reference if folder is None else reference.replace(FOLDER, str(folder))
 
@@ -140,7 +135,7 @@ def _matches(pattern: str, folder: Path | None) -> dict[str, Path]:
         return {pattern: path} if path.is_file() else {}
     root = None if folder is None else Path(glob.escape(str(folder)))
     paths = sorted(glob.glob(_filled(pattern, root), recursive=True))
-    start = "" if folder is None or FOLDER not in pattern else str(folder)
+    start = str(folder) if folder and pattern.startswith(FOLDER) else ""
     return {
         FOLDER + path.removeprefix(start) if start else path: Path(path)
         for path in paths
@@ -150,19 +145,18 @@ def _matches(pattern: str, folder: Path | None) -> dict[str, Path]:
 
 def _read(path: Path, text_field: str) -> Iterator[str]:
     try:
-        yield from READERS[path.suffix](path, text_field)
-    except (ValueError, KeyError, OSError) as error:
+        yield from read_file(path, text_field)
+    except (ValueError, OSError) as error:
         raise InputError(Fault("files", str(path), str(error))) from error
 
 
 def _stream(source: Source, *, seed: int, folder: Path | None) -> Iterator[Document]:
     rows = _open_dataset(source, folder).shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-    for number, row in enumerate(rows):
-        try:
-            text = checked_text(row, source.text_field, f"row {number} of the shuffled stream")
-        except ValueError as error:
-            raise InputError(Fault("dataset", source.dataset, str(error))) from None
-        yield Document(text, str(source.dataset))
+    try:
+        for row in rows:
+            yield Document(checked_text(row, source.text_field, "a row"), str(source.dataset))
+    except ValueError as error:
+        raise InputError(Fault("dataset", source.dataset, str(error))) from error
 
 
 def _open_dataset(source: Source, folder: Path | None):
@@ -196,9 +190,8 @@ def _dataset_faults(source: Source, field: str, folder: Path | None) -> list[Fau
         checked_text(first, source.text_field, "the first row")
     except ValueError as error:
         return [Fault(field, source.dataset, str(error))]
-    except (
-        Exception
-    ) as error:  # a hub, a loading script, a file system: all answer in their own way
+    except Exception as error:
+        # A hub, a cache, a file system: each answers in its own way.
         reason = f"{type(error).__name__}: {error}"
         remedy = f"it cannot be opened ({reason}); check name, subset, split, revision and network"
         return [Fault(field, source.dataset, remedy)]
@@ -215,19 +208,11 @@ def _pattern_faults(
     if not files:
         yield Fault(field, _filled(pattern, folder), "there is no such file; check the path")
     for path in files.values():
-        if path.suffix not in READERS:
-            known = ", ".join(READERS)
-            yield Fault(field, str(path), f"its ending is none of {known}; convert or rename it")
-            continue
         try:
-            if not any(text.strip() for text in [*_documents(path, text_field)]):
+            if not sum(1 for text in read_file(path, text_field) if text.strip()):
                 yield Fault(field, str(path), "it holds no text; remove it or fill it")
         except (ValueError, OSError) as error:
             yield Fault(field, str(path), str(error))
-
-
-def _documents(path: Path, text_field: str) -> Iterator[str]:
-    return READERS[path.suffix](path, text_field)
 
 
 def _no_folder(field: str, value: str | None) -> Fault:

@@ -1,0 +1,173 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from upcycle_core.corpora.batches import (
+    SHORTEST_PARAGRAPH,
+    fold_of,
+    packed_sequences,
+    paragraph_batches,
+    paragraphs,
+    shard_of,
+)
+from upcycle_core.corpora.seeded import permutation
+from upcycle_core.corpora.shards import TokenCorpus, write_split
+from upcycle_core.errors import InputError
+
+EOS, PAD = 0, 1
+
+
+def corpus_of(directory, documents):
+    sized = [(ids, len(ids)) for ids in documents]
+    write_split(directory, sized, eos_id=EOS, vocabulary_size=2000)
+    return TokenCorpus(directory)
+
+
+def random_documents(seed, count=23, longest=40, low=2):
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(0, longest, count)
+    return [generator.integers(low, 2000, n).tolist() for n in lengths]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return corpus_of(tmp_path / "corpus", random_documents(0))
+
+
+def stream_of(documents, seed, domain, tokens):
+    """The slow obvious way: whole epochs, one after another."""
+    stream, epoch = [], 0
+    while len(stream) < tokens:
+        for index in permutation(len(documents), seed, "epoch", domain, epoch):
+            stream += [*documents[index], EOS]
+        epoch += 1
+    return stream[:tokens]
+
+
+@pytest.mark.parametrize("length", [1, 7, 64, 1000])
+def test_packing_equals_concatenated_epochs(tmp_path, corpus, length):
+    count = 3000 // length
+    dataset = packed_sequences([corpus], sequence_length=length, count=count, seed=5)
+    expected = stream_of(random_documents(0), 5, 0, count * length)
+    assert len(dataset) == count
+    assert torch.cat([dataset[i] for i in range(count)]).tolist() == expected
+    assert dataset[0].dtype == torch.int64
+
+
+def test_a_sequence_depends_on_seed_and_index_alone(tmp_path, corpus):
+    other = corpus_of(tmp_path / "other", random_documents(1))
+    options = {"sequence_length": 16, "count": 400, "seed": 3}
+    dataset = packed_sequences([corpus, other], **options)
+    backwards = {i: dataset[i].tolist() for i in reversed(range(400))}
+    fresh = pickle.loads(pickle.dumps(packed_sequences([corpus, other], **options)))
+    assert all(fresh[i].tolist() == backwards[i] for i in (0, 399, 7, 200))
+    assert packed_sequences([corpus, other], **{**options, "seed": 4})[0].tolist() != backwards[0]
+
+
+def test_domains_have_equal_shares_at_every_moment(tmp_path):
+    corpora = [
+        corpus_of(tmp_path / str(domain), [[100 + domain] * 3] * (1 + 20 * domain))
+        for domain in range(3)
+    ]
+    dataset = packed_sequences(corpora, sequence_length=12, count=300, seed=0)
+    owners = [int(dataset[i].max()) - 100 for i in range(300)]
+    turns = [tuple(owners[i : i + 3]) for i in range(0, 300, 3)]
+    assert all(sorted(turn) == [0, 1, 2] for turn in turns)
+    assert len(set(turns)) == 6
+
+
+def test_sequences_end_with_the_count(corpus):
+    dataset = packed_sequences([corpus], sequence_length=8, count=4, seed=0)
+    assert len(list(dataset)) == 4
+    with pytest.raises(IndexError):
+        dataset[4]
+
+
+def test_an_empty_corpus_cannot_be_packed(tmp_path):
+    empty = corpus_of(tmp_path / "empty", [])
+    with pytest.raises(InputError, match="no tokens to train on"):
+        packed_sequences([empty], sequence_length=8, count=4, seed=0)
+
+
+def naive_paragraphs(documents, length, max_tokens=None, window=None):
+    rows, counted = [], 0
+    for index, document in enumerate(documents):
+        start = 0
+        while start < len(document):
+            piece = document[start : start + length]
+            enough = max_tokens is not None and counted >= max_tokens
+            if len(piece) >= min(SHORTEST_PARAGRAPH, length) and not enough:
+                rows.append((index, start, len(piece[:window])))
+                counted += len(piece)
+            start += length
+    return rows
+
+
+@pytest.mark.parametrize("length", [3, 8, 16, 100])
+@pytest.mark.parametrize("max_tokens", [None, 1, 100])
+@pytest.mark.parametrize("window", [None, 2, 50])
+def test_paragraphs_equal_the_naive_cut(corpus, length, max_tokens, window):
+    found = paragraphs(corpus, sequence_length=length, max_tokens=max_tokens, window=window)
+    expected = naive_paragraphs(random_documents(0), length, max_tokens, window)
+    assert list(found) == expected
+    assert found.tokens == sum(row[2] for row in expected)
+    assert list(found[2:4]) == expected[2:4]
+
+
+def test_every_window_sees_the_same_paragraphs(corpus):
+    cut = [
+        paragraphs(corpus, sequence_length=16, max_tokens=120, window=window)
+        for window in (2, 8, None)
+    ]
+    starts = [[(piece.document, piece.start) for piece in pieces] for pieces in cut]
+    assert starts[0] == starts[1] == starts[2]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5, 40])
+def test_shards_are_contiguous_and_balanced(corpus, shards):
+    pieces = paragraphs(corpus, sequence_length=16)
+    parts = [shard_of(pieces, shard, shards) for shard in range(shards)]
+    assert [piece for part in parts for piece in part] == list(pieces)
+    assert all(abs(part.tokens - pieces.tokens / shards) <= 16 for part in parts)
+
+
+def test_no_paragraphs_give_empty_shards_and_no_batches(tmp_path):
+    empty = corpus_of(tmp_path / "empty", [])
+    pieces = shard_of(paragraphs(empty, sequence_length=16), 0, 2)
+    assert len(pieces) == 0
+    assert list(paragraph_batches(empty, pieces, 4, PAD)) == []
+
+
+@pytest.mark.parametrize("folds", [1, 3])
+def test_batches_hold_every_paragraph_once_right_padded(corpus, folds):
+    pieces = paragraphs(corpus, sequence_length=16)
+    documents = random_documents(0)
+    expected = sorted(
+        (piece.document, documents[piece.document][piece.start : piece.start + piece.length])
+        for piece in pieces
+    )
+    found = []
+    for batch in paragraph_batches(corpus, pieces, 4, PAD, folds=folds):
+        assert batch.input_ids.dtype == torch.int64
+        assert batch.input_ids.shape == batch.attention_mask.shape
+        assert 1 <= len(batch.lengths) <= 4
+        assert batch.input_ids.shape[1] == max(batch.lengths)
+        for row, (document, length) in enumerate(zip(batch.documents, batch.lengths, strict=True)):
+            found.append((int(document), batch.input_ids[row, :length].tolist()))
+            assert (batch.input_ids[row, length:] == PAD).all()
+            ones = [1] * int(length) + [0] * (batch.input_ids.shape[1] - int(length))
+            assert batch.attention_mask[row].tolist() == ones
+    assert sorted(found) == expected
+
+
+def test_batches_never_mix_folds_and_waste_little(corpus):
+    pieces = paragraphs(corpus, sequence_length=16)
+    batches = list(paragraph_batches(corpus, pieces, 4, PAD, folds=3))
+    for batch in batches:
+        assert {fold_of(int(document), 3) for document in batch.documents} == {batch.fold}
+    for fold in range(3):
+        widths = [batch.input_ids.shape[1] for batch in batches if batch.fold == fold]
+        assert widths == sorted(widths, reverse=True)
+    assert {batch.fold for batch in batches} == {0, 1, 2}

@@ -1,0 +1,32 @@
+import numpy as np
+
+from upcycle_core.corpora.distinct import Document, content_key, mostly_new
+from upcycle_core.corpora.seeded import permutation
+
+
+def test_case_punctuation_and_space_do_not_make_a_document_new():
+    assert content_key("Hello,\n  World_1!") == content_key("hello world 1")
+    assert content_key("Hello, World 1") != content_key("hello world 2")
+    assert content_key("naïve 中文") != content_key("nave")
+
+
+def test_documents_that_mostly_repeat_earlier_lines_are_left_out():
+    licence = "Permission is hereby granted to any person\nThe software is provided as it is now\n"
+    first = Document(licence + "a body of its own with many letters in it\n", "a")
+    copy = Document(first.text.upper().replace(" ", "  "), "b")
+    stub = Document(licence + "import something_small", "c")
+    other = Document(
+        licence + "\n".join(f"quite another line, the {n}th of its kind" for n in range(9)), "d"
+    )
+    short = Document("x = 1\ny = 2", "e")
+    kept = list(mostly_new([first, copy, stub, other, short, short]))
+    assert [document.file for document in kept] == ["a", "d", "e", "e"]
+
+
+def test_permutation_depends_on_its_key_alone():
+    first = permutation(50, 7, "order")
+    assert sorted(first.tolist()) == list(range(50))
+    assert np.array_equal(first, permutation(50, 7, "order"))
+    assert not np.array_equal(first, permutation(50, 8, "order"))
+    assert not np.array_equal(first, permutation(50, 7, "other"))
+    assert permutation(5, 0, "fixed").tolist() == [4, 3, 1, 2, 0]  # in every process

@@ -1,0 +1,201 @@
+import hashlib
+import json
+
+import pytest
+
+from upcycle_core.corpora.config import CorpusConfig, Domain, Source
+from upcycle_core.corpora.documents import domain_faults, read_documents, write_documents
+from upcycle_core.corpora.sources import source_files
+from upcycle_core.errors import InputError
+
+CONFIG = CorpusConfig(calibration_share=0.2, heldout_share=0.1, min_characters=10)
+
+
+def text_file(path, texts):
+    path.write_text("\n<|doc|>\n".join(texts))
+    return Source(files=(str(path),))
+
+
+def distinct_texts(count, start=0, words=10):
+    return [f"document {n} " + f"word{n} " * words for n in range(start, start + count)]
+
+
+def written(domain, out, *, seed=0, config=CONFIG, **options):
+    """Texts by split, and the manifest."""
+    write_documents(domain, out, config=config, seed=seed, **options)
+    manifest = json.loads((out / "manifest.json").read_text())
+    texts = {split: list(read_documents(out / f"{split}.parquet")) for split in manifest["splits"]}
+    assert {path.stem for path in out.glob("*.parquet")} == set(texts)
+    return texts, manifest
+
+
+def size(texts):
+    return sum(len(text.encode()) for text in texts)
+
+
+def test_splits_are_disjoint_and_together_everything(tmp_path):
+    texts = [text.strip() for text in distinct_texts(200)]
+    split, manifest = written(Domain(train=text_file(tmp_path / "a.txt", texts)), tmp_path / "out")
+    together = [text.strip() for part in split.values() for text in part]
+    assert set(split) == {"train", "calibration", "heldout"}
+    assert sorted(together) == sorted(texts)
+    for name, part in split.items():
+        facts = manifest["splits"][name]
+        content = (tmp_path / "out" / f"{name}.parquet").read_bytes()
+        assert facts["documents"] == len(part)
+        assert facts["bytes"] == size(part)
+        assert facts["sha256"] == hashlib.sha256(content).hexdigest()
+
+
+def test_shares_are_of_bytes_not_of_documents(tmp_path):
+    texts = [*distinct_texts(300, words=3), *distinct_texts(30, start=1000, words=300)]
+    split, _ = written(Domain(train=text_file(tmp_path / "a.txt", texts)), tmp_path / "out")
+    total = sum(map(size, split.values()))
+    largest = max(len(text) for text in texts)
+    assert 0.2 * total - largest < size(split["calibration"]) <= 0.2 * total
+    assert 0.1 * total - largest < size(split["heldout"]) <= 0.1 * total
+
+
+def test_seed_decides_order_and_splits(tmp_path):
+    domain = Domain(train=text_file(tmp_path / "a.txt", distinct_texts(100)))
+    first, _ = written(domain, tmp_path / "first")
+    other, _ = written(domain, tmp_path / "other", seed=1)
+    written(domain, tmp_path / "again")
+    for path in sorted((tmp_path / "first").iterdir()):
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+    assert set(first["heldout"]) != set(other["heldout"])
+    assert first["train"] != sorted(first["train"])
+
+
+def test_duplicates_and_short_documents_are_left_out_and_counted(tmp_path):
+    texts = distinct_texts(30)
+    noisy = [*texts, "too short", texts[3].upper(), texts[3].replace(" ", "\n") + "!!"]
+    split, manifest = written(Domain(train=text_file(tmp_path / "a.txt", noisy)), tmp_path / "out")
+    assert sum(map(len, split.values())) == 30
+    assert manifest["left_out"]["train"] == {"duplicate": 2, "short": 1}
+
+
+def test_bytes_are_capped_before_shares_are_taken(tmp_path):
+    source = text_file(tmp_path / "a.txt", [*distinct_texts(200), *distinct_texts(200)])
+    capped = Source(files=source.files, max_bytes=4000)
+    split, _ = written(Domain(train=capped), tmp_path / "out")
+    total = sum(map(size, split.values()))
+    assert 4000 <= total < 4000 + max(map(len, distinct_texts(200)))
+    assert size(split["heldout"]) <= 0.1 * total
+
+
+def test_training_text_yields_to_named_heldout_and_calibration_text(tmp_path):
+    texts = distinct_texts(50)
+    domain = Domain(
+        train=text_file(tmp_path / "train.txt", texts),
+        heldout=text_file(tmp_path / "heldout.txt", [texts[0].upper(), *distinct_texts(5, 100)]),
+        calibration=text_file(tmp_path / "calibration.txt", [*texts[1:3], *distinct_texts(5, 200)]),
+    )
+    split, manifest = written(domain, tmp_path / "out")
+    assert (len(split["heldout"]), len(split["calibration"])) == (6, 7)
+    assert sorted(text.strip() for text in split["train"]) == sorted(t.strip() for t in texts[3:])
+    assert manifest["left_out"]["train"] == {"in heldout": 1, "in calibration": 2}
+
+
+def test_text_from_elsewhere_stands_in_no_other_split(tmp_path):
+    texts = distinct_texts(50)
+    domain = Domain(
+        train=text_file(tmp_path / "train.txt", texts),
+        elsewhere=text_file(tmp_path / "other.txt", [*texts, *distinct_texts(5, 100)]),
+    )
+    split, manifest = written(domain, tmp_path / "out")
+    assert sorted(split["elsewhere"]) == sorted(distinct_texts(5, 100))
+    assert manifest["left_out"]["elsewhere"] == {"in train": 50}
+
+
+def test_text_that_is_calibrated_on_and_held_out_is_a_fault(tmp_path):
+    texts = distinct_texts(20)
+    domain = Domain(
+        train=text_file(tmp_path / "train.txt", distinct_texts(20, 100)),
+        heldout=text_file(tmp_path / "heldout.txt", texts[:10]),
+        calibration=text_file(tmp_path / "calibration.txt", texts[7:]),
+        elsewhere=text_file(tmp_path / "elsewhere.txt", texts[9:]),
+    )
+    with pytest.raises(InputError) as error:
+        write_documents(domain, tmp_path / "out", config=CONFIG, seed=0, name="domains.law")
+    calibration, elsewhere = error.value.faults
+    assert (calibration.field, elsewhere.field) == (
+        "domains.law.calibration",
+        "domains.law.elsewhere",
+    )
+    assert calibration.remedy.startswith("3 of them are also held-out text, for example 'document")
+    assert elsewhere.remedy.startswith("1 of them")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_split_without_documents_is_a_fault(tmp_path):
+    texts = distinct_texts(10)
+    same = text_file(tmp_path / "a.txt", texts)
+    with pytest.raises(InputError, match=r"domains\.law\.train = .*10 in calibration") as error:
+        write_documents(
+            Domain(train=same, calibration=same),
+            tmp_path / "out",
+            config=CONFIG,
+            seed=0,
+            name="domains.law",
+        )
+    assert [fault.field for fault in error.value.faults] == [
+        "domains.law.train",
+        "domains.law.heldout",
+    ]
+
+
+def test_even_three_documents_fill_three_splits(tmp_path):
+    domain = Domain(train=text_file(tmp_path / "a.txt", distinct_texts(3)))
+    split, _ = written(domain, tmp_path / "out")
+    assert [len(part) for part in split.values()] == [1, 1, 1]
+
+
+def test_a_ready_expert_needs_no_training_text(tmp_path):
+    domain = Domain(
+        calibration=text_file(tmp_path / "a.txt", distinct_texts(5)),
+        heldout=text_file(tmp_path / "b.txt", distinct_texts(5, 100)),
+        expert="expert",
+    )
+    assert domain_faults(domain, "domains.law") == []
+    split, _ = written(domain, tmp_path / "out")
+    assert set(split) == {"calibration", "heldout"}
+
+
+def test_a_domain_without_the_text_it_needs_is_a_fault():
+    fields = [fault.field for fault in domain_faults(Domain(expert="expert"), "domains.law")]
+    assert fields == ["domains.law.calibration", "domains.law.heldout"]
+    assert [fault.field for fault in domain_faults(Domain(), "domains.law")] == [
+        "domains.law.train"
+    ]
+
+
+def test_harvested_splits_share_no_file_and_the_manifest_hashes_what_was_read(tmp_path):
+    source = Source(harvest="documentation", max_bytes=1_500_000)
+    _, manifest = written(Domain(train=source), tmp_path / "out")
+    paths = source_files(source, None)
+    files = [set(manifest["splits"][split]["files"]) for split in manifest["splits"]]
+    assert len(files) == 3
+    assert len(set.union(*files)) == sum(map(len, files))
+    for split in manifest["splits"].values():
+        for label, sha256 in split["files"].items():
+            assert hashlib.sha256(paths[label].read_bytes()).hexdigest() == sha256
+
+
+def test_progress_counts_sources(tmp_path):
+    class Watched:
+        def __init__(self):
+            self.seen = []
+
+        def start(self, what, total, unit="steps"):
+            self.seen.append((what, total, unit))
+
+        def advance(self, amount=1, **shown):
+            self.seen.append(amount)
+
+        def metrics(self, values, step): ...
+
+    watched = Watched()
+    domain = Domain(train=text_file(tmp_path / "a.txt", distinct_texts(5)))
+    written(domain, tmp_path / "out", progress=watched, name="law")
+    assert watched.seen == [("documents of law", 1, "sources"), 1]

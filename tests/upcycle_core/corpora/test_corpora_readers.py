@@ -1,0 +1,62 @@
+import json
+
+import pyarrow
+import pyarrow.parquet as parquet
+import pytest
+
+from upcycle_core.corpora.readers import read_file
+
+
+def write(path, content):
+    path.write_bytes(content)
+    return path
+
+
+def test_text_files_are_split_at_separator_lines(tmp_path):
+    text = "one\ntwo\n<|doc|>\n\nthree <|doc|> inside\n<|doc|>  \r\nfour\r\n<|doc|>\n"
+    path = write(tmp_path / "a.txt", b"\xef\xbb\xbf" + text.encode())
+    assert list(read_file(path, "text")) == ["one\ntwo", "three <|doc|> inside", "four"]
+
+
+def test_json_lines_give_the_named_field(tmp_path):
+    rows = [{"body": "a\u2028b", "text": "no"}, {"body": "c\nd"}]
+    content = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n"
+    path = write(tmp_path / "a.jsonl", content.encode())
+    assert list(read_file(path, "body")) == ["a\u2028b", "c\nd"]
+
+
+def test_parquet_gives_the_named_column(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"id": [1, 2], "text": ["a", "b"]}), path)
+    assert list(read_file(path, "text")) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.txt", b"fine\n\xff\xfe", "byte 5 is not UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2 is not JSON in UTF-8"),
+        ("a.jsonl", b'["text"]\n', "line 1 is not a JSON object"),
+        ("a.jsonl", b'{"body": "a"}\n', "line 1 has no field 'text', it has body"),
+        ("a.jsonl", b'{"text": null}\n', "line 1 holds nothing in 'text'"),
+        ("a.jsonl", b'{"text": 3}\n', "line 1 holds int in 'text'"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "half a surrogate pair"),
+        ("a.parquet", b"PAR1 not really", "not a whole Parquet file"),
+        ("a.csv", b"text\n", "its ending is none of .txt, .jsonl, .parquet"),
+    ],
+)
+def test_unreadable_content_is_located(tmp_path, name, content, says):
+    path = write(tmp_path / name, content)
+    with pytest.raises(ValueError, match=r".+") as error:
+        list(read_file(path, "text"))
+    assert says in str(error.value)
+
+
+def test_parquet_without_the_column_or_with_a_gap_is_located(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), path)
+    with pytest.raises(ValueError, match="row 1 holds nothing in 'text'"):
+        list(read_file(path, "text"))
+    with pytest.raises(ValueError, match="no field 'body', it has text"):
+        list(read_file(path, "body"))
