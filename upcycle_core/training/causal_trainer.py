@@ -6,8 +6,9 @@ lets accelerate copy bf16 logits to fp32 a second time.
 """
 
 import time
+from collections.abc import Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_model, save_model
@@ -55,6 +56,7 @@ class CausalTrainer(Trainer):
             callbacks=[_Reporter(progress, tokens_per_step)],
         )
         self.remove_callback(PrinterCallback)
+        self._network = model
         self._bf16 = bf16
         self._record = record
         self._started = time.perf_counter()
@@ -68,7 +70,7 @@ class CausalTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> SequentialSampler:
         # On resume accelerate drops the indices already seen, without reading their rows.
-        return SequentialSampler(self.train_dataset)
+        return SequentialSampler(cast(Sized, self.train_dataset))
 
     def compute_loss(
         self,
@@ -77,7 +79,7 @@ class CausalTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Mean loss of one batch; rows are of one length, so the Trainer's mean over batches is exact."""
+        """Mean loss of one batch, nats a token; rows are equally long: batches weigh the same."""
         ids = inputs["input_ids"]
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self._bf16):
             return model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -85,10 +87,11 @@ class CausalTrainer(Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         norm = super()._clip_grad_norm(model)
         if not torch.isfinite(norm):
+            step, args = self.state.global_step + 1, self.args
             raise FloatingPointError(
-                f"The gradient of step {self.state.global_step + 1} is not finite. Lower learning_rate "
-                f"(now {self.args.learning_rate:g}), raise warmup_steps (now {self.args.warmup_steps}) "
-                "or set precision to fp32, and train with an empty checkpoint directory."
+                f"The gradient of step {step} is not finite. Lower learning_rate (now "
+                f"{args.learning_rate:g}), raise warmup_steps (now {args.warmup_steps:g}) or set "
+                "precision to fp32, and train with an empty checkpoint directory."
             )
         return norm
 
@@ -97,18 +100,18 @@ class CausalTrainer(Trainer):
         return 0
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        directory = Path(output_dir or self.args.output_dir)
+        directory = Path(str(output_dir))
         directory.mkdir(parents=True, exist_ok=True)
-        save_model(self.model, str(directory / "model.safetensors"))
+        save_model(self._network, str(directory / "model.safetensors"))
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        load_weights(self.model, Path(resume_from_checkpoint))
+        load_weights(self._network, Path(resume_from_checkpoint))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        checkpoints = Path(self.args.output_dir)
+        checkpoints = Path(str(self.args.output_dir))
         directory = checkpoints / f"checkpoint-{self.state.global_step}"
         seconds = self._seconds_before + time.perf_counter() - self._started
         loss = next(entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry)
@@ -139,7 +142,8 @@ class _Reporter(TrainerCallback):
         if not control.should_log:
             self._progress.advance()
 
-    def on_log(self, args, state, control, logs, **_):
+    def on_log(self, args, state, control, **event):
+        logs = event["logs"]
         if "loss" not in logs:
             return
         now = time.perf_counter()

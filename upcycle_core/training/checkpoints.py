@@ -1,11 +1,12 @@
-"""Checkpoints that survive a kill: a folder counts only once its completion marker is on the disk."""
+"""Checkpoints that survive a kill: one counts only once its completion marker is on the disk."""
 
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from upcycle_core.checkpoints.writer import sync_directory, sync_file
 
 MARKER = "complete.json"
 PREFIX = "checkpoint-"
@@ -36,13 +37,15 @@ def mark_complete(directory: Path, record: dict[str, Any]) -> None:
         directory: A checkpoint whose files are all written.
         record: JSON values that ``newest_complete`` gives back.
     """
-    for path in (*directory.rglob("*"), directory, directory.parent):
-        _fsync(path)
+    for path in directory.rglob("*"):
+        sync_directory(path) if path.is_dir() else sync_file(path)
+    sync_directory(directory)
+    sync_directory(directory.parent)
     unfinished = directory / f"{MARKER}.tmp"
     unfinished.write_text(json.dumps(record, indent=2, sort_keys=True))
-    _fsync(unfinished)
+    sync_file(unfinished)
     unfinished.replace(directory / MARKER)
-    _fsync(directory)
+    sync_directory(directory)
 
 
 def newest_complete(checkpoints: Path) -> Checkpoint | None:
@@ -64,7 +67,7 @@ def keep_newest(checkpoints: Path, *, count: int) -> None:
     for directory in _marked(checkpoints)[:-count]:
         # The marker goes first: a kill in between must not leave half a checkpoint that counts.
         (directory / MARKER).unlink()
-        _fsync(directory)
+        sync_directory(directory)
         shutil.rmtree(directory)
 
 
@@ -74,11 +77,3 @@ def _marked(checkpoints: Path) -> list[Path]:
 
 def _step(directory: Path) -> int:
     return int(directory.name.removeprefix(PREFIX))
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,10 +5,11 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from upcycle_core.checkpoints.load import quiet_loading
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
-from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.errors import raise_faults
+from upcycle_core.training.checks import shape_faults
 from upcycle_core.training.config import LlamaShape
-from upcycle_core.training.quiet import no_progress_bars
 
 
 def initialise_llama(shape: LlamaShape, tokenizer: Path, out: Path, *, seed: int) -> None:
@@ -44,18 +45,6 @@ def initialise_llama(shape: LlamaShape, tokenizer: Path, out: Path, *, seed: int
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-    with no_progress_bars():
+    with quiet_loading():
         model.save_pretrained(out)
     copy_tokenizer(tokenizer, out)
-
-
-def shape_faults(shape: LlamaShape, field: str) -> list[Fault]:
-    """What is wrong with ``shape``, which the recipe gave at ``field``."""
-    faults = []
-    if shape.hidden_size % (2 * shape.attention_heads):
-        remedy = f"must be a multiple of 2 x attention_heads = {2 * shape.attention_heads}"
-        faults.append(Fault(f"{field}.hidden_size", shape.hidden_size, remedy))
-    if shape.attention_heads % shape.key_value_heads:
-        remedy = f"must divide attention_heads = {shape.attention_heads}"
-        faults.append(Fault(f"{field}.key_value_heads", shape.key_value_heads, remedy))
-    return faults

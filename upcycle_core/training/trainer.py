@@ -1,6 +1,6 @@
 """Language-model training that continues bit for bit after a kill."""
 
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,13 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, TrainingArguments
 
-from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.checkpoints.load import load_causal_lm, quiet_loading
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.progress import Progress
 from upcycle_core.training.causal_trainer import CausalTrainer, load_weights
 from upcycle_core.training.checkpoints import Checkpoint, discard_incomplete, newest_complete
 from upcycle_core.training.config import TrainingConfig
-from upcycle_core.training.quiet import no_progress_bars
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
@@ -79,7 +78,8 @@ def train(
     found = newest_complete(checkpoints)
     if found is not None:
         _check_same_training(found, record)
-    network = load_causal_lm(model, dtype=torch.float32)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    network = load_causal_lm(model, device=device, precision=config.precision)
     progress.start("training", config.steps)
     progress.advance(found.step if found else 0)
     if found is None or found.step < config.steps:
@@ -102,27 +102,15 @@ def train(
     return _result(config, found)
 
 
-def training_faults(config: TrainingConfig, field: str) -> list[Fault]:
-    """What is wrong with ``config``, which the recipe gave at ``field``."""
-    if config.warmup_steps < config.steps:
-        return []
-    remedy = f"must be less than steps = {config.steps}, or the peak learning rate is never reached"
-    return [Fault(f"{field}.warmup_steps", config.warmup_steps, remedy)]
-
-
-def _faults(config: TrainingConfig, dataset: Dataset) -> list[Fault]:
-    faults = training_faults(config, "training")
+def _faults(config: TrainingConfig, dataset: Dataset) -> Iterator[Fault]:
     assert isinstance(dataset, Sized), "a map-style dataset has a length"
     rows = config.steps * config.gradient_accumulation * config.batch_size
     if len(dataset) < rows:
         remedy = f"the training reads {rows} rows; give more, or lower steps or batch_size"
-        faults.append(Fault("dataset", f"{len(dataset)} rows", remedy))
-        return faults
-    length = len(dataset[0])
-    if length != config.sequence_length:
-        remedy = f"the dataset's rows have {length} tokens; both must be the same"
-        faults.append(Fault("training.sequence_length", config.sequence_length, remedy))
-    return faults
+        yield Fault("dataset", f"{len(dataset)} rows", remedy)
+    elif len(dataset[0]) != config.sequence_length:
+        remedy = f"the dataset's rows have {len(dataset[0])} tokens; both must be the same"
+        yield Fault("training.sequence_length", config.sequence_length, remedy)
 
 
 def _check_same_training(found: Checkpoint, record: dict[str, Any]) -> None:
@@ -138,12 +126,11 @@ def _arguments(
     *,
     seed: int,
     checkpoints: Path,
-    device: str | None,
+    device: str,
 ) -> TrainingArguments:
-    on_cuda = (device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda"
     arguments = TrainingArguments(
         output_dir=str(checkpoints),
-        use_cpu=not on_cuda,
+        use_cpu=device == "cpu",
         max_steps=config.steps,
         per_device_train_batch_size=config.batch_size,
         gradient_accumulation_steps=config.gradient_accumulation,
@@ -163,7 +150,7 @@ def _arguments(
         seed=seed,
         use_cache=network.config.use_cache,  # the Trainer writes it into the configuration
         remove_unused_columns=False,
-        dataloader_pin_memory=on_cuda,
+        dataloader_pin_memory=device != "cpu",
         report_to="none",
         disable_tqdm=True,
     )
@@ -176,7 +163,7 @@ def _tokens_per_step(config: TrainingConfig) -> int:
 
 
 def _write(network: PreTrainedModel, source: Path, out: Path) -> None:
-    with no_progress_bars():
+    with quiet_loading():
         network.save_pretrained(out)
     copy_tokenizer(source, out)
 

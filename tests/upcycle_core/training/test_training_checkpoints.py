@@ -80,7 +80,8 @@ def test_everything_is_on_the_disk_before_the_marker_has_its_name(tmp_path, monk
         assert not (directory / MARKER).exists() or path == directory
         synced.append(path)
 
-    monkeypatch.setattr("upcycle_core.training.checkpoints._fsync", record)
+    monkeypatch.setattr("upcycle_core.training.checkpoints.sync_file", record)
+    monkeypatch.setattr("upcycle_core.training.checkpoints.sync_directory", record)
     mark_complete(directory, {})
     inner = {directory / name for name in ("weights", "folder", "folder/inner")}
     assert inner <= set(synced)

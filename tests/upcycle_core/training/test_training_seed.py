@@ -25,9 +25,7 @@ def tokenizer(tmp_path):
 
 def test_the_seed_has_the_shape_that_was_asked_for(tmp_path, tokenizer):
     initialise_llama(SHAPE, tokenizer, tmp_path / "seed", seed=0)
-    model, found = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "seed", output_loading_info=True
-    )
+    model, found = AutoModelForCausalLM.from_pretrained(tmp_path / "seed", output_loading_info=True)
     assert not any(found.values())
     words = AutoTokenizer.from_pretrained(tmp_path / "seed")
     config = model.config
