@@ -102,14 +102,20 @@ def handwritten(text: str) -> Iterable[str]:
 def docstrings(source: str) -> Iterable[str]:
     """All docstrings of a module in the order of its lines, as one document, without importing."""
     try:
-        tree = ast.parse(source)
+        texts = list(_docstrings(ast.parse(source)))
     except SyntaxError:
         return []
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
-    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
-    texts = [text for node in nodes if (text := ast.get_docstring(node))]
     return ["\n\n".join(texts)] if texts else []
+
+
+def _docstrings(node: ast.AST) -> Iterator[str]:
+    """Those of a module, class or function and of what its body holds; expressions hold none."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
+        text := ast.get_docstring(node)
+    ):
+        yield text
+    for statement in getattr(node, "body", ()):
+        yield from _docstrings(statement)
 
 
 def description(metadata: str) -> Iterable[str]:
