@@ -61,7 +61,12 @@ def compare_experts(
 
 
 def tensor_faults(
-    reader: CheckpointReader, family: Family, field: str, *, ffn: bool = True
+    reader: CheckpointReader,
+    family: Family,
+    field: str,
+    *,
+    config: Mapping | None = None,
+    ffn: bool = True,
 ) -> list[Fault]:
     """Account for every tensor: what is missing, misshapen, or there with no use for it.
 
@@ -69,9 +74,10 @@ def tensor_faults(
         reader: The checkpoint.
         family: Its family.
         field: How faults name it.
+        config: The configuration that its tensors must fit; its own by default.
         ffn: Whether FFNs belong to it (a backbone has none).
     """
-    expected = family.tensors(reader.config, ffn=ffn)
+    expected = family.tensors(config or reader.config, ffn=ffn)
     place = str(reader.directory)
     faults = []
     for name, shape in expected.items():
@@ -79,7 +85,7 @@ def tensor_faults(
             faults.append(Fault(field, place, f"lacks tensor {name}; fetch the checkpoint again"))
         elif reader.tensors[name].shape != shape:
             found = reader.tensors[name].shape
-            remedy = f"{name} has shape {list(found)}, config.json says {list(shape)}; mend either"
+            remedy = f"{name} has shape {list(found)}; {list(shape)} is expected by config.json"
             faults.append(Fault(field, place, remedy))
     for name in reader.tensors:
         if name not in expected and RECOMPUTED.fullmatch(name) is None:

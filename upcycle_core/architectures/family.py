@@ -148,7 +148,7 @@ class Family:
 
     def config_faults(self, config: Mapping, field: str) -> list[Fault]:
         """Everything in ``config`` that the target cannot express or that nobody has judged."""
-        full = resolve(config)
+        full = resolve(config, field=f"{field}.config")
         faults = []
         for name, only in self.demanded.items():
             if full.get(name, only) not in (only, None):
@@ -218,8 +218,12 @@ WINDOW_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def resolve(config: Mapping) -> dict:
+def resolve(config: Mapping, *, field: str = "config") -> dict:
     """Return ``config`` with every default of its stock class filled in and rope standardised.
+
+    Args:
+        config: The content of config.json.
+        field: How the error names it.
 
     Raises:
         InputError: A value that the stock class rejects.
@@ -228,7 +232,7 @@ def resolve(config: Mapping) -> dict:
         stock = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         model_type = config.get("model_type")
-        raise InputError(Fault("config.json", model_type, f"is not valid: {error}")) from error
+        raise InputError(Fault(field, model_type, f"is not valid: {error}")) from error
     full = stock.to_dict()
     if not full.get("head_dim"):
         full["head_dim"] = full["hidden_size"] // full["num_attention_heads"]

@@ -92,7 +92,11 @@ def _write(
 ) -> None:
     first = readers[0]
     family = family_of(first.config)
-    raise_faults(fault for r in readers for fault in tensor_faults(r, family, r.field))
+    raise_faults(
+        fault
+        for reader in readers
+        for fault in tensor_faults(reader, family, reader.field, config=first.config)
+    )
     dtype = next(iter(first.tensors.values())).dtype
     expected = family.tensors(first.config, ffn=ffn)
     specs = [TensorSpec(name, shape, dtype) for name, shape in expected.items()]

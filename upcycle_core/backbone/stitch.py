@@ -42,10 +42,13 @@ def load_stitched(
     Raises:
         InputError: A tensor is missing, misshapen or has no place in either.
     """
-    shared, own = CheckpointReader(backbone, field="backbone"), CheckpointReader(expert)
+    shared, own = (
+        CheckpointReader(backbone, field="backbone"),
+        CheckpointReader(expert, field="expert"),
+    )
     family = family_of(shared.config)
     faults = tensor_faults(shared, family, "backbone", ffn=False)
-    raise_faults(faults + tensor_faults(own, family, "checkpoint"))
+    raise_faults(faults + tensor_faults(own, family, "expert", config=shared.config))
     expected = family.tensors(shared.config)
     weights = {
         name: (own if family.is_ffn(name) else shared).tensor(name)

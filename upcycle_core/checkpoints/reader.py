@@ -68,6 +68,8 @@ class CheckpointReader:
             faults += header_faults
             found.update(infos)
         faults += list(_index_faults(self.directory, index, found, self._files, field))
+        if not faults and not found:
+            faults.append(Fault(field, str(self.directory), "holds no tensors; fetch it again"))
         raise_faults(faults)
         self.tensors: Mapping[str, TensorInfo] = dict(sorted(found.items()))
 

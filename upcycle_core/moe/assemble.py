@@ -11,7 +11,7 @@ import torch
 
 from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
-from upcycle_core.architectures.family import Family
+from upcycle_core.architectures.family import Family, resolve
 from upcycle_core.backbone.average import write_generation_config
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
@@ -54,7 +54,7 @@ def assemble(
     shared = CheckpointReader(backbone, field="backbone")
     readers = {d: CheckpointReader(path, field=f"experts.{d}") for d, path in experts.items()}
     family = family_of(shared.config, field="backbone.config.model_type")
-    dtype = next(iter(shared.tensors.values())).dtype
+    dtype = _dtype(shared)
     _check(family, shared, readers, routers)
     config = family.target_config(shared.config, experts=len(readers), top_k=top_k, dtype=dtype)
     plan = _plan(family, shared, list(readers.values()), routers)
@@ -119,24 +119,22 @@ def _check(
     readers: Mapping[str, CheckpointReader],
     routers: Mapping[int, torch.Tensor],
 ) -> None:
+    config, dtype = shared.config, _dtype(shared)
     faults = tensor_faults(shared, family, "backbone", ffn=False)
-    expected = family.tensors(shared.config)
-    dtype = next(iter(shared.tensors.values())).dtype
     for reader in readers.values():
-        faults += tensor_faults(reader, family, reader.field)
-        for name, info in reader.tensors.items():
-            if family.is_ffn(name) and (info.shape, info.dtype) != (expected.get(name), dtype):
-                remedy = f"{name} is {info.dtype} {list(info.shape)}; the backbone's is {dtype} "
-                remedy += f"{list(expected.get(name, ()))}; build the backbone from these experts"
-                faults.append(Fault(reader.field, str(reader.directory), remedy))
-    faults += _router_faults(shared.config, len(readers), routers)
-    raise_faults(faults)
+        faults += tensor_faults(reader, family, reader.field, config=config)
+        if _dtype(reader) != dtype:
+            remedy = f"weights are {_dtype(reader)}, the backbone's {dtype}; save both in one type"
+            faults.append(Fault(reader.field, str(reader.directory), remedy))
+    raise_faults(faults + _router_faults(resolve(config), len(readers), routers))
 
 
-def _router_faults(
-    config: Mapping, experts: int, routers: Mapping[int, torch.Tensor]
-) -> list[Fault]:
-    layers, shape = config["num_hidden_layers"], (config["hidden_size"], experts)
+def _dtype(reader: CheckpointReader) -> torch.dtype:
+    return next(iter(reader.tensors.values())).dtype
+
+
+def _router_faults(full: Mapping, experts: int, routers: Mapping[int, torch.Tensor]) -> list[Fault]:
+    layers, shape = full["num_hidden_layers"], (full["hidden_size"], experts)
     faults = []
     if sorted(routers) != list(range(layers)):
         faults.append(Fault("routers", sorted(routers), f"must be layers 0 to {layers - 1}"))

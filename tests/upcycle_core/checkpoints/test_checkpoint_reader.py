@@ -1,0 +1,127 @@
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.pico import save_pico
+from upcycle_core.checkpoints.reader import CheckpointReader, first_non_finite
+from upcycle_core.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def pico(tmp_path_factory) -> Path:
+    return save_pico(tmp_path_factory.mktemp("reader") / "model")
+
+
+def reshard(source: Path, out: Path, parts: int = 2) -> Path:
+    """The same checkpoint in several files, written by hand."""
+    weights = load_file(source / "model.safetensors")
+    out.mkdir()
+    shutil.copyfile(source / "config.json", out / "config.json")
+    weight_map = {}
+    for part in range(parts):
+        names = sorted(weights)[part::parts]
+        file = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
+        save_file({name: weights[name] for name in names}, out / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    return out
+
+
+def faults_of(directory: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        CheckpointReader(directory, field="experts.law")
+    assert all(fault.field == "experts.law" for fault in caught.value.faults)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_tensors_are_what_the_files_hold(pico, tmp_path, parts):
+    directory = pico if parts == 1 else reshard(pico, tmp_path / "sharded", parts)
+    reader = CheckpointReader(directory)
+    expected = load_file(pico / "model.safetensors")
+    assert list(reader.tensors) == sorted(expected)
+    for name, tensor in expected.items():
+        assert reader.tensors[name].shape == tuple(tensor.shape)
+        assert reader.tensors[name].dtype == tensor.dtype
+        assert torch.equal(reader.tensor(name), tensor)
+    assert reader.config == json.loads((pico / "config.json").read_text())
+
+
+def test_a_tensor_is_mapped_rather_than_copied(tmp_path):
+    def anonymous_kb() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"RssAnon:\s+(\d+) kB", status).group(1))
+
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"big": torch.ones(16_000_000)}, tmp_path / "model.safetensors")
+    reader = CheckpointReader(tmp_path)
+    before = anonymous_kb()
+    tensor = reader.tensor("big")
+    assert tensor[::1000].sum() == 16_000
+    assert anonymous_kb() - before < 16_000  # the tensor has 62_500 kB
+
+
+def test_an_unknown_tensor_is_named(pico):
+    with pytest.raises(InputError, match=r"has no tensor model\.nowhere"):
+        CheckpointReader(pico).tensor("model.nowhere")
+
+
+def test_a_directory_without_anything_is_refused_with_both_faults(tmp_path):
+    message = faults_of(tmp_path)
+    assert "config.json" in message
+    assert "model.safetensors" in message
+
+
+def test_pickle_is_refused(pico, tmp_path):
+    shutil.copyfile(pico / "config.json", tmp_path / "config.json")
+    torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    message = faults_of(tmp_path)
+    assert "pytorch_model.bin" in message
+    assert "safetensors" in message
+
+
+def test_truncated_and_missing_shards_are_both_named(pico, tmp_path):
+    sharded = reshard(pico, tmp_path / "sharded", 3)
+    shards = sorted(sharded.glob("*.safetensors"))
+    shards[0].write_bytes(shards[0].read_bytes()[:-100])
+    shards[1].unlink()
+    message = faults_of(sharded)
+    assert shards[0].name in message
+    assert shards[1].name in message
+    assert shards[2].name not in message
+
+
+def test_index_and_files_must_agree(pico, tmp_path):
+    sharded = reshard(pico, tmp_path / "sharded")
+    path = sharded / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    file = index["weight_map"].pop("model.norm.weight")
+    index["weight_map"]["model.ghost.weight"] = file
+    path.write_text(json.dumps(index))
+    message = faults_of(sharded)
+    assert "model.ghost.weight" in message
+    assert "model.norm.weight" in message
+
+
+def test_integers_are_no_weights(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"ids": torch.ones(2, dtype=torch.int64)}, tmp_path / "model.safetensors")
+    assert "ids is stored as I64" in faults_of(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_non_finite_tensors_are_named(tmp_path, value):
+    (tmp_path / "config.json").write_text("{}")
+    bad = torch.zeros(3 * 2**20 + 5)
+    bad[-1] = value
+    save_file(
+        {"good": torch.zeros(4), "bad": bad, "bf16": torch.zeros(2, dtype=torch.bfloat16)},
+        tmp_path / "model.safetensors",
+    )
+    assert first_non_finite(CheckpointReader(tmp_path)) == ["bad"]

@@ -1,0 +1,88 @@
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from upcycle_core.checkpoints.hashing import tree_digest
+from upcycle_core.checkpoints.writer import TensorSpec, write_sharded
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "z.first": torch.randn(7, 5),
+        "b.bf16": torch.randn(11).to(torch.bfloat16),
+        "a.half": torch.randn(3, 2, 2).to(torch.float16),
+        "c.scalar": torch.tensor(2.5, dtype=torch.float64),
+        "c.strided": torch.randn(6, 4).T,
+    }
+
+
+def write(directory, tensors, max_shard_bytes=10**9) -> None:
+    specs = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
+    write_sharded(directory, specs, tensors.__getitem__, max_shard_bytes=max_shard_bytes)
+
+
+def test_one_shard_reads_back_bit_for_bit(tmp_path):
+    tensors = some_tensors()
+    write(tmp_path, tensors)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    with safe_open(tmp_path / "model.safetensors", "pt") as handle:
+        assert handle.metadata() == {"format": "pt"}
+
+
+def test_shards_keep_to_their_size_and_the_index_names_every_tensor(tmp_path):
+    tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(7)}
+    tensors["t3"] = torch.zeros(50)  # alone larger than a shard
+    write(tmp_path, tensors, max_shard_bytes=100)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files == [f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)]
+    found = {}
+    for file in files:
+        held = load_file(tmp_path / file)
+        assert sum(t.nbytes for t in held.values()) <= 100 or len(held) == 1
+        assert {name: index["weight_map"][name] for name in held} == dict.fromkeys(held, file)
+        found |= held
+    assert found.keys() == tensors.keys() == index["weight_map"].keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_the_same_tensors_give_the_same_bytes(tmp_path):
+    for name in ("one", "two"):
+        write(tmp_path / name, some_tensors(), max_shard_bytes=150)
+    assert len(tree_digest(tmp_path / "one")) > 2
+    assert tree_digest(tmp_path / "one") == tree_digest(tmp_path / "two")
+
+
+def test_one_tensor_is_asked_for_at_a_time_in_order(tmp_path):
+    tensors, asked = some_tensors(), []
+
+    def produce(name: str) -> torch.Tensor:
+        asked.append(name)
+        return tensors[name]
+
+    specs = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
+    write_sharded(tmp_path, specs, produce, max_shard_bytes=10**9)
+    assert asked == list(tensors)
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)], ids=["shape", "dtype"]
+)
+def test_a_broken_promise_is_an_error(tmp_path, wrong):
+    specs = [TensorSpec("a", (2,), torch.float32)]
+    with pytest.raises(ValueError, match=r"a: .* was produced where"):
+        write_sharded(tmp_path, specs, lambda _: wrong, max_shard_bytes=100)
+
+
+def test_a_name_may_come_once_only(tmp_path):
+    specs = [TensorSpec("a", (2,), torch.float32)] * 2
+    with pytest.raises(ValueError, match="twice"):
+        write_sharded(tmp_path, specs, lambda _: torch.zeros(2), max_shard_bytes=100)
