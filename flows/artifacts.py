@@ -45,8 +45,7 @@ def publish_artifacts(session: FlowSession, outcome: Outcome) -> None:
     if session.settings.mlflow_url is not None:
         create_link_artifact(
             key=f"{name}-mlflow-run",
-            link=f"{session.settings.mlflow_url}/#/experiments/{session.run.experiment_id}"
-            f"/runs/{session.run.id}",
+            link=f"{session.settings.mlflow_url}/#/runs/{session.run.id}",
             link_text="the run in MLflow",
         )
     version = outcome.version
@@ -63,7 +62,9 @@ def summary(session: FlowSession, outcome: Outcome) -> str:
     version = outcome.version
     timings = session.timings()
     stages = "".join(
-        f"\n  {stage:<12}{seconds:8.1f} s" for stage, seconds in timings["stages"].items() if seconds
+        f"\n  {stage:<12}{seconds:8.1f} s"
+        for stage, seconds in timings["stages"].items()
+        if seconds
     )
     return f"""
 {(report / "table.txt").read_text().rstrip()}
@@ -99,8 +100,11 @@ def _log_to_mlflow(
     run.log_text((session.workspace.root / "params.yaml").read_text(), "recipe.yaml")
     run.log_text(session.versions.lock_text(), "dvc.lock")
     run.log_inputs(_datasets(session))
-    run.set_tags({"upcycle.version": outcome.version.reference, "upcycle.decision": outcome.decision})
-    run.describe((report / "table.md").read_text() + f"\n{outcome.version.reference}: {outcome.decision}")
+    run.set_tags(
+        {"upcycle.version": outcome.version.reference, "upcycle.decision": outcome.decision}
+    )
+    version = outcome.version.reference
+    run.describe(f"{(report / 'table.md').read_text()}\n`{version}`: {outcome.decision}")
 
 
 def _datasets(session: FlowSession) -> list[DatasetRecord]:

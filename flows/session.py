@@ -69,13 +69,7 @@ class FlowSession:
             InputError: With the faults of all domains.
         """
         items = stage.items(self.recipe)
-        step = task(
-            stage.ensure,
-            name=stage.name,
-            cache_policy=NO_CACHE,
-            persist_result=False,
-            log_prints=False,
-        )
+        step = task(name=stage.name, cache_policy=NO_CACHE, persist_result=False)(stage.ensure)
         futures = [
             step.with_options(task_run_name=f"{stage.name} {domain}".rstrip()).submit(
                 self.stages, domain
@@ -133,9 +127,7 @@ def open_session(flow_name: str, recipe: Recipe) -> Iterator[FlowSession]:
     with workspace.lock(f"the flow {flow_name}"):
         _close_interrupted(recipe.name)
         versions = Versions(workspace.root)
-        versions.prepare(
-            pipeline=dvc_yaml(recipe), params=params_yaml(recipe, workspace.root)
-        )
+        versions.prepare(pipeline=dvc_yaml(recipe), params=params_yaml(recipe, workspace.root))
         tracker = Tracker(settings, f"upcycle-{recipe.name}")
         with (
             tracker.start_run(

@@ -8,6 +8,7 @@ survive a kill and a shared file system is all that a cluster needs.
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import time
@@ -116,7 +117,7 @@ def cluster(settings: Settings, cpus: int | None, code: Path) -> Iterator[None]:
     ray.init(
         address=settings.ray_address,
         include_dashboard=False if local else None,
-        logging_level="error",
+        logging_level=logging.ERROR,
         log_to_driver=False,
         runtime_env={} if local else {"working_dir": str(code), "excludes": [".venv", "workspace"]},
         **(options if local else {}),

@@ -87,7 +87,7 @@ class VersionsConfig:
     __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     remote: str | None = None
-    """DVC remote to push to at the end of a run; a directory or a URL. None: keep the local cache."""
+    """DVC remote to push to at the end of a run, a directory or URL; none by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +202,10 @@ def resolve(recipe: Recipe) -> dict[str, Any]:
     return ADAPTER.dump_python(recipe, mode="json")
 
 
-def recipe_yaml(recipe: Recipe) -> str:
-    """The resolved recipe as YAML text."""
-    return yaml.safe_dump(resolve(recipe), sort_keys=False, allow_unicode=True)
+def recipe_yaml(recipe: Recipe, keys: Sequence[str] | None = None) -> str:
+    """The resolved recipe as YAML text; all of it, or some top-level ``keys``."""
+    values = {k: v for k, v in resolve(recipe).items() if keys is None or k in keys}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def recipe_digest(recipe: Recipe) -> str:
@@ -345,10 +346,7 @@ def _keys_at(location: Sequence[str | int]) -> list[str]:
     """Field names of the dataclass at ``location`` in a recipe."""
     here: Any = Recipe
     for part in location:
-        if is_dataclass(here):
-            here = get_type_hints(here).get(str(part))
-        else:
-            here = get_args(here)[-1]
+        here = get_type_hints(here).get(str(part)) if is_dataclass(here) else get_args(here)[-1]
         options = [option for option in get_args(here) if is_dataclass(option)]
         if not is_dataclass(here) and options and type(None) in get_args(here):
             here = options[0]

@@ -48,6 +48,7 @@ class Settings:
         prefect_api_url: The server that ``make up`` started while it runs, or else the user's
             ``PREFECT_API_URL``; ``None`` means that a flow brings its own on the same database.
         prefect_port: Where ``make up`` puts the Prefect server (``UPCYCLE_PREFECT_PORT``).
+        mlflow_url: The server that ``make up`` started, while it runs.
         mlflow_tracking_uri: MLflow's database (``MLFLOW_TRACKING_URI``).
         mlflow_artifacts: Folder of the runs' files and of registered models.
         mlflow_port: Where ``make up`` puts the MLflow server (``UPCYCLE_MLFLOW_PORT``).
@@ -58,6 +59,7 @@ class Settings:
     prefect_home: Path
     prefect_api_url: str | None
     prefect_port: int
+    mlflow_url: str | None
     mlflow_tracking_uri: str
     mlflow_artifacts: Path
     mlflow_port: int
@@ -89,6 +91,7 @@ def configure(environment: MutableMapping[str, str] = os.environ) -> Settings:
         InputError: A port is not a port, or the home is a file.
     """
     settings = read(environment)
+    settings.prefect_home.mkdir(parents=True, exist_ok=True)  # Prefect makes no parents
     for name, value in (DEFAULTS | _derived(settings)).items():
         environment.setdefault(name, value)
     if settings.prefect_api_url is not None:
@@ -104,11 +107,14 @@ def read(environment: Mapping[str, str]) -> Settings:
     """
     home = Path(environment.get("UPCYCLE_HOME") or REPOSITORY / "workspace").expanduser().absolute()
     raise_faults(_faults(environment, home))
+    prefect = _own_server(home, "prefect")
+    own_prefect = f"{prefect}/api" if prefect else None
     return Settings(
         home=home,
         prefect_home=Path(environment.get("PREFECT_HOME") or home / "prefect").expanduser(),
-        prefect_api_url=_own_prefect_server(home) or environment.get("PREFECT_API_URL") or None,
+        prefect_api_url=own_prefect or environment.get("PREFECT_API_URL") or None,
         prefect_port=_port(environment, "UPCYCLE_PREFECT_PORT"),
+        mlflow_url=_own_server(home, "mlflow"),
         mlflow_tracking_uri=environment.get("MLFLOW_TRACKING_URI")
         or f"sqlite:///{home / 'mlflow' / 'mlflow.db'}",
         mlflow_artifacts=home / "mlflow" / "artifacts",
@@ -148,6 +154,6 @@ def _faults(environment: Mapping[str, str], home: Path) -> list[Fault]:
     return faults
 
 
-def _own_prefect_server(home: Path) -> str | None:
-    record = read_records(home / "services" / "state.json").get("prefect")
-    return f"{record.url}/api" if record is not None and find(record) else None
+def _own_server(home: Path, name: str) -> str | None:
+    record = read_records(home / "services" / "state.json").get(name)
+    return record.url if record is not None and find(record) else None

@@ -30,7 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
     workspace = Workspace(chosen.workspace)
     try:
         if chosen.stage not in (*stages, "sweep"):
-            raise InputError(Fault("stage", chosen.stage, f"not a stage; use one of {list(stages)}"))
+            raise InputError(
+                Fault("stage", chosen.stage, f"not a stage; use one of {list(stages)}")
+            )
         recipe = recipe_of(workspace)
         with workspace.lock(f"python -m tasks {chosen.stage} {chosen.domain}".rstrip()):
             if chosen.stage == "sweep":

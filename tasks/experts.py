@@ -28,7 +28,6 @@ def experts(run: StageRun) -> None:
     run.run_one(
         train_piece,
         "experts",
-        what=f"training the {run.domain} expert",
         start=run.path("seed"),
         shape=None,
         corpora=[run.path(f"corpora/{run.domain}/train")],

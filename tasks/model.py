@@ -11,11 +11,26 @@ from upcycle_core.dume.router import load_routers
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.progress import Progress
 
+# What the model card quotes: everything that has a part in the weights.
+CARD_KEYS = (
+    "name",
+    "seed",
+    "domains",
+    "corpus",
+    "tokenizer",
+    "seed_model",
+    "experts",
+    "backbone",
+    "statistics",
+    "router",
+    "moe",
+)
+
 
 @stage(
     "model",
     inputs=lambda recipe, domain: [*each(recipe, "experts/{domain}"), "backbone", "router"],
-    params=("name", "moe"),
+    params=CARD_KEYS,
     sources=(
         "upcycle_core/architectures/families.py",
         "upcycle_core/architectures/family.py",
@@ -36,7 +51,7 @@ def model(run: StageRun) -> None:
         top_k=recipe.moe.top_k,
         max_shard_bytes=recipe.moe.max_shard_bytes,
         title=recipe.name,
-        recipe=recipe_yaml(recipe),
+        recipe=recipe_yaml(recipe, CARD_KEYS),
     )
 
 
@@ -62,6 +77,4 @@ def assemble_piece(
         max_shard_bytes=max_shard_bytes,
         progress=progress,
     )
-    write_model_card(
-        out, title=title, recipe_text=recipe, method="DUME", experts=list(experts)
-    )
+    write_model_card(out, title=title, recipe_text=recipe, method="DUME", experts=list(experts))

@@ -86,7 +86,7 @@ def _command(stage: Stage, recipe: Recipe, key: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write dvc.yaml and params.yaml of a recipe into a folder, as its workspace would hold them."""
+    """Write a recipe's dvc.yaml and params.yaml into a folder, as its workspace holds them."""
     recipe_path, folder = sys.argv[1:]
     recipe = load_recipe(Path(recipe_path))
     workspace = CODE / "workspace" / recipe.name

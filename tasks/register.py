@@ -7,12 +7,11 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from infra.compute import Piece, run_pieces
-from infra.records import Registration, Version
 from infra.recipe import recipe_digest, recipe_yaml, resolve
+from infra.records import Registration, Version
 from infra.registry import Registry
 from infra.tracking import Run
 from infra.versions import Versions, code_version
@@ -137,7 +136,4 @@ def _scores(metrics: Mapping[str, Any]) -> dict[str, float]:
 def _description(session: Session, decision: Decision) -> str:
     table = (session.workspace.path("report") / "table.md").read_text()
     domains = ", ".join(session.recipe.domains)
-    return (
-        f"DUME Mixture-of-Experts of {domains}.\n\n{table}\n\n"
-        f"Gate: {decision.reason}.\n"
-    )
+    return f"DUME Mixture-of-Experts of {domains}.\n\n{table}\n\nGate: {decision.reason}.\n"

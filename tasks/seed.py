@@ -42,7 +42,6 @@ def seed(run: StageRun) -> None:
     run.run_one(
         train_piece,
         "seed",
-        what="training the seed",
         start=run.path("tokenizer"),
         shape=recipe.seed_model.shape,
         corpora=[run.path(f"corpora/{name}/train") for name in recipe.domains],
@@ -56,7 +55,6 @@ def train_piece(
     *,
     out: Path,
     progress: Progress,
-    what: str,
     start: Path,
     shape: LlamaShape | None,
     corpora: Sequence[Path],
@@ -89,6 +87,5 @@ def train_piece(
         checkpoints=beside.with_suffix(".checkpoints"),
         progress=progress,
         device=device,
-        what=what,
     )
     return {"loss": result.final_loss, "tokens_per_second": result.tokens_per_second}

@@ -19,7 +19,7 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 
 TEXTS = ("train", "calibration", "heldout", "elsewhere")
 SEED = "seed"
-# What a trained checkpoint costs on disk while it is trained: weights, two moments, two checkpoints.
+# What training costs on disk: weights and two moments, in two checkpoints, and the result.
 TRAINING_COPIES = 8
 
 
@@ -35,13 +35,13 @@ TRAINING_COPIES = 8
     always=True,
 )
 def sources(run: StageRun) -> None:
-    """Write ``DOMAIN.json`` and ``seed.json``: the sha256 of everything that is read from outside."""
+    """Write ``DOMAIN.json`` and ``seed.json``: the sha256 of all that is read from outside."""
     recipe = run.recipe
     check(recipe, run.models)
     cache = run.models
     folder = folder_of(recipe)
     for name, domain in recipe.domains.items():
-        found = {
+        found: dict[str, object] = {
             part: source_fingerprint(source, folder=folder)
             for part in TEXTS
             if (source := getattr(domain, part)) is not None

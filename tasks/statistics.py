@@ -34,7 +34,6 @@ def statistics(run: StageRun) -> None:
             name=f"{split}-{shard}",
             function=statistics_piece,
             arguments={
-                "what": f"statistics of {run.domain}",
                 "backbone": run.path("backbone"),
                 "expert": run.path(f"experts/{run.domain}"),
                 "corpus": run.path(f"corpora/{run.domain}/{split}"),
@@ -56,7 +55,6 @@ def statistics_piece(
     *,
     out: Path,
     progress: Progress,
-    what: str,
     backbone: Path,
     expert: Path,
     corpus: Path,
@@ -74,5 +72,4 @@ def statistics_piece(
         shard=shard,
         device=device,
         progress=progress,
-        what=what,
     )

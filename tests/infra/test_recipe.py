@@ -1,0 +1,105 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from texts import pico_recipe, save_recipe
+
+from infra.recipe import load_recipe, recipe_digest, resolve, validate
+from upcycle_core.errors import InputError
+
+
+@pytest.fixture
+def values(tmp_path):
+    return pico_recipe(tmp_path)
+
+
+def message(values) -> str:
+    with pytest.raises(InputError) as raised:
+        validate(values)
+    return str(raised.value)
+
+
+def test_resolved_recipe_resolves_to_itself(values):
+    recipe = validate(values)
+    assert validate(resolve(recipe)) == recipe
+    assert recipe_digest(validate(resolve(recipe))) == recipe_digest(recipe)
+
+
+def test_domains_are_sorted_whatever_the_order_in_the_file(values):
+    turned = {**values, "domains": dict(reversed(values["domains"].items()))}
+    assert list(validate(turned).domains) == sorted(values["domains"])
+
+
+def test_unknown_key_names_the_nearest_that_exists(values):
+    values["router"] = {"ridge_lamda": 1.0}
+    assert message(values) == "router.ridge_lamda = 1.0: no such key; did you mean ridge_lambda?"
+
+
+def test_unknown_key_deep_in_a_domain_is_named(values):
+    values["domains"]["letters"]["train"]["fils"] = ["x"]
+    assert "domains.letters.train.fils = ['x']: no such key; did you mean files?" in message(values)
+
+
+def test_all_faults_come_in_one_message(values):
+    values["seed"] = -1
+    values["statistic"] = {}
+    values["moe"] = {"top_k": 9}
+    values["backbone"] = {"experts": ["nobody"]}
+    text = message(values)
+    for field in ("seed = -1", "statistic = {}", "moe.top_k = 9", "backbone.experts = 'nobody'"):
+        assert field in text
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"name": "../elsewhere"}, "name = '../elsewhere': names a folder in the workspace"),
+        ({"folder": None}, "folder = None: domains.colours.train needs it"),
+        ({"moe": {"top_k": 4}}, "moe.top_k = 4: more than the 3 experts; use 1 to 3"),
+        ({"router": {"ridge_lambda": -1.0}}, "router.ridge_lambda = -1.0: must not be negative"),
+        ({"router": {"domain_weights": {"x": 2}}}, "router.domain_weights = 'x': not a domain"),
+        ({"statistics": {"position_buckets": [8, 2]}}, "must ascend"),
+        ({"evaluation": {"sweep_window": [3]}}, "evaluation.sweep_window = 3"),
+    ],
+)
+def test_faults_across_fields_say_what_to_do(values, change, expected):
+    assert expected in message({**values, **change})
+
+
+def test_fewer_than_two_domains_are_refused(values):
+    values["domains"] = {"letters": values["domains"]["letters"]}
+    assert "domains = ['letters']: 1 given; at least two are needed" in message(values)
+
+
+def test_domain_name_outside_the_workspace_is_refused(values):
+    values["domains"]["../x"] = values["domains"].pop("letters")
+    assert "domains.../x = '../x': names a folder in the workspace" in message(values)
+
+
+def test_domain_without_text_needs_a_ready_expert_and_its_texts(values):
+    values["domains"]["letters"] = {"expert": "/models/letters"}
+    assert "no training text, and no calibration, heldout" in message(values)
+
+
+def test_source_must_be_of_one_kind(values):
+    values["domains"]["letters"]["train"]["harvest"] = "python"
+    assert "give exactly one of harvest, files and dataset" in message(values)
+
+
+def test_overrides_are_yaml_at_dotted_keys(values, tmp_path):
+    path = save_recipe(tmp_path / "recipe.yaml", values)
+    recipe = load_recipe(path, ["router.ridge_lambda=cross-validate", "moe.top_k=2"])
+    assert recipe.router.ridge_lambda == "cross-validate"
+    assert recipe.moe.top_k == 2
+
+
+def test_missing_recipe_file_is_named(tmp_path):
+    with pytest.raises(InputError, match="no such file"):
+        load_recipe(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("path", sorted(Path("recipes").rglob("*.yaml")), ids=str)
+def test_every_shipped_recipe_is_valid(path):
+    needs_folder = "{folder}" in path.read_text()
+    recipe = load_recipe(path, ["folder=/data"] if needs_folder else [])
+    assert yaml.safe_load(path.read_text())["name"] == recipe.name

@@ -1,0 +1,127 @@
+import errno
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tasks.workspace import Workspace, disk_faults
+from upcycle_core.errors import InputError
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    return Workspace(tmp_path / "demo")
+
+
+def publish(workspace, text="one", artifact="experts/law"):
+    staged = workspace.stage(artifact)
+    (staged / "weights").write_text(text)
+    workspace.publish(staged, artifact, {"fingerprint": text})
+
+
+def test_published_artifact_carries_what_made_it(workspace):
+    publish(workspace)
+    assert workspace.provenance("experts/law")["fingerprint"] == "one"
+    assert list(workspace.provenance("experts/law")["files"]) == ["weights"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: (d / "weights").write_text("other"),
+        lambda d: (d / "weights").unlink(),
+        lambda d: (d / "more").write_text("x"),
+    ],
+    ids=["changed", "missing", "added"],
+)
+def test_artifact_that_is_not_as_published_has_no_provenance(workspace, damage):
+    publish(workspace)
+    damage(workspace.path("experts/law"))
+    assert workspace.provenance("experts/law") is None
+
+
+def test_publishing_again_replaces_and_leaves_no_staging(workspace):
+    publish(workspace, "one")
+    publish(workspace, "two")
+    assert (workspace.path("experts/law") / "weights").read_text() == "two"
+    assert list(workspace.staging.iterdir()) == []
+
+
+def test_digest_changes_with_content(workspace):
+    publish(workspace, "one")
+    first = workspace.digest("experts/law")
+    publish(workspace, "two")
+    assert workspace.digest("experts/law") not in (first, None)
+    assert workspace.digest("experts/none") is None
+
+
+def test_kill_between_the_two_moves_gives_the_old_artifact_back(workspace):
+    publish(workspace, "one")
+    old = workspace.staging / "experts@law.old"
+    workspace.path("experts/law").rename(old)
+    (workspace.stage("experts/law") / "weights").write_text("half")
+    with workspace.lock("a test"):
+        assert workspace.provenance("experts/law")["fingerprint"] == "one"
+        assert not workspace.staging.exists()
+
+
+def test_kill_after_the_second_move_keeps_the_new_artifact(workspace):
+    publish(workspace, "one")
+    kept = workspace.path("experts/law")
+    old = workspace.staging / "experts@law.old"
+    kept.rename(old)
+    staged = workspace.stage("experts/law")
+    (staged / "weights").write_text("two")
+    staged.rename(kept)
+    with workspace.lock("a test"):
+        assert (kept / "weights").read_text() == "two"
+        assert not workspace.staging.exists()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from tasks.workspace import Workspace
+with Workspace(Path(sys.argv[1])).lock("the other flow"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_workspace_is_held_by_one_process_until_it_dies(workspace):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(workspace.root)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with (
+            pytest.raises(InputError, match=f"held by the other flow, process {holder.pid}"),
+            workspace.lock("a test"),
+        ):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            with workspace.lock("a test"):
+                return
+        except InputError:
+            time.sleep(0.1)
+    pytest.fail("the lock of a dead process still holds")
+
+
+def test_full_disk_is_said_with_what_to_do(tmp_path):
+    with (
+        pytest.raises(InputError, match=r"the disk is full .* finished pieces are kept"),
+        disk_faults("experts@law", tmp_path),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_other_errors_pass_through(tmp_path):
+    with pytest.raises(PermissionError), disk_faults("experts@law", tmp_path):
+        raise PermissionError(errno.EACCES, "no")
