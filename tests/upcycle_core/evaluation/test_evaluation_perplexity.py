@@ -134,6 +134,19 @@ def test_fp32_and_bf16_come_close(corpus):
     assert bf16 == pytest.approx(exact, rel=2e-2)  # 4e-3 a logit
 
 
+def test_losses_of_an_fp32_model_are_summed_in_fp64(corpus, monkeypatch):
+    losses = []
+    cross_entropy = torch.nn.functional.cross_entropy
+
+    def recording(*args, **options):
+        losses.append(cross_entropy(*args, **options))
+        return losses[-1]
+
+    monkeypatch.setattr("upcycle_core.evaluation.perplexity.functional.cross_entropy", recording)
+    found = score_model(make_model(dtype=torch.float32), corpus, config=CONFIG, pad_id=1)
+    assert found.nll == pytest.approx(math.fsum(torch.cat(losses).tolist()), rel=1e-14)
+
+
 def test_progress_counts_every_scored_token(corpus):
     class Counting:
         total = 0
