@@ -89,7 +89,7 @@ def flatten(values: Mapping[str, Any], *, length: int, prefix: str = "") -> dict
         if isinstance(value, Mapping):
             flat |= flatten(value, length=length, prefix=f"{prefix}{key}.")
             continue
-        plain = isinstance(value, str | bool | int | float | None)
-        text = str(value) if plain else json.dumps(value, default=str)
+        is_list = isinstance(value, list | tuple)
+        text = json.dumps(value, default=str) if is_list else str(value)
         flat[f"{prefix}{key}"] = text if len(text) <= length else text[: length - 1] + "…"
     return flat

@@ -20,12 +20,11 @@ from typing import Any
 from infra.deployments import DeploymentError, deploy
 from infra.processes import ProcessRecord, find, launch, read_records, stop, write_records
 from infra.settings import REPOSITORY, Settings, configure, environment_of
-from infra.tracking import open_database
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 HOST = "127.0.0.1"
 WORK_POOL = "local"
-START_SECONDS = 180.0
+START_SECONDS = 300.0
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.25
 LOG_LINES = 20
@@ -66,7 +65,7 @@ def up(settings: Settings) -> None:
         else:
             _stop_all(settings)
             raise_faults(_faults(settings))
-            open_database(settings)
+            _create_database(settings)
             try:
                 _start(settings, services[:2])
                 _start(settings, services[2:])
@@ -95,6 +94,12 @@ def running(settings: Settings) -> dict[str, ProcessRecord]:
     """Return what ``up`` started and still runs, by name."""
     records = read_records(settings.services_state)
     return {name: record for name, record in records.items() if find(record) is not None}
+
+
+def _create_database(settings: Settings) -> None:
+    from infra.tracking import open_database  # imports MLflow, which the other commands do without
+
+    open_database(settings)
 
 
 def _prefect(settings: Settings) -> Service:
