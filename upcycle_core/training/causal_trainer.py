@@ -18,7 +18,13 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback
 
 from upcycle_core.progress import Progress
-from upcycle_core.training.checkpoints import Checkpoint, keep_newest, mark_complete
+from upcycle_core.training.checkpoints import (
+    Checkpoint,
+    keep_newest,
+    mark_complete,
+    newest_complete,
+)
+from upcycle_core.training.config import TrainingConfig
 
 KEPT_CHECKPOINTS = 2
 
@@ -30,11 +36,10 @@ class CausalTrainer(Trainer):
         model: In fp32; trained in place.
         args: Settings of the HF Trainer.
         dataset: Row i, a LongTensor[S], is read at place i of the training, and only there.
-        bf16: Run the forward and backward pass under bf16 autocast.
+        config: What ``args`` was made from.
         record: What every checkpoint's marker holds beside ``loss`` (the last point of the curve,
             nats a token) and ``seconds`` (spent on its steps, those before a kill included).
         progress: Where loss, speed and curves go.
-        tokens_per_step: Tokens of one optimizer step, for the speed.
     """
 
     def __init__(
@@ -43,30 +48,32 @@ class CausalTrainer(Trainer):
         args: TrainingArguments,
         *,
         dataset: Dataset,
-        bf16: bool,
+        config: TrainingConfig,
         record: dict[str, Any],
         progress: Progress,
-        tokens_per_step: int,
     ) -> None:
         super().__init__(
             model,
             args,
             data_collator=lambda rows: {"input_ids": torch.stack(rows)},
             train_dataset=dataset,
-            callbacks=[_Reporter(progress, tokens_per_step)],
+            callbacks=[_Reporter(progress, tokens_per_step(config))],
         )
         self.remove_callback(PrinterCallback)
         self._network = model
-        self._bf16 = bf16
+        self._bf16 = config.precision == "bf16"
         self._record = record
         self._started = time.perf_counter()
         self._seconds_before = 0.0
 
-    def run(self, resume: Checkpoint | None) -> None:
-        """Train to the last step, which leaves a marked checkpoint; continue from ``resume``."""
+    def run(self, resume: Checkpoint | None) -> Checkpoint:
+        """Train to the last step, from ``resume`` where there is one; return its checkpoint."""
         self._started = time.perf_counter()
         self._seconds_before = resume.record["seconds"] if resume else 0.0
         self.train(resume_from_checkpoint=str(resume.directory) if resume else None)
+        last = newest_complete(Path(str(self.args.output_dir)))
+        assert last is not None  # the Trainer saves at its last step
+        return last
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> SequentialSampler:
         # On resume accelerate drops the indices already seen, without reading their rows.
@@ -117,6 +124,11 @@ class CausalTrainer(Trainer):
         loss = next(entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry)
         mark_complete(directory, {**self._record, "loss": loss, "seconds": seconds})
         keep_newest(checkpoints, count=KEPT_CHECKPOINTS)
+
+
+def tokens_per_step(config: TrainingConfig) -> int:
+    """Tokens of one optimizer step."""
+    return config.batch_size * config.gradient_accumulation * config.sequence_length
 
 
 def load_weights(model: nn.Module, checkpoint: Path) -> None:

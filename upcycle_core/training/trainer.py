@@ -13,7 +13,7 @@ from upcycle_core.checkpoints.load import load_causal_lm, quiet_loading
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.progress import Progress
-from upcycle_core.training.causal_trainer import CausalTrainer, load_weights
+from upcycle_core.training.causal_trainer import CausalTrainer, load_weights, tokens_per_step
 from upcycle_core.training.checkpoints import Checkpoint, discard_incomplete, newest_complete
 from upcycle_core.training.config import TrainingConfig
 
@@ -74,10 +74,7 @@ def train(
     """
     raise_faults(_faults(config, dataset))
     record = {"config": asdict(config), "seed": seed}
-    discard_incomplete(checkpoints)
-    found = newest_complete(checkpoints)
-    if found is not None:
-        _check_same_training(found, record)
+    found = _whole_checkpoint(checkpoints, record)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     network = load_causal_lm(model, device=device, precision=config.precision)
     progress.start("training", config.steps)
@@ -85,17 +82,9 @@ def train(
     if found is None or found.step < config.steps:
         arguments = _arguments(network, config, seed=seed, checkpoints=checkpoints, device=device)
         trainer = CausalTrainer(
-            network,
-            arguments,
-            dataset=dataset,
-            bf16=config.precision == "bf16",
-            record=record,
-            progress=progress,
-            tokens_per_step=_tokens_per_step(config),
+            network, arguments, dataset=dataset, config=config, record=record, progress=progress
         )
-        trainer.run(found)
-        found = newest_complete(checkpoints)
-        assert found is not None  # the Trainer saves at its last step
+        found = trainer.run(found)
     else:
         load_weights(network, found.directory)
     _write(network, model, out)
@@ -113,11 +102,15 @@ def _faults(config: TrainingConfig, dataset: Dataset) -> Iterator[Fault]:
         yield Fault("training.sequence_length", config.sequence_length, remedy)
 
 
-def _check_same_training(found: Checkpoint, record: dict[str, Any]) -> None:
-    other = {key: found.record[key] for key in record}
+def _whole_checkpoint(checkpoints: Path, record: dict[str, Any]) -> Checkpoint | None:
+    """The checkpoint to continue from; what a kill left half-written is deleted."""
+    discard_incomplete(checkpoints)
+    found = newest_complete(checkpoints)
+    other = {key: found.record[key] for key in record} if found else record
     if other != record:
         remedy = f"holds checkpoints of another training ({other}); give an empty directory"
-        raise InputError(Fault("checkpoints", str(found.directory.parent), remedy))
+        raise InputError(Fault("checkpoints", str(checkpoints), remedy))
+    return found
 
 
 def _arguments(
@@ -158,10 +151,6 @@ def _arguments(
     return arguments
 
 
-def _tokens_per_step(config: TrainingConfig) -> int:
-    return config.batch_size * config.gradient_accumulation * config.sequence_length
-
-
 def _write(network: PreTrainedModel, source: Path, out: Path) -> None:
     with quiet_loading():
         network.save_pretrained(out)
@@ -169,6 +158,6 @@ def _write(network: PreTrainedModel, source: Path, out: Path) -> None:
 
 
 def _result(config: TrainingConfig, last: Checkpoint) -> TrainingResult:
-    tokens = config.steps * _tokens_per_step(config)
+    tokens = config.steps * tokens_per_step(config)
     seconds = last.record["seconds"]
     return TrainingResult(config.steps, last.record["loss"], tokens, seconds, tokens / seconds)
