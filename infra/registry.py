@@ -114,7 +114,7 @@ class Registry:
     def _store_model(self, name: str, directory: Path, registration: Registration, run: Run) -> str:
         client = self._client
         model = client.create_logged_model(
-            client.get_run(run.id).info.experiment_id,
+            run.experiment_id,
             name=name,
             source_run_id=run.id,
             tags=dict(registration.tags),

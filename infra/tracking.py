@@ -31,12 +31,27 @@ WORKSPACE_TAG = "upcycle.workspace"
 
 
 class Run:
-    """A run that is being recorded. Its methods may be called from any thread."""
+    """A run that is being recorded. Its methods may be called from any thread.
 
-    def __init__(self, client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
+    Args:
+        client: Of the database.
+        experiment_id: Where it is listed.
+        run_id: Its id.
+        tags: What it was started with.
+    """
+
+    def __init__(
+        self, client: MlflowClient, experiment_id: str, run_id: str, tags: Mapping[str, str]
+    ) -> None:
         self._client = client
+        self.experiment_id = experiment_id
         self.id = run_id
         self.tags = tags
+
+    @property
+    def page(self) -> str:
+        """Its page on the MLflow server, to be put behind the server's address."""
+        return f"/#/experiments/{self.experiment_id}/runs/{self.id}"
 
     def log_metrics(self, values: Mapping[str, float], step: int = 0) -> None:
         """Add a point at ``step`` to the curve of each key of ``values``."""
@@ -114,7 +129,7 @@ class Tracker:
             labels["mlflow.parentRunId"] = parent.id
             labels |= {key: parent.tags[key] for key in (WORKSPACE_TAG,) if key in parent.tags}
         created = self._client.create_run(self._experiment_id, run_name=name, tags=labels)
-        run = Run(self._client, created.info.run_id, labels)
+        run = Run(self._client, self._experiment_id, created.info.run_id, labels)
         try:
             yield run
         except BaseException as error:
