@@ -6,6 +6,7 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
@@ -20,7 +21,7 @@ from tasks.sources import check
 from upcycle_core.errors import InputError
 
 
-@flow(name="dume", task_runner=ThreadPoolTaskRunner(max_workers=32), validate_parameters=True)
+@flow(name="dume", task_runner=ThreadPoolTaskRunner[Any](max_workers=32))
 def dume(recipe: Recipe) -> str:
     """Turn the recipe's domains into one Mixture-of-Experts in the MLflow registry.
 

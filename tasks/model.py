@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from infra.recipe import recipe_yaml
-from tasks.router import ROUTERS
+from tasks.routers import ROUTERS
 from tasks.stage import StageRun, each, stage
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.dume.router import load_routers

@@ -74,7 +74,8 @@ def register(session: Session, registry: Registry, versions: Versions, run: Run)
     registry.set_alias(version, "challenger")
     if decision.promoted:
         registry.set_alias(version, "champion")
-    return Outcome(version, True, decision.reason)
+    [current] = [v for v in registry.versions(name) if v.number == version.number]
+    return Outcome(current, True, decision.reason)
 
 
 def _judge(

@@ -8,7 +8,7 @@ from typing import Any
 
 from infra.compute import Done, Piece
 from infra.recipe import Recipe
-from tasks.router import ROUTERS, splits, statistics_files
+from tasks.routers import ROUTERS, splits, statistics_files
 from tasks.stage import StageRun, each, stage
 from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -70,10 +70,7 @@ def _dense_pieces(run: StageRun) -> list[Piece]:
     """Every dense expert, the seed, the averaged model, and the oracle domain by domain."""
     domains = list(run.recipe.domains)
     common = _common(run)
-    pieces = [
-        _dense(expert_row(d), run.path(f"experts/{d}"), common)
-        for d in domains
-    ]
+    pieces = [_dense(expert_row(d), run.path(f"experts/{d}"), common) for d in domains]
     if run.recipe.has_seed:
         pieces.append(_dense("seed", run.path("seed"), common))
     averaged = [run.path(f"experts/{d}") for d in domains]

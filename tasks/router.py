@@ -5,14 +5,13 @@ from pathlib import Path
 
 from infra.compute import Piece
 from infra.recipe import Recipe
+from tasks.routers import ROUTERS, splits, statistics_files
+from tasks.sequential import solve_layer_by_layer
 from tasks.stage import StageRun, each, stage
-from tasks.statistics import FILE
 from upcycle_core.dume.config import RouterConfig
 from upcycle_core.dume.router import save_routers, solve_routers
 from upcycle_core.dume.statistics import Statistics
 from upcycle_core.progress import Progress
-
-ROUTERS = {"calibration": "router.safetensors", "elsewhere": "elsewhere.safetensors"}
 
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
@@ -25,17 +24,23 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
 @stage(
     "router",
     inputs=_inputs,
-    params=("router", "compute.assembly"),
+    params=("router", "moe.top_k", "statistics", "compute.assembly"),
     sources=(
+        "tasks/sequential.py",
         "upcycle_core/dume/cross_validation.py",
         "upcycle_core/dume/ridge.py",
         "upcycle_core/dume/router.py",
+        "upcycle_core/dume/sequential.py",
         "upcycle_core/dume/statistics.py",
     ),
 )
 def router(run: StageRun) -> None:
     """Write one file a calibration text: ``router`` and, where there is one, ``elsewhere``."""
     recipe = run.recipe
+    if recipe.router.solve == "sequential":
+        for split in splits(recipe):
+            solve_layer_by_layer(run, split, statistics_files(run, split), run.out / ROUTERS[split])
+        return
     pieces = [
         Piece(
             name=split,
@@ -46,20 +51,6 @@ def router(run: StageRun) -> None:
     ]
     for split, done in run.run(pieces, "assembly").items():
         done.path.rename(run.out / ROUTERS[split])
-
-
-def splits(recipe: Recipe) -> list[str]:
-    """The calibration texts that a router is solved from."""
-    return ["calibration", "elsewhere"] if recipe.has_elsewhere else ["calibration"]
-
-
-def statistics_files(run: StageRun, split: str) -> dict[str, Path]:
-    """Every domain's statistics of a text; the usual ones where a domain has no text elsewhere."""
-    return {
-        name: run.path(f"statistics/{name}")
-        / FILE.format(split=split if domain.elsewhere is not None else "calibration")
-        for name, domain in run.recipe.domains.items()
-    }
 
 
 def solve_piece(
