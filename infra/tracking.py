@@ -51,7 +51,9 @@ class Run:
     @property
     def page(self) -> str:
         """Its page on the MLflow server, to be put behind the server's address."""
-        return f"/#/experiments/{self.experiment_id}/runs/{self.id}"
+        # Without the last part MLflow shows its menus for chats.
+        place = f"/#/experiments/{self.experiment_id}/runs/{self.id}"
+        return f"{place}?workflowType=machine_learning"
 
     def log_metrics(self, values: Mapping[str, float], step: int = 0) -> None:
         """Add a point at ``step`` to the curve of each key of ``values``."""
