@@ -14,14 +14,18 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.artifacts import publish_artifacts, summary
 from flows.session import open_session
 from infra import settings as environment
-from infra.recipe import Recipe, load_recipe, resolve, validate
+from infra.reading import load_recipe, validate
+from infra.recipe import Recipe, resolve
 from tasks import pipeline
 from tasks.register import register
 from tasks.sources import check
 from upcycle_core.errors import InputError
 
+# Stages wait for Ray in threads. (Prefect's annotation of task_runner admits no runner of its own.)
+THREADS: Any = ThreadPoolTaskRunner(max_workers=32)
 
-@flow(name="dume", task_runner=ThreadPoolTaskRunner[Any](max_workers=32))
+
+@flow(name="dume", task_runner=THREADS)
 def dume(recipe: Recipe) -> str:
     """Turn the recipe's domains into one Mixture-of-Experts in the MLflow registry.
 

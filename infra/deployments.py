@@ -7,7 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from infra.recipe import load_recipe, resolve
+from infra.reading import load_recipe
+from infra.recipe import resolve
 from infra.settings import REPOSITORY, Settings, environment_of
 from upcycle_core.errors import Fault, InputError
 

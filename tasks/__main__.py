@@ -54,7 +54,7 @@ def recipe_of(workspace):
     """The recipe that a workspace's params.yaml resolves."""
     import yaml
 
-    from infra.recipe import validate
+    from infra.reading import validate
     from upcycle_core.errors import Fault, InputError
 
     path = workspace.root / "params.yaml"

@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from infra.recipe import Recipe, load_recipe, recipe_yaml
+from infra.reading import load_recipe
+from infra.recipe import Recipe, recipe_yaml
 from tasks.backbone import backbone
 from tasks.corpora import corpora
 from tasks.documents import documents

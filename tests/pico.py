@@ -59,7 +59,7 @@ def save_pico_tokenizer(directory: Path, size: int = VOCABULARY) -> Path:
 
 
 def save_pico(directory: Path, family: str = "llama", *, seed: int = 0, **overrides) -> Path:
-    """Write a random checkpoint with its tokenizer; weights are large enough to tell models apart."""
+    """Write a random checkpoint with its tokenizer; large weights tell models apart."""
     torch.manual_seed(seed)
     config = pico_config(family, **overrides)
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -7,9 +7,12 @@ from typing import Any
 import yaml
 
 WORDS = {
-    "letters": "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu".split(),
-    "numbers": "one two three four five six seven eight nine ten eleven twelve".split(),
-    "colours": "red green blue white black brown pink grey orange violet cyan teal".split(),
+    name: words.split()
+    for name, words in {
+        "letters": "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu",
+        "numbers": "one two three four five six seven eight nine ten eleven twelve",
+        "colours": "red green blue white black brown pink grey orange violet cyan teal",
+    }.items()
 }
 DOMAINS = tuple(WORDS)
 

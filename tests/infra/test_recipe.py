@@ -4,7 +4,8 @@ import pytest
 import yaml
 from texts import pico_recipe, save_recipe
 
-from infra.recipe import load_recipe, recipe_digest, resolve, validate
+from infra.reading import load_recipe, validate
+from infra.recipe import recipe_digest, resolve
 from upcycle_core.errors import InputError
 
 
@@ -60,6 +61,9 @@ def test_all_faults_come_in_one_message(values):
         ({"router": {"domain_weights": {"x": 2}}}, "router.domain_weights = 'x': not a domain"),
         ({"statistics": {"position_buckets": [8, 2]}}, "must ascend"),
         ({"evaluation": {"sweep_window": [3]}}, "evaluation.sweep_window = 3"),
+        ({"experts": {"training": {"steps": 5}}}, "experts.training.warmup_steps = 50"),
+        ({"statistics": {"sequence_length": 512}}, "statistics.sequence_length = 512: longer"),
+        ({"seed_model": {"shape": {"key_value_heads": 3}}}, "seed_model.shape.key_value_heads = 3"),
     ],
 )
 def test_faults_across_fields_say_what_to_do(values, change, expected):

@@ -50,7 +50,7 @@ def hello(recipe: Recipe):
 
 FOLDER = Path(__file__).parent
 if __name__ == "__main__":
-    from infra.recipe import load_recipe
+    from infra.reading import load_recipe
 
     hello(load_recipe(settings.REPOSITORY / "recipes" / "demo.yaml"))
 '''

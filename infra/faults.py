@@ -1,0 +1,140 @@
+"""What is wrong across the fields of a recipe, found without reading any file."""
+
+import re
+from collections.abc import Iterator
+
+from infra.recipe import Recipe
+from upcycle_core.corpora.config import Source
+from upcycle_core.errors import Fault
+from upcycle_core.training.checks import shape_faults
+from upcycle_core.training.config import TrainingConfig
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+
+
+def faults(recipe: Recipe) -> list[Fault]:
+    """Every fault of ``recipe``."""
+    return [
+        *_name_faults(recipe),
+        *_domain_faults(recipe),
+        *_router_faults(recipe),
+        *_evaluation_faults(recipe),
+        *_training_faults(recipe),
+    ]
+
+
+def _name_faults(recipe: Recipe) -> Iterator[Fault]:
+    for where, name in [("name", recipe.name), *((f"domains.{d}", d) for d in recipe.domains)]:
+        if not NAME.fullmatch(name):
+            yield Fault(
+                where,
+                name,
+                "names a folder in the workspace and nothing outside it; "
+                "use lower-case letters, digits, - and _",
+            )
+
+
+def _domain_faults(recipe: Recipe) -> Iterator[Fault]:
+    count = len(recipe.domains)
+    if count < 2:
+        yield Fault("domains", sorted(recipe.domains), f"{count} given; at least two are needed")
+    for name, domain in recipe.domains.items():
+        where = f"domains.{name}"
+        if domain.train is None:
+            missing = [
+                part
+                for part in ("expert", "calibration", "heldout")
+                if getattr(domain, part) is None
+            ]
+            if missing:
+                yield Fault(
+                    f"{where}.train",
+                    None,
+                    f"no training text, and no {', '.join(missing)}; give one or the other",
+                )
+        for part in ("train", "calibration", "heldout", "elsewhere"):
+            source = getattr(domain, part)
+            if source is not None:
+                yield from _source_faults(source, f"{where}.{part}", recipe.folder)
+    for name in recipe.backbone.experts or ():
+        if name not in recipe.domains:
+            yield Fault(
+                "backbone.experts", name, f"not a domain; the domains are {list(recipe.domains)}"
+            )
+
+
+def _source_faults(source: Source, where: str, folder: str | None) -> Iterator[Fault]:
+    given = [part for part in ("harvest", "files", "dataset") if getattr(source, part)]
+    if len(given) != 1:
+        yield Fault(where, given, "give exactly one of harvest, files and dataset")
+    if folder is None and any("{folder}" in part for part in (*source.files, source.dataset or "")):
+        yield Fault("folder", None, f"{where} needs it; add --set folder=PATH")
+
+
+def _router_faults(recipe: Recipe) -> Iterator[Fault]:
+    domains = len(recipe.domains)
+    for where, k in [
+        ("moe.top_k", recipe.moe.top_k),
+        *(("evaluation.sweep_top_k", k) for k in recipe.evaluation.sweep_top_k),
+    ]:
+        if k > domains >= 2:
+            yield Fault(where, k, f"more than the {domains} experts; use 1 to {domains}")
+    ridge_lambda = recipe.router.ridge_lambda
+    if isinstance(ridge_lambda, float) and ridge_lambda < 0:
+        yield Fault("router.ridge_lambda", ridge_lambda, "must not be negative; use e.g. 0.01")
+    for name in recipe.router.domain_weights:
+        if name not in recipe.domains:
+            yield Fault(
+                "router.domain_weights",
+                name,
+                f"not a domain; the domains are {list(recipe.domains)}",
+            )
+
+
+def _evaluation_faults(recipe: Recipe) -> Iterator[Fault]:
+    buckets = recipe.statistics.position_buckets
+    if list(buckets) != sorted(set(buckets)):
+        yield Fault("statistics.position_buckets", list(buckets), "must ascend; sort them")
+    for window in recipe.evaluation.sweep_window:
+        if window not in buckets:
+            yield Fault(
+                "evaluation.sweep_window",
+                window,
+                f"its statistics are not kept; use one of {list(buckets)} or add it to "
+                "statistics.position_buckets",
+            )
+
+
+def _training_faults(recipe: Recipe) -> Iterator[Fault]:
+    """What would come up only after hours: the experts are trained long after the seed."""
+    trained: dict[str, TrainingConfig] = {}
+    if recipe.trains_seed:
+        trained["seed_model.training"] = recipe.seed_model.training
+        yield from shape_faults(recipe.seed_model.shape, "seed_model.shape")
+        yield from _length_faults(recipe)
+    if recipe.trains_experts:
+        trained["experts.training"] = recipe.experts.training
+    for where, config in trained.items():
+        if config.warmup_steps >= config.steps:
+            yield Fault(
+                f"{where}.warmup_steps",
+                config.warmup_steps,
+                f"the peak learning rate is never reached; use less than steps = {config.steps}",
+            )
+
+
+def _length_faults(recipe: Recipe) -> Iterator[Fault]:
+    longest = recipe.seed_model.shape.max_positions
+    lengths = {
+        "seed_model.training": recipe.seed_model.training.sequence_length,
+        "experts.training": recipe.experts.training.sequence_length,
+        "statistics": recipe.statistics.sequence_length,
+        "evaluation": recipe.evaluation.sequence_length,
+    }
+    for where, length in lengths.items():
+        if length > longest:
+            yield Fault(
+                f"{where}.sequence_length",
+                length,
+                f"longer than seed_model.shape.max_positions = {longest}; shorten it or raise that",
+            )

@@ -1,0 +1,97 @@
+"""Reading recipes: YAML in, frozen dataclasses out, with every fault in one message."""
+
+import copy
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from pydantic import ValidationError
+
+from infra.faults import faults
+from infra.recipe import ADAPTER, Recipe
+from upcycle_core.errors import Fault, raise_faults
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        path: YAML file.
+        overrides: ``dotted.key=value`` settings, values in YAML.
+
+    Raises:
+        InputError: With all faults: unknown keys (and the nearest known), values out of bounds,
+            and what ``faults`` finds.
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise_faults([Fault("recipe", str(path), "no such file; name a YAML recipe")])
+    except yaml.YAMLError as error:
+        raise_faults([Fault("recipe", str(path), f"not YAML ({error}); correct it")])
+    for override in overrides:
+        _override(values, override)
+    return validate(values)
+
+
+def validate(values: object) -> Recipe:
+    """Turn plain values into a recipe; see ``load_recipe``."""
+    try:
+        recipe = ADAPTER.validate_python(values)
+    except ValidationError as error:
+        found = [_fault_of(problem) for problem in error.errors()]
+        raise_faults([*found, *_faults_beside(values, error)])
+    raise_faults(faults(recipe))
+    # One order everywhere: of sums, of the router's columns, of the experts in the model.
+    return replace(recipe, domains=dict(sorted(recipe.domains.items())))
+
+
+def _faults_beside(values: object, error: ValidationError) -> list[Fault]:
+    """Faults across fields that would come up once the values ``error`` names are gone."""
+    rest = copy.deepcopy(values)
+    for problem in error.errors():
+        here: Any = rest
+        *path, last = problem["loc"]
+        for part in path:
+            here = here.get(part, {}) if isinstance(here, dict) else {}
+        if isinstance(here, dict):
+            here.pop(last, None)
+    try:
+        return faults(ADAPTER.validate_python(rest))
+    except ValidationError:
+        return []
+
+
+def _override(values: Any, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise_faults([Fault("--set", override, "write dotted.key=value")])
+    *path, last = key.split(".")
+    for part in path:
+        values = values.setdefault(part, {})
+    values[last] = yaml.safe_load(text)
+
+
+def _fault_of(problem: Mapping[str, Any]) -> Fault:
+    location = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] != "unexpected_keyword_argument":
+        return Fault(location, problem["input"], problem["msg"])
+    key = str(problem["loc"][-1])
+    known = _keys_at(problem["loc"][:-1])
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    hint = f"did you mean {nearest[0]}?" if nearest else ""
+    return Fault(location, problem["input"], f"no such key; {hint}")
+
+
+def _keys_at(location: Sequence[str | int]) -> list[str]:
+    """Field names of the dataclass at ``location`` in a recipe."""
+    here: Any = Recipe
+    for part in location:
+        here = get_type_hints(here).get(str(part)) if is_dataclass(here) else get_args(here)[-1]
+        options = [option for option in get_args(here) if is_dataclass(option)]
+        if not is_dataclass(here) and options and type(None) in get_args(here):
+            here = options[0]
+    return [f.name for f in fields(here)] if is_dataclass(here) else []
