@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from upcycle_core.architectures.families import family_of
-from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, RECOMPUTED, Family, resolve
+from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, RECOMPUTED, Family
+from upcycle_core.architectures.resolve import stock_faults
 from upcycle_core.checkpoints.reader import CheckpointReader, first_non_finite
 from upcycle_core.errors import Fault, InputError
 
@@ -102,6 +103,7 @@ def _own_faults(reader: CheckpointReader, field: str) -> Iterator[Fault]:
     try:
         family = family_of(reader.config, field=f"{field}.config.model_type")
         yield from family.config_faults(reader.config, field)
+        yield from stock_faults(reader.config, f"{field}.config")
         yield from tensor_faults(reader, family, field)
     except InputError as error:
         yield from error.faults
@@ -130,7 +132,8 @@ def _differences(
         yield Fault(f"{field}.config.model_type", types[1], remedy)
         return
     try:
-        ours, theirs = resolve(first.config), resolve(other.config)
+        family = family_of(first.config)
+        ours, theirs = family.resolve(first.config), family.resolve(other.config)
     except InputError:
         return  # said already, of the expert that it is about
     for name, what in MUST_AGREE.items():

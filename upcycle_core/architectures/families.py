@@ -70,6 +70,40 @@ _IGNORED = frozenset(
         "tokenizer_class",
     }
 )
+_DEFAULTS = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "pad_token_id": None,
+}
+_LLAMA_DEFAULTS = {
+    **_DEFAULTS,
+    "max_position_embeddings": 2048,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MISTRAL_DEFAULTS = {
+    **_DEFAULTS,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN2_DEFAULTS = {
+    **_DEFAULTS,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_QWEN3_DEFAULTS = {**_QWEN2_DEFAULTS, "head_dim": 128, "attention_bias": False}
 _BALANCE = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 
 MIXTRAL = Target(
@@ -134,6 +168,7 @@ FAMILIES = {
             kept=_KEPT,
             demanded={"attention_bias": False, "mlp_bias": False},
             ignored=_IGNORED,
+            defaults=_LLAMA_DEFAULTS,
             windows="none",
         ),
         Family(
@@ -145,6 +180,7 @@ FAMILIES = {
             kept=_KEPT,
             demanded={},
             ignored=_IGNORED,
+            defaults=_MISTRAL_DEFAULTS,
             windows="model",
         ),
         Family(
@@ -156,6 +192,7 @@ FAMILIES = {
             kept=_KEPT,
             demanded={},
             ignored=_IGNORED,
+            defaults=_QWEN2_DEFAULTS,
             windows="by-layer",
         ),
         Family(
@@ -167,6 +204,7 @@ FAMILIES = {
             kept=(*_KEPT, "attention_bias"),
             demanded={},
             ignored=_IGNORED,
+            defaults=_QWEN3_DEFAULTS,
             windows="all-or-none",
         ),
     )

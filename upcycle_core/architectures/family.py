@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING
 
-from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.architectures.resolve import resolve_config
+from upcycle_core.errors import Fault, raise_faults
 
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -88,6 +87,7 @@ class Family:
         kept: Attributes that the target takes over as they are.
         demanded: Attributes that the target cannot express: the only value that is accepted.
         ignored: Attributes that change nothing in what the model computes.
+        defaults: What its stock class takes where config.json says nothing.
         windows: Sliding windows: none, the model's one, the same for all layers or none, or said
             layer by layer.
     """
@@ -100,6 +100,7 @@ class Family:
     kept: tuple[str, ...]
     demanded: Mapping[str, object]
     ignored: frozenset[str]
+    defaults: Mapping[str, object]
     windows: Literal["none", "model", "all-or-none", "by-layer"]
 
     def ffn(self, layer: int) -> Ffn:
@@ -115,9 +116,17 @@ class Family:
         """Path of the module whose output the router of ``layer`` reads."""
         return f"model.layers.{layer}.post_attention_layernorm"
 
+    def resolve(self, config: Mapping, *, field: str = "config") -> dict:
+        """Return ``config`` with everything said that it leaves to defaults.
+
+        Raises:
+            InputError: A size is missing or no positive number; ``field`` is part of its name.
+        """
+        return resolve_config(config, self.defaults, field=field)
+
     def zeros(self, config: Mapping, layer: int) -> dict[str, tuple[int, ...]]:
         """Name to shape of what the target's ``layer`` holds and must stay zero."""
-        sizes = _sizes(resolve(config))
+        sizes = _sizes(self.resolve(config))
         zeros = self.target.zeros.items()
         return {name.format(layer=layer): _shape(letters, sizes) for name, letters in zeros}
 
@@ -131,7 +140,7 @@ class Family:
         Returns:
             Name to shape.
         """
-        full = resolve(config)
+        full = self.resolve(config)
         sizes = _sizes(full)
         layer_tensors = dict(self.layer_tensors)
         if full.get("attention_bias"):
@@ -148,7 +157,7 @@ class Family:
 
     def config_faults(self, config: Mapping, field: str) -> list[Fault]:
         """Everything in ``config`` that the target cannot express or that nobody has judged."""
-        full = resolve(config, field=f"{field}.config")
+        full = self.resolve(config, field=f"{field}.config")
         faults = []
         for name, only in self.demanded.items():
             if full.get(name, only) not in (only, None):
@@ -190,7 +199,7 @@ class Family:
             remedy = f"choose 1 to {experts}, the number of experts"
             faults.append(Fault("moe.top_k", top_k, remedy))
         raise_faults(faults)
-        full = resolve(config)
+        full = self.resolve(config)
         name = str(dtype).removeprefix("torch.") if dtype else full.get("dtype") or "float32"
         return {
             "architectures": [self.target.architecture],
@@ -216,27 +225,6 @@ WINDOW_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "all-or-none": _LAYERED_WINDOWS,
     "by-layer": _LAYERED_WINDOWS,
 }
-
-
-def resolve(config: Mapping, *, field: str = "config") -> dict:
-    """Return ``config`` with every default of its stock class filled in and rope standardised.
-
-    Args:
-        config: The content of config.json.
-        field: How the error names it.
-
-    Raises:
-        InputError: A value that the stock class rejects.
-    """
-    try:
-        stock = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        model_type = config.get("model_type")
-        raise InputError(Fault(field, model_type, f"is not valid: {error}")) from error
-    full = stock.to_dict()
-    if not full.get("head_dim"):
-        full["head_dim"] = full["hidden_size"] // full["num_attention_heads"]
-    return full
 
 
 def _shape(letters: str, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -5,8 +5,6 @@ import json
 import shutil
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from upcycle_core.checkpoints.writer import sync_directory, sync_file
 from upcycle_core.errors import Fault, InputError
 
@@ -73,6 +71,8 @@ def _core(directory: Path) -> dict:
             return json.loads(path.read_text(encoding="utf-8"))
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
             raise InputError(_no_tokenizer(directory))
+        from transformers import AutoTokenizer  # slow to import, and seldom needed
+
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         return json.loads(tokenizer.backend_tokenizer.to_str())
     except (ValueError, OSError, AttributeError, ImportError) as error:

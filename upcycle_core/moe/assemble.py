@@ -11,7 +11,7 @@ import torch
 
 from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
-from upcycle_core.architectures.family import Family, resolve
+from upcycle_core.architectures.family import Family
 from upcycle_core.backbone.average import write_generation_config
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
@@ -126,7 +126,7 @@ def _check(
         if _dtype(reader) != dtype:
             remedy = f"weights are {_dtype(reader)}, the backbone's {dtype}; save both in one type"
             faults.append(Fault(reader.field, str(reader.directory), remedy))
-    raise_faults(faults + _router_faults(resolve(config), len(readers), routers))
+    raise_faults(faults + _router_faults(family.resolve(config), len(readers), routers))
 
 
 def _dtype(reader: CheckpointReader) -> torch.dtype:

@@ -92,6 +92,13 @@ def test_an_unknown_architecture_lists_the_supported_ones(law, tmp_path):
     assert "llama, mistral, qwen2, qwen3" in str(found[0])
 
 
+def test_what_the_stock_class_rejects_is_said(law, tmp_path):
+    code = configured(law, tmp_path / "code", rms_norm_eps="tiny")
+    found = [str(f) for f in compare_experts({"experts.code": CheckpointReader(code)}, {})]
+    assert len(found) == 1
+    assert "rms_norm_eps" in found[0]
+
+
 def test_the_same_size_with_other_ids_is_a_fault(law, tmp_path):
     found = faults(law, save_pico(tmp_path / "code"), ("one", "other"))
     assert list(found) == ["experts.code.tokenizer"]

@@ -1,8 +1,9 @@
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from tests.pico import pico_config, save_pico
 from upcycle_core.architectures.families import FAMILIES, family_of
+from upcycle_core.architectures.resolve import SIZES
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import InputError
 
@@ -95,10 +96,60 @@ def test_the_stock_configuration_has_no_faults(family):
     assert family_of(config).config_faults(config, "experts.law") == []
 
 
-def test_an_invalid_value_is_an_input_error():
-    config = dense("llama") | {"hidden_size": "wide"}
-    with pytest.raises(InputError, match="hidden_size"):
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}
+OLD_ROPE = {
+    "rope_parameters": None,
+    "rope_theta": 5e5,
+    "rope_scaling": {"type": "linear", "factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"head_dim": None},
+        {"rope_parameters": LLAMA3_ROPE},
+        {"rope_parameters": YARN},
+        OLD_ROPE,
+        {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
+        {"sliding_window": 9, "use_sliding_window": False},
+        {"attention_bias": True},
+    ],
+)
+def test_defaults_are_those_of_the_stock_class(family, changes):
+    sizes = dict.fromkeys(SIZES, 8) | {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"model_type": family, **sizes, **changes}
+    if family == "qwen3" and changes.get("head_dim", 0) is None:
+        del config["head_dim"]
+    stock = CONFIG_MAPPING[family].from_dict(dict(config)).to_dict()
+    ours = FAMILIES[family].resolve(config)
+    names = {*FAMILIES[family].kept, *FAMILIES[family].demanded, *FAMILIES[family].defaults, *SIZES}
+    names |= {"layer_types"}
+    if family == "qwen2":  # it has no such attribute; the model divides
+        stock["head_dim"] = stock["hidden_size"] // stock["num_attention_heads"]
+    assert {n: ours.get(n) for n in names} == {n: stock.get(n) for n in names}
+
+
+def test_key_value_heads_default_to_the_heads():
+    config = {"model_type": "llama", **dict.fromkeys(SIZES, 8)}
+    del config["num_key_value_heads"]
+    assert FAMILIES["llama"].resolve(config)["num_key_value_heads"] == 8
+
+
+@pytest.mark.parametrize("value", ["wide", None, 0, 2.0])
+def test_a_size_that_is_no_number_is_an_input_error(value):
+    config = dense("llama") | {"hidden_size": value}
+    with pytest.raises(InputError, match=r"experts\.law\.config\.hidden_size"):
         family_of(config).config_faults(config, "experts.law")
+
+
+def test_one_rope_a_layer_type_is_refused():
+    rope = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    config = dense("qwen2") | {"rope_parameters": rope}
+    faults = family_of(config).config_faults(config, "experts.law")
+    assert [fault.field for fault in faults] == ["experts.law.config.rope_parameters"]
 
 
 @pytest.mark.parametrize("top_k", [0, 4])

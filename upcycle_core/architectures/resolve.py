@@ -1,0 +1,93 @@
+"""Say everything that a config.json leaves to defaults, as the stock classes of transformers do.
+
+Done here, with the defaults as data, because importing the stock classes costs more CPU time than
+assembling a small model; tests hold the two together, and ``stock_faults`` asks the stock class
+where time does not matter.
+"""
+
+from collections.abc import Mapping
+
+from upcycle_core.errors import Fault, raise_faults
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+# Types of rope whose frequencies depend on the length that the model was first trained on.
+_LENGTH_AWARE_ROPE = ("llama3", "yarn", "longrope")
+_ROPE_THETA = 10_000.0
+
+
+def resolve_config(config: Mapping, defaults: Mapping[str, object], *, field: str) -> dict:
+    """Return ``config`` with every default filled in, rope and windows standardised.
+
+    Args:
+        config: The content of config.json, of transformers 4 or 5.
+        defaults: Attribute to value where config.json says nothing.
+        field: How errors name the configuration.
+
+    Raises:
+        InputError: A size that is missing or no positive number.
+    """
+    full = {**defaults, **config}
+    if full.get("num_key_value_heads") is None:
+        full["num_key_value_heads"] = full.get("num_attention_heads")
+    raise_faults(_size_faults(full, field))
+    if full.get("head_dim") is None:
+        full["head_dim"] = full["hidden_size"] // full["num_attention_heads"]
+    full["dtype"] = full.pop("torch_dtype", None) or full.get("dtype")
+    full["rope_parameters"] = _rope(full)
+    if "use_sliding_window" in defaults:
+        full |= _windows(full)
+    return full
+
+
+def stock_faults(config: Mapping, field: str) -> list[Fault]:
+    """What the stock class of transformers has to say against ``config``."""
+    # Slow to import, and not needed where a configuration has been checked before.
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    try:
+        CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        return [Fault(field, config.get("model_type"), f"is not valid: {error}; mend config.json")]
+    return []
+
+
+def _size_faults(full: Mapping, field: str) -> list[Fault]:
+    return [
+        Fault(f"{field}.{name}", full.get(name), "must be a positive whole number")
+        for name in SIZES
+        if type(full.get(name)) is not int or full[name] < 1
+    ]
+
+
+def _rope(full: dict) -> dict:
+    """``rope_parameters`` of transformers 5, from either generation's fields."""
+    theta = full.pop("rope_theta", None) or _ROPE_THETA
+    rope = dict(full.pop("rope_scaling", None) or full.get("rope_parameters") or {})
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        return rope  # one a layer type: no target holds that, and the family says so
+    rope.setdefault("rope_theta", theta)
+    rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    if rope["rope_type"] in _LENGTH_AWARE_ROPE:
+        rope.setdefault("original_max_position_embeddings", full["max_position_embeddings"])
+    return rope
+
+
+def _windows(full: Mapping) -> dict:
+    """Qwen's sliding windows: none unless switched on, then from layer ``max_window_layers`` on."""
+    window = full["sliding_window"] if full["use_sliding_window"] else None
+    layers = range(full["num_hidden_layers"])
+    kinds = [
+        "sliding_attention"
+        if window is not None and layer >= full["max_window_layers"]
+        else "full_attention"
+        for layer in layers
+    ]
+    return {"sliding_window": window, "layer_types": full.get("layer_types") or kinds}
