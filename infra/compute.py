@@ -59,12 +59,13 @@ class FileProgress:
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("a")
+        self.what = ""
         self.done = 0
         self.shown: dict[str, float] = {}
         self.written = 0.0
 
     def start(self, what: str, total: int, unit: str = "steps") -> None:
-        self.done = 0
+        self.what, self.done = what, 0
         self._write({"start": what, "total": total, "unit": unit, "time": time.time()})
 
     def advance(self, amount: int = 1, **shown: float) -> None:

@@ -1,0 +1,69 @@
+"""Bad input through the command line: named, with what to do, before anything is written."""
+
+import pytest
+from pico import save_pico
+from project import Project
+from texts import pico_recipe, save_recipe, write_texts
+
+DOMAINS = ("letters", "numbers")
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return write_texts(tmp_path / "texts", domains=DOMAINS)
+
+
+def refused(tmp_path, values, *arguments):
+    """The message of a refused run, which has left no artifact behind."""
+    project = Project(tmp_path, save_recipe(tmp_path / "recipe.yaml", values))
+    done = project.flow(*arguments, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert not project.workspace.exists()
+    return done.stderr
+
+
+def test_all_faults_of_a_recipe_come_at_once(tmp_path, texts):
+    values = pico_recipe(texts, domains=DOMAINS)
+    values |= {"sed": 1, "moe": {"top_k": 3}, "name": "../out"}
+    message = refused(tmp_path, values)
+    assert "sed = 1: no such key; did you mean seed?" in message
+    assert "moe.top_k = 3: more than the 2 experts" in message
+    assert "name = '../out': names a folder in the workspace" in message
+
+
+def test_faults_of_texts_and_models_come_at_once(tmp_path, texts):
+    values = pico_recipe(texts, domains=DOMAINS)
+    (texts / "letters" / "train.txt").write_bytes(b"\xff\xfe broken")
+    (texts / "letters" / "heldout.txt").write_text(" \n")
+    pickled = tmp_path / "pickled"
+    save_pico(pickled)
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    values["seed_model"] = {"model": str(pickled)}
+    message = refused(tmp_path, values)
+    assert "domains.letters.train" in message
+    assert "domains.letters.heldout" in message
+    assert "seed_model.model" in message
+    assert "safetensors" in message
+
+
+def test_experts_that_do_not_fit_are_named(tmp_path, texts):
+    values = pico_recipe(texts, domains=DOMAINS)
+    values["domains"]["letters"]["expert"] = str(save_pico(tmp_path / "a"))
+    values["domains"]["numbers"]["expert"] = str(
+        save_pico(tmp_path / "b", intermediate_size=64, rope_theta=5.0)
+    )
+    message = refused(tmp_path, values)
+    assert "intermediate_size" in message
+    assert "rope" in message
+
+
+def test_calibration_text_that_is_heldout_text_is_refused(tmp_path, texts):
+    values = pico_recipe(texts, domains=DOMAINS)
+    values["domains"]["letters"]["calibration"] = values["domains"]["letters"]["heldout"]
+    project = Project(tmp_path, save_recipe(tmp_path / "recipe.yaml", values))
+    done = project.flow(check=False)
+    assert done.returncode == 2
+    assert "calibration" in done.stderr
+    assert not (project.workspace / "seed").exists()
+
+

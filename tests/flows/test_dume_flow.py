@@ -1,0 +1,155 @@
+"""The whole pipeline as a user runs it, on texts of a few kilobytes."""
+
+import json
+import sys
+
+import pytest
+import yaml
+from project import ROOT, Project
+from texts import pico_recipe, save_recipe, write_texts
+
+from infra.reading import load_recipe
+from infra.registry import Registry
+from infra.settings import read
+
+DOMAINS = ("letters", "numbers")
+STOCK = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+assert not any(info.values()), info
+inputs = AutoTokenizer.from_pretrained(sys.argv[1])("one two", return_tensors="pt")
+print(type(model).__name__, model.generate(input_ids=inputs["input_ids"], max_new_tokens=3).shape)
+print("ours:", sorted(name for name in sys.modules if name.startswith("upcycle")))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("flow")
+
+
+@pytest.fixture(scope="module")
+def project(folder):
+    texts = write_texts(folder / "texts", domains=DOMAINS)
+    values = pico_recipe(texts, domains=DOMAINS)
+    values["domains"]["letters"]["elsewhere"] = {"files": ["{folder}/letters/heldout.txt"]}
+    project = Project(folder, save_recipe(folder / "recipe.yaml", values))
+    project.output = project.flow().stdout
+    project.first_calls = project.calls()
+    return project
+
+
+@pytest.fixture(scope="module")
+def registry(project):
+    return Registry(read(project.environment()))
+
+
+def test_report_has_every_row(project):
+    metrics = json.loads((project.workspace / "report" / "metrics.json").read_text())
+    rows = {"seed", "model_averaging", "random_routing", "dume", "dume_ood", "oracle"}
+    assert rows <= set(metrics["normalised_average"])
+    assert metrics["normalised"]["expert_letters"]["letters"] == pytest.approx(100.0)
+    assert set(metrics["sweeps"]) == {"top_k", "ridge_lambda", "window"}
+    for picture in ("scores", "routing", "sweep_top_k", "sweep_ridge_lambda", "sweep_window"):
+        assert (project.workspace / "report" / f"{picture}.png").stat().st_size > 1000
+        assert (project.workspace / "report" / f"{picture}.csv").exists()
+
+
+def test_terminal_says_scores_places_and_what_to_type(project):
+    for text in ("Oracle", "make up", "flows.generate", str(project.workspace / "model")):
+        assert text in project.output
+    assert "training: " in project.output
+
+
+def test_each_core_function_was_called_once_a_piece(project):
+    calls = project.first_calls
+    assert calls["write_documents"] == 2
+    assert calls["train"] == 3  # the seed, two experts
+    assert calls["domain_statistics"] == 2 * 2 + 2  # two shards a text; letters has another text
+    assert calls["assemble"] == 1
+
+
+def test_model_loads_with_stock_transformers(project):
+    done = project.run(
+        sys.executable, "-c", STOCK, str(project.workspace / "model"), cwd=project.home
+    )
+    assert "MixtralForCausalLM" in done.stdout
+    assert "ours: []" in done.stdout
+
+
+def test_version_carries_what_made_it(project, registry, tmp_path):
+    version = registry.find("upcycle-pico", "champion")
+    assert version is not None
+    assert version.number == 1
+    assert set(version.aliases) == {"challenger", "champion"}
+    assert "no champion" in version.tags["upcycle.decision"]
+    assert version.metrics["normalised_average.dume"] > 0
+    copy = registry.download("models:/upcycle-pico@champion", tmp_path / "model")
+    recipe = yaml.safe_load((copy / "upcycle" / "recipe.yaml").read_text())
+    assert recipe["name"] == "pico"
+    lock = yaml.safe_load((copy / "upcycle" / "dvc.lock").read_text())
+    assert "report" in lock["stages"]
+    weights = (copy / "model.safetensors").read_bytes()
+    assert weights == (project.workspace / "model" / "model.safetensors").read_bytes()
+
+
+def test_documented_command_generates_text(project):
+    done = project.run(
+        sys.executable, "-m", "flows.generate", "upcycle-pico@champion", "one two", "--tokens", "5"
+    )
+    assert done.stdout.startswith("one two")
+
+
+def test_second_run_calls_nothing_and_registers_nothing(project, registry):
+    before = project.digests()
+    project.flow()
+    assert not project.calls()
+    assert project.digests() == before
+    assert len(registry.versions("upcycle-pico")) == 1
+
+
+def test_dvc_finds_what_the_flow_made_up_to_date(project):
+    project.run("dvc", "repro", cwd=project.workspace)
+    assert not project.calls()
+
+
+def test_dvc_makes_the_same_bytes_and_the_flow_finds_them_up_to_date(project):
+    before = project.digests()
+    done = project.run("dvc", "repro", "--force", "--single-item", "router", cwd=project.workspace)
+    assert "Running stage 'router'" in done.stdout
+    assert project.calls()["solve_routers"] == 2
+    assert project.digests() == before
+    project.flow()
+    assert not project.calls()
+
+
+def test_damaged_artifact_is_made_again(project):
+    before = project.digests()
+    weights = project.workspace / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    project.flow()
+    assert project.calls()["assemble"] == 1
+    assert project.digests() == before
+
+
+def test_other_lambda_runs_from_the_router_on_and_is_judged(project, registry):
+    project.flow("--set", "router.ridge_lambda=1000000.0")
+    calls = project.calls()
+    assert calls["assemble"] == 1
+    assert not {"train", "domain_statistics", "write_documents"} & set(calls)
+    first, second = registry.versions("upcycle-pico")
+    assert second.aliases[0] == "challenger" or "challenger" in second.aliases
+    holder = second if "does not beat" not in second.tags["upcycle.decision"] else first
+    assert "champion" in holder.aliases
+    project.flow()
+
+
+def test_root_pipeline_files_are_those_of_the_demo(tmp_path):
+    """params.yaml and dvc.yaml in the repository are generated: see their first lines."""
+    from tasks.pipeline import dvc_yaml, params_yaml
+
+    recipe = load_recipe(ROOT / "recipes" / "demo.yaml")
+    assert (ROOT / "dvc.yaml").read_text() == dvc_yaml(recipe)
+    workspace = ROOT / "workspace" / "demo"
+    assert (ROOT / "params.yaml").read_text() == params_yaml(recipe, workspace)

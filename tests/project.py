@@ -1,0 +1,115 @@
+"""Runs the project as a user does: commands in processes of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT = 600
+
+
+class Project:
+    """A home folder and a recipe, and the commands a user would type.
+
+    Args:
+        folder: Temporary folder; ``folder/home`` becomes the home.
+        recipe: A recipe file.
+    """
+
+    def __init__(self, folder: Path, recipe: Path, name: str = "pico") -> None:
+        self.home = folder / "home"
+        self.recipe = recipe
+        self.workspace = self.home / name
+        self.calls_file = folder / "calls"
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Of every process: this home, and the watcher of ``watching/sitecustomize.py``."""
+        watching = str(ROOT / "tests" / "watching")
+        own = {
+            "UPCYCLE_HOME": str(self.home),
+            "PREFECT_HOME": str(self.home / "prefect"),
+            "MLFLOW_TRACKING_URI": f"sqlite:///{self.home / 'mlflow' / 'mlflow.db'}",
+            "UPCYCLE_TEST_CALLS": str(self.calls_file),
+            "PYTHONPATH": os.pathsep.join([watching, str(ROOT)]),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        }
+        return {**os.environ, **own, **more}
+
+    def flow(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """``python -m flows.dume RECIPE ...``."""
+        return self.run(
+            sys.executable, "-m", "flows.dume", str(self.recipe), *arguments, check=check
+        )
+
+    def run(
+        self, *command: str, check: bool = True, cwd: Path = ROOT
+    ) -> subprocess.CompletedProcess[str]:
+        """Any command; its output is shown if it fails."""
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+        if check and done.returncode != 0:
+            raise AssertionError(f"{command} failed\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+        return done
+
+    def kill_flow(self, pause: str, *arguments: str) -> None:
+        """Start the flow, let a piece pause (``WHAT:N``), and kill the flow's process there."""
+        paused = self.calls_file.with_name("calls.paused")
+        paused.unlink(missing_ok=True)
+        flow = subprocess.Popen(
+            [sys.executable, "-m", "flows.dume", str(self.recipe), *arguments],
+            cwd=ROOT,
+            env=self.environment(UPCYCLE_TEST_PAUSE=pause),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            deadline = time.monotonic() + TIMEOUT
+            while not paused.exists():
+                if flow.poll() is not None:
+                    raise AssertionError(f"ended before it paused\n{flow.stdout.read()[-4000:]}")
+                assert time.monotonic() < deadline, f"never paused at {pause}"
+                time.sleep(0.05)
+        finally:
+            flow.send_signal(signal.SIGKILL)
+            flow.wait()
+
+    def calls(self) -> Counter[str]:
+        """Core functions called since the last look."""
+        if not self.calls_file.exists():
+            return Counter()
+        names = self.calls_file.read_text().split()
+        self.calls_file.unlink()
+        return Counter(names)
+
+    def digests(self) -> dict[str, str]:
+        """sha256 of every published file, those that name a fingerprint included."""
+        from upcycle_core.checkpoints.hashing import tree_digest
+
+        return {
+            f"{artifact}/{name}": digest
+            for artifact in (
+                "documents",
+                "tokenizer",
+                "corpora",
+                "seed",
+                "experts",
+                "backbone",
+                "statistics",
+                "router",
+                "model",
+                "report",
+            )
+            if (self.workspace / artifact).exists()
+            for name, digest in tree_digest(self.workspace / artifact).items()
+        }
