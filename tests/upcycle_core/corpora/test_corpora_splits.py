@@ -1,0 +1,53 @@
+from upcycle_core.corpora.distinct import Document
+from upcycle_core.corpora.splits import Selection
+
+
+def selection_of(documents):
+    selection = Selection()
+    selection.add("train", documents, max_bytes=None, min_characters=1)
+    return selection
+
+
+def files_of(selection, split):
+    return {document.file for document in selection.splits[split].values()}
+
+
+def test_documents_of_one_file_are_set_aside_together():
+    documents = [Document(f"text {n} of file {n % 10}", f"file {n % 10}") for n in range(100)]
+    size = sum(len(document.text) for document in documents)
+    for seed in range(5):
+        selection = selection_of(documents)
+        selection.set_aside("heldout", 0.35 * size, by_file=True, seed=seed)
+        held, trained = files_of(selection, "heldout"), files_of(selection, "train")
+        assert (len(held), len(trained)) == (3, 7)
+        assert not held & trained
+
+
+def test_a_file_that_is_larger_than_the_share_stays_in_training():
+    documents = [Document(f"text {n}", "large" if n < 80 else f"small {n}") for n in range(100)]
+    for seed in range(5):
+        selection = selection_of(documents)
+        selection.set_aside("heldout", 70, by_file=True, seed=seed)
+        assert "large" not in files_of(selection, "heldout")
+        assert len(selection.splits["heldout"]) == 10
+
+
+def test_what_is_set_aside_is_drawn_by_seed_from_everything_read():
+    documents = [Document(f"text number {n}", "file") for n in range(1000)]
+    size = sum(len(document.text) for document in documents)
+    held = []
+    for seed in (0, 0, 1):
+        selection = selection_of(documents)
+        selection.set_aside("heldout", 0.1 * size, by_file=False, seed=seed)
+        held.append([int(d.text.split()[-1]) for d in selection.splits["heldout"].values()])
+    assert held[0] == held[1]
+    assert set(held[0]) != set(held[2])
+    assert 400 < sum(held[0]) / len(held[0]) < 600  # not the first ones that were read
+
+
+def test_what_nothing_fits_into_takes_the_smallest_document():
+    documents = [Document("a longer text", "a"), Document("text", "b"), Document("some text", "c")]
+    selection = selection_of(documents)
+    selection.set_aside("heldout", 1.0, by_file=False, seed=0)
+    assert [document.text for document in selection.splits["heldout"].values()] == ["text"]
+    assert len(selection.splits["train"]) == 2
