@@ -78,14 +78,14 @@ class Moments:
     Attributes:
         products: [C, H(H+1)/2] fp64, the lower triangles of sum x x^T.
         sums: [C, H] fp64, sum x.
-        counts: [C] int64, rows counted.
+        counts: [C] int64, rows counted; on the CPU, which knows them without asking the device.
     """
 
     def __init__(self, size: int, *, cells: int = 1, device: torch.device | str = "cpu") -> None:
         self.size = size
         self.products = torch.zeros(cells, triangle_size(size), dtype=torch.float64, device=device)
         self.sums = torch.zeros(cells, size, dtype=torch.float64, device=device)
-        self.counts = torch.zeros(cells, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(cells, dtype=torch.int64)
         self._lower = _lower(size, self.products.device)
 
     @classmethod

@@ -1,0 +1,164 @@
+"""The statistics pass beside a bare headless forward of the same dense model on the same tokens.
+
+    python -m benchmarks.statistics_pass [--repeats N] [--threads N] [--device cpu|cuda]
+
+All ways take turns in one process. ``ragged`` texts have 8 to 256 tokens, so that batches are
+padded and rows are gathered; the others fill every paragraph. The published code's way keeps
+lm_head and runs every expert of the layer on every token.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from benchmarks.common import alternate, median, median_ratio, print_result, print_table, seconds_of
+from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs
+from upcycle_core.corpora.shards import TokenCorpus, write_split
+from upcycle_core.dume.collect import DTYPES, PAD_ID, collect
+from upcycle_core.dume.layout import Layout
+from upcycle_core.progress import Silent
+
+VOCABULARY = 2048
+LENGTH = 256
+EXPERTS = 3
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+WAYS = ("bare", "ours", "published")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    # a small model on a GPU must have enough tokens at once to be more than its kernel launches
+    batch_size = 16 if options.device == "cpu" else 256
+    with tempfile.TemporaryDirectory(prefix="statistics-") as name:
+        seconds = {
+            f"{precision} {text}": measure(
+                batches(Path(name) / text, text == "ragged", batch_size),
+                precision,
+                options.device,
+                options.repeats,
+            )
+            for text in ("full", "ragged")
+            for precision in ("fp32", "bf16")
+        }
+    report(seconds, options.device, batch_size)
+
+
+def batches(folder: Path, ragged: bool, batch_size: int) -> list[Batch]:
+    """Two batches a fold, as the pass reads them from a split on disk."""
+    if not folder.exists():
+        generator = np.random.default_rng(0)
+        sizes = [
+            int(generator.integers(8, LENGTH + 1)) if ragged else LENGTH
+            for _ in range(4 * batch_size)
+        ]
+        texts = ((generator.integers(1, VOCABULARY, size).tolist(), size) for size in sizes)
+        write_split(folder, texts, eos_id=0, vocabulary_size=VOCABULARY)
+    corpus = TokenCorpus(folder)
+    pieces = paragraphs(corpus, sequence_length=LENGTH)
+    return list(paragraph_batches(corpus, pieces, batch_size, PAD_ID, folds=2))
+
+
+def measure(
+    texts: list[Batch], precision: str, device: str, repeats: int
+) -> Mapping[str, list[float]]:
+    """Seconds of each way, in turns."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=DTYPES[precision])
+    model = model.to(device).eval()
+    layout = Layout(SHAPE["hidden_size"], tuple(range(SHAPE["num_hidden_layers"])), folds=2)
+    calls: dict[str, Callable[[], object]] = {
+        "bare": partial(forward, model.model, texts, device),
+        "ours": partial(collect, model.model, texts, layout, device=device, progress=Silent()),
+        "published": partial(published, model, texts, device),
+    }
+    for call in calls.values():  # the first run pays for kernels and memory
+        call()
+    timed = {way: partial(seconds_of, call, device=device) for way, call in calls.items()}
+    return alternate(timed, repeats)
+
+
+@torch.inference_mode()
+def forward(model: nn.Module, texts: list[Batch], device: str) -> None:
+    """A model's forward pass and nothing else."""
+    for batch in texts:
+        model(input_ids=batch.input_ids.to(device), use_cache=False)
+
+
+class EveryExpert(nn.Module):
+    """All experts on every token; the one-hot gate keeps the domain's."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        gate = [1.0] + [0.0] * (EXPERTS - 1)
+        return sum((weight * self.mlp(x_BSH) for weight in gate), torch.zeros_like(x_BSH))
+
+
+def published(model: PreTrainedModel, texts: list[Batch], device: str) -> None:
+    """The published code's pass: ones feature, fp32 sums, padding counted."""
+    size, layers = SHAPE["hidden_size"] + 1, model.get_decoder().layers
+    gram = [torch.zeros(size, size, device=device) for _ in layers]
+    sums = [torch.zeros(size, EXPERTS, device=device) for _ in layers]
+    target = torch.eye(EXPERTS, device=device)[:1]
+
+    def count(index: int, module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        x_TH = output.reshape(-1, size - 1).float()
+        x_TH = torch.cat([x_TH, torch.ones(len(x_TH), 1, device=device)], 1)
+        gram[index] += x_TH.T @ x_TH
+        sums[index] += x_TH.T @ target.expand(len(x_TH), -1)
+
+    with ExitStack() as stack:
+        for index, layer in enumerate(layers):
+            hook = layer.post_attention_layernorm.register_forward_hook(partial(count, index))
+            stack.callback(hook.remove)
+            stack.callback(setattr, layer, "mlp", layer.mlp)
+            layer.mlp = EveryExpert(layer.mlp)
+        forward(model, texts, device)
+
+
+def report(seconds: Mapping[str, Mapping[str, list[float]]], device: str, batch_size: int) -> None:
+    """Print the table and the result."""
+    ratios = {
+        name: {way: median_ratio(found[way], found["bare"]) for way in WAYS[1:]}
+        for name, found in seconds.items()
+    }
+    rows = [
+        [name, *(median(found[way]) for way in WAYS), *(ratios[name][way] for way in WAYS[1:])]
+        for name, found in seconds.items()
+    ]
+    columns = ["", *(f"{way} s" for way in WAYS), "ours / bare", "published / bare"]
+    print_table(f"statistics pass on {device}, medians of rounds in turns", columns, rows)
+    print_result(
+        "statistics_pass",
+        {precision: ratios[f"{precision} full"]["ours"] for precision in ("fp32", "bf16")},
+        {"seconds": seconds, "ratios": ratios, "shape": SHAPE, "batch": [batch_size, LENGTH]},
+    )
+
+
+if __name__ == "__main__":
+    main()
