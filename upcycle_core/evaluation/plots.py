@@ -118,8 +118,9 @@ def draw_scores(
                 (5, 0),
                 textcoords="offset points",
                 va="center",
+                bbox={"color": "white", "pad": 1},
             )
-        ax.axvline(100, color=_FAINT, lw=1, ls=":")
+        ax.axvline(100, color=_FAINT, lw=1, ls=":", zorder=0)
         ax.set_xlim(0, max(100.0, *averages.values()) * 1.09)
         ax.invert_yaxis()
         ax.tick_params("y", length=0)

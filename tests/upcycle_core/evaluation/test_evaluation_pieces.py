@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -6,7 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.pico import VOCABULARY, save_pico
 from upcycle_core.backbone.average import write_backbone
@@ -167,6 +169,20 @@ def test_text_is_scored_with_the_model_s_own_tokenizer(bench, tmp_path):
         bench.experts["law"], {"law": tmp_path / "split"}, config=CONFIG
     )["law"]
     assert found == expected
+
+
+def test_nothing_is_put_before_a_text(bench, tmp_path):
+    """Corpora are tokenised without special tokens, so other tokenizers add none either."""
+    adding = shutil.copytree(bench.experts["law"], tmp_path / "adding")
+    tokenizer = AutoTokenizer.from_pretrained(adding)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer.save_pretrained(adding)
+    assert AutoTokenizer.from_pretrained(adding)("a")["input_ids"] == [0, 67]
+    path = write_texts(tmp_path / "heldout.parquet", TEXTS)
+    found = evaluate_text(adding, {"law": path}, config=CONFIG)
+    assert found == evaluate_text(bench.experts["law"], {"law": path}, config=CONFIG)
 
 
 def test_text_is_read_up_to_a_number_of_bytes_whatever_the_token_limit(bench, tmp_path):

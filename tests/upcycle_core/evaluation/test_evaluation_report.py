@@ -174,6 +174,7 @@ def test_the_page_is_whole_in_itself(report):
     assert not parser.linked
     assert "<script" not in text
     assert '<td class="best">94.0</td>' in text
+    assert "<th>Method</th><th>law</th><th>code</th><th>Average</th>" in text
 
 
 def test_names_are_escaped_on_the_page(evaluation, tmp_path):
@@ -202,14 +203,25 @@ def test_pictures_leave_no_trace_in_matplotlib(tmp_path, monkeypatch):
     import matplotlib
 
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it now fails
-    before = matplotlib.rcParams.copy()
-    plots.draw_routing(COUNTS, tmp_path / "routing.png")
-    assert matplotlib.rcParams.copy() == before
+    with matplotlib.rc_context({"lines.linewidth": 9.0}):
+        before = matplotlib.rcParams.copy()
+        plots.draw_routing(COUNTS, tmp_path / "routing.png")
+        assert matplotlib.rcParams.copy() == before
 
 
-def test_many_layers_fit_on_one_picture(tmp_path):
+def test_every_layer_is_drawn_however_many(tmp_path, monkeypatch):
     counts = {domain: [[i + 1, 2] for i in range(14)] for domain in DOMAINS}
+    drawn = []
+    heat_map = plots._heat_map
+
+    def recording(ax, label, shares, names):
+        drawn.append((label, shares[0][0]))
+        heat_map(ax, label, shares, names)
+
+    monkeypatch.setattr(plots, "_heat_map", recording)
     plots.draw_routing(counts, tmp_path / "routing.png")
+    assert drawn[1:] == [(f"layer {i}", (i + 1) / (i + 3)) for i in range(14)]
+    assert drawn[0][0] == "all layers"
     assert (tmp_path / "routing.png").read_bytes().startswith(b"\x89PNG")
 
 
