@@ -13,7 +13,11 @@ from upcycle_core.progress import Progress
     "backbone",
     inputs=lambda recipe, domain: [f"experts/{name}" for name in recipe.averaged],
     params=("backbone", "moe.max_shard_bytes"),
-    sources=("upcycle_core/backbone/average.py", "upcycle_core/checkpoints/writer.py"),
+    sources=(
+        "upcycle_core/architectures/families.py",
+        "upcycle_core/backbone/average.py",
+        "upcycle_core/checkpoints/writer.py",
+    ),
 )
 def backbone(run: StageRun) -> None:
     """Write the averaged tensors."""

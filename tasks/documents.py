@@ -21,9 +21,13 @@ from upcycle_core.progress import Progress
         "domains.{domain}.elsewhere",
     ),
     sources=(
+        "upcycle_core/corpora/distinct.py",
         "upcycle_core/corpora/documents.py",
         "upcycle_core/corpora/harvest.py",
+        "upcycle_core/corpora/readers.py",
+        "upcycle_core/corpora/seeded.py",
         "upcycle_core/corpora/sources.py",
+        "upcycle_core/corpora/splits.py",
     ),
 )
 def documents(run: StageRun) -> None:

@@ -48,14 +48,19 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
     params=("evaluation", "router", "compute.evaluation", "backbone"),
     sources=(
         "tasks/report.py",
+        "upcycle_core/backbone/stitch.py",
+        "upcycle_core/corpora/batches.py",
+        "upcycle_core/corpora/seeded.py",
         "upcycle_core/evaluation/page.py",
         "upcycle_core/evaluation/perplexity.py",
         "upcycle_core/evaluation/pieces.py",
         "upcycle_core/evaluation/plots.py",
         "upcycle_core/evaluation/report.py",
         "upcycle_core/evaluation/results.py",
+        "upcycle_core/evaluation/routing.py",
         "upcycle_core/evaluation/scores.py",
         "upcycle_core/evaluation/table.py",
+        "upcycle_core/moe/inspect.py",
     ),
 )
 def report(run: StageRun) -> None:

@@ -27,11 +27,16 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
     params=("router", "moe.top_k", "statistics", "compute.assembly"),
     sources=(
         "tasks/sequential.py",
+        "upcycle_core/activations/capture.py",
+        "upcycle_core/backbone/stitch.py",
+        "upcycle_core/corpora/batches.py",
+        "upcycle_core/corpora/seeded.py",
+        "upcycle_core/dume/collect.py",
         "upcycle_core/dume/cross_validation.py",
         "upcycle_core/dume/ridge.py",
         "upcycle_core/dume/router.py",
         "upcycle_core/dume/sequential.py",
-        "upcycle_core/dume/statistics.py",
+        "upcycle_core/moe/inspect.py",
     ),
 )
 def router(run: StageRun) -> None:

@@ -17,6 +17,7 @@ from upcycle_core.training.trainer import train
 
 TRAINING_SOURCES = (
     "upcycle_core/corpora/batches.py",
+    "upcycle_core/corpora/seeded.py",
     "upcycle_core/training/causal_trainer.py",
     "upcycle_core/training/trainer.py",
 )

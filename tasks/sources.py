@@ -27,11 +27,7 @@ TRAINING_COPIES = 8
     "sources",
     inputs=lambda recipe, domain: (),
     params=("folder", "domains", "seed_model.model"),
-    sources=(
-        "tasks/sources.py",
-        "upcycle_core/corpora/sources.py",
-        "upcycle_core/corpora/harvest.py",
-    ),
+    sources=("tasks/sources.py",),
     always=True,
 )
 def sources(run: StageRun) -> None:

@@ -20,11 +20,11 @@ DOMAINS = tuple(WORDS)
 def write_texts(
     folder: Path, *, documents: int = 60, heldout: int = 8, domains: tuple[str, ...] = DOMAINS
 ) -> Path:
-    """``FOLDER/DOMAIN/{train,heldout}.txt``: sentences in which each domain has its own words."""
+    """``FOLDER/DOMAIN/{train,heldout,elsewhere}.txt``: each domain has its own words."""
     for domain in domains:
         draw = random.Random(domain)
         (folder / domain).mkdir(parents=True)
-        for split, count in (("train", documents), ("heldout", heldout)):
+        for split, count in (("train", documents), ("heldout", heldout), ("elsewhere", heldout)):
             texts = [
                 " ".join(draw.choice(WORDS[domain]) for _ in range(60)) + f" {split} {i}"
                 for i in range(count)

@@ -65,5 +65,3 @@ def test_calibration_text_that_is_heldout_text_is_refused(tmp_path, texts):
     assert done.returncode == 2
     assert "calibration" in done.stderr
     assert not (project.workspace / "seed").exists()
-
-

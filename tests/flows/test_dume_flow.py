@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 def project(folder):
     texts = write_texts(folder / "texts", domains=DOMAINS)
     values = pico_recipe(texts, domains=DOMAINS)
-    values["domains"]["letters"]["elsewhere"] = {"files": ["{folder}/letters/heldout.txt"]}
+    values["domains"]["letters"]["elsewhere"] = {"files": ["{folder}/letters/elsewhere.txt"]}
     project = Project(folder, save_recipe(folder / "recipe.yaml", values))
     project.output = project.flow().stdout
     project.first_calls = project.calls()

@@ -1,0 +1,104 @@
+"""dvc.yaml and the fingerprints say the same, and leave nothing out."""
+
+import ast
+
+import pytest
+import yaml
+
+from infra.reading import load_recipe
+from tasks.pipeline import ORDER, dvc_yaml, params_yaml
+from tasks.stage import CODE, Session
+from tasks.workspace import Workspace
+
+RECIPE = load_recipe(CODE / "recipes" / "demo.yaml")
+# Modules that another stage's module may import without its stage listing them. They read what an
+# earlier stage wrote (a change of what is written shows in that stage's own artifact), name tensors
+# (a wrong name is an error, not another number), or move and check things.
+NEUTRAL = {
+    "upcycle_core/activations/moments.py",
+    "upcycle_core/architectures/compare.py",
+    "upcycle_core/architectures/families.py",
+    "upcycle_core/architectures/family.py",
+    "upcycle_core/architectures/resolve.py",
+    "upcycle_core/checkpoints/hashing.py",
+    "upcycle_core/checkpoints/load.py",
+    "upcycle_core/checkpoints/reader.py",
+    "upcycle_core/checkpoints/tokenizer.py",
+    "upcycle_core/checkpoints/writer.py",
+    "upcycle_core/corpora/documents.py",
+    "upcycle_core/corpora/shards.py",
+    "upcycle_core/corpora/sources.py",
+    "upcycle_core/dume/files.py",
+    "upcycle_core/dume/layout.py",
+    "upcycle_core/dume/statistics.py",
+    "upcycle_core/errors.py",
+    "upcycle_core/progress.py",
+    "upcycle_core/training/checkpoints.py",
+    "upcycle_core/training/checks.py",
+}
+
+
+def direct_imports(source: str) -> set[str]:
+    """Files of the library that ``source`` imports."""
+    found = set()
+    for node in ast.walk(ast.parse((CODE / source).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("upcycle_core"):
+            module = CODE / node.module.replace(".", "/")
+            names = [module.with_suffix(".py"), *(module / f"{a.name}.py" for a in node.names)]
+            found |= {str(n.relative_to(CODE)) for n in names if n.exists()}
+    return found
+
+
+@pytest.mark.parametrize("stage", ORDER, ids=lambda stage: stage.name)
+def test_sources_of_a_stage_are_complete(stage):
+    """A change of a module that shapes a result must make the result anew."""
+    listed = set(stage.sources)
+    for source in listed:
+        assert (CODE / source).exists(), source
+        missing = {
+            name
+            for name in direct_imports(source)
+            if name not in listed | NEUTRAL and not name.endswith("config.py")
+        }
+        if not source.startswith("tasks/"):
+            assert not missing, f"{stage.name}: {source} imports {missing}"
+
+
+@pytest.mark.parametrize("stage", ORDER, ids=lambda stage: stage.name)
+def test_dvc_lists_what_the_fingerprint_is_made_from(stage, tmp_path):
+    entry = yaml.safe_load(dvc_yaml(RECIPE))["stages"][stage.name]
+    entry = entry.get("do", entry)
+    session = Session(RECIPE, Workspace(tmp_path), log=lambda text: None)
+    for domain in stage.items(RECIPE):
+        inputs = list(stage.inputs(RECIPE, domain))
+        for name in inputs:
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                path.write_text(name) if path.suffix else path.mkdir()
+        made_from = stage.made_from(session, domain)
+
+        def resolved(values, domain=domain):
+            return {value.replace("${key}", domain) for value in values}
+
+        assert resolved(entry.get("params", [])) == set(made_from["params"])
+        assert resolved(entry["deps"]) == set(made_from["inputs"]) | {
+            f"${{code}}/{source}" for source in made_from["sources"]
+        }
+        assert resolved(entry["outs"]) == {stage.artifact(domain)}
+
+
+def test_params_are_the_resolved_recipe(tmp_path):
+    values = yaml.safe_load(params_yaml(RECIPE, tmp_path / "home" / "demo"))
+    assert (tmp_path / "home" / "demo" / values.pop("code")).resolve() == CODE
+    assert set(values["domains"]) == {"cpp", "documentation", "mathematics", "python"}
+    assert values["router"]["ridge_lambda"] == 0.01
+
+
+def test_every_input_is_made_by_an_earlier_stage():
+    made = set()
+    for stage in ORDER:
+        for domain in stage.items(RECIPE):
+            for name in stage.inputs(RECIPE, domain):
+                assert any(name == m or name.startswith(f"{m}/") for m in made), (stage.name, name)
+        made |= {stage.artifact(domain) for domain in stage.items(RECIPE)}
