@@ -212,11 +212,14 @@ def test_the_nightly_deployment_has_a_schedule_and_runs_that_never_overlap(prefe
         time.sleep(0.5)
 
 
-def test_the_registry_works_through_a_server_too(place, mlflow, tmp_path):
+def test_runs_and_registry_work_through_a_server_too(place, mlflow, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     remote = dataclasses.replace(place, mlflow_tracking_uri=mlflow)
     with Tracker(remote, "remote").start_run("flow") as run:
+        # One more than a server takes in one call.
+        run.log_metrics({f"metric{i}": i for i in range(1001)})
+        run.log_params({f"param{i}": i for i in range(101)})
         registration = Registration(metrics={"score": 0.5})
         version = Registry(remote).register("remote", tmp_path / "model", registration, run=run)
     Registry(remote).set_alias(version, "champion")
