@@ -8,7 +8,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig, CohereForCausalLM
 
 from tests.pico import VOCABULARY, save_pico
 from upcycle_core.backbone.average import write_backbone
@@ -73,6 +73,21 @@ def test_a_checkpoint_is_scored_on_every_domain(bench):
         expected = score_model(model, corpus, config=CONFIG, pad_id=1)
         assert score["nll"] == pytest.approx(expected.nll, rel=1e-7)
         assert Score.from_dict(score).tokens == expected.tokens
+
+
+def test_a_checkpoint_that_scales_its_logits_is_refused(bench, tmp_path):
+    config = CohereConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        logit_scale=0.0625,
+    )
+    CohereForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="plain linear head"):
+        evaluate_checkpoint(tmp_path, bench.corpora, config=CONFIG)
 
 
 def test_the_oracle_is_the_moe_with_one_expert_forced(bench):
