@@ -15,8 +15,8 @@ from infra.records import Registration, Version
 from infra.registry import Registry
 from infra.tracking import Run
 from infra.versions import Versions, code_version
+from tasks.evaluation import champion_piece
 from tasks.gate import Decision, decide
-from tasks.report import champion_piece
 from tasks.stage import CODE, Session
 from upcycle_core.evaluation.results import expert_row
 
