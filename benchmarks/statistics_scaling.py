@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks.common import alternate, median, print_result, print_table, seconds_of
 from infra import settings as environment
@@ -68,6 +69,9 @@ def prepare(folder: Path, count: int) -> None:
     """A random model as its own backbone, and text for all shards."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).save_pretrained(folder / "expert")
+    words = {f"w{index}": index for index in range(VOCABULARY)}
+    core = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(folder / "expert")
     reader = CheckpointReader(folder / "expert")
     write_backbone([reader], folder / "backbone", max_shard_bytes=10**9)
     generator = np.random.default_rng(0)
@@ -88,7 +92,6 @@ def ray_shards(folder: Path, workers: int, settings: environment.Settings) -> fl
                 name=f"{split}-{shard}",
                 function=statistics_piece,
                 arguments={
-                    "what": "statistics",
                     "backbone": folder / "backbone",
                     "expert": folder / "expert",
                     "corpus": folder / split,

@@ -16,6 +16,7 @@ from flows.session import FlowSession
 from infra.records import DatasetRecord
 from tasks.register import Outcome
 
+SUMMARY = "summary.txt"
 SPLIT_CONTEXT = {
     "train": "training",
     "calibration": "calibration",

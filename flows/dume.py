@@ -11,7 +11,7 @@ from typing import Any
 from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.artifacts import publish_artifacts, summary
+from flows.artifacts import SUMMARY, publish_artifacts, summary
 from flows.session import open_session
 from infra import settings as environment
 from infra.reading import load_recipe, validate
@@ -52,7 +52,7 @@ def dume(recipe: Recipe) -> str:
         outcome = register(session.stages, session.registry, session.versions, session.run)
         publish_artifacts(session, outcome)
         session.workspace.sweep()
-        session.stages.log(summary(session, outcome))
+        (session.workspace.root / SUMMARY).write_text(summary(session, outcome))
     return outcome.version.reference
 
 
@@ -69,6 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
         recipe = load_recipe(chosen.recipe, chosen.set)
         check(recipe, settings.home / "models")
         dume(recipe)
+        print((settings.home / recipe.name / SUMMARY).read_text())
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

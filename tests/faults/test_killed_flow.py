@@ -61,6 +61,6 @@ def test_expert_continues_from_its_checkpoint(undisturbed, tmp_path):
         for path in (project.workspace / ".pieces").glob("*/whole.checkpoints/checkpoint-*")
     }
     assert "checkpoint-20" in kept
-    output = project.flow().stdout
+    output = project.flow().stderr
     assert "training: 20 of 30 steps" in output
     assert project.digests() == digests

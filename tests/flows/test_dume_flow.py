@@ -35,7 +35,7 @@ def project(folder):
     values = pico_recipe(texts, domains=DOMAINS)
     values["domains"]["letters"]["elsewhere"] = {"files": ["{folder}/letters/elsewhere.txt"]}
     project = Project(folder, save_recipe(folder / "recipe.yaml", values))
-    project.output = project.flow().stdout
+    project.done = project.flow()
     project.first_calls = project.calls()
     return project
 
@@ -58,8 +58,8 @@ def test_report_has_every_row(project):
 
 def test_terminal_says_scores_places_and_what_to_type(project):
     for text in ("Oracle", "make up", "flows.generate", str(project.workspace / "model")):
-        assert text in project.output
-    assert "training: " in project.output
+        assert text in project.done.stdout
+    assert "tokens/s" in project.done.stderr
 
 
 def test_each_core_function_was_called_once_a_piece(project):
