@@ -4,8 +4,8 @@
 
 All ways take turns in one process. ``ragged`` texts have 8 to 256 tokens, so that batches are
 padded and rows are gathered; the others fill every paragraph. The published code's way keeps
-lm_head and runs every expert of the layer on every token. ``ratio`` is of wall time; CPU time, which
-neighbours on the machine disturb less, stands beside it.
+lm_head and runs every expert of the layer on every token. ``ratio`` is of wall time; CPU time,
+which neighbours on the machine disturb less, stands beside it.
 """
 
 import argparse
@@ -69,12 +69,12 @@ def main() -> None:
 
 
 def batches(folder: Path, ragged: bool, batch_size: int) -> list[Batch]:
-    """Two batches a fold, as the pass reads them from a split on disk."""
+    """One batch a fold, as the pass reads them from a split on disk."""
     if not folder.exists():
         generator = np.random.default_rng(0)
         sizes = [
             int(generator.integers(8, LENGTH + 1)) if ragged else LENGTH
-            for _ in range(4 * batch_size)
+            for _ in range(2 * batch_size)
         ]
         texts = ((generator.integers(1, VOCABULARY, size).tolist(), size) for size in sizes)
         write_split(folder, texts, eos_id=0, vocabulary_size=VOCABULARY)

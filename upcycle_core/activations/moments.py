@@ -35,8 +35,8 @@ def _lower(size: int, device: torch.device) -> Tensor:
     return row * size + column
 
 
-def gram(x_TH: Tensor) -> Tensor:
-    """x^T x of one batch, in the features' own precision (DUME Eq. 5).
+def batch_sums(x_TH: Tensor) -> tuple[Tensor, Tensor]:
+    """x^T x and the sum of x over one batch, in the features' own precision (DUME Eq. 5).
 
     Products of bf16 numbers are exact in fp32, so bf16 features lose nothing to their product's
     arithmetic as long as it is added up in fp32.
@@ -45,15 +45,16 @@ def gram(x_TH: Tensor) -> Tensor:
         x_TH: fp32, fp64 or bf16 features.
 
     Returns:
-        [H, H]: fp64 for fp64 features, else fp32.
+        [H, H] and [H]: fp64 for fp64 features, else fp32.
     """
     if x_TH.dtype != torch.bfloat16:
-        return x_TH.T @ x_TH
+        return x_TH.T @ x_TH, x_TH.sum(0)
     if x_TH.is_cuda:
-        return torch.mm(x_TH.T, x_TH, out_dtype=torch.float32)
+        gram_HH = torch.mm(x_TH.T, x_TH, out_dtype=torch.float32)
+        return gram_HH, x_TH.sum(0, dtype=torch.float32)
+    wide_TH = x_TH.float()
     with _bf16_units():
-        wide_TH = x_TH.float()
-        return wide_TH.T @ wide_TH
+        return wide_TH.T @ wide_TH, wide_TH.sum(0)
 
 
 @contextmanager
@@ -114,9 +115,9 @@ class Moments:
         x_TH = x_TH.reshape(-1, self.size)
         if rows is not None:
             x_TH = x_TH.index_select(0, rows)
-        self.products[cell] += gram(x_TH).flatten()[self._lower]
-        wide = torch.float64 if x_TH.dtype == torch.float64 else torch.float32
-        self.sums[cell] += x_TH.sum(0, dtype=wide)
+        gram_HH, sum_H = batch_sums(x_TH)
+        self.products[cell] += gram_HH.flatten()[self._lower]
+        self.sums[cell] += sum_H
         self.counts[cell] += len(x_TH)
 
     def merge(self, other: "Moments") -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from upcycle_core.activations.moments import Moments, gram, pack_triangle, unpack_triangle
+from upcycle_core.activations.moments import Moments, batch_sums, pack_triangle, unpack_triangle
 
 SIZE = 12
 
@@ -95,16 +95,17 @@ def test_batches_are_added_up_in_fp64():
         (torch.bfloat16, torch.float32, 1e-6),
     ],
 )
-def test_gram_keeps_the_features_precision(dtype, result, tolerance):
+def test_sums_keep_the_features_precision(dtype, result, tolerance):
     x_TH = features(2000, dtype)
-    expected = x_TH.double().T @ x_TH.double()
-    found = gram(x_TH)
-    assert found.dtype == result
-    assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()
+    wide_TH = x_TH.double()
+    gram_HH, sum_H = batch_sums(x_TH)
+    for found, expected in ((gram_HH, wide_TH.T @ wide_TH), (sum_H, wide_TH.sum(0))):
+        assert found.dtype == result
+        assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-def test_gram_leaves_torch_settings_as_they_were():
+def test_sums_leave_torch_settings_as_they_were():
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
-    gram(features(4, torch.bfloat16))
+    batch_sums(features(4, torch.bfloat16))
     assert matmul.fp32_precision == before
