@@ -74,6 +74,10 @@ class FileProgress:
         if time.monotonic() - self.written > REPORT_SECONDS:
             self._write({"done": self.done, "shown": self.shown, "time": time.time()})
 
+    def finish(self) -> None:
+        """Say how far it came: the last step may have been too soon after the one before."""
+        self._write({"done": self.done, "shown": self.shown, "time": time.time()})
+
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         self._write({"metrics": dict(values), "step": step, "time": time.time()})
 
@@ -224,6 +228,7 @@ def _run_piece(directory: Path, piece: Piece, resources: Resources) -> None:
         progress = FileProgress(progress_file(directory, piece.name))
         started = time.time()
         result = piece.function(out=partial, progress=progress, **piece.arguments)
+        progress.finish()
         if partial.exists():
             partial.rename(out)
         record = {"result": result, "started": started, "ended": time.time()}

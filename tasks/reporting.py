@@ -37,7 +37,7 @@ class Bar:
         """``training python: 120 of 200 steps, loss 2.41, 10,400 tokens/s, 0:12 left``."""
         parts = [f"{self.what}: {self.done} of {self.total} {self.unit}"]
         parts += [_shown(key, value) for key, value in self.shown.items()]
-        if self.done:
+        if 0 < self.done < self.total:
             left = (self.seen - self.began) / self.done * (self.total - self.done)
             parts.append(f"{int(left) // 60}:{int(left) % 60:02d} left")
         return ", ".join(parts)
@@ -72,13 +72,19 @@ class PieceWatch:
         self.printed = time.monotonic()
 
     def __call__(self, final: bool = False) -> None:
-        """Look at what is new; print a line for each piece that moved, now and then."""
+        """Look at what is new; print a line for each piece that moved, now and then.
+
+        A stage of one piece also says where it ended.
+        """
         moved = [name for name in self.readers if self._read(name)]
-        if moved and not final and time.monotonic() - self.printed > LINE_SECONDS:
-            self.printed = time.monotonic()
-            for name in moved:
-                prefix = self.label if len(self.readers) == 1 else f"{self.label} {name}"
-                self.log(f"{prefix} | {self.bars[name].line()}")
+        if final:
+            moved = list(self.bars) if len(self.bars) == 1 else []
+        elif time.monotonic() - self.printed < LINE_SECONDS:
+            return
+        self.printed = time.monotonic()
+        for name in moved:
+            prefix = self.label if len(self.readers) == 1 else f"{self.label} {name}"
+            self.log(f"{prefix} | {self.bars[name].line()}")
 
     def _read(self, name: str) -> bool:
         moved = False

@@ -191,7 +191,7 @@ def shard_of(pieces: Paragraphs, shard: int, shards: int) -> Paragraphs:
     """
     ends = np.cumsum(pieces.rows[:, 2])
     middles = ends - pieces.rows[:, 2] / 2
-    owner = np.minimum(middles * shards // max(pieces.tokens, 1), shards - 1)
+    owner = middles * shards // max(pieces.tokens, 1)
     return Paragraphs(pieces.rows[owner == shard])
 
 

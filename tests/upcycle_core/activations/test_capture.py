@@ -67,9 +67,10 @@ def test_the_model_is_whole_again_afterwards(model):
     before = model(input_ids=TOKENS, use_cache=False).last_hidden_state
     names = [name for name, _ in model.named_modules()]
     seen = []
-    with pytest.raises(RuntimeError), router_inputs(model, lambda *_: seen.append(1), layers=[0]):
+    with router_inputs(model, lambda *_: seen.append(1), layers=[0]):
         model(input_ids=TOKENS, use_cache=False)
-        raise RuntimeError
+    with pytest.raises(IndexError), router_inputs(model, lambda *_: None, layers=[0]):
+        model(input_ids=torch.tensor([[10**6]]), use_cache=False)
     assert torch.equal(model(input_ids=TOKENS, use_cache=False).last_hidden_state, before)
     assert [name for name, _ in model.named_modules()] == names
     assert len(seen) == 1

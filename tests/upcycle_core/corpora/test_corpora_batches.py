@@ -1,4 +1,5 @@
 import pickle
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -78,9 +79,20 @@ def test_domains_have_equal_shares_at_every_moment(tmp_path):
     assert len(set(turns)) == 6
 
 
+def test_each_domain_continues_where_its_last_sequence_ended(tmp_path, corpus):
+    documents = [[1000 + token % 1000 for token in ids] for ids in random_documents(1)]
+    low = [[2 + token % 900 for token in ids] for ids in random_documents(2)]
+    corpora = [corpus_of(tmp_path / "high", documents), corpus_of(tmp_path / "low", low)]
+    dataset = packed_sequences(corpora, sequence_length=64, count=60, seed=2)
+    sequences = [dataset[i].tolist() for i in range(60)]
+    for domain, texts in enumerate((documents, low)):
+        own = [ids for ids in sequences if (max(ids) >= 1000) == (domain == 0)]
+        assert [token for ids in own for token in ids] == stream_of(texts, 2, domain, 30 * 64)
+
+
 def test_sequences_end_with_the_count(corpus):
     dataset = packed_sequences([corpus], sequence_length=8, count=4, seed=0)
-    assert len(list(dataset)) == 4
+    assert len(list(islice(dataset, 10))) == 4
     with pytest.raises(IndexError):
         dataset[4]
 
@@ -116,6 +128,12 @@ def test_paragraphs_equal_the_naive_cut(corpus, length, max_tokens, window):
     assert list(found[2:4]) == expected[2:4]
 
 
+def test_paragraphs_stop_as_soon_as_the_tokens_are_reached(tmp_path):
+    corpus = corpus_of(tmp_path / "corpus", [[2] * 100])
+    cut = {n: len(paragraphs(corpus, sequence_length=10, max_tokens=n)) for n in (29, 30, 31)}
+    assert cut == {29: 3, 30: 3, 31: 4}
+
+
 def test_every_window_sees_the_same_paragraphs(corpus):
     cut = [
         paragraphs(corpus, sequence_length=16, max_tokens=120, window=window)
@@ -131,6 +149,12 @@ def test_shards_are_contiguous_and_balanced(corpus, shards):
     parts = [shard_of(pieces, shard, shards) for shard in range(shards)]
     assert [piece for part in parts for piece in part] == list(pieces)
     assert all(abs(part.tokens - pieces.tokens / shards) <= 16 for part in parts)
+
+
+def test_equal_paragraphs_are_shared_equally(tmp_path):
+    corpus = corpus_of(tmp_path / "corpus", [[2] * 10] * 12)
+    pieces = paragraphs(corpus, sequence_length=10)
+    assert [len(shard_of(pieces, shard, 4)) for shard in range(4)] == [3, 3, 3, 3]
 
 
 def test_no_paragraphs_give_empty_shards_and_no_batches(tmp_path):
@@ -162,12 +186,16 @@ def test_batches_hold_every_paragraph_once_right_padded(corpus, folds):
     assert sorted(found) == expected
 
 
-def test_batches_never_mix_folds_and_waste_little(corpus):
+def test_batches_never_mix_folds(corpus):
     pieces = paragraphs(corpus, sequence_length=16)
     batches = list(paragraph_batches(corpus, pieces, 4, PAD, folds=3))
     for batch in batches:
         assert {fold_of(int(document), 3) for document in batch.documents} == {batch.fold}
-    for fold in range(3):
-        widths = [batch.input_ids.shape[1] for batch in batches if batch.fold == fold]
-        assert widths == sorted(widths, reverse=True)
     assert {batch.fold for batch in batches} == {0, 1, 2}
+
+
+def test_batches_hold_paragraphs_of_like_length_in_one_order(tmp_path):
+    corpus = corpus_of(tmp_path / "corpus", [[2] * length for length in (10, 30, 20, 30, 10, 20)])
+    batches = list(paragraph_batches(corpus, paragraphs(corpus, sequence_length=99), 2, PAD))
+    assert [batch.documents.tolist() for batch in batches] == [[1, 3], [2, 5], [0, 4]]
+    assert [batch.lengths.tolist() for batch in batches] == [[30, 30], [20, 20], [10, 10]]

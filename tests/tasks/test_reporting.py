@@ -1,0 +1,70 @@
+import json
+
+import pytest
+
+from infra.compute import FileProgress
+from tasks.reporting import Bar, PieceWatch
+
+
+class Recorder:
+    def __init__(self):
+        self.points = []
+
+    def log_metrics(self, values, step=0):
+        self.points.append((step, values))
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+def watch(path, lines, recorder=None):
+    return PieceWatch(
+        {"whole": path}, label="experts", domain="law", log=lines.append, recorder=recorder
+    )
+
+
+def test_line_says_what_is_done_and_how_long_is_left():
+    bar = Bar()
+    bar.take({"start": "training", "total": 100, "unit": "steps", "time": 1000.0})
+    shown = {"loss": 2.5, "tokens_per_second": 1234.5}
+    bar.take({"done": 25, "shown": shown, "time": 1030.0})
+    assert bar.line() == "training: 25 of 100 steps, loss 2.500, 1,234 tokens/s, 1:30 left"
+
+
+def test_finished_piece_shows_its_end(tmp_path, lines):
+    progress = FileProgress(tmp_path / "p")
+    progress.start("training", 3)
+    for _ in range(3):
+        progress.advance(loss=1.0)
+    progress.finish()
+    watch(tmp_path / "p", lines)(final=True)
+    assert lines == ["experts law | training: 3 of 3 steps, loss 1.000"]
+
+
+def test_points_that_a_killed_piece_repeats_are_recorded_once(tmp_path, lines):
+    recorder = Recorder()
+    follow = watch(tmp_path / "p", lines, recorder)
+    first = FileProgress(tmp_path / "p")
+    first.metrics({"loss": 3.0}, 1)
+    first.metrics({"loss": 2.0}, 2)
+    follow()
+    again = FileProgress(tmp_path / "p")
+    again.metrics({"loss": 2.0}, 2)
+    again.metrics({"loss": 1.0}, 3)
+    follow()
+    assert recorder.points == [(1, {"loss": 3.0}), (2, {"loss": 2.0}), (3, {"loss": 1.0})]
+
+
+def test_line_that_is_still_being_written_waits(tmp_path, lines):
+    recorder = Recorder()
+    follow = watch(tmp_path / "p", lines, recorder)
+    event = json.dumps({"metrics": {"loss": 3.0}, "step": 1, "time": 0.0})
+    (tmp_path / "p").write_text(event[:10])
+    follow()
+    assert recorder.points == []
+    with (tmp_path / "p").open("a") as file:
+        file.write(event[10:] + "\n")
+    follow()
+    assert recorder.points == [(1, {"loss": 3.0})]
