@@ -46,7 +46,7 @@ def publish_artifacts(session: FlowSession, outcome: Outcome) -> None:
     if session.settings.mlflow_url is not None:
         create_link_artifact(
             key=f"{name}-mlflow-run",
-            link=f"{session.settings.mlflow_url}/#/runs/{session.run.id}",
+            link=f"{session.settings.mlflow_url}{session.run.page}",
             link_text="the run in MLflow",
         )
     version = outcome.version
