@@ -35,7 +35,7 @@ SHAPE = {
     "max_position_embeddings": 512,
 }
 EXPERTS = 4
-BATCH, LENGTH = 8, 256
+BATCH, LENGTH = 16, 256
 PRECISIONS: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 

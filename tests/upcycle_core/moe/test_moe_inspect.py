@@ -3,6 +3,7 @@ import torch
 
 from tests.pico import save_pico
 from tests.upcycle_core.moe.joined import join
+from upcycle_core.checkpoints import load
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.errors import InputError
 from upcycle_core.moe.inspect import (
@@ -47,19 +48,30 @@ def router_inputs(model, **inputs) -> list[torch.Tensor]:
     return seen
 
 
-def test_bf16_on_a_cpu_runs_eager_and_everything_else_grouped():
-    assert choose_experts_implementation("cpu", "fp32") == "grouped_mm"
+def test_a_cpu_runs_eager_and_a_gpu_grouped():
+    assert choose_experts_implementation("cpu", "fp32") == "eager"
     assert choose_experts_implementation("cpu", "bf16") == "eager"
     assert choose_experts_implementation("cuda:1", "bf16") == "grouped_mm"
     assert choose_experts_implementation("cuda", "fp32") == "grouped_mm"
 
 
-def test_a_loaded_moe_runs_the_chosen_implementation(folder):
-    names = [
-        load_causal_lm(folder, **options).config._experts_implementation
-        for options in ({}, {"dtype": torch.bfloat16}, {"precision": "bf16"})
-    ]
-    assert names == ["grouped_mm", "eager", "eager"]
+def test_a_loaded_moe_runs_the_chosen_implementation(folder, monkeypatch):
+    for name in ("eager", "grouped_mm"):
+        monkeypatch.setattr(load, "choose_experts_implementation", lambda *_, name=name: name)
+        assert load_causal_lm(folder).config._experts_implementation == name
+
+
+def test_the_choice_knows_device_and_precision(folder, monkeypatch):
+    asked = []
+
+    def choose(device, precision):
+        asked.append((device, precision))
+        return "eager"
+
+    monkeypatch.setattr(load, "choose_experts_implementation", choose)
+    for options in ({}, {"dtype": torch.bfloat16}, {"precision": "bf16"}):
+        load_causal_lm(folder, **options)
+    assert asked == [("cpu", "fp32"), ("cpu", "bf16"), ("cpu", "bf16")]
 
 
 @FAMILIES
