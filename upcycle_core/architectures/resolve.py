@@ -6,6 +6,7 @@ where time does not matter.
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 
 from upcycle_core.errors import Fault, raise_faults
 
@@ -53,7 +54,7 @@ def stock_faults(config: Mapping, field: str) -> list[Fault]:
     from transformers import CONFIG_MAPPING
 
     try:
-        CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(dict(config)))
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         return [Fault(field, config.get("model_type"), f"is not valid: {error}; mend config.json")]
     return []

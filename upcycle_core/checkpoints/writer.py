@@ -150,7 +150,7 @@ def _write_shard(
                     f"{spec.name}: {tuple(tensor.shape)} {tensor.dtype} was produced where "
                     f"{spec.shape} {spec.dtype} was promised"
                 )
-            flat = tensor.detach().contiguous().reshape(-1)
+            flat = tensor.detach().reshape(-1)  # contiguous, copied if need be
             _write_all(file, flat.view(torch.uint8).numpy().data)
         _sync(file)
 

@@ -99,6 +99,14 @@ def test_what_the_stock_class_rejects_is_said(law, tmp_path):
     assert "rms_norm_eps" in found[0]
 
 
+def test_looking_changes_nothing(law, tmp_path):
+    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+    reader = CheckpointReader(configured(law, tmp_path / "code", rope_parameters=rope))
+    before = json.dumps(reader.config)
+    assert compare_experts({"experts.code": reader}, {}) == []
+    assert json.dumps(reader.config) == before
+
+
 def test_the_same_size_with_other_ids_is_a_fault(law, tmp_path):
     found = faults(law, save_pico(tmp_path / "code"), ("one", "other"))
     assert list(found) == ["experts.code.tokenizer"]

@@ -1,3 +1,5 @@
+from copy import deepcopy
+
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
@@ -123,7 +125,7 @@ def test_defaults_are_those_of_the_stock_class(family, changes):
     config = {"model_type": family, **sizes, **changes}
     if family == "qwen3" and changes.get("head_dim", 0) is None:
         del config["head_dim"]
-    stock = CONFIG_MAPPING[family].from_dict(dict(config)).to_dict()
+    stock = CONFIG_MAPPING[family].from_dict(deepcopy(config)).to_dict()
     ours = FAMILIES[family].resolve(config)
     names = {*FAMILIES[family].kept, *FAMILIES[family].demanded, *FAMILIES[family].defaults, *SIZES}
     names |= {"layer_types"}

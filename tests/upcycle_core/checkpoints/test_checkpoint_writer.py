@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 import torch
@@ -71,6 +72,16 @@ def test_one_tensor_is_asked_for_at_a_time_in_order(tmp_path):
     specs = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
     write_sharded(tmp_path, specs, produce, max_shard_bytes=10**9)
     assert asked == list(tensors)
+
+
+def test_every_file_and_the_directory_are_brought_to_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+    )
+    write(tmp_path, some_tensors(), max_shard_bytes=150)
+    assert {*map(str, tmp_path.iterdir()), str(tmp_path)} == set(synced)
+    assert synced[-1] == str(tmp_path)
 
 
 @pytest.mark.parametrize(
