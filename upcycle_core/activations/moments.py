@@ -19,7 +19,7 @@ def triangle_size(size: int) -> int:
 
 def pack_triangle(matrix_HH: Tensor) -> Tensor:
     """The lower triangle of a square matrix, row by row: [H(H+1)/2]."""
-    return matrix_HH.flatten()[_lower(len(matrix_HH), matrix_HH.device)]
+    return matrix_HH.take(_lower(len(matrix_HH), matrix_HH.device))
 
 
 def unpack_triangle(triangle: Tensor, size: int) -> Tensor:
@@ -116,7 +116,7 @@ class Moments:
         if rows is not None:
             x_TH = x_TH.index_select(0, rows)
         gram_HH, sum_H = batch_sums(x_TH)
-        self.products[cell] += gram_HH.flatten()[self._lower]
+        self.products[cell] += gram_HH.take(self._lower)
         self.sums[cell] += sum_H
         self.counts[cell] += len(x_TH)
 
