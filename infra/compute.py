@@ -164,7 +164,7 @@ def run_pieces(
             name=f"{label}:{piece.name}", num_cpus=resources.cpus, num_gpus=resources.gpus
         ).remote(directory, piece, resources)
         for piece in pieces
-        if not _result_file(directory, piece.name).exists()
+        if not _is_finished(directory, piece.name)
     ]
     try:
         while waiting:
@@ -188,8 +188,8 @@ def placements() -> dict[str, list[str]]:
     """Which worker ran which piece, from Ray's own record of events: worker -> task names."""
     found: dict[str, list[str]] = {}
     for event in ray.timeline():
-        if event.get("cat", "").startswith("task::") or event.get("cat") == "task":
-            found.setdefault(str(event["tid"]), []).append(event["args"].get("name", event["name"]))
+        if event["cat"].startswith("task::"):
+            found.setdefault(event["tid"], []).append(event["cat"].removeprefix("task::"))
     return found
 
 
@@ -220,7 +220,7 @@ def _run_piece(directory: Path, piece: Piece, resources: Resources) -> None:
     torch.set_num_threads(resources.cpus)
     with (directory / f"{piece.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if _result_file(directory, piece.name).exists():
+        if _is_finished(directory, piece.name):
             return
         out, partial = directory / piece.name, directory / f"{piece.name}.partial"
         _remove(partial)
@@ -229,9 +229,15 @@ def _run_piece(directory: Path, piece: Piece, resources: Resources) -> None:
         started = time.time()
         result = piece.function(out=partial, progress=progress, **piece.arguments)
         progress.finish()
-        if partial.exists():
+        left_files = partial.exists()
+        if left_files:
             partial.rename(out)
-        record = {"result": result, "started": started, "ended": time.time()}
+        record = {
+            "result": result,
+            "left_files": left_files,
+            "started": started,
+            "ended": time.time(),
+        }
         temporary = directory / f"{piece.name}.json.partial"
         temporary.write_text(json.dumps(record))
         os.replace(temporary, _result_file(directory, piece.name))
@@ -239,6 +245,15 @@ def _run_piece(directory: Path, piece: Piece, resources: Resources) -> None:
 
 def _result_file(directory: Path, name: str) -> Path:
     return directory / f"{name}.json"
+
+
+def _is_finished(directory: Path, name: str) -> bool:
+    """Its result is recorded, and its files were not taken by a stage that was killed then."""
+    try:
+        record = json.loads(_result_file(directory, name).read_text())
+    except FileNotFoundError:
+        return False
+    return not record["left_files"] or (directory / name).exists()
 
 
 def _done(directory: Path, name: str) -> Done:

@@ -15,6 +15,8 @@ from upcycle_core.progress import Progress
     params=("backbone", "moe.max_shard_bytes"),
     sources=(
         "upcycle_core/architectures/families.py",
+        "upcycle_core/architectures/family.py",
+        "upcycle_core/architectures/resolve.py",
         "upcycle_core/backbone/average.py",
         "upcycle_core/checkpoints/writer.py",
     ),

@@ -34,6 +34,7 @@ CARD_KEYS = (
     sources=(
         "upcycle_core/architectures/families.py",
         "upcycle_core/architectures/family.py",
+        "upcycle_core/architectures/resolve.py",
         "upcycle_core/backbone/average.py",
         "upcycle_core/checkpoints/card.py",
         "upcycle_core/checkpoints/writer.py",

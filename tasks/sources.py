@@ -95,13 +95,10 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     for field, reference in given.items():
         try:
             directory = resolve_model(reference, cache)
-            readers[field] = CheckpointReader(directory)
+            readers[field] = CheckpointReader(directory, field=field)
             vocabularies[field] = vocabulary_fingerprint(directory)
         except InputError as error:
-            faults += [
-                Fault(f"{field}: {fault.field}", fault.value, fault.remedy)
-                for fault in error.faults
-            ]
+            faults += [_at(field, fault) for fault in error.faults]
     if recipe.trains_experts and given and recipe.seed_model.model is None:
         faults.append(
             Fault(
@@ -113,6 +110,12 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
         )
     faults += compare_experts(readers, vocabularies)
     return [*faults, *_disk_faults(recipe, readers, cache.parent)]
+
+
+def _at(field: str, fault: Fault) -> Fault:
+    """``fault`` with the recipe's field, where what found it did not know it."""
+    named = fault.field if fault.field.startswith(field) else f"{field}: {fault.field}"
+    return Fault(named, fault.value, fault.remedy)
 
 
 def _disk_faults(recipe: Recipe, readers: dict[str, CheckpointReader], home: Path) -> list[Fault]:

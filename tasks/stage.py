@@ -216,6 +216,7 @@ class Stage:
                 run = StageRun(session, self, domain, out=out, mark=mark, recorder=recorder)
                 self.function(run)
                 session.workspace.publish(out, artifact, {**made_from, "fingerprint": mark})
+                shutil.rmtree(run.pieces_directory, ignore_errors=True)
             except BaseException:
                 shutil.rmtree(out, ignore_errors=True)
                 raise
