@@ -53,7 +53,8 @@ not.
 ![Normalised averages]({name}/scores.png)
 
 The routers send {agreement} % of the tokens to the expert of the text's domain (mean over layers
-and domains). Solving them took {router:.2f} % of a run's time or less; a run took {minutes} minutes.
+and domains). Solving them took {router:.2f} % of a run's time or less; a run took {minutes}
+minutes.
 
 ## Routing
 

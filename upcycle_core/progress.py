@@ -11,7 +11,7 @@ class Progress(Protocol):
         """Begin ``what``: ``total`` units of work lie ahead. Starting again replaces the last."""
 
     def advance(self, amount: int = 1, **shown: float) -> None:
-        """``amount`` more units are done; ``shown`` stands beside the bar (loss, tokens_per_second)."""
+        """``amount`` more units are done; ``shown`` stands beside (loss, tokens_per_second)."""
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         """Points of curves that are to be kept, at ``step``."""
