@@ -22,6 +22,7 @@ from prefect.states import Crashed
 
 from infra import settings as environment
 from infra.compute import cluster
+from infra.processes import end_orphans
 from infra.recipe import Recipe, resolve
 from infra.registry import Registry
 from infra.settings import Settings
@@ -33,6 +34,8 @@ from tasks.workspace import Workspace
 from upcycle_core.errors import Fault, InputError
 
 COMMITTED = ".committed.json"
+# A killed flow leaves the Prefect server that it had brought along.
+ORPHAN_SECONDS = 5.0
 
 
 class FlowSession:
@@ -123,6 +126,12 @@ def open_session(flow_name: str, recipe: Recipe) -> Iterator[FlowSession]:
         InputError: If another flow holds the workspace.
     """
     settings = environment.configure()
+    end_orphans(
+        command="prefect.server.api.server:create_app",
+        environment={"PREFECT_HOME": str(settings.prefect_home)},
+        owner=environment.OWNER,
+        grace=ORPHAN_SECONDS,
+    )
     workspace = Workspace(settings.home / recipe.name)
     with workspace.lock(f"the flow {flow_name}"):
         _close_interrupted(recipe.name)

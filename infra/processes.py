@@ -117,3 +117,31 @@ def write_records(path: Path, records: Mapping[str, ProcessRecord]) -> None:
     staging = path.with_suffix(".tmp")
     staging.write_text(json.dumps({name: asdict(r) for name, r in records.items()}, indent=2))
     staging.replace(path)
+
+
+def end_orphans(*, command: str, environment: Mapping[str, str], owner: str, grace: float) -> int:
+    """End processes that outlived the one they worked for.
+
+    Args:
+        command: Part of their command line.
+        environment: Variables they must have been started with.
+        owner: The variable that holds their owner's process id.
+        grace: Seconds to end in an orderly way.
+
+    Returns:
+        How many there were.
+    """
+    orphans = []
+    for process in psutil.process_iter():
+        try:
+            variables = process.environ()
+            if command not in " ".join(process.cmdline()):
+                continue
+        except psutil.Error:  # another user's, or gone
+            continue
+        ours = environment.items() <= variables.items()
+        if ours and not psutil.pid_exists(int(variables.get(owner, process.pid))):
+            orphans.append(process)
+    for process in orphans:
+        stop(process, grace=grace)
+    return len(orphans)

@@ -34,8 +34,15 @@ DEFAULTS = {
     # Ray's socket paths stay below 108 characters: neither TMPDIR nor the workspace will do.
     "RAY_TMPDIR": "/tmp",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Pieces are the work. At Ray's default, 15, the services beside them slow two threads that
+    # wait for each other: training ran at 11,000 tokens/s instead of 17,000 on two cores.
+    "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+# Which process a child works for, so that one that outlives it can be told.
+OWNER = "UPCYCLE_OWNER"
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,7 @@ def configure(environment: MutableMapping[str, str] = os.environ) -> Settings:
         environment.setdefault(name, value)
     if settings.prefect_api_url is not None:
         environment["PREFECT_API_URL"] = settings.prefect_api_url
+    environment[OWNER] = str(os.getpid())
     return settings
 
 

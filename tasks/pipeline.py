@@ -73,7 +73,7 @@ def _entry(stage: Stage, recipe: Recipe) -> dict[str, Any]:
 def _command(stage: Stage, recipe: Recipe, key: str) -> dict[str, Any]:
     """One entry; a per-domain stage reads the same kinds of input for every domain."""
     entry: dict[str, Any] = {
-        "cmd": f"PYTHONPATH=${{code}} python -m tasks {stage.name} {key}".rstrip(),
+        "cmd": f"PYTHONPATH=${{code}}:$PYTHONPATH python -m tasks {stage.name} {key}".rstrip(),
         "deps": [
             *sorted(stage.inputs(recipe, key)),
             *(f"${{code}}/{source}" for source in stage.sources),

@@ -1,12 +1,13 @@
 import dataclasses
 import os
+import subprocess
 import sys
 import time
 
 import psutil
 import pytest
 
-from infra.processes import find, launch, read_records, stop, write_records
+from infra.processes import end_orphans, find, launch, read_records, stop, write_records
 
 # A parent that has a child, which has a child; each says who it is and how it ended.
 FAMILY = """
@@ -78,3 +79,30 @@ def test_records_survive_a_round_trip_and_a_torn_file_holds_none(family, tmp_pat
     assert read_records(path) == {"parent": record}
     path.write_text(path.read_text()[:-10])
     assert read_records(path) == {}
+
+
+def test_only_processes_whose_owner_is_gone_are_orphans(tmp_path):
+    def sleeper(owner, home):
+        return subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)", "a-server-of-ours"],
+            env={**os.environ, "OWNER_OF_TEST": str(owner), "HOME_OF_TEST": str(home)},
+        )
+
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    orphan = sleeper(gone.pid, tmp_path)
+    others = [sleeper(os.getpid(), tmp_path), sleeper(gone.pid, tmp_path / "another")]
+    try:
+        count = end_orphans(
+            command="a-server-of-ours",
+            environment={"HOME_OF_TEST": str(tmp_path)},
+            owner="OWNER_OF_TEST",
+            grace=5,
+        )
+        assert count == 1
+        assert orphan.wait(timeout=5) is not None
+        assert all(other.poll() is None for other in others)
+    finally:
+        for process in (orphan, *others):
+            process.kill()
+            process.wait()

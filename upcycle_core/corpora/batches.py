@@ -27,7 +27,9 @@ class PackedSequences(Dataset):
     """Sequences of S tokens, each a pure function of the seed and its index.
 
     Each domain is an endless stream: all its documents in a seeded order, an end token after each,
-    then all of them again in another order. Of every D sequences, each domain gives one.
+    then all of them again in another order. It is cut into sequences, and about one pass of them at
+    a time is drawn in a seeded order, so that a batch holds text of many documents. Of every
+    D sequences, each domain gives one.
     """
 
     def __init__(
@@ -42,7 +44,8 @@ class PackedSequences(Dataset):
         self.sequence_length = sequence_length
         self.count = count
         self.seed = seed
-        self._orders: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
+        self._orders: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._rounds: dict[int, tuple[int, np.ndarray]] = {}
 
     def __len__(self) -> int:
         return self.count
@@ -53,8 +56,18 @@ class PackedSequences(Dataset):
             raise IndexError(index)
         turn, place = divmod(index, len(self.corpora))
         domain = int(permutation(len(self.corpora), self.seed, "turn", turn)[place])
-        start = turn * self.sequence_length
+        start = self._place(domain, turn) * self.sequence_length
         return torch.from_numpy(self._stream(domain, start, start + self.sequence_length))
+
+    def _place(self, domain: int, turn: int) -> int:
+        """Which sequence of its stream a domain gives at its ``turn``."""
+        corpus = self.corpora[domain]
+        size = max(1, (len(corpus.tokens) + len(corpus)) // self.sequence_length)
+        number, place = divmod(turn, size)
+        if self._rounds.get(domain, (None,))[0] != number:
+            drawn = permutation(size, self.seed, "round", domain, number)
+            self._rounds[domain] = (number, drawn)
+        return number * size + int(self._rounds[domain][1][place])
 
     def _stream(self, domain: int, start: int, stop: int) -> np.ndarray:
         """Tokens ``start`` to ``stop`` of a domain's endless stream, int64."""
@@ -82,12 +95,15 @@ class PackedSequences(Dataset):
 
     def _order(self, domain: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The documents of one pass and where each ends, its end token included."""
-        if self._orders.get(domain, (None,))[0] != epoch:
+        if (domain, epoch) not in self._orders:
             corpus = self.corpora[domain]
+            # What is drawn at one time lies in two passes at most, or in one after the other.
+            for old in [key for key in self._orders if key[0] == domain and key[1] < epoch - 1]:
+                del self._orders[old]
             order = permutation(len(corpus), self.seed, "epoch", domain, epoch)
             ends = np.cumsum(np.diff(corpus.offsets)[order] + 1)
-            self._orders[domain] = (epoch, order, ends)
-        return self._orders[domain][1:]
+            self._orders[domain, epoch] = (order, ends)
+        return self._orders[domain, epoch]
 
 
 def packed_sequences(

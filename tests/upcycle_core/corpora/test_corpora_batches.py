@@ -47,14 +47,35 @@ def stream_of(documents, seed, domain, tokens):
     return stream[:tokens]
 
 
+def drawn_from(stream, length, size, seed, domain):
+    """The slow obvious way: cut, then draw each round of ``size`` sequences in its order."""
+    sequences = [stream[i : i + length] for i in range(0, len(stream), length)]
+    rounds = [sequences[i : i + size] for i in range(0, len(sequences), size)]
+    return [
+        sequences[place]
+        for number, sequences in enumerate(rounds)
+        for place in permutation(size, seed, "round", domain, number)
+    ]
+
+
 @pytest.mark.parametrize("length", [1, 7, 64, 1000])
-def test_packing_equals_concatenated_epochs(tmp_path, corpus, length):
-    count = 3000 // length
+def test_packing_equals_concatenated_epochs_drawn_in_rounds(corpus, length):
+    documents = random_documents(0)
+    size = max(1, sum(len(ids) + 1 for ids in documents) // length)
+    count = 4 * size
     dataset = packed_sequences([corpus], sequence_length=length, count=count, seed=5)
-    expected = stream_of(random_documents(0), 5, 0, count * length)
+    stream = stream_of(documents, 5, 0, count * length)
     assert len(dataset) == count
-    assert torch.cat([dataset[i] for i in range(count)]).tolist() == expected
+    assert [s.tolist() for s in islice(dataset, count)] == drawn_from(stream, length, size, 5, 0)
     assert dataset[0].dtype == torch.int64
+
+
+def test_batch_holds_text_of_many_documents(tmp_path):
+    """Neighbours in one file say much the same: a batch of them would teach little."""
+    corpus = corpus_of(tmp_path / "long", [[100 + i] * 640 for i in range(50)])
+    dataset = packed_sequences([corpus], sequence_length=64, count=400, seed=0)
+    documents = {int(dataset[i].max()) for i in range(16)}
+    assert len(documents) >= 10
 
 
 def test_a_sequence_depends_on_seed_and_index_alone(tmp_path, corpus):
@@ -79,7 +100,7 @@ def test_domains_have_equal_shares_at_every_moment(tmp_path):
     assert len(set(turns)) == 6
 
 
-def test_each_domain_continues_where_its_last_sequence_ended(tmp_path, corpus):
+def test_each_domain_draws_from_its_own_stream(tmp_path):
     documents = [[1000 + token % 1000 for token in ids] for ids in random_documents(1)]
     low = [[2 + token % 900 for token in ids] for ids in random_documents(2)]
     corpora = [corpus_of(tmp_path / "high", documents), corpus_of(tmp_path / "low", low)]
@@ -87,7 +108,10 @@ def test_each_domain_continues_where_its_last_sequence_ended(tmp_path, corpus):
     sequences = [dataset[i].tolist() for i in range(60)]
     for domain, texts in enumerate((documents, low)):
         own = [ids for ids in sequences if (max(ids) >= 1000) == (domain == 0)]
-        assert [token for ids in own for token in ids] == stream_of(texts, 2, domain, 30 * 64)
+        size = sum(len(ids) + 1 for ids in texts) // 64
+        rounds = -(-30 // size)
+        stream = stream_of(texts, 2, domain, rounds * size * 64)
+        assert own == drawn_from(stream, 64, size, 2, domain)[:30]
 
 
 def test_sequences_end_with_the_count(corpus):
