@@ -38,3 +38,4 @@ def average_piece(
     progress.start("averaging the backbone", 1, "models")
     readers = [CheckpointReader(path) for path in experts]
     write_backbone(readers, out, max_shard_bytes=max_shard_bytes)
+    progress.advance()

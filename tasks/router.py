@@ -65,3 +65,4 @@ def solve_piece(
     progress.start("solving the routers", 1, "models")
     loaded = {name: Statistics.load(path) for name, path in statistics.items()}
     save_routers(solve_routers(loaded, config=config), out)
+    progress.advance()

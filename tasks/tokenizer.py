@@ -56,3 +56,4 @@ def learn_vocabulary(
     """The piece."""
     progress.start("training the tokenizer", 1, "vocabularies")
     train_tokenizer(documents, out, config=config, seed=seed)
+    progress.advance()
