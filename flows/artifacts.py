@@ -39,7 +39,7 @@ def publish_artifacts(session: FlowSession, outcome: Outcome) -> None:
     for picture in sorted(report.glob("*.png")):
         data = base64.b64encode(picture.read_bytes()).decode()
         create_image_artifact(
-            key=f"{name}-{picture.stem}".replace("_", "-"),
+            key=f"{name}-{picture.stem}-plot".replace("_", "-"),
             image_url=f"data:image/png;base64,{data}",
             description=picture.stem.replace("_", " "),
         )
