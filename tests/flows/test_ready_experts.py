@@ -1,0 +1,70 @@
+"""Experts that exist already: nothing is trained, the router can be solved layer by layer."""
+
+import json
+
+import pytest
+import torch
+from pico import save_pico
+from project import Project
+from safetensors.torch import load_file
+from texts import save_recipe, write_texts
+
+DOMAINS = ("letters", "numbers")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ready")
+    texts = write_texts(folder / "texts", domains=DOMAINS)
+    values = {
+        "name": "pico",
+        "folder": str(texts),
+        "domains": {
+            domain: {
+                "expert": str(save_pico(folder / domain, "qwen2", seed=i, intermediate_size=64)),
+                "calibration": {"files": [f"{{folder}}/{domain}/train.txt"]},
+                "heldout": {"files": [f"{{folder}}/{domain}/heldout.txt"]},
+            }
+            for i, domain in enumerate(DOMAINS)
+        },
+        "router": {"solve": "sequential", "ridge_lambda": "cross-validate"},
+        "moe": {"top_k": 2},
+        "statistics": {"sequence_length": 32, "batch_size": 4},
+        "evaluation": {"sequence_length": 32, "random_routing_seeds": [0]},
+        "compute": {"cpus": 2},
+    }
+    project = Project(folder, save_recipe(folder / "recipe.yaml", values))
+    project.flow()
+    return project
+
+
+def test_nothing_is_trained(project):
+    calls = project.calls()
+    assert calls["train"] == 0
+    assert calls["train_tokenizer"] == 0
+    assert calls["assemble"] == 2  # one to send tokens through while routers are solved
+    assert not (project.workspace / "seed").exists()
+
+
+def test_report_has_no_seed_row(project):
+    metrics = json.loads((project.workspace / "report" / "metrics.json").read_text())
+    assert "seed" not in metrics["normalised_average"]
+    assert {"random_routing", "model_averaging", "dume", "oracle"} <= set(
+        metrics["normalised_average"]
+    )
+
+
+def test_model_holds_the_experts_as_they_were(project):
+    model = load_file(project.workspace / "model" / "model.safetensors")
+    config = json.loads((project.workspace / "model" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2MoeForCausalLM"]
+    assert config["num_experts_per_tok"] == 2
+    for index, domain in enumerate(DOMAINS):
+        expert = load_file(project.workspace / "experts" / domain / "model.safetensors")
+        for layer in range(2):
+            for part in ("gate_proj", "up_proj", "down_proj"):
+                mine = model[f"model.layers.{layer}.mlp.experts.{index}.{part}.weight"]
+                assert torch.equal(mine, expert[f"model.layers.{layer}.mlp.{part}.weight"])
+    routers = [model[f"model.layers.{layer}.mlp.gate.weight"] for layer in range(2)]
+    for router in routers:
+        torch.testing.assert_close(router.norm(dim=1), torch.ones(2), atol=1e-5, rtol=0)
