@@ -16,8 +16,8 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import StateType
-from prefect.context import get_run_context
 from prefect.exceptions import MissingContextError
+from prefect.runtime import flow_run
 from prefect.states import Crashed
 
 from infra import settings as environment
@@ -202,7 +202,6 @@ def _log(text: str) -> None:
 
 def _close_interrupted(workspace: str) -> None:
     """Mark earlier runs on this workspace that never ended: we hold its lock, so they are dead."""
-    this = get_run_context().flow_run.id  # type: ignore[union-attr]
     running = FlowRunFilter(
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
     )
@@ -210,7 +209,7 @@ def _close_interrupted(workspace: str) -> None:
         for run in client.read_flow_runs(flow_run_filter=running):
             recipe = run.parameters.get("recipe")
             name = recipe.get("name") if isinstance(recipe, dict) else None
-            if run.id != this and name == workspace:
+            if str(run.id) != flow_run.id and name == workspace:
                 client.set_flow_run_state(
                     run.id, Crashed(message="killed; closed by the next run"), force=True
                 )

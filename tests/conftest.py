@@ -30,7 +30,6 @@ from infra import settings  # noqa: E402  (the environment comes first)
 
 settings.configure()
 
-import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
@@ -38,9 +37,3 @@ torch.set_num_threads(1)
 
 def pytest_unconfigure():
     shutil.rmtree(SESSION, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def session_folder() -> Path:
-    """Where everything of this session lies."""
-    return SESSION
