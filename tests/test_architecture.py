@@ -63,25 +63,28 @@ def test_each_service_is_imported_in_one_place(module):
     assert users <= ONLY_IN[module]
 
 
+def reads_environment(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and (node.value.id, node.attr) in {("os", "environ"), ("os", "getenv")}
+    )
+
+
 def test_library_knows_no_service_and_no_environment():
     for file in LIBRARY:
         assert not roots(file) & LIBRARY_NEVER, name_of(file)
         calls = [
             node
             for node in ast.walk(ast.parse(file.read_text()))
-            if (isinstance(node, ast.Name) and node.id == "print")
-            or (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"))
+            if (isinstance(node, ast.Name) and node.id == "print") or reads_environment(node)
         ]
         assert not calls, f"{name_of(file)}:{calls[0].lineno}"
 
 
 def test_only_settings_read_the_environment():
     for file in SOURCES:
-        readers = [
-            node
-            for node in ast.walk(ast.parse(file.read_text()))
-            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
-        ]
+        readers = [n for n in ast.walk(ast.parse(file.read_text())) if reads_environment(n)]
         allowed = name_of(file) == "infra/settings.py" or name_of(file).startswith("benchmarks")
         assert allowed or not readers, name_of(file)
 
