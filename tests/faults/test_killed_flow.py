@@ -52,15 +52,11 @@ def test_killed_flow_ends_with_the_same_bytes(undisturbed, tmp_path, pause, not_
     assert all(0 <= extra <= 2 for extra in repeated.values()), repeated
 
 
-def test_expert_continues_from_its_checkpoint(undisturbed, tmp_path):
-    texts, digests, _ = undisturbed
+def test_killed_expert_leaves_a_whole_checkpoint_to_continue_from(undisturbed, tmp_path):
+    """That a training continues there bit for bit is tested beside the trainer."""
+    texts, _, _ = undisturbed
     project = Project(tmp_path, save_recipe(tmp_path / "recipe.yaml", values_of(texts)))
     project.kill_flow("training:23")
-    kept = {
-        path.name
-        for path in (project.workspace / ".pieces").glob("*/whole.checkpoints/checkpoint-*")
-    }
-    assert "checkpoint-20" in kept
-    output = project.flow().stderr
-    assert "training: 20 of 30 steps" in output
-    assert project.digests() == digests
+    [*checkpoints] = (project.workspace / ".pieces").glob("*/whole.checkpoints/checkpoint-20")
+    assert checkpoints
+    assert all((checkpoint / "complete.json").exists() for checkpoint in checkpoints)
