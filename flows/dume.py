@@ -19,6 +19,7 @@ from infra.recipe import Recipe, resolve
 from tasks import pipeline
 from tasks.register import register
 from tasks.sources import check
+from tasks.workspace import Workspace
 from upcycle_core.errors import InputError
 
 # Stages wait for Ray in threads. (Prefect's annotation of task_runner admits no runner of its own.)
@@ -68,6 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         recipe = load_recipe(chosen.recipe, chosen.set)
         check(recipe, settings.home / "models")
+        with Workspace(settings.home / recipe.name).lock("the start of a flow"):
+            pass  # said here in one line, before Prefect records a run that cannot begin
         dume(recipe)
         print((settings.home / recipe.name / SUMMARY).read_text())
     except InputError as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from infra import settings as environment
 from infra.registry import Registry
-from upcycle_core.errors import InputError
+from upcycle_core.errors import Fault, InputError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,6 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     registry = Registry(environment.configure())
     try:
+        if not {"@", "/"} & set(chosen.model):
+            remedy = f"names no version; write {chosen.model}@champion or {chosen.model}/1"
+            raise InputError(Fault("model", chosen.model, remedy))
         with tempfile.TemporaryDirectory() as folder:
             reference = f"models:/{chosen.model.removeprefix('models:/')}"
             directory = registry.download(reference, Path(folder) / "model")
