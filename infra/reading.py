@@ -32,6 +32,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise_faults([Fault("recipe", str(path), "no such file; name a YAML recipe")])
     except yaml.YAMLError as error:
         raise_faults([Fault("recipe", str(path), f"not YAML ({error}); correct it")])
+    if not isinstance(values, dict):
+        remedy = "holds no keys; start from a copy of recipes/five-domains.yaml"
+        raise_faults([Fault("recipe", str(path), remedy)])
     for override in overrides:
         _override(values, override)
     return validate(values)

@@ -280,7 +280,8 @@ def _deploy(settings: Settings) -> None:
     for name in names:
         print(f"Deployed {name}")
     print("Run one:")
-    print(f"  PREFECT_API_URL={settings.prefect_api_url} prefect deployment run {names[0]}")
+    run = f"{sys.executable} -m prefect deployment run {names[0]}"
+    print(f"  PREFECT_API_URL={settings.prefect_api_url} {run}")
 
 
 if __name__ == "__main__":

@@ -97,6 +97,13 @@ def test_overrides_are_yaml_at_dotted_keys(values, tmp_path):
     assert recipe.moe.top_k == 2
 
 
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "just words"])
+def test_recipe_without_keys_is_refused(tmp_path, text):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(InputError, match="holds no keys"):
+        load_recipe(tmp_path / "recipe.yaml", ["seed=1"])
+
+
 def test_missing_recipe_file_is_named(tmp_path):
     with pytest.raises(InputError, match="no such file"):
         load_recipe(tmp_path / "none.yaml")
