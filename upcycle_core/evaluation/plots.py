@@ -2,20 +2,16 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from upcycle_core.evaluation import routing
+from upcycle_core.evaluation.canvas import ACCENTS, FAINT, GRID, INK, NEUTRAL, new_figure, save
 from upcycle_core.evaluation.results import Parameter
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-_INK, _FAINT, _GRID = "#1f2430", "#6b7280", "#e5e7eb"
-_ACCENTS = ("#1f6feb", "#d9480f", "#2b8a3e", "#862e9c")
-_NEUTRAL = "#a8b3c4"
 _AXES: dict[Parameter, str] = {
     "top_k": "experts a token passes through (k)",
     "ridge_lambda": "ridge regularisation (λ)",
@@ -38,7 +34,9 @@ def draw_routing(counts: Mapping[str, routing.Counts], path: Path) -> None:
     columns = min(len(maps), 6)
     rows = math.ceil(len(maps) / columns)
     side = 0.62 * len(names) + 0.55
-    with _figure(side * columns + 0.13 * max(map(len, names)) + 0.4, side * rows + 1.3) as figure:
+    with new_figure(
+        side * columns + 0.13 * max(map(len, names)) + 0.4, side * rows + 1.3
+    ) as figure:
         grid = figure.subplots(rows, columns, squeeze=False)
         for index, ax in enumerate(grid.flat):
             if index >= len(maps):
@@ -54,7 +52,7 @@ def draw_routing(counts: Mapping[str, routing.Counts], path: Path) -> None:
                 for text in ax.get_xticklabels():
                     text.set(ha="right", rotation_mode="anchor")
         figure.suptitle("Share of each domain's tokens (rows) sent to each expert (columns), %")
-        _save(figure, path)
+        save(figure, path)
 
 
 def draw_sweep(
@@ -71,11 +69,11 @@ def draw_sweep(
         references: {label: normalised average} drawn as horizontal lines.
         path: The PNG to write.
     """
-    with _figure(6.4, 3.9) as figure:
+    with new_figure(6.4, 3.9) as figure:
         ax = figure.subplots()
         if parameter != "top_k":
             ax.set_xscale("log", base=2 if parameter == "window" else 10)
-        for (label, points), colour in zip(curves.items(), _cycle(_ACCENTS), strict=False):
+        for (label, points), colour in zip(curves.items(), _cycle(ACCENTS), strict=False):
             ax.plot(*zip(*points, strict=True), "o-", color=colour, label=label, lw=2, ms=5.5)
         ax.margins(x=0.05, y=0.12)
         _reference_lines(ax, references)
@@ -85,10 +83,10 @@ def draw_sweep(
         ax.set_xticks([], minor=True)
         ax.set_xlabel(_AXES[parameter])
         ax.set_ylabel("normalised average (%)")
-        ax.grid(axis="y", color=_GRID)
+        ax.grid(axis="y", color=GRID)
         if len(curves) > 1:
             ax.legend(frameon=False)
-        _save(figure, path)
+        save(figure, path)
 
 
 def draw_scores(
@@ -103,15 +101,13 @@ def draw_scores(
         path: The PNG to write.
     """
     labels = list(averages)
-    with _figure(7.2, 0.34 * len(labels) + 1.1) as figure:
+    with new_figure(7.2, 0.34 * len(labels) + 1.1) as figure:
         ax = figure.subplots()
-        colours = [_ACCENTS[0] if label == highlight else _NEUTRAL for label in labels]
+        colours = [ACCENTS[0] if label == highlight else NEUTRAL for label in labels]
         ax.barh(labels, [averages[label] for label in labels], color=colours, height=0.68)
         for position, label in enumerate(labels):
             end = averages[label] + deviations.get(label, 0.0)
-            ax.errorbar(
-                averages[label], position, xerr=deviations.get(label), color=_INK, capsize=3
-            )
+            ax.errorbar(averages[label], position, xerr=deviations.get(label), color=INK, capsize=3)
             ax.annotate(
                 f"{averages[label]:.1f}",
                 (end, position),
@@ -120,19 +116,19 @@ def draw_scores(
                 va="center",
                 bbox={"color": "white", "pad": 1},
             )
-        ax.axvline(100, color=_FAINT, lw=1, ls=":", zorder=0)
+        ax.axvline(100, color=FAINT, lw=1, ls=":", zorder=0)
         ax.set_xlim(0, max(100.0, *averages.values()) * 1.09)
         ax.invert_yaxis()
         ax.tick_params("y", length=0)
         ax.set_xlabel("normalised average perplexity (%): 100 is each domain's own dense expert")
-        _save(figure, path)
+        save(figure, path)
 
 
 def _heat_map(ax: "Axes", label: str, shares: list[list[float]], names: list[str]) -> None:
     ax.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="equal")
     for y, row in enumerate(shares):
         for x, share in enumerate(row):
-            colour = "white" if share > 0.55 else _INK
+            colour = "white" if share > 0.55 else INK
             ax.text(x, y, f"{100 * share:.0f}", ha="center", va="center", color=colour)
     ax.set_title(label)
     ax.set_xticks(range(len(names)), [])
@@ -145,7 +141,7 @@ def _reference_lines(ax: "Axes", references: Mapping[str, float]) -> None:
     for rank, (label, value) in enumerate(sorted(references.items(), key=lambda item: item[1])):
         # The labels of two close lines lean away from each other.
         lean = ("top", "bottom")[rank] if len(references) == 2 else "center"
-        ax.axhline(value, color=_FAINT, lw=1.2, ls="--")
+        ax.axhline(value, color=FAINT, lw=1.2, ls="--")
         ax.annotate(
             label,
             (1, value),
@@ -153,43 +149,10 @@ def _reference_lines(ax: "Axes", references: Mapping[str, float]) -> None:
             xycoords=("axes fraction", "data"),
             textcoords="offset points",
             va=lean,
-            color=_FAINT,
+            color=FAINT,
         )
 
 
 def _cycle(colours: Sequence[str]) -> Iterator[str]:
     while True:
         yield from colours
-
-
-@contextmanager
-def _figure(width: float, height: float) -> Iterator["Figure"]:
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # The user's own matplotlibrc must not change the bytes of a picture.
-    defaults: dict[Any, Any] = dict(matplotlib.rcParamsDefault)
-    del defaults["backend"]
-    settings = defaults | {
-        "font.size": 9.5,
-        "text.color": _INK,
-        "axes.labelcolor": _INK,
-        "axes.edgecolor": _FAINT,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "axes.titlesize": 9.5,
-        "figure.titlesize": 10.5,
-        "xtick.color": _INK,
-        "ytick.color": _INK,
-    }
-    with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasAgg(figure)
-        yield figure
-
-
-def _save(figure: "Figure", path: Path) -> None:
-    # The metadata would name the version of matplotlib: a file depends on its inputs alone.
-    figure.savefig(path, dpi=160, bbox_inches="tight", pad_inches=0.12, metadata={"Software": None})

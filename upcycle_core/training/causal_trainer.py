@@ -1,8 +1,9 @@
 """The HF Trainer as this library uses it: silent, in the dataset's order, safe against kills.
 
 What is overridden is what the stock Trainer gets wrong for us: it fills checkpoints in place with
-no sign that they are whole, loses fused expert weights on resume, hides a diverged gradient, and
-lets accelerate copy bf16 logits to fp32 a second time.
+no sign that they are whole, loses fused expert weights on resume and when it reloads the best
+checkpoint, hides a diverged gradient, knows one loss only, and lets accelerate copy bf16 logits to
+fp32 a second time.
 """
 
 import time
@@ -14,17 +15,25 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress
+from upcycle_core.training import workers
 from upcycle_core.training.checkpoints import (
     Checkpoint,
     keep_newest,
     mark_complete,
     newest_complete,
 )
-from upcycle_core.training.config import TrainingConfig
+from upcycle_core.training.config import MoEObjective, TrainingConfig
+from upcycle_core.training.divergence import BackwardOrder, not_finite
+from upcycle_core.training.objective import StepLosses
+from upcycle_core.training.reporter import Reporter
+from upcycle_core.training.resume import best_step
+from upcycle_core.training.rows import collate, targets
+from upcycle_core.training.validation import mean_loss
 
 KEPT_CHECKPOINTS = 2
 
@@ -35,11 +44,14 @@ class CausalTrainer(Trainer):
     Args:
         model: In fp32; trained in place.
         args: Settings of the HF Trainer.
-        dataset: Row i, a LongTensor[S], is read at place i of the training, and only there.
+        dataset: Row i is read at place i of the training, and only there.
         config: What ``args`` was made from.
         record: What every checkpoint's marker holds beside ``loss`` (the last point of the curve,
             nats a token) and ``seconds`` (spent on its steps, those before a kill included).
-        progress: Where loss, speed and curves go.
+        progress: Where loss, speed and curves go; only worker 0's is told.
+        objective: Losses beside the text's, and what is watched.
+        undecayed: Names of parameters without weight decay.
+        validation: Rows whose loss is measured.
     """
 
     def __init__(
@@ -51,18 +63,30 @@ class CausalTrainer(Trainer):
         config: TrainingConfig,
         record: dict[str, Any],
         progress: Progress,
+        objective: MoEObjective | None = None,
+        undecayed: frozenset[str] = frozenset(),
+        validation: Dataset | None = None,
     ) -> None:
+        self._config = config
+        self._validation = validation
+        self._losses = StepLosses(model, objective, config)
+        reporter = Reporter(
+            progress,
+            config.step_tokens,
+            watched=self._losses.is_watched,
+            validated=self._is_validated,
+        )
+        if config.gradient_checkpointing:
+            # Reentrant checkpointing would silently drop the gradient of the routers' losses.
+            model.activation_checkpointing_enable({"use_reentrant": False})
         super().__init__(
-            model,
-            args,
-            data_collator=lambda rows: {"input_ids": torch.stack(rows)},
-            train_dataset=dataset,
-            callbacks=[_Reporter(progress, tokens_per_step(config))],
+            model, args, data_collator=collate, train_dataset=dataset, callbacks=[reporter]
         )
         self.remove_callback(PrinterCallback)
         self._network = model
-        self._bf16 = config.precision == "bf16"
         self._record = record
+        self._undecayed = undecayed
+        self._order = BackwardOrder(model)
         self._started = time.perf_counter()
         self._seconds_before = 0.0
 
@@ -70,14 +94,38 @@ class CausalTrainer(Trainer):
         """Train to the last step, from ``resume`` where there is one; return its checkpoint."""
         self._started = time.perf_counter()
         self._seconds_before = resume.record["seconds"] if resume else 0.0
+        self._losses.start(resume.step if resume else 0)
         self.train(resume_from_checkpoint=str(resume.directory) if resume else None)
         last = newest_complete(Path(str(self.args.output_dir)))
         assert last is not None  # the Trainer saves at its last step
         return last
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> SequentialSampler:
-        # On resume accelerate drops the indices already seen, without reading their rows.
+        # On resume accelerate drops the indices already seen, without reading their rows. With W
+        # workers it deals batches in turn, so that a step reads the same rows whatever W is.
         return SequentialSampler(cast(Sized, self.train_dataset))
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names of the parameters that decay."""
+        names = super().get_decay_parameter_names(model)
+        return [name for name in names if name not in self._undecayed]
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
+        """Targets of the whole step, over all workers, for rows that say what they predict.
+
+        None for plain rows: they are equally long, so batches weigh the same.
+
+        Raises:
+            InputError: There is none.
+        """
+        if not batch_samples or "labels" not in batch_samples[0]:
+            return None
+        own = torch.stack([targets(batch) for batch in batch_samples]).sum()
+        whole = workers.total(own.to(device))
+        if not whole:
+            step, remedy = self.state.global_step + 1, "no label to predict; leave such rows out"
+            raise InputError(Fault("dataset", f"rows of step {step}", remedy))
+        return whole
 
     def compute_loss(
         self,
@@ -86,27 +134,81 @@ class CausalTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Mean loss of one batch, nats a token; rows are equally long: batches weigh the same."""
-        ids = inputs["input_ids"]
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self._bf16):
-            return model(input_ids=ids, labels=ids, use_cache=False).loss
+        """One micro-batch's share of the step's loss, nats a token.
+
+        Each target token of the step weighs the same, in the loss of the text; the losses of the
+        routers are means over micro-batches. For plain rows it is the mean over the micro-batch,
+        which the Trainer divides by the number of micro-batches.
+        """
+        micro_batches = self.current_gradient_accumulation_steps
+        calls: dict[str, Any] = {"labels": inputs["input_ids"]} | inputs | self._options()
+        if num_items_in_batch is not None:
+            calls["num_items_in_batch"] = num_items_in_batch
+        with self._losses.recording(inputs.get("attention_mask")), self._autocast():
+            text = model(**calls).loss
+        if num_items_in_batch is None:
+            return self._losses.add(text, micro_batches=micro_batches)
+        # A part of a sum; DDP takes the mean over workers, and curves that over micro-batches too.
+        text = text * (workers.count() * micro_batches)
+        return self._losses.add(text, micro_batches=micro_batches) / micro_batches
+
+    def _autocast(self) -> torch.autocast:
+        bf16 = self._config.precision == "bf16"
+        return torch.autocast(self.args.device.type, torch.bfloat16, enabled=bf16)
+
+    def _options(self) -> dict[str, bool]:
+        """What the model is called with beside the batch."""
+        if hasattr(self._network.config, "output_router_logits"):
+            # With it, transformers adds a load-balancing loss of its own, pooled over layers.
+            return {"use_cache": False, "output_router_logits": False}
+        return {"use_cache": False}
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        norm = super()._clip_grad_norm(model)
-        if not torch.isfinite(norm):
-            step, args = self.state.global_step + 1, self.args
-            raise FloatingPointError(
-                f"The gradient of step {step} is not finite. Lower learning_rate (now "
-                f"{args.learning_rate:g}), raise warmup_steps (now {args.warmup_steps:g}) or set "
-                "precision to fp32, and train with an empty checkpoint directory."
-            )
+        self._order.first_step_is_over()
+        step, limit = self.state.global_step + 1, self._config.max_gradient_norm
+        parameters = [p for p in self._network.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        loss = self._losses.end_backward(step)
+        if not torch.isfinite(loss) or not torch.isfinite(norm):
+            raise not_finite(step, loss, self._order.first_not_finite(), self._config)
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         """Not counted: the count walks all parameters at every step."""
         return 0
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Put a point on the curves; they live in the checkpoints, and so survive a kill."""
+        if "loss" in logs:
+            logs["gradient_norm"] = logs.pop("grad_norm")
+            logs |= self._losses.point(self.state.global_step)
+        super().log(logs, start_time)
+
+    def _is_validated(self, step: int) -> bool:
+        every = self._config.evaluation_steps or self._config.steps
+        return self._validation is not None and (step % every == 0 or step == self._config.steps)
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Put the validation loss on the curves."""
+        assert self._validation is not None
+        loss = mean_loss(
+            self._network,
+            self._validation,
+            batch_size=self._config.batch_size,
+            autocast=self._autocast,
+            options=self._options(),
+        )
+        metrics = {"validation_loss": loss}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if not self.args.should_save:
+            return
         directory = Path(str(output_dir))
         directory.mkdir(parents=True, exist_ok=True)
         save_model(self._network, str(directory / "model.safetensors"))
@@ -118,55 +220,19 @@ class CausalTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        checkpoints = Path(str(self.args.output_dir))
-        directory = checkpoints / f"checkpoint-{self.state.global_step}"
-        seconds = self._seconds_before + time.perf_counter() - self._started
-        loss = next(entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry)
-        mark_complete(directory, {**self._record, "loss": loss, "seconds": seconds})
-        keep_newest(checkpoints, count=KEPT_CHECKPOINTS)
-
-
-def tokens_per_step(config: TrainingConfig) -> int:
-    """Tokens of one optimizer step."""
-    return config.batch_size * config.gradient_accumulation * config.sequence_length
+        workers.wait()  # each worker writes its own random state
+        if workers.rank() == 0:
+            checkpoints = Path(str(self.args.output_dir))
+            directory = checkpoints / f"checkpoint-{self.state.global_step}"
+            seconds = self._seconds_before + time.perf_counter() - self._started
+            points = self.state.log_history
+            loss = next(point["loss"] for point in reversed(points) if "loss" in point)
+            mark_complete(directory, {**self._record, "loss": loss, "seconds": seconds})
+            best = best_step(points) if self._config.keep == "best" else None
+            keep_newest(checkpoints, count=KEPT_CHECKPOINTS, spare=best)
+        workers.wait()
 
 
 def load_weights(model: nn.Module, checkpoint: Path) -> None:
     """Fill ``model`` from a checkpoint of ``CausalTrainer``; every tensor must find its place."""
     load_model(model, checkpoint / "model.safetensors", strict=True)
-
-
-class _Reporter(TrainerCallback):
-    """Hands the Trainer's steps and logs to ``Progress``."""
-
-    def __init__(self, progress: Progress, tokens_per_step: int) -> None:
-        self._progress = progress
-        self._tokens_per_step = tokens_per_step
-        self._last_step = 0
-        self._last_time = 0.0
-
-    def on_train_begin(self, args, state, control, **_):
-        self._last_step, self._last_time = state.global_step, time.perf_counter()
-
-    def on_step_end(self, args, state, control, **_):
-        # A stretch of the curve never spans a checkpoint, so a resumed curve has the same points.
-        control.should_log = control.should_log or control.should_save
-        if not control.should_log:
-            self._progress.advance()
-
-    def on_log(self, args, state, control, **event):
-        logs = event["logs"]
-        if "loss" not in logs:
-            return
-        now = time.perf_counter()
-        tokens = (state.global_step - self._last_step) * self._tokens_per_step
-        speed = tokens / (now - self._last_time)
-        self._last_step, self._last_time = state.global_step, now
-        self._progress.advance(loss=logs["loss"], tokens_per_second=speed)
-        values = {
-            "loss": logs["loss"],
-            "learning_rate": logs["learning_rate"],
-            "gradient_norm": logs["grad_norm"],
-            "tokens_per_second": speed,
-        }
-        self._progress.metrics(values, state.global_step)

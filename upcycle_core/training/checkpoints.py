@@ -62,9 +62,11 @@ def discard_incomplete(checkpoints: Path) -> None:
         shutil.rmtree(directory)
 
 
-def keep_newest(checkpoints: Path, *, count: int) -> None:
-    """Delete all marked checkpoints but the newest ``count``."""
+def keep_newest(checkpoints: Path, *, count: int, spare: int | None = None) -> None:
+    """Delete all marked checkpoints but the newest ``count`` and that of step ``spare``."""
     for directory in _marked(checkpoints)[:-count]:
+        if _step(directory) == spare:
+            continue
         # The marker goes first: a kill in between must not leave half a checkpoint that counts.
         (directory / MARKER).unlink()
         sync_directory(directory)

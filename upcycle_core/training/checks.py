@@ -1,9 +1,15 @@
 """Faults of training settings across fields, found without importing torch or reading a file."""
 
 from collections.abc import Iterator
+from typing import get_args
 
 from upcycle_core.errors import Fault
-from upcycle_core.training.config import LlamaShape
+from upcycle_core.training.config import Group, LlamaShape, MoEObjective, TrainingConfig
+
+RENORMALISING = frozenset({"mixtral", "bam"})
+"""Model types whose routers always make a token's k weights sum to one."""
+ON_EXPERTS = ("router", "experts", "expert_gates")
+"""Groups that only a Mixture-of-Experts has."""
 
 
 def shape_faults(shape: LlamaShape, field: str) -> Iterator[Fault]:
@@ -14,3 +20,76 @@ def shape_faults(shape: LlamaShape, field: str) -> Iterator[Fault]:
     if shape.attention_heads % shape.key_value_heads:
         remedy = f"must divide attention_heads = {shape.attention_heads}"
         yield Fault(f"{field}.key_value_heads", shape.key_value_heads, remedy)
+
+
+def training_faults(config: TrainingConfig, field: str = "training") -> Iterator[Fault]:
+    """Settings that leave nothing to train on, or that do not fit each other."""
+    if config.steps < 1:
+        yield Fault(f"{field}.steps", config.steps, "trains on no token; give at least one step")
+    if config.keep == "best" and config.evaluation_steps is None:
+        remedy = "the best weights are those of the lowest validation loss; set evaluation_steps"
+        yield Fault(f"{field}.keep", config.keep, remedy)
+    if config.evaluation_steps is not None and config.evaluation_steps % config.checkpoint_steps:
+        remedy = f"must be a multiple of checkpoint_steps = {config.checkpoint_steps}"
+        yield Fault(f"{field}.evaluation_steps", config.evaluation_steps, remedy)
+
+
+def objective_faults(objective: MoEObjective, field: str = "objective") -> Iterator[Fault]:
+    """Groups that are not there, or none at all."""
+    known = get_args(Group)
+    if not objective.trainable:
+        yield Fault(f"{field}.trainable", [], f"trains nothing; choose among {', '.join(known)}")
+    for group in objective.trainable:
+        if group not in known:
+            yield Fault(f"{field}.trainable", group, f"no such group; choose {', '.join(known)}")
+
+
+def routing_faults(
+    model: object, objective: MoEObjective | None, field: str = "objective"
+) -> Iterator[Fault]:
+    """What a model's configuration cannot be trained with.
+
+    Args:
+        model: A model configuration of transformers: its attributes are all that is looked at.
+        objective: What is to be trained of it; None trains everything.
+        field: Where the objective was given.
+    """
+    experts = experts_of(model)
+    if not experts:
+        if objective is not None:
+            yield from _dense_faults(objective, field)
+        return
+    k = getattr(model, "num_experts_per_tok", 1)
+    if not 1 <= k <= experts:
+        remedy = f"choose 1 to {experts}, the number of experts"
+        yield Fault("model.num_experts_per_tok", k, remedy)
+    groups = objective.trainable if objective else ("all",)
+    if k == 1 and {"router", "all"} & set(groups) and _renormalises(model):
+        remedy = (
+            "trains the routers, but with top_k = 1 and renormalised weights a token's one weight "
+            "is always 1: the routers get no gradient from the text; give the model top_k >= 2, "
+            "or train experts and backbone only"
+        )
+        yield Fault(f"{field}.trainable", list(groups), remedy)
+
+
+def experts_of(model: object) -> int:
+    """Experts of a layer, by a model's configuration; 0 if it is dense."""
+    return getattr(model, "num_local_experts", None) or getattr(model, "num_experts", None) or 0
+
+
+def _dense_faults(objective: MoEObjective, field: str) -> Iterator[Fault]:
+    for group in objective.trainable:
+        if group in ON_EXPERTS:
+            remedy = "the model is dense; give a Mixture-of-Experts, or train backbone or all"
+            yield Fault(f"{field}.trainable", group, remedy)
+    for name in ("balance_coefficient", "z_coefficient"):
+        if getattr(objective, name):
+            remedy = "the model is dense and has no routers; set it to 0"
+            yield Fault(f"{field}.{name}", getattr(objective, name), remedy)
+
+
+def _renormalises(model: object) -> bool:
+    if getattr(model, "model_type", None) in RENORMALISING:
+        return True
+    return bool(getattr(model, "norm_topk_prob", False))

@@ -1,7 +1,10 @@
 """What a recipe says about training."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+Group = Literal["router", "experts", "expert_gates", "backbone", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,41 @@ class TrainingConfig:
     """Optimizer steps between checkpoints; a killed training continues from the last whole one."""
     log_steps: int = field(default=10, metadata={"ge": 1})
     """Optimizer steps between points of the loss curve."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time, the same result."""
+    evaluation_steps: int | None = field(default=None, metadata={"ge": 1})
+    """Optimizer steps between losses on validation text; a multiple of `checkpoint_steps`."""
+    keep: Literal["last", "best"] = "last"
+    """Weights to end with: the last, or those of the lowest validation loss."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.batch_size * self.gradient_accumulation * self.sequence_length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole training."""
+        return self.steps * self.step_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEObjective:
+    """What is trained of a Mixture-of-Experts, on what, and with which losses beside the text's."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    trainable: tuple[Group, ...] = ("all",)
+    """Exact modules: `router`, `experts`, `backbone` (the rest), `all`, or `expert_gates` (the gate
+    matrices of the experts alone, which DUME's published code trains with its routers)."""
+    balance_coefficient: float = field(default=0.0, metadata={"ge": 0})
+    """Factor of the Switch load-balancing loss, a mean over layers."""
+    z_coefficient: float = field(default=0.0, metadata={"ge": 0})
+    """Factor of the router z-loss, a mean over layers."""
+    domain_weights: Mapping[str, float] = field(default_factory=dict)
+    """Share of a domain's text in the mixture, relative to the others; 1 where none is given."""
+    watch_steps: int = field(default=50, metadata={"ge": 1})
+    """Optimizer steps between points of load, router entropy and gradient norms, layer by layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,39 @@
-"""Language-model training that continues bit for bit after a kill."""
+"""Language-model training, dense or Mixture-of-Experts, that continues bit for bit after a kill.
 
-from collections.abc import Iterator, Sized
-from dataclasses import asdict, dataclass
+After a kill, at whatever moment, the same call continues from the newest whole checkpoint. On a CPU
+with the same number of threads and workers it ends with the same bytes as a call never killed.
+
+Where ``torch.distributed`` is initialised, each of its W processes makes the same call and computes
+1 / W of a step's micro-batches: a step has the same rows whatever W is. Worker 0 alone reports and
+writes. The processes need RANK, LOCAL_RANK and WORLD_SIZE in the environment, as torchrun and Ray
+Train set them, and a directory of checkpoints that all of them see.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
 from upcycle_core.checkpoints.load import load_causal_lm, quiet_loading
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
-from upcycle_core.errors import Fault, InputError, raise_faults
-from upcycle_core.progress import Progress
-from upcycle_core.training.causal_trainer import CausalTrainer, load_weights, tokens_per_step
-from upcycle_core.training.checkpoints import Checkpoint, discard_incomplete, newest_complete
-from upcycle_core.training.config import TrainingConfig
-
-SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+from upcycle_core.progress import Progress, Silent
+from upcycle_core.training import workers
+from upcycle_core.training.arguments import checked_shape, training_arguments
+from upcycle_core.training.causal_trainer import CausalTrainer, load_weights
+from upcycle_core.training.checkpoints import PREFIX, Checkpoint
+from upcycle_core.training.config import MoEObjective, TrainingConfig
+from upcycle_core.training.groups import Trainable, select_trainable
+from upcycle_core.training.resume import (
+    best_step,
+    checkpoint_to_resume,
+    read_curves,
+    training_record,
+    validation_loss,
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +46,12 @@ class TrainingResult:
         tokens: Tokens trained on.
         seconds: Time spent on the steps; those repeated after a kill count once.
         tokens_per_second: ``tokens / seconds``.
+        trained_parameters: Parameters that were not frozen.
+        total_parameters: Parameters of the model; tied ones count once.
+        curves: Points in the order of ``step``, each with what was measured there: ``loss`` (of the
+            text), ``learning_rate``, ``gradient_norm``; or ``validation_loss``. With an objective
+            also ``loss/balance``, ``loss/z``, and what ``watch.Watch`` lists.
+        validation_loss: Loss of ``out`` on the validation rows, nats a token; None without them.
     """
 
     steps: int
@@ -37,6 +59,10 @@ class TrainingResult:
     tokens: int
     seconds: float
     tokens_per_second: float
+    trained_parameters: int
+    total_parameters: int
+    curves: list[dict[str, float]]
+    validation_loss: float | None
 
 
 def train(
@@ -49,115 +75,94 @@ def train(
     checkpoints: Path,
     progress: Progress,
     device: str | None = None,
+    objective: MoEObjective | None = None,
+    validation: Dataset | None = None,
+    fingerprint: Mapping[str, Any] | None = None,
 ) -> TrainingResult:
-    """Train a causal language model on rows of token ids, in the dataset's order.
-
-    The same call after a kill, at whatever moment, continues from the newest whole checkpoint; on
-    a CPU with the same number of threads it ends with the same bytes as a call never killed. After
-    the end it only writes ``out`` again. Weights and optimizer are fp32; so is ``out``. Seeds the
-    global random generators.
+    """Train on rows of token ids, in order; after the end the same call only writes ``out`` again.
 
     Args:
         model: Checkpoint directory with its tokenizer.
         dataset: Map-style; at least ``steps * gradient_accumulation * batch_size`` rows, each a
-            LongTensor[sequence_length]. Row i must depend on i alone.
+            LongTensor[sequence_length], or a mapping of ``input_ids``, ``labels`` (-100 is not
+            predicted) and maybe ``attention_mask``. Row i must depend on i alone.
         out: Directory to write: weights, configuration, generation configuration, tokenizer.
-        config: What to do.
-        seed: Seed of what is random in the model (dropout).
-        checkpoints: Directory of this training's checkpoints; the last two are kept.
-        progress: Told of every step, and of the loss curve every ``log_steps``.
-        device: "cpu" or "cuda" (the first); None takes CUDA where there is one.
+        config: What to do. Weights and optimizer are fp32; so is ``out``.
+        seed: Seed of what is random in the model (dropout). Seeds the global generators.
+        checkpoints: Directory of this training's checkpoints; the last two and the best are kept.
+        progress: Told of every step, and of the curves.
+        device: "cpu" or "cuda" (the worker's own); None takes CUDA where there is one.
+        objective: What is trained, the routers' losses, the watch; None: everything, text, nothing.
+        validation: Rows like ``dataset``'s, measured at ``evaluation_steps`` and at the end.
+        fingerprint: What ``dataset`` is made from, JSON values, kept in the checkpoints.
 
     Raises:
-        InputError: Too few rows; settings that do not fit; ``checkpoints`` of another training.
-        FloatingPointError: A gradient is not finite; names the step.
+        InputError: Before weights are read: what does not fit, ``checkpoints`` of another training.
+        FloatingPointError: A loss or gradient is not finite; names step and tensor.
     """
-    raise_faults(_faults(config, dataset))
-    record = {"config": asdict(config), "seed": seed}
-    found = _whole_checkpoint(checkpoints, record)
+    shape = checked_shape(model, dataset, validation, config, objective)
+    record = training_record(config, seed, objective, fingerprint or {})
+    found = checkpoint_to_resume(checkpoints, record)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = training_arguments(shape, config, seed=seed, checkpoints=checkpoints, device=device)
     network = load_causal_lm(model, device=device, precision=config.precision)
-    progress.start("training", config.steps)
-    progress.advance(found.step if found else 0)
+    trainable = select_trainable(network, objective.trainable if objective else ("all",))
+    progress = _started(progress, config, found)
     if found is None or found.step < config.steps:
-        arguments = _arguments(network, config, seed=seed, checkpoints=checkpoints, device=device)
         trainer = CausalTrainer(
-            network, arguments, dataset=dataset, config=config, record=record, progress=progress
+            network,
+            settings,
+            dataset=dataset,
+            config=config,
+            record=record,
+            progress=progress,
+            objective=objective,
+            undecayed=trainable.undecayed,
+            validation=validation,
         )
         found = trainer.run(found)
-    else:
-        load_weights(network, found.directory)
-    _write(network, model, out)
-    return _result(config, found)
+    return _finish(network, model, out, config, found, trainable)
 
 
-def _faults(config: TrainingConfig, dataset: Dataset) -> Iterator[Fault]:
-    assert isinstance(dataset, Sized), "a map-style dataset has a length"
-    rows = config.steps * config.gradient_accumulation * config.batch_size
-    if len(dataset) < rows:
-        remedy = f"the training reads {rows} rows; give more, or lower steps or batch_size"
-        yield Fault("dataset", f"{len(dataset)} rows", remedy)
-    elif len(dataset[0]) != config.sequence_length:
-        remedy = f"the dataset's rows have {len(dataset[0])} tokens; both must be the same"
-        yield Fault("training.sequence_length", config.sequence_length, remedy)
+def _started(progress: Progress, config: TrainingConfig, found: Checkpoint | None) -> Progress:
+    """What this worker tells of its steps, told of those that a checkpoint holds."""
+    progress = progress if workers.rank() == 0 else Silent()
+    progress.start("training", config.steps)
+    progress.advance(found.step if found else 0)
+    return progress
 
 
-def _whole_checkpoint(checkpoints: Path, record: dict[str, Any]) -> Checkpoint | None:
-    """The checkpoint to continue from; what a kill left half-written is deleted."""
-    discard_incomplete(checkpoints)
-    found = newest_complete(checkpoints)
-    other = {key: found.record[key] for key in record} if found else record
-    if other != record:
-        remedy = f"holds checkpoints of another training ({other}); give an empty directory"
-        raise InputError(Fault("checkpoints", str(checkpoints), remedy))
-    return found
-
-
-def _arguments(
+def _finish(
     network: PreTrainedModel,
+    source: Path,
+    out: Path,
     config: TrainingConfig,
-    *,
-    seed: int,
-    checkpoints: Path,
-    device: str,
-) -> TrainingArguments:
-    arguments = TrainingArguments(
-        output_dir=str(checkpoints),
-        use_cpu=device == "cpu",
-        max_steps=config.steps,
-        per_device_train_batch_size=config.batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation,
-        optim="adamw_torch_fused",
-        learning_rate=config.learning_rate,
-        lr_scheduler_type=SCHEDULES[config.schedule],
-        warmup_steps=config.warmup_steps,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        max_grad_norm=config.max_gradient_norm,
-        logging_steps=config.log_steps,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,  # a diverged training is an error, not a smoothed curve
-        save_strategy="steps",
-        save_steps=config.checkpoint_steps,
-        seed=seed,
-        use_cache=network.config.use_cache,  # the Trainer writes it into the configuration
-        remove_unused_columns=False,
-        dataloader_pin_memory=device != "cpu",
-        report_to="none",
-        disable_tqdm=True,
+    last: Checkpoint,
+    trainable: Trainable,
+) -> TrainingResult:
+    """Write the weights to end with, whole, and say what the training came to."""
+    curves = read_curves(last)
+    kept = best_step(curves) if config.keep == "best" else last.step
+    assert kept is not None  # where the best are kept, the last step has a validation loss
+    load_weights(network, last.directory.with_name(f"{PREFIX}{kept}"))
+    if workers.rank() == 0:
+        _write(network, source, out)
+    workers.wait()
+    seconds = last.record["seconds"]
+    return TrainingResult(
+        steps=config.steps,
+        final_loss=last.record["loss"],
+        tokens=config.tokens,
+        seconds=seconds,
+        tokens_per_second=config.tokens / seconds,
+        trained_parameters=trainable.trained,
+        total_parameters=trainable.total,
+        curves=curves,
+        validation_loss=validation_loss(curves, kept),
     )
-    arguments._n_gpu = min(arguments.n_gpu, 1)  # several visible GPUs would mean DataParallel
-    return arguments
 
 
 def _write(network: PreTrainedModel, source: Path, out: Path) -> None:
     with quiet_loading():
         network.save_pretrained(out)
     copy_tokenizer(source, out)
-
-
-def _result(config: TrainingConfig, last: Checkpoint) -> TrainingResult:
-    tokens = config.steps * tokens_per_step(config)
-    seconds = last.record["seconds"]
-    return TrainingResult(config.steps, last.record["loss"], tokens, seconds, tokens / seconds)

@@ -1,20 +1,25 @@
 """SIGKILL at every kind of moment: the same call again gives the bytes of a run never killed."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import Dataset
 
 from tests.pico import VOCABULARY, save_pico
+from tests.upcycle_core.moe.joined import join
+from tests.upcycle_core.training.runs import AnswerRows
 from upcycle_core.progress import Silent
 from upcycle_core.training import causal_trainer, checkpoints, trainer
-from upcycle_core.training.config import TrainingConfig
+from upcycle_core.training.config import MoEObjective, TrainingConfig
 
 ROOT = Path(__file__).parents[3]
 LENGTH = 16
@@ -29,6 +34,22 @@ CONFIG = TrainingConfig(
     log_steps=3,
 )
 ROWS = 9 * 2 * 2
+OPTIONS: dict[str, dict] = {
+    "llama": {"config": CONFIG},
+    "mixtral": {
+        "config": replace(CONFIG, keep="best", evaluation_steps=2),
+        "objective": MoEObjective(balance_coefficient=0.1, z_coefficient=0.01, watch_steps=5),
+        "validation": AnswerRows(3, 7),
+        "fingerprint": {"corpus": "ab"},
+    },
+    "qwen2": {
+        "config": CONFIG,
+        "objective": MoEObjective(
+            trainable=("router", "experts"), balance_coefficient=0.1, watch_steps=5
+        ),
+    },
+}
+"""What each model is trained with, beside what all are."""
 
 
 class Rows(Dataset):
@@ -144,6 +165,13 @@ MOMENTS = {
     _die_in_publishing: 9,
 }
 """How each child dies, and the step that its successor must continue from."""
+DEATHS = {
+    "llama": tuple(MOMENTS),
+    "mixtral": (_die_in_a_step, _die_in_the_weights, _die_before_the_marker, _die_in_publishing),
+    "qwen2": (_die_in_a_step, _die_in_the_optimizer, _die_in_the_cleaning),
+}
+CASES = [(name, arm) for name, deaths in DEATHS.items() for arm in deaths]
+IDS = [f"{name}-{arm.__name__.removeprefix('_die_')}" for name, arm in CASES]
 
 
 def _call(folder: Path, arm=None) -> None:
@@ -152,16 +180,17 @@ def _call(folder: Path, arm=None) -> None:
     trainer.Silent = Silent
     if arm:
         arm()
-    trainer.train(
+    result = trainer.train(
         folder.parent / "model",
         Rows(folder / "read"),
         folder / "out",
-        config=CONFIG,
         seed=5,
         checkpoints=folder / "checkpoints",
         progress=trainer.Silent(),
         device="cpu",
+        **OPTIONS[folder.parent.name],
     )
+    (folder / "curves.json").write_text(json.dumps(result.curves))
 
 
 def _fork(folder: Path, arm=None) -> int:
@@ -181,7 +210,7 @@ def _fork(folder: Path, arm=None) -> int:
 def run_all(folder: Path) -> None:
     """Every run, forked from one process that imported everything once and has no threads."""
     assert _fork(folder / "whole") == 0
-    for arm in MOMENTS:
+    for arm in DEATHS[folder.name]:
         assert _fork(folder / arm.__name__, arm) == -signal.SIGKILL, arm
         (folder / arm.__name__ / "read").unlink()
         assert _fork(folder / arm.__name__) == 0, arm
@@ -189,28 +218,57 @@ def run_all(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Folder of all runs. The model has dropout, so that the random state counts."""
-    folder = tmp_path_factory.mktemp("kills")
-    save_pico(folder / "model", attention_dropout=0.2)
+    """Folder of all runs. The models have dropout, so that the random state counts."""
+    parent = tmp_path_factory.mktemp("kills")
+    for name in DEATHS:
+        folder = parent / name
+        if name == "llama":
+            save_pico(folder / "model", attention_dropout=0.2)
+        else:
+            family = "llama" if name == "mixtral" else name
+            joined = join(parent / f"{name}-parts", family, top_k=2, attention_dropout=0.2)
+            folder.mkdir()
+            joined.model.rename(folder / "model")
     script = (
-        "from pathlib import Path; from tests.upcycle_core.training import test_training_kill; "
-        f"test_training_kill.run_all(Path({str(folder)!r}))"
+        "from pathlib import Path; from tests.upcycle_core.training import test_training_kill as t;"
+        f"[t.run_all(Path({str(parent)!r}) / name) for name in t.DEATHS]"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
-    return folder
+    return parent
 
 
-@pytest.mark.parametrize("arm", MOMENTS, ids=lambda arm: arm.__name__.removeprefix("_die_"))
-def test_after_a_kill_the_same_call_gives_the_same_bytes(runs, arm):
-    folder, whole = runs / arm.__name__, runs / "whole"
+@pytest.mark.parametrize(("name", "arm"), CASES, ids=IDS)
+def test_after_a_kill_the_same_call_gives_the_same_bytes(runs, name, arm):
+    folder, whole = runs / name / arm.__name__, runs / name / "whole"
     for path in (whole / "out").iterdir():
         assert (folder / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+    curves = json.loads((whole / "curves.json").read_text())
+    assert json.loads((folder / "curves.json").read_text()) == curves
     kept = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert kept == {"checkpoint-8", "checkpoint-9"}
+    validated = [point for point in curves if "validation_loss" in point]
+    best = [
+        f"checkpoint-{p['step']}" for p in sorted(validated, key=lambda p: p["validation_loss"])
+    ]
+    assert kept == {"checkpoint-8", "checkpoint-9", *best[:1]}
 
 
-@pytest.mark.parametrize("arm", MOMENTS, ids=lambda arm: arm.__name__.removeprefix("_die_"))
-def test_after_a_kill_only_rows_not_yet_trained_on_are_read(runs, arm):
+@pytest.mark.parametrize(("name", "arm"), CASES, ids=IDS)
+def test_after_a_kill_only_rows_not_yet_trained_on_are_read(runs, name, arm):
     # The first row is a look at the rows' length.
-    read = [int(line) for line in (runs / arm.__name__ / "read").read_text().split()][1:]
+    read = [int(line) for line in (runs / name / arm.__name__ / "read").read_text().split()][1:]
     assert read == list(range(MOMENTS[arm] * 4, ROWS))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2"])
+def test_what_a_kill_could_lose_of_a_moe_is_there(runs, name):
+    """Experts and routers changed since the last checkpoint, and the watch covers all steps."""
+    curves = json.loads((runs / name / "_die_in_a_step" / "curves.json").read_text())
+    watched = [point["step"] for point in curves if "load/layer_1/expert_2" in point]
+    assert watched == [2, 4, 5, 6, 8, 9]  # at checkpoints, every five steps, at the end
+    before, after = (
+        load_file(runs / name / "_die_in_a_step" / "checkpoints" / step / "model.safetensors")
+        for step in ("checkpoint-8", "checkpoint-9")
+    )
+    for key in ("mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+        moved = before[f"model.layers.1.{key}"] - after[f"model.layers.1.{key}"]
+        assert moved.abs().max() > 1e-5, key

@@ -1,0 +1,34 @@
+"""Data-parallel workers: who they are and what they say to each other.
+
+A worker is a process of an initialised ``torch.distributed``; without one there is a single worker.
+"""
+
+from torch import Tensor, distributed
+
+
+def count() -> int:
+    """Workers that share the batches of a step, W."""
+    return distributed.get_world_size() if _several() else 1
+
+
+def rank() -> int:
+    """Number of this worker, from 0. Worker 0 writes files and reports."""
+    return distributed.get_rank() if _several() else 0
+
+
+def wait() -> None:
+    """Return once every worker has come here."""
+    if _several():
+        distributed.barrier()
+
+
+def total(values: Tensor) -> Tensor:
+    """Sum of ``values`` over all workers, the same on each; gradients do not flow through it."""
+    if _several():
+        values = values.detach().clone()
+        distributed.all_reduce(values)
+    return values
+
+
+def _several() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
