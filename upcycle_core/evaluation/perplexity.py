@@ -4,6 +4,7 @@ Shapes: B paragraphs, S positions, N scored tokens, H hidden size, V vocabulary.
 """
 
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -48,22 +49,63 @@ def score_model(
     Raises:
         InputError: No token to score, or a loss that is not finite.
     """
+    pieces = scored_paragraphs(corpus, config)
+    nll = 0.0
+    for _, losses_N in token_losses(
+        model, corpus, pieces, config=config, pad_id=pad_id, progress=progress, what=what
+    ):
+        nll += losses_N.sum().item()
+    return score_of(nll, corpus, pieces)
+
+
+def scored_paragraphs(corpus: TokenCorpus, config: EvaluationConfig) -> Paragraphs:
+    """The paragraphs that are scored, each but for its first token, which nothing predicts.
+
+    Raises:
+        InputError: No token to score.
+    """
     pieces = paragraphs(corpus, sequence_length=config.sequence_length, max_tokens=config.tokens)
-    tokens = int(_scored_tokens(pieces).sum())
-    if not tokens:
+    if not _scored_tokens(pieces).sum():
         raise InputError(Fault("corpus", str(corpus.directory), "no token to score; add text"))
+    return pieces
+
+
+def token_losses(
+    model: PreTrainedModel,
+    corpus: TokenCorpus,
+    pieces: Paragraphs,
+    *,
+    config: EvaluationConfig,
+    pad_id: int,
+    progress: Progress | None = None,
+    what: str = "evaluating",
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Yield each batch with the losses of its scored tokens, [N] fp64 in nats.
+
+    Tokens stand paragraph after paragraph: batch.lengths - 1 of each. Batches and their order
+    depend on text and configuration alone, not on the model. Arguments as ``score_model``.
+
+    Raises:
+        InputError: A loss that is not finite.
+    """
     progress = progress or Silent()
-    progress.start(what, tokens, "tokens")
+    progress.start(what, int(_scored_tokens(pieces).sum()), "tokens")
     nll, done, began = 0.0, 0, time.monotonic()
-    with torch.inference_mode():
-        for batch in paragraph_batches(corpus, pieces, config.batch_size, pad_id):
-            nll += _batch_loss(model, batch)
-            scored = int(batch.lengths.sum()) - len(batch.lengths)
-            done += scored
-            rate = done / max(time.monotonic() - began, 1e-9)
-            progress.advance(scored, loss=nll / done, tokens_per_second=rate)
-    if not np.isfinite(nll):
-        raise InputError(Fault("model", model.name_or_path, "its loss is not finite; it is broken"))
+    for batch in paragraph_batches(corpus, pieces, config.batch_size, pad_id):
+        losses_N = _batch_losses(model, batch)
+        nll += losses_N.sum().item()
+        if not np.isfinite(nll):
+            remedy = "its loss is not finite; it is broken"
+            raise InputError(Fault("model", model.name_or_path, remedy))
+        done += len(losses_N)
+        rate = done / max(time.monotonic() - began, 1e-9)
+        progress.advance(len(losses_N), loss=nll / done, tokens_per_second=rate)
+        yield batch, losses_N
+
+
+def score_of(nll: float, corpus: TokenCorpus, pieces: Paragraphs) -> Score:
+    """The score of a loss in nats over all scored tokens of ``pieces``."""
+    tokens = int(_scored_tokens(pieces).sum())
     return Score(nll=nll, tokens=tokens, bytes=_scored_bytes(corpus, pieces))
 
 
@@ -86,20 +128,21 @@ def check_plain_head(model: PreTrainedModel) -> None:
     raise InputError(Fault("model", type(model).__name__, remedy))
 
 
-def _batch_loss(model: PreTrainedModel, batch: Batch) -> float:
-    """Summed loss of a batch in nats: token t is predicted from the hidden state at t - 1."""
+@torch.inference_mode()
+def _batch_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Losses of a batch, [N] fp64: token t is predicted from the hidden state at t - 1."""
     input_BS = batch.input_ids.to(model.device)
     mask_BS = batch.attention_mask.to(model.device)
     hidden_BSH = _hidden_states(model, input_BS, mask_BS)
     scored_BS = mask_BS[:, 1:].bool()  # padding is on the right: its predecessor is real as well
     hidden_NH, target_N = hidden_BSH[:, :-1][scored_BS], input_BS[:, 1:][scored_BS]
-    total = torch.zeros((), dtype=torch.float64, device=model.device)
+    losses = []
     for h_NH, t_N in zip(
         hidden_NH.split(_TOKENS_AT_ONCE), target_N.split(_TOKENS_AT_ONCE), strict=True
     ):
         logits_NV = _at_least_fp32(model.get_output_embeddings()(h_NH))
-        total += functional.cross_entropy(logits_NV, t_N, reduction="none").double().sum()
-    return total.item()
+        losses.append(functional.cross_entropy(logits_NV, t_N, reduction="none").double())
+    return torch.cat(losses)
 
 
 def _hidden_states(model: PreTrainedModel, input_BS: Tensor, mask_BS: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ Scores = dict[str, dict[str, float]]
 """{domain: what ``Score.to_dict`` gives}"""
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_PAD_ID = 0  # any token does: padding is not scored, and on the right nothing sees it
+PAD_ID = 0  # any token does: padding is not scored, and on the right nothing sees it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def evaluate_checkpoint(
     Raises:
         InputError: The checkpoint or a corpus cannot be used.
     """
-    model = _load(directory, config, device)
+    model = load_scored(directory, config, device)
     return _evaluate(model, corpora, config, progress)
 
 
@@ -126,7 +126,7 @@ def evaluate_moe(
     Raises:
         InputError: The checkpoint, a router, a k or a corpus cannot be used.
     """
-    model = _load(directory, config, device)
+    model = load_scored(directory, config, device)
     k = model.config.num_experts_per_tok
     saved = {
         layer: router.weight.detach().T.clone() for layer, router in enumerate(routers_of(model))
@@ -173,7 +173,7 @@ def evaluate_text(
         InputError: The checkpoint or a text cannot be used.
     """
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    model = _load(directory, config, device)
+    model = load_scored(directory, config, device)
     whole = replace(config, tokens=None)
     with tempfile.TemporaryDirectory() as folder:
         corpora = {}
@@ -191,29 +191,12 @@ def evaluate_text(
         return _evaluate(model, corpora, whole, progress)
 
 
-def random_routers(
-    layers: int, hidden_size: int, experts: int, *, std: float = 0.02, seed: int
-) -> dict[int, torch.Tensor]:
-    """Routers that know nothing, for the random routing row.
+def load_scored(directory: Path, config: EvaluationConfig, device: str) -> PreTrainedModel:
+    """Load a checkpoint in the arithmetic that ``config`` asks for, ready for ``score_model``.
 
-    Args:
-        layers: L.
-        hidden_size: H.
-        experts: D.
-        std: Standard deviation of the weights. At k=1 it changes nothing.
-        seed: Decides the weights.
-
-    Returns:
-        {layer: W [H, D] fp32, normal}.
+    Raises:
+        InputError: It cannot be loaded, or it does something to its logits that scoring leaves out.
     """
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        layer: std * torch.randn(hidden_size, experts, generator=generator)
-        for layer in range(layers)
-    }
-
-
-def _load(directory: Path, config: EvaluationConfig, device: str) -> PreTrainedModel:
     model = load_causal_lm(directory, dtype=_DTYPES[config.precision], device=device)
     check_plain_head(model)
     return model
@@ -231,7 +214,7 @@ def _evaluate(
             model,
             TokenCorpus(corpus),
             config=config,
-            pad_id=_PAD_ID,
+            pad_id=PAD_ID,
             progress=progress,
             what=f"evaluating {what}{domain}",
         ).to_dict()

@@ -294,3 +294,52 @@ def test_routers_are_stored_in_the_type_of_the_weights(tmp_path):
     stored = reader.tensor("model.layers.1.block_sparse_moe.gate.weight")
     assert torch.equal(stored, joined.routers[1].T.to(torch.bfloat16))
     assert len(routers_of(load_causal_lm(joined.model))) == 2
+
+
+def test_an_edit_sees_every_matrix_and_its_result_is_written(tmp_path):
+    joined = join(tmp_path)
+    seen = {}
+
+    def edit(layer, expert, part, weight):
+        seen[layer, expert, part] = weight.clone()
+        return weight + (layer + 10 * expert) if part == "up" else weight
+
+    assemble(
+        joined.experts,
+        joined.backbone,
+        joined.routers,
+        tmp_path / "edited",
+        top_k=1,
+        max_shard_bytes=10**9,
+        edit=edit,
+    )
+    before, after = weights_of(joined.model), weights_of(tmp_path / "edited")
+    parts = {"gate": "w1", "up": "w3", "down": "w2"}
+    assert len(seen) == 2 * 3 * 3
+    for (layer, expert, part), weight in seen.items():
+        name = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{parts[part]}.weight"
+        assert torch.equal(weight, before[name])
+        added = layer + 10 * expert if part == "up" else 0
+        assert torch.equal(after[name], before[name] + added)
+    others = [name for name in before if ".experts." not in name]
+    assert all(torch.equal(after[name], before[name]) for name in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_backbone_it_is_averaged_on_the_way(tmp_path, dtype):
+    joined = join(tmp_path, "qwen3", dtype=dtype)
+    options = {"top_k": 1, "max_shard_bytes": 10**9}
+    assemble(joined.experts, None, joined.routers, tmp_path / "again", **options)
+    assert tree_digest(tmp_path / "again") == tree_digest(joined.model)
+
+
+def test_a_fault_of_a_checkpoint_that_comes_several_times_is_said_once(tmp_path):
+    joined = join(tmp_path)
+    wide = save_pico(tmp_path / "wide", intermediate_size=96)
+    experts = {"law": joined.experts["domain0"], "code": wide, "history": wide}
+    with pytest.raises(InputError) as caught:
+        assemble(experts, None, joined.routers, tmp_path / "out", top_k=1, max_shard_bytes=10**9)
+    message = str(caught.value)
+    assert message.count("layers.0.mlp.gate_proj.weight") == 1
+    assert "experts.code" in message
+    assert "experts.history" not in message

@@ -1,0 +1,45 @@
+"""Faults of a baseline's settings across fields, found without importing torch or reading files."""
+
+from collections.abc import Collection, Iterator
+
+from upcycle_core.baselines.config import Baseline
+from upcycle_core.errors import Fault
+
+
+def baseline_faults(baseline: Baseline, domains: Collection[str], field: str) -> Iterator[Fault]:
+    """What does not fit in ``baseline``, which the recipe gave at ``field``.
+
+    Args:
+        baseline: The settings.
+        domains: The recipe's domains.
+        field: Where the recipe gave it.
+    """
+    method, experts = baseline.method, baseline.experts(len(domains))
+    if experts and baseline.top_k > experts:
+        remedy = f"more than the {experts} experts; use 1 to {experts}"
+        yield Fault(f"{field}.top_k", baseline.top_k, remedy)
+    if experts and baseline.top_k == 1 and {"router", "all"} & set(baseline.objective.trainable):
+        remedy = (
+            "a renormalised top-1 weight is always 1, so the text's loss gives the router no "
+            "gradient; use top_k >= 2, or objective.trainable: [experts, backbone]"
+        )
+        yield Fault(f"{field}.top_k", baseline.top_k, remedy)
+    if baseline.seed_expert and method not in ("btx", "bam"):
+        yield Fault(f"{field}.seed_expert", True, f"{method} has no such expert; btx and bam have")
+    if baseline.copies and not (experts and not baseline.uses_experts):
+        remedy = f"{method} copies no FFN here; remove it"
+        yield Fault(f"{field}.copies", baseline.copies, remedy)
+    if baseline.start == "experts" and method != "drop-upcycling":
+        yield Fault(f"{field}.start", "experts", f"is for drop-upcycling; {method} has its own")
+    if method == "full-finetune" and tuple(baseline.objective.trainable) != ("all",):
+        remedy = "a dense model is trained whole; use [all]"
+        yield Fault(f"{field}.objective.trainable", list(baseline.objective.trainable), remedy)
+    for name in baseline.objective.domain_weights:
+        if name not in domains:
+            remedy = f"not a domain; the domains are {sorted(domains)}"
+            yield Fault(f"{field}.objective.domain_weights", name, remedy)
+    weights = [baseline.objective.domain_weights.get(name, 1.0) for name in domains]
+    if any(weight < 0 for weight in weights) or not any(weights):
+        remedy = "must be at least 0, and one of them more"
+        given = dict(baseline.objective.domain_weights)
+        yield Fault(f"{field}.objective.domain_weights", given, remedy)

@@ -1,0 +1,85 @@
+"""What a recipe says about a baseline: a published way of upcycling, to compare with."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from upcycle_core.training.config import MoEObjective, TrainingConfig
+
+Method = Literal[
+    "btx",
+    "dume",
+    "sparse-upcycling",
+    "drop-upcycling",
+    "bam",
+    "branch-train-merge",
+    "full-finetune",
+]
+FROM_EXPERTS: frozenset[Method] = frozenset({"btx", "dume", "bam", "branch-train-merge"})
+"""Methods that begin with the trained experts; the others begin with the seed."""
+WITHOUT_TRAINING: frozenset[Method] = frozenset({"branch-train-merge"})
+MERGED: frozenset[Method] = frozenset({"btx", "dume", "bam", "sparse-upcycling", "drop-upcycling"})
+"""Methods that make one Mixture-of-Experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """One row of a comparison."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    method: Method
+    """`btx`: Branch-Train-MiX; `dume`: routers finetuned from the ridge solution (DUME+);
+    `sparse-upcycling`: copies of one FFN; `drop-upcycling`: the same, partly re-initialised; `bam`:
+    query and output projections are experts as well; `branch-train-merge`: ensemble of the experts,
+    no training; `full-finetune`: the seed on all text."""
+    title: str | None = None
+    """Name in tables and plots; the recipe's key by default."""
+    top_k: int = field(default=2, metadata={"ge": 1})
+    """Experts a token passes through."""
+    seed_expert: bool = False
+    """The seed is one more expert, and part of the averaged backbone (btx, bam)."""
+    copies: int | None = field(default=None, metadata={"ge": 2})
+    """Experts made of one FFN (sparse-upcycling, drop-upcycling); one a domain by default."""
+    start: Literal["seed", "experts"] = "seed"
+    """Whose FFNs drop-upcycling re-initialises: copies of the seed's, or each expert's own
+    (Symphony-MoE's variant)."""
+    reinitialised: float = field(default=0.5, metadata={"ge": 0, "le": 1})
+    """Share of the intermediate neurons that drop-upcycling draws anew."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """Training on the training text of all domains; a comparison's token budget sets its steps."""
+    objective: MoEObjective = field(default_factory=MoEObjective)
+    """What is trained, and with which losses."""
+
+    @property
+    def uses_experts(self) -> bool:
+        """Whether it begins with the trained experts, whose tokens then count."""
+        return self.method in FROM_EXPERTS or self.start == "experts"
+
+    @property
+    def uses_seed(self) -> bool:
+        """Whether it begins with the seed model."""
+        return not self.uses_experts or self.seed_expert
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything to train."""
+        return self.method not in WITHOUT_TRAINING
+
+    def experts(self, domains: int) -> int:
+        """How many experts its model has, of a recipe with ``domains``; 0 if it is dense."""
+        if self.method not in MERGED:
+            return 0
+        if self.method in ("sparse-upcycling", "drop-upcycling") and self.start == "seed":
+            return self.copies or domains
+        return domains + self.seed_expert
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonConfig:
+    """What every row of a comparison is given."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    tokens: int | None = field(default=None, metadata={"ge": 1})
+    """Training tokens a row may see after the seed, those of the experts it begins with included.
+    It sets the steps of each row's training; without it the rows keep their own."""

@@ -1,0 +1,173 @@
+"""Branch-Train-Merge (Li et al., arXiv 2208.03306): dense experts as one ensemble, nothing merged.
+
+Section 2.2, Eqs. 1 to 3: p(x_t | x_<t) = sum_j p(x_t | x_<t, D=j) p(D=j | x_<t), and the domain
+posterior by Bayes' rule from the likelihoods of what was read so far and a prior p(D=j).
+
+D experts, P paragraphs.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from upcycle_core.corpora.batches import Paragraphs
+from upcycle_core.corpora.shards import TokenCorpus
+from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.evaluation.config import EvaluationConfig
+from upcycle_core.evaluation.perplexity import score_of, scored_paragraphs, token_losses
+from upcycle_core.evaluation.pieces import PAD_ID, Scores, load_scored
+from upcycle_core.progress import Progress
+
+PRIOR_PARAGRAPHS = 100
+"""Sequences that a prior is estimated on (the paper's N)."""
+PRIOR_DECAY = 0.3
+"""Weight of the newest posterior in the moving average (the paper's lambda)."""
+
+
+def evaluate_ensemble(
+    experts: Mapping[str, Path],
+    corpora: Mapping[str, Path],
+    *,
+    config: EvaluationConfig,
+    prior_corpora: Mapping[str, Path] | None = None,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Scores:
+    """Score the ensemble on the same paragraphs and the same tokens as ``score_model``.
+
+    One expert is in memory at a time. In each paragraph the posterior starts from the prior. The
+    paper estimates the prior on development text of the very domain that it then tests on; that
+    tells the ensemble the domain, which no other row is told. So the prior is uniform by default.
+
+    Args:
+        experts: Domain to its dense expert; all of one vocabulary.
+        corpora: {domain: its held-out split's directory}, tokenised for these experts.
+        config: What is scored, and in which arithmetic.
+        prior_corpora: {domain: split whose first paragraphs its prior is estimated on}, for every
+            domain of ``corpora``; uniform without.
+        device: Where the experts run.
+        progress: Told of tokens as they are scored, D times in all.
+
+    Returns:
+        {domain: score}.
+
+    Raises:
+        InputError: No expert; a domain without text for its prior; a checkpoint or a corpus
+            that cannot be used.
+    """
+    raise_faults(_faults(experts, corpora, prior_corpora))
+    texts = {name: _Text(path, config) for name, path in corpora.items()}
+    prior_texts = {
+        name: _Text(path, config, PRIOR_PARAGRAPHS) for name, path in (prior_corpora or {}).items()
+    }
+    for expert, path in experts.items():
+        model = load_scored(path, config, device)
+        for kind, chosen in (("", texts), ("prior of ", prior_texts)):
+            for name, text in chosen.items():
+                text.read(model, config, progress, f"evaluating {expert} on {kind}{name}")
+        del model
+    scores: Scores = {}
+    for name, text in texts.items():
+        log_prior_D = torch.full((len(experts),), -np.log(len(experts)), dtype=torch.float64)
+        if prior_texts:
+            log_prior_D = estimate_prior(prior_texts[name].log_likelihoods_DP()).log()
+        log_likelihood_P = mixed_log_likelihood(text.log_likelihoods_DP(), log_prior_D)
+        nll = -log_likelihood_P.sum().item()
+        scores[name] = score_of(nll, text.corpus, text.pieces).to_dict()
+    return scores
+
+
+def mixed_log_likelihood(log_likelihoods_DP: Tensor, log_prior_D: Tensor) -> Tensor:
+    """Log-likelihood of whole paragraphs under the ensemble.
+
+    With Bayes' posterior p(D=j | x_<t) ~ p(D=j) prod_{s<t} p(x_s | x_<s, D=j), Eq. 1's factor for
+    token t is sum_j p(D=j) prod_{s<=t} p(x_s | ., j) over the same sum up to t - 1. Multiplied over
+    a paragraph, all but the last sum cancel: sum_j p(D=j) prod_t p(x_t | x_<t, D=j).
+
+    Args:
+        log_likelihoods_DP: [D, P] fp64, each expert's.
+        log_prior_D: [D] fp64, log p(D=j), normalised.
+
+    Returns:
+        [P] fp64, in nats.
+    """
+    return torch.logsumexp(log_prior_D[:, None] + log_likelihoods_DP, dim=0)
+
+
+def estimate_prior(log_likelihoods_DP: Tensor, *, decay: float = PRIOR_DECAY) -> Tensor:
+    """The domain prior: an exponential moving average of posteriors (arXiv 2208.03306, Eq. 3).
+
+    It starts with the first paragraph's posterior, then average <- (1 - decay) average + decay
+    posterior. Every posterior is that of the whole paragraph, from a uniform prior. (The authors'
+    evaluation code averages over a paragraph's positions and uses the average so far as prior. With
+    a prior so updated, an expert that loses the first paragraph by 750 nats is out for good.)
+
+    Args:
+        log_likelihoods_DP: [D, P] fp64, each expert's, of P paragraphs in their order.
+        decay: Weight of the newest posterior.
+
+    Returns:
+        p(D=j) [D] fp64.
+    """
+    posteriors_DP = torch.softmax(log_likelihoods_DP, dim=0)
+    average_D = posteriors_DP[:, 0]
+    for posterior_D in posteriors_DP.T[1:]:
+        average_D = (1 - decay) * average_D + decay * posterior_D
+    return average_D
+
+
+class _Text:
+    """Paragraphs, and what each expert that has read them makes of them."""
+
+    def __init__(self, path: Path, config: EvaluationConfig, first: int | None = None) -> None:
+        self.corpus = TokenCorpus(path)
+        self.pieces: Paragraphs = scored_paragraphs(self.corpus, config)[:first]
+        self._found: list[Tensor] = []
+
+    def log_likelihoods_DP(self) -> Tensor:
+        """[D, P] fp64 on the CPU, in the order of the paragraphs."""
+        return torch.stack(self._found)
+
+    def read(
+        self,
+        model: PreTrainedModel,
+        config: EvaluationConfig,
+        progress: Progress | None,
+        what: str,
+    ) -> None:
+        """Add one expert's log-likelihoods."""
+        sums: list[Tensor] = []
+        for batch, losses_N in token_losses(
+            model,
+            self.corpus,
+            self.pieces,
+            config=config,
+            pad_id=PAD_ID,
+            progress=progress,
+            what=what,
+        ):
+            sums += [-part.sum() for part in losses_N.split((batch.lengths - 1).tolist())]
+        found_P = torch.stack(sums).cpu()
+        # Batches hold long paragraphs first, equally long ones in their order.
+        order_P = np.argsort(-self.pieces.rows[:, 2], kind="stable")
+        self._found.append(
+            torch.empty_like(found_P).index_copy(0, torch.from_numpy(order_P), found_P)
+        )
+
+
+def _faults(
+    experts: Mapping[str, Path],
+    corpora: Mapping[str, Path],
+    prior_corpora: Mapping[str, Path] | None,
+) -> list[Fault]:
+    faults = []
+    if not experts:
+        faults.append(Fault("experts", {}, "there is none; give at least one checkpoint"))
+    missing = sorted(set(corpora) - set(prior_corpora or corpora))
+    if missing:
+        faults.append(Fault("prior_corpora", missing, "no text to estimate these priors on"))
+    return faults

@@ -1,0 +1,72 @@
+"""From a baseline's settings to the checkpoint that its training starts from."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from upcycle_core.baselines.bam.write import write_bam
+from upcycle_core.baselines.btx import write_btx
+from upcycle_core.baselines.config import Baseline
+from upcycle_core.baselines.upcycling import write_drop_upcycling, write_sparse_upcycling
+from upcycle_core.checkpoints.copy import copy_checkpoint
+from upcycle_core.moe.assemble import assemble
+from upcycle_core.progress import Progress
+
+
+def write_start(
+    baseline: Baseline,
+    out: Path,
+    *,
+    experts: Mapping[str, Path],
+    seed_model: Path,
+    backbone: Path,
+    routers: Mapping[int, torch.Tensor],
+    copies: int,
+    seed: int,
+    max_shard_bytes: int,
+    progress: Progress | None = None,
+) -> None:
+    """Write what ``baseline.method`` begins with; see the functions that this calls.
+
+    Args:
+        baseline: The settings.
+        out: The directory that is written.
+        experts: Domain to its dense expert, in the order of the model's experts.
+        seed_model: The model that the experts began with; read only where the method uses it.
+        backbone: DUME's averaged backbone; read for method ``dume`` alone.
+        routers: DUME's routers, layer to W [H, D]; likewise.
+        copies: Experts made of one FFN, where the method copies.
+        seed: Decides routers, and neurons that are drawn anew.
+        max_shard_bytes: Size of one safetensors file.
+        progress: Hears of every tensor.
+
+    Raises:
+        InputError: What the methods' functions raise.
+    """
+    shards: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "progress": progress}
+    mixture: dict[str, Any] = {"top_k": baseline.top_k, "router_seed": seed, **shards}
+    match baseline.method:
+        case "btx" | "bam":
+            write = write_btx if baseline.method == "btx" else write_bam
+            seed_expert = seed_model if baseline.seed_expert else None
+            write(experts, out, seed_expert=seed_expert, **mixture)
+        case "dume":
+            assemble(experts, backbone, routers, out, top_k=baseline.top_k, **shards)
+        case "sparse-upcycling":
+            write_sparse_upcycling(seed_model, out, copies=copies, **mixture)
+        case "drop-upcycling":
+            own = baseline.start == "experts"
+            write_drop_upcycling(
+                experts if own else seed_model,
+                out,
+                copies=None if own else copies,
+                reinitialised=baseline.reinitialised,
+                seed=seed,
+                **mixture,
+            )
+        case "full-finetune":
+            copy_checkpoint(seed_model, out)
+        case "branch-train-merge":
+            raise ValueError("branch-train-merge trains nothing; evaluate its ensemble")

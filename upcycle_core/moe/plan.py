@@ -1,0 +1,179 @@
+"""What a MoE's checkpoint is made of: dense checkpoints that fit, and the source of each tensor.
+
+H hidden size, D experts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from upcycle_core.architectures.compare import tensor_faults
+from upcycle_core.architectures.families import family_of
+from upcycle_core.architectures.family import Family
+from upcycle_core.backbone.average import average_tensors, write_generation_config
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.tokenizer import copy_tokenizer
+from upcycle_core.checkpoints.writer import TensorSpec, write_json, write_sharded
+from upcycle_core.errors import Fault
+from upcycle_core.progress import Progress, Silent
+
+Part = Literal["gate", "up", "down"]
+Edit = Callable[[int, int, Part, torch.Tensor], torch.Tensor]
+"""(layer, expert, which matrix, its weight) to the weight that is written in its place. The weight
+is a view of the expert's file and not to be written to."""
+Plan = dict[str, tuple[tuple[int, ...], Callable[[], torch.Tensor]]]
+"""Name to shape and source of every tensor, in the order they are written."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The dense checkpoints that become one MoE.
+
+    Args:
+        family: Their family.
+        experts: One a domain, in order; copies of one model are one reader, several times.
+        shared: Where the rest comes from: the backbone, or the checkpoints whose mean it is.
+    """
+
+    family: Family
+    experts: Sequence[CheckpointReader]
+    shared: Sequence[CheckpointReader]
+
+    @classmethod
+    def open(cls, experts: Mapping[str, Path], backbone: Path | None) -> "Parts":
+        """Read configurations and headers.
+
+        Args:
+            experts: Domain to its expert's checkpoint.
+            backbone: What ``write_backbone`` wrote; None for the mean of the experts, each
+                checkpoint counted once.
+
+        Raises:
+            InputError: A checkpoint that cannot be read, or of no supported family.
+        """
+        opened: dict[Path, CheckpointReader] = {}
+        for domain, path in experts.items():
+            if path not in opened:
+                opened[path] = CheckpointReader(path, field=f"experts.{domain}")
+        shared = list(opened.values())
+        if backbone is not None:
+            shared = [CheckpointReader(backbone, field="backbone")]
+        family = family_of(shared[0].config, field=f"{shared[0].field}.config.model_type")
+        return cls(family, [opened[path] for path in experts.values()], shared)
+
+    @property
+    def config(self) -> Mapping:
+        """The dense config.json that everything must fit."""
+        return self.shared[0].config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return _dtype(self.shared[0])
+
+    def shared_tensor(self, name: str) -> torch.Tensor:
+        """A tensor outside the experts: the backbone's own, or the experts' mean."""
+        if len(self.shared) == 1:
+            return self.shared[0].tensor(name)
+        return average_tensors(self.shared, name)
+
+    def faults(self) -> list[Fault]:
+        """What speaks against joining them: tensors that do not fit, types that differ."""
+        faults = []
+        if self.shared[0] not in self.experts:
+            faults += tensor_faults(self.shared[0], self.family, self.shared[0].field, ffn=False)
+        for reader in dict.fromkeys(self.experts):
+            faults += tensor_faults(reader, self.family, reader.field, config=self.config)
+            if _dtype(reader) != self.dtype:
+                remedy = f"weights are {_dtype(reader)}, the backbone's {self.dtype}; "
+                remedy += "save both in one type"
+                faults.append(Fault(reader.field, str(reader.directory), remedy))
+        return faults
+
+
+def moe_plan(parts: Parts, routers: Mapping[int, torch.Tensor], edit: Edit | None = None) -> Plan:
+    """Plan the checkpoint of the family's stock MoE.
+
+    Args:
+        parts: Where tensors come from.
+        routers: Layer to W [H, D].
+        edit: Applied to the experts' matrices on their way.
+    """
+    family = parts.family
+    dense = family.tensors(parts.config)
+    layer_of = {name: i for i in range(len(routers)) for name in family.ffn(i)}
+    plan: Plan = {}
+    for name, shape in dense.items():
+        if name not in layer_of:
+            plan[name] = shape, partial(parts.shared_tensor, name)
+        elif name == family.ffn(layer_of[name]).gate:
+            layer = layer_of[name]
+            plan |= _moe_layer(parts, layer, routers[layer], edit or _as_it_is)
+    return plan
+
+
+def write_plan(
+    out: Path,
+    plan: Plan,
+    config: Mapping,
+    *,
+    parts: Parts,
+    max_shard_bytes: int,
+    progress: Progress | None,
+) -> None:
+    """Write the tensors of ``plan`` one by one, config.json, tokenizer, generation configuration.
+
+    Args:
+        out: The directory that is written.
+        plan: What it holds.
+        config: The content of its config.json.
+        parts: What it is made of; decides the weights' type, and gives the tokenizer.
+        max_shard_bytes: Size of one safetensors file.
+        progress: Hears of every tensor.
+    """
+    progress = progress or Silent()
+    specs = [TensorSpec(name, shape, parts.dtype) for name, (shape, _) in plan.items()]
+    progress.start("assembly", len(specs), "tensors")
+
+    def produce(name: str) -> torch.Tensor:
+        progress.advance()
+        return plan[name][1]().to(parts.dtype)
+
+    write_sharded(out, specs, produce, max_shard_bytes=max_shard_bytes)
+    write_json(out / "config.json", config)
+    copy_tokenizer(parts.shared[0].directory, out)
+    write_generation_config(parts.shared[0], out)
+
+
+def _moe_layer(parts: Parts, layer: int, router_HD: torch.Tensor, edit: Edit) -> Plan:
+    """The tensors of one MoE block: router, what must be zero, experts."""
+    family, target = parts.family, parts.family.target
+    hidden, count = router_HD.shape
+    plan: Plan = {target.router_name(layer): ((count, hidden), lambda: router_HD.T)}
+    for name, shape in family.zeros(parts.config, layer).items():
+        plan[name] = shape, partial(torch.zeros, shape)
+    kinds: tuple[Part, ...] = ("gate", "up", "down")
+    for index, reader in enumerate(parts.experts):
+        names = zip(kinds, family.ffn(layer), target.expert_ffn(layer, index), strict=True)
+        for part, old, new in names:
+            source = partial(_edited, edit, layer, index, part, reader, old)
+            plan[new] = reader.tensors[old].shape, source
+    return plan
+
+
+def _edited(
+    edit: Edit, layer: int, expert: int, part: Part, reader: CheckpointReader, name: str
+) -> torch.Tensor:
+    return edit(layer, expert, part, reader.tensor(name))
+
+
+def _as_it_is(_layer: int, _expert: int, _part: Part, weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def _dtype(reader: CheckpointReader) -> torch.dtype:
+    return next(iter(reader.tensors.values())).dtype
