@@ -5,6 +5,7 @@ Shapes: S sequence length, B batch, N paragraphs.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from upcycle_core.corpora.mixture import Turns, weight_faults, weighted_turns
 from upcycle_core.corpora.seeded import permutation
 from upcycle_core.corpora.shards import TokenCorpus
 from upcycle_core.errors import Fault, raise_faults
@@ -29,21 +31,30 @@ class PackedSequences(Dataset):
     Each domain is an endless stream: all its documents in a seeded order, an end token after each,
     then all of them again in another order. It is cut into sequences, and about one pass of them at
     a time is drawn in a seeded order, so that a batch holds text of many documents. Of every
-    D sequences, each domain gives one.
+    D sequences, each domain gives one, or its share by ``weights``.
     """
 
     def __init__(
-        self, corpora: Sequence[TokenCorpus], *, sequence_length: int, count: int, seed: int
+        self,
+        corpora: Sequence[TokenCorpus],
+        *,
+        sequence_length: int,
+        count: int,
+        seed: int,
+        weights: Sequence[float] | None = None,
     ) -> None:
+        shares = [1.0] * len(corpora) if weights is None else list(weights)
+        raise_faults(weight_faults(shares, len(corpora)))
         raise_faults(
             Fault("corpus", str(corpus.directory), "it holds no tokens to train on; add text")
-            for corpus in corpora
-            if not len(corpus.tokens)
+            for corpus, share in zip(corpora, shares, strict=True)
+            if share and not len(corpus.tokens)
         )
         self.corpora = tuple(corpora)
         self.sequence_length = sequence_length
         self.count = count
         self.seed = seed
+        self.weights = shares
         self._orders: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._rounds: dict[int, tuple[int, np.ndarray]] = {}
 
@@ -54,10 +65,21 @@ class PackedSequences(Dataset):
         """Token ids ``[S]`` int64 of one sequence."""
         if not 0 <= index < self.count:
             raise IndexError(index)
-        turn, place = divmod(index, len(self.corpora))
-        domain = int(permutation(len(self.corpora), self.seed, "turn", turn)[place])
+        domain, turn = self._turn(index)
         start = self._place(domain, turn) * self.sequence_length
         return torch.from_numpy(self._stream(domain, start, start + self.sequence_length))
+
+    def _turn(self, index: int) -> tuple[int, int]:
+        """Which domain gives a sequence, and how many it has given before."""
+        if len(set(self.weights)) > 1:
+            return int(self._turns.corpus[index]), int(self._turns.turn[index])
+        # What weighted_turns would find, without walking there.
+        turn, place = divmod(index, len(self.corpora))
+        return int(permutation(len(self.corpora), self.seed, "turn", turn)[place]), turn
+
+    @cached_property
+    def _turns(self) -> Turns:
+        return weighted_turns(self.weights, self.count, seed=self.seed)
 
     def _place(self, domain: int, turn: int) -> int:
         """Which sequence of its stream a domain gives at its ``turn``."""
@@ -107,23 +129,33 @@ class PackedSequences(Dataset):
 
 
 def packed_sequences(
-    corpora: Sequence[TokenCorpus], *, sequence_length: int, count: int, seed: int
+    corpora: Sequence[TokenCorpus],
+    *,
+    sequence_length: int,
+    count: int,
+    seed: int,
+    weights: Sequence[float] | None = None,
 ) -> PackedSequences:
     """Sequences for training, the same ones for the same seed wherever a run is resumed.
 
     Args:
-        corpora: One split a domain; each gives every D-th sequence.
+        corpora: One split a domain; each gives every D-th sequence, or its share.
         sequence_length: S, in tokens.
         count: Sequences in all: steps x batch size x gradient accumulation.
         seed: Decides the order of documents and domains.
+        weights: Share of each corpus, relative to the others, met within one sequence at every
+            moment; 0 leaves a corpus out. None and equal weights give the same sequences.
 
     Returns:
-        A map-style dataset of ``count`` tensors ``[S]`` int64.
+        A map-style dataset of ``count`` tensors ``[S]`` int64. No corpus repeats a window before it
+        has given about all of its text.
 
     Raises:
-        InputError: A corpus holds no tokens.
+        InputError: A corpus that has a share holds no tokens; a weight is negative, or all are 0.
     """
-    return PackedSequences(corpora, sequence_length=sequence_length, count=count, seed=seed)
+    return PackedSequences(
+        corpora, sequence_length=sequence_length, count=count, seed=seed, weights=weights
+    )
 
 
 class Paragraph(NamedTuple):

@@ -33,6 +33,16 @@ def read_jsonl(path: Path, text_field: str) -> Iterator[str]:
     Raises:
         ValueError: A line is not UTF-8, not a JSON object, or has no such text; says which line.
     """
+    for number, row in json_rows(path, f'{{"{text_field}": ...}}'):
+        yield checked_text(row, text_field, f"line {number}")
+
+
+def json_rows(path: Path, form: str) -> Iterator[tuple[int, dict]]:
+    """Number and object of each line that is not blank.
+
+    Raises:
+        ValueError: A line is not UTF-8, or not a JSON object like ``form``; says which line.
+    """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -44,8 +54,8 @@ def read_jsonl(path: Path, text_field: str) -> Iterator[str]:
                     f"line {number} is not JSON in UTF-8 ({error}); mend or remove that line"
                 ) from None
             if not isinstance(row, dict):
-                raise ValueError(f'line {number} is not a JSON object like {{"{text_field}": ...}}')
-            yield checked_text(row, text_field, f"line {number}")
+                raise ValueError(f"line {number} is not a JSON object like {form}")
+            yield number, row
 
 
 def read_parquet(path: Path, text_field: str) -> Iterator[str]:
@@ -54,14 +64,7 @@ def read_parquet(path: Path, text_field: str) -> Iterator[str]:
     Raises:
         ValueError: Not a Parquet file, no such column, or a row without text; says which row.
     """
-    import pyarrow
-    import pyarrow.parquet as parquet
-
-    try:
-        file = parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"this is not a whole Parquet file ({error}); write it again") from None
-    with file:
+    with _parquet_file(path) as file:
         if text_field not in file.schema_arrow.names:
             checked_text(dict.fromkeys(file.schema_arrow.names), text_field, "the file")
         row = 0
@@ -69,6 +72,30 @@ def read_parquet(path: Path, text_field: str) -> Iterator[str]:
             for text in batch.column(0).to_pylist():
                 yield checked_text({text_field: text}, text_field, f"row {row}")
                 row += 1
+
+
+def parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
+    """Number (from 0) and values by column of each row.
+
+    Raises:
+        ValueError: Not a Parquet file.
+    """
+    with _parquet_file(path) as file:
+        row = 0
+        for batch in file.iter_batches():
+            for values in batch.to_pylist():
+                yield row, values
+                row += 1
+
+
+def _parquet_file(path: Path):
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    try:
+        return parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"this is not a whole Parquet file ({error}); write it again") from None
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {

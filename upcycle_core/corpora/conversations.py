@@ -1,0 +1,134 @@
+"""Instruction data as it lies in files, brought to one form: conversations.
+
+A record is one of::
+
+    {"prompt": "...", "response": "..."}
+    {"instruction": "...", "input": "...", "output": "..."}
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from upcycle_core.corpora.readers import json_rows, parquet_rows
+from upcycle_core.errors import Fault, InputError
+
+PROMPT_FIELDS = ("prompt", "instruction")
+RESPONSE_FIELDS = ("response", "output", "completion", "answer")
+FORM = '{"prompt": ..., "response": ...} or {"messages": [...]}'
+FAULTS_SHOWN = 5
+"""A file of the wrong form is wrong in every line."""
+
+Message = dict[str, str]
+
+
+class Conversation(NamedTuple):
+    """What was said, up to the last response.
+
+    Args:
+        messages: Each with ``role`` and ``content``; the first is no response, the last is one
+            (``role`` is ``assistant``).
+        place: File and line, for errors.
+    """
+
+    messages: list[Message]
+    place: str
+
+
+def read_conversations(files: Sequence[Path]) -> list[Conversation]:
+    """Read .jsonl and .parquet files of instructions, in order.
+
+    A prompt and what stands in ``input`` are one message, an empty line between them. What follows
+    the last response of a conversation is left out.
+
+    Raises:
+        InputError: A file cannot be read, holds no record, or a record has no prompt or response;
+            says file, line, field and what to do, for the first few records.
+    """
+    found: list[Conversation] = []
+    faults: list[Fault] = []
+    for file in files:
+        records = 0
+        try:
+            for place, row in _rows(file):
+                records += 1
+                try:
+                    found.append(Conversation(_messages(row, place), place))
+                except InputError as error:
+                    faults += error.faults
+        except (ValueError, OSError) as error:
+            faults.append(Fault("instructions", str(file), str(error)))
+        else:
+            if not records:
+                faults.append(Fault("instructions", str(file), "it holds no record; fill it"))
+    if not files:
+        faults.append(Fault("instructions", [], "name a .jsonl or .parquet file"))
+    if faults:
+        more = len(faults) - FAULTS_SHOWN
+        rest = [Fault("instructions", f"{more} more", "they are faulty too")] if more > 0 else []
+        raise InputError(*faults[:FAULTS_SHOWN], *rest)
+    return found
+
+
+def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    readers: dict[str, tuple[str, Callable[[], Iterator[tuple[int, dict]]]]] = {
+        ".jsonl": ("line", lambda: json_rows(file, FORM)),
+        ".parquet": ("row", lambda: parquet_rows(file)),
+    }
+    if file.suffix not in readers:
+        raise ValueError(f"its ending is none of {', '.join(readers)}; convert or rename it")
+    what, read = readers[file.suffix]
+    for number, row in read():
+        # A Parquet file has all columns in every row.
+        present = {name: value for name, value in row.items() if value is not None}
+        yield f"{file}, {what} {number}", present
+
+
+def _messages(row: dict[str, Any], place: str) -> list[Message]:
+    if "messages" in row:
+        return _conversation(row["messages"], place)
+    prompt = _text(row, _only(row, PROMPT_FIELDS, place), place)
+    response = _text(row, _only(row, RESPONSE_FIELDS, place), place)
+    if row.get("input"):
+        prompt = f"{prompt}\n\n{_text(row, 'input', place)}"
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+
+
+def _conversation(messages: Any, place: str) -> list[Message]:
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        remedy = 'must be a list of {"role": ..., "content": ...}; mend or remove the record'
+        raise InputError(Fault(f"{place}, messages", _start(messages), remedy))
+    said = [
+        {name: _text(message, name, f"{place}, messages[{i}]") for name in ("role", "content")}
+        for i, message in enumerate(messages)
+    ]
+    responses = [i for i, message in enumerate(said) if message["role"] == "assistant"]
+    if not responses or responses[0] == 0:
+        roles = [message["role"] for message in said]
+        remedy = "a response (role assistant) must follow some prompt; mend or remove the record"
+        raise InputError(Fault(f"{place}, messages", roles, remedy))
+    return said[: responses[-1] + 1]
+
+
+def _only(row: dict[str, Any], fields: Sequence[str], place: str) -> str:
+    """The one of ``fields`` that the record has."""
+    present = [name for name in fields if name in row]
+    if len(present) != 1:
+        wrong = f"has both {' and '.join(present)}" if present else f"has none of {list(fields)}"
+        remedy = f"the record {wrong}; write it as {FORM}"
+        raise InputError(Fault(f"{place}, {fields[0]}", list(row), remedy))
+    return present[0]
+
+
+def _text(row: dict[str, Any], name: str, place: str) -> str:
+    text = row.get(name)
+    if not isinstance(text, str) or not text.strip():
+        remedy = "must be text that is not empty; fill it or remove the record"
+        raise InputError(Fault(f"{place}, {name}", _start(text), remedy))
+    return text
+
+
+def _start(value: Any) -> Any:
+    """Enough of it to be recognised."""
+    return value[:40] if isinstance(value, str | list) else value

@@ -1,0 +1,243 @@
+"""Instruction data for training, with loss on the responses alone.
+
+S tokens a row.
+"""
+
+import re
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import AutoTokenizer
+
+from upcycle_core.corpora.conversations import Conversation, Message, read_conversations
+from upcycle_core.corpora.seeded import permutation
+from upcycle_core.errors import Fault, InputError
+
+NO_LOSS = -100
+GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""What a chat template marks the assistant's text with, if it does."""
+
+
+class InstructionRows(Dataset):
+    """Conversations as rows of S tokens, each a pure function of the seed and its index.
+
+    Every epoch gives each conversation once, in an order of its own. A conversation that is too
+    long loses tokens from the left, where the oldest of its prompt stands; if the last response
+    with its end token does not fit behind one token of prompt, it is left out.
+
+    A tokenizer with a chat template uses it. Without one, messages are joined by empty lines, no
+    role is named, and each response ends with the tokenizer's end token: ``prompt``, a blank line,
+    ``response<end>``. A special token's name in a text stays ordinary text.
+
+    Tokens are kept in a nameless temporary file, 4 bytes each. Pickling carries the arguments, not
+    the tokens.
+
+    Args:
+        files: .jsonl or .parquet, see ``corpora.conversations``.
+        tokenizer: Directory that ``AutoTokenizer`` loads.
+        sequence_length: S.
+        count: Rows in all: steps x batch size x gradient accumulation.
+        seed: Decides the order.
+
+    Attributes:
+        records: Conversations that are used.
+        cut: How many of them lost tokens.
+        left_out: Conversations whose last response is too long.
+
+    Raises:
+        InputError: As ``read_conversations``; the tokenizer has no end token; its chat template
+            refuses a conversation, or does not tell where the response starts; or every
+            conversation is too long.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        tokenizer: Path,
+        *,
+        sequence_length: int,
+        count: int,
+        seed: int,
+    ) -> None:
+        self._made_from = partial(
+            type(self), files, tokenizer, sequence_length=sequence_length, count=count, seed=seed
+        )
+        self.sequence_length, self.count, self.seed = sequence_length, count, seed
+        encoder = _Encoder(tokenizer)
+        self.pad_id = encoder.pad_id
+        conversations = read_conversations([Path(file) for file in files])
+        encoded = [encoder.encode(conversation) for conversation in conversations]
+        kept = [row for row in encoded if _response_length(row) < sequence_length]
+        if not kept:
+            remedy = f"no response fits into {sequence_length} tokens; raise sequence_length"
+            raise InputError(Fault("instructions", f"{len(encoded)} records", remedy))
+        self.records, self.left_out = len(kept), len(encoded) - len(kept)
+        self.cut = sum(len(row.ids) > sequence_length for row in kept)
+        rows = [_Encoded(row.ids[-sequence_length:], row.loss[-sequence_length:]) for row in kept]
+        self._ends = np.cumsum([len(row.ids) for row in rows])
+        self._tokens = _mapped(rows, int(self._ends[-1]))
+        self._order: tuple[int, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One row: ``input_ids``, ``labels`` (-100 on prompt and padding) and ``attention_mask``.
+
+        All are ``[S]`` int64, padded on the right.
+        """
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        epoch, place = divmod(index, self.records)
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, permutation(self.records, self.seed, "instructions", epoch))
+        record = int(self._order[1][place])
+        start, stop = self._ends[record - 1] if record else 0, self._ends[record]
+        packed = torch.from_numpy(self._tokens[start:stop].astype(np.int64))
+        row = {
+            "input_ids": torch.full((self.sequence_length,), self.pad_id),
+            "labels": torch.full((self.sequence_length,), NO_LOSS),
+            "attention_mask": torch.zeros(self.sequence_length, dtype=torch.int64),
+        }
+        row["input_ids"][: len(packed)] = torch.where(packed < 0, ~packed, packed)
+        row["labels"][: len(packed)] = torch.where(packed < 0, NO_LOSS, packed)
+        row["attention_mask"][: len(packed)] = 1
+        return row
+
+    def __reduce__(self):
+        return self._made_from, ()
+
+
+class _Encoded(NamedTuple):
+    """Token ids, and on which of them there is loss; the last has it."""
+
+    ids: list[int]
+    loss: list[bool]
+
+
+def _response_length(row: _Encoded) -> int:
+    """Tokens of the last response, its end token included."""
+    return next((i for i, loss in enumerate(reversed(row.loss)) if not loss), len(row.loss))
+
+
+def _mapped(rows: list[_Encoded], size: int) -> np.ndarray:
+    """All tokens in one memory-mapped array ``[size]`` int32; ``~id`` where there is no loss."""
+    with tempfile.TemporaryFile() as file:  # the map outlives the name
+        tokens = np.memmap(file, dtype=np.int32, mode="w+", shape=(size,))
+    start = 0
+    for row in rows:
+        ids = np.array(row.ids, dtype=np.int32)
+        tokens[start : start + len(ids)] = np.where(row.loss, ids, ~ids)
+        start += len(ids)
+    return tokens
+
+
+class _Encoder:
+    """Conversations to tokens.
+
+    Args:
+        directory: The tokenizer's.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        self.end_id: int = self.tokenizer.eos_token_id
+        if self.end_id is None:
+            remedy = "it has no end-of-sequence token to end responses with; set its eos_token"
+            raise InputError(Fault("tokenizer", str(directory), remedy))
+        pad_id = self.tokenizer.pad_token_id
+        self.pad_id: int = self.end_id if pad_id is None else pad_id
+        added = self.tokenizer.added_tokens_decoder.items()
+        self.special = {index for index, token in added if token.special}
+        self.special |= {*self.tokenizer.all_special_ids, self.end_id}
+
+    def encode(self, conversation: Conversation) -> _Encoded:
+        """Tokens up to the end of the last response."""
+        if not self.tokenizer.chat_template:
+            return self._joined(conversation.messages)
+        try:
+            ids, loss = self._templated(conversation)
+        except jinja2.TemplateError as error:
+            remedy = f"the tokenizer's chat template refuses it ({error}); change or remove it"
+            raise InputError(Fault("instructions", conversation.place, remedy)) from None
+        if not any(loss):
+            remedy = "the tokenizer's chat template shows no text of the assistant; mend it"
+            raise InputError(Fault("instructions", conversation.place, remedy))
+        size = len(loss) - loss[::-1].index(True)
+        ids, loss = ids[:size], loss[:size]
+        if ids[-1] not in self.special:
+            ids, loss = [*ids, self.end_id], [*loss, True]
+        return _Encoded(ids, loss)
+
+    def _joined(self, messages: list[Message]) -> _Encoded:
+        """Without a chat template: blank lines between messages, an end token after responses."""
+        ids: list[int] = []
+        loss: list[bool] = []
+        for message in messages:
+            is_response = message["role"] == "assistant"
+            text = message["content"] if is_response else message["content"] + "\n\n"
+            more = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+            ids += [*more, self.end_id] if is_response else more
+            loss += [is_response] * (len(ids) - len(loss))
+        return _Encoded(ids, loss)
+
+    def _templated(self, conversation: Conversation) -> _Encoded:
+        """With the chat template: what the model is asked, then what the template adds to it.
+
+        Where rendering the prompt alone does not give a prefix of the whole, as in templates that
+        shorten earlier turns, the template's own marks are used, if it has them.
+        """
+        messages = conversation.messages
+        ids = self._rendered(messages)
+        loss = [False] * len(ids)
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._rendered(messages[:i], add_generation_prompt=True)
+            upto = self._rendered(messages[: i + 1])
+            if upto[: len(before)] != before or ids[: len(upto)] != upto:
+                return self._marked(conversation)
+            stop = self._end_of_response(upto)
+            loss[len(before) : stop] = [True] * (stop - len(before))
+        return _Encoded(ids, loss)
+
+    def _end_of_response(self, ids: list[int]) -> int:
+        """Where the last response ends: with its end token, not with white space behind that."""
+        stop = len(ids)
+        while stop and ids[stop - 1] not in self.special:
+            if self.tokenizer.decode(ids[stop - 1 : stop]).strip():
+                return len(ids)
+            stop -= 1
+        return stop
+
+    def _marked(self, conversation: Conversation) -> _Encoded:
+        """Loss where the template says that the assistant speaks, and on the end token behind."""
+        if not GENERATION_BLOCK.search(self.tokenizer.chat_template):
+            remedy = (
+                "the tokenizer's chat template writes this conversation so that its start is not "
+                "what the model is asked; split it into records of one response each, or mark the "
+                "assistant's text in the template with {% generation %}"
+            )
+            raise InputError(Fault("instructions", conversation.place, remedy))
+        out = self.tokenizer.apply_chat_template(
+            conversation.messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, loss = list(out["input_ids"]), [bool(mark) for mark in out["assistant_masks"]]
+        for i in range(1, len(ids)):
+            behind = loss[i - 1] and ids[i - 1] not in self.special
+            loss[i] = loss[i] or (behind and ids[i] in self.special)
+        return _Encoded(ids, loss)
+
+    def _rendered(self, messages: list[Message], **options: bool) -> list[int]:
+        out = self.tokenizer.apply_chat_template(
+            messages, return_dict=True, sanitize_control_tokens=True, **options
+        )
+        return list(out["input_ids"])
