@@ -1,4 +1,4 @@
-"""Ray: where pieces run. The only module that imports it.
+"""Ray: where pieces run. It and `infra.distributed` alone import it.
 
 A piece is one call of the library that can be killed and run again anywhere. It writes into
 ``NAME.partial`` and is renamed to ``NAME`` when it is done; ``NAME.json`` then holds its result.
@@ -10,22 +10,46 @@ import fcntl
 import json
 import logging
 import os
+import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from infra.progress import REPORT_SECONDS, FileProgress, ProgressReader, progress_file
 from infra.recipe import Resources
 from infra.settings import Settings
-from upcycle_core.errors import Fault, InputError
+from infra.worker import GROUP_FILE, Performed, WorkerLost, perform
+from upcycle_core.errors import Fault, InputError, raise_faults
 
-REPORT_SECONDS = 0.5
-PLACEMENT_SECONDS = 120.0
+__all__ = [
+    "Done",
+    "FileProgress",
+    "Piece",
+    "ProgressReader",
+    "cluster",
+    "placements",
+    "progress_file",
+    "run_pieces",
+]
+
+FACTS = ("result", "started", "ended", "peak_memory_bytes")
+# Of the tasks that start several workers, and so of their workers. Left alone, Ray Train watches
+# for machines that a cloud takes back, looks after its workers every two seconds only, replaces
+# print, and lets workers run in a folder of its own.
+TRAIN_ENVIRONMENT = {
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,72 +61,35 @@ class Piece:
         function: Module-level function; gets ``out: Path``, ``progress`` and ``arguments``, and
             returns something JSON can hold.
         arguments: Keyword arguments.
+        workers: How many processes call it at once, torch.distributed ready (gloo on CPUs, nccl on
+            GPUs), each with the resources of a piece. They share ``out``; rank 0 reports, and what
+            it returns is the result.
     """
 
     name: str
     function: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    workers: int = 1
 
 
 @dataclass(frozen=True)
 class Done:
-    """A finished piece: where its files are, what it returned, and when it ran (epoch seconds)."""
+    """A finished piece.
+
+    Args:
+        path: Where its files are.
+        result: What it returned.
+        started: When it began, epoch seconds.
+        ended: When it ended.
+        peak_memory_bytes: The most memory its process held while it ran, see
+            ``infra.worker.PeakMemory``; of several workers, the largest.
+    """
 
     path: Path
     result: Any
     started: float
     ended: float
-
-
-class FileProgress:
-    """Progress that leaves a worker through a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("a")
-        self.what = ""
-        self.done = 0
-        self.shown: dict[str, float] = {}
-        self.written = 0.0
-
-    def start(self, what: str, total: int, unit: str = "steps") -> None:
-        self.what, self.done = what, 0
-        self._write({"start": what, "total": total, "unit": unit, "time": time.time()})
-
-    def advance(self, amount: int = 1, **shown: float) -> None:
-        self.done += amount
-        self.shown.update(shown)
-        if time.monotonic() - self.written > REPORT_SECONDS:
-            self._write({"done": self.done, "shown": self.shown, "time": time.time()})
-
-    def finish(self) -> None:
-        """Say how far it came: the last step may have been too soon after the one before."""
-        self._write({"done": self.done, "shown": self.shown, "time": time.time()})
-
-    def metrics(self, values: Mapping[str, float], step: int) -> None:
-        self._write({"metrics": dict(values), "step": step, "time": time.time()})
-
-    def _write(self, event: Mapping[str, Any]) -> None:
-        self.file.write(json.dumps(event) + "\n")
-        self.file.flush()
-        self.written = time.monotonic()
-
-
-class ProgressReader:
-    """Reads what a piece has reported since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = 0
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        """New events, oldest first; a line that is still being written waits."""
-        if not self.path.exists():
-            return
-        with self.path.open() as file:
-            file.seek(self.offset)
-            while (line := file.readline()).endswith("\n"):
-                self.offset = file.tell()
-                yield json.loads(line)
+    peak_memory_bytes: int
 
 
 @contextmanager
@@ -146,7 +133,7 @@ def run_pieces(
     Args:
         pieces: What to run; those whose result stands in ``directory`` are not run again.
         directory: Where their files are kept, on storage that all workers share.
-        resources: What Ray reserves for each.
+        resources: What Ray reserves for each, or for each of its workers.
         label: Prefix of the Ray task's name.
         watch: Called about twice a second while pieces run.
 
@@ -157,12 +144,9 @@ def run_pieces(
         InputError: If Ray has no machine for ``resources``; or what a piece raised.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    _check_room(resources)
-    remote = ray.remote(max_retries=3, retry_exceptions=False)(_run_piece)
+    raise_faults(_room_faults(resources, max((piece.workers for piece in pieces), default=1)))
     waiting = [
-        remote.options(
-            name=f"{label}:{piece.name}", num_cpus=resources.cpus, num_gpus=resources.gpus
-        ).remote(directory, piece, resources)
+        _remote(piece, resources, f"{label}:{piece.name}").remote(directory, piece, resources)
         for piece in pieces
         if not _is_finished(directory, piece.name)
     ]
@@ -175,13 +159,10 @@ def run_pieces(
     finally:
         for reference in waiting:
             ray.cancel(reference, force=True)
+        for piece in pieces:
+            _release(_workers_folder(directory, piece.name))
     watch()
     return {piece.name: _done(directory, piece.name) for piece in pieces}
-
-
-def progress_file(directory: Path, name: str) -> Path:
-    """Where piece ``name`` reports."""
-    return directory / f"{name}.progress"
 
 
 def placements() -> dict[str, list[str]]:
@@ -200,47 +181,85 @@ def _get(reference: ray.ObjectRef) -> None:
         raise (error.cause if isinstance(error.cause, InputError) else error) from None
 
 
-def _check_room(resources: Resources) -> None:
+def _room_faults(resources: Resources, workers: int) -> Iterator[Fault]:
+    """What no machine of this Ray can give."""
     room = ray.cluster_resources()
-    for kind, wanted in (("CPU", resources.cpus), ("GPU", resources.gpus)):
-        if wanted > room.get(kind, 0):
-            raise InputError(
-                Fault(
-                    f"compute {kind.lower()}s",
-                    wanted,
-                    f"Ray has {room.get(kind, 0):g} in all; ask for less, or start Ray with more",
-                )
-            )
+    for kind, each in (("CPU", resources.cpus), ("GPU", resources.gpus)):
+        if each * workers > room.get(kind, 0):
+            remedy = f"Ray has {room.get(kind, 0):g} in all; ask for less, or start Ray with more"
+            share = f" ({each:g} for each of {workers} workers)" if workers > 1 else ""
+            yield Fault(f"compute {kind.lower()}s", each * workers, remedy + share)
+    if workers > 1 and 0 < resources.gpus < 1:
+        remedy = "workers that compute together need whole GPUs (NCCL); ask for 1, or for 1 worker"
+        yield Fault("compute gpus", resources.gpus, remedy)
+
+
+def _remote(piece: Piece, resources: Resources, name: str) -> Any:
+    """The task of a piece. Several workers are not part of it: they reserve for themselves."""
+    again: dict[str, Any] = {"max_retries": 3, "retry_exceptions": [WorkerLost]}
+    if piece.workers == 1:
+        options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus}
+        return ray.remote(**again)(_run_piece).options(name=name, **options)
+    # What Ray Train leaves behind in the task's process, its controller, ends with that process.
+    return ray.remote(max_calls=1, **again)(_run_piece).options(
+        name=name, num_cpus=0, runtime_env={"env_vars": TRAIN_ENVIRONMENT}
+    )
 
 
 def _run_piece(directory: Path, piece: Piece, resources: Resources) -> None:
     """In the worker: run, rename, record. A second worker on the same piece waits for the first."""
-    import torch
-
-    torch.set_num_threads(resources.cpus)
     with (directory / f"{piece.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_finished(directory, piece.name):
             return
-        out, partial = directory / piece.name, directory / f"{piece.name}.partial"
-        _remove(partial)
+        out, unfinished = directory / piece.name, directory / f"{piece.name}.partial"
+        _remove(unfinished)
         _remove(out)
-        progress = FileProgress(progress_file(directory, piece.name))
         started = time.time()
-        result = piece.function(out=partial, progress=progress, **piece.arguments)
-        progress.finish()
-        left_files = partial.exists()
+        done = _perform(directory, piece, resources, unfinished)
+        left_files = unfinished.exists()
         if left_files:
-            partial.rename(out)
+            unfinished.rename(out)
         record = {
-            "result": result,
+            "result": done.result,
             "left_files": left_files,
             "started": started,
             "ended": time.time(),
+            "peak_memory_bytes": done.peak_memory_bytes,
         }
         temporary = directory / f"{piece.name}.json.partial"
         temporary.write_text(json.dumps(record))
         os.replace(temporary, _result_file(directory, piece.name))
+
+
+def _perform(directory: Path, piece: Piece, resources: Resources, out: Path) -> Performed:
+    call = partial(piece.function, out=out, **piece.arguments)
+    report = progress_file(directory, piece.name)
+    if piece.workers == 1:
+        return perform(call, report=report, threads=resources.cpus)
+    from infra.distributed import perform_together  # takes seconds, and is seldom needed
+
+    folder = _workers_folder(directory, piece.name)
+    _release(folder)
+    folder.mkdir()
+    try:
+        return perform_together(
+            call, workers=piece.workers, resources=resources, report=report, folder=folder
+        )
+    finally:
+        _release(folder)
+
+
+def _release(folder: Path) -> None:
+    """Give back what the workers of a piece held, if a killed task could not do so itself."""
+    group = folder / GROUP_FILE
+    if group.exists():
+        ray.util.remove_placement_group(pickle.loads(group.read_bytes()))
+    _remove(folder)
+
+
+def _workers_folder(directory: Path, name: str) -> Path:
+    return directory / f"{name}.workers"
 
 
 def _result_file(directory: Path, name: str) -> Path:
@@ -253,12 +272,14 @@ def _is_finished(directory: Path, name: str) -> bool:
         record = json.loads(_result_file(directory, name).read_text())
     except FileNotFoundError:
         return False
+    if not record.keys() >= set(FACTS):  # an earlier version wrote less
+        return False
     return not record["left_files"] or (directory / name).exists()
 
 
 def _done(directory: Path, name: str) -> Done:
     record = json.loads(_result_file(directory, name).read_text())
-    return Done(directory / name, record["result"], record["started"], record["ended"])
+    return Done(directory / name, **{fact: record[fact] for fact in FACTS})
 
 
 def _remove(path: Path) -> None:

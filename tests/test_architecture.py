@@ -17,7 +17,7 @@ ALLOWED = {
     "flows": {"flows", "tasks", "infra", "upcycle_core"},
 }
 ONLY_IN = {
-    "ray": {"infra/compute.py"},
+    "ray": {"infra/compute.py", "infra/distributed.py"},
     "mlflow": {"infra/tracking.py", "infra/registry.py"},
     "dvc": {"infra/versions.py"},
 }

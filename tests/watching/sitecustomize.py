@@ -25,7 +25,7 @@ WATCHED = {
     "upcycle_core.dume.router": ("solve_routers",),
     "upcycle_core.moe.assemble": ("assemble",),
     "upcycle_core.evaluation.pieces": ("evaluate_checkpoint", "evaluate_moe", "evaluate_stitched"),
-    "infra.compute": (),
+    "infra.progress": (),
 }
 
 
@@ -76,7 +76,7 @@ class Watcher(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.loaders[module.__name__].exec_module(module)
         for name in WATCHED[module.__name__]:
             setattr(module, name, counted(getattr(module, name), name))
-        if module.__name__ == "infra.compute" and "UPCYCLE_TEST_PAUSE" in os.environ:
+        if module.__name__ == "infra.progress" and "UPCYCLE_TEST_PAUSE" in os.environ:
             module.FileProgress.advance = pausing(module.FileProgress.advance)
 
 

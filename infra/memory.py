@@ -1,0 +1,59 @@
+"""How much memory a process needs at its peak."""
+
+import gc
+import re
+import threading
+from pathlib import Path
+
+import psutil
+import torch
+
+SAMPLE_SECONDS = 0.05
+STATUS = Path("/proc/self/status")
+
+
+class PeakMemory:
+    """The most memory that this process held between entering and leaving.
+
+    On a GPU that is used, what torch's allocator gave at most; else anonymous memory, sampled, what
+    the process held before included (files that are only mapped are not; where there is no /proc,
+    they are).
+    """
+
+    def __enter__(self) -> "PeakMemory":
+        gc.collect()  # an earlier call's garbage is not this one's memory
+        for device in _devices():
+            torch.cuda.reset_peak_memory_stats(device)
+        self._sampled = _resident_bytes()
+        self._left = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+        self._watcher.join()
+        self._sampled = max(self._sampled, _resident_bytes())
+
+    @property
+    def bytes(self) -> int:
+        """The peak."""
+        on_gpu = max((torch.cuda.max_memory_allocated(device) for device in _devices()), default=0)
+        return on_gpu or self._sampled
+
+    def _watch(self) -> None:
+        while not self._left.wait(SAMPLE_SECONDS):
+            self._sampled = max(self._sampled, _resident_bytes())
+
+
+def _devices() -> range:
+    """The GPUs, once this process has used one."""
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+
+
+def _resident_bytes() -> int:
+    if STATUS.exists():
+        found = re.search(r"RssAnon:\s+(\d+) kB", STATUS.read_text())
+        if found:
+            return 1024 * int(found.group(1))
+    return psutil.Process().memory_info().rss
