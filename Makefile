@@ -3,12 +3,14 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 RECIPE ?= recipes/demo.yaml
+# Training tokens of a row of the comparison, after the seed: those of the experts and 0.6 million.
+TOKENS ?= 3_072_000
 
 RUN := $(VENV)/bin/python
 # A benchmark is a module that can be run; the others are what benchmarks share.
 BENCHMARKS = $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 
-.PHONY: help env demo test test-faults bench up deploy down status lint
+.PHONY: help env demo compare test test-faults bench up deploy down status lint
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
@@ -26,6 +28,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: env ## Real text to a registered Mixture-of-Experts (RECIPE=recipes/demo.yaml)
 	$(RUN) -m flows.dume $(RECIPE)
+
+compare: env ## Published ways of upcycling beside DUME, on the demo's experts
+	$(RUN) -m flows.compare $(RECIPE) recipes/baselines.yaml --tokens $(TOKENS)
 
 test: env ## The tests
 	$(RUN) -m pytest -m 'not faults'

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,7 @@ def publish_artifacts(session: FlowSession, outcome: Outcome) -> None:
         table=_rows(metrics),
         description="Perplexity on held-out text, in percent of each domain's dense expert.",
     )
-    for picture in sorted(report.glob("*.png")):
-        data = base64.b64encode(picture.read_bytes()).decode()
-        create_image_artifact(
-            key=f"{name}-{picture.stem}-plot".replace("_", "-"),
-            image_url=f"data:image/png;base64,{data}",
-            description=picture.stem.replace("_", " "),
-        )
+    publish_pictures(name, sorted(report.glob("*.png")))
     if session.settings.mlflow_url is not None:
         create_link_artifact(
             key=f"{name}-mlflow-run",
@@ -57,10 +52,22 @@ def publish_artifacts(session: FlowSession, outcome: Outcome) -> None:
     )
 
 
+def publish_pictures(name: str, pictures: Sequence[Path]) -> None:
+    """Show PNG files in the Prefect UI, whole, under keys that begin with ``name``."""
+    for picture in pictures:
+        data = base64.b64encode(picture.read_bytes()).decode()
+        create_image_artifact(
+            key=f"{name}-{picture.stem}-plot".replace("_", "-"),
+            image_url=f"data:image/png;base64,{data}",
+            description=picture.stem.replace("_", " "),
+        )
+
+
 def summary(session: FlowSession, outcome: Outcome) -> str:
     """The last thing a run prints: scores, where everything lies, and what to type next."""
     report = session.workspace.path("report")
     version = outcome.version
+    alias = "champion" if "champion" in version.aliases else "challenger"
     timings = session.timings()
     stages = "".join(
         f"\n  {stage:<12}{seconds:8.1f} s"
@@ -80,7 +87,7 @@ Report    {report / "report.html"}
 Registry  {version.reference} ({", ".join(version.aliases) or "no alias"}): {outcome.decision}
 
 See runs and models:  make up      (then open the two addresses that it prints)
-Generate text:        .venv/bin/python -m flows.generate {version.name}@champion "The first"
+Generate text:        .venv/bin/python -m flows.generate {version.name}@{alias} "The first"
 """
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from infra.recipe import Recipe
+from upcycle_core.baselines.checks import baseline_faults
 from upcycle_core.corpora.config import Source
 from upcycle_core.errors import Fault
 from upcycle_core.training.checks import shape_faults
@@ -20,11 +21,15 @@ def faults(recipe: Recipe) -> list[Fault]:
         *_router_faults(recipe),
         *_evaluation_faults(recipe),
         *_training_faults(recipe),
+        *_comparison_faults(recipe),
     ]
 
 
 def _name_faults(recipe: Recipe) -> Iterator[Fault]:
-    for where, name in [("name", recipe.name), *((f"domains.{d}", d) for d in recipe.domains)]:
+    named = [("name", recipe.name)]
+    named += [(f"domains.{name}", name) for name in recipe.domains]
+    named += [(f"baselines.{name}", name) for name in recipe.baselines]
+    for where, name in named:
         if not NAME.fullmatch(name):
             yield Fault(
                 where,
@@ -114,6 +119,12 @@ def _training_faults(recipe: Recipe) -> Iterator[Fault]:
         yield from _length_faults(recipe)
     if recipe.trains_experts:
         trained["experts.training"] = recipe.experts.training
+    if recipe.comparison.tokens is None:  # else the budget has judged them
+        trained |= {
+            f"baselines.{name}.training": row.training
+            for name, row in recipe.baselines.items()
+            if row.trains
+        }
     for where, config in trained.items():
         if config.warmup_steps >= config.steps:
             yield Fault(
@@ -131,6 +142,9 @@ def _length_faults(recipe: Recipe) -> Iterator[Fault]:
         "statistics": recipe.statistics.sequence_length,
         "evaluation": recipe.evaluation.sequence_length,
     }
+    for name, row in recipe.baselines.items():
+        if row.trains:
+            lengths[f"baselines.{name}.training"] = row.training.sequence_length
     for where, length in lengths.items():
         if length > longest:
             yield Fault(
@@ -138,3 +152,20 @@ def _length_faults(recipe: Recipe) -> Iterator[Fault]:
                 length,
                 f"longer than seed_model.shape.max_positions = {longest}; shorten it or raise that",
             )
+
+
+def _comparison_faults(recipe: Recipe) -> Iterator[Fault]:
+    for name, row in recipe.baselines.items():
+        where = f"baselines.{name}"
+        yield from baseline_faults(row, recipe.domains, where)
+        if row.uses_seed and not recipe.has_seed:
+            remedy = "begins with the seed, and the recipe has none; give seed_model.model"
+            yield Fault(f"{where}.method", row.method, remedy)
+        without = [d for d, domain in recipe.domains.items() if domain.train is None]
+        if row.trains and without:
+            remedy = f"is trained on all domains, and {without} have no training text"
+            yield Fault(f"{where}.method", row.method, remedy)
+        accumulated, workers = row.training.gradient_accumulation, recipe.compute.baselines.workers
+        if row.trains and accumulated % workers:
+            remedy = f"must be a multiple of compute.baselines.workers = {workers}"
+            yield Fault(f"{where}.training.gradient_accumulation", accumulated, remedy)

@@ -10,31 +10,29 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from pydantic import ValidationError
 
+from infra.budget import budget_faults, with_budget
 from infra.faults import faults
 from infra.recipe import ADAPTER, Recipe
 from upcycle_core.errors import Fault, raise_faults
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    path: Path, overrides: Sequence[str] = (), *, compared: Sequence[Path] = ()
+) -> Recipe:
     """Read a recipe.
 
     Args:
         path: YAML file.
         overrides: ``dotted.key=value`` settings, values in YAML.
+        compared: YAML files whose ``baselines`` are added to the recipe's own.
 
     Raises:
         InputError: With all faults: unknown keys (and the nearest known), values out of bounds,
             and what ``faults`` finds.
     """
-    try:
-        values = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise_faults([Fault("recipe", str(path), "no such file; name a YAML recipe")])
-    except yaml.YAMLError as error:
-        raise_faults([Fault("recipe", str(path), f"not YAML ({error}); correct it")])
-    if not isinstance(values, dict):
-        remedy = "holds no keys; start from a copy of recipes/five-domains.yaml"
-        raise_faults([Fault("recipe", str(path), remedy)])
+    values = _values(path)
+    for file in compared:
+        _add_baselines(values, file)
     for override in overrides:
         _override(values, override)
     return validate(values)
@@ -47,9 +45,42 @@ def validate(values: object) -> Recipe:
     except ValidationError as error:
         found = [_fault_of(problem) for problem in error.errors()]
         raise_faults([*found, *_faults_beside(values, error)])
-    raise_faults(faults(recipe))
+    raise_faults([*budget_faults(recipe), *faults(recipe)])
+    recipe = with_budget(recipe)
     # One order everywhere: of sums, of the router's columns, of the experts in the model.
     return replace(recipe, domains=dict(sorted(recipe.domains.items())))
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """The keys of a YAML file."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise_faults([Fault("recipe", str(path), "no such file; name a YAML recipe")])
+    except yaml.YAMLError as error:
+        raise_faults([Fault("recipe", str(path), f"not YAML ({error}); correct it")])
+    if not isinstance(values, dict):
+        remedy = "holds no keys; start from a copy of recipes/five-domains.yaml"
+        raise_faults([Fault("recipe", str(path), remedy)])
+    return values
+
+
+def _add_baselines(values: dict[str, Any], file: Path) -> None:
+    """Add the baselines of ``file`` to a recipe's; it may hold nothing else of a recipe.
+
+    Keys that begin with ``.`` are for YAML's anchors.
+    """
+    added = {key: value for key, value in _values(file).items() if not key.startswith(".")}
+    own = values.setdefault("baselines", {})
+    found = added.pop("baselines", None)
+    remedy = "beside the first recipe, a file holds `baselines:` with names and settings only"
+    if added or not isinstance(found, dict) or not isinstance(own, dict):
+        raise_faults([Fault(str(file), sorted(added), remedy)])
+    twice = sorted(set(own) & set(found))
+    raise_faults(
+        Fault(f"baselines.{name}", str(file), "is there already; rename one") for name in twice
+    )
+    own |= found
 
 
 def _faults_beside(values: object, error: ValidationError) -> list[Fault]:
@@ -81,7 +112,7 @@ def _override(values: Any, override: str) -> None:
 def _fault_of(problem: Mapping[str, Any]) -> Fault:
     location = ".".join(str(part) for part in problem["loc"])
     if problem["type"] != "unexpected_keyword_argument":
-        return Fault(location, problem["input"], problem["msg"])
+        return Fault(location, problem["input"], f"{problem['msg']}; correct it")
     key = str(problem["loc"][-1])
     known = _keys_at(problem["loc"][:-1])
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import TypeAdapter
 
+from upcycle_core.baselines.config import Baseline, ComparisonConfig
 from upcycle_core.corpora.config import CorpusConfig, Domain, TokenizerConfig
 from upcycle_core.dume.config import BackboneConfig, MoEConfig, RouterConfig, StatisticsConfig
 from upcycle_core.evaluation.config import EvaluationConfig
@@ -25,6 +26,16 @@ class Resources:
     """CPU cores, and threads."""
     gpus: float = field(default=0.0, metadata={"ge": 0})
     """GPUs; with none the piece computes on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerResources(Resources):
+    """What Ray reserves for one worker of a training, and how many workers share its batches."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    workers: int = field(default=1, metadata={"ge": 1})
+    """Data-parallel workers; `gradient_accumulation` is divided among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +58,8 @@ class ComputeConfig:
     """Averaging, router solving and assembly."""
     evaluation: Resources = field(default_factory=Resources)
     """Evaluating one model."""
+    baselines: WorkerResources = field(default_factory=WorkerResources)
+    """Making and training one baseline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +128,10 @@ class Recipe:
     """The assembled model."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Perplexity on held-out text."""
+    baselines: Mapping[str, Baseline] = field(default_factory=dict)
+    """Published ways of upcycling to compare with, by name (`flows.compare`)."""
+    comparison: ComparisonConfig = field(default_factory=ComparisonConfig)
+    """What every row of a comparison is given."""
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     """The MLflow registry."""
     compute: ComputeConfig = field(default_factory=ComputeConfig)
@@ -141,6 +158,12 @@ class Recipe:
     def has_seed(self) -> bool:
         """Whether there is a seed model, made here or given."""
         return self.trains_experts or self.seed_model.model is not None
+
+    @property
+    def expert_tokens(self) -> int:
+        """Tokens that all experts were trained on here; unknown, and not counted, if given."""
+        trained = sum(domain.expert is None for domain in self.domains.values())
+        return trained * self.experts.training.tokens
 
     @property
     def averaged(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""``python -m tasks STAGE [DOMAIN]`` in a workspace: how DVC runs a stage.
+"""``python -m tasks STAGE [DOMAIN or BASELINE]`` in a workspace: how DVC runs a stage.
 
 The recipe is the workspace's params.yaml, so DVC and the flows read the same values.
 """
@@ -12,10 +12,10 @@ from infra import settings as environment
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one stage, or all of a stage's domains, unless it is up to date."""
+    """Run one stage, or all that it runs for, unless it is up to date."""
     parser = argparse.ArgumentParser(prog="python -m tasks", description=__doc__)
     parser.add_argument("stage", help="a stage of dvc.yaml, or `sweep` to delete finished pieces")
-    parser.add_argument("domain", nargs="?", default="", help="a domain; all of them by default")
+    parser.add_argument("item", nargs="?", default="", help="a domain or baseline; all by default")
     parser.add_argument("--workspace", type=Path, default=Path.cwd(), help="the current folder")
     chosen = parser.parse_args(arguments)
     settings = environment.configure()
@@ -34,16 +34,16 @@ def main(arguments: list[str] | None = None) -> int:
                 Fault("stage", chosen.stage, f"not a stage; use one of {list(stages)}")
             )
         recipe = recipe_of(workspace)
-        with workspace.lock(f"python -m tasks {chosen.stage} {chosen.domain}".rstrip()):
+        with workspace.lock(f"python -m tasks {chosen.stage} {chosen.item}".rstrip()):
             if chosen.stage == "sweep":
                 print(f"{workspace.sweep() / 1e6:.1f} MB freed")
                 return 0
             stage = stages[chosen.stage]
             session = Session(recipe, workspace, log=lambda text: print(text, flush=True))
-            items = [chosen.domain] if chosen.domain else stage.items(recipe)
+            items = [chosen.item] if chosen.item else stage.items(recipe)
             with cluster(settings, recipe.compute.cpus, CODE):
-                for domain in items:
-                    stage.ensure(session, domain)
+                for item in items:
+                    stage.ensure(session, item)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

@@ -20,10 +20,10 @@ from upcycle_core.evaluation.pieces import (
     evaluate_moe,
     evaluate_stitched,
     evaluate_text,
-    random_routers,
 )
 from upcycle_core.evaluation.results import Parameter
 from upcycle_core.evaluation.scores import Score, perplexity_per_reference_token
+from upcycle_core.moe.random import random_routers
 from upcycle_core.progress import Progress
 
 ROWS = {"calibration": "dume", "elsewhere": "dume_ood"}

@@ -39,6 +39,7 @@ CARD_KEYS = (
         "upcycle_core/checkpoints/card.py",
         "upcycle_core/checkpoints/writer.py",
         "upcycle_core/moe/assemble.py",
+        "upcycle_core/moe/plan.py",
     ),
 )
 def model(run: StageRun) -> None:

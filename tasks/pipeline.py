@@ -2,7 +2,8 @@
 
 Its deps and params are the lists that a fingerprint is made from, so the two cannot disagree.
 Stages that run once a domain are interpolated from params.yaml; those that read every domain name
-each of them, because a dependency on the folder would still hold a domain that has left.
+each of them, because a dependency on the folder would still hold a domain that has left. Baselines
+read different things, so each has an entry of its own.
 """
 
 import os
@@ -15,6 +16,8 @@ import yaml
 from infra.reading import load_recipe
 from infra.recipe import Recipe, recipe_yaml
 from tasks.backbone import backbone
+from tasks.baselines import baselines
+from tasks.comparison import comparison
 from tasks.corpora import corpora
 from tasks.documents import documents
 from tasks.experts import experts
@@ -23,7 +26,7 @@ from tasks.report import report
 from tasks.router import router
 from tasks.seed import seed
 from tasks.sources import sources
-from tasks.stage import CODE, Stage
+from tasks.stage import CODE, Stage, named
 from tasks.statistics import statistics
 from tasks.tokenizer import tokenizer
 
@@ -40,6 +43,8 @@ ORDER: tuple[Stage, ...] = (
     router,
     model,
     report,
+    baselines,
+    comparison,
 )
 
 HEADER = """\
@@ -53,7 +58,7 @@ def dvc_yaml(recipe: Recipe) -> str:
     stages: dict[str, Any] = {}
     for stage in ORDER:
         if stage.needed(recipe):
-            stages[stage.name] = _entry(stage, recipe)
+            stages |= _entries(stage, recipe)
     reports = {"metrics": ["report/metrics.json"]}
     return HEADER + yaml.safe_dump({"stages": stages, **reports}, sort_keys=False, width=100)
 
@@ -64,10 +69,10 @@ def params_yaml(recipe: Recipe, workspace: Path) -> str:
     return f"# Generated: the resolved recipe.\n{recipe_yaml(recipe)}code: {code}\n"
 
 
-def _entry(stage: Stage, recipe: Recipe) -> dict[str, Any]:
-    if not stage.per_domain:
-        return _command(stage, recipe, "")
-    return {"foreach": "${domains}", "do": _command(stage, recipe, "${key}")}
+def _entries(stage: Stage, recipe: Recipe) -> dict[str, Any]:
+    if stage.per == "domain":
+        return {stage.name: {"foreach": "${domains}", "do": _command(stage, recipe, "${key}")}}
+    return {stage.label(item): _command(stage, recipe, item) for item in stage.items(recipe)}
 
 
 def _command(stage: Stage, recipe: Recipe, key: str) -> dict[str, Any]:
@@ -78,8 +83,8 @@ def _command(stage: Stage, recipe: Recipe, key: str) -> dict[str, Any]:
             *sorted(stage.inputs(recipe, key)),
             *(f"${{code}}/{source}" for source in stage.sources),
         ],
-        "params": [param.format(domain=key) for param in stage.params],
-        "outs": [stage.out.format(domain=key)],
+        "params": [named(param, key) for param in stage.params],
+        "outs": [stage.artifact(key)],
     }
     if stage.always:
         entry["always_changed"] = True

@@ -41,7 +41,9 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
         "tasks/report.py",
         "upcycle_core/backbone/stitch.py",
         "upcycle_core/corpora/batches.py",
+        "upcycle_core/corpora/mixture.py",
         "upcycle_core/corpora/seeded.py",
+        "upcycle_core/evaluation/canvas.py",
         "upcycle_core/evaluation/page.py",
         "upcycle_core/evaluation/perplexity.py",
         "upcycle_core/evaluation/pieces.py",
@@ -52,6 +54,7 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
         "upcycle_core/evaluation/scores.py",
         "upcycle_core/evaluation/table.py",
         "upcycle_core/moe/inspect.py",
+        "upcycle_core/moe/random.py",
     ),
 )
 def report(run: StageRun) -> None:

@@ -4,11 +4,21 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from infra.compute import ProgressReader
 
 LINE_SECONDS = 5.0
+PACE_SECONDS = 60.0
+"""How far back the pace reaches that the time left is reckoned by: a stall is soon forgotten."""
+
+
+class Recorder(Protocol):
+    """Where a stage's curves go: an MLflow run."""
+
+    def log_metrics(self, values: Mapping[str, float], step: int = 0) -> None: ...
+
+    def log_artifacts(self, directory: Path, path: str | None = None) -> None: ...
 
 
 @dataclass
@@ -19,26 +29,29 @@ class Bar:
     unit: str = "steps"
     total: int = 0
     done: int = 0
-    began: float = 0.0
-    seen: float = 0.0
+    marks: list[tuple[float, int]] = field(default_factory=list)
     shown: dict[str, float] = field(default_factory=dict)
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Learn from one event of ``infra.compute.FileProgress``."""
-        self.seen = event["time"]
         if "start" in event:
             self.what, self.total, self.unit = event["start"], event["total"], event["unit"]
-            self.done, self.began, self.shown = 0, event["time"], {}
+            self.done, self.marks, self.shown = 0, [], {}
         elif "done" in event:
             self.done = event["done"]
             self.shown = event["shown"]
+        if "start" in event or "done" in event:
+            now = event["time"]
+            recent = [mark for mark in self.marks if mark[0] >= now - PACE_SECONDS]
+            self.marks = [*(recent or self.marks[-1:]), (now, self.done)]
 
     def line(self) -> str:
         """``training python: 120 of 200 steps, loss 2.41, 10,400 tokens/s, 0:12 left``."""
         parts = [f"{self.what}: {self.done} of {self.total} {self.unit}"]
         parts += [_shown(key, value) for key, value in self.shown.items()]
-        if 0 < self.done < self.total:
-            left = (self.seen - self.began) / self.done * (self.total - self.done)
+        if self.marks and self.marks[0][1] < self.done < self.total:
+            (start, before), (now, done) = self.marks[0], self.marks[-1]
+            left = (now - start) / (done - before) * (self.total - done)
             parts.append(f"{int(left) // 60}:{int(left) % 60:02d} left")
         return ", ".join(parts)
 
@@ -49,7 +62,7 @@ class PieceWatch:
     Args:
         files: Where each piece reports.
         label: The stage.
-        domain: Its domain; prefixes the names of curves.
+        item: Its domain or baseline.
         log: Takes a line for people.
         recorder: Takes points of curves; None drops them.
     """
@@ -59,13 +72,13 @@ class PieceWatch:
         files: Mapping[str, Path],
         *,
         label: str,
-        domain: str,
+        item: str,
         log: Callable[[str], None],
-        recorder: Any,
+        recorder: Recorder | None,
     ) -> None:
         self.readers = {name: ProgressReader(path) for name, path in files.items()}
         self.bars = {name: Bar() for name in files}
-        self.label = f"{label} {domain}".strip()
+        self.label = f"{label} {item}".strip()
         self.log = log
         self.recorder = recorder
         self.recorded: set[tuple[str, int]] = set()
@@ -92,10 +105,10 @@ class PieceWatch:
             moved = True
             self.bars[name].take(event)
             if "metrics" in event and self.recorder is not None:
-                self._record(name, event)
+                self._record(name, event, self.recorder)
         return moved
 
-    def _record(self, name: str, event: Mapping[str, Any]) -> None:
+    def _record(self, name: str, event: Mapping[str, Any], recorder: Recorder) -> None:
         """A piece that was killed repeats points; each is recorded once."""
         prefix = "" if len(self.readers) == 1 else f"{name}/"
         values = {
@@ -105,7 +118,7 @@ class PieceWatch:
         }
         self.recorded |= {(f"{name}/{key}", event["step"]) for key in event["metrics"]}
         if values:
-            self.recorder.log_metrics(values, step=event["step"])
+            recorder.log_metrics(values, step=event["step"])
 
 
 def _shown(key: str, value: float) -> str:

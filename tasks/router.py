@@ -30,6 +30,7 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
         "upcycle_core/activations/capture.py",
         "upcycle_core/backbone/stitch.py",
         "upcycle_core/corpora/batches.py",
+        "upcycle_core/corpora/mixture.py",
         "upcycle_core/corpora/seeded.py",
         "upcycle_core/dume/collect.py",
         "upcycle_core/dume/cross_validation.py",

@@ -17,9 +17,19 @@ from upcycle_core.training.trainer import train
 
 TRAINING_SOURCES = (
     "upcycle_core/corpora/batches.py",
+    "upcycle_core/corpora/mixture.py",
     "upcycle_core/corpora/seeded.py",
+    "upcycle_core/moe/inspect.py",
+    "upcycle_core/training/arguments.py",
     "upcycle_core/training/causal_trainer.py",
+    "upcycle_core/training/groups.py",
+    "upcycle_core/training/losses.py",
+    "upcycle_core/training/objective.py",
+    "upcycle_core/training/rows.py",
     "upcycle_core/training/trainer.py",
+    "upcycle_core/training/validation.py",
+    "upcycle_core/training/watch.py",
+    "upcycle_core/training/workers.py",
 )
 
 

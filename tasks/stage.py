@@ -11,23 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 from infra.compute import Done, Piece, progress_file, run_pieces
 from infra.recipe import Recipe, resolve
-from tasks.reporting import PieceWatch
+from tasks.costs import Cost, cost_of, write_cost
+from tasks.reporting import PieceWatch, Recorder
 from tasks.workspace import PROVENANCE, Workspace, disk_faults, fingerprint
 from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.errors import Fault, InputError
 
 CODE = Path(__file__).resolve().parent.parent
 Inputs = Callable[[Recipe, str], Iterable[str]]
-
-
-class Recorder(Protocol):
-    """Where a stage's curves go: an MLflow run."""
-
-    def log_metrics(self, values: Mapping[str, float], step: int = 0) -> None: ...
 
 
 @dataclass
@@ -57,7 +52,7 @@ class StageRun:
     Args:
         session: The recipe at work.
         stage: The stage.
-        domain: Its domain; empty for a stage that is not per domain.
+        item: Its domain or baseline; empty for a stage that runs once.
         out: Empty directory to fill; it is published afterwards.
         mark: Fingerprint of this run.
         recorder: Where curves go.
@@ -67,17 +62,23 @@ class StageRun:
         self,
         session: Session,
         stage: "Stage",
-        domain: str,
+        item: str,
         *,
         out: Path,
         mark: str,
         recorder: Recorder | None,
     ) -> None:
-        self.session, self.stage, self.domain = session, stage, domain
+        self.session, self.stage, self.item = session, stage, item
         self.recipe = session.recipe
         self.out = out
         self.mark = mark
         self.recorder = recorder
+        self.costs: list[Cost] = []
+
+    @property
+    def domain(self) -> str:
+        """The domain that a stage of one domain runs for."""
+        return self.item
 
     @property
     def pieces_directory(self) -> Path:
@@ -95,11 +96,11 @@ class StageRun:
 
     def run(self, pieces: Sequence[Piece], kind: str) -> dict[str, Done]:
         """Run ``pieces`` on Ray with the resources that ``compute.KIND`` asks for."""
-        label = self.stage.label(self.domain)
+        label = self.stage.label(self.item)
         watch = PieceWatch(
             {piece.name: progress_file(self.pieces_directory, piece.name) for piece in pieces},
             label=self.stage.name,
-            domain=self.domain,
+            item=self.item,
             log=self.session.log,
             recorder=self.recorder,
         )
@@ -113,6 +114,8 @@ class StageRun:
         watch(final=True)
         spans = self.session.spent.setdefault(self.stage.name, [])
         spans += [(piece.started, piece.ended) for piece in done.values()]
+        cpus = getattr(self.recipe.compute, kind).cpus
+        self.costs += [cost_of(piece, cpus) for piece in done.values()]
         return done
 
     def run_one(self, function: Callable[..., Any], kind: str, **arguments: Any) -> Any:
@@ -133,12 +136,12 @@ class Stage:
     Args:
         name: As in dvc.yaml.
         function: Fills ``StageRun.out``.
-        out: What it publishes, below the workspace; ``{domain}`` stands for the domain.
+        out: What it publishes, below the workspace; ``{domain}`` stands for the domain, or
+            ``{baseline}`` for the baseline.
         inputs: What it reads, below the workspace.
-        params: Dotted keys of the recipe that decide its result; ``{domain}`` likewise.
+        params: Dotted keys of the recipe that decide its result, with the same words in braces.
         sources: Modules that decide its result, relative to the checkout.
-        per_domain: Whether it runs once a domain.
-        domains: Which domains it runs for.
+        per: What it runs once for: a domain, a baseline that is trained, or the whole recipe.
         needed: Whether this recipe has it at all.
         always: Whether it looks at the world outside the workspace, and so always runs.
     """
@@ -149,72 +152,77 @@ class Stage:
     inputs: Inputs
     params: tuple[str, ...]
     sources: tuple[str, ...]
-    per_domain: bool
+    per: Literal["domain", "baseline", "recipe"]
     needed: Callable[[Recipe], bool]
     always: bool
 
     def items(self, recipe: Recipe) -> list[str]:
-        """The domains it runs for, or one empty name."""
+        """The domains or baselines it runs for, or one empty name."""
         if not self.needed(recipe):
             return []
-        return list(recipe.domains) if self.per_domain else [""]
+        if self.per == "baseline":
+            return [name for name, baseline in recipe.baselines.items() if baseline.trains]
+        return list(recipe.domains) if self.per == "domain" else [""]
 
-    def label(self, domain: str) -> str:
-        """Its name in DVC: ``experts@law``."""
-        return f"{self.name}@{domain}" if domain else self.name
+    def label(self, item: str) -> str:
+        """Its name in DVC: ``experts@law``, ``baselines-btx``."""
+        # DVC writes @ for the items of one entry; baselines read different things: an entry each.
+        mark = "@" if self.per == "domain" else "-"
+        return f"{self.name}{mark}{item}" if item else self.name
 
-    def artifact(self, domain: str) -> str:
+    def artifact(self, item: str) -> str:
         """What it publishes."""
-        return self.out.format(domain=domain)
+        return named(self.out, item)
 
-    def made_from(self, session: Session, domain: str) -> dict[str, Any]:
+    def made_from(self, session: Session, item: str) -> dict[str, Any]:
         """What decides the result: digests of inputs, recipe values, digests of modules.
 
         Raises:
             InputError: If an input has not been made.
         """
-        inputs = sorted(self.inputs(session.recipe, domain))
+        inputs = sorted(self.inputs(session.recipe, item))
         digests = {name: session.workspace.digest(name) for name in inputs}
         missing = [
-            Fault(f"{self.label(domain)} needs", name, "has not been made; run its stage first")
+            Fault(f"{self.label(item)} needs", name, "has not been made; run its stage first")
             for name, digest in digests.items()
             if digest is None
         ]
         if missing:
             raise InputError(*missing)
         values = resolve(session.recipe)
-        keys = [key.format(domain=domain) for key in self.params]
+        keys = [named(key, item) for key in self.params]
         return {
-            "stage": self.label(domain),
+            "stage": self.label(item),
             "inputs": digests,
             "params": {key: _value_at(values, key) for key in keys},
             "sources": {source: sha256_file(CODE / source) for source in self.sources},
         }
 
-    def is_current(self, session: Session, domain: str = "") -> bool:
+    def is_current(self, session: Session, item: str = "") -> bool:
         """Whether what is published is what this recipe, these inputs and this code make."""
-        record = session.workspace.provenance(self.artifact(domain))
-        made_from = self.made_from(session, domain)
+        record = session.workspace.provenance(self.artifact(item))
+        made_from = self.made_from(session, item)
         return record is not None and record["fingerprint"] == fingerprint(made_from)
 
-    def ensure(self, session: Session, domain: str = "") -> bool:
+    def ensure(self, session: Session, item: str = "") -> bool:
         """Run the stage unless it is current; returns whether it ran."""
-        label = self.label(domain)
-        if not self.always and self.is_current(session, domain):
+        label = self.label(item)
+        if not self.always and self.is_current(session, item):
             session.log(f"{label}: up to date")
             return False
         started = time.monotonic()
-        made_from = self.made_from(session, domain)
+        made_from = self.made_from(session, item)
         mark = fingerprint(made_from)
-        artifact = self.artifact(domain)
+        artifact = self.artifact(item)
         out = session.workspace.stage(artifact)
         with (
             disk_faults(label, session.workspace.root),
             session.record(label, made_from) as recorder,
         ):
             try:
-                run = StageRun(session, self, domain, out=out, mark=mark, recorder=recorder)
+                run = StageRun(session, self, item, out=out, mark=mark, recorder=recorder)
                 self.function(run)
+                write_cost(session.workspace, label, Cost.together(run.costs))
                 session.workspace.publish(out, artifact, {**made_from, "fingerprint": mark})
                 shutil.rmtree(run.pieces_directory, ignore_errors=True)
             except BaseException:
@@ -238,7 +246,7 @@ def stage(
 ) -> Callable[[Callable[[StageRun], None]], Stage]:
     """Make a function a stage, named like the function; see ``Stage``.
 
-    A stage whose ``out`` names ``{domain}`` runs once a domain.
+    A stage whose ``out`` names ``{domain}`` or ``{baseline}`` runs once for each.
     """
 
     def register(function: Callable[[StageRun], None]) -> Stage:
@@ -249,7 +257,7 @@ def stage(
             inputs=inputs,
             params=tuple(params),
             sources=tuple(sorted(sources)),
-            per_domain="{domain}" in out,
+            per=_per(out),
             needed=needed,
             always=always,
         )
@@ -257,6 +265,11 @@ def stage(
         return made
 
     return register
+
+
+def named(pattern: str, item: str) -> str:
+    """``pattern`` with its ``{domain}`` or ``{baseline}``."""
+    return pattern.format(domain=item, baseline=item)
 
 
 def take(source: Path, target: Path) -> None:
@@ -272,6 +285,12 @@ def take(source: Path, target: Path) -> None:
 def each(recipe: Recipe, pattern: str) -> Iterator[str]:
     """``pattern`` with every domain's name."""
     return (pattern.format(domain=domain) for domain in recipe.domains)
+
+
+def _per(out: str) -> Literal["domain", "baseline", "recipe"]:
+    if "{domain}" in out:
+        return "domain"
+    return "baseline" if "{baseline}" in out else "recipe"
 
 
 def _value_at(values: Any, key: str) -> Any:

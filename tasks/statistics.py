@@ -20,6 +20,7 @@ FILE = "{split}.safetensors"
         "upcycle_core/activations/moments.py",
         "upcycle_core/backbone/stitch.py",
         "upcycle_core/corpora/batches.py",
+        "upcycle_core/corpora/mixture.py",
         "upcycle_core/corpora/seeded.py",
         "upcycle_core/dume/collect.py",
         "upcycle_core/dume/statistics.py",

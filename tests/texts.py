@@ -15,6 +15,15 @@ WORDS = {
     }.items()
 }
 DOMAINS = tuple(WORDS)
+TRAINING = {
+    "batch_size": 4,
+    "sequence_length": 32,
+    "warmup_steps": 2,
+    "precision": "fp32",
+    "checkpoint_steps": 5,
+    "log_steps": 2,
+}
+"""What every pico training has; its steps and learning rate are its own."""
 
 
 def write_texts(
@@ -37,14 +46,6 @@ def pico_recipe(
     folder: Path, *, name: str = "pico", domains: tuple[str, ...] = DOMAINS
 ) -> dict[str, Any]:
     """Plain values of a recipe over ``write_texts``' folder: H=32, 2 layers, a few steps."""
-    training = {
-        "batch_size": 4,
-        "sequence_length": 32,
-        "warmup_steps": 2,
-        "precision": "fp32",
-        "checkpoint_steps": 5,
-        "log_steps": 2,
-    }
     return {
         "name": name,
         "folder": str(folder),
@@ -65,9 +66,9 @@ def pico_recipe(
                 "key_value_heads": 1,
                 "max_positions": 128,
             },
-            "training": {**training, "steps": 20, "learning_rate": 3e-3},
+            "training": {**TRAINING, "steps": 20, "learning_rate": 3e-3},
         },
-        "experts": {"training": {**training, "steps": 15, "learning_rate": 1e-3}},
+        "experts": {"training": {**TRAINING, "steps": 15, "learning_rate": 1e-3}},
         "statistics": {"sequence_length": 32, "batch_size": 4, "position_buckets": [2, 8]},
         "evaluation": {
             "sequence_length": 32,

@@ -28,6 +28,7 @@ def test_ray_accepts_the_cluster_file():
 def test_every_deployment_names_a_recipe_and_the_pool_that_up_starts():
     content = yaml.safe_load((DEPLOY / "prefect.yaml").read_text())
     for deployment in content["deployments"]:
-        assert (REPOSITORY / deployment["parameters"]["recipe"]).is_file()
+        for path in deployment["parameters"]["recipe"].split():
+            assert (REPOSITORY / path).is_file()
         assert deployment["work_pool"]["name"] == "local"
         assert deployment["concurrency_limit"]["limit"] == 1

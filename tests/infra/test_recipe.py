@@ -109,8 +109,38 @@ def test_missing_recipe_file_is_named(tmp_path):
         load_recipe(tmp_path / "none.yaml")
 
 
-@pytest.mark.parametrize("path", sorted(Path("recipes").rglob("*.yaml")), ids=str)
+SHIPPED = sorted(Path("recipes").rglob("*.yaml"))
+ROWS = [path for path in SHIPPED if "name" not in yaml.safe_load(path.read_text())]
+
+
+@pytest.mark.parametrize("path", [path for path in SHIPPED if path not in ROWS], ids=str)
 def test_every_shipped_recipe_is_valid(path):
     needs_folder = "{folder}" in path.read_text()
     recipe = load_recipe(path, ["folder=/data"] if needs_folder else [])
     assert yaml.safe_load(path.read_text())["name"] == recipe.name
+
+
+@pytest.mark.parametrize("path", ROWS, ids=str)
+def test_every_shipped_file_of_baselines_is_valid(path):
+    recipe = load_recipe(Path("recipes/paper/dume.yaml"), ["folder=/data"], compared=[path])
+    assert list(recipe.baselines) == list(yaml.safe_load(path.read_text())["baselines"])
+
+
+def test_settings_reach_the_rows_of_other_files():
+    changes = ["folder=/data", "baselines.btx.top_k=3"]
+    compared = [Path("recipes/paper/btx.yaml")]
+    recipe = load_recipe(Path("recipes/paper/dume.yaml"), changes, compared=compared)
+    assert recipe.baselines["btx"].top_k == 3
+
+
+def test_one_name_for_two_rows_is_refused():
+    compared = [Path("recipes/paper/btx.yaml"), Path("recipes/paper/symphony-baselines.yaml")]
+    with pytest.raises(InputError, match=r"baselines\.btx = .*is there already"):
+        load_recipe(Path("recipes/demo.yaml"), compared=compared)
+
+
+@pytest.mark.parametrize("text", ["name: a\nbaselines: {}", "baselines: [btx]", "btx: {}"])
+def test_a_file_of_baselines_holds_nothing_else(tmp_path, text):
+    (tmp_path / "rows.yaml").write_text(text)
+    with pytest.raises(InputError, match="`baselines:` with names and settings only"):
+        load_recipe(Path("recipes/demo.yaml"), compared=[tmp_path / "rows.yaml"])

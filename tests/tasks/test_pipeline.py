@@ -10,7 +10,11 @@ from tasks.pipeline import ORDER, dvc_yaml, params_yaml
 from tasks.stage import CODE, Session
 from tasks.workspace import Workspace
 
-RECIPE = load_recipe(CODE / "recipes" / "demo.yaml")
+RECIPE = load_recipe(
+    CODE / "recipes" / "demo.yaml",
+    ["comparison.tokens=3072000"],
+    compared=[CODE / "recipes" / "baselines.yaml"],
+)
 # Modules that another stage's module may import without its stage listing them. They read what an
 # earlier stage wrote (a change of what is written shows in that stage's own artifact), name tensors
 # (a wrong name is an error, not another number), or move and check things.
@@ -20,6 +24,7 @@ NEUTRAL = {
     "upcycle_core/architectures/families.py",
     "upcycle_core/architectures/family.py",
     "upcycle_core/architectures/resolve.py",
+    "upcycle_core/checkpoints/copy.py",
     "upcycle_core/checkpoints/hashing.py",
     "upcycle_core/checkpoints/load.py",
     "upcycle_core/checkpoints/reader.py",
@@ -35,6 +40,9 @@ NEUTRAL = {
     "upcycle_core/progress.py",
     "upcycle_core/training/checkpoints.py",
     "upcycle_core/training/checks.py",
+    "upcycle_core/training/divergence.py",
+    "upcycle_core/training/reporter.py",
+    "upcycle_core/training/resume.py",
 }
 
 
@@ -66,26 +74,27 @@ def test_sources_of_a_stage_are_complete(stage):
 
 @pytest.mark.parametrize("stage", ORDER, ids=lambda stage: stage.name)
 def test_dvc_lists_what_the_fingerprint_is_made_from(stage, tmp_path):
-    entry = yaml.safe_load(dvc_yaml(RECIPE))["stages"][stage.name]
-    entry = entry.get("do", entry)
+    entries = yaml.safe_load(dvc_yaml(RECIPE))["stages"]
     session = Session(RECIPE, Workspace(tmp_path), log=lambda text: None)
-    for domain in stage.items(RECIPE):
-        inputs = list(stage.inputs(RECIPE, domain))
+    for item in stage.items(RECIPE):
+        inputs = list(stage.inputs(RECIPE, item))
         for name in inputs:
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 path.write_text(name) if path.suffix else path.mkdir()
-        made_from = stage.made_from(session, domain)
+        made_from = stage.made_from(session, item)
+        entry = entries[stage.name if stage.per == "domain" else stage.label(item)]
+        entry = entry.get("do", entry)
 
-        def resolved(values, domain=domain):
-            return {value.replace("${key}", domain) for value in values}
+        def resolved(values, item=item):
+            return {value.replace("${key}", item) for value in values}
 
         assert resolved(entry.get("params", [])) == set(made_from["params"])
         assert resolved(entry["deps"]) == set(made_from["inputs"]) | {
             f"${{code}}/{source}" for source in made_from["sources"]
         }
-        assert resolved(entry["outs"]) == {stage.artifact(domain)}
+        assert resolved(entry["outs"]) == {stage.artifact(item)}
 
 
 def test_params_are_the_resolved_recipe(tmp_path):
@@ -98,7 +107,7 @@ def test_params_are_the_resolved_recipe(tmp_path):
 def test_every_input_is_made_by_an_earlier_stage():
     made = set()
     for stage in ORDER:
-        for domain in stage.items(RECIPE):
-            for name in stage.inputs(RECIPE, domain):
+        for item in stage.items(RECIPE):
+            for name in stage.inputs(RECIPE, item):
                 assert any(name == m or name.startswith(f"{m}/") for m in made), (stage.name, name)
-        made |= {stage.artifact(domain) for domain in stage.items(RECIPE)}
+        made |= {stage.artifact(item) for item in stage.items(RECIPE)}

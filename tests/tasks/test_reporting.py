@@ -21,7 +21,7 @@ def lines():
 
 def watch(path, lines, recorder=None):
     return PieceWatch(
-        {"whole": path}, label="experts", domain="law", log=lines.append, recorder=recorder
+        {"whole": path}, label="experts", item="law", log=lines.append, recorder=recorder
     )
 
 
@@ -31,6 +31,22 @@ def test_line_says_what_is_done_and_how_long_is_left():
     shown = {"loss": 2.5, "tokens_per_second": 1234.5}
     bar.take({"done": 25, "shown": shown, "time": 1030.0})
     assert bar.line() == "training: 25 of 100 steps, loss 2.500, 1,234 tokens/s, 1:30 left"
+
+
+def test_a_stall_is_soon_forgotten_in_the_time_left():
+    bar = Bar()
+    bar.take({"start": "training", "total": 100, "unit": "steps", "time": 0.0})
+    for time, done in ((10.0, 10), (3600.0, 11), (3630.0, 41), (3661.0, 71)):
+        bar.take({"done": done, "shown": {}, "time": time})
+    assert bar.line() == "training: 71 of 100 steps, 0:29 left"
+
+
+def test_steps_of_more_than_a_minute_have_a_pace_too():
+    bar = Bar()
+    bar.take({"start": "training", "total": 4, "unit": "steps", "time": 0.0})
+    bar.take({"done": 1, "shown": {}, "time": 100.0})
+    bar.take({"done": 2, "shown": {}, "time": 200.0})
+    assert bar.line() == "training: 2 of 4 steps, 3:20 left"
 
 
 def test_finished_piece_shows_its_end(tmp_path, lines):

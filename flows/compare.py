@@ -1,0 +1,166 @@
+"""Published ways of upcycling on one seed model, one text and one token budget: one table.
+
+``python -m flows.compare RECIPE [BASELINES ...] [--tokens N] [--seeds 0 1 2] [--out FOLDER]``
+
+The first file is the recipe of ``flows.dume``; what it has made is used again. The others hold
+``baselines:``, rows of the table. Several seeds run in workspaces of their own
+(``NAME-seed-0``, ...), the ones that ``flows.seeds`` makes.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import create_table_artifact
+
+from flows.artifacts import publish_pictures
+from flows.comparison_page import statement, write_page
+from flows.dume import THREADS
+from flows.session import FlowSession, open_session
+from infra import settings as environment
+from infra.reading import load_recipe, validate
+from infra.recipe import Recipe, resolve
+from tasks import pipeline
+from tasks.comparison_costs import row_costs
+from tasks.sources import check
+from tasks.stage import CODE
+from tasks.workspace import Workspace
+from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.evaluation.comparison import across_seeds, comparison_lines, format_comparison
+from upcycle_core.evaluation.comparison_plot import draw_comparison
+
+FOLDER = "compared"
+"""In the workspace: the comparison with what its rows cost on this machine."""
+ROWS, TABLE, PLOT = (
+    f"{FOLDER}/rows.json",
+    f"{FOLDER}/table.txt",
+    f"{FOLDER}/score-against-compute.png",
+)
+
+
+@flow(name="compare", task_runner=THREADS)
+def compare(recipe: Recipe) -> None:
+    """Make, train and evaluate every baseline of the recipe beside DUME, on equal terms.
+
+    Args:
+        recipe: What to make; ``baselines`` are the rows, ``comparison.tokens`` their budget.
+    """
+    recipe = validate(resolve(recipe))
+    raise_faults(_faults(recipe))
+    with open_session("compare", recipe) as session:
+        for stage in pipeline.ORDER:
+            session.ensure(stage)
+        session.finish()
+        _publish(session)
+        session.workspace.sweep()
+
+
+def _faults(recipe: Recipe) -> list[Fault]:
+    if recipe.baselines:
+        return []
+    remedy = "nothing to compare with; add a file with baselines, e.g. recipes/baselines.yaml"
+    return [Fault("baselines", {}, remedy)]
+
+
+def _publish(session: FlowSession) -> None:
+    """Put cost beside score; show the table and the plot in the workspace, Prefect and MLflow."""
+    workspace = session.workspace
+    metrics = json.loads((workspace.path("comparison") / "metrics.json").read_text())
+    costs = row_costs(session.recipe, workspace)
+    for row, cost in costs.items():
+        metrics[row] |= asdict(cost)
+    rows = across_seeds([metrics])
+    workspace.path(FOLDER).mkdir(exist_ok=True)
+    workspace.path(ROWS).write_text(json.dumps(metrics, indent=1) + "\n")
+    workspace.path(TABLE).write_text(_summary(session, rows))
+    draw_comparison(rows, workspace.path(PLOT), highlight="dume")
+    head, *lines = comparison_lines(rows, seeds=1)
+    create_table_artifact(
+        key=f"{session.recipe.name}-comparison",
+        table=[dict(zip(head, line, strict=True)) for line in lines],
+        description="Perplexity on held-out text, in percent of each domain's dense expert.",
+    )
+    publish_pictures(session.recipe.name, [workspace.path(PLOT)])
+    session.run.log_metrics(
+        {f"normalised_average/{name}": row["normalised_average"] for name, row in metrics.items()}
+    )
+    session.run.log_artifacts(workspace.path(FOLDER), FOLDER)
+
+
+def _summary(session: FlowSession, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    budget = session.recipe.comparison.tokens
+    given = f"each trained row sees {budget:,} tokens after the seed" if budget else "own steps"
+    return f"""
+{format_comparison(rows)}
+
+Perplexity on held-out text, in percent of each domain's own dense expert; higher is better.
+Budget: {given}.
+Tokens count the experts that a row begins with; core time is seconds times cores, theirs included;
+trained, active and all are parameters; peak memory is that of the largest process.
+{statement(rows, session.recipe)}
+
+Time in the flow: {session.timings()["wall"]:.0f} s
+Plot    {session.workspace.path(PLOT)}
+Rows    {session.workspace.path(ROWS)}
+Models  {session.workspace.path("baselines")}
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the comparison; bad input ends with exit code 2 and every fault named."""
+    parser = argparse.ArgumentParser(prog="python -m flows.compare", description=__doc__)
+    parser.add_argument("recipe", type=Path, nargs="+", help="YAML files; the first is the recipe")
+    parser.add_argument("--tokens", help="budget of each trained row, after the seed")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", help="one run each; the recipe's by default"
+    )
+    parser.add_argument("--out", type=Path, help="folder for a page with means and deviations")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    chosen = parser.parse_args(arguments)
+    home = environment.configure().home
+    changes = [*chosen.set, *([f"comparison.tokens={chosen.tokens}"] if chosen.tokens else [])]
+    try:
+        recipe = load_recipe(chosen.recipe[0], changes, compared=chosen.recipe[1:])
+        raise_faults(_faults(recipe))
+        check(recipe, home / "models")
+        if chosen.seeds is None:
+            workspaces = [_run(recipe, home)]
+        else:
+            workspaces = [_run_apart(chosen, recipe, changes, seed, home) for seed in chosen.seeds]
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if chosen.out is not None:
+        runs = [json.loads((workspace / ROWS).read_text()) for workspace in workspaces]
+        write_page(recipe, chosen.recipe, chosen.seeds or [recipe.seed], runs, chosen.out)
+    return 0
+
+
+def _run(recipe: Recipe, home: Path) -> Path:
+    with Workspace(home / recipe.name).lock("the start of a flow"):
+        pass  # said here in one line, before Prefect records a run that cannot begin
+    compare(recipe)
+    print((home / recipe.name / TABLE).read_text())
+    return home / recipe.name
+
+
+def _run_apart(
+    chosen: argparse.Namespace, recipe: Recipe, changes: list[str], seed: int, home: Path
+) -> Path:
+    """One seed in a process and a workspace of its own."""
+    name = f"{recipe.name}-seed-{seed}"
+    settings = [*changes, f"seed={seed}", f"name={name}"]
+    options = [part for change in settings for part in ("--set", change)]
+    files = [str(path.resolve()) for path in chosen.recipe]
+    subprocess.run([sys.executable, "-m", "flows.compare", *files, *options], cwd=CODE, check=True)
+    return home / name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

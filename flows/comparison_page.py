@@ -1,0 +1,91 @@
+"""The page of a comparison: means and deviations over seeds, a plot, the command."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from infra.recipe import Recipe, recipe_yaml
+from upcycle_core.evaluation.comparison import across_seeds, markdown_comparison
+from upcycle_core.evaluation.comparison_plot import draw_comparison
+
+PAGE = """\
+# {name}: ways of upcycling on equal terms
+
+Made by
+
+```
+python -m flows.compare {files}{tokens} --seeds {seeds} --out docs/results{folder}
+```
+
+Perplexity on held-out text in percent of each domain's own dense expert, mean ± standard deviation
+over {count} seeds.{budget} Trained, active and all are parameters in
+millions; tokens count the experts that a row begins with; core time is seconds times cores, theirs
+included; peak memory is that of the largest process.
+
+{table}
+
+![Score against compute]({name}-comparison.png)
+
+{statement}
+
+Every number, each seed's too, is in [{name}-comparison.json]({name}-comparison.json).
+
+## The rows
+
+```yaml
+{recipe}
+```
+"""
+
+
+def write_page(
+    recipe: Recipe,
+    files: Sequence[Path],
+    seeds: Sequence[int],
+    runs: Sequence[Mapping[str, Mapping[str, Any]]],
+    out: Path,
+) -> None:
+    """Write ``NAME-comparison.md``, ``.json`` and ``.png``.
+
+    Args:
+        recipe: What was compared.
+        files: The recipe's files, as named in the command.
+        seeds: Its seeds.
+        runs: What each seed's run left in ``comparison.json``.
+        out: The folder.
+    """
+    rows = across_seeds(runs)
+    out.mkdir(parents=True, exist_ok=True)
+    name = f"{recipe.name}-comparison"
+    draw_comparison(rows, out / f"{name}.png", highlight="dume")
+    content = {"recipe": recipe.name, "seeds": list(seeds), "rows": rows, "runs": list(runs)}
+    (out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    budget = recipe.comparison.tokens
+    page = PAGE.format(
+        name=recipe.name,
+        files=" ".join(str(path) for path in files),
+        tokens=f" --tokens {budget}" if budget else "",
+        seeds=" ".join(map(str, seeds)),
+        folder=" --set folder=FOLDER" if recipe.folder else "",
+        count=len(seeds),
+        budget=f" Every trained row may see {budget:,} tokens after the seed." if budget else "",
+        table=markdown_comparison(rows, seeds=len(seeds)),
+        statement=statement(rows, recipe),
+        recipe=recipe_yaml(recipe, ("comparison", "baselines")).rstrip(),
+    )
+    (out / f"{name}.md").write_text(page)
+
+
+def statement(rows: Mapping[str, Mapping[str, Any]], recipe: Recipe) -> str:
+    """DUME without training against BTX with it, as it comes out."""
+    dume = rows["dume"]["scores"]["average"][0]
+    lines = []
+    for name, row in recipe.baselines.items():
+        if row.method == "btx":
+            other = rows[name]["scores"]["average"][0]
+            lines.append(
+                f"DUME, which trains nothing after the experts, reaches {dume:.1f}; "
+                f"{rows[name]['title']}, trained, {other:.1f} ({dume - other:+.1f} for DUME)."
+            )
+    return "\n".join(lines)

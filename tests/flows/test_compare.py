@@ -1,0 +1,176 @@
+"""A comparison as a user runs it: every published way of upcycling, on texts of a few kilobytes."""
+
+import json
+import sys
+
+import pytest
+import yaml
+from project import Project
+from texts import TRAINING, pico_recipe, save_recipe, write_texts
+
+DOMAINS = ("letters", "numbers")
+EXPERT_TOKENS = 2 * 15 * 4 * 32
+BUDGET = EXPERT_TOKENS + 8 * 4 * 32
+BASELINES = {
+    "btx": {
+        "method": "btx",
+        "seed_expert": True,
+        "objective": {"balance_coefficient": 0.01, "z_coefficient": 0.001, "watch_steps": 4},
+    },
+    "btx-gates": {"method": "btx", "objective": {"trainable": ["router", "expert_gates"]}},
+    "dume-plus": {"method": "dume", "title": "DUME+", "objective": {"trainable": ["router"]}},
+    "sparse": {"method": "sparse-upcycling", "copies": 3},
+    "drop": {"method": "drop-upcycling", "reinitialised": 0.25},
+    "drop-experts": {"method": "drop-upcycling", "start": "experts"},
+    "bam": {"method": "bam"},
+    "ensemble": {"method": "branch-train-merge"},
+    "full": {"method": "full-finetune"},
+}
+TRAINED = sorted(set(BASELINES) - {"ensemble"})
+
+
+class Comparison(Project):
+    def compare(self, *arguments, check=True):
+        files = [str(self.recipe), str(self.rows)]
+        return self.run(sys.executable, "-m", "flows.compare", *files, *arguments, check=check)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compare")
+    texts = write_texts(folder / "texts", domains=DOMAINS)
+    values = pico_recipe(texts, domains=DOMAINS)
+    values["evaluation"] |= {"sweep_top_k": [], "sweep_ridge_lambda": [], "sweep_window": []}
+    values["comparison"] = {"tokens": BUDGET}
+    project = Comparison(folder, save_recipe(folder / "recipe.yaml", values))
+    rows = {
+        name: row
+        if name == "ensemble"
+        else {**row, "training": {**TRAINING, "learning_rate": 1e-3}}
+        for name, row in BASELINES.items()
+    }
+    project.rows = save_recipe(folder / "rows.yaml", {"baselines": rows})
+    project.flow()  # what the DUME flow has made, the comparison uses again
+    project.calls()
+    project.done = project.compare("--out", str(folder / "page"))
+    project.first_calls = project.calls()
+    project.page = folder / "page"
+    return project
+
+
+@pytest.fixture(scope="module")
+def rows(project):
+    return json.loads((project.workspace / "compared" / "rows.json").read_text())
+
+
+def test_what_the_dume_flow_made_is_used_again(project):
+    calls = project.first_calls
+    assert calls["train"] == len(TRAINED)
+    assert not {"write_documents", "domain_statistics", "solve_routers", "evaluate_moe"} & set(
+        calls
+    )
+
+
+def test_every_row_is_there_with_scores_parameters_tokens_and_cost(rows):
+    given = {"seed", "model_averaging", "random_routing", "dume", "oracle"}
+    assert set(rows) == given | set(BASELINES)
+    for row in rows.values():
+        assert set(row["normalised"]) == set(DOMAINS)
+        assert row["normalised_average"] > 0
+        assert 0 < row["active_parameters"] <= row["total_parameters"]
+        assert row["core_seconds"] > 0 or row is rows["seed"]
+        assert row["peak_memory_bytes"] > 10**7 or row is rows["seed"]
+
+
+def test_every_trained_row_saw_the_same_number_of_tokens(rows):
+    for name in TRAINED:
+        assert rows[name]["tokens"] == BUDGET, name
+    assert rows["dume"]["tokens"] == rows["ensemble"]["tokens"] == EXPERT_TOKENS
+    assert rows["seed"]["tokens"] == 0
+
+
+def test_trained_parameters_are_those_of_the_chosen_modules(rows):
+    hidden, intermediate, layers, domains = 32, 48, 2, 2
+    router = layers * domains * hidden
+    gates = layers * domains * intermediate * hidden
+    assert rows["dume-plus"]["trained_parameters"] == router
+    assert rows["btx-gates"]["trained_parameters"] == router + gates
+    assert rows["btx"]["trained_parameters"] == rows["btx"]["total_parameters"]
+    assert rows["full"]["trained_parameters"] == rows["seed"]["total_parameters"]
+    assert rows["dume"]["trained_parameters"] == rows["ensemble"]["trained_parameters"] == 0
+
+
+def test_finetuned_routers_alone_leave_all_else_as_it_was(project):
+    from safetensors.torch import load_file
+
+    before = load_file(project.workspace / "model" / "model.safetensors")
+    after = load_file(project.workspace / "baselines" / "dume-plus" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed == {name for name in before if name.endswith("block_sparse_moe.gate.weight")}
+
+
+def test_models_say_how_their_experts_were_used(project):
+    folder = project.workspace / "baselines" / "btx" / "training"
+    assert (folder / "load.png").stat().st_size > 1000
+    assert len((folder / "load.csv").read_text().splitlines()) > 1
+    summary = json.loads((folder / "summary.json").read_text())
+    assert "seconds" not in json.dumps(summary)  # an artifact depends on its inputs alone
+
+
+def test_terminal_shows_the_table_and_states_dume_against_btx(project):
+    for text in ("DUME+", "Oracle", "Core time", "which trains nothing after the experts"):
+        assert text in project.done.stdout
+
+
+def test_page_holds_the_table_the_plot_and_the_command(project):
+    page = (project.page / "pico-comparison.md").read_text()
+    assert "python -m flows.compare" in page
+    assert "| DUME+ |" in page
+    assert (project.page / "pico-comparison.png").stat().st_size > 1000
+    assert json.loads((project.page / "pico-comparison.json").read_text())["seeds"] == [0]
+
+
+def test_second_run_makes_nothing_again(project):
+    project.compare()
+    assert not project.calls()
+
+
+def test_another_setting_of_one_row_trains_that_row_alone(project):
+    project.compare("--set", "baselines.drop.reinitialised=0.75")
+    assert project.calls()["train"] == 1
+
+
+def test_dvc_finds_what_the_comparison_made_up_to_date(project):
+    stages = yaml.safe_load((project.workspace / "dvc.yaml").read_text())["stages"]
+    assert {f"baselines-{name}" for name in TRAINED} <= set(stages)
+    project.run("dvc", "repro", cwd=project.workspace)
+    assert not project.calls()
+
+
+def test_dume_flow_still_finds_its_workspace_up_to_date(project):
+    project.flow()
+    assert not project.calls()
+
+
+def test_faults_are_all_named_before_anything_starts(project):
+    done = project.compare(
+        "--tokens",
+        str(EXPERT_TOKENS),
+        "--set",
+        "baselines.btx.top_k=4",
+        "--set",
+        "baselines.dume-plus.top_k=1",
+        "--set",
+        "baselines.full.objective.trainable=[routers]",
+        check=False,
+    )
+    assert done.returncode == 2
+    for text in (
+        "baselines.btx.top_k",
+        "baselines.dume-plus.top_k",
+        "baselines.full.objective.trainable",
+        "comparison.tokens",
+    ):
+        assert text in done.stderr
+    assert not project.calls()
