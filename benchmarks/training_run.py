@@ -94,19 +94,21 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.marks: list[float] = []
+        self.cpu_marks: list[float] = []
 
     def start(self, what: str, total: int, unit: str = "steps") -> None:
-        self.marks = []
+        self.marks, self.cpu_marks = [], []
 
     def advance(self, amount: int = 1, **shown: float) -> None:
         self.marks.append(time.perf_counter())
+        self.cpu_marks.append(time.process_time())
 
     def metrics(self, values: Any, step: int) -> None: ...
 
-    @property
-    def seconds(self) -> list[float]:
-        """Of each step after the warm-up. The first mark is the start."""
-        return [after - before for before, after in pairwise(self.marks[WARM_UP + 1 :])]
+
+def between(marks: list[float]) -> list[float]:
+    """Seconds of each step after the warm-up. The first mark is the start."""
+    return [after - before for before, after in pairwise(marks[WARM_UP + 1 :])]
 
 
 def make_models(folder: Path, shape: dict[str, int]) -> None:
@@ -157,7 +159,8 @@ def measured(folder: Path, way: Way, place: Path) -> dict[str, Any]:
 
     Returns:
         ``before_mb``, anonymous memory after the imports; ``gpu_mb``, the allocator's peak;
-        ``step_s``, seconds of each step after the warm-up; ``save_s``, of each checkpoint;
+        ``step_s`` and ``step_cpu_s``, seconds of each step after the warm-up, on the clock and of
+        CPU time; ``save_s``, of each checkpoint;
         ``start_s`` and ``resume_s``, from the call to the end of its first step; ``loss``, a curve.
     """
     before = _anonymous_mb()
@@ -169,7 +172,8 @@ def measured(folder: Path, way: Way, place: Path) -> dict[str, Any]:
         facts = {
             "before_mb": before,
             "gpu_mb": torch.cuda.max_memory_allocated() / 1e6 if way.device != "cpu" else 0.0,
-            "step_s": times.seconds,
+            "step_s": between(times.marks),
+            "step_cpu_s": between(times.cpu_marks),
             "start_s": times.marks[1] - called,
             "save_s": list(saves),
             "loss": [point["loss"] for point in result.curves if "loss" in point],

@@ -7,7 +7,8 @@ The library's trainer as it is, each training a process of its own with one thre
 - Step time and memory of top-1 and top-2 MoE with balance and z-loss (H 256, I 704, 8 layers, 4
   experts) against the dense model, in fp32 and under bf16 autocast, for every experts
   implementation; the ratios are those of the one that the library chooses for this machine. Memory
-  is anonymous memory above that of the imports; on a GPU, the allocator's.
+  is anonymous memory above that of the imports; on a GPU, the allocator's. CPU time, which
+  neighbours on the machine disturb less, stands beside the clock's.
 - Two data-parallel workers (gloo) against one worker that accumulates the same two micro-batches:
   the largest difference of their loss curves, and of throughput. Without a balance loss: workers
   count their tokens together, accumulated micro-batches are counted one by one.
@@ -27,7 +28,14 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.common import alternate, measure_child, median, print_result, print_table
+from benchmarks.common import (
+    alternate,
+    measure_child,
+    median,
+    median_ratio,
+    print_result,
+    print_table,
+)
 from benchmarks.training_run import Way, make_models, run
 from upcycle_core.moe.inspect import choose_experts_implementation
 
@@ -52,7 +60,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=8, help="of each training, two to warm up")
+    parser.add_argument("--steps", type=int, default=7, help="of each training, two to warm up")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -116,24 +124,36 @@ def report(
     size: Mapping[str, int],
 ) -> None:
     """Print the tables and the result."""
-    seconds = {name: [median(one["step_s"]) for one in runs] for name, runs in steps.items()}
+    seconds, cpu_seconds = (
+        {name: [median(one[what]) for one in runs] for name, runs in steps.items()}
+        for what in ("step_s", "step_cpu_s")
+    )
     memory = {name: median([one["memory_mb"] for one in runs]) for name, runs in steps.items()}
     ratio: dict[str, float] = {}
     rows = []
     for name in steps:
         precision, _, model = name.partition(" ")
         dense = f"{precision} dense"
-        over = median([a / b for a, b in zip(seconds[dense], seconds[name], strict=True)])
+        over = median_ratio(seconds[dense], seconds[name])
+        over_cpu = median_ratio(cpu_seconds[dense], cpu_seconds[name])
         heavier = memory[name] / memory[dense]
         chosen = model.endswith(f" {_chosen(device, precision)}")
         rows.append(
-            [name, 1000 * median(seconds[name]), over, memory[name], heavier, "yes" * chosen]
+            [
+                name,
+                1000 * median(seconds[name]),
+                over,
+                over_cpu,
+                memory[name],
+                heavier,
+                "yes" * chosen,
+            ]
         )
         if chosen:
             label = f"{model.partition(' ')[0]} {precision}".replace("-", "").replace(" ", "_")
             ratio |= {label: over, f"{label}_memory": heavier}
     tokens = size["batch_size"] * size["sequence_length"]
-    columns = ["", "step ms", "dense / this", "memory MB", "memory / dense", "chosen"]
+    columns = ["", "step ms", "dense / this", "CPU time", "memory MB", "memory / dense", "chosen"]
     print_table(f"training steps of {tokens} tokens on {device}, one thread", columns, rows)
     if shared:
         one, two = shared["one"], shared["two"]
@@ -158,7 +178,7 @@ def report(
 
 
 def _chosen(device: str, precision: Any) -> str:
-    return choose_experts_implementation(device, precision)
+    return choose_experts_implementation(device, precision, training=True)
 
 
 def _command(folder: Path, way: Path) -> list[str]:

@@ -115,7 +115,7 @@ class StageRun:
         spans = self.session.spent.setdefault(self.stage.name, [])
         spans += [(piece.started, piece.ended) for piece in done.values()]
         cpus = getattr(self.recipe.compute, kind).cpus
-        self.costs += [cost_of(piece, cpus) for piece in done.values()]
+        self.costs += [cost_of(done[piece.name], cpus * piece.workers) for piece in pieces]
         return done
 
     def run_one(self, function: Callable[..., Any], kind: str, **arguments: Any) -> Any:

@@ -20,6 +20,7 @@ def load_causal_lm(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     precision: Literal["fp32", "bf16"] | None = None,
+    training: bool = False,
 ) -> PreTrainedModel:
     """Load a checkpoint, in evaluation mode.
 
@@ -29,6 +30,7 @@ def load_causal_lm(
         device: Where they go.
         precision: Arithmetic that the forward pass will use, which decides how experts run; that
             of ``dtype`` by default. Say ``bf16`` where fp32 weights will run under autocast.
+        training: Whether it will be trained, which decides how experts run as well.
 
     Raises:
         InputError: A tensor is missing, unexpected or of another shape, or a head that
@@ -39,7 +41,9 @@ def load_causal_lm(
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     if hasattr(config, "num_experts_per_tok"):
         precision = precision or ("bf16" if dtype == torch.bfloat16 else "fp32")
-        options["experts_implementation"] = choose_experts_implementation(device, precision)
+        options["experts_implementation"] = choose_experts_implementation(
+            device, precision, training=training
+        )
     with quiet_loading():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,

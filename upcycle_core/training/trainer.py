@@ -105,7 +105,7 @@ def train(
     found = checkpoint_to_resume(checkpoints, record)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = training_arguments(shape, config, seed=seed, checkpoints=checkpoints, device=device)
-    network = load_causal_lm(model, device=device, precision=config.precision)
+    network = load_causal_lm(model, device=device, precision=config.precision, training=True)
     trainable = select_trainable(network, objective.trainable if objective else ("all",))
     progress = _started(progress, config, found)
     if found is None or found.step < config.steps:

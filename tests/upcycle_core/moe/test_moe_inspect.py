@@ -48,7 +48,9 @@ def router_inputs(model, **inputs) -> list[torch.Tensor]:
     return seen
 
 
-def test_a_cpu_runs_eager_and_a_gpu_grouped():
+def test_a_cpu_runs_eager_but_trains_grouped_as_a_gpu_does():
+    assert choose_experts_implementation("cpu", "fp32", training=True) == "grouped_mm"
+    assert choose_experts_implementation("cpu", "bf16", training=True) == "grouped_mm"
     assert choose_experts_implementation("cpu", "fp32") == "eager"
     assert choose_experts_implementation("cpu", "bf16") == "eager"
     assert choose_experts_implementation("cuda:1", "bf16") == "grouped_mm"
@@ -57,21 +59,27 @@ def test_a_cpu_runs_eager_and_a_gpu_grouped():
 
 def test_a_loaded_moe_runs_the_chosen_implementation(folder, monkeypatch):
     for name in ("eager", "grouped_mm"):
-        monkeypatch.setattr(load, "choose_experts_implementation", lambda *_, name=name: name)
+        monkeypatch.setattr(load, "choose_experts_implementation", lambda *_, name=name, **__: name)
         assert load_causal_lm(folder).config._experts_implementation == name
 
 
 def test_the_choice_knows_device_and_precision(folder, monkeypatch):
     asked = []
 
-    def choose(device, precision):
-        asked.append((device, precision))
+    def choose(device, precision, *, training):
+        asked.append((device, precision, training))
         return "eager"
 
     monkeypatch.setattr(load, "choose_experts_implementation", choose)
-    for options in ({}, {"dtype": torch.bfloat16}, {"precision": "bf16"}):
-        load_causal_lm(folder, **options)
-    assert asked == [("cpu", "fp32"), ("cpu", "bf16"), ("cpu", "bf16")]
+    options = [{}, {"dtype": torch.bfloat16}, {"precision": "bf16"}, {"training": True}]
+    for given in options:
+        load_causal_lm(folder, **given)
+    assert asked == [
+        ("cpu", "fp32", False),
+        ("cpu", "bf16", False),
+        ("cpu", "bf16", False),
+        ("cpu", "fp32", True),
+    ]
 
 
 @FAMILIES
