@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 RECIPE ?= recipes/demo.yaml
 # Training tokens of a row of the comparison, after the seed: those of the experts and 0.6 million.
-TOKENS ?= 3_072_000
+TOKENS ?= 2_252_800
 
 RUN := $(VENV)/bin/python
 # A benchmark is a module that can be run; the others are what benchmarks share.

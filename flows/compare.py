@@ -19,6 +19,7 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
+from flows import seeds
 from flows.artifacts import publish_pictures
 from flows.comparison_page import statement, write_page
 from flows.dume import THREADS
@@ -80,6 +81,9 @@ def _publish(session: FlowSession) -> None:
     workspace.path(ROWS).write_text(json.dumps(metrics, indent=1) + "\n")
     workspace.path(TABLE).write_text(_summary(session, rows))
     draw_comparison(rows, workspace.path(PLOT), highlight="dume")
+    timings = workspace.path("timings.json")
+    if not timings.exists():  # the comparison has made what the DUME flow would have
+        timings.write_text(json.dumps(session.timings(), indent=1) + "\n")
     head, *lines = comparison_lines(rows, seeds=1)
     create_table_artifact(
         key=f"{session.recipe.name}-comparison",
@@ -139,6 +143,8 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.out is not None:
         runs = [json.loads((workspace / ROWS).read_text()) for workspace in workspaces]
         write_page(recipe, chosen.recipe, chosen.seeds or [recipe.seed], runs, chosen.out)
+        if chosen.seeds is not None:  # the page of the same runs gains the rows
+            seeds.write_page(recipe, chosen.recipe[0], chosen.seeds, workspaces, chosen.out)
     return 0
 
 

@@ -77,6 +77,16 @@ def write_page(
     (out / f"{name}.md").write_text(page)
 
 
+def comparison_section(name: str, out: Path) -> str:
+    """The comparison's table for another page of the same recipe; empty if there is none."""
+    path = out / f"{name}-comparison.json"
+    if not path.exists():
+        return ""
+    found = json.loads(path.read_text())
+    table = markdown_comparison(found["rows"], seeds=len(found["seeds"]))
+    return f"## Against training\n\n{table}\n\nMore in [{path.stem}.md]({path.stem}.md).\n\n"
+
+
 def statement(rows: Mapping[str, Mapping[str, Any]], recipe: Recipe) -> str:
     """DUME without training against BTX with it, as it comes out."""
     dume = rows["dume"]["scores"]["average"][0]

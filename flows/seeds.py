@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flows.comparison_page import comparison_section
 from infra import settings as environment
 from infra.reading import load_recipe
 from infra.recipe import Recipe, recipe_yaml
@@ -56,7 +57,7 @@ The routers send {agreement} % of the tokens to the expert of the text's domain 
 and domains). Solving them took {router:.2f} % of a run's time or less; a run took {minutes}
 minutes.
 
-## Routing
+{comparison}## Routing
 
 First seed; rows are domains, columns experts.
 
@@ -137,7 +138,7 @@ def write_page(
         "runs": runs,
     }
     (out / f"{recipe.name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    page = _page(recipe, source, seeds, table, agreement, timings, list(sweeps))
+    page = _page(recipe, source, seeds, table, agreement, timings, list(sweeps), out)
     (out / f"{recipe.name}.md").write_text(page)
 
 
@@ -196,6 +197,7 @@ def _page(
     agreement: tuple[float, float],
     timings: Sequence[Mapping[str, Any]],
     sweeps: Sequence[str],
+    out: Path,
 ) -> str:
     columns = [*recipe.domains, "average"]
     lines = [
@@ -215,6 +217,7 @@ def _page(
         table="\n".join(lines),
         agreement=f"{100 * agreement[0]:.1f} ± {100 * agreement[1]:.1f}",
         router=100 * max(t["stages"].get("router", 0.0) / t["wall"] for t in timings),
+        comparison=comparison_section(recipe.name, out),
         minutes=", ".join(f"{timing['wall'] / 60:.0f}" for timing in timings),
         sweeps="\n\n".join(
             f"### {SWEEP_TITLES[p]}\n\n![{SWEEP_TITLES[p]}]({recipe.name}/sweep_{p}.png)"

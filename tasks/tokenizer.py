@@ -24,7 +24,7 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
 @stage(
     "tokenizer",
     inputs=_inputs,
-    params=("seed", "tokenizer", "seed_model.model"),
+    params=("tokenizer", "seed_model.model"),
     sources=("upcycle_core/corpora/tokenizer.py",),
 )
 def tokenizer(run: StageRun) -> None:
@@ -41,7 +41,6 @@ def tokenizer(run: StageRun) -> None:
         "corpora",
         documents={name: run.path(f"documents/{name}") for name in recipe.domains},
         config=recipe.tokenizer,
-        seed=recipe.seed,
     )
 
 
@@ -51,9 +50,8 @@ def learn_vocabulary(
     progress: Progress,
     documents: Mapping[str, Path],
     config: TokenizerConfig,
-    seed: int,
 ) -> None:
     """The piece."""
     progress.start("training the tokenizer", 1, "vocabularies")
-    train_tokenizer(documents, out, config=config, seed=seed)
+    train_tokenizer(documents, out, config=config)
     progress.advance()

@@ -12,7 +12,7 @@ from tasks.workspace import Workspace
 
 RECIPE = load_recipe(
     CODE / "recipes" / "demo.yaml",
-    ["comparison.tokens=3072000"],
+    ["comparison.tokens=2252800"],
     compared=[CODE / "recipes" / "baselines.yaml"],
 )
 # Modules that another stage's module may import without its stage listing them. They read what an

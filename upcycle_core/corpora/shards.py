@@ -102,7 +102,7 @@ def write_corpus(
         progress.start(f"tokens of {split}", facts["documents"], "documents")
         write_split(
             out / split,
-            _encoded(read_documents(documents / f"{split}.parquet"), encoder, progress),
+            encoded(read_documents(documents / f"{split}.parquet"), encoder, progress),
             eos_id=encoder.eos_token_id,
             vocabulary_size=max(encoder.get_vocab().values()) + 1,
         )
@@ -142,10 +142,14 @@ def write_split(
     (directory / "split.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def _encoded(
-    texts: Iterator[str], encoder: PreTrainedTokenizerBase, progress: Progress
+def encoded(
+    texts: Iterable[str], encoder: PreTrainedTokenizerBase, progress: Progress | None = None
 ) -> Iterator[tuple[list[int], int]]:
-    """Token ids and bytes of each text; a special token's name in a text stays ordinary text."""
+    """Token ids and UTF-8 bytes of each text, as ``write_split`` takes them.
+
+    Nothing special is added, and a special token's name in a text stays ordinary text.
+    """
+    texts, progress = iter(texts), progress or Silent()
     while batch := list(islice(texts, DOCUMENTS_AT_ONCE)):
         ids = encoder(
             batch,

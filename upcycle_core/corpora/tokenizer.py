@@ -15,16 +15,13 @@ END = "<|endoftext|>"
 PAD = "<|pad|>"
 
 
-def train_tokenizer(
-    documents: Mapping[str, Path], out: Path, *, config: TokenizerConfig, seed: int
-) -> None:
+def train_tokenizer(documents: Mapping[str, Path], out: Path, *, config: TokenizerConfig) -> None:
     """Train a tokenizer on equal parts of each domain and save it for ``AutoTokenizer``.
 
     Args:
         documents: Directory written by ``write_documents``, by domain.
         out: Directory for tokenizer.json and tokenizer_config.json.
         config: Size of the vocabulary and bytes read per domain.
-        seed: Unused by the algorithm: the order of the documents was seeded when they were written.
     """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

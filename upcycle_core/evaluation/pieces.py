@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel
 
 from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.corpora.documents import read_documents
-from upcycle_core.corpora.shards import TokenCorpus, write_split
+from upcycle_core.corpora.shards import TokenCorpus, encoded, write_split
 from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.perplexity import check_plain_head, score_model
 from upcycle_core.moe.inspect import record_routing, routers_of, set_routers, set_top_k
@@ -184,7 +184,7 @@ def evaluate_text(
             corpora[domain] = Path(folder) / str(index)
             write_split(
                 corpora[domain],
-                _encoded(texts, tokenizer),
+                encoded(texts, tokenizer),
                 eos_id=tokenizer.eos_token_id or 0,
                 vocabulary_size=len(tokenizer),
             )
@@ -230,14 +230,3 @@ def _first_bytes(texts: Iterable[str], limit: int) -> Iterator[str]:
         data = text.encode()
         yield data[:limit].decode(errors="ignore")
         limit -= len(data)
-
-
-def _encoded(
-    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[list[int], int]]:
-    """Token ids and bytes of each text, as corpora are tokenised: nothing special added."""
-    for text in texts:
-        encoding = tokenizer(
-            text, add_special_tokens=False, split_special_tokens=True, verbose=False
-        )
-        yield encoding["input_ids"], len(text.encode())
