@@ -185,7 +185,11 @@ def test_a_deployed_flow_reaches_the_registry_through_the_worker(environment, pl
         deployment["entrypoint"] = f"{source}:hello"
     prefect_file = place.home.parent / "prefect.yaml"
     prefect_file.write_text(yaml.safe_dump(content))
-    assert deploy(place, prefect_file=prefect_file) == ["hello/demo", "hello/nightly"]
+    assert deploy(place, prefect_file=prefect_file) == [
+        "hello/demo",
+        "hello/nightly",
+        "hello/comparison",
+    ]
 
     command = ("-m", "prefect", "deployment", "run", "hello/demo", "--watch")
     done = python(*command, environment={**environment, "PREFECT_API_URL": f"{prefect}/api"})
@@ -193,6 +197,13 @@ def test_a_deployed_flow_reaches_the_registry_through_the_worker(environment, pl
     version = Registry(place).find("hello", "champion")
     assert version.number == 2
     assert version.params == {"api": f"{prefect}/api", "cwd": str(settings.REPOSITORY)}
+
+
+def test_the_comparison_is_offered_with_its_rows_and_their_budget(prefect):
+    comparison = ask(f"{prefect}/api/deployments/name/hello/comparison")
+    recipe = comparison["parameters"]["recipe"]
+    assert recipe["baselines"]["btx"]["method"] == "btx"
+    assert recipe["comparison"]["tokens"] == 2252800
 
 
 def test_the_nightly_deployment_has_a_schedule_and_runs_that_never_overlap(prefect):
