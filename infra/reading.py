@@ -87,16 +87,23 @@ def _faults_beside(values: object, error: ValidationError) -> list[Fault]:
     """Faults across fields that would come up once the values ``error`` names are gone."""
     rest = copy.deepcopy(values)
     for problem in error.errors():
-        here: Any = rest
-        *path, last = problem["loc"]
-        for part in path:
-            here = here.get(part, {}) if isinstance(here, dict) else {}
-        if isinstance(here, dict):
-            here.pop(last, None)
+        _drop(rest, problem["loc"])
     try:
-        return faults(ADAPTER.validate_python(rest))
+        recipe = ADAPTER.validate_python(rest)
     except ValidationError:
         return []
+    return [*budget_faults(recipe), *faults(recipe)]
+
+
+def _drop(values: Any, location: Sequence[int | str]) -> None:
+    """Delete what stands at ``location``; a whole list if it is a part of one."""
+    key, *deeper = location
+    if not isinstance(values, dict) or key not in values:
+        return
+    if deeper and isinstance(values[key], dict):
+        _drop(values[key], deeper)
+    else:
+        del values[key]
 
 
 def _override(values: Any, override: str) -> None:

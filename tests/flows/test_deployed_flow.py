@@ -54,7 +54,11 @@ def test_deployed_run_reaches_the_registry(served, tmp_path):
         deployment["parameters"]["recipe"] = str(served.recipe)
     file = tmp_path / "prefect.yaml"
     file.write_text(yaml.safe_dump(deployments))
-    assert deploy(settings, prefect_file=file) == ["dume/demo", "dume/nightly"]
+    assert deploy(settings, prefect_file=file) == [
+        "dume/demo",
+        "dume/nightly",
+        "compare/comparison",
+    ]
     done = served.run(
         "env",
         f"PREFECT_API_URL={settings.prefect_api_url}",

@@ -111,9 +111,7 @@ def comparison_lines(rows: Mapping[str, Mapping[str, Any]], *, seeds: int) -> li
                 *shown,
                 *(_amount(count) for count in [*counts, row["tokens"]]),
                 _time(row["core_seconds"]),
-                "–"
-                if row["peak_memory_bytes"] is None
-                else f"{row['peak_memory_bytes'] / 1e9:.2f} GB",
+                _memory(row["peak_memory_bytes"]),
             ]
         )
     return lines
@@ -137,10 +135,14 @@ def _score(cell: tuple[float, float], seeds: int) -> str:
 
 
 def _amount(count: int) -> str:
-    return f"{count / 1e6:.2f} M" if count else "0"
+    if not count:
+        return "0"
+    return f"{count / 1e6:.2f} M" if count >= 100_000 else f"{count / 1e3:.1f} k"
 
 
 def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+    return "–" if seconds is None else f"{seconds / 60:.1f} min"
+
+
+def _memory(size: int | None) -> str:
+    return f"{size / 1e9:.2f} GB" if size else "–"

@@ -6,6 +6,9 @@ from typing import Any
 
 from upcycle_core.evaluation.canvas import ACCENTS, FAINT, INK, NEUTRAL, new_figure, save
 
+LETTER = 0.016
+"""Width of a letter of a label, in widths of the points' range."""
+
 
 def draw_comparison(rows: Mapping[str, Mapping[str, Any]], path: Path, *, highlight: str) -> None:
     """Normalised average against core time, a point a row; rows of unknown cost are left out.
@@ -27,24 +30,30 @@ def draw_comparison(rows: Mapping[str, Mapping[str, Any]], path: Path, *, highli
             ax.errorbar(minutes, mean, yerr=deviation or None, fmt="o", color=colour, capsize=3)
             placed.append((minutes, mean))
         offset = _span(placed, 0) * 0.015
-        heights = _label_heights(placed)
+        widths = [len(row["title"]) * _span(placed, 0) * LETTER for _, row in ordered]
+        heights = _label_heights(placed, widths)
         for (name, row), (minutes, _), height in zip(ordered, placed, heights, strict=True):
             colour = ACCENTS[0] if name == highlight else INK
             ax.text(minutes + offset, height, row["title"], color=colour, va="center", fontsize=8.5)
-        ax.margins(x=0.28, y=0.08)
+        ends = [minutes + width for (minutes, _), width in zip(placed, widths, strict=True)]
+        ax.set_xlim(-0.04 * max(ends), 1.04 * max(ends))
         ax.grid(color=FAINT, alpha=0.15)
         ax.set_xlabel("core minutes after the seed, training of the experts included")
         ax.set_ylabel("normalised average perplexity (%)")
         save(figure, path)
 
 
-def _label_heights(places: list[tuple[float, float]]) -> list[float]:
-    """Heights of labels, highest first, each moved down until it is clear of those beside it."""
-    gap, reach = _span(places, 1) * 0.035, _span(places, 0) * 0.3
+def _label_heights(places: list[tuple[float, float]], widths: list[float]) -> list[float]:
+    """Heights of labels, highest first: each moves down until it is clear of those above it."""
+    gap = _span(places, 1) * 0.035
     heights: list[float] = []
     for place, (x, height) in enumerate(places):
-        beside = [heights[i] for i in range(place) if abs(places[i][0] - x) < reach]
-        for other in sorted(beside, reverse=True):
+        above = [
+            heights[i]
+            for i in range(place)
+            if places[i][0] < x + widths[place] and x < places[i][0] + widths[i]
+        ]
+        for other in sorted(above, reverse=True):
             if abs(other - height) < gap:
                 height = other - gap
         heights.append(height)

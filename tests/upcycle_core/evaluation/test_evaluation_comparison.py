@@ -57,7 +57,7 @@ def test_table_shows_deviations_only_where_there_are_several_seeds():
     assert "±" not in format_comparison(across_seeds(runs()[:1]))
     text = markdown_comparison(across_seeds(runs()), seeds=2)
     assert "| DUME | 90.0 ± 14.1 | 50.0 ± 0.0 | 70.0 ± 7.1 |" in text
-    assert "| 5.00 M | 1.50 M | 2.00 M | 3.00 M | 150 s | 2.00 GB |" in text
+    assert "| 5.00 M | 1.50 M | 2.00 M | 3.00 M | 2.5 min | 2.00 GB |" in text
 
 
 def test_a_row_that_misses_a_domain_is_refused():
