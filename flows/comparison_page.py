@@ -15,13 +15,12 @@ PAGE = """\
 Made by
 
 ```
-python -m flows.compare {files}{tokens} --seeds {seeds} --out docs/results{folder}
+python -m flows.compare {files}{tokens}{seeds} --out docs/results{folder}
 ```
 
-Perplexity on held-out text in percent of each domain's own dense expert, mean ± standard deviation
-over {count} seeds.{budget} Trained, active and all are parameters in
-millions; tokens count the experts that a row begins with; core time is seconds times cores, theirs
-included; peak memory is that of the largest process.
+Perplexity on held-out text in percent of each domain's own dense expert{spread}; higher is better.
+{budget}Tokens count the experts that a row begins with; core time is time times cores, theirs
+included; trained, active and all are parameters; peak memory is that of the largest process.
 
 {table}
 
@@ -66,12 +65,12 @@ def write_page(
         name=recipe.name,
         files=" ".join(str(path) for path in files),
         tokens=f" --tokens {budget}" if budget else "",
-        seeds=" ".join(map(str, seeds)),
+        seeds=f" --seeds {' '.join(map(str, seeds))}" if len(seeds) > 1 else "",
         folder=" --set folder=FOLDER" if recipe.folder else "",
-        count=len(seeds),
-        budget=f" Every trained row may see {budget:,} tokens after the seed." if budget else "",
+        spread=f", mean ± deviation over {len(seeds)} seeds" if len(seeds) > 1 else "",
+        budget=f"Every trained row sees {budget:,} tokens after the seed.\n" if budget else "",
         table=markdown_comparison(rows, seeds=len(seeds)),
-        statement=statement(rows, recipe),
+        statement="\n".join(f"- {line}" for line in statement(rows, recipe).splitlines()),
         recipe=recipe_yaml(recipe, ("comparison", "baselines")).rstrip(),
     )
     (out / f"{name}.md").write_text(page)
