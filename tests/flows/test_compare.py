@@ -17,11 +17,8 @@ BASELINES = {
         "seed_expert": True,
         "objective": {"balance_coefficient": 0.01, "z_coefficient": 0.001, "watch_steps": 4},
     },
-    "btx-gates": {"method": "btx", "objective": {"trainable": ["router", "expert_gates"]}},
     "dume-plus": {"method": "dume", "title": "DUME+", "objective": {"trainable": ["router"]}},
-    "sparse": {"method": "sparse-upcycling", "copies": 3},
     "drop": {"method": "drop-upcycling", "reinitialised": 0.25},
-    "drop-experts": {"method": "drop-upcycling", "start": "experts"},
     "bam": {"method": "bam"},
     "ensemble": {"method": "branch-train-merge"},
     "full": {"method": "full-finetune"},
@@ -50,8 +47,6 @@ def project(tmp_path_factory):
         for name, row in BASELINES.items()
     }
     project.rows = save_recipe(folder / "rows.yaml", {"baselines": rows})
-    project.flow()  # what the DUME flow has made, the comparison uses again
-    project.calls()
     project.done = project.compare("--out", str(folder / "page"))
     project.first_calls = project.calls()
     project.page = folder / "page"
@@ -63,12 +58,11 @@ def rows(project):
     return json.loads((project.workspace / "compared" / "rows.json").read_text())
 
 
-def test_what_the_dume_flow_made_is_used_again(project):
+def test_seed_experts_and_statistics_are_made_once_for_all_rows(project):
     calls = project.first_calls
-    assert calls["train"] == len(TRAINED)
-    assert not {"write_documents", "domain_statistics", "solve_routers", "evaluate_moe"} & set(
-        calls
-    )
+    assert calls["train"] == 3 + len(TRAINED)  # the seed, two experts, the rows
+    assert calls["domain_statistics"] == 2 * 2
+    assert calls["solve_routers"] == 1
 
 
 def test_every_row_is_there_with_scores_parameters_tokens_and_cost(rows):
@@ -90,11 +84,9 @@ def test_every_trained_row_saw_the_same_number_of_tokens(rows):
 
 
 def test_trained_parameters_are_those_of_the_chosen_modules(rows):
-    hidden, intermediate, layers, domains = 32, 48, 2, 2
+    hidden, layers, domains = 32, 2, 2
     router = layers * domains * hidden
-    gates = layers * domains * intermediate * hidden
     assert rows["dume-plus"]["trained_parameters"] == router
-    assert rows["btx-gates"]["trained_parameters"] == router + gates
     assert rows["btx"]["trained_parameters"] == rows["btx"]["total_parameters"]
     assert rows["full"]["trained_parameters"] == rows["seed"]["total_parameters"]
     assert rows["dume"]["trained_parameters"] == rows["ensemble"]["trained_parameters"] == 0
@@ -131,8 +123,8 @@ def test_page_holds_the_table_the_plot_and_the_command(project):
     assert json.loads((project.page / "pico-comparison.json").read_text())["seeds"] == [0]
 
 
-def test_second_run_makes_nothing_again(project):
-    project.compare()
+def test_dume_flow_finds_what_the_comparison_made_up_to_date(project):
+    project.flow()
     assert not project.calls()
 
 
@@ -145,11 +137,6 @@ def test_dvc_finds_what_the_comparison_made_up_to_date(project):
     stages = yaml.safe_load((project.workspace / "dvc.yaml").read_text())["stages"]
     assert {f"baselines-{name}" for name in TRAINED} <= set(stages)
     project.run("dvc", "repro", cwd=project.workspace)
-    assert not project.calls()
-
-
-def test_dume_flow_still_finds_its_workspace_up_to_date(project):
-    project.flow()
     assert not project.calls()
 
 
