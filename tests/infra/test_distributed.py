@@ -178,6 +178,7 @@ def test_piece_whose_worker_was_killed_is_run_again(ray_of_two, tmp_path):
     assert sorted((tmp_path / "log").read_text().split()) == ["0", "0", "1", "1"]
 
 
+@pytest.mark.faults
 def test_cancelled_piece_leaves_no_worker(ray_of_two, tmp_path):
     class Cancelled(Exception):
         pass
