@@ -7,7 +7,7 @@ from infra.recipe import Recipe
 from upcycle_core.baselines.checks import baseline_faults
 from upcycle_core.corpora.config import Source
 from upcycle_core.errors import Fault
-from upcycle_core.training.checks import shape_faults
+from upcycle_core.training.checks import shape_faults, training_faults
 from upcycle_core.training.config import TrainingConfig
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
@@ -119,13 +119,19 @@ def _training_faults(recipe: Recipe) -> Iterator[Fault]:
         yield from _length_faults(recipe)
     if recipe.trains_experts:
         trained["experts.training"] = recipe.experts.training
-    if recipe.comparison.tokens is None:  # else the budget has judged them
-        trained |= {
-            f"baselines.{name}.training": row.training
-            for name, row in recipe.baselines.items()
-            if row.trains
-        }
     for where, config in trained.items():
+        if config.evaluation_steps is not None:
+            remedy = "is for baselines; seed and experts are trained to their last step: remove it"
+            yield Fault(f"{where}.evaluation_steps", config.evaluation_steps, remedy)
+    rows = {
+        f"baselines.{name}.training": row.training
+        for name, row in recipe.baselines.items()
+        if row.trains
+    }
+    for where, config in {**trained, **rows}.items():
+        yield from training_faults(config, where)
+    # A budget sets the rows' steps, and has judged them.
+    for where, config in {**trained, **({} if recipe.comparison.tokens else rows)}.items():
         if config.warmup_steps >= config.steps:
             yield Fault(
                 f"{where}.warmup_steps",

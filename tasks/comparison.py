@@ -8,6 +8,7 @@ from typing import Any
 from infra.compute import Piece
 from infra.recipe import Recipe
 from tasks.baselines import SUMMARY
+from tasks.report import heldout_arguments
 from tasks.stage import StageRun, each, stage
 from upcycle_core.baselines.ensemble import evaluate_ensemble
 from upcycle_core.evaluation.comparison import Compared, comparison_metrics
@@ -71,11 +72,7 @@ def comparison(run: StageRun) -> None:
 
 
 def _piece(run: StageRun, name: str) -> Piece:
-    common: dict[str, Any] = {
-        "corpora": {d: run.path(f"corpora/{d}/heldout") for d in run.recipe.domains},
-        "config": run.recipe.evaluation,
-        "device": run.device("evaluation"),
-    }
+    common = heldout_arguments(run)
     if run.recipe.baselines[name].trains:
         arguments = {"model": run.path(f"baselines/{name}"), **common}
         return Piece(name=name, function=baseline_piece, arguments=arguments)

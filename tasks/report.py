@@ -68,7 +68,7 @@ def report(run: StageRun) -> None:
 def _dense_pieces(run: StageRun) -> list[Piece]:
     """Every dense expert, the seed, the averaged model, and the oracle domain by domain."""
     domains = list(run.recipe.domains)
-    common = _common(run)
+    common = heldout_arguments(run)
     pieces = [_dense(expert_row(d), run.path(f"experts/{d}"), common) for d in domains]
     if run.recipe.has_seed:
         pieces.append(_dense("seed", run.path("seed"), common))
@@ -98,7 +98,7 @@ def _dense(name: str, model: Path, common: Mapping[str, Any]) -> Piece:
 def _moe_pieces(run: StageRun) -> list[Piece]:
     """The MoE with its routers, with random ones, and with each parameter swept."""
     config = run.recipe.evaluation
-    common = {"model": run.path("model"), **_common(run)}
+    common = {"model": run.path("model"), **heldout_arguments(run)}
     table = {split: run.path("router") / ROUTERS[split] for split in splits(run.recipe)}
     pieces = [
         Piece(name="routed", function=routed_piece, arguments={"routers": table, **common}),
@@ -127,7 +127,8 @@ def _moe_pieces(run: StageRun) -> list[Piece]:
     return pieces
 
 
-def _common(run: StageRun) -> dict[str, Any]:
+def heldout_arguments(run: StageRun) -> dict[str, Any]:
+    """What every piece that scores a model on the held-out text is given."""
     return {
         "corpora": {d: run.path(f"corpora/{d}/heldout") for d in run.recipe.domains},
         "config": run.recipe.evaluation,

@@ -61,3 +61,22 @@ def test_too_small_a_budget_says_what_is_needed(tmp_path):
 def test_a_budget_of_zero_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"comparison\.tokens"):
         recipe(tmp_path, 0, btx=row("btx"))
+
+
+@pytest.mark.parametrize("tokens", [None, EXPERTS + 10 * STEP])
+def test_settings_of_a_row_are_judged_with_and_without_a_budget(tmp_path, tokens):
+    training = {**TRAINING, "keep": "best"}
+    with pytest.raises(InputError, match=r"baselines\.btx\.training\.keep"):
+        recipe(tmp_path, tokens, btx={"method": "btx", "training": training})
+
+
+def test_seed_and_experts_have_no_validation(tmp_path):
+    values = pico_recipe(tmp_path, domains=DOMAINS)
+    for section in (values["seed_model"], values["experts"]):
+        section["training"] = {**section["training"], "evaluation_steps": 5}
+    with pytest.raises(InputError) as caught:
+        validate(values)
+    assert [fault.field for fault in caught.value.faults] == [
+        "seed_model.training.evaluation_steps",
+        "experts.training.evaluation_steps",
+    ]

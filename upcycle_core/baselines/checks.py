@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.errors import Fault
+from upcycle_core.training.checks import objective_faults
 
 
 def baseline_faults(baseline: Baseline, domains: Collection[str], field: str) -> Iterator[Fault]:
@@ -34,6 +35,11 @@ def baseline_faults(baseline: Baseline, domains: Collection[str], field: str) ->
     if method == "full-finetune" and tuple(baseline.objective.trainable) != ("all",):
         remedy = "a dense model is trained whole; use [all]"
         yield Fault(f"{field}.objective.trainable", list(baseline.objective.trainable), remedy)
+    for name in ("balance_coefficient", "z_coefficient"):
+        if not experts and getattr(baseline.objective, name):
+            remedy = f"{method} has no routers; set it to 0"
+            yield Fault(f"{field}.objective.{name}", getattr(baseline.objective, name), remedy)
+    yield from objective_faults(baseline.objective, f"{field}.objective")
     for name in baseline.objective.domain_weights:
         if name not in domains:
             remedy = f"not a domain; the domains are {sorted(domains)}"

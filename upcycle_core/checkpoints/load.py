@@ -9,7 +9,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-import upcycle_core.baselines.bam  # noqa: F401 (transformers then knows this architecture too)
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.moe.inspect import choose_experts_implementation
 

@@ -49,6 +49,15 @@ def test_what_fits_has_no_fault(settings):
             {"method": "full-finetune", "objective": MoEObjective(trainable=("router",))},
             "row.objective.trainable",
         ),
+        ({"method": "btx", "objective": MoEObjective(trainable=())}, "row.objective.trainable"),
+        (
+            {"method": "full-finetune", "objective": MoEObjective(balance_coefficient=0.01)},
+            "row.objective.balance_coefficient",
+        ),
+        (
+            {"method": "branch-train-merge", "objective": MoEObjective(z_coefficient=0.001)},
+            "row.objective.z_coefficient",
+        ),
         (
             {"method": "btx", "objective": MoEObjective(domain_weights={"lore": 1.0})},
             "row.objective.domain_weights",
