@@ -8,6 +8,18 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 END = "<|end|>"
+NATURE = "the cat sat on the mat and the bat ate the rat; the fat hat"
+CODE = "def total(x):\n    return x + 1\n\ndef other(y):\n    return y + 1\n"
+ACCENTS = "naïve café – naïve café – 中文中文中文 中文"
+TEXTS = [
+    NATURE,
+    CODE,
+    ACCENTS,
+    "return the cat; def café(x)",
+    "  two  spaces\tand\n\nlines 😀 über",
+    "A<0x41>▁ ĠĊ \ue000",
+    "",
+]
 
 
 def byte_level(
@@ -70,6 +82,20 @@ def unigram(directory: Path, text: str) -> Path:
     core.train_from_iterator([text], trainer)
     core.decoder = _pieces_decoder()
     return _saved(core, directory, "<s>")
+
+
+def three_vocabularies(folder: Path) -> list[Path]:
+    """Two byte-level tokenizers of other texts and a sentencepiece one."""
+    return [
+        byte_level(folder / "nature", NATURE, merges=30),
+        byte_level(folder / "mixed", CODE + ACCENTS, merges=60, specials=["<|end|>", "<|im|>"]),
+        pieces(folder / "pieces", NATURE + " " + ACCENTS, merges=30),
+    ]
+
+
+def core_of(directory: Path) -> Tokenizer:
+    """The tokenizer of a directory, as its file has it."""
+    return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
 def edited(source: Path, out: Path, change: Callable[[dict], object]) -> Path:

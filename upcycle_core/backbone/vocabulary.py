@@ -24,16 +24,6 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 # A character that Unicode keeps out of text: an entry that begins with it is met by no text. The
 # decoder takes it off again.
 SHIELD = "\ufdd0"
-# Settings from which classes rebuild parts of a tokenizer; tokenizer.json has what came of them.
-REBUILDING = (
-    "auto_map",
-    "added_tokens_decoder",
-    "add_bos_token",
-    "add_eos_token",
-    "add_prefix_space",
-    "legacy",
-    "sp_model_kwargs",
-)
 CARRIED = ("special_tokens_map.json", "chat_template.jinja", "chat_template.json")
 
 
@@ -192,8 +182,8 @@ def write_union_tokenizer(union: Union, out: Path) -> None:
     write_text(out / "tokenizer.json", text + "\n")
     path = union.source / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    kept = {key: value for key, value in config.items() if key not in REBUILDING}
-    # The one class that takes tokenizer.json as it is.
+    kept = {key: value for key, value in config.items() if key != "auto_map"}  # code left behind
+    # The one class that takes tokenizer.json as it is; others rebuild parts of it.
     kept["tokenizer_class"] = "PreTrainedTokenizerFast"
     write_json(out / "tokenizer_config.json", kept)
     for name in CARRIED:

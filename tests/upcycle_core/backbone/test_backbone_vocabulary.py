@@ -3,29 +3,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from tests.pico import save_pico_tokenizer
-from tests.vocabularies import byte_level, edited, pieces, unigram
-from upcycle_core.backbone import vocabulary as module
+from tests.vocabularies import (
+    ACCENTS,
+    CODE,
+    NATURE,
+    TEXTS,
+    byte_level,
+    core_of,
+    edited,
+    pieces,
+    three_vocabularies,
+    unigram,
+)
 from upcycle_core.backbone.vocabulary import merge_rows, unite_vocabularies, write_union_tokenizer
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.errors import InputError
-
-NATURE = "the cat sat on the mat and the bat ate the rat; the fat hat"
-CODE = "def total(x):\n    return x + 1\n\ndef other(y):\n    return y + 1\n"
-ACCENTS = "naïve café – naïve café – 中文中文中文 中文"
-TEXTS = [
-    NATURE,
-    CODE,
-    ACCENTS,
-    "return the cat; def café(x)",
-    "  two  spaces\tand\n\nlines 😀 über",
-    "A<0x41>▁ ĠĊ \ue000",
-    "",
-]
 
 
 def tokens_of(directory: Path) -> dict[bytes, int]:
@@ -46,28 +41,9 @@ def tokens_of(directory: Path) -> dict[bytes, int]:
     return found
 
 
-def core_of(directory: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(directory / "tokenizer.json"))
-
-
-def mean_by_hand(union, matrices: list[Tensor], weights: list[float]) -> Tensor:
-    rows = []
-    for token in range(len(union.tokens)):
-        owners = [m for m in range(len(matrices)) if union.rows[m, token] >= 0]
-        parts = [matrices[m][union.rows[m, token]] for m in owners]
-        total = sum(weights[m] * p.double() for m, p in zip(owners, parts, strict=True))
-        rows.append(total / sum(weights[m] for m in owners) if len(owners) > 1 else parts[0])
-    return torch.stack([row.to(matrices[0].dtype) for row in rows])
-
-
 @pytest.fixture
 def three(tmp_path) -> list[Path]:
-    """Two byte-level tokenizers of other texts and a sentencepiece one."""
-    return [
-        byte_level(tmp_path / "nature", NATURE, merges=30),
-        byte_level(tmp_path / "mixed", CODE + ACCENTS, merges=60, specials=["<|end|>", "<|im|>"]),
-        pieces(tmp_path / "pieces", NATURE + " " + ACCENTS, merges=30),
-    ]
+    return three_vocabularies(tmp_path)
 
 
 @pytest.mark.parametrize("ruling", [0, 1])
@@ -198,69 +174,6 @@ def test_every_token_of_the_union_decodes_to_its_bytes(tmp_path, ruler):
     assert checked >= len(union.tokens) - 128
 
 
-def test_a_byte_and_the_letter_that_it_is_are_two_tokens_of_one_model(tmp_path):
-    one = pieces(tmp_path / "one", NATURE, merges=10)
-    two = byte_level(tmp_path / "two", NATURE, merges=10)
-    union = unite_vocabularies([two, one], ruling=0)
-    ids = core_of(one).get_vocab()
-    places = [i for i, text in enumerate(union.tokens) if text == b"a"]
-    assert [union.rows[:, i].tolist() for i in places] == [
-        [core_of(two).get_vocab()["a"], ids["a"]],
-        [-1, ids["<0x61>"]],
-    ]
-    high = union.tokens.index(b"\xe2")
-    assert union.rows[:, high].tolist() == [core_of(two).get_vocab()["â"], ids["<0xE2>"]]
-
-
-def test_control_tokens_are_matched_by_content_and_never_with_text(tmp_path):
-    one = byte_level(tmp_path / "one", NATURE, merges=10, specials=["<|end|>", "turn"])
-    two = byte_level(tmp_path / "two", NATURE, merges=10, specials=["turn", "<|tool|>", "cat"])
-    # In the third, the content of a control token is a piece of ordinary text.
-    three = byte_level(tmp_path / "three", "turn cat " * 9, merges=10)
-    assert "turn" in core_of(three).get_vocab()
-    union = unite_vocabularies([one, two, three], ruling=0)
-    ids = [core_of(directory).get_vocab() for directory in (one, two, three)]
-    assert union.rows[:, ids[0]["turn"]].tolist() == [ids[0]["turn"], ids[1]["turn"], -1]
-    text = [i for i, name in enumerate(union.tokens) if name == b"turn"][1]
-    assert union.rows[:, text].tolist() == [-1, -1, ids[2]["turn"]]
-    write_union_tokenizer(union, tmp_path / "out")
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
-    tool = union.tokens.index(b"<|tool|>")
-    assert loaded("<|tool|>")["input_ids"] == [tool]
-    assert loaded.decode([tool], skip_special_tokens=True) == ""
-    assert loaded("turn")["input_ids"] == [ids[0]["turn"]]
-    # A control token that is ordinary text to another model stays out of the text.
-    assert loaded("the cat")["input_ids"] == core_of(one).encode("the cat").ids
-    assert loaded.decode([union.tokens.index(b"cat")]) == "cat"
-    assert loaded.eos_token == "<|end|>"
-
-
-def test_added_tokens_beyond_the_vocabulary_keep_their_ids_and_gaps_their_rows(tmp_path):
-    one = byte_level(tmp_path / "one", NATURE, merges=10)
-    size = core_of(one).get_vocab_size()
-
-    def add(core):
-        extra = {"id": size + 3, "content": "  ", "special": False, "normalized": False}
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-        core["added_tokens"].append(extra | flags)
-        core["model"]["vocab"] |= {"  ": size + 3}
-
-    gapped = edited(one, tmp_path / "gapped", add)
-    spaces = byte_level(tmp_path / "spaces", "    x    x\n" + CODE, merges=40)
-    union = unite_vocabularies([spaces, gapped], ruling=1)
-    matrix, other = torch.randn(size + 16, 4), torch.randn(core_of(spaces).get_vocab_size() + 5, 4)
-    rows = merge_rows(union, [other, matrix])
-    assert union.tokens[size : size + 3] == (None,) * 3
-    assert torch.equal(rows[size : size + 3], matrix[size : size + 3])
-    both = [core_of(spaces).get_vocab()["ĠĠ"], size + 3]  # the same bytes
-    assert union.rows[:, size + 3].tolist() == both
-    assert torch.equal(rows[size + 3], (other[both[0]] + matrix[both[1]]) / 2)
-    write_union_tokenizer(union, tmp_path / "out")
-    for text in TEXTS:
-        assert core_of(tmp_path / "out").encode(text).ids == core_of(gapped).encode(text).ids
-    assert max(core_of(tmp_path / "out").get_vocab().values()) == len(union.tokens) - 1
-
-
 def test_a_ruler_that_cannot_spell_a_token_is_refused(three):
     with pytest.raises(InputError, match=r"models\[2\]\.tokenizer = .*no way to spell \d+ tokens"):
         unite_vocabularies(three, ruling=2)
@@ -297,68 +210,18 @@ def test_a_class_that_rebuilds_its_tokenizer_rules_as_it_runs(tmp_path, make, na
     settings = {"tokenizer_class": name, "add_prefix_space": prefix, "legacy": False}
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     other = byte_level(tmp_path / "other", CODE, merges=20, alphabet=False, specials=["<|x|>"])
-    write_union_tokenizer(unite_vocabularies([other, ruling], ruling=1), tmp_path / "out")
+    union = unite_vocabularies([other, ruling], ruling=1)
+    write_union_tokenizer(union, tmp_path / "out")
     before = AutoTokenizer.from_pretrained(ruling)
     after = AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in TEXTS:
         assert after(text)["input_ids"] == before(text)["input_ids"], text
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("weights", [None, [0.2, 0.5, 0.3], [3.0, 0.0, 0.0]])
-def test_shared_rows_are_averaged_and_the_others_kept(three, dtype, weights, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 50)  # many pieces
-    union = unite_vocabularies(three, ruling=0)
-    torch.manual_seed(0)
-    # Longer than the tokenizers, each by another number of rows, with what must not be read.
-    matrices = []
-    for index, row in enumerate(union.rows):
-        padding = torch.full((index + 2, 6), torch.nan)
-        matrices.append(torch.cat([torch.randn(int(row.max()) + 1, 6), padding]).to(dtype))
-    result = merge_rows(union, matrices, weights=weights)
-    given = weights or [1.0] * 3
-    if weights and 0.0 in weights:  # models of no weight count where no other has the token
-        given = [3.0, 1e-30, 1e-30]
-    tolerance = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float64: 1e-15}[dtype]
-    expected = mean_by_hand(union, matrices, given)
-    assert result.dtype == dtype
-    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
-    alone = (union.rows >= 0).sum(dim=0) == 1
-    assert alone.any()
-    assert torch.equal(result[alone], expected[alone])
-
-
-def test_the_naive_mean_counts_missing_rows_as_zeros(three):
-    union = unite_vocabularies(three, ruling=0)
-    matrices = [torch.randn(int(row.max()) + 1, 6) for row in union.rows]
-    padded = torch.zeros(3, len(union.tokens), 6)
-    for table, matrix, row in zip(padded, matrices, union.rows, strict=True):
-        table[row >= 0] = matrix[row[row >= 0]]
-    naive = merge_rows(union, matrices, naive=True)
-    torch.testing.assert_close(naive, padded.mean(dim=0), rtol=0, atol=1e-6)
-    weighed = merge_rows(union, matrices, naive=True, weights=[0.5, 0.25, 0.25])
-    expected = (padded * torch.tensor([0.5, 0.25, 0.25])[:, None, None]).sum(dim=0)
-    torch.testing.assert_close(weighed, expected, rtol=0, atol=1e-6)
-
-
-def test_matrices_that_do_not_fit_are_refused_together(three):
-    union = unite_vocabularies(three, ruling=0)
-    sizes = [int(row.max()) + 1 for row in union.rows]
-    bad = [torch.ones(sizes[0], 4), torch.ones(sizes[1] - 1, 4), torch.ones(sizes[2], 5)]
-    with pytest.raises(InputError) as error:
-        merge_rows(union, bad, field="embed_tokens")
-    said = [str(fault) for fault in error.value.faults]
-    assert f"has no row for token {sizes[1] - 1}" in said[0]
-    assert said[0].startswith("embed_tokens[1] = ")
-    assert said[1].startswith("embed_tokens[2] = ")
-    with pytest.raises(InputError, match="2 matrices"):
-        merge_rows(union, bad[:2])
-    fitting = [torch.ones(size, 4) for size in sizes]
-    with pytest.raises(InputError, match=r"rows\.weights"):
-        merge_rows(union, fitting, weights=[1.0, -1.0, 1.0])
-
-
 def test_the_written_tokenizer_is_the_rulers_without_older_forms(tmp_path, three):
+    config = json.loads((three[1] / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": ["own.py", None]}
+    (three[1] / "tokenizer_config.json").write_text(json.dumps(config))
     (three[1] / "vocab.json").write_text("{}")
     (three[1] / "merges.txt").write_text("")
     (three[1] / "chat_template.jinja").write_text("{{ messages }}")
@@ -367,6 +230,9 @@ def test_the_written_tokenizer_is_the_rulers_without_older_forms(tmp_path, three
     assert tree_digest(tmp_path / "out") == tree_digest(tmp_path / "again")
     assert not (tmp_path / "out" / "vocab.json").exists()
     assert not (tmp_path / "out" / "merges.txt").exists()
+    written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert "auto_map" not in written
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded.chat_template == "{{ messages }}"
     assert loaded.eos_token == "<|end|>"
