@@ -99,7 +99,10 @@ def _log_to_mlflow(
     run.log_metrics(
         {
             **{f"normalised_average/{row}": v for row, v in metrics["normalised_average"].items()},
-            **{f"perplexity/{d}": v for d, v in metrics["perplexity"]["dume"].items()},
+            **{
+                f"perplexity/{d}": v
+                for d, v in metrics["perplexity"][session.recipe.method].items()
+            },
             **{f"seconds/{stage}": value for stage, value in timings["stages"].items()},
             "seconds/wall": timings["wall"],
             "share_of_time/router": router / timings["wall"],

@@ -48,8 +48,8 @@ def _faults(recipe: Recipe) -> list[Fault]:
     if not recipe.tasks:
         remedy = "nothing to score on; add a file with tasks, e.g. recipes/tasks.yaml"
         return [Fault("tasks", {}, remedy)]
-    if "dume" not in recipe.scored_models:
-        remedy = "the page is about the merged model; add dume"
+    if recipe.method not in recipe.scored_models:
+        remedy = f"the page is about the merged model; add {recipe.method}"
         return [Fault("task_evaluation.models", list(recipe.scored_models), remedy)]
     return []
 

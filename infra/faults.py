@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from infra.recipe import Recipe
+from infra.symphony_faults import symphony_faults
 from upcycle_core.baselines.checks import baseline_faults
 from upcycle_core.corpora.config import Source
 from upcycle_core.errors import Fault
@@ -28,6 +29,7 @@ def faults(recipe: Recipe) -> list[Fault]:
         *_comparison_faults(recipe),
         *_task_faults(recipe),
         *_gate_faults(recipe),
+        *symphony_faults(recipe),
     ]
 
 
@@ -36,6 +38,7 @@ def _name_faults(recipe: Recipe) -> Iterator[Fault]:
     named += [(f"domains.{name}", name) for name in recipe.domains]
     named += [(f"baselines.{name}", name) for name in recipe.baselines]
     named += [(f"tasks.{name}", name) for name in recipe.tasks]
+    named += [(f"outside.{name}", name) for name in recipe.outside]
     for where, name in named:
         if not NAME.fullmatch(name):
             yield Fault(
@@ -68,6 +71,8 @@ def _domain_faults(recipe: Recipe) -> Iterator[Fault]:
             source = getattr(domain, part)
             if source is not None:
                 yield from _source_faults(source, f"{where}.{part}", recipe.folder)
+    for name, source in recipe.outside.items():
+        yield from _source_faults(source, f"outside.{name}", recipe.folder)
     for name in recipe.backbone.experts or ():
         if name not in recipe.domains:
             yield Fault(
@@ -122,6 +127,7 @@ def _training_faults(recipe: Recipe) -> Iterator[Fault]:
     trained: dict[str, TrainingConfig] = {}
     if recipe.trains_seed:
         trained["seed_model.training"] = recipe.seed_model.training
+    if recipe.trains_shape:
         yield from shape_faults(recipe.seed_model.shape, "seed_model.shape")
         yield from _length_faults(recipe)
     if recipe.trains_experts:
@@ -150,11 +156,18 @@ def _training_faults(recipe: Recipe) -> Iterator[Fault]:
 def _length_faults(recipe: Recipe) -> Iterator[Fault]:
     longest = recipe.seed_model.shape.max_positions
     lengths = {
-        "seed_model.training": recipe.seed_model.training.sequence_length,
         "experts.training": recipe.experts.training.sequence_length,
-        "statistics": recipe.statistics.sequence_length,
         "evaluation": recipe.evaluation.sequence_length,
     }
+    if recipe.symphony is None:
+        lengths["seed_model.training"] = recipe.seed_model.training.sequence_length
+        lengths["statistics"] = recipe.statistics.sequence_length
+    else:
+        lengths["symphony.calibration"] = recipe.symphony.calibration.sequence_length
+        if recipe.symphony.router == "ridge":
+            lengths["statistics"] = recipe.statistics.sequence_length
+    if recipe.post_training is not None:
+        lengths["post_training.training"] = recipe.post_training.training.sequence_length
     for name, row in recipe.baselines.items():
         if row.trains:
             lengths[f"baselines.{name}.training"] = row.training.sequence_length
@@ -214,7 +227,7 @@ def _gate_faults(recipe: Recipe) -> Iterator[Fault]:
         if metric not in known:
             yield Fault(f"registry.gate.{where}", metric, f"not measured; use one of {known}")
         elif metric not in TEXT_METRICS:
-            needed = ["dume", *_normalising(recipe, metric)]
+            needed = [recipe.method, *_normalising(recipe, metric)]
             missing = [model for model in needed if model not in recipe.scored_models]
             if missing:
                 remedy = f"the gate's {metric} needs {missing} as well; add them"

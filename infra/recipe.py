@@ -10,12 +10,16 @@ import yaml
 from pydantic import TypeAdapter
 
 from upcycle_core.baselines.config import Baseline, ComparisonConfig
-from upcycle_core.corpora.config import CorpusConfig, Domain, TokenizerConfig
+from upcycle_core.corpora.config import CorpusConfig, Domain, Source, TokenizerConfig
 from upcycle_core.dume.config import BackboneConfig, MoEConfig, RouterConfig, StatisticsConfig
 from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.harness.config import EvaluationTask, TaskEvaluationConfig
 from upcycle_core.evaluation.results import expert_row
+from upcycle_core.symphony.config import PostTrainingConfig, SymphonyConfig
 from upcycle_core.training.config import ExpertsConfig, SeedConfig
+
+SYMPHONY = "symphony"
+"""The recipe's own way of joining strangers, among the variants of its baselines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +60,12 @@ class ComputeConfig:
     """Training one expert."""
     statistics: Resources = field(default_factory=Resources)
     """One shard of one domain's statistics."""
+    alignment: Resources = field(default_factory=Resources)
+    """Two models over the same text, or one layer's assignment."""
     assembly: Resources = field(default_factory=Resources)
     """Averaging, router solving and assembly."""
+    post_training: WorkerResources = field(default_factory=WorkerResources)
+    """Training an assembled model."""
     evaluation: Resources = field(default_factory=Resources)
     """Evaluating one model, on text or on tasks."""
     baselines: WorkerResources = field(default_factory=WorkerResources)
@@ -140,6 +148,13 @@ class Recipe:
     """The ridge regression."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """The assembled model."""
+    symphony: SymphonyConfig | None = None
+    """Join models that share no seed, with Symphony-MoE; without it, experts of one seed, with
+    DUME."""
+    post_training: PostTrainingConfig | None = None
+    """Training of what Symphony-MoE has joined; none by default."""
+    outside: Mapping[str, Source] = field(default_factory=dict)
+    """Texts of domains that no model, alignment or training sees, to judge models on."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Perplexity on held-out text."""
     baselines: Mapping[str, Baseline] = field(default_factory=dict)
@@ -163,9 +178,22 @@ class Recipe:
         return self.registry.model or f"upcycle-{self.name}"
 
     @property
+    def method(self) -> str:
+        """How experts are joined; the row of the result in tables."""
+        return "dume" if self.symphony is None else SYMPHONY
+
+    @property
     def trains_seed(self) -> bool:
         """Whether the seed model is made here."""
-        return self.seed_model.model is None and self.trains_experts
+        return self.has_seed and self.seed_model.model is None
+
+    @property
+    def trains_shape(self) -> bool:
+        """Whether any model begins with random weights here."""
+        if self.symphony is None:
+            return self.trains_seed
+        own = (d.origin for d in self.domains.values() if d.expert is None)
+        return any(origin is None or origin.model is None for origin in own)
 
     @property
     def trains_experts(self) -> bool:
@@ -175,6 +203,8 @@ class Recipe:
     @property
     def has_seed(self) -> bool:
         """Whether there is a seed model, made here or given."""
+        if self.symphony is not None:
+            return False
         return self.trains_experts or self.seed_model.model is not None
 
     @property
@@ -185,9 +215,23 @@ class Recipe:
 
     @property
     def own_models(self) -> tuple[str, ...]:
-        """Rows of the DUME table that are models of their own."""
+        """Rows of the report that are models of their own, beside baselines."""
         seed = ("seed",) if self.has_seed else ()
-        return (*map(expert_row, self.domains), *seed, "model_averaging", "dume")
+        before = ("harmonised",) if self.post_training is not None else ()
+        return (*map(expert_row, self.domains), *seed, "model_averaging", *before, self.method)
+
+    @property
+    def variants(self) -> dict[str, SymphonyConfig]:
+        """Every way in which strangers are joined by Symphony-MoE: the recipe's, and its rows'."""
+        if self.symphony is None:
+            return {}
+        rows = {n: row.symphony for n, row in self.baselines.items() if row.method == SYMPHONY}
+        return {SYMPHONY: self.symphony, **{n: v or SymphonyConfig() for n, v in rows.items()}}
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """What strangers are joined to before training: the recipe's own way, and every row's."""
+        return () if self.symphony is None else (SYMPHONY, *self.baselines)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -200,6 +244,24 @@ class Recipe:
         """Rows that are scored on tasks."""
         chosen = self.task_evaluation.models
         return self.models if chosen is None else tuple(m for m in self.models if m in chosen)
+
+    @property
+    def pairings(self) -> dict[str, str]:
+        """{variant: the first variant that compares the same models on the same text}.
+
+        Variants that learn nothing from activations are left out.
+        """
+        first: dict[object, str] = {}
+        found = {}
+        for name, variant in self.variants.items():
+            if variant.alignment.uses_activations:
+                key = (self.anchor_of(variant), variant.calibration)
+                found[name] = first.setdefault(key, name)
+        return found
+
+    def anchor_of(self, variant: SymphonyConfig) -> str:
+        """The domain whose model the others are aligned to."""
+        return variant.anchor or (variant.models or tuple(self.domains))[0]
 
     @property
     def averaged(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from upcycle_core.progress import Progress
         "upcycle_core/backbone/average.py",
         "upcycle_core/checkpoints/writer.py",
     ),
+    needed=lambda recipe: recipe.method == "dume",
 )
 def backbone(run: StageRun) -> None:
     """Write the averaged tensors."""

@@ -3,13 +3,14 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from infra.compute import Piece
 from infra.recipe import Recipe
 from tasks.routers import ROUTERS
 from tasks.seed import TRAINING_SOURCES
-from tasks.stage import StageRun, each, stage, take
+from tasks.stage import StageRun, each, stage
+from tasks.workspace import take
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.baselines.start import write_start
 from upcycle_core.corpora.batches import PackedSequences, packed_sequences
@@ -63,7 +64,7 @@ def _inputs(recipe: Recipe, name: str) -> list[str]:
         "upcycle_core/moe/size.py",
         "upcycle_core/training/pictures.py",
     ),
-    needed=lambda recipe: any(baseline.trains for baseline in recipe.baselines.values()),
+    needed=lambda recipe: recipe.method == "dume",
 )
 def baselines(run: StageRun) -> None:
     """Write the trained checkpoint, and beside it what its training came to."""
@@ -84,27 +85,56 @@ def baselines(run: StageRun) -> None:
         },
     )
     started = run.run([start], "baselines")["start"]
-    trained = Piece(
+    train_from(
+        run,
+        started.path,
+        training=baseline.training,
+        # A dense model has neither routers nor experts.
+        objective=baseline.objective if baseline.experts(len(domains)) else None,
+        kind="baselines",
+    )
+
+
+def train_from(
+    run: StageRun,
+    start: Path,
+    *,
+    training: TrainingConfig,
+    objective: MoEObjective | None,
+    kind: Literal["baselines", "post_training"],
+) -> None:
+    """Train ``start`` on all domains into ``run.out``; write what the training came to beside it.
+
+    Args:
+        run: The stage.
+        start: The checkpoint.
+        training: Steps, batches, optimizer.
+        objective: What is trained of a MoE; None for a dense model.
+        kind: Of the resources.
+    """
+    weights = {} if objective is None else objective.domain_weights
+    piece = Piece(
         name="trained",
         function=train_piece,
-        workers=recipe.compute.baselines.workers,
+        workers=getattr(run.recipe.compute, kind).workers,
         arguments={
-            "start": started.path,
-            "corpora": {d: run.path(f"corpora/{d}") for d in domains},
-            "config": baseline.training,
-            # A dense model has neither routers nor experts.
-            "objective": baseline.objective if baseline.experts(len(domains)) else None,
-            "weights": [baseline.objective.domain_weights.get(d, 1.0) for d in domains],
-            "seed": recipe.seed,
-            "device": run.device("baselines"),
+            "start": start,
+            "corpora": {d: run.path(f"corpora/{d}") for d in run.recipe.domains},
+            "config": training,
+            "objective": objective,
+            "weights": [weights.get(d, 1.0) for d in run.recipe.domains],
+            "seed": run.recipe.seed,
+            "device": run.device(kind),
         },
     )
-    done = run.run([trained], "baselines")["trained"]
+    done = run.run([piece], kind)["trained"]
     take(done.path, run.out)
-    _write_training(run, done.result)
+    write_training(run, done.result, training, is_moe=objective is not None)
 
 
-def _write_training(run: StageRun, result: Mapping[str, Any]) -> None:
+def write_training(
+    run: StageRun, result: Mapping[str, Any], training: TrainingConfig, *, is_moe: bool
+) -> None:
     """What the training came to; nothing that depends on the machine's speed."""
     folder = run.out / TRAINING
     folder.mkdir()
@@ -112,13 +142,13 @@ def _write_training(run: StageRun, result: Mapping[str, Any]) -> None:
     summary = {
         "loss": result["loss"],
         "validation_loss": result["validation_loss"],
-        "tokens": run.recipe.baselines[run.item].training.tokens,
+        "tokens": training.tokens,
         "trained_parameters": result["trained_parameters"],
         "active_parameters": counts.active,
         "total_parameters": counts.total,
     }
     (run.out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
-    if run.recipe.baselines[run.item].experts(len(run.recipe.domains)):
+    if is_moe:
         write_load(result["curves"], folder)
     if run.recorder is not None:
         run.recorder.log_artifacts(folder, TRAINING)

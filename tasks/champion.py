@@ -71,7 +71,7 @@ class Champion:
             "device": "cuda" if recipe.compute.evaluation.gpus > 0 else "cpu",
         }
         # What this run's own model was scored with decides what the champion's scores are.
-        mark = workspace.digest("task_scores/dume")
+        mark = workspace.digest(f"task_scores/{recipe.method}")
         return read_scores(self._run("tasks", score_model, arguments, f"{mark}").path)
 
     def _run(self, name: str, function: Any, arguments: Mapping[str, Any], mark: str) -> Done:

@@ -55,7 +55,7 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
         "upcycle_core/moe/random.py",
         "upcycle_core/moe/size.py",
     ),
-    needed=lambda recipe: bool(recipe.baselines),
+    needed=lambda recipe: recipe.method == "dume" and bool(recipe.baselines),
 )
 def comparison(run: StageRun) -> None:
     """Write metrics.json: scores, parameters and tokens of every row."""

@@ -17,6 +17,7 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
     inputs=_inputs,
     params=("seed", "experts", "domains.{domain}.expert", "compute.experts"),
     sources=TRAINING_SOURCES,
+    needed=lambda recipe: recipe.method == "dume",
 )
 def experts(run: StageRun) -> None:
     """Write the expert's checkpoint."""

@@ -41,6 +41,7 @@ CARD_KEYS = (
         "upcycle_core/moe/assemble.py",
         "upcycle_core/moe/plan.py",
     ),
+    needed=lambda recipe: recipe.method == "dume",
 )
 def model(run: StageRun) -> None:
     """Write the checkpoint."""

@@ -22,23 +22,34 @@ from tasks.corpora import corpora
 from tasks.documents import documents
 from tasks.experts import experts
 from tasks.model import model
+from tasks.outside import outside
+from tasks.pairs import pairs
+from tasks.post_training import post_training, symphony
 from tasks.report import report
 from tasks.router import router
 from tasks.seed import seed
 from tasks.sources import sources
-from tasks.stage import CODE, Stage, named
+from tasks.stage import CODE, Stage
+from tasks.starts import starts
 from tasks.statistics import statistics
+from tasks.strangers import strangers
+from tasks.symphony_report import ablation
 from tasks.task_scores import task_scores
 from tasks.task_sets import task_sets
 from tasks.tokenizer import tokenizer
+from tasks.united import united
+from tasks.vocabulary import vocabulary
 
-# The order in which data flows.
+# The order in which data flows. Some are of one method alone.
 ORDER: tuple[Stage, ...] = (
     sources,
     documents,
     task_sets,
+    strangers,
+    vocabulary,
     tokenizer,
     corpora,
+    outside,
     seed,
     experts,
     backbone,
@@ -48,6 +59,12 @@ ORDER: tuple[Stage, ...] = (
     report,
     baselines,
     comparison,
+    united,
+    pairs,
+    starts,
+    post_training,
+    symphony,
+    ablation,
     task_scores,
 )
 
@@ -90,7 +107,7 @@ def _command(stage: Stage, recipe: Recipe, key: str) -> dict[str, Any]:
             *sorted(stage.inputs(recipe, key)),
             *(f"${{code}}/{source}" for source in stage.sources),
         ],
-        "params": [named(param, key) for param in stage.params],
+        "params": stage.keys(recipe, key),
         "outs": [stage.artifact(key)],
     }
     if stage.always:

@@ -18,6 +18,7 @@ from tasks.gate import Decision, decide, figures
 from tasks.stage import CODE, Session
 from upcycle_core.evaluation.harness.results import TaskEvaluation
 from upcycle_core.evaluation.results import expert_row
+from upcycle_core.evaluation.table import title
 
 DECISION_TAG = "upcycle.decision"
 
@@ -70,7 +71,7 @@ def register(
         workspace.path("model"),
         Registration(
             params=resolve(recipe),
-            metrics=_scores(metrics),
+            metrics=_scores(metrics, recipe.method),
             tags={
                 MODEL_TAG: digest,
                 "git.commit": code_version(CODE),
@@ -101,7 +102,8 @@ def _judge(
 ) -> Decision:
     gate, perplexity = session.recipe.registry.gate, metrics["perplexity"]
     experts = {d: perplexity[expert_row(d)][d] for d in session.recipe.domains}
-    mine = figures(gate, "dume", perplexities=perplexity["dume"], experts=experts, tasks=tasks)
+    row = session.recipe.method
+    mine = figures(gate, row, perplexities=perplexity[row], experts=experts, tasks=tasks)
     if champion is None:
         return decide(gate, challenger=mine, champion=None)
     if champion.is_own:
@@ -111,10 +113,10 @@ def _judge(
     return decide(gate, challenger=mine, champion=theirs)
 
 
-def _scores(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _scores(metrics: Mapping[str, Any], row: str) -> dict[str, float]:
     rows = metrics["normalised_average"]
-    scores = {f"normalised_average.{row}": value for row, value in rows.items()}
-    for domain, value in metrics["perplexity"]["dume"].items():
+    scores = {f"normalised_average.{name}": value for name, value in rows.items()}
+    for domain, value in metrics["perplexity"][row].items():
         scores[f"perplexity.{domain}"] = value
     return scores
 
@@ -122,4 +124,5 @@ def _scores(metrics: Mapping[str, Any]) -> dict[str, float]:
 def _description(session: Session, decision: Decision) -> str:
     table = (session.workspace.path("report") / "table.md").read_text()
     domains = ", ".join(session.recipe.domains)
-    return f"DUME Mixture-of-Experts of {domains}.\n\n{table}\n\nGate: {decision.reason}.\n"
+    method = title(session.recipe.method, ())
+    return f"{method} Mixture-of-Experts of {domains}.\n\n{table}\n\nGate: {decision.reason}.\n"

@@ -56,6 +56,7 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
         "upcycle_core/moe/inspect.py",
         "upcycle_core/moe/random.py",
     ),
+    needed=lambda recipe: recipe.method == "dume",
 )
 def report(run: StageRun) -> None:
     """Write metrics.json, tables, pictures and the CSV behind them."""

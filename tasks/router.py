@@ -39,6 +39,7 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
         "upcycle_core/dume/sequential.py",
         "upcycle_core/moe/inspect.py",
     ),
+    needed=lambda recipe: recipe.method == "dume",
 )
 def router(run: StageRun) -> None:
     """Write one file a calibration text: ``router`` and, where there is one, ``elsewhere``."""

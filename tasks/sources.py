@@ -5,12 +5,14 @@ It always runs, and is where bad input is found: every fault of every domain, in
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from infra.recipe import Recipe
+from tasks.segmentation import segmentation_faults
 from tasks.stage import StageRun, stage
 from tasks.task_files import task_fingerprint, task_set_faults
-from upcycle_core.architectures.compare import compare_experts
+from upcycle_core.architectures.compare import compare_experts, compare_strangers
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -27,7 +29,15 @@ TRAINING_COPIES = 8
 @stage(
     "sources",
     inputs=lambda recipe, domain: (),
-    params=("folder", "domains", "seed_model.model", "tasks", "task_evaluation.folder"),
+    params=(
+        "folder",
+        "domains",
+        "outside",
+        "seed_model.model",
+        "symphony",
+        "tasks",
+        "task_evaluation.folder",
+    ),
     sources=("tasks/sources.py", "tasks/task_files.py"),
     always=True,
 )
@@ -45,7 +55,13 @@ def sources(run: StageRun) -> None:
         }
         if domain.expert is not None:
             found["expert"] = tree_digest(resolve_model(domain.expert, cache))
+        if domain.origin is not None and domain.origin.model is not None:
+            found["origin"] = tree_digest(resolve_model(domain.origin.model, cache))
         _write(run.out / f"{name}.json", found)
+    for name, source in recipe.outside.items():
+        (run.out / "outside").mkdir(exist_ok=True)
+        found = dict(source_fingerprint(source, folder=folder))
+        _write(run.out / "outside" / f"{name}.json", found)
     if recipe.seed_model.model is not None:
         _write(
             run.out / f"{SEED}.json",
@@ -77,17 +93,24 @@ def check(recipe: Recipe, cache: Path) -> None:
 def text_faults(recipe: Recipe) -> list[Fault]:
     """What is wrong with the texts."""
     folder = folder_of(recipe)
-    return [
-        fault
+    named = {
+        f"domains.{name}.{part}": source
         for name, domain in recipe.domains.items()
         for part in TEXTS
         if (source := getattr(domain, part)) is not None
-        for fault in source_faults(source, f"domains.{name}.{part}", folder=folder)
+    }
+    named |= {f"outside.{name}": source for name, source in recipe.outside.items()}
+    return [
+        fault
+        for field, source in named.items()
+        for fault in source_faults(source, field, folder=folder)
     ]
 
 
 def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     """What is wrong with ready experts and a given seed: each alone, and all of them together."""
+    if recipe.method == "symphony":
+        return stranger_faults(recipe, cache)
     given = {
         f"domains.{name}.expert": domain.expert
         for name, domain in recipe.domains.items()
@@ -95,14 +118,7 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     }
     if recipe.seed_model.model is not None:
         given["seed_model.model"] = recipe.seed_model.model
-    readers, vocabularies, faults = {}, {}, []
-    for field, reference in given.items():
-        try:
-            directory = resolve_model(reference, cache)
-            readers[field] = CheckpointReader(directory, field=field)
-            vocabularies[field] = vocabulary_fingerprint(directory)
-        except InputError as error:
-            faults += [_at(field, fault) for fault in error.faults]
+    readers, vocabularies, faults = _opened(given, cache)
     if recipe.trains_experts and given and recipe.seed_model.model is None:
         faults.append(
             Fault(
@@ -114,6 +130,39 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
         )
     faults += compare_experts(readers, vocabularies)
     return [*faults, *_disk_faults(recipe, readers, cache.parent)]
+
+
+def stranger_faults(recipe: Recipe, cache: Path) -> list[Fault]:
+    """What is wrong with the models of a recipe whose domains share no seed."""
+    given = {}
+    for name, domain in recipe.domains.items():
+        if domain.expert is not None:
+            given[f"domains.{name}.expert"] = domain.expert
+        elif domain.origin is not None and domain.origin.model is not None:
+            given[f"domains.{name}.origin.model"] = domain.origin.model
+    readers, vocabularies, faults = _opened(given, cache)
+    trained = len(given) < len(recipe.domains)
+    faults += compare_strangers(readers, vocabularies)
+    assert recipe.symphony is not None
+    if not faults and not trained:
+        models = dict(zip(recipe.domains, (r.directory for r in readers.values()), strict=True))
+        faults += segmentation_faults(models, recipe.symphony.segmentation)
+    return [*faults, *_disk_faults(recipe, readers, cache.parent)]
+
+
+def _opened(
+    given: Mapping[str, str], cache: Path
+) -> tuple[dict[str, CheckpointReader], dict[str, str], list[Fault]]:
+    """Readers and vocabulary fingerprints of models, and what keeps the others from being read."""
+    readers, vocabularies, faults = {}, {}, []
+    for field, reference in given.items():
+        try:
+            directory = resolve_model(reference, cache)
+            readers[field] = CheckpointReader(directory, field=field)
+            vocabularies[field] = vocabulary_fingerprint(directory)
+        except InputError as error:
+            faults += [_at(field, fault) for fault in error.faults]
+    return readers, vocabularies, faults
 
 
 def _at(field: str, fault: Fault) -> Fault:

@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from infra.compute import Done, Piece, progress_file, run_pieces
 from infra.recipe import Recipe, resolve
 from tasks.costs import Cost, cost_of, write_cost
 from tasks.reporting import PieceWatch, Recorder
-from tasks.workspace import PROVENANCE, Workspace, disk_faults, fingerprint
+from tasks.workspace import Workspace, disk_faults, fingerprint, take
 from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.errors import Fault, InputError
 
 CODE = Path(__file__).resolve().parent.parent
 Inputs = Callable[[Recipe, str], Iterable[str]]
-Per = Literal["domain", "baseline", "model", "recipe"]
+Params = Sequence[str] | Callable[[Recipe, str], Iterable[str]]
+Per = Literal["domain", "baseline", "model", "variant", "pairing", "outside", "recipe"]
 
 
 @dataclass
@@ -53,7 +54,7 @@ class StageRun:
     Args:
         session: The recipe at work.
         stage: The stage.
-        item: Its domain, baseline or model; empty for a stage that runs once.
+        item: Its domain, baseline, ...; empty for a stage that runs once.
         out: Empty directory to fill; it is published afterwards.
         mark: Fingerprint of this run.
         recorder: Where curves go.
@@ -139,9 +140,10 @@ class Stage:
         function: Fills ``StageRun.out``.
         out: What it publishes, below the workspace; it names its ``per`` in braces.
         inputs: What it reads, below the workspace.
-        params: Dotted keys of the recipe that decide its result, with the same words in braces.
+        params: Dotted keys of the recipe that decide its result, with the same words in braces; or
+            what gives them for an item.
         sources: Modules that decide its result, relative to the checkout.
-        per: What it runs once for: a domain, a trained baseline, a scored model, or the recipe.
+        per: What it runs once for: a domain, a trained baseline, a scored model, ..., the recipe.
         needed: Whether this recipe has it at all.
         always: Whether it looks at the world outside the workspace, and so always runs.
     """
@@ -150,21 +152,29 @@ class Stage:
     function: Callable[[StageRun], None]
     out: str
     inputs: Inputs
-    params: tuple[str, ...]
+    params: Params
     sources: tuple[str, ...]
     per: Per
     needed: Callable[[Recipe], bool]
     always: bool
 
     def items(self, recipe: Recipe) -> list[str]:
-        """The domains, baselines or models it runs for, or one empty name."""
-        if not self.needed(recipe):
-            return []
-        if self.per == "baseline":
-            return [name for name, baseline in recipe.baselines.items() if baseline.trains]
-        if self.per == "model":
-            return list(recipe.scored_models)
-        return list(recipe.domains) if self.per == "domain" else [""]
+        """The domains, baselines, ... it runs for, or one empty name."""
+        found: dict[Per, Iterable[str]] = {
+            "domain": recipe.domains,
+            "baseline": (name for name, row in recipe.baselines.items() if row.trains),
+            "model": recipe.scored_models,
+            "variant": recipe.starts,
+            "pairing": dict.fromkeys(recipe.pairings.values()),
+            "outside": recipe.outside,
+            "recipe": [""],
+        }
+        return list(found[self.per]) if self.needed(recipe) else []
+
+    def keys(self, recipe: Recipe, item: str) -> list[str]:
+        """Dotted keys of the recipe that decide the result."""
+        found = self.params(recipe, item) if callable(self.params) else self.params
+        return [named(key, item) for key in found]
 
     def label(self, item: str) -> str:
         """Its name in DVC: ``experts@law``, ``baselines-btx``, ``task_scores-dume``."""
@@ -192,11 +202,10 @@ class Stage:
         if missing:
             raise InputError(*missing)
         values = resolve(session.recipe)
-        keys = [named(key, item) for key in self.params]
         return {
             "stage": self.label(item),
             "inputs": digests,
-            "params": {key: _value_at(values, key) for key in keys},
+            "params": {key: _value_at(values, key) for key in self.keys(session.recipe, item)},
             "sources": {source: sha256_file(CODE / source) for source in self.sources},
         }
 
@@ -241,14 +250,14 @@ def stage(
     out: str,
     *,
     inputs: Inputs,
-    params: Sequence[str] = (),
+    params: Params = (),
     sources: Sequence[str],
     needed: Callable[[Recipe], bool] = lambda recipe: True,
     always: bool = False,
 ) -> Callable[[Callable[[StageRun], None]], Stage]:
     """Make a function a stage, named like the function; see ``Stage``.
 
-    A stage whose ``out`` names ``{domain}``, ``{baseline}`` or ``{model}`` runs once for each.
+    A stage whose ``out`` names ``{domain}``, ``{baseline}``, ... runs once for each.
     """
 
     def register(function: Callable[[StageRun], None]) -> Stage:
@@ -257,8 +266,8 @@ def stage(
             function=function,
             out=out,
             inputs=inputs,
-            params=tuple(params),
-            sources=tuple(sorted(sources)),
+            params=params,
+            sources=tuple(sorted(set(sources))),
             per=_per(out),
             needed=needed,
             always=always,
@@ -270,18 +279,8 @@ def stage(
 
 
 def named(pattern: str, item: str) -> str:
-    """``pattern`` with its ``{domain}``, ``{baseline}`` or ``{model}``."""
-    return pattern.format(domain=item, baseline=item, model=item)
-
-
-def take(source: Path, target: Path) -> None:
-    """Move the content of ``source`` into the directory ``target``; a file moves itself."""
-    if source.is_file():
-        shutil.move(source, target / source.name)
-        return
-    for entry in sorted(source.iterdir()):
-        if entry.name != PROVENANCE:
-            shutil.move(entry, target / entry.name)
+    """``pattern`` with ``item`` for its ``{domain}``, ``{baseline}``, ..."""
+    return pattern.format(**dict.fromkeys(get_args(Per), item))
 
 
 def each(recipe: Recipe, pattern: str) -> Iterator[str]:
@@ -290,8 +289,7 @@ def each(recipe: Recipe, pattern: str) -> Iterator[str]:
 
 
 def _per(out: str) -> Per:
-    kinds: tuple[Per, ...] = ("domain", "baseline", "model")
-    return next((kind for kind in kinds if f"{{{kind}}}" in out), "recipe")
+    return next((kind for kind in get_args(Per) if f"{{{kind}}}" in out), "recipe")
 
 
 def _value_at(values: Any, key: str) -> Any:

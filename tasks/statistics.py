@@ -25,6 +25,7 @@ FILE = "{split}.safetensors"
         "upcycle_core/dume/collect.py",
         "upcycle_core/dume/statistics.py",
     ),
+    needed=lambda recipe: recipe.method == "dume",
 )
 def statistics(run: StageRun) -> None:
     """Write one file a calibration text: ``calibration`` and, where there is one, ``elsewhere``."""

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from infra.recipe import Recipe
+from infra.recipe import SYMPHONY, Recipe
 from tasks.stage import StageRun, each, stage
 from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -24,9 +24,10 @@ SCORES, ITEMS = "scores.json", "items.parquet"
 def _models(recipe: Recipe, model: str) -> list[str]:
     """The checkpoints that a row is made of: one, or all that are averaged."""
     own = {expert_row(domain): f"experts/{domain}" for domain in recipe.domains}
-    own |= {"seed": "seed", "dume": "model"}
+    own |= {"seed": "seed", recipe.method: "model", "harmonised": f"starts/{SYMPHONY}"}
     if model == "model_averaging":
-        return list(each(recipe, "experts/{domain}"))
+        united = recipe.method == SYMPHONY
+        return list(each(recipe, "united/{domain}" if united else "experts/{domain}"))
     return [own.get(model, f"baselines/{model}")]
 
 

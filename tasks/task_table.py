@@ -29,7 +29,7 @@ def task_table(
         The table; None if the recipe has no tasks or the merged model was not scored.
     """
     recipe, workspace = session.recipe, session.workspace
-    if not recipe.tasks or "dume" not in models:
+    if not recipe.tasks or recipe.method not in models:
         return None
     scores: dict[str, Mapping[str, TaskScore]] = {}
     items: dict[str, list[Item]] = {}
@@ -45,7 +45,7 @@ def task_table(
         scores=scores,
         domains={name: task.domain for name, task in recipe.tasks.items() if task.domain},
         items=items,
-        subject="dume",
+        subject=recipe.method,
         rivals=tuple(row for row in RIVALS if row in scores),
     )
 

@@ -26,6 +26,7 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
     inputs=_inputs,
     params=("tokenizer", "seed_model.model"),
     sources=("upcycle_core/corpora/tokenizer.py",),
+    needed=lambda recipe: recipe.method == "dume",
 )
 def tokenizer(run: StageRun) -> None:
     """Write the tokenizer's files."""

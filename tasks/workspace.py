@@ -154,6 +154,16 @@ def disk_faults(field: str, path: Path) -> Iterator[None]:
         ) from error
 
 
+def take(source: Path, target: Path) -> None:
+    """Move the content of ``source`` into the directory ``target``; a file moves itself."""
+    if source.is_file():
+        shutil.move(source, target / source.name)
+        return
+    for entry in sorted(source.iterdir()):
+        if entry.name != PROVENANCE:
+            shutil.move(entry, target / entry.name)
+
+
 def _flat(artifact: str) -> str:
     return artifact.replace("/", "@")
 

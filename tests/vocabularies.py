@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -107,6 +108,37 @@ def edited(source: Path, out: Path, change: Callable[[dict], object]) -> Path:
     change(core)
     (out / "tokenizer.json").write_text(json.dumps(core))
     return out
+
+
+def shuffled(source: Path, out: Path, seed: int = 0) -> Path:
+    """A copy of a tokenizer with other ids for the same tokens."""
+
+    def shuffle(core: dict) -> None:
+        vocab = core["model"]["vocab"]
+        order = torch.randperm(len(vocab), generator=torch.Generator().manual_seed(seed)).tolist()
+        core["model"]["vocab"] = {token: order[id] for token, id in vocab.items()}
+        for token in core["added_tokens"]:
+            token["id"] = order[token["id"]]
+
+    return edited(source, out, shuffle)
+
+
+def tokens_of(directory: Path) -> dict[bytes, int]:
+    """Oracle: the bytes of every token of a byte-level or sentencepiece vocabulary, and its id."""
+    core = json.loads((directory / "tokenizer.json").read_text())
+    added = {token["content"] for token in core["added_tokens"]}
+    shown = [chr(b) for b in range(256) if 33 <= b <= 126 or (b >= 161 and b != 173)]
+    letters = {c: ord(c) for c in shown}
+    letters |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if chr(b) not in shown)}
+    found = {}
+    for content, id in sorted(core["model"]["vocab"].items(), key=lambda entry: "<0x" in entry[0]):
+        if core["model"]["byte_fallback"]:
+            single = content.startswith("<0x") and bytes.fromhex(content[3:5])
+            text = single or content.replace("▁", " ").encode()
+        else:
+            text = bytes(letters[c] for c in content) if content not in added else content.encode()
+        found.setdefault(text, id)
+    return found
 
 
 def _spaces() -> normalizers.Normalizer:

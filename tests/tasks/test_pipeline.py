@@ -15,6 +15,20 @@ RECIPE = load_recipe(
     ["comparison.tokens=2252800"],
     added=[CODE / "recipes" / name for name in ("baselines.yaml", "tasks.yaml")],
 )
+STRANGERS = load_recipe(
+    CODE / "recipes" / "symphony.yaml",
+    ["outside.manual={harvest: documentation-elsewhere}"],
+    added=[CODE / "recipes" / name for name in ("ablations.yaml", "tasks.yaml")],
+)
+RECIPES = {"dume": RECIPE, "symphony": STRANGERS}
+STAGES = [(name, stage) for name, recipe in RECIPES.items() for stage in ORDER]
+STAGES = [(name, stage) for name, stage in STAGES if stage.items(RECIPES[name])]
+
+
+def label(value):
+    return value if isinstance(value, str) else value.name
+
+
 # Modules that another stage's module may import without its stage listing them. They read what an
 # earlier stage wrote (a change of what is written shows in that stage's own artifact), name tensors
 # (a wrong name is an error, not another number), or move and check things.
@@ -73,12 +87,17 @@ def test_sources_of_a_stage_are_complete(stage):
             assert not missing, f"{stage.name}: {source} imports {missing}"
 
 
-@pytest.mark.parametrize("stage", ORDER, ids=lambda stage: stage.name)
-def test_dvc_lists_what_the_fingerprint_is_made_from(stage, tmp_path):
-    entries = yaml.safe_load(dvc_yaml(RECIPE))["stages"]
-    session = Session(RECIPE, Workspace(tmp_path), log=lambda text: None)
-    for item in stage.items(RECIPE):
-        inputs = list(stage.inputs(RECIPE, item))
+def test_every_stage_belongs_to_a_method():
+    assert {stage.name for _, stage in STAGES} == {stage.name for stage in ORDER}
+
+
+@pytest.mark.parametrize(("name", "stage"), STAGES, ids=label)
+def test_dvc_lists_what_the_fingerprint_is_made_from(name, stage, tmp_path):
+    recipe = RECIPES[name]
+    entries = yaml.safe_load(dvc_yaml(recipe))["stages"]
+    session = Session(recipe, Workspace(tmp_path), log=lambda text: None)
+    for item in stage.items(recipe):
+        inputs = list(stage.inputs(recipe, item))
         for name in inputs:
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,10 +124,11 @@ def test_params_are_the_resolved_recipe(tmp_path):
     assert values["router"]["ridge_lambda"] == 0.01
 
 
-def test_every_input_is_made_by_an_earlier_stage():
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_every_input_is_made_by_an_earlier_stage(recipe):
     made = set()
     for stage in ORDER:
-        for item in stage.items(RECIPE):
-            for name in stage.inputs(RECIPE, item):
+        for item in stage.items(recipe):
+            for name in stage.inputs(recipe, item):
                 assert any(name == m or name.startswith(f"{m}/") for m in made), (stage.name, name)
-        made |= {stage.artifact(item) for item in stage.items(RECIPE)}
+        made |= {stage.artifact(item) for item in stage.items(recipe)}

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from upcycle_core.activations.moments import _bf16_units
+from upcycle_core.activations.moments import bf16_units
 
 PARTS = ("products", "sums", "squares", "count")
 Kind = Literal["cosine", "correlation", "l2"]
@@ -32,8 +32,29 @@ def batch_products(x_TI: Tensor, y_TI: Tensor) -> Tensor:
         return x_TI.T @ y_TI
     if x_TI.is_cuda:
         return torch.mm(x_TI.T, y_TI, out_dtype=torch.float32)
-    with _bf16_units():
+    with bf16_units():
         return x_TI.float().T @ y_TI.float()
+
+
+def power_sums(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of x and of x^2 over one batch, in fp32 and yet exact enough to subtract.
+
+    The variance of a feature that hardly varies is a small difference of the two. So what is summed
+    in fp32 is d = x - m, where m is close to the mean; the rest is arithmetic in fp64:
+    sum x = T m + sum d, sum x^2 = T m^2 + 2 m sum d + sum d^2.
+
+    Args:
+        x_TI: At least one row; fp64 features are summed in fp64.
+
+    Returns:
+        [I] and [I] fp64; not finite where a feature is not, or its square is beyond fp32.
+    """
+    rows, wide_TI = len(x_TI), x_TI.to(torch.promote_types(x_TI.dtype, torch.float32))
+    near_I = wide_TI.mean(0)
+    off_TI = wide_TI - near_I
+    off_I, near_I = off_TI.sum(0).double(), near_I.double()
+    squares_I = off_TI.square_().sum(0).double()
+    return rows * near_I + off_I, (rows * near_I + 2 * off_I) * near_I + squares_I
 
 
 class CrossMoments:
@@ -94,12 +115,13 @@ class CrossMoments:
             y_TI = y_TI.index_select(0, rows if second_rows is None else second_rows)
         if len(x_TI) != len(y_TI):
             raise ValueError(f"{len(x_TI)} rows of the first stream, {len(y_TI)} of the second")
+        if not len(x_TI):
+            return
         self.products += batch_products(x_TI, y_TI)
-        for sum_I, square_I, z_TI in zip(self.sums, self.squares, (x_TI, y_TI), strict=True):
-            # The variance of a feature that hardly varies is a small difference of these two.
-            wide_TI = z_TI.double()
-            sum_I += wide_TI.sum(0)
-            square_I += wide_TI.square().sum(0)
+        for side, features in enumerate((x_TI, y_TI)):
+            sum_I, square_I = power_sums(features)
+            self.sums[side] += sum_I
+            self.squares[side] += square_I
         self.count += len(x_TI)
 
     def merge(self, other: "CrossMoments") -> None:

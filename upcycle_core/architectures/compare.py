@@ -1,5 +1,6 @@
-"""Whether experts can become one model: everything that speaks against it, in one list."""
+"""Whether models can become one: everything that speaks against it, in one list."""
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, RECOMPUTED, Family
 from upcycle_core.architectures.resolve import stock_faults
+from upcycle_core.backbone.tokens import read_vocabulary
 from upcycle_core.checkpoints.reader import CheckpointReader, first_non_finite
 from upcycle_core.errors import Fault, InputError
 
@@ -28,6 +30,12 @@ MUST_AGREE = {
     "rope_parameters": "rope",
     "max_position_embeddings": "rope",
 }
+# Strangers' tokens are matched one by one, so their vocabularies may be of any size.
+STRANGERS_AGREE = {name: what for name, what in MUST_AGREE.items() if name != "vocab_size"}
+OF_ONE_SEED = "use experts of one seed model"
+OF_ONE_SHAPE = (
+    "only models of one architecture, shape and rope can be aligned; choose another model"
+)
 
 
 def compare_experts(
@@ -52,12 +60,45 @@ def compare_experts(
         if first is None:
             first = field
             continue
-        faults += _differences(readers[first], reader, first, field)
+        faults += _differences(readers, first, field, MUST_AGREE, OF_ONE_SEED)
         ours, theirs = vocabularies.get(first), vocabularies.get(field)
         if ours and theirs and ours != theirs:
             remedy = f"another vocabulary than {first}: the same tokens must have the same ids; "
             remedy += "use experts of one seed model with its tokenizer"
             faults.append(Fault(f"{field}.tokenizer", theirs, remedy))
+    return faults
+
+
+def compare_strangers(
+    readers: Mapping[str, CheckpointReader], vocabularies: Mapping[str, str]
+) -> list[Fault]:
+    """Find everything that keeps models without a common seed from becoming one (Symphony-MoE).
+
+    Architecture, shape and rope must agree as with ``compare_experts``; vocabularies need not, but
+    embeddings are tied in all models or in none. Reads every weight once, and again only those of
+    models that begin alike.
+
+    Args:
+        readers: Checkpoints by the name that faults give them (``domains.law.expert``).
+        vocabularies: Fingerprints (``vocabulary_fingerprint``) by the same names: the tokenizers
+            that can be read. Others are not looked at.
+
+    Returns:
+        All faults, none if the models fit.
+    """
+    faults: list[Fault] = []
+    fields = list(readers)
+    for at, field in enumerate(fields):
+        faults += _own_faults(readers[field], field)
+        if field in vocabularies:
+            faults += _vocabulary_faults(readers[field], field)
+        if at:
+            faults += _differences(readers, fields[0], field, STRANGERS_AGREE, OF_ONE_SHAPE)
+        same = next((f for f in fields[:at] if _same_model(readers[f], readers[field])), None)
+        if same is not None:
+            remedy = f"is the same model as {same} ({readers[same].directory}): it would be its "
+            remedy += "own anchor; give each model once"
+            faults.append(Fault(field, str(readers[field].directory), remedy))
     return faults
 
 
@@ -122,10 +163,52 @@ def _surplus_fault(reader: CheckpointReader, name: str, field: str) -> Iterator[
         yield Fault(field, place, remedy + "tie_word_embeddings to false, or remove the tensor")
 
 
+def _vocabulary_faults(reader: CheckpointReader, field: str) -> Iterator[Fault]:
+    """Tokens that are no byte strings, or that the embedding has no row for."""
+    try:
+        tokens = read_vocabulary(reader.directory, field=f"{field}.tokenizer").tokens
+    except InputError as error:
+        yield from error.faults
+        return
+    rows = reader.tensors[EMBEDDING].shape[0] if EMBEDDING in reader.tensors else None
+    last = max((token.id for token in tokens), default=-1)
+    if rows is not None and last >= rows:
+        remedy = f"{EMBEDDING} has {rows} rows, and the tokenizer's last token is {last}; resize "
+        remedy += "the model's embedding, or remove tokens that it does not know"
+        yield Fault(f"{field}.tokenizer", str(reader.directory), remedy)
+
+
+def _same_model(first: CheckpointReader, other: CheckpointReader) -> bool:
+    """Whether two checkpoints are one directory, or hold the same weights."""
+    if first.directory.resolve() == other.directory.resolve():
+        return True
+    names = [
+        {name for name in reader.tensors if RECOMPUTED.fullmatch(name) is None}
+        for reader in (first, other)
+    ]
+    # A tied head may lie on the disk or not.
+    if (names[0] ^ names[1]) - {LM_HEAD}:
+        return False
+    kinds = [
+        {n: (r.tensors[n].shape, r.tensors[n].dtype) for n in names[0] & names[1]}
+        for r in (first, other)
+    ]
+    # Small ones first: models that differ do so in their norms.
+    return kinds[0] == kinds[1] and all(
+        torch.equal(first.tensor(name), other.tensor(name))
+        for name in sorted(kinds[0], key=lambda name: math.prod(kinds[0][name][0]))
+    )
+
+
 def _differences(
-    first: CheckpointReader, other: CheckpointReader, first_field: str, field: str
+    readers: Mapping[str, CheckpointReader],
+    first_field: str,
+    field: str,
+    must_agree: Mapping[str, str],
+    advice: str,
 ) -> Iterator[Fault]:
-    """What two experts do not agree on."""
+    """What two models do not agree on."""
+    first, other = readers[first_field], readers[field]
     types = (first.config.get("model_type"), other.config.get("model_type"))
     if types[0] != types[1]:
         remedy = f"another architecture than {first_field} ({types[0]}); use one family"
@@ -136,10 +219,10 @@ def _differences(
         ours, theirs = family.resolve(first.config), family.resolve(other.config)
     except InputError:
         return  # said already, of the expert that it is about
-    for name, what in MUST_AGREE.items():
+    for name, what in must_agree.items():
         if ours.get(name) != theirs.get(name):
             remedy = f"another {what} than {first_field} ({ours.get(name)!r})"
-            remedy += "; use experts of one seed model"
+            remedy += f"; {advice}"
             yield Fault(f"{field}.config.{name}", theirs.get(name), remedy)
     dtypes = [next((t.dtype for t in r.tensors.values()), None) for r in (first, other)]
     if dtypes[0] != dtypes[1]:

@@ -22,6 +22,8 @@ SIZES = (
 _LENGTH_AWARE_ROPE = ("llama3", "yarn", "longrope")
 _ROPE_THETA = 10_000.0
 
+VOCABULARY = ("vocab_size", "tie_word_embeddings")
+
 
 def resolve_config(config: Mapping, defaults: Mapping[str, object], *, field: str) -> dict:
     """Return ``config`` with every default filled in, rope and windows standardised.
@@ -92,3 +94,12 @@ def _windows(full: Mapping) -> dict:
         for layer in layers
     ]
     return {"sliding_window": window, "layer_types": full.get("layer_types") or kinds}
+
+
+def with_vocabulary_of(config: Mapping, other: Mapping) -> dict:
+    """``config`` with the vocabulary of ``other``: its size, and whether embedding and head are one.
+
+    What a checkpoint must hold if its FFNs alone are to fit ``config``.
+    """
+    own = {name: other[name] for name in VOCABULARY if name in other}
+    return {**{k: v for k, v in config.items() if k not in VOCABULARY}, **own}

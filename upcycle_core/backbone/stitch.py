@@ -14,6 +14,7 @@ from transformers import (
 from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import LM_HEAD
+from upcycle_core.architectures.resolve import with_vocabulary_of
 from upcycle_core.checkpoints.load import check_loading, quiet_loading
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import raise_faults
@@ -34,7 +35,7 @@ def load_stitched(
 
     Args:
         backbone: What ``write_backbone`` wrote.
-        expert: A dense checkpoint of the same architecture.
+        expert: A dense checkpoint of the same architecture; its vocabulary may be another.
         headless: Load the base model alone, without lm_head.
         dtype: Type that the weights get.
         device: Where they go.
@@ -48,7 +49,8 @@ def load_stitched(
     )
     family = family_of(shared.config)
     faults = tensor_faults(shared, family, "backbone", ffn=False)
-    raise_faults(faults + tensor_faults(own, family, "expert", config=shared.config))
+    fitting = with_vocabulary_of(shared.config, own.config)
+    raise_faults(faults + tensor_faults(own, family, "expert", config=fitting))
     expected = family.tensors(shared.config)
     weights = {
         name: (own if family.is_ffn(name) else shared).tensor(name)

@@ -31,9 +31,10 @@ CARRIED = ("special_tokens_map.json", "chat_template.jinja", "chat_template.json
 class Union:
     """All tokens of several tokenizers, each once.
 
-    The ruling model's tokens keep their ids; those of the others follow, model by model, in the
-    order of their ids there. Rows that a model pads its matrices with are no tokens and are left
-    behind, but for those below the ruling model's last token, so that its ids stay.
+    The ruling model's tokens keep their ids; those of the others follow in the order of their byte
+    strings, in whatever order the models come. Rows that a model pads its matrices with are no
+    tokens and are left behind, but for those below the ruling model's last token, so that its ids
+    stay.
 
     Args:
         tokens: The byte string of each; None for an id that the ruling model does not use.
@@ -195,13 +196,8 @@ def write_union_tokenizer(union: Union, out: Path) -> None:
 def _places(tables: Sequence[Mapping[Key, int]], ruling: int) -> dict[Key, int]:
     """The id of every token in the union."""
     places = dict(tables[ruling])
-    size = max(places.values(), default=-1) + 1
-    for table in tables:
-        for key in sorted(table, key=table.__getitem__):
-            if key not in places:
-                places[key] = size
-                size += 1
-    return places
+    new = sorted(set().union(*tables) - places.keys())
+    return places | {key: id for id, key in enumerate(new, max(places.values(), default=-1) + 1)}
 
 
 def _extended(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from upcycle_core.symphony.config import SymphonyConfig
 from upcycle_core.training.config import MoEObjective, TrainingConfig
 
 Method = Literal[
@@ -13,11 +14,16 @@ Method = Literal[
     "bam",
     "branch-train-merge",
     "full-finetune",
+    "symphony",
 ]
-FROM_EXPERTS: frozenset[Method] = frozenset({"btx", "dume", "bam", "branch-train-merge"})
+FROM_EXPERTS: frozenset[Method] = frozenset(
+    {"btx", "dume", "bam", "branch-train-merge", "symphony"}
+)
 """Methods that begin with the trained experts; the others begin with the seed."""
 WITHOUT_TRAINING: frozenset[Method] = frozenset({"branch-train-merge"})
-MERGED: frozenset[Method] = frozenset({"btx", "dume", "bam", "sparse-upcycling", "drop-upcycling"})
+MERGED: frozenset[Method] = frozenset(
+    {"btx", "dume", "bam", "sparse-upcycling", "drop-upcycling", "symphony"}
+)
 """Methods that make one Mixture-of-Experts."""
 
 
@@ -31,7 +37,8 @@ class Baseline:
     """`btx`: Branch-Train-MiX; `dume`: routers finetuned from the ridge solution (DUME+);
     `sparse-upcycling`: copies of one FFN; `drop-upcycling`: the same, partly re-initialised; `bam`:
     query and output projections are experts as well; `branch-train-merge`: ensemble of the experts,
-    no training; `full-finetune`: the seed on all text."""
+    no training; `full-finetune`: the seed on all text; `symphony`: Symphony-MoE with settings of
+    its own, for ablations."""
     title: str | None = None
     """Name in tables and plots; the recipe's key by default."""
     top_k: int = field(default=2, metadata={"ge": 1})
@@ -45,6 +52,8 @@ class Baseline:
     (Symphony-MoE's variant)."""
     reinitialised: float = field(default=0.5, metadata={"ge": 0, "le": 1})
     """Share of the intermediate neurons that drop-upcycling draws anew."""
+    symphony: SymphonyConfig | None = None
+    """The settings of a row whose method is `symphony`."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Training on the training text of all domains; a comparison's token budget sets its steps."""
     objective: MoEObjective = field(default_factory=MoEObjective)
@@ -71,6 +80,8 @@ class Baseline:
             return 0
         if self.method in ("sparse-upcycling", "drop-upcycling") and self.start == "seed":
             return self.copies or domains
+        if self.symphony is not None and self.symphony.models is not None:
+            return len(self.symphony.models)
         return domains + self.seed_expert
 
 

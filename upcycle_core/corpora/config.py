@@ -1,5 +1,6 @@
 """What a recipe says about text."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,6 +43,26 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where the model of one domain begins, if it is no child of the recipe's one seed.
+
+    Either a model, then trained on the domain's text; or random weights, trained on a mixture of
+    text, with a vocabulary of its own or the recipe's.
+    """
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    model: str | None = None
+    """Directory or hub id of the model that is trained further."""
+    initialisation: int | None = field(default=None, metadata={"ge": 0})
+    """Seed of the random weights; drawn from the recipe's seed and the domain's name by default."""
+    mixture: Mapping[str, float] = field(default_factory=dict)
+    """Share of each domain's training text; the domain's own alone by default."""
+    vocabulary_size: int | None = field(default=None, metadata={"ge": 300})
+    """Entries of a tokenizer of its own, trained on its mixture; by default it has the recipe's."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Domain:
     """One domain: its texts and, if it exists already, its expert."""
 
@@ -57,6 +78,8 @@ class Domain:
     """Calibration text for a second router, from other sources than training (the paper's OOD)."""
     expert: str | None = None
     """A ready expert: directory or hub id. If every domain has one, nothing is trained."""
+    origin: Origin | None = None
+    """Where its model begins if it shares no seed with the others (`symphony` recipes)."""
 
 
 @dataclass(frozen=True, kw_only=True)

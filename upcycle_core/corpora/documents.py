@@ -62,6 +62,35 @@ def write_documents(
     _write(selection, sources, out, seed=seed, folder=folder)
 
 
+def write_heldout(
+    source: Source,
+    out: Path,
+    *,
+    config: CorpusConfig,
+    seed: int,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+    name: str = "outside",
+) -> None:
+    """Read text that models are only judged on; see ``write_documents``.
+
+    Raises:
+        InputError: A source that cannot be read, or holds no documents.
+    """
+    progress = progress or Silent()
+    progress.start(f"documents of {name}", 1, "sources")
+    selection = Selection()
+    selection.add(
+        "heldout",
+        read_source(source, seed=seed, folder=folder),
+        max_bytes=source.max_bytes,
+        min_characters=config.min_characters,
+    )
+    progress.advance()
+    raise_faults(selection.empty_splits(name))
+    _write(selection, {"heldout": source}, out, seed=seed, folder=folder)
+
+
 def named_sources(domain: Domain) -> dict[Split, Source]:
     """The sources that a domain names, by split, in the order of ``SPLITS``."""
     named = {split: getattr(domain, split) for split in SPLITS}

@@ -19,7 +19,13 @@ from upcycle_core.corpora.documents import read_documents
 from upcycle_core.corpora.shards import TokenCorpus, encoded, write_split
 from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.perplexity import check_plain_head, score_model
-from upcycle_core.moe.inspect import record_routing, routers_of, set_routers, set_top_k
+from upcycle_core.moe.inspect import (
+    force_expert,
+    record_routing,
+    routers_of,
+    set_routers,
+    set_top_k,
+)
 from upcycle_core.progress import Progress
 
 Scores = dict[str, dict[str, float]]
@@ -143,6 +149,40 @@ def evaluate_moe(
             routing[domain] = counts_LD.tolist()
         found[name] = {"scores": scores, "routing": routing}
     return found
+
+
+def evaluate_own_experts(
+    directory: Path,
+    experts: Mapping[str, int],
+    corpora: Mapping[str, Path],
+    *,
+    config: EvaluationConfig,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Scores:
+    """Score each domain with all its tokens sent to one expert: no router has a part in it.
+
+    Args:
+        directory: The MoE's checkpoint.
+        experts: {domain: index of its expert}.
+        corpora: {domain: its held-out split's directory}, of those domains at least.
+        config: What is scored, and in which arithmetic.
+        device: Where the model runs.
+        progress: Told of tokens as they are scored.
+
+    Returns:
+        {domain: score}.
+
+    Raises:
+        InputError: The checkpoint, an index or a corpus cannot be used.
+    """
+    model = load_scored(directory, config, device)
+    scores: Scores = {}
+    for domain, index in experts.items():
+        text = {domain: corpora[domain]}
+        with force_expert(model.base_model, index):
+            scores |= _evaluate(model, text, config, progress, "own expert on ")
+    return scores
 
 
 def evaluate_text(

@@ -13,7 +13,7 @@ Perplexities = Mapping[str, float]
 """{domain: perplexity}"""
 
 _BASELINES = ("seed", "model_averaging", "random_routing")
-_METHODS = ("dume", "dume_ood", "oracle")
+_METHODS = ("dume", "dume_ood", "oracle", "harmonised", "symphony")
 
 
 def expert_row(domain: str) -> str:

@@ -15,6 +15,8 @@ _TITLES = {
     "dume": "DUME",
     "dume_ood": "DUME OOD",
     "oracle": "Oracle",
+    "harmonised": "Symphony, untrained",
+    "symphony": "Symphony-MoE",
 }
 CAPTION = (
     "Perplexity on held-out text, normalised: 100 is the domain's own dense expert, higher is "

@@ -14,6 +14,7 @@ import torch
 from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import Family
+from upcycle_core.architectures.resolve import with_vocabulary_of
 from upcycle_core.backbone.average import average_tensors, write_generation_config
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
@@ -86,8 +87,11 @@ class Parts:
         faults = []
         if self.shared[0] not in self.experts:
             faults += tensor_faults(self.shared[0], self.family, self.shared[0].field, ffn=False)
+        apart = self.shared[0] not in self.experts
         for reader in dict.fromkeys(self.experts):
-            faults += tensor_faults(reader, self.family, reader.field, config=self.config)
+            # A backbone brings its own embedding: the experts' may be of another vocabulary.
+            config = with_vocabulary_of(self.config, reader.config) if apart else self.config
+            faults += tensor_faults(reader, self.family, reader.field, config=config)
             if _dtype(reader) != self.dtype:
                 remedy = f"weights are {_dtype(reader)}, the backbone's {self.dtype}; "
                 remedy += "save both in one type"

@@ -4,12 +4,18 @@ I neurons. Places are numbered as the anchor's neurons.
 """
 
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Literal
 
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from upcycle_core.activations.cross import Similarity
+from upcycle_core.errors import Fault, raise_faults
+
+Solver = Literal["scipy", "lapjv"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +45,17 @@ class Assignment:
         return int((self.order != torch.arange(len(self.order))).sum())
 
 
-def assign(similarity: Similarity, *, fraction: float = 1.0) -> Assignment:
+def solver_faults(solver: Solver, field: str = "symphony.alignment.solver") -> list[Fault]:
+    """A solver whose package is not there."""
+    if solver == "scipy" or find_spec(solver) is not None:
+        return []
+    remedy = f"its package is not installed; run pip install {solver}, or choose scipy"
+    return [Fault(field, solver, remedy)]
+
+
+def assign(
+    similarity: Similarity, *, fraction: float = 1.0, solver: Solver = "scipy"
+) -> Assignment:
     """Find the permutation of the second stream's neurons with the largest total similarity.
 
     "Align 80 % of the neurons" (Symphony-MoE, Table 3) is read so: the assignment is solved for
@@ -50,15 +66,19 @@ def assign(similarity: Similarity, *, fraction: float = 1.0) -> Assignment:
     Args:
         similarity: Anchor by model.
         fraction: Share of all I neurons that is aligned, 0 to 1; round(fraction I) at most.
+        solver: Who solves it. Every solver finds the largest total; where several permutations
+            have it, they may find different ones.
 
     Raises:
+        InputError: The solver is not installed.
         ValueError: ``fraction`` is out of its range; a similarity is not finite.
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"fraction = {fraction}: choose 0 to 1")
+    raise_faults(solver_faults(solver))
     matrix = similarity.matrix.cpu()
     alive, alive_anchor = ~similarity.dead_second.cpu(), ~similarity.dead_first.cpu()
-    places, neurons = _solve(matrix, alive_anchor.nonzero()[:, 0], alive.nonzero()[:, 0])
+    places, neurons = _solve(matrix, alive_anchor.nonzero()[:, 0], alive.nonzero()[:, 0], solver)
     best = matrix[places, neurons].argsort(descending=True, stable=True)
     best = best[: round(fraction * len(matrix))]
     order = _fill(len(matrix), places[best], neurons[best])
@@ -73,11 +93,32 @@ def assign(similarity: Similarity, *, fraction: float = 1.0) -> Assignment:
     )
 
 
-def _solve(matrix: Tensor, places: Tensor, neurons: Tensor) -> tuple[Tensor, Tensor]:
+def _solve(
+    matrix: Tensor, places: Tensor, neurons: Tensor, solver: Solver
+) -> tuple[Tensor, Tensor]:
     """The pairs among ``places`` and ``neurons`` of largest total; some stay single if unequal."""
-    chosen = matrix[places[:, None], neurons].numpy()
-    rows, columns = linear_sum_assignment(chosen, maximize=True)
-    return places[torch.from_numpy(rows)], neurons[torch.from_numpy(columns)]
+    chosen = matrix[places[:, None], neurons]
+    if solver == "lapjv":
+        rows, columns = _lapjv(chosen)
+    else:
+        found = linear_sum_assignment(chosen.numpy(), maximize=True)
+        rows, columns = (torch.from_numpy(ids) for ids in found)
+    return places[rows], neurons[columns]
+
+
+def _lapjv(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and columns of largest total, by a solver that minimises square problems alone."""
+    height, width = chosen.shape
+    size = max(height, width)
+    # Rows or columns that fill it up cost the same wherever they end: they decide nothing.
+    cost = torch.zeros(size, size, dtype=torch.float64)
+    cost[:height, :width] = -chosen
+    rows = torch.arange(height)
+    if size == 0:
+        return rows, rows
+    columns = torch.as_tensor(import_module("lapjv").lapjv(cost.numpy())[0][:height]).long()
+    real = columns < width
+    return rows[real], columns[real]
 
 
 def _fill(size: int, places: Tensor, neurons: Tensor) -> Tensor:

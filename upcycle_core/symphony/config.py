@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from upcycle_core.training.config import MoEObjective, TrainingConfig
+
 Merge = Literal["mean", "slerp", "anchor"]
 Measure = Literal["none", "cosine", "correlation", "l2"]
 
@@ -17,7 +19,7 @@ class MergeConfig:
     embeddings: Literal["mean", "naive", "slerp", "anchor"] = "mean"
     """Embeddings and lm_head, token by token. `mean`: rows of shared tokens are averaged, rows that
     one model alone has are kept (the paper). `naive`: a missing row counts as zeros. `slerp`: rows
-    that all models have, as one tensor. `anchor`: the anchor's rows, and others where it has none."""
+    that all models have, as one tensor. `anchor`: the anchor's rows, others where it has none."""
     attention: Merge = "slerp"
     """Matrices of q, k, v and o: along the sphere (the paper), by mean, or the anchor's."""
     norms: Merge = "mean"
@@ -43,7 +45,7 @@ class AlignmentConfig:
     heads: Literal["none", "match"] = "none"
     """Match KV groups and the query heads inside them, values rotated (not in the paper)."""
     solver: Literal["scipy", "lapjv"] = "scipy"
-    """Who solves the assignment; `lapjv` is faster from some 4096 neurons on and needs its package."""
+    """Who solves the assignment; `lapjv`, a package of its own, is faster from 4096 neurons on."""
 
     @property
     def uses_activations(self) -> bool:
@@ -80,6 +82,8 @@ class SymphonyConfig:
 
     __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
+    models: tuple[str, ...] | None = None
+    """Domains whose models become experts; all of them by default."""
     anchor: str | None = None
     """Domain whose model the others are aligned to; the first by default."""
     segmentation: str | None = None
@@ -92,3 +96,15 @@ class SymphonyConfig:
     """The text that activations are compared on."""
     router: Literal["random", "ridge"] = "random"
     """Random as in the paper, or DUME's ridge regression on the harmonised model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostTrainingConfig:
+    """Stage 2 of Symphony-MoE: the assembled model is trained on the text of all domains."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """Steps, batches, optimizer."""
+    objective: MoEObjective = field(default_factory=lambda: MoEObjective(balance_coefficient=0.01))
+    """What is trained, and with which losses; all of it with the paper's 0.01 by default."""

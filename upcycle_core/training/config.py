@@ -80,9 +80,12 @@ class MoEObjective:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
-    """The seed Llama that is trained where the recipe names no seed model."""
+    """A model that is trained from random weights, where the recipe names none to start from."""
 
     __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    family: Literal["llama", "qwen2"] = "llama"
+    """Architecture. Qwen2 has biases of q, k and v, which start at zero; no sliding window."""
 
     hidden_size: int = field(default=128, metadata={"ge": 8})
     """H."""
@@ -109,9 +112,9 @@ class SeedConfig:
     __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     model: str | None = None
-    """Directory or hub id of a seed model with its tokenizer. Without it a Llama is trained."""
+    """Directory or hub id of a seed model with its tokenizer. Without it one is trained."""
     shape: LlamaShape = field(default_factory=LlamaShape)
-    """Shape of the Llama that is trained."""
+    """Shape of the model that is trained."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Training of the seed on the training text of all domains."""
 

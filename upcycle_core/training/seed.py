@@ -1,9 +1,15 @@
-"""The seed model: a small Llama with random weights, which all experts then start from."""
+"""A small model with random weights: the seed that all experts start from, or a stranger's own."""
 
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from upcycle_core.checkpoints.load import quiet_loading
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
@@ -11,12 +17,17 @@ from upcycle_core.errors import raise_faults
 from upcycle_core.training.checks import shape_faults
 from upcycle_core.training.config import LlamaShape
 
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+}
 
-def initialise_llama(shape: LlamaShape, tokenizer: Path, out: Path, *, seed: int) -> None:
-    """Write a random Llama as an ordinary fp32 checkpoint; the same arguments give the same bytes.
+
+def initialise_model(shape: LlamaShape, tokenizer: Path, out: Path, *, seed: int) -> None:
+    """Write a random model as an ordinary fp32 checkpoint; the same arguments give the same bytes.
 
     Args:
-        shape: Its sizes. The vocabulary is the tokenizer's.
+        shape: Its family and sizes. The vocabulary is the tokenizer's.
         tokenizer: Directory of the tokenizer, copied into ``out``.
         out: Directory to write.
         seed: Seed of the weights. The caller's random state is left as it was.
@@ -26,7 +37,8 @@ def initialise_llama(shape: LlamaShape, tokenizer: Path, out: Path, *, seed: int
     """
     raise_faults(shape_faults(shape, "shape"))
     words = AutoTokenizer.from_pretrained(tokenizer)
-    config = LlamaConfig(
+    config_class, model_class = CLASSES[shape.family]
+    config = config_class(
         vocab_size=len(words),
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -44,7 +56,10 @@ def initialise_llama(shape: LlamaShape, tokenizer: Path, out: Path, *, seed: int
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model = model_class(config)
     with quiet_loading():
         model.save_pretrained(out)
     copy_tokenizer(tokenizer, out)
+
+
+initialise_llama = initialise_model  # until its callers say initialise_model

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from upcycle_core.activations.cross import CrossMoments, batch_products, similarity
+from upcycle_core.activations.cross import CrossMoments, batch_products, power_sums, similarity
 
 SIZE = 6
 
@@ -144,3 +144,25 @@ def test_what_is_not_finite_is_named_and_never_compared():
         similarity(moments, "cosine")
     with pytest.raises(ValueError, match="0 rows"):
         similarity(CrossMoments(SIZE), "cosine")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp32_sums_tell_the_variance_of_features_that_hardly_vary(dtype):
+    """Plain fp32 sums give noise for the first; the first row is no shift for the second."""
+    x_TI = streams(5000)[0].float()
+    x_TI[:, 0] = 1 + 1e-3 * x_TI[:, 0]
+    x_TI[0, 1], x_TI[:, 2] = 3e4, 0.1
+    x_TI = x_TI.to(dtype)
+    sums, squares = power_sums(x_TI)
+    exact = x_TI.double()
+    torch.testing.assert_close(sums, exact.sum(0), rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(squares, exact.square().sum(0), rtol=1e-6, atol=0)
+    variance = squares / 5000 - (sums / 5000).square()
+    torch.testing.assert_close(variance, exact.var(0, correction=0), rtol=1e-5, atol=1e-12)
+
+
+def test_a_batch_without_rows_counts_nothing():
+    moments = counted(*streams(8))
+    before = {name: part.clone() for name, part in moments.tensors().items()}
+    moments.update(torch.full((1, 3, SIZE), torch.nan), torch.zeros(3, SIZE), rows=torch.arange(0))
+    assert all(torch.equal(part, before[name]) for name, part in moments.tensors().items())

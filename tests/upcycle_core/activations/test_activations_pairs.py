@@ -7,6 +7,7 @@ from transformers import AutoModel
 from tests.pico import pico_config
 from upcycle_core.activations.cross import CrossMoments
 from upcycle_core.activations.pairs import (
+    PairedBatch,
     collect_pairs,
     head_reader,
     module_inputs,
@@ -15,6 +16,7 @@ from upcycle_core.activations.pairs import (
 )
 from upcycle_core.architectures.families import FAMILIES
 from upcycle_core.corpora.batches import Batch
+from upcycle_core.errors import InputError
 from upcycle_core.progress import Silent
 
 TOKENS = torch.arange(3 * 7).view(3, 7) * 5 % 96
@@ -79,3 +81,65 @@ def test_heads_are_what_o_proj_reads():
     assert {path: x.shape for path, x in seen.items()} == {head_reader(1): (3, 7, 32)}
     model(input_ids=TOKENS[:1], use_cache=False)
     assert seen[head_reader(1)].shape[0] == 3  # nobody listens any more
+
+
+def test_each_model_has_rows_of_its_own():
+    first, second = model_of("llama", 0), model_of("llama", 1)
+    rows = torch.tensor([0, 3, 9, 14]), torch.tensor([1, 2, 6, 7])
+    other = TOKENS[:2, :5].flip(0)
+    batch = PairedBatch(
+        first_ids=TOKENS,
+        first_mask=MASK,
+        second_ids=other,
+        second_mask=torch.ones_like(other),
+        first_rows=rows[0],
+        second_rows=rows[1],
+    )
+    path = residual_readers(FAMILIES["llama"], [0])[0]
+    moments = {path: CrossMoments(32)}
+    collect_pairs(first, second, [batch], moments, progress=Silent())
+    x_TH = first.embed_tokens(TOKENS.flatten()[rows[0]])
+    y_TH = second.embed_tokens(other.flatten()[rows[1]])
+    expected = (x_TH.T @ y_TH).double().detach()
+    torch.testing.assert_close(moments[path].products, expected, rtol=1e-4, atol=1e-8)
+    assert moments[path].count == 4
+
+
+@pytest.mark.parametrize("last", ["heads", "neurons", "norm"])
+def test_nothing_behind_the_last_module_is_computed(last):
+    first, second = model_of("llama", 0), model_of("llama", 1)
+    paths = {
+        "heads": [head_reader(0), residual_readers(FAMILIES["llama"], [0])[0]],
+        "neurons": [neuron_reader(FAMILIES["llama"], 0), head_reader(0)],
+        "norm": residual_readers(FAMILIES["llama"], (0, 1)),
+    }[last]
+    sizes = {path: 48 if "down_proj" in path else 32 for path in paths}
+    ran = []
+    for model in (first, second):
+        for name, module in model.named_modules():
+            if not list(module.children()):
+                module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    moments = {path: CrossMoments(size) for path, size in sizes.items()}
+    collect_pairs(first, second, batches(), moments, progress=Silent())
+    ends = {"heads": "self_attn.v_proj", "neurons": "mlp.up_proj", "norm": "mlp.down_proj"}
+    layer = 1 if last == "norm" else 0
+    assert {ran[-1], ran[len(ran) // 2 - 1]} == {f"layers.{layer}.{ends[last]}"}
+    assert all(counted.count == 13 for counted in moments.values())
+
+
+def test_what_is_not_finite_is_named_in_both_models_where_it_begins():
+    first, second = model_of("llama", 0), model_of("llama", 1)
+    with torch.no_grad():
+        first.layers[1].mlp.up_proj.weight[3, 3] = torch.nan
+        second.layers[0].self_attn.v_proj.weight[:] = 1e38
+    family = FAMILIES["llama"]
+    paths = [*(neuron_reader(family, la) for la in (0, 1)), *(head_reader(la) for la in (0, 1))]
+    moments = {path: CrossMoments(48 if "mlp" in path else 32) for path in paths}
+    with pytest.raises(InputError) as caught:
+        collect_pairs(
+            first, second, batches(), moments, names=("experts.a", "experts.b"), progress=Silent()
+        )
+    assert [(fault.field, fault.value) for fault in caught.value.faults] == [
+        ("experts.a", neuron_reader(family, 1)),
+        ("experts.b", head_reader(0)),
+    ]

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from tests.pico import save_pico
-from upcycle_core.architectures.compare import compare_experts
+from tests.pico import save_pico, save_pico_tokenizer
+from upcycle_core.architectures.compare import compare_experts, compare_strangers
 from upcycle_core.checkpoints.reader import CheckpointReader
 
 
@@ -163,3 +164,116 @@ def test_types_of_weights_must_agree(law, tmp_path):
     assert "another type of weights" in found["experts.code"]
     found = faults(law, edited(law, tmp_path / "mixed", halve_one))
     assert "mixes torch.bfloat16, torch.float32" in found["experts.mixed"]
+
+
+def strangers(*directories: Path, unread: tuple[str, ...] = ()) -> dict[str, str]:
+    readers = {f"experts.{d.name}": CheckpointReader(d) for d in directories}
+    readable = {field: d.name for field, d in zip(readers, directories, strict=True)}
+    for name in unread:
+        del readable[f"experts.{name}"]
+    found = compare_strangers(readers, readable)
+    assert len({fault.field for fault in found}) == len(found)
+    return {fault.field: str(fault) for fault in found}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_strangers_may_have_any_vocabulary(tmp_path, family):
+    """Other tokenizers, other sizes, and rows that no token has."""
+    law = save_pico(tmp_path / "law", family)
+    code = save_pico(tmp_path / "code", family, seed=1, vocab_size=90)
+    padded = save_pico(tmp_path / "padded", family, seed=2, vocab_size=128)
+    save_pico_tokenizer(padded, 70)
+    assert strangers(law, code, padded) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("rms_norm_eps", 1e-5, "architecture"),
+        ("hidden_act", "gelu", "architecture"),
+        ("max_position_embeddings", 256, "rope"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 5e5}, "rope"),
+        ("tie_word_embeddings", True, "architecture"),
+        ("hidden_size", 64, "shape"),
+        ("intermediate_size", 64, "shape"),
+        ("num_hidden_layers", 3, "shape"),
+        ("num_attention_heads", 8, "shape"),
+        ("num_key_value_heads", 4, "shape"),
+        ("head_dim", 16, "shape"),
+    ],
+)
+def test_what_keeps_strangers_apart_is_named(law, tmp_path, name, value, word):
+    code = save_pico(tmp_path / "code", seed=1, vocab_size=90, **{name: value})
+    found = strangers(law, code)
+    assert list(found) == [f"experts.code.config.{name}"]
+    said = found[f"experts.code.config.{name}"]
+    assert f"another {word} than experts.law" in said
+    assert "choose another model" in said
+    assert "seed" not in said
+
+
+def test_every_fault_of_every_stranger_is_said_at_once(law, tmp_path):
+    def spoil(weights):
+        weights["model.norm.weight"][0] = float("nan")
+
+    code = edited(save_pico(tmp_path / "plain", seed=1), tmp_path / "code", spoil)
+    math = save_pico(tmp_path / "math", seed=2, intermediate_size=64, num_key_value_heads=4)
+    med = save_pico(tmp_path / "med", "qwen2", seed=3)
+    few = save_pico(tmp_path / "few", seed=4, vocab_size=90)
+    save_pico_tokenizer(few, 96)
+    again = edited(code, tmp_path / "again", lambda weights: weights["model.norm.weight"].zero_())
+    shutil.copytree(math, tmp_path / "twice")
+    found = strangers(law, code, math, med, few, again, tmp_path / "twice")
+    assert set(found) == {
+        "experts.code",
+        "experts.math.config.intermediate_size",
+        "experts.math.config.num_key_value_heads",
+        "experts.med.config.model_type",
+        "experts.few.tokenizer",
+        "experts.twice.config.intermediate_size",
+        "experts.twice.config.num_key_value_heads",
+        "experts.twice",
+    }
+    assert "norm.weight holds NaN" in found["experts.code"]
+    assert "has 90 rows, and the tokenizer's last token is 95" in found["experts.few.tokenizer"]
+    assert f"same model as experts.math ({math})" in found["experts.twice"]
+
+
+def test_a_tokenizer_that_nobody_could_read_is_left_to_who_tried(law, tmp_path):
+    few = save_pico(tmp_path / "few", seed=4, vocab_size=90)
+    save_pico_tokenizer(few, 96)
+    assert strangers(law, few, unread=("few",)) == {}
+    (few / "tokenizer.json").write_text("{}")
+    assert "cannot be read" in strangers(law, few)["experts.few.tokenizer"]
+
+
+def test_a_model_that_is_given_twice_is_known_by_its_weights(tmp_path):
+    law = save_pico(tmp_path / "law", tie_word_embeddings=True)
+    code = save_pico(tmp_path / "code", tie_word_embeddings=True, seed=1)
+    (tmp_path / "linked").symlink_to(law)
+
+    def add_head(weights):
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+    def nudge(weights):
+        weights["model.layers.1.mlp.down_proj.weight"][31, 47] += 1e-6
+
+    def halve(weights):
+        weights.update({name: tensor.to(torch.bfloat16) for name, tensor in weights.items()})
+
+    untied = edited(law, tmp_path / "untied", add_head)
+    save_pico_tokenizer(untied, 40)
+    parts = tmp_path / "parts"
+    AutoModelForCausalLM.from_pretrained(law).save_pretrained(parts, max_shard_size="20KB")
+    save_pico_tokenizer(parts)
+    assert (parts / "model.safetensors.index.json").is_file()
+    for copy in (tmp_path / "linked", untied, parts):
+        found = strangers(code, law, copy)
+        assert list(found) == [f"experts.{copy.name}"]
+        said = found[f"experts.{copy.name}"]
+        assert "is the same model as experts.law" in said
+        assert "its own anchor" in said
+    assert strangers(law, edited(law, tmp_path / "nudged", nudge)) == {}
+    found = strangers(law, edited(law, tmp_path / "halved", halve))
+    assert "another type of weights" in found["experts.halved"]

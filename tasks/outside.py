@@ -1,0 +1,67 @@
+"""Stage ``outside``: text of a domain that no model, alignment or training sees, to judge on."""
+
+from pathlib import Path
+
+from tasks.sources import folder_of
+from tasks.stage import StageRun, stage
+from upcycle_core.corpora.config import CorpusConfig, Source
+from upcycle_core.corpora.documents import write_heldout
+from upcycle_core.corpora.shards import write_corpus
+from upcycle_core.progress import Progress
+
+DOCUMENTS, TOKENS = "documents", "tokens"
+
+
+@stage(
+    "outside/{outside}",
+    inputs=lambda recipe, name: [f"sources/outside/{name}.json", "tokenizer"],
+    params=("seed", "corpus", "outside.{outside}"),
+    sources=(
+        "upcycle_core/corpora/distinct.py",
+        "upcycle_core/corpora/documents.py",
+        "upcycle_core/corpora/harvest.py",
+        "upcycle_core/corpora/readers.py",
+        "upcycle_core/corpora/seeded.py",
+        "upcycle_core/corpora/shards.py",
+        "upcycle_core/corpora/sources.py",
+        "upcycle_core/corpora/splits.py",
+    ),
+    needed=lambda recipe: recipe.method == "symphony",
+)
+def outside(run: StageRun) -> None:
+    """Write ``documents/heldout.parquet`` and ``tokens/heldout``."""
+    run.run_one(
+        outside_piece,
+        "corpora",
+        name=run.item,
+        source=run.recipe.outside[run.item],
+        config=run.recipe.corpus,
+        seed=run.recipe.seed,
+        folder=folder_of(run.recipe),
+        tokenizer=run.path("tokenizer"),
+    )
+
+
+def outside_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    name: str,
+    source: Source,
+    config: CorpusConfig,
+    seed: int,
+    folder: Path | None,
+    tokenizer: Path,
+) -> None:
+    """The piece: one text."""
+    write_heldout(
+        source,
+        out / DOCUMENTS,
+        config=config,
+        seed=seed,
+        folder=folder,
+        progress=progress,
+        name=f"outside.{name}",
+    )
+    (out / TOKENS).mkdir()
+    write_corpus(out / DOCUMENTS, tokenizer, out / TOKENS, progress=progress)

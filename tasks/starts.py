@@ -1,0 +1,108 @@
+"""Stage ``starts``: strangers joined without training, once for each way of doing so.
+
+The recipe's own way is the item ``symphony``; every row to compare with is another.
+"""
+
+from collections.abc import Iterator
+
+from infra.compute import Piece
+from infra.recipe import SYMPHONY, Recipe
+from tasks.baselines import start_piece
+from tasks.harmonise import harmonise
+from tasks.pairs import MOMENTS_SOURCES, config_key
+from tasks.stage import StageRun, each, stage
+from tasks.united import MERGE_SOURCES
+from tasks.workspace import take
+
+
+def start_top_k(recipe: Recipe, item: str) -> int:
+    """Experts that a token passes through."""
+    return recipe.moe.top_k if item == SYMPHONY else recipe.baselines[item].top_k
+
+
+def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
+    config = recipe.variants.get(item)
+    if config is None:
+        yield "united"
+        return
+    yield from each(recipe, "experts/{domain}")
+    if item in recipe.pairings:
+        yield f"pairs/{recipe.pairings[item]}"
+    if config.router == "ridge":
+        yield from each(recipe, "corpora/{domain}/calibration")
+
+
+def _keys(recipe: Recipe, item: str) -> Iterator[str]:
+    yield from ("seed", "moe", "symphony.segmentation", "compute.assembly", "compute.alignment")
+    config = recipe.variants.get(item)
+    if config is None:
+        row = ("method", "top_k", "copies", "start", "reinitialised")
+        yield from (f"baselines.{item}.{part}" for part in row)
+        return
+    parts = ("models", "anchor", "merge", "alignment", "calibration", "router")
+    yield from config_key(recipe, item, *parts)
+    if item != SYMPHONY:
+        yield f"baselines.{item}.top_k"
+    if config.router == "ridge":
+        yield from ("statistics", "router", "compute.statistics")
+
+
+@stage(
+    "starts/{variant}",
+    inputs=_inputs,
+    params=_keys,
+    sources=(
+        *MERGE_SOURCES,
+        *MOMENTS_SOURCES,
+        "tasks/harmonise.py",
+        "tasks/starts.py",
+        "upcycle_core/activations/capture.py",
+        "upcycle_core/backbone/heads.py",
+        "upcycle_core/backbone/stitch.py",
+        "upcycle_core/baselines/bam/modeling_bam.py",
+        "upcycle_core/baselines/bam/write.py",
+        "upcycle_core/baselines/btx.py",
+        "upcycle_core/baselines/mixture.py",
+        "upcycle_core/baselines/start.py",
+        "upcycle_core/baselines/upcycling.py",
+        "upcycle_core/corpora/batches.py",
+        "upcycle_core/corpora/mixture.py",
+        "upcycle_core/corpora/seeded.py",
+        "upcycle_core/dume/collect.py",
+        "upcycle_core/dume/cross_validation.py",
+        "upcycle_core/dume/ridge.py",
+        "upcycle_core/dume/router.py",
+        "upcycle_core/dume/statistics.py",
+        "upcycle_core/moe/assemble.py",
+        "upcycle_core/moe/plan.py",
+        "upcycle_core/moe/random.py",
+        "upcycle_core/symphony/align.py",
+        "upcycle_core/symphony/assignment.py",
+        "upcycle_core/symphony/remap.py",
+        "upcycle_core/symphony/unite.py",
+    ),
+    needed=lambda recipe: recipe.method == "symphony",
+)
+def starts(run: StageRun) -> None:
+    """Write the checkpoint that training starts from."""
+    recipe = run.recipe
+    config = recipe.variants.get(run.item)
+    if config is not None:
+        take(harmonise(run, config, top_k=start_top_k(recipe, run.item)), run.out)
+        return
+    domains = list(recipe.domains)
+    piece = Piece(
+        name="start",
+        function=start_piece,
+        arguments={
+            "baseline": recipe.baselines[run.item],
+            "experts": {name: run.path("united") / name for name in domains},
+            "seed_model": run.path("united") / domains[0],
+            "backbone": run.path("backbone"),
+            "routers": run.path("router"),
+            "copies": recipe.baselines[run.item].experts(len(domains)),
+            "seed": recipe.seed,
+            "max_shard_bytes": recipe.moe.max_shard_bytes,
+        },
+    )
+    take(run.run([piece], "assembly")["start"].path, run.out)
