@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from upcycle_core.symphony.moments import head_moments, neuron_moments, residual_moments
-
 from infra.compute import Piece
 from tasks.pairs import groups_of, moment_files, strangers_of
 from tasks.segmentation import union_of
@@ -35,6 +33,7 @@ from upcycle_core.symphony.align import (
 )
 from upcycle_core.symphony.config import AlignmentConfig, MergeConfig, SymphonyConfig
 from upcycle_core.symphony.merge import write_merged_backbone
+from upcycle_core.symphony.moments import head_moments, neuron_moments, residual_moments
 from upcycle_core.symphony.unite import shared_tokens
 
 ALIGNMENT = "alignment.json"

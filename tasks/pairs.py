@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from upcycle_core.symphony.moments import collect_moments, layer_groups
-
 from infra.compute import Piece
 from infra.recipe import SYMPHONY, Recipe
 from tasks.stage import StageRun, each, stage
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.progress import Progress
 from upcycle_core.symphony.config import CalibrationConfig, SymphonyConfig
+from upcycle_core.symphony.moments import collect_moments, layer_groups
 
 MOMENTS_SOURCES = (
     "upcycle_core/activations/cross.py",

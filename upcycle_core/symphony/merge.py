@@ -75,7 +75,7 @@ def write_merged_backbone(
     write_sharded(out, specs, produce, max_shard_bytes=max_shard_bytes)
     write_json(out / "config.json", content)
     write_union_tokenizer(union, out)
-    write_generation_config(sources.readers[0], out)
+    write_generation_config(ruling, out)
 
 
 def agreement_faults(reader: CheckpointReader, first: CheckpointReader) -> list[Fault]:
@@ -97,7 +97,7 @@ def agreement_faults(reader: CheckpointReader, first: CheckpointReader) -> list[
     theirs = family.resolve(first.config)
     faults = []
     for name in MUST_AGREE:
-        if name != "vocab_size" and ours.get(name) != theirs.get(name):
+        if name not in ("vocab_size", "tie_word_embeddings") and ours.get(name) != theirs.get(name):
             remedy = f"differs from {first.field} ({theirs.get(name)!r}); "
             if name == "tie_word_embeddings":
                 remedy += "use models whose lm_head is tied, or models whose lm_head is not"

@@ -259,8 +259,8 @@ def test_a_model_that_is_given_twice_is_known_by_its_weights(tmp_path):
     def nudge(weights):
         weights["model.layers.1.mlp.down_proj.weight"][31, 47] += 1e-6
 
-    def halve(weights):
-        weights.update({name: tensor.to(torch.bfloat16) for name, tensor in weights.items()})
+    def cast(weights, dtype):
+        weights.update({name: tensor.to(dtype) for name, tensor in weights.items()})
 
     untied = edited(law, tmp_path / "untied", add_head)
     save_pico_tokenizer(untied, 40)
@@ -275,5 +275,10 @@ def test_a_model_that_is_given_twice_is_known_by_its_weights(tmp_path):
         assert "is the same model as experts.law" in said
         assert "its own anchor" in said
     assert strangers(law, edited(law, tmp_path / "nudged", nudge)) == {}
-    found = strangers(law, edited(law, tmp_path / "halved", halve))
-    assert "another type of weights" in found["experts.halved"]
+    halved = edited(law, tmp_path / "halved", lambda weights: cast(weights, torch.bfloat16))
+    widened = edited(halved, tmp_path / "widened", lambda weights: cast(weights, torch.float32))
+    readers = {f"experts.{d.name}": CheckpointReader(d) for d in (law, halved, widened)}
+    found = [str(fault) for fault in compare_strangers(readers, {})]
+    assert len(found) == 2
+    assert "experts.halved = 'torch.bfloat16': another type of weights" in found[0]
+    assert "is the same model as experts.halved" in found[1]

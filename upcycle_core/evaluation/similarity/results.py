@@ -94,7 +94,7 @@ class SimilarityReport:
         return [
             (first, second)
             for first, second in combinations(self.stages.values(), 2)
-            if _same_cka(first, second, representation)
+            if first.inputs == second.inputs and _same_cka(first, second, representation)
         ]
 
 
