@@ -12,11 +12,11 @@ RUN := $(VENV)/bin/python
 # A benchmark is a module that can be run; the others are what benchmarks share.
 BENCHMARKS = $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 
-.PHONY: help env demo compare evaluate test test-faults bench up deploy down status lint
+.PHONY: help env demo demo-symphony compare evaluate test test-faults bench up deploy down status lint
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
 
 env: $(VENV)/.ready ## Make the environment (all the others do so too)
 
@@ -30,6 +30,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: env ## Real text to a registered Mixture-of-Experts (RECIPE=recipes/demo.yaml)
 	$(RUN) -m flows.dume $(RECIPE)
+
+demo-symphony: env ## Models that share no seed to one Mixture-of-Experts, and the ablations
+	$(RUN) -m flows.symphony recipes/symphony.yaml recipes/ablations.yaml
 
 compare: env ## Published ways of upcycling beside DUME, on the demo's experts
 	$(RUN) -m flows.compare $(RECIPE) recipes/baselines.yaml --tokens $(TOKENS)

@@ -2,9 +2,9 @@
 
 ``python -m flows.compare RECIPE [BASELINES ...] [--tokens N] [--seeds 0 1 2] [--out FOLDER]``
 
-The first file is the recipe of ``flows.dume``; what it has made is used again. The others hold
-``baselines:``, rows of the table. Several seeds run in workspaces of their own
-(``NAME-seed-0``, ...), the ones that ``flows.seeds`` makes.
+The first file is the recipe of ``flows.dume`` or ``flows.symphony``; what has been made is used
+again. The others hold ``baselines:``, rows of the table. Several seeds run in workspaces of their
+own (``NAME-seed-0``, ...), the ones that ``flows.seeds`` makes.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
-from flows import seeds
+from flows import ablation_page, seeds
 from flows.artifacts import publish_pictures
-from flows.comparison_page import statement, write_page
+from flows.comparison_page import FOLDER, ROWS, TABLE, statement, write_page
 from flows.dume import THREADS
 from flows.session import FlowSession, open_session
 from infra import settings as environment
 from infra.reading import load_recipe, validate
-from infra.recipe import Recipe, resolve
+from infra.recipe import SYMPHONY, Recipe, resolve
 from tasks import pipeline
 from tasks.comparison_costs import row_costs
 from tasks.sources import check
@@ -36,18 +36,12 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.evaluation.comparison import across_seeds, comparison_lines, format_comparison
 from upcycle_core.evaluation.comparison_plot import draw_comparison
 
-FOLDER = "compared"
-"""In the workspace: the comparison with what its rows cost on this machine."""
-ROWS, TABLE, PLOT = (
-    f"{FOLDER}/rows.json",
-    f"{FOLDER}/table.txt",
-    f"{FOLDER}/score-against-compute.png",
-)
+PLOT = f"{FOLDER}/score-against-compute.png"
 
 
 @flow(name="compare", task_runner=THREADS)
 def compare(recipe: Recipe) -> None:
-    """Make, train and evaluate every baseline of the recipe beside DUME, on equal terms.
+    """Make, train and evaluate every baseline of the recipe beside its own model.
 
     Args:
         recipe: What to make; ``baselines`` are the rows, ``comparison.tokens`` their budget.
@@ -59,7 +53,10 @@ def compare(recipe: Recipe) -> None:
             if stage not in pipeline.ON_TASKS:
                 session.ensure(stage)
         session.finish()
-        _publish(session)
+        if recipe.method == SYMPHONY:
+            ablation_page.publish(session)
+        else:
+            _publish(session)
         session.workspace.sweep()
 
 
@@ -143,6 +140,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if chosen.out is not None:
         runs = [json.loads((workspace / ROWS).read_text()) for workspace in workspaces]
+        if recipe.method == SYMPHONY:
+            ablation_page.write_page(
+                recipe,
+                [str(path) for path in chosen.recipe],
+                changes,
+                seeds=chosen.seeds or [recipe.seed],
+                workspaces=workspaces,
+                out=chosen.out,
+            )
+            return 0
         write_page(recipe, chosen.recipe, chosen.seeds or [recipe.seed], runs, chosen.out)
         if chosen.seeds is not None:  # the page of the same runs gains the rows
             seeds.write_page(recipe, chosen.recipe[0], chosen.seeds, workspaces, chosen.out)

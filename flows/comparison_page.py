@@ -9,6 +9,10 @@ from infra.recipe import Recipe, recipe_yaml
 from upcycle_core.evaluation.comparison import across_seeds, markdown_comparison
 from upcycle_core.evaluation.comparison_plot import draw_comparison
 
+FOLDER = "compared"
+"""In the workspace: the comparison with what its rows cost on this machine."""
+ROWS, TABLE = f"{FOLDER}/rows.json", f"{FOLDER}/table.txt"
+
 PAGE = """\
 # {name}: ways of upcycling on equal terms
 

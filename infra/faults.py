@@ -184,7 +184,7 @@ def _comparison_faults(recipe: Recipe) -> Iterator[Fault]:
     for name, row in recipe.baselines.items():
         where = f"baselines.{name}"
         yield from baseline_faults(row, recipe.domains, where)
-        if row.uses_seed and not recipe.has_seed:
+        if recipe.symphony is None and row.uses_seed and not recipe.has_seed:
             remedy = "begins with the seed, and the recipe has none; give seed_model.model"
             yield Fault(f"{where}.method", row.method, remedy)
         without = [d for d, domain in recipe.domains.items() if domain.train is None]

@@ -15,6 +15,7 @@ from upcycle_core.dume.config import BackboneConfig, MoEConfig, RouterConfig, St
 from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.harness.config import EvaluationTask, TaskEvaluationConfig
 from upcycle_core.evaluation.results import expert_row
+from upcycle_core.evaluation.similarity.config import SimilarityConfig
 from upcycle_core.symphony.config import PostTrainingConfig, SymphonyConfig
 from upcycle_core.training.config import ExpertsConfig, SeedConfig
 
@@ -153,6 +154,8 @@ class Recipe:
     DUME."""
     post_training: PostTrainingConfig | None = None
     """Training of what Symphony-MoE has joined; none by default."""
+    similarity: SimilarityConfig | None = None
+    """Compare the experts of joined models with each other, layer by layer; not by default."""
     outside: Mapping[str, Source] = field(default_factory=dict)
     """Texts of domains that no model, alignment or training sees, to judge models on."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

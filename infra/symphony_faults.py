@@ -8,8 +8,8 @@ from upcycle_core.errors import Fault
 from upcycle_core.symphony.config import SymphonyConfig
 from upcycle_core.training.checks import objective_faults, training_faults
 
-METHODS = ("symphony", "btx", "bam", "drop-upcycling")
-"""Rows that can begin with models that share no seed."""
+METHODS = ("symphony", "btx", "bam", "drop-upcycling", "full-finetune")
+"""Rows that can begin with models that share no seed; the last is the dense anchor, trained."""
 
 
 def symphony_faults(recipe: Recipe) -> Iterator[Fault]:
@@ -85,13 +85,13 @@ def _origin_faults(recipe: Recipe, name: str, domain: Domain) -> Iterator[Fault]
 
 
 def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Iterator[Fault]:
-    chosen = config.models or tuple(recipe.domains)
+    chosen, texts = config.models or tuple(recipe.domains), config.calibration.domains
     named: Mapping[str, tuple[str, ...]] = {
         "models": config.models or (),
         "anchor": (config.anchor,) if config.anchor else (),
         "segmentation": (config.segmentation,) if config.segmentation else (),
         "merge.weights": tuple(config.merge.weights),
-        "calibration.domains": config.calibration.domains or (),
+        "calibration.domains": () if texts == "anchor" else texts or (),
     }
     for field, names in named.items():
         for name in names:
@@ -104,7 +104,7 @@ def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Itera
         if value is not None and value in recipe.domains and value not in chosen:
             remedy = f"is not among {where}.models; use one of {list(chosen)}"
             yield Fault(f"{where}.{field}", value, remedy)
-    if config.calibration.domains is not None and not config.calibration.domains:
+    if texts is not None and not texts:
         yield Fault(f"{where}.calibration.domains", [], "no text at all; name a domain")
     weights = [config.merge.weights.get(name, 1.0) for name in chosen]
     if any(weight < 0 for weight in weights) or not any(weights):

@@ -21,6 +21,7 @@ MOMENTS_SOURCES = (
     "upcycle_core/activations/moments.py",
     "upcycle_core/activations/pairs.py",
     "upcycle_core/architectures/axes.py",
+    "upcycle_core/backbone/average.py",
     "upcycle_core/backbone/procrustes.py",
     "upcycle_core/backbone/residual.py",
     "upcycle_core/backbone/rewrite.py",
@@ -41,7 +42,8 @@ def config_key(recipe: Recipe, variant: str, *parts: str) -> list[str]:
 
 def calibrated(recipe: Recipe, config: SymphonyConfig) -> tuple[str, ...]:
     """The domains whose calibration text is read."""
-    return config.calibration.domains or tuple(recipe.domains)
+    chosen = config.calibration.domains
+    return (recipe.anchor_of(config),) if chosen == "anchor" else chosen or tuple(recipe.domains)
 
 
 def strangers_of(recipe: Recipe, config: SymphonyConfig) -> list[str]:

@@ -28,6 +28,7 @@ from tasks.post_training import post_training, symphony
 from tasks.report import report
 from tasks.router import router
 from tasks.seed import seed
+from tasks.similarity import similarity
 from tasks.sources import sources
 from tasks.stage import CODE, Stage
 from tasks.starts import starts
@@ -65,6 +66,7 @@ ORDER: tuple[Stage, ...] = (
     post_training,
     symphony,
     ablation,
+    similarity,
     task_scores,
 )
 

@@ -69,7 +69,8 @@ def post_training(run: StageRun) -> None:
         run,
         run.path(f"starts/{run.item}"),
         training=row.training,
-        objective=row.objective,
+        # A dense model has neither routers nor experts.
+        objective=row.objective if row.experts(len(run.recipe.domains)) else None,
         kind="baselines",
     )
 

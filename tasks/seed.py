@@ -12,7 +12,7 @@ from upcycle_core.corpora.batches import packed_sequences
 from upcycle_core.corpora.shards import TokenCorpus
 from upcycle_core.progress import Progress
 from upcycle_core.training.config import LlamaShape, TrainingConfig
-from upcycle_core.training.seed import initialise_llama
+from upcycle_core.training.seed import initialise_model
 from upcycle_core.training.trainer import train
 
 TRAINING_SOURCES = (
@@ -80,7 +80,7 @@ def train_piece(
     beside = out.with_suffix("")
     if shape is not None:
         initial = beside.with_suffix(".initial")
-        initialise_llama(shape, start, initial, seed=seed)
+        initialise_model(shape, start, initial, seed=seed)
         start = initial
     sequences = config.steps * config.batch_size * config.gradient_accumulation
     dataset = packed_sequences(

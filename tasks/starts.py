@@ -34,6 +34,7 @@ def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
 
 def _keys(recipe: Recipe, item: str) -> Iterator[str]:
     yield from ("seed", "moe", "symphony.segmentation", "compute.assembly", "compute.alignment")
+    yield from ("symphony.anchor", "symphony.models") if item not in recipe.variants else ()
     config = recipe.variants.get(item)
     if config is None:
         row = ("method", "top_k", "copies", "start", "reinitialised")
@@ -97,7 +98,7 @@ def starts(run: StageRun) -> None:
         arguments={
             "baseline": recipe.baselines[run.item],
             "experts": {name: run.path("united") / name for name in domains},
-            "seed_model": run.path("united") / domains[0],
+            "seed_model": run.path("united") / recipe.anchor_of(recipe.variants[SYMPHONY]),
             "backbone": run.path("backbone"),
             "routers": run.path("router"),
             "copies": recipe.baselines[run.item].experts(len(domains)),

@@ -33,7 +33,10 @@ from upcycle_core.evaluation.results import Evaluation, expert_row, metrics
 from upcycle_core.evaluation.scores import Score
 from upcycle_core.moe.size import parameter_counts
 from upcycle_core.progress import Progress
+from upcycle_core.symphony.config import SymphonyConfig
 
+OTHERS = ("bam", "full-finetune")
+"""Methods whose models are no stock Mixture-of-Experts."""
 AVERAGE, HARMONISED = "model_averaging", "harmonised"
 
 
@@ -94,8 +97,8 @@ def ablation(run: StageRun) -> None:
     )
     values = {**metrics(evaluation), "ablation": rows}
     (run.out / "metrics.json").write_text(json.dumps(values, indent=2) + "\n")
-    (run.out / "table.txt").write_text(f"{format_ablation(rows)}\n\n{LEGEND}\n")
-    (run.out / "ablation.md").write_text(f"{markdown_ablation(rows)}\n\n{LEGEND}\n")
+    (run.out / "table.txt").write_text(f"{format_ablation([rows])}\n\n{LEGEND}\n")
+    (run.out / "ablation.md").write_text(f"{markdown_ablation([rows])}\n\n{LEGEND}\n")
     draw_ablation(rows, run.out / "ablation.png", highlight=(SYMPHONY,))
 
 
@@ -122,7 +125,7 @@ def _merged_pieces(run: StageRun) -> list[Piece]:
     pieces = [Piece(name=AVERAGE, function=average_piece, arguments=average)]
     for name in recipe.starts:
         row = recipe.baselines.get(name)
-        kind = plain_piece if row is not None and row.method == "bam" else moe_piece
+        kind = plain_piece if row is not None and row.method in OTHERS else moe_piece
         arguments = {**common, "experts": _own_experts(recipe, row)}
         start = {"model": run.path(f"starts/{name}"), **arguments}
         pieces.append(Piece(name=f"{name}.before", function=kind, arguments=start))
@@ -134,12 +137,11 @@ def _merged_pieces(run: StageRun) -> list[Piece]:
 
 
 def _own_experts(recipe: Recipe, row: Baseline | None) -> dict[str, int]:
-    """{domain: its expert's place}, where every domain has one."""
-    config = recipe.symphony if row is None else row.symphony
-    chosen = recipe.domains if config is None or config.models is None else config.models
-    if len(chosen) < len(recipe.domains):
-        return {}
-    return {name: place for place, name in enumerate(chosen)}
+    """{domain: its expert's place, or the anchor's where it has none}."""
+    config = recipe.variants[SYMPHONY] if row is None else row.symphony or SymphonyConfig()
+    chosen = config.models or tuple(recipe.domains)
+    anchor = recipe.anchor_of(config)
+    return {name: chosen.index(name if name in chosen else anchor) for name in recipe.domains}
 
 
 def _dense_pieces(run: StageRun, heldout: Mapping[str, Mapping[str, float]]) -> list[Piece]:

@@ -26,6 +26,7 @@ WATCHED = {
     "upcycle_core.moe.assemble": ("assemble",),
     "upcycle_core.evaluation.pieces": ("evaluate_checkpoint", "evaluate_moe", "evaluate_stitched"),
     "upcycle_core.evaluation.harness.adapter": ("evaluate_tasks",),
+    "upcycle_core.symphony.moments": ("collect_moments",),
     "infra.progress": (),
 }
 

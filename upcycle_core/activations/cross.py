@@ -3,7 +3,7 @@
 Shapes: T rows (tokens), I features of either stream; the first stream is x, the second y.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,9 @@ PARTS = ("products", "sums", "squares", "count")
 Kind = Literal["cosine", "correlation", "l2"]
 # A feature whose variance is less than this share of its mean square does not tell rows apart.
 CONSTANT = 1e-10
+# On a CPU a batch is counted in blocks of at least this many numbers: copies that are much larger
+# than its caches, or given back to the system after each, cost as much as the products.
+BLOCK = 1 << 18
 
 
 def batch_products(x_TI: Tensor, y_TI: Tensor) -> Tensor:
@@ -58,7 +61,7 @@ def power_sums(x_TI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class CrossMoments:
-    """The accumulator: products within a batch in the features' own precision, the rest in fp64.
+    """The accumulator: within a batch the features' own precision (fp32 for bf16), else fp64.
 
     Attributes:
         products: [I, I] fp64, sum x y^T.
@@ -115,14 +118,19 @@ class CrossMoments:
             y_TI = y_TI.index_select(0, rows if second_rows is None else second_rows)
         if len(x_TI) != len(y_TI):
             raise ValueError(f"{len(x_TI)} rows of the first stream, {len(y_TI)} of the second")
-        if not len(x_TI):
-            return
-        self.products += batch_products(x_TI, y_TI)
-        for side, features in enumerate((x_TI, y_TI)):
-            sum_I, square_I = power_sums(features)
-            self.sums[side] += sum_I
-            self.squares[side] += square_I
+        for block in self._blocks(x_TI, y_TI):
+            self.products += batch_products(*block)
+            for side, features in enumerate(block):
+                sum_I, square_I = power_sums(features)
+                self.sums[side] += sum_I
+                self.squares[side] += square_I
         self.count += len(x_TI)
+
+    def _blocks(self, x_TI: Tensor, y_TI: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Both streams in pieces that are cheap to copy, none without rows."""
+        rows = max(BLOCK // self.size, self.size) if x_TI.device.type == "cpu" else len(x_TI)
+        if len(x_TI):
+            yield from zip(x_TI.split(rows), y_TI.split(rows), strict=True)
 
     def merge(self, other: "CrossMoments") -> None:
         """Add what ``other`` has counted."""

@@ -9,7 +9,7 @@ from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, RECOMPUTED, Family
 from upcycle_core.architectures.resolve import stock_faults
 from upcycle_core.backbone.tokens import read_vocabulary
-from upcycle_core.checkpoints.reader import CheckpointReader, first_non_finite
+from upcycle_core.checkpoints.reader import CheckpointReader, chunks, first_non_finite
 from upcycle_core.errors import Fault, InputError
 
 # What must be equal, and the word for it. The rest (special tokens, dropout, cache) may differ.
@@ -191,8 +191,13 @@ def _same_model(first: CheckpointReader, other: CheckpointReader) -> bool:
         return False
     # Small ones first: models that differ do so in their norms.
     shared = sorted(names[0] & names[1], key=lambda name: math.prod(first.tensors[name].shape))
-    # By value: a copy saved in another type is the same model too.
-    return all(torch.equal(*(r.tensor(name).double() for r in (first, other))) for name in shared)
+    return all(_equal(first.tensor(name), other.tensor(name)) for name in shared)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same values, though in different types."""
+    pieces = zip(chunks(one), chunks(other), strict=False)
+    return one.shape == other.shape and all(torch.equal(a.double(), b.double()) for a, b in pieces)
 
 
 def _differences(

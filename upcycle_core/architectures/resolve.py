@@ -97,7 +97,7 @@ def _windows(full: Mapping) -> dict:
 
 
 def with_vocabulary_of(config: Mapping, other: Mapping) -> dict:
-    """``config`` with the vocabulary of ``other``: its size, and whether embedding and head are one.
+    """``config`` with the vocabulary of ``other``: its size, and whether its embedding is its head.
 
     What a checkpoint must hold if its FFNs alone are to fit ``config``.
     """

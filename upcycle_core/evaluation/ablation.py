@@ -16,6 +16,7 @@ from upcycle_core.evaluation.table import align
 Perplexities = Mapping[str, float]
 """{domain: perplexity}, texts from outside among them."""
 NOTHING = "–"
+ROUTED = ("before", "after")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +73,14 @@ def _state(
 ) -> dict[str, Any] | None:
     if found is None:
         return None
-    domains = {name: found[name] for name in experts}
-    texts = {name: found[name] for name in outside}
+    domains = {name: value for name, value in found.items() if name in experts}
+    texts = {name: value for name, value in found.items() if name in outside}
+    average = scores.normalised_average(domains, experts)
     return {
         "perplexity": {**domains, **texts},
         "mean_perplexity": geometric_mean(list(domains.values())),
-        "normalised_average": scores.normalised_average(domains, experts),
-        "outside": scores.normalised(texts, outside) if outside else {},
+        "normalised_average": average,
+        "outside": scores.normalised(texts, outside),
     }
 
 
@@ -87,46 +89,57 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def ablation_lines(metrics: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The table as cells, its header first."""
-    outside = list(next(iter(metrics.values()))["before"]["outside"])
+def ablation_lines(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
+    """The table as cells, its header first.
+
+    Args:
+        runs: What ``ablation_metrics`` gave, once a seed; several are shown as mean ± sample
+            standard deviation.
+    """
+    outside = list(next(iter(runs[0].values()))["before"]["outside"])
     head = ["Method", "Own expert", "Joined", "Trained", "Joined %", "Trained %"]
     for text in outside:
         head += [f"{text}, joined", f"{text}, trained"]
     lines = [head]
-    for row in metrics.values():
-        states = [row["own_expert"], row["before"], row["after"]]
-        cells = [_cell(state, "mean_perplexity", ".1f") for state in states]
-        cells += [_cell(state, "normalised_average", ".1f") for state in states[1:]]
+    for name, first in runs[0].items():
+        rows = [run[name] for run in runs]
+        cells = [_cell(rows, key, "mean_perplexity") for key in ("own_expert", *ROUTED)]
+        cells += [_cell(rows, key, "normalised_average") for key in ROUTED]
         for text in outside:
-            cells += [
-                NOTHING if state is None else f"{state['perplexity'][text]:.1f}"
-                for state in states[1:]
-            ]
-        lines.append([row["title"], *cells])
+            cells += [_cell(rows, key, "perplexity", text) for key in ROUTED]
+        lines.append([first["title"], *cells])
     return lines
 
 
-def _cell(state: Mapping[str, Any] | None, key: str, form: str) -> str:
-    return NOTHING if state is None else format(state[key], form)
+def _cell(rows: Sequence[Mapping[str, Any]], state: str, *keys: str) -> str:
+    if rows[0][state] is None:
+        return NOTHING
+    values = []
+    for row in rows:
+        value = row[state]
+        for key in keys:
+            value = value[key]
+        values.append(value)
+    mean, deviation = scores.mean_and_deviation(values)
+    return f"{mean:.1f}" if len(rows) == 1 else f"{mean:.1f} ± {deviation:.1f}"
 
 
-def format_ablation(metrics: Mapping[str, Mapping[str, Any]]) -> str:
+def format_ablation(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
     """The table for a terminal."""
-    return align(ablation_lines(metrics))
+    return align(ablation_lines(runs))
 
 
-def markdown_ablation(metrics: Mapping[str, Mapping[str, Any]]) -> str:
+def markdown_ablation(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
     """The table in Markdown."""
-    head, *body = ablation_lines(metrics)
+    head, *body = ablation_lines(runs)
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 LEGEND = """\
 Own expert, Joined, Trained: perplexity on held-out text, geometric mean over the domains. Own
-expert: every domain's tokens through its own expert, no training; Joined: routed, no training;
-Trained: after post-training. %: normalised average, in percent of each domain's own dense model,
+expert: every domain's tokens through its own expert (the anchor's where it has none), no training;
+Joined: routed, no training; Trained: after post-training. %: normalised average, in percent of each domain's own dense model,
 higher is better. Dense models are shown as they are, in the column Joined."""
 
 

@@ -45,7 +45,7 @@ class AlignmentConfig:
     heads: Literal["none", "match"] = "none"
     """Match KV groups and the query heads inside them, values rotated (not in the paper)."""
     solver: Literal["scipy", "lapjv"] = "scipy"
-    """Who solves the assignment; `lapjv`, a package of its own, is faster from 4096 neurons on."""
+    """Who solves the assignment. `lapjv`, a package of its own, finds one of the same total."""
 
     @property
     def uses_activations(self) -> bool:
@@ -61,8 +61,8 @@ class CalibrationConfig:
 
     tokens: int = field(default=100_000, metadata={"ge": 1})
     """Tokens a domain, counted by the anchor's tokenizer; the same of every domain."""
-    domains: tuple[str, ...] | None = None
-    """Domains whose calibration text is read; all of them by default."""
+    domains: tuple[str, ...] | Literal["anchor"] | None = None
+    """Domains whose calibration text is read: all of them by default, or the anchor's alone."""
     sequence_length: int = field(default=1024, metadata={"ge": 8})
     """Longest sequence in one forward pass, in tokens of either model."""
     batch_size: int = field(default=16, metadata={"ge": 1})

@@ -97,7 +97,7 @@ def agreement_faults(reader: CheckpointReader, first: CheckpointReader) -> list[
     theirs = family.resolve(first.config)
     faults = []
     for name in MUST_AGREE:
-        if name not in ("vocab_size", "tie_word_embeddings") and ours.get(name) != theirs.get(name):
+        if name != "vocab_size" and ours.get(name) != theirs.get(name):
             remedy = f"differs from {first.field} ({theirs.get(name)!r}); "
             if name == "tie_word_embeddings":
                 remedy += "use models whose lm_head is tied, or models whose lm_head is not"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from upcycle_core.activations.cross import PARTS, CrossMoments
 from upcycle_core.activations.pairs import (
@@ -33,6 +33,7 @@ from upcycle_core.symphony.texts import paired_texts
 
 KIND = "cross-moments"
 RESIDUAL = "residual"
+KINDS = (RESIDUAL, "heads", "neurons")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -57,23 +58,21 @@ def collect_moments(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Forward the text of all domains through both models once and write what is known of them.
+    """Forward the text of all domains through both models once and write their cross-moments.
 
     Every token of every domain is added in place to one set of sums: of neurons act(gate) * up and
-    of what heads say before o_proj, layer by layer; of the residual stream before every norm of
-    ``layers`` in one, rows at length one. With the last layer comes the final norm, so that the
-    residual sums of all groups of layers together are those of the whole model.
+    of what heads say before o_proj by layer; of the residual stream before all norms of ``layers``
+    in one, rows at length one (the final norm comes with the last layer, so that all groups of
+    layers together count the whole stream). Nothing behind the last of ``layers`` is computed.
 
-    Memory, in bytes: 8 I^2 + 8 (Q N)^2 for each of ``layers``, 8 H^2 for the residual stream, both
-    models without lm_head, and one batch's features of the anchor, batch x S x (I + Q N + 2 H) of
-    each layer in the type of ``config.features`` (beside one module's in fp32). The file is as
-    large as the sums. Nothing behind the last of ``layers`` is computed.
+    Memory in bytes: 8 I^2 + 8 (Q N)^2 a layer and 8 H^2, both models without lm_head, and a batch's
+    features of the anchor, B S (I + Q N + 2 H) numbers of ``config.features`` a layer.
 
     Args:
         anchor: Checkpoint of the first model, with its tokenizer.
-        model: Checkpoint of the second, of the same shape, with its own.
+        model: Checkpoint of the second, of the same shape.
         texts: Domain to the Parquet file of its documents.
-        out: The safetensors file, written whole or not at all; equal sums give equal bytes.
+        out: The safetensors file of the sums, written whole or not at all.
         config: Text, batches and precision.
         layers: Which layers.
         residual: Whether the residual stream is counted.
@@ -91,15 +90,9 @@ def collect_moments(
     """
     progress = progress or Silent()
     paired = paired_texts(texts, anchor, model, config=config)
-    wanted = {RESIDUAL: residual, "heads": heads, "neurons": neurons}
-    moments, paths = _accumulators(
-        CheckpointReader(anchor), layers, [kind for kind, on in wanted.items() if on], device
-    )
-    dtype = DTYPES[config.precision]
-    first, second = (
-        load_causal_lm(directory, dtype=dtype, device=device).get_decoder()
-        for directory in (anchor, model)
-    )
+    kinds = [name for name, on in zip(KINDS, (residual, heads, neurons), strict=True) if on]
+    moments, paths = _accumulators(CheckpointReader(anchor), layers, kinds, device)
+    first, second = (_decoder(place, config, device) for place in (anchor, model))
     progress.start(f"activations of {names[1]}", sum(paired.tokens.values()), "tokens")
     collect_pairs(
         first,
@@ -107,7 +100,7 @@ def collect_moments(
         paired.batches(),
         {path: moments[key] for path, key in paths.items()},
         change=partial(_features, paths, DTYPES[config.features]),
-        names=(f"models.{names[0]}", f"models.{names[1]}"),
+        names=("models." + names[0], "models." + names[1]),
         progress=progress,
     )
     counts = {"tokens": dict(paired.tokens), "pairs": dict(paired.pairs)}
@@ -147,6 +140,12 @@ def residual_moments(files: Sequence[Path]) -> CrossMoments:
     for part in (first, *others):
         total.merge(part)
     return total
+
+
+def _decoder(directory: Path, config: CalibrationConfig, device: str) -> nn.Module:
+    """The model without lm_head."""
+    dtype = DTYPES[config.precision]
+    return load_causal_lm(directory, dtype=dtype, device=device).get_decoder()
 
 
 def _accumulators(

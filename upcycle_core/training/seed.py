@@ -60,6 +60,3 @@ def initialise_model(shape: LlamaShape, tokenizer: Path, out: Path, *, seed: int
     with quiet_loading():
         model.save_pretrained(out)
     copy_tokenizer(tokenizer, out)
-
-
-initialise_llama = initialise_model  # until its callers say initialise_model

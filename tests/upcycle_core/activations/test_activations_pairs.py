@@ -114,16 +114,19 @@ def test_nothing_behind_the_last_module_is_computed(last):
         "norm": residual_readers(FAMILIES["llama"], (0, 1)),
     }[last]
     sizes = {path: 48 if "down_proj" in path else 32 for path in paths}
-    ran = []
-    for model in (first, second):
+    ran: dict[str, list[str]] = {"first": [], "second": []}
+    for model, seen in zip((first, second), ran.values(), strict=True):
         for name, module in model.named_modules():
             if not list(module.children()):
-                module.register_forward_hook(lambda *_, name=name: ran.append(name))
+                module.register_forward_hook(lambda *_, name=name, seen=seen: seen.append(name))
     moments = {path: CrossMoments(size) for path, size in sizes.items()}
     collect_pairs(first, second, batches(), moments, progress=Silent())
     ends = {"heads": "self_attn.v_proj", "neurons": "mlp.up_proj", "norm": "mlp.down_proj"}
-    layer = 1 if last == "norm" else 0
-    assert {ran[-1], ran[len(ran) // 2 - 1]} == {f"layers.{layer}.{ends[last]}"}
+    end = f"layers.{1 if last == 'norm' else 0}.{ends[last]}"
+    for seen in ran.values():
+        assert seen[-1] == end
+        assert seen.count(end) == 2  # batches
+        assert seen.index(end) == len(seen) // 2 - 1
     assert all(counted.count == 13 for counted in moments.values())
 
 

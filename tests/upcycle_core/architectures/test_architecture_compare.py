@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.pico import save_pico, save_pico_tokenizer
 from upcycle_core.architectures.compare import compare_experts, compare_strangers
+from upcycle_core.checkpoints import reader as checkpoint_reader
 from upcycle_core.checkpoints.reader import CheckpointReader
 
 
@@ -247,7 +248,8 @@ def test_a_tokenizer_that_nobody_could_read_is_left_to_who_tried(law, tmp_path):
     assert "cannot be read" in strangers(law, few)["experts.few.tokenizer"]
 
 
-def test_a_model_that_is_given_twice_is_known_by_its_weights(tmp_path):
+def test_a_model_that_is_given_twice_is_known_by_its_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_reader, "CHUNK", 96 * 32)
     law = save_pico(tmp_path / "law", tie_word_embeddings=True)
     code = save_pico(tmp_path / "code", tie_word_embeddings=True, seed=1)
     (tmp_path / "linked").symlink_to(law)
@@ -258,6 +260,10 @@ def test_a_model_that_is_given_twice_is_known_by_its_weights(tmp_path):
 
     def nudge(weights):
         weights["model.layers.1.mlp.down_proj.weight"][31, 47] += 1e-6
+
+    def pad(weights):
+        rows = weights["model.embed_tokens.weight"]
+        weights["model.embed_tokens.weight"] = torch.cat([rows, torch.zeros(4, 32)])
 
     def cast(weights, dtype):
         weights.update({name: tensor.to(dtype) for name, tensor in weights.items()})
@@ -275,6 +281,7 @@ def test_a_model_that_is_given_twice_is_known_by_its_weights(tmp_path):
         assert "is the same model as experts.law" in said
         assert "its own anchor" in said
     assert strangers(law, edited(law, tmp_path / "nudged", nudge)) == {}
+    assert strangers(law, edited(law, tmp_path / "padded", pad)).keys() == {"experts.padded"}
     halved = edited(law, tmp_path / "halved", lambda weights: cast(weights, torch.bfloat16))
     widened = edited(halved, tmp_path / "widened", lambda weights: cast(weights, torch.float32))
     readers = {f"experts.{d.name}": CheckpointReader(d) for d in (law, halved, widened)}

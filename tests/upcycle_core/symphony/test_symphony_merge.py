@@ -3,7 +3,7 @@
 import itertools
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,10 +50,11 @@ def llamas(tmp_path_factory) -> dict[str, Path]:
     return save_disparate(tmp_path_factory.mktemp("llamas"))
 
 
-def merge(models, out: Path, config: MergeConfig | None = None, *, anchor: str = "alpha", **kwargs):
+def merge(
+    models, out: Path, config: MergeConfig | None = None, *, anchor: str = "alpha", union=None
+):
     """What is written of ``models``, under the union that ``RULING`` rules."""
-    ruling = RULING if RULING in models else min(models)
-    union = kwargs.pop("union", None) or united(models, ruling)
+    union = union or united(models, RULING if RULING in models else min(models))
     write_merged_backbone(
         models, union, out, config=config or MergeConfig(), anchor=anchor, max_shard_bytes=20_000
     )
@@ -188,18 +189,18 @@ def test_one_model_stays_as_it_is(tmp_path, three, choice):
 
 
 def test_a_model_of_weight_zero_gives_only_what_no_other_has(tmp_path, llamas):
-    config = MergeConfig(embeddings="slerp", norms="slerp", weights={"gamma": 0.0})
-    three = merge(llamas, tmp_path / "three", config)
-    two = {name: llamas[name] for name in ("alpha", "beta")}
+    config = MergeConfig(embeddings="slerp", norms="slerp", weights={"beta": 0.0})
+    three = merge(llamas, tmp_path / "three", config, union=united(llamas, "alpha"))
+    two = {name: llamas[name] for name in ("alpha", "gamma")}
     pair = merge(two, tmp_path / "two", replace(config, weights={}))
     places = [tokens_of(tmp_path / name) for name in ("three", "two")]
-    table, gamma = tokens_of(llamas["gamma"]), weights_of(llamas["gamma"])
+    table, beta = tokens_of(llamas["beta"]), weights_of(llamas["beta"])
     for name, tensor in three.items():
         if name not in ("model.embed_tokens.weight", "lm_head.weight"):
             assert torch.equal(tensor, pair[name])
             continue
         for text, at in places[0].items():
-            own = pair[name][places[1][text]] if text in places[1] else gamma[name][table[text]]
+            own = pair[name][places[1][text]] if text in places[1] else beta[name][table[text]]
             assert torch.equal(tensor[at], own)
 
 
@@ -265,17 +266,21 @@ def test_models_that_do_not_fit_are_named_with_all_that_differs(tmp_path, llamas
 
 def test_missing_tensors_and_other_types_are_named(tmp_path, llamas):
     models = dict(llamas)
-    for name, change in {"beta": lambda w: w.pop(Q_PROJ), "gamma": halved}.items():
-        models[name] = tmp_path / name
-        shutil.copytree(llamas[name], models[name])
-        file = models[name] / "model.safetensors"
-        weights = load_file(file)
-        change(weights)
-        save_file(weights, file)
+    for name, change in {"beta": lambda weights: weights.pop(Q_PROJ), "gamma": halved}.items():
+        models[name] = changed(llamas[name], tmp_path / name, change)
     said = faults_of(models, tmp_path / "out")
     assert [fault.split(" = ")[0] for fault in said] == ["experts.beta", "experts.gamma"]
     assert f"lacks tensor {Q_PROJ}" in said[0]
     assert "another type of weights than experts.alpha (torch.float32)" in said[1]
+
+
+def changed(model: Path, out: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """A copy of a checkpoint whose weights went through ``change``."""
+    shutil.copytree(model, out)
+    weights = load_file(out / "model.safetensors")
+    change(weights)
+    save_file(weights, out / "model.safetensors")
+    return out
 
 
 def halved(weights: dict[str, Tensor]) -> None:
@@ -284,13 +289,7 @@ def halved(weights: dict[str, Tensor]) -> None:
 
 
 def test_bf16_models_are_merged_in_fp32_and_rounded_once(tmp_path, llamas):
-    models = {}
-    for name in llamas:
-        models[name] = tmp_path / name
-        shutil.copytree(llamas[name], models[name])
-        weights = load_file(models[name] / "model.safetensors")
-        halved(weights)
-        save_file(weights, models[name] / "model.safetensors")
+    models = {name: changed(model, tmp_path / name, halved) for name, model in llamas.items()}
     config = MergeConfig(attention="mean", weights={"gamma": 3.0})
     result = merge(models, tmp_path / "out", config)
     alpha, beta, gamma = (weights_of(directory) for directory in models.values())

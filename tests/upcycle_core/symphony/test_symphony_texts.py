@@ -132,6 +132,8 @@ def test_every_domain_gives_the_same_number_of_tokens(tmp_path, texts):
         available = sum(len(ends(first, text)[0]) for text in DOCUMENTS)
         assert paired.tokens == dict.fromkeys(texts, min(tokens, available))
         assert sum(len(window.first) for window in paired.windows) == 2 * min(tokens, available)
+        for window in paired.windows:
+            assert bool((window.places < [len(window.first), len(window.second)]).all())
     assert paired.pairs["long"] == paired.pairs["short"]  # the same documents come first
 
 

@@ -261,9 +261,9 @@ from pathlib import Path
 from tests.upcycle_core.training.test_training_trainer import Rows, _config, _train
 from tests.pico import save_pico_tokenizer
 from upcycle_core.training.config import LlamaShape
-from upcycle_core.training.seed import initialise_llama
+from upcycle_core.training.seed import initialise_model
 here = Path({str(tmp_path)!r})
-initialise_llama(LlamaShape(), save_pico_tokenizer(here / "words"), here / "seed", seed=0)
+initialise_model(LlamaShape(), save_pico_tokenizer(here / "words"), here / "seed", seed=0)
 _train(here, config=_config(steps=4, checkpoint_steps=2), model=here / "model")
 print("end")
 """

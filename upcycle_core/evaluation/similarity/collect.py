@@ -8,7 +8,7 @@ Shapes: T tokens, S positions, B sequences, I neurons, H hidden size, N models o
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,9 @@ from torch.nn import functional
 from upcycle_core.activations.capture import router_inputs
 from upcycle_core.corpora.batches import Batch
 from upcycle_core.evaluation.similarity.cka import StreamMoments
+from upcycle_core.evaluation.similarity.config import REPRESENTATIONS, Representation
 from upcycle_core.progress import Progress
 
-Representation = Literal["neurons", "outputs"]
-REPRESENTATIONS: tuple[Representation, ...] = get_args(Representation)
 Key = tuple[int, Representation]
 
 

@@ -1,9 +1,9 @@
 """Measure checkpoints: paths in, plain numbers out."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,33 +15,13 @@ from upcycle_core.evaluation.similarity.cka import StreamMoments, compare
 from upcycle_core.evaluation.similarity.collect import (
     Key,
     PairedBatch,
-    Representation,
     collect_dense,
     collect_moe,
 )
+from upcycle_core.evaluation.similarity.config import Representation, SimilarityConfig
 from upcycle_core.progress import Progress, Silent
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimilarityConfig:
-    """Which text experts are compared on, and how."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
-
-    tokens: int = field(default=20_000, metadata={"ge": 1})
-    """Tokens a domain. CKA of few tokens is too high: take many times the neurons of a layer."""
-    sequence_length: int = field(default=1024, metadata={"ge": 8})
-    """Longest sequence in one forward pass."""
-    batch_size: int = field(default=16, metadata={"ge": 1})
-    """Sequences a forward pass."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the forward pass; sums over batches are fp64."""
-    representations: tuple[Representation, ...] = ("neurons", "outputs")
-    """`neurons`: act(gate) * up; `outputs`: what the FFN adds to the residual stream."""
-    best: bool = True
-    """Whether the best matching of neurons is found for every pair; slow from 4096 neurons on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The comparison of experts in plain words, as Markdown."""
 
-from upcycle_core.evaluation.similarity.collect import Representation
+from upcycle_core.evaluation.similarity.config import Representation
 from upcycle_core.evaluation.similarity.results import SimilarityReport, Stage
 
 _FEATURES: dict[Representation, str] = {
@@ -69,7 +69,7 @@ def _notes(report: SimilarityReport, representation: Representation) -> list[str
     rows, features = min(pair.rows for pair in pairs), pairs[0].features
     notes = [
         f"{rows:,} positions, {features:,} features. Few positions raise CKA: independent features "
-        f"of equal variance would show {features / rows:.3f}."
+        f"of equal variance would show {features / (rows + features):.3f}."
     ]
     for first, second in report.unmoved(representation):
         matched = [stage.mean(representation, "matched") for stage in (first, second)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from upcycle_core.evaluation.canvas import ACCENTS, FAINT, GRID, INK, NEUTRAL, new_figure, save
-from upcycle_core.evaluation.similarity.collect import Representation
+from upcycle_core.evaluation.similarity.config import Representation
 from upcycle_core.evaluation.similarity.results import Measure, SimilarityReport, Stage
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def draw_pairs(report: SimilarityReport, representation: Representation, path: P
     layers = _spread(sorted({layer for stage in stages for layer in stage.layers()}))
     most = max(len(stage.names()) for stage in stages)
     longest = max(len(name) for stage in stages for name in stage.names())
-    side, names_width = 0.5 * most + 0.12, 0.085 * longest
-    size = (side * len(layers) + names_width + 0.2, (side + 0.3) * len(stages) + names_width + 0.8)
+    side, names_width = 0.5 * most + 0.1, 0.085 * longest
+    size = (side * len(layers) + names_width + 0.2, (side + 0.42) * len(stages) + names_width + 0.5)
     with new_figure(max(size[0], 6.8), size[1]) as figure:
         grid = figure.subplots(len(stages), len(layers), squeeze=False)
         # Room for the stages' titles, which are wider than the map they stand above.
@@ -113,14 +113,15 @@ def _lines(
             continue
         means = [stage.mean(representation, measure, layer) for layer in stage.layers()]
         # Stages that coincide stay visible: each is thinner than the ones below it.
-        weight = 1 + (len(stages) - 1 - place) * 0.9
+        weight = 1.2 + 2.6 * (1 - (place + 1) / len(stages))
         ax.plot(
             stage.layers(),
             [math.nan if mean is None else mean for mean in means],
             ls=dash,
             marker="" if measure == "best" else "osD^"[place // 5 % 4],
+            markevery=math.ceil(len(means) / 10),
             lw=1.1 if measure == "best" else weight,
-            ms=3 + weight,
+            ms=2.5 + weight,
             color=colour,
             label=stage.title,
         )

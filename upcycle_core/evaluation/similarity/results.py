@@ -6,7 +6,7 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any, Literal
 
-from upcycle_core.evaluation.similarity.collect import REPRESENTATIONS, Representation
+from upcycle_core.evaluation.similarity.config import REPRESENTATIONS, Representation
 from upcycle_core.evaluation.similarity.measure import PairSimilarity
 from upcycle_core.evaluation.table import csv_text
 
