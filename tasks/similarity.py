@@ -82,6 +82,7 @@ def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
         "upcycle_core/evaluation/similarity/plot.py",
         "upcycle_core/evaluation/similarity/report.py",
         "upcycle_core/evaluation/similarity/results.py",
+        "upcycle_core/evaluation/table.py",
         "upcycle_core/moe/inspect.py",
         "upcycle_core/symphony/texts.py",
     ),

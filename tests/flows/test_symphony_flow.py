@@ -140,7 +140,7 @@ def test_models_on_the_same_text_are_compared_once(project):
 def test_experts_are_compared_with_each_other(project):
     found = json.loads((project.workspace / "similarity/similarity.json").read_text())
     assert {"dense", "symphony.before", "symphony.after", "unaligned.before"} <= set(
-        found["stages"] if "stages" in found else found
+        found["stages"]
     )
 
 

@@ -17,7 +17,7 @@ RECIPE = load_recipe(
 )
 STRANGERS = load_recipe(
     CODE / "recipes" / "symphony.yaml",
-    ["outside.manual={harvest: documentation-elsewhere}"],
+    ["outside.manual={harvest: documentation-elsewhere}", "similarity={tokens: 1000}"],
     added=[CODE / "recipes" / name for name in ("ablations.yaml", "tasks.yaml")],
 )
 RECIPES = {"dume": RECIPE, "symphony": STRANGERS}

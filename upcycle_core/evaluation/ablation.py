@@ -139,8 +139,8 @@ def markdown_ablation(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
 LEGEND = """\
 Own expert, Joined, Trained: perplexity on held-out text, geometric mean over the domains. Own
 expert: every domain's tokens through its own expert (the anchor's where it has none), no training;
-Joined: routed, no training; Trained: after post-training. %: normalised average, in percent of each domain's own dense model,
-higher is better. Dense models are shown as they are, in the column Joined."""
+Joined: routed, no training; Trained: after post-training. %: normalised average, in percent of each
+domain's own dense model, higher is better. Dense models are shown as they are, under Joined."""
 
 
 def draw_ablation(

@@ -1,6 +1,10 @@
 """What anchor and model do on the same text, added up: the cross-moments that alignment needs.
 
-Shapes: I neurons, Q query heads of size N, H hidden size. All numbers are fp64.
+Memory of one group of layers, in bytes: 8 I^2 + 8 (Q N)^2 for each of its layers and 8 H^2 for the
+residual stream, both models without lm_head, and a batch's features of the anchor: B S (I + Q N +
+2 H) numbers of ``CalibrationConfig.features`` for each layer. A file is as large as the sums.
+
+Shapes: I neurons, Q query heads of size N, H hidden size. Sums are fp64.
 """
 
 import json
@@ -65,16 +69,13 @@ def collect_moments(
     in one, rows at length one (the final norm comes with the last layer, so that all groups of
     layers together count the whole stream). Nothing behind the last of ``layers`` is computed.
 
-    Memory in bytes: 8 I^2 + 8 (Q N)^2 a layer and 8 H^2, both models without lm_head, and a batch's
-    features of the anchor, B S (I + Q N + 2 H) numbers of ``config.features`` a layer.
-
     Args:
         anchor: Checkpoint of the first model, with its tokenizer.
         model: Checkpoint of the second, of the same shape.
         texts: Domain to the Parquet file of its documents.
         out: The safetensors file of the sums, written whole or not at all.
         config: Text, batches and precision.
-        layers: Which layers.
+        layers: Which layers are counted.
         residual: Whether the residual stream is counted.
         heads: Whether what heads say is counted.
         neurons: Whether neurons are counted.
