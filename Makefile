@@ -32,7 +32,7 @@ demo: env ## Real text to a registered Mixture-of-Experts (RECIPE=recipes/demo.y
 	$(RUN) -m flows.dume $(RECIPE)
 
 demo-symphony: env ## Models that share no seed to one Mixture-of-Experts, and the ablations
-	$(RUN) -m flows.symphony recipes/symphony.yaml recipes/ablations.yaml
+	$(RUN) -m flows.symphony recipes/symphony.yaml recipes/ablations.yaml recipes/bam.yaml
 
 compare: env ## Published ways of upcycling beside DUME, on the demo's experts
 	$(RUN) -m flows.compare $(RECIPE) recipes/baselines.yaml --tokens $(TOKENS)

@@ -5,7 +5,7 @@ It always runs, and is where bad input is found: every fault of every domain, in
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from infra.recipe import Recipe
@@ -19,6 +19,7 @@ from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
 from upcycle_core.corpora.sources import source_faults, source_fingerprint
 from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.training.config import LlamaShape
 
 TEXTS = ("train", "calibration", "heldout", "elsewhere")
 SEED = "seed"
@@ -141,13 +142,32 @@ def stranger_faults(recipe: Recipe, cache: Path) -> list[Fault]:
         elif domain.origin is not None and domain.origin.model is not None:
             given[f"domains.{name}.origin.model"] = domain.origin.model
     readers, vocabularies, faults = _opened(given, cache)
-    trained = len(given) < len(recipe.domains)
     faults += compare_strangers(readers, vocabularies)
     assert recipe.symphony is not None
-    if not faults and not trained:
+    if recipe.trains_shape:
+        faults += _shape_faults(recipe.seed_model.shape, readers)
+    elif not faults:
         models = dict(zip(recipe.domains, (r.directory for r in readers.values()), strict=True))
         faults += segmentation_faults(models, recipe.symphony.segmentation)
     return [*faults, *_disk_faults(recipe, readers, cache.parent)]
+
+
+def _shape_faults(shape: LlamaShape, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:
+    """Where given models differ from those that are trained here from random weights."""
+    wanted = {
+        "model_type": shape.family,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.attention_heads,
+        "num_key_value_heads": shape.key_value_heads,
+    }
+    for field, reader in readers.items():
+        for name, value in wanted.items():
+            if reader.config.get(name, value) != value:
+                remedy = f"seed_model.shape has {value!r} for the models that are trained here; "
+                remedy += "set it to the given model's"
+                yield Fault(f"{field}.config.{name}", reader.config[name], remedy)
 
 
 def _opened(

@@ -155,13 +155,20 @@ def disk_faults(field: str, path: Path) -> Iterator[None]:
 
 
 def take(source: Path, target: Path) -> None:
-    """Move the content of ``source`` into the directory ``target``; a file moves itself."""
+    """Move the content of ``source`` into the directory ``target``; a file moves itself.
+
+    A kill on the way leaves no half of ``source`` that a finished piece could be taken for.
+    """
     if source.is_file():
         shutil.move(source, target / source.name)
         return
-    for entry in sorted(source.iterdir()):
+    leaving = source.with_name(f"{source.name}.taken")
+    shutil.rmtree(leaving, ignore_errors=True)
+    source.rename(leaving)
+    for entry in sorted(leaving.iterdir()):
         if entry.name != PROVENANCE:
             shutil.move(entry, target / entry.name)
+    shutil.rmtree(leaving)
 
 
 def _flat(artifact: str) -> str:

@@ -24,8 +24,7 @@ ROWS = {
         "method": "symphony",
         "symphony": {**PAPER, "router": "ridge"},
     },
-    "drop": {"method": "drop-upcycling", "start": "experts", "title": "Drop"},
-    "bam": {"method": "bam"},
+    "bam": {"method": "bam", "title": "BAM"},
     "dense": {"method": "full-finetune"},
 }
 STOCK = """
@@ -91,7 +90,7 @@ def test_the_table_has_every_row_before_and_after(project, metrics):
         states = [state for state in (row["before"], row["after"]) if state]
         assert all(set(state["perplexity"]) == {*DOMAINS, "colours"} for state in states)
         assert (row["own_expert"] is None) == (name in dense | {"bam", "dense"})
-    for text in ("Symphony (this recipe)", "Drop", "colours, trained", "make up"):
+    for text in ("Symphony (this recipe)", "BAM", "colours, trained", "make up"):
         assert text in project.done.stdout
 
 
@@ -162,7 +161,7 @@ def test_dvc_has_every_stage(project):
     assert {"strangers@letters", "vocabulary", "united", "pairs-symphony", "symphony"} <= set(
         stages
     )
-    assert {"starts-paper", "post_training-drop", "outside-colours", "similarity"} <= set(stages)
+    assert {"starts-paper", "post_training-bam", "outside-colours", "similarity"} <= set(stages)
     done = project.run("dvc", "status", cwd=project.workspace)
     changed = [line for line in done.stdout.splitlines() if line and not line.startswith("\t")]
     assert [line for line in changed if line != "sources:"] == [], done.stdout

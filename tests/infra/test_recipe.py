@@ -114,6 +114,7 @@ ROWS = [path for path in SHIPPED if "name" not in yaml.safe_load(path.read_text(
 SHIPPED_WITH = {
     "tasks.yaml": "demo",
     "ablations.yaml": "symphony",
+    "bam.yaml": "symphony",
     "symphony-anchors.yaml": "symphony-five-domains",
 }
 """The recipe that a file is made for, where another one than the paper's."""

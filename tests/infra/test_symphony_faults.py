@@ -106,6 +106,13 @@ def test_each_fault_names_its_field(path, value, field):
     assert field in fields_of(changed(path, value))
 
 
+def test_bam_has_no_counterpart_for_qwen2():
+    values = changed("baselines.bam", {"method": "bam"})
+    validate(values)
+    values["seed_model"] = {"shape": {"family": "qwen2"}}
+    assert fields_of(values) == {"baselines.bam.method"}
+
+
 def test_all_faults_come_in_one_message():
     values = changed("symphony.anchor", "tax")
     values["moe"]["top_k"] = 1

@@ -18,7 +18,7 @@ RECIPE = load_recipe(
 STRANGERS = load_recipe(
     CODE / "recipes" / "symphony.yaml",
     ["outside.manual={harvest: documentation-elsewhere}", "similarity={tokens: 1000}"],
-    added=[CODE / "recipes" / name for name in ("ablations.yaml", "tasks.yaml")],
+    added=[CODE / "recipes" / name for name in ("ablations.yaml", "bam.yaml", "tasks.yaml")],
 )
 RECIPES = {"dume": RECIPE, "symphony": STRANGERS}
 STAGES = [(name, stage) for name, recipe in RECIPES.items() for stage in ORDER]

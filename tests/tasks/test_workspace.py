@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tasks.workspace import Workspace, disk_faults
+from tasks.workspace import Workspace, disk_faults, take
 from upcycle_core.errors import InputError
 
 
@@ -83,7 +83,7 @@ def test_kill_after_the_second_move_keeps_the_new_artifact(workspace):
 HOLD = """
 import sys, time
 from pathlib import Path
-from tasks.workspace import Workspace
+from tasks.workspace import Workspace, take
 with Workspace(Path(sys.argv[1])).lock("the other flow"):
     print("held", flush=True)
     time.sleep(60)
@@ -125,3 +125,27 @@ def test_full_disk_is_said_with_what_to_do(tmp_path):
 def test_other_errors_pass_through(tmp_path):
     with pytest.raises(PermissionError), disk_faults("experts@law", tmp_path):
         raise PermissionError(errno.EACCES, "no")
+
+
+def test_a_kill_while_files_are_taken_leaves_no_half_of_them(tmp_path, monkeypatch):
+    """A piece counts as finished while its folder is there: it must not be there half-empty."""
+    source, target = tmp_path / "piece", tmp_path / "out"
+    source.mkdir()
+    target.mkdir()
+    for name in ("a", "b"):
+        (source / name).write_text(name)
+
+    def killed(entry, place):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tasks.workspace.shutil.move", killed)
+        with pytest.raises(KeyboardInterrupt):
+            take(source, target)
+    assert not source.exists()
+    source.mkdir()  # the piece is run again
+    (source / "a").write_text("again")
+    take(source, target)
+    assert [path.name for path in target.iterdir()] == ["a"]
+    assert (target / "a").read_text() == "again"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
