@@ -9,6 +9,7 @@ from infra.compute import Done, Piece
 from infra.recipe import SYMPHONY, Recipe
 from tasks.baselines import SUMMARY
 from tasks.evaluation import average_piece, champion_piece
+from tasks.harmonise import ALIGNMENT
 from tasks.outside import DOCUMENTS, TOKENS
 from tasks.stage import StageRun, each, stage
 from upcycle_core.baselines.config import Baseline
@@ -20,6 +21,7 @@ from upcycle_core.evaluation.ablation import (
     format_ablation,
     markdown_ablation,
 )
+from upcycle_core.evaluation.alignment import HEADER, alignment_records, draw_alignment
 from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.pieces import (
     Scores,
@@ -31,6 +33,7 @@ from upcycle_core.evaluation.pieces import (
 from upcycle_core.evaluation.report import write_report
 from upcycle_core.evaluation.results import Evaluation, expert_row, metrics
 from upcycle_core.evaluation.scores import Score
+from upcycle_core.evaluation.table import csv_text
 from upcycle_core.moe.size import parameter_counts
 from upcycle_core.progress import Progress
 from upcycle_core.symphony.config import SymphonyConfig
@@ -61,6 +64,7 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
         "upcycle_core/corpora/mixture.py",
         "upcycle_core/corpora/seeded.py",
         "upcycle_core/evaluation/ablation.py",
+        "upcycle_core/evaluation/alignment.py",
         "upcycle_core/evaluation/canvas.py",
         "upcycle_core/evaluation/page.py",
         "upcycle_core/evaluation/perplexity.py",
@@ -85,9 +89,8 @@ def ablation(run: StageRun) -> None:
     }
     dense = run.run(_dense_pieces(run, heldout), "evaluation")
     perplexities = {row: piece.result for row, piece in dense.items()}
-    evaluation = _evaluation(run.recipe, perplexities, merged, heldout)
-    write_report(evaluation, run.out)
     recipe = run.recipe
+    evaluation = _evaluation(recipe, perplexities, merged, heldout)
     assert recipe.symphony is not None
     anchor = perplexities[expert_row(recipe.anchor_of(recipe.symphony))]
     rows = ablation_metrics(
@@ -95,11 +98,28 @@ def ablation(run: StageRun) -> None:
         _rows(run, perplexities, merged),
         outside={name: anchor[name] for name in recipe.outside},
     )
-    values = {**metrics(evaluation), "ablation": rows}
+    pictures = {"Ways of joining the models": run.out / "ablation.png"}
+    draw_ablation(rows, pictures["Ways of joining the models"], highlight=(SYMPHONY,))
+    alignment = _alignment(run)
+    if alignment.get(SYMPHONY):
+        pictures["Alignment of the recipe's own way"] = run.out / "alignment.png"
+        draw_alignment(alignment[SYMPHONY], run.out / "alignment.png")
+    write_report(evaluation, run.out, more=pictures)
+    values = {**metrics(evaluation), "ablation": rows, "alignment": alignment}
     (run.out / "metrics.json").write_text(json.dumps(values, indent=2) + "\n")
+    (run.out / "alignment.csv").write_text(csv_text(HEADER, alignment_records(alignment)))
     (run.out / "table.txt").write_text(f"{format_ablation([rows])}\n\n{LEGEND}\n")
     (run.out / "ablation.md").write_text(f"{markdown_ablation([rows])}\n\n{LEGEND}\n")
-    draw_ablation(rows, run.out / "ablation.png", highlight=(SYMPHONY,))
+
+
+def _alignment(run: StageRun) -> dict[str, Any]:
+    """{variant: what its alignment found, model by model}."""
+    found = {}
+    for name in run.recipe.variants:
+        facts = json.loads((run.path(f"starts/{name}") / ALIGNMENT).read_text())
+        if any(model["layers"] for model in facts.values()):
+            found[name] = facts
+    return found
 
 
 def heldout_texts(run: StageRun, split: str = "heldout") -> dict[str, Path]:

@@ -83,7 +83,7 @@ def test_kill_after_the_second_move_keeps_the_new_artifact(workspace):
 HOLD = """
 import sys, time
 from pathlib import Path
-from tasks.workspace import Workspace, take
+from tasks.workspace import Workspace
 with Workspace(Path(sys.argv[1])).lock("the other flow"):
     print("held", flush=True)
     time.sleep(60)

@@ -1,6 +1,7 @@
 """The report of an evaluation: metrics.json, tables, pictures and one page that shows all of it."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from upcycle_core.errors import raise_faults
@@ -14,11 +15,18 @@ _SWEEP_HEADINGS: dict[Parameter, str] = {
 }
 
 
-def write_report(evaluation: Evaluation, out: Path) -> None:
+def write_report(
+    evaluation: Evaluation, out: Path, *, more: Mapping[str, Path] | None = None
+) -> None:
     """Write the whole report into the directory ``out``; the same evaluation gives the same bytes.
 
     ``metrics.json``; ``table.md`` and ``table.csv``; ``scores.png``, ``routing.png`` and
     ``sweep_{parameter}.png``, each with the CSV behind it; ``report.html`` with everything.
+
+    Args:
+        evaluation: What was measured.
+        out: The directory.
+        more: {heading: PNG} that the page shows first.
 
     Raises:
         InputError: rows or numbers are missing; nothing is written.
@@ -29,7 +37,7 @@ def write_report(evaluation: Evaluation, out: Path) -> None:
     _write(out / "metrics.json", metrics + "\n")
     _write(out / "table.md", table.markdown_table(evaluation))
     _write(out / "table.csv", table.csv_table(evaluation))
-    pictures = {"Normalised average": _scores(evaluation, out)}
+    pictures = {**(more or {}), "Normalised average": _scores(evaluation, out)}
     for parameter, heading in _SWEEP_HEADINGS.items():
         if evaluation.sweeps.get(parameter):
             pictures[heading] = _sweep(evaluation, parameter, out)
