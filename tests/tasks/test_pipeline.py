@@ -47,7 +47,7 @@ NEUTRAL = {
     "upcycle_core/corpora/documents.py",
     "upcycle_core/corpora/shards.py",
     "upcycle_core/corpora/sources.py",
-    "upcycle_core/dume/files.py",
+    "upcycle_core/checkpoints/tensor_file.py",
     "upcycle_core/dume/layout.py",
     "upcycle_core/dume/statistics.py",
     "upcycle_core/errors.py",

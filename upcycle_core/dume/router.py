@@ -12,9 +12,9 @@ from typing import Literal
 from safetensors import safe_open
 from torch import Tensor
 
+from upcycle_core.checkpoints.tensor_file import read_header, save_atomically
 from upcycle_core.dume.config import RouterConfig
 from upcycle_core.dume.cross_validation import Candidate, best, cross_validate
-from upcycle_core.dume.files import read_header, save_atomically
 from upcycle_core.dume.ridge import NormalEquations, normal_equations, ridge
 from upcycle_core.dume.statistics import Statistics
 from upcycle_core.errors import Fault, raise_faults

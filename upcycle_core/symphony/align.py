@@ -3,15 +3,13 @@
 Shapes: I neurons, Q query heads, G KV groups, N head size, H hidden size.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from upcycle_core.activations.cross import CrossMoments, similarity
@@ -32,7 +30,7 @@ from upcycle_core.backbone.residual import (
 )
 from upcycle_core.backbone.rewrite import Read, Transform, read_untied, rewrite, transformed
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.writer import sync_directory, sync_file
+from upcycle_core.checkpoints.tensor_file import read_header, save_atomically
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.symphony.assignment import Assignment, assign
 from upcycle_core.symphony.config import AlignmentConfig
@@ -194,7 +192,7 @@ def alignment_facts(alignment: Alignment) -> dict[str, Any]:
 
 
 def save_alignment(path: Path, alignment: Alignment) -> None:
-    """Write an alignment as one safetensors file; equal content gives equal bytes.
+    """Write an alignment as one safetensors file, whole or not at all; equal content, equal bytes.
 
     Args:
         path: The file; it is on the disk when this returns.
@@ -214,11 +212,7 @@ def save_alignment(path: Path, alignment: Alignment) -> None:
         for key, value in vars(part).items()
         if isinstance(value, Tensor)
     }
-    save_file(tensors, path, metadata={KIND: json.dumps(header, sort_keys=True)})
-    # safetensors lets the owner alone read it; workers on shared storage may be others
-    path.chmod(0o644)
-    sync_file(path)
-    sync_directory(path.parent)
+    save_atomically(path, tensors, kind=KIND, header=header)
 
 
 def load_alignment(path: Path) -> Alignment:
@@ -227,16 +221,7 @@ def load_alignment(path: Path) -> Alignment:
     Raises:
         InputError: The file is missing, broken, or of another kind.
     """
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        remedy = f"cannot be read ({error}): make it again"
-        raise InputError(Fault(KIND, str(path), remedy)) from error
-    if KIND not in metadata:
-        raise InputError(Fault(KIND, str(path), f"holds {sorted(metadata)}: give an alignment"))
-    header = json.loads(metadata[KIND])
+    header, tensors = read_header(path, kind=KIND), load_file(path)
 
     def part(kind: type, name: str) -> Any:
         if name not in header["parts"]:

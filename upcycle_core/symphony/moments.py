@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from upcycle_core.activations.cross import PARTS, CrossMoments
@@ -29,7 +28,7 @@ from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.residual import unit_rows
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.writer import sync_directory, sync_file
+from upcycle_core.checkpoints.tensor_file import save_atomically
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress, Silent
 from upcycle_core.symphony.config import CalibrationConfig
@@ -179,15 +178,7 @@ def _save(path: Path, moments: Mapping[str, CrossMoments], header: Mapping[str, 
     tensors: dict[str, Tensor] = {}
     for key, of in moments.items():
         tensors |= of.tensors(f"{key}.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial_file = path.with_name(path.name + ".partial")
-    # One metadata key alone has a fixed order.
-    save_file(tensors, partial_file, metadata={KIND: json.dumps(header, sort_keys=True)})
-    # safetensors lets the owner alone read it; workers on shared storage may be others
-    partial_file.chmod(0o644)
-    sync_file(partial_file)
-    partial_file.replace(path)
-    sync_directory(path.parent)
+    save_atomically(path, tensors, kind=KIND, header=header)
 
 
 def _read(file: Path, key: str) -> CrossMoments:
