@@ -190,6 +190,7 @@ def test_a_deployed_flow_reaches_the_registry_through_the_worker(environment, pl
         "hello/nightly",
         "hello/comparison",
         "hello/tasks",
+        "hello/strangers",
     ]
 
     command = ("-m", "prefect", "deployment", "run", "hello/demo", "--watch")
