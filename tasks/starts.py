@@ -11,7 +11,7 @@ from tasks.baselines import start_piece
 from tasks.harmonise import harmonise
 from tasks.pairs import MOMENTS_SOURCES, config_key
 from tasks.stage import StageRun, each, stage
-from tasks.united import MERGE_SOURCES
+from tasks.united import ALONE, MERGE_SOURCES, lifted
 from tasks.workspace import take
 
 
@@ -22,10 +22,12 @@ def start_top_k(recipe: Recipe, item: str) -> int:
 
 def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
     config = recipe.variants.get(item)
-    if config is None:
+    if config is None and recipe.baselines[item].method != "full-finetune":
         yield "united"
         return
     yield from each(recipe, "experts/{domain}")
+    if config is None:
+        return
     if item in recipe.pairings:
         yield f"pairs/{recipe.pairings[item]}"
     if config.router == "ridge":
@@ -57,6 +59,7 @@ def _keys(recipe: Recipe, item: str) -> Iterator[str]:
         *MOMENTS_SOURCES,
         "tasks/harmonise.py",
         "tasks/starts.py",
+        "tasks/united.py",
         "upcycle_core/activations/capture.py",
         "upcycle_core/backbone/heads.py",
         "upcycle_core/backbone/stitch.py",
@@ -91,17 +94,21 @@ def starts(run: StageRun) -> None:
     if config is not None:
         take(harmonise(run, config, top_k=start_top_k(recipe, run.item)), run.out)
         return
-    domains = list(recipe.domains)
+    domains, row = list(recipe.domains), recipe.baselines[run.item]
+    if row.method == "full-finetune":  # the dense anchor, which must be able to read all tokens
+        anchor = recipe.anchor_of(recipe.variants[SYMPHONY])
+        take(lifted(run, [anchor], config=ALONE, anchor=anchor)[anchor], run.out)
+        return
     piece = Piece(
         name="start",
         function=start_piece,
         arguments={
-            "baseline": recipe.baselines[run.item],
+            "baseline": row,
             "experts": {name: run.path("united") / name for name in domains},
-            "seed_model": run.path("united") / recipe.anchor_of(recipe.variants[SYMPHONY]),
+            "seed_model": run.path("united") / domains[0],
             "backbone": run.path("backbone"),
             "routers": run.path("router"),
-            "copies": recipe.baselines[run.item].experts(len(domains)),
+            "copies": row.experts(len(domains)),
             "seed": recipe.seed,
             "max_shard_bytes": recipe.moe.max_shard_bytes,
         },

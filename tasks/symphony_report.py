@@ -271,7 +271,7 @@ def _row(run: StageRun, name: str, merged: Mapping[str, Done]) -> Joined:
         trained = run.path("model" if row is None else f"baselines/{name}")
         tokens = json.loads((trained / SUMMARY).read_text())["tokens"]
     return Joined(
-        title="Symphony (this recipe)" if row is None else row.title or name,
+        title="This recipe" if row is None else row.title or name,
         before=_perplexities(before["scores"]),
         after=None if after is None else _perplexities(after.result["scores"]),
         own_expert=None if own is None else _perplexities(own),

@@ -4,7 +4,7 @@ Embedding and head of each become the merged ones, so that all have the same row
 model's own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infra.compute import Piece
@@ -25,6 +25,7 @@ MERGE_SOURCES = (
     "upcycle_core/symphony/merge.py",
 )
 MEAN = MergeConfig(embeddings="mean", attention="mean", norms="mean")
+ALONE = MergeConfig(embeddings="anchor", attention="anchor", norms="anchor")
 
 
 @stage(
@@ -37,15 +38,23 @@ MEAN = MergeConfig(embeddings="mean", attention="mean", norms="mean")
 def united(run: StageRun) -> None:
     """Write ``DOMAIN/``, a checkpoint each."""
     domains = list(run.recipe.domains)
+    for name, path in lifted(run, domains, config=MEAN, anchor=domains[0]).items():
+        path.rename(run.out / name)
+
+
+def lifted(
+    run: StageRun, names: Sequence[str], *, config: MergeConfig, anchor: str
+) -> dict[str, Path]:
+    """Models over the union's vocabulary, with the rows that ``config`` gives it."""
     common = {"max_shard_bytes": run.recipe.moe.max_shard_bytes, **union_arguments(run)}
-    merged = Piece(name="merged", function=merged_piece, arguments=common)
+    arguments = {"config": config, "anchor": anchor, **common}
+    merged = Piece(name="merged", function=merged_piece, arguments=arguments)
     backbone = run.run([merged], "assembly")["merged"].path
     pieces = [
         Piece(name=d, function=united_piece, arguments={"name": d, "backbone": backbone, **common})
-        for d in domains
+        for d in names
     ]
-    for name, done in run.run(pieces, "assembly").items():
-        done.path.rename(run.out / name)
+    return {name: done.path for name, done in run.run(pieces, "assembly").items()}
 
 
 def merged_piece(
@@ -54,15 +63,17 @@ def merged_piece(
     progress: Progress,
     models: Mapping[str, Path],
     segmentation: str | None,
+    config: MergeConfig,
+    anchor: str,
     max_shard_bytes: int,
 ) -> None:
-    """The piece: the mean of all that is no FFN, token by token for embedding and head."""
+    """The piece: all that is no FFN, token by token for embedding and head."""
     write_merged_backbone(
         models,
         union_of(models, segmentation),
         out,
-        config=MEAN,
-        anchor=next(iter(models)),
+        config=config,
+        anchor=anchor,
         max_shard_bytes=max_shard_bytes,
         progress=progress,
     )

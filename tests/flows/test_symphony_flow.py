@@ -90,7 +90,7 @@ def test_the_table_has_every_row_before_and_after(project, metrics):
         states = [state for state in (row["before"], row["after"]) if state]
         assert all(set(state["perplexity"]) == {*DOMAINS, "colours"} for state in states)
         assert (row["own_expert"] is None) == (name in dense | {"bam", "dense"})
-    for text in ("Symphony (this recipe)", "BAM", "colours, trained", "make up"):
+    for text in ("This recipe", "BAM", "colours, trained", "make up"):
         assert text in project.done.stdout
 
 
@@ -101,6 +101,14 @@ def test_neurons_in_another_order_change_no_row(metrics):
         for domain in DOMAINS:
             one, other = (row[state]["perplexity"][domain] for row in (paper, unaligned))
             assert one == pytest.approx(other, rel=tolerance)
+
+
+def test_the_dense_anchor_begins_as_it_is(metrics):
+    """Over the union's vocabulary it reads what it read: the tokens of the others are no text's."""
+    rows = metrics["ablation"]
+    for domain in DOMAINS:
+        one, other = (rows[n]["before"]["perplexity"][domain] for n in ("dense", "expert_letters"))
+        assert other * 0.99 < one < other * 1.2  # the rows of other tokens take a little
 
 
 def test_the_dense_models_are_normalised_by_themselves(metrics):
