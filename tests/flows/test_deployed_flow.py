@@ -59,6 +59,7 @@ def test_deployed_run_reaches_the_registry(served, tmp_path):
         "dume/nightly",
         "compare/comparison",
         "evaluate/tasks",
+        "symphony/strangers",
     ]
     done = served.run(
         "env",
