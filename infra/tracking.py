@@ -5,13 +5,15 @@ Prefect's threads would fight.
 """
 
 import fcntl
+import functools
 import json
 import logging
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlflow
 from mlflow import MlflowClient
@@ -26,6 +28,9 @@ METRICS_PER_CALL = 1000
 PARAMS_PER_CALL = 100
 PARAM_LENGTH = 6000
 DIGEST_LENGTH = 36
+
+# Calls that copy files, which may take long and need the database but for a moment.
+COPYING = frozenset({"log_artifacts", "log_model_artifacts", "log_text"})
 
 WORKSPACE_TAG = "upcycle.workspace"
 
@@ -164,7 +169,8 @@ class Tracker:
 def open_database(settings: Settings) -> MlflowClient:
     """Return a client of the database, which is created first if it does not exist.
 
-    Creating it is serialised: MLflow's migrations break when two processes start them at once.
+    Creating it is serialised: MLflow's migrations break when two processes start them at once. So
+    are calls of a SQLite database by the threads of this process.
     """
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
@@ -175,7 +181,34 @@ def open_database(settings: Settings) -> MlflowClient:
         client.search_experiments(max_results=1)
     # The registry's store looks models up through the process's own address, not the client's.
     mlflow.set_tracking_uri(settings.mlflow_tracking_uri)
-    return client
+    if not settings.mlflow_tracking_uri.startswith("sqlite:"):
+        return client
+    return cast(MlflowClient, _OneAtATime(client))
+
+
+class _OneAtATime:
+    """A client whose calls wait for each other, but for those that copy files.
+
+    SQLite writes for one at a time. Threads that wait for it hold a connection each, and on a busy
+    machine MLflow's pool of fifteen runs dry, which fails the run that comes too late.
+    """
+
+    _calls = threading.RLock()
+
+    def __init__(self, client: MlflowClient) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._client, name)
+        if not callable(found) or name in COPYING:
+            return found
+
+        @functools.wraps(found)
+        def call(*arguments: Any, **options: Any) -> Any:
+            with self._calls:
+                return found(*arguments, **options)
+
+        return call
 
 
 def _experiment_id(client: MlflowClient, settings: Settings, name: str) -> str:

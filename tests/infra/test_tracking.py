@@ -2,6 +2,7 @@ import multiprocessing
 import os
 import signal
 import sqlite3
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -89,6 +90,32 @@ def test_stages_in_parallel_threads_become_children_with_their_own_curves(tracke
         assert child.info.status == "FINISHED"
         values = [point.value for point in client.get_metric_history(run_id, "loss")]
         assert values == [number * 100 + step for step in range(10)]
+
+
+def test_threads_use_the_database_one_after_another(place, monkeypatch):
+    """A pool of connections that runs dry on a busy machine would fail the run that is late."""
+    inside, most = [], []
+    create_run = MlflowClient.create_run
+
+    def slow(self, *arguments, **options):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.02)
+        created = create_run(self, *arguments, **options)
+        inside.pop()
+        return created
+
+    monkeypatch.setattr(MlflowClient, "create_run", slow)
+    trackers = [Tracker(place, "busy"), Tracker(place, "busy")]
+
+    def stage(index):
+        with trackers[index % 2].start_run(f"stage {index}") as run:
+            run.log_metrics({"loss": 1.0})
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        list(pool.map(stage, range(8)))
+    assert len(most) == 8
+    assert max(most) == 1
 
 
 @pytest.mark.parametrize(
