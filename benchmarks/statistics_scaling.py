@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from benchmarks.common import alternate, median, print_result, print_table, seconds_of
 from infra import settings as environment
-from infra.recipe import Resources
+from infra.resources import Resources
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.checkpoints.reader import CheckpointReader

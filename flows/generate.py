@@ -40,8 +40,10 @@ def generate(directory: Path, chosen: argparse.Namespace) -> str:
     import torch
     from transformers import AutoTokenizer
 
+    from tasks.architectures import register_architectures
     from upcycle_core.checkpoints.load import load_causal_lm
 
+    register_architectures()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model: Any = load_causal_lm(directory)
     torch.manual_seed(chosen.seed)

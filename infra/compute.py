@@ -23,7 +23,7 @@ from typing import Any
 import ray
 
 from infra.progress import REPORT_SECONDS, FileProgress, ProgressReader, progress_file
-from infra.recipe import Resources
+from infra.resources import Resources
 from infra.settings import Settings
 from infra.worker import GROUP_FILE, Performed, WorkerLost, perform
 from upcycle_core.errors import Fault, InputError, raise_faults

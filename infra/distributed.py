@@ -21,7 +21,7 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from ray.train.v2.api.config import LoggingConfig, RunConfig, ScalingConfig
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
-from infra.recipe import Resources
+from infra.resources import Resources
 from infra.worker import GROUP_FILE, Performed, WorkerLost, perform
 from upcycle_core.errors import InputError
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from infra.ders_faults import ders_faults
 from infra.recipe import Recipe
 from infra.symphony_faults import symphony_faults
 from upcycle_core.baselines.checks import baseline_faults
@@ -30,6 +31,7 @@ def faults(recipe: Recipe) -> list[Fault]:
         *_task_faults(recipe),
         *_gate_faults(recipe),
         *symphony_faults(recipe),
+        *ders_faults(recipe),
     ]
 
 
@@ -39,6 +41,8 @@ def _name_faults(recipe: Recipe) -> Iterator[Fault]:
     named += [(f"baselines.{name}", name) for name in recipe.baselines]
     named += [(f"tasks.{name}", name) for name in recipe.tasks]
     named += [(f"outside.{name}", name) for name in recipe.outside]
+    codecs = {} if recipe.compression is None else recipe.compression.codecs
+    named += [(f"compression.codecs.{name}", name) for name in codecs]
     for where, name in named:
         if not NAME.fullmatch(name):
             yield Fault(

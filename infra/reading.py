@@ -15,7 +15,7 @@ from infra.faults import faults
 from infra.recipe import ADAPTER, Recipe
 from upcycle_core.errors import Fault, raise_faults
 
-ADDABLE = ("baselines", "tasks")
+ADDABLE = ("baselines", "tasks", "compression")
 """What files beside a recipe add to it."""
 
 
@@ -25,7 +25,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, added: Sequence[Pa
     Args:
         path: YAML file.
         overrides: ``dotted.key=value`` settings, values in YAML.
-        added: YAML files whose ``baselines`` or ``tasks`` are added to the recipe's own.
+        added: YAML files whose ``baselines``, ``tasks`` or ``compression`` are added to the
+            recipe's own.
 
     Raises:
         InputError: With all faults: unknown keys (and the nearest known), values out of bounds,

@@ -9,8 +9,10 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
+from infra.resources import ComputeConfig
 from upcycle_core.baselines.config import Baseline, ComparisonConfig
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source, TokenizerConfig
+from upcycle_core.ders.config import CompressionConfig
 from upcycle_core.dume.config import BackboneConfig, MoEConfig, RouterConfig, StatisticsConfig
 from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.harness.config import EvaluationTask, TaskEvaluationConfig
@@ -21,56 +23,6 @@ from upcycle_core.training.config import ExpertsConfig, SeedConfig
 
 SYMPHONY = "symphony"
 """The recipe's own way of joining strangers, among the variants of its baselines."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resources:
-    """What Ray reserves for one piece. A piece computes with as many threads as it has CPUs."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
-
-    cpus: int = field(default=1, metadata={"ge": 1})
-    """CPU cores, and threads."""
-    gpus: float = field(default=0.0, metadata={"ge": 0})
-    """GPUs; with none the piece computes on the CPU."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerResources(Resources):
-    """What Ray reserves for one worker of a training, and how many workers share its batches."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
-
-    workers: int = field(default=1, metadata={"ge": 1})
-    """Data-parallel workers; `gradient_accumulation` is divided among them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComputeConfig:
-    """Resources of the heavy pieces, by kind. Results depend on threads, not on the workers."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
-
-    cpus: int | None = field(default=None, metadata={"ge": 1})
-    """CPUs of a local Ray; all of the machine by default. A cluster brings its own."""
-    corpora: Resources = field(default_factory=Resources)
-    """Reading, splitting and tokenising one domain."""
-    seed: Resources = field(default_factory=Resources)
-    """Training the seed model."""
-    experts: Resources = field(default_factory=Resources)
-    """Training one expert."""
-    statistics: Resources = field(default_factory=Resources)
-    """One shard of one domain's statistics."""
-    alignment: Resources = field(default_factory=Resources)
-    """Two models over the same text, or one layer's assignment."""
-    assembly: Resources = field(default_factory=Resources)
-    """Averaging, router solving and assembly."""
-    post_training: WorkerResources = field(default_factory=WorkerResources)
-    """Training an assembled model."""
-    evaluation: Resources = field(default_factory=Resources)
-    """Evaluating one model, on text or on tasks."""
-    baselines: WorkerResources = field(default_factory=WorkerResources)
-    """Making and training one baseline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +116,8 @@ class Recipe:
     """Published ways of upcycling to compare with, by name (`flows.compare`)."""
     comparison: ComparisonConfig = field(default_factory=ComparisonConfig)
     """What every row of a comparison is given."""
+    compression: CompressionConfig | None = None
+    """Store experts as a shared base and light deltas, with DeRS; not by default."""
     tasks: Mapping[str, EvaluationTask] = field(default_factory=dict)
     """Tasks that models are scored on, by name; none by default (`flows.evaluate`)."""
     task_evaluation: TaskEvaluationConfig = field(default_factory=TaskEvaluationConfig)
@@ -241,6 +195,11 @@ class Recipe:
         """Rows that can be scored on tasks: those, and the baselines that are trained."""
         trained = (name for name, row in self.baselines.items() if row.trains)
         return (*self.own_models, *trained)
+
+    @property
+    def compressed(self) -> tuple[str, ...]:
+        """Rows whose experts are stored as a shared base and deltas."""
+        return () if self.compression is None else self.compression.models
 
     @property
     def scored_models(self) -> tuple[str, ...]:

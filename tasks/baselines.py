@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from infra.compute import Piece
 from infra.recipe import Recipe
+from tasks.architectures import OWN_MODELS
 from tasks.routers import ROUTERS
 from tasks.seed import TRAINING_SOURCES
 from tasks.stage import StageRun, each, stage
@@ -22,6 +23,20 @@ from upcycle_core.training.config import MoEObjective, TrainingConfig
 from upcycle_core.training.pictures import write_load
 from upcycle_core.training.trainer import train
 
+START_SOURCES = (
+    *OWN_MODELS,
+    "upcycle_core/backbone/average.py",
+    "upcycle_core/baselines/bam/write.py",
+    "upcycle_core/baselines/btx.py",
+    "upcycle_core/baselines/mixture.py",
+    "upcycle_core/baselines/start.py",
+    "upcycle_core/baselines/upcycling.py",
+    "upcycle_core/ders/upcycle.py",
+    "upcycle_core/moe/assemble.py",
+    "upcycle_core/moe/plan.py",
+    "upcycle_core/moe/random.py",
+)
+"""What decides the checkpoint that a baseline's training begins with."""
 TRAINING = "training"
 """Folder beside the weights: what the training came to, and how its experts were used."""
 SUMMARY = f"{TRAINING}/summary.json"
@@ -49,18 +64,9 @@ def _inputs(recipe: Recipe, name: str) -> list[str]:
     params=("seed", "baselines.{baseline}", "moe.max_shard_bytes", "compute.baselines"),
     sources=(
         *TRAINING_SOURCES,
+        *START_SOURCES,
         "tasks/baselines.py",
-        "upcycle_core/backbone/average.py",
-        "upcycle_core/baselines/bam/modeling_bam.py",
-        "upcycle_core/baselines/bam/write.py",
-        "upcycle_core/baselines/btx.py",
-        "upcycle_core/baselines/mixture.py",
-        "upcycle_core/baselines/start.py",
-        "upcycle_core/baselines/upcycling.py",
         "upcycle_core/evaluation/canvas.py",
-        "upcycle_core/moe/assemble.py",
-        "upcycle_core/moe/plan.py",
-        "upcycle_core/moe/random.py",
         "upcycle_core/moe/size.py",
         "upcycle_core/training/pictures.py",
     ),

@@ -7,6 +7,7 @@ from typing import Any
 
 from infra.compute import Piece
 from infra.recipe import Recipe
+from tasks.architectures import OWN_MODELS
 from tasks.baselines import SUMMARY
 from tasks.report import heldout_arguments
 from tasks.stage import StageRun, each, stage
@@ -38,7 +39,7 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
     params=("evaluation", "baselines", "experts", "compute.evaluation"),
     sources=(
         "tasks/comparison.py",
-        "upcycle_core/baselines/bam/modeling_bam.py",
+        *OWN_MODELS,
         "upcycle_core/backbone/stitch.py",
         "upcycle_core/baselines/ensemble.py",
         "upcycle_core/corpora/batches.py",

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tasks.architectures import register_architectures
 from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
@@ -131,6 +132,7 @@ def champion_piece(
     reference: Mapping[str, Mapping[str, float]],
 ) -> dict[str, float]:
     """The piece: another model's perplexity on this text, per token of this run's tokenizer."""
+    register_architectures()
     if vocabulary_fingerprint(model) == vocabulary_fingerprint(tokenizer):
         heldout = {domain: path / "heldout" for domain, path in corpora.items()}
         scores = evaluate_checkpoint(model, heldout, config=config, progress=progress)

@@ -18,6 +18,7 @@ from infra.recipe import Recipe, recipe_yaml
 from tasks.backbone import backbone
 from tasks.baselines import baselines
 from tasks.comparison import comparison
+from tasks.compression import compression
 from tasks.corpora import corpora
 from tasks.documents import documents
 from tasks.experts import experts
@@ -34,6 +35,7 @@ from tasks.stage import CODE, Stage
 from tasks.starts import starts
 from tasks.statistics import statistics
 from tasks.strangers import strangers
+from tasks.sweeps import sweeps
 from tasks.symphony_report import ablation
 from tasks.task_scores import task_scores
 from tasks.task_sets import task_sets
@@ -60,6 +62,8 @@ ORDER: tuple[Stage, ...] = (
     report,
     baselines,
     comparison,
+    sweeps,
+    compression,
     united,
     pairs,
     starts,

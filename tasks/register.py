@@ -14,13 +14,18 @@ from infra.registry import Registry
 from infra.tracking import Run
 from infra.versions import Versions, code_version
 from tasks.champion import CHAMPION, MODEL_TAG, Champion
+from tasks.compression import MODEL, REPORT, row_title
 from tasks.gate import Decision, decide, figures
 from tasks.stage import CODE, Session
+from tasks.workspace import fingerprint
+from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.evaluation.harness.results import TaskEvaluation
 from upcycle_core.evaluation.results import expert_row
 from upcycle_core.evaluation.table import title
 
 DECISION_TAG = "upcycle.decision"
+COMPRESSED_TAG = "upcycle.compressed"
+"""Of a version that stores another model's experts as base and deltas: in which way."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +66,9 @@ def register(
     name = recipe.registered_name
     digest = workspace.digest("model")
     assert digest is not None
-    known = registry.versions(name)
-    if known and known[-1].tags.get(MODEL_TAG) == digest:
-        return Outcome(known[-1], False, known[-1].tags.get(DECISION_TAG, ""))
+    known = _newest(registry, name, compressed=False)
+    if known is not None and known.tags.get(MODEL_TAG) == digest:
+        return Outcome(known, False, known.tags.get(DECISION_TAG, ""))
     metrics = json.loads((workspace.path("report") / "metrics.json").read_text())
     decision = _judge(session, champion, metrics, tasks)
     version = registry.register(
@@ -92,6 +97,81 @@ def register(
         registry.set_alias(version, "champion")
     [current] = [v for v in registry.versions(name) if v.number == version.number]
     return Outcome(current, True, decision.reason)
+
+
+def register_compressed(
+    session: Session, registry: Registry, versions: Versions, run: Run
+) -> Outcome | None:
+    """Register the smallest compressed model that is good enough, as ``challenger``.
+
+    It never becomes champion by itself: what it gains is size, which the gate does not weigh.
+
+    Args:
+        session: The recipe at work; its stage ``compression`` is up to date.
+        registry: Where to.
+        versions: The workspace's DVC project.
+        run: The flow's run.
+
+    Returns:
+        None if no way to store the deltas is within the tolerance.
+    """
+    recipe, workspace = session.recipe, session.workspace
+    folder = workspace.path("compression")
+    if not (folder / MODEL).exists():
+        return None
+    metrics = json.loads((folder / REPORT / "metrics.json").read_text())
+    digest = fingerprint(tree_digest(folder / MODEL))
+    name = recipe.registered_name
+    known = _newest(registry, name, compressed=True)
+    if known is not None and known.tags.get(MODEL_TAG) == digest:
+        return Outcome(known, False, known.tags.get(DECISION_TAG, ""))
+    made = _compressed(session, versions, metrics, digest)
+    version = registry.register(name, folder / MODEL, made, run=run)
+    registry.set_alias(version, "challenger")
+    [current] = [v for v in registry.versions(name) if v.number == version.number]
+    return Outcome(current, True, made.tags[DECISION_TAG])
+
+
+def _compressed(
+    session: Session, versions: Versions, metrics: Mapping[str, Any], digest: str
+) -> Registration:
+    """What is recorded with the compressed model."""
+    recipe = session.recipe
+    sweep = metrics["sweeps"][row_title(recipe, recipe.compressed[0])]
+    point = sweep["points"][sweep["chosen"]]
+    reason = (
+        f"{sweep['chosen']}: {point['percent_of_original']:.0f} % of the original's bytes, "
+        f"normalised average {point['normalised_average']:.2f} against "
+        f"{sweep['original']['normalised_average']:.2f}"
+    )
+    table = (session.workspace.path("compression") / REPORT / "table.md").read_text()
+    return Registration(
+        params=resolve(recipe),
+        metrics={
+            "normalised_average": point["normalised_average"],
+            "percent_of_original": point["percent_of_original"],
+            **{f"perplexity.{d}": v for d, v in point["perplexity"].items()},
+        },
+        tags={
+            MODEL_TAG: digest,
+            COMPRESSED_TAG: sweep["chosen"],
+            "git.commit": code_version(CODE),
+            "upcycle.recipe": recipe_digest(recipe),
+            DECISION_TAG: reason,
+        },
+        files={
+            "recipe.yaml": recipe_yaml(recipe),
+            "dvc.lock": versions.lock_text(),
+            "metrics.json": json.dumps(metrics, indent=1),
+        },
+        description=f"Experts as one base and light deltas (DeRS), {reason}.\n\n{table}",
+    )
+
+
+def _newest(registry: Registry, name: str, *, compressed: bool) -> Version | None:
+    """The newest version of either kind."""
+    kind = [v for v in registry.versions(name) if (COMPRESSED_TAG in v.tags) == compressed]
+    return kind[-1] if kind else None
 
 
 def _judge(

@@ -24,7 +24,7 @@ from upcycle_core.errors import Fault, InputError
 CODE = Path(__file__).resolve().parent.parent
 Inputs = Callable[[Recipe, str], Iterable[str]]
 Params = Sequence[str] | Callable[[Recipe, str], Iterable[str]]
-Per = Literal["domain", "baseline", "model", "variant", "pairing", "outside", "recipe"]
+Per = Literal["domain", "baseline", "model", "variant", "pairing", "outside", "source", "recipe"]
 
 
 @dataclass
@@ -167,6 +167,7 @@ class Stage:
             "variant": recipe.starts,
             "pairing": dict.fromkeys(recipe.pairings.values()),
             "outside": recipe.outside,
+            "source": recipe.compressed,
             "recipe": [""],
         }
         return list(found[self.per]) if self.needed(recipe) else []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from infra.compute import Piece
 from infra.recipe import SYMPHONY, Recipe
-from tasks.baselines import start_piece
+from tasks.baselines import START_SOURCES, start_piece
 from tasks.harmonise import harmonise
 from tasks.pairs import MOMENTS_SOURCES, config_key
 from tasks.stage import StageRun, each, stage
@@ -57,18 +57,13 @@ def _keys(recipe: Recipe, item: str) -> Iterator[str]:
     sources=(
         *MERGE_SOURCES,
         *MOMENTS_SOURCES,
+        *START_SOURCES,
         "tasks/harmonise.py",
         "tasks/starts.py",
         "tasks/united.py",
         "upcycle_core/activations/capture.py",
         "upcycle_core/backbone/heads.py",
         "upcycle_core/backbone/stitch.py",
-        "upcycle_core/baselines/bam/modeling_bam.py",
-        "upcycle_core/baselines/bam/write.py",
-        "upcycle_core/baselines/btx.py",
-        "upcycle_core/baselines/mixture.py",
-        "upcycle_core/baselines/start.py",
-        "upcycle_core/baselines/upcycling.py",
         "upcycle_core/corpora/batches.py",
         "upcycle_core/corpora/mixture.py",
         "upcycle_core/corpora/seeded.py",
@@ -77,9 +72,6 @@ def _keys(recipe: Recipe, item: str) -> Iterator[str]:
         "upcycle_core/dume/ridge.py",
         "upcycle_core/dume/router.py",
         "upcycle_core/dume/statistics.py",
-        "upcycle_core/moe/assemble.py",
-        "upcycle_core/moe/plan.py",
-        "upcycle_core/moe/random.py",
         "upcycle_core/symphony/align.py",
         "upcycle_core/symphony/assignment.py",
         "upcycle_core/symphony/remap.py",

@@ -1,12 +1,12 @@
 """Stage ``task_scores``: one model on every task."""
 
-import importlib
 import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from infra.recipe import SYMPHONY, Recipe
+from tasks.architectures import OWN_MODELS, register_architectures
 from tasks.stage import StageRun, each, stage
 from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -42,7 +42,7 @@ def _inputs(recipe: Recipe, model: str) -> Iterable[str]:
     params=("task_evaluation", "compute.evaluation"),
     sources=(
         "tasks/task_scores.py",
-        "upcycle_core/baselines/bam/modeling_bam.py",
+        *OWN_MODELS,
         "upcycle_core/evaluation/harness/adapter.py",
         "upcycle_core/evaluation/harness/items.py",
         "upcycle_core/evaluation/harness/memory.py",
@@ -80,7 +80,7 @@ def score_model(
     device: str,
 ) -> None:
     """The piece: one checkpoint, or the average of several."""
-    importlib.import_module("upcycle_core.baselines.bam")  # makes transformers know BAM
+    register_architectures()
     out.mkdir()
     with tempfile.TemporaryDirectory(dir=out) as folder:
         model = models[0] if len(models) == 1 else _average(models, Path(folder))

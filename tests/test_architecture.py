@@ -28,6 +28,8 @@ ONLY_IN = {
 LIBRARY_NEVER = {"prefect", "ray", "mlflow", "dvc", "pydantic", "yaml"}
 # The harness's task definitions are YAML.
 READS_YAML = "upcycle_core/evaluation/harness/definitions.py"
+# Files that lie beside weights: transformers finds what else to copy by relative imports alone.
+COPIED = {f"upcycle_core/ders/model/{name}_ders.py" for name in ("modeling", "deltas")}
 LINES = 300
 FUNCTION_LINES = 60
 
@@ -43,6 +45,9 @@ def imports(file: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
+            if node.level and name_of(file) in COPIED:
+                found.add(f"{name_of(file.parent).replace('/', '.')}.{node.module}")
+                continue
             assert node.level == 0, f"{file}: relative import"
             found.add(node.module)
     return found

@@ -8,6 +8,9 @@ import yaml
 from project import Project
 from texts import TRAINING, pico_recipe, save_recipe, write_texts
 
+from infra.registry import Registry
+from infra.settings import read
+
 DOMAINS = ("letters", "numbers")
 EXPERT_TOKENS = 2 * 15 * 4 * 32
 BUDGET = EXPERT_TOKENS + 8 * 4 * 32
@@ -20,6 +23,7 @@ BASELINES = {
     "dume-plus": {"method": "dume", "title": "DUME+", "objective": {"trainable": ["router"]}},
     "drop": {"method": "drop-upcycling", "reinitialised": 0.25},
     "bam": {"method": "bam"},
+    "light": {"method": "ders", "copies": 3, "ders": {"codec": "low_rank", "rank": 2}},
     "ensemble": {"method": "branch-train-merge"},
     "full": {"method": "full-finetune"},
 }
@@ -30,6 +34,10 @@ class Comparison(Project):
     def compare(self, *arguments, check=True):
         files = [str(self.recipe), str(self.rows)]
         return self.run(sys.executable, "-m", "flows.compare", *files, *arguments, check=check)
+
+    def compress(self, *arguments):
+        files = [str(self.recipe), str(self.rows), str(self.ways)]
+        return self.run(sys.executable, "-m", "flows.ders", *files, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +131,19 @@ def test_page_holds_the_table_the_plot_and_the_command(project):
     assert json.loads((project.page / "pico-comparison.json").read_text())["seeds"] == [0]
 
 
-def test_dume_flow_finds_what_the_comparison_made_up_to_date(project):
-    project.flow()
-    assert not project.calls()
-
-
 def test_another_setting_of_one_row_trains_that_row_alone(project):
     project.compare("--set", "baselines.drop.reinitialised=0.75")
     assert project.calls()["train"] == 1
+
+
+def test_light_experts_share_one_base(rows):
+    hidden, width, layers, copies, rank = 32, 48, 2, 3, 2
+    deltas = layers * copies * 3 * rank * (hidden + width)
+    routers = layers * copies * hidden
+    assert rows["light"]["trained_parameters"] == rows["light"]["total_parameters"]
+    assert rows["light"]["total_parameters"] == rows["seed"]["total_parameters"] + deltas + routers
+    third = deltas // copies
+    assert rows["light"]["active_parameters"] == rows["light"]["total_parameters"] - third
 
 
 def test_dvc_finds_what_the_comparison_made_up_to_date(project):
@@ -161,3 +174,68 @@ def test_faults_are_all_named_before_anything_starts(project):
     ):
         assert text in done.stderr
     assert not project.calls()
+
+
+@pytest.fixture(scope="module")
+def compressed(project):
+    """The same project, its models' experts stored as one base and deltas."""
+    codecs = {
+        "whole": {"codec": "sparse", "drop_rate": 0.0},
+        "coarse": {"codec": "quantised", "bits": 8},
+        "broken": {"codec": "sparse", "drop_rate": 0.99},
+    }
+    values = {"models": ["dume", "btx"], "minimum_cosine": -1.0, "codecs": codecs}
+    project.ways = save_recipe(project.home.parent / "ways.yaml", {"compression": values})
+    project.calls()
+    project.compressing = project.compress("--set", "compression.tolerance=1.0")
+    project.compress_calls = project.calls()
+    return project
+
+
+def test_every_way_to_store_deltas_is_measured(compressed):
+    calls = compressed.compress_calls
+    assert calls["compress"] == 2 * 3 + 1  # the last is the one that is kept
+    assert calls["evaluate_checkpoint"] == 2 * (3 + 1)
+    assert set(calls) == {"compress", "evaluate_checkpoint"}  # all else was up to date
+    report = compressed.workspace / "compression" / "report"
+    metrics = json.loads((report / "metrics.json").read_text())
+    assert set(metrics["sweeps"]) == {"DUME", "btx"}
+    sweep = metrics["sweeps"]["DUME"]
+    original, points = sweep["original"], sweep["points"]
+    assert set(points) == {"whole", "coarse", "broken"}
+    for domain in DOMAINS:
+        exact = pytest.approx(original["perplexity"][domain], rel=1e-4)
+        assert points["whole"]["perplexity"][domain] == exact
+    assert sweep["chosen"] == "coarse"
+    assert points["coarse"]["bytes"] < original["bytes"] < points["whole"]["bytes"]
+    for picture in ("sweep", "cosine_dume", "cosine_btx"):
+        assert (report / f"{picture}.png").stat().st_size > 1000
+
+
+def test_the_smallest_good_one_is_registered_as_challenger(compressed):
+    registry = Registry(read(compressed.environment()))
+    version = registry.find("upcycle-pico", "challenger")
+    assert version is not None
+    assert version.tags["upcycle.compressed"] == "coarse"
+    assert "champion" not in version.aliases
+    assert version.reference in compressed.compressing.stdout
+    command = f"{version.name}/{version.number}"
+    done = compressed.run(
+        sys.executable, "-m", "flows.generate", command, "one two", "--tokens", "3"
+    )
+    assert done.stdout.startswith("one two")
+
+
+def test_another_run_and_the_dume_flow_find_all_up_to_date_and_register_nothing(compressed):
+    registry = Registry(read(compressed.environment()))
+    before = len(registry.versions("upcycle-pico"))
+    compressed.compress("--set", "compression.tolerance=1.0")
+    compressed.flow()
+    assert not compressed.calls()
+    assert len(registry.versions("upcycle-pico")) == before
+
+
+def test_deltas_without_a_way_to_store_them_are_named_before_anything_starts(compressed):
+    done = compressed.run(sys.executable, "-m", "flows.ders", str(compressed.recipe), check=False)
+    assert done.returncode == 2
+    assert "recipes/compression.yaml" in done.stderr

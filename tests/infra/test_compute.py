@@ -10,7 +10,7 @@ import pytest
 from pico import save_pico
 
 from infra.compute import Piece, cluster, placements, run_pieces
-from infra.recipe import Resources
+from infra.resources import Resources
 from infra.settings import read
 from tasks.statistics import statistics_piece
 from upcycle_core.backbone.average import write_backbone

@@ -19,7 +19,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from infra.compute import Piece, cluster, progress_file, run_pieces
 from infra.distributed import cause
-from infra.recipe import Resources
+from infra.resources import Resources
 from infra.settings import read
 from infra.worker import WorkerLost
 from upcycle_core.errors import Fault, InputError

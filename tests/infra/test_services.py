@@ -191,6 +191,7 @@ def test_a_deployed_flow_reaches_the_registry_through_the_worker(environment, pl
         "hello/comparison",
         "hello/tasks",
         "hello/strangers",
+        "hello/deltas",
     ]
 
     command = ("-m", "prefect", "deployment", "run", "hello/demo", "--watch")

@@ -13,7 +13,9 @@ from tasks.workspace import Workspace
 RECIPE = load_recipe(
     CODE / "recipes" / "demo.yaml",
     ["comparison.tokens=2252800"],
-    added=[CODE / "recipes" / name for name in ("baselines.yaml", "tasks.yaml")],
+    added=[
+        CODE / "recipes" / name for name in ("baselines.yaml", "tasks.yaml", "compression.yaml")
+    ],
 )
 STRANGERS = load_recipe(
     CODE / "recipes" / "symphony.yaml",

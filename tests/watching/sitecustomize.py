@@ -27,6 +27,7 @@ WATCHED = {
     "upcycle_core.evaluation.pieces": ("evaluate_checkpoint", "evaluate_moe", "evaluate_stitched"),
     "upcycle_core.evaluation.harness.adapter": ("evaluate_tasks",),
     "upcycle_core.symphony.moments": ("collect_moments",),
+    "upcycle_core.ders.compress": ("compress",),
     "infra.progress": (),
 }
 

@@ -19,12 +19,20 @@ def baseline_faults(baseline: Baseline, domains: Collection[str], field: str) ->
     if experts and baseline.top_k > experts:
         remedy = f"more than the {experts} experts; use 1 to {experts}"
         yield Fault(f"{field}.top_k", baseline.top_k, remedy)
-    if experts and baseline.top_k == 1 and {"router", "all"} & set(baseline.objective.trainable):
+    router_is_trained = bool({"router", "all"} & set(baseline.objective.trainable))
+    if experts and baseline.top_k == 1 and router_is_trained and _renormalises(baseline):
         remedy = (
             "a renormalised top-1 weight is always 1, so the text's loss gives the router no "
             "gradient; use top_k >= 2, or objective.trainable: [experts, backbone]"
         )
         yield Fault(f"{field}.top_k", baseline.top_k, remedy)
+    if method == "ders" and baseline.ders is None:
+        remedy = "say what the experts are made of, e.g. {codec: low_rank, rank: 4}"
+        yield Fault(f"{field}.ders", None, remedy)
+    if baseline.ders is not None:
+        if method != "ders":
+            yield Fault(f"{field}.ders", "given", f"says nothing for {method}; remove it")
+        yield from baseline.ders.faults(f"{field}.ders")
     if baseline.seed_expert and method not in ("btx", "bam"):
         yield Fault(f"{field}.seed_expert", True, f"{method} has no such expert; btx and bam have")
     if baseline.copies and not (experts and not baseline.uses_experts):
@@ -49,3 +57,10 @@ def baseline_faults(baseline: Baseline, domains: Collection[str], field: str) ->
         remedy = "must be at least 0, and one of them more"
         given = dict(baseline.objective.domain_weights)
         yield Fault(f"{field}.objective.domain_weights", given, remedy)
+
+
+def _renormalises(baseline: Baseline) -> bool:
+    """Whether the k experts' weights are made to sum to one, with nothing beside them."""
+    if baseline.ders is None:
+        return True
+    return baseline.ders.combine == "normalised" and baseline.ders.universal == "none"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from upcycle_core.ders.config import DersUpcyclingConfig
 from upcycle_core.symphony.config import SymphonyConfig
 from upcycle_core.training.config import MoEObjective, TrainingConfig
 
@@ -15,6 +16,7 @@ Method = Literal[
     "branch-train-merge",
     "full-finetune",
     "symphony",
+    "ders",
 ]
 FROM_EXPERTS: frozenset[Method] = frozenset(
     {"btx", "dume", "bam", "branch-train-merge", "symphony"}
@@ -22,9 +24,12 @@ FROM_EXPERTS: frozenset[Method] = frozenset(
 """Methods that begin with the trained experts; the others begin with the seed."""
 WITHOUT_TRAINING: frozenset[Method] = frozenset({"branch-train-merge"})
 MERGED: frozenset[Method] = frozenset(
-    {"btx", "dume", "bam", "sparse-upcycling", "drop-upcycling", "symphony"}
+    {"btx", "dume", "bam", "sparse-upcycling", "drop-upcycling", "symphony", "ders"}
 )
 """Methods that make one Mixture-of-Experts."""
+
+COPYING: frozenset[Method] = frozenset({"sparse-upcycling", "drop-upcycling", "ders"})
+"""Methods whose experts are made of one FFN."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +43,7 @@ class Baseline:
     `sparse-upcycling`: copies of one FFN; `drop-upcycling`: the same, partly re-initialised; `bam`:
     query and output projections are experts as well; `branch-train-merge`: ensemble of the experts,
     no training; `full-finetune`: the seed on all text; `symphony`: Symphony-MoE with settings of
-    its own, for ablations."""
+    its own, for ablations; `ders`: the seed's FFN as the shared base of light experts."""
     title: str | None = None
     """Name in tables and plots; the recipe's key by default."""
     top_k: int = field(default=2, metadata={"ge": 1})
@@ -46,7 +51,7 @@ class Baseline:
     seed_expert: bool = False
     """The seed is one more expert, and part of the averaged backbone (btx, bam)."""
     copies: int | None = field(default=None, metadata={"ge": 2})
-    """Experts made of one FFN (sparse-upcycling, drop-upcycling); one a domain by default."""
+    """Experts made of one FFN (sparse-upcycling, drop-upcycling, ders); one a domain by default."""
     start: Literal["seed", "experts"] = "seed"
     """Whose FFNs drop-upcycling re-initialises: copies of the seed's, or each expert's own
     (Symphony-MoE's variant)."""
@@ -54,6 +59,8 @@ class Baseline:
     """Share of the intermediate neurons that drop-upcycling draws anew."""
     symphony: SymphonyConfig | None = None
     """The settings of a row whose method is `symphony`."""
+    ders: DersUpcyclingConfig | None = None
+    """The settings of a row whose method is `ders`."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Training on the training text of all domains; a comparison's token budget sets its steps."""
     objective: MoEObjective = field(default_factory=MoEObjective)
@@ -78,7 +85,7 @@ class Baseline:
         """How many experts its model has, of a recipe with ``domains``; 0 if it is dense."""
         if self.method not in MERGED:
             return 0
-        if self.method in ("sparse-upcycling", "drop-upcycling") and self.start == "seed":
+        if self.method in COPYING and self.start == "seed":
             return self.copies or domains
         if self.symphony is not None and self.symphony.models is not None:
             return len(self.symphony.models)

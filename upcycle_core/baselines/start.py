@@ -11,6 +11,7 @@ from upcycle_core.baselines.btx import write_btx
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.baselines.upcycling import write_drop_upcycling, write_sparse_upcycling
 from upcycle_core.checkpoints.copy import copy_checkpoint
+from upcycle_core.ders.upcycle import write_ders_upcycling
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.progress import Progress
 
@@ -66,6 +67,10 @@ def write_start(
                 seed=seed,
                 **mixture,
             )
+        case "ders":
+            assert baseline.ders is not None  # the recipe's checks let no other row through
+            light = {"experts": copies, "top_k": baseline.top_k, "seed": seed, **shards}
+            write_ders_upcycling(seed_model, out, config=baseline.ders, **light)
         case "full-finetune":
             copy_checkpoint(seed_model, out)
         case "branch-train-merge":

@@ -43,7 +43,7 @@ def write_model_card(
         _table(config),
         "\n".join(["| expert | domain |", "| --- | --- |", *rows]),
         "Load it with transformers alone:",
-        _fenced("python", _USAGE),
+        _fenced("python", _usage(config)),
         "The recipe that made it:",
         _fenced("yaml", recipe_text.strip()),
     ]
@@ -52,20 +52,24 @@ def write_model_card(
     write_text(directory / MODEL_CARD, "\n".join(front) + "\n\n" + "\n\n".join(body) + "\n")
 
 
-_USAGE = """\
+def _usage(config: dict) -> str:
+    # An architecture that transformers does not know brings its code along.
+    trust = ", trust_remote_code=True" if "auto_map" in config else ""
+    return f"""\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("PATH")
-model = AutoModelForCausalLM.from_pretrained("PATH")
+model = AutoModelForCausalLM.from_pretrained("PATH"{trust})
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))"""
 
 
 def _table(config: dict) -> str:
+    dense = config.get("dense", config)  # DeRS keeps the dense model's configuration whole
     rows = {
         "architecture": config["architectures"][0],
-        "layers": config["num_hidden_layers"],
-        "hidden size": config["hidden_size"],
+        "layers": dense["num_hidden_layers"],
+        "hidden size": dense["hidden_size"],
         "experts a token": config["num_experts_per_tok"],
         "weights": config["dtype"],
     }

@@ -19,6 +19,12 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+INTEGER_DTYPES = {
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 # Checks walk a tensor in pieces of this many elements, so that they never copy a large one.
 CHUNK = 1 << 20
 
@@ -29,7 +35,7 @@ class TensorInfo:
 
     Args:
         shape: Its sizes.
-        dtype: Its floating point type.
+        dtype: Its type: floating point, or an integer where the reader was asked for those.
         file: The file of the checkpoint that holds it.
     """
 
@@ -44,6 +50,7 @@ class CheckpointReader:
     Args:
         directory: Where config.json and the safetensors files lie.
         field: How errors name this checkpoint (``experts.law``).
+        integers: Whether integer tensors belong to it: indices and codes of a compressed model.
 
     Attributes:
         directory: As given.
@@ -52,12 +59,16 @@ class CheckpointReader:
 
     Raises:
         InputError: No config.json; weights missing, pickled, truncated, of a type that is not
-            floating point; an index that disagrees with its files. All of it in one message.
+            floating point (nor asked for); an index that disagrees with its files. All of it in
+            one message.
     """
 
-    def __init__(self, directory: Path, *, field: str = "checkpoint") -> None:
+    def __init__(
+        self, directory: Path, *, field: str = "checkpoint", integers: bool = False
+    ) -> None:
         self.directory = Path(directory)
         self.field = field
+        self._dtypes = DTYPES | INTEGER_DTYPES if integers else DTYPES
         self.config, faults = _read_config(self.directory, field)
         self._files: dict[str, safe_open] = {}
         found = {}
@@ -94,9 +105,10 @@ class CheckpointReader:
         infos, faults = {}, []
         for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
             part = handle.get_slice(name)
-            dtype = DTYPES.get(part.get_dtype())
+            dtype = self._dtypes.get(part.get_dtype())
             if dtype is None:
-                remedy = f"{name} is stored as {part.get_dtype()}; use one of {', '.join(DTYPES)}"
+                remedy = f"{name} is stored as {part.get_dtype()}; use one of "
+                remedy += ", ".join(self._dtypes)
                 faults.append(Fault(self.field, str(path), remedy))
             else:
                 infos[name] = TensorInfo(tuple(part.get_shape()), dtype, file)

@@ -8,7 +8,7 @@ from upcycle_core.training.config import Group, LlamaShape, MoEObjective, Traini
 
 RENORMALISING = frozenset({"mixtral", "bam"})
 """Model types whose routers always make a token's k weights sum to one."""
-ON_EXPERTS = ("router", "experts", "expert_gates")
+ON_EXPERTS = ("router", "experts", "expert_gates", "shared_base")
 """Groups that only a Mixture-of-Experts has."""
 
 
@@ -92,4 +92,7 @@ def _dense_faults(objective: MoEObjective, field: str) -> Iterator[Fault]:
 def _renormalises(model: object) -> bool:
     if getattr(model, "model_type", None) in RENORMALISING:
         return True
+    if getattr(model, "model_type", None) == "ders":  # beside a universal FFN they stay as they are
+        chosen = getattr(model, "combine", None), getattr(model, "universal", None)
+        return chosen == ("normalised", "none")
     return bool(getattr(model, "norm_topk_prob", False))

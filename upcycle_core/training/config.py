@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Group = Literal["router", "experts", "expert_gates", "backbone", "all"]
+Group = Literal["router", "experts", "expert_gates", "shared_base", "backbone", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,9 @@ class MoEObjective:
     __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     trainable: tuple[Group, ...] = ("all",)
-    """Exact modules: `router`, `experts`, `backbone` (the rest), `all`, or `expert_gates` (the gate
-    matrices of the experts alone, which DUME's published code trains with its routers)."""
+    """Exact modules: `router`, `experts`, `shared_base` (what the experts of DeRS are deltas of),
+    `backbone` (the rest), `all`, or `expert_gates` (the gate matrices of the experts alone, which
+    DUME's published code trains with its routers)."""
     balance_coefficient: float = field(default=0.0, metadata={"ge": 0})
     """Factor of the Switch load-balancing loss, a mean over layers."""
     z_coefficient: float = field(default=0.0, metadata={"ge": 0})

@@ -15,7 +15,7 @@ from upcycle_core.moe.inspect import routers_of
 from upcycle_core.training.checks import objective_faults
 from upcycle_core.training.config import Group, MoEObjective
 
-Part = Literal["router", "experts", "backbone"]
+Part = Literal["router", "experts", "base", "backbone"]
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,16 @@ class Trainable:
 def select_trainable(model: nn.Module, groups: Sequence[Group]) -> Trainable:
     """Freeze every parameter of ``model`` that is in none of ``groups``.
 
-    ``router``: the routers of the MoE blocks. ``experts``: their experts. ``backbone``: all else,
-    shared experts and embeddings included. ``expert_gates``: the gate matrices of the experts. In
-    stock models these are the first half of the fused ``gate_up_proj`` [E, 2I, H]; a hook sets the
-    other half's gradient to zero, and the tensor has no weight decay, so that AdamW leaves the up
-    matrices as they are, bit for bit. ``all``: everything.
+    ``router``: the routers of the MoE blocks. ``experts``: their experts. ``shared_base``: the FFNs
+    that experts are deltas of (DeRS). ``backbone``: all else, shared experts and embeddings
+    included. ``expert_gates``: the gate matrices of the experts. In stock models these are the
+    first half of the fused ``gate_up_proj`` [E, 2I, H]; a hook sets the other half's gradient to
+    zero, and the tensor has no weight decay, so that AdamW leaves the up matrices as they are, bit
+    for bit. ``all``: everything.
 
     A module of an own architecture joins a group with an attribute
-    ``parameter_group: "router" | "experts" | "backbone"``, which holds for all that is inside it.
+    ``parameter_group: "router" | "experts" | "base" | "backbone"``, which holds for all that is
+    inside it.
 
     Args:
         model: Freshly loaded; changed in place.
@@ -109,7 +111,8 @@ def _chosen(parts: dict[str, Part], groups: Sequence[Group]) -> set[str]:
         elif group == "expert_gates":
             named = {name for name in parts if parts[name] == "experts" and _is_gate(name)}
         else:
-            named = {name for name in parts if parts[name] == group}
+            part = "base" if group == "shared_base" else group
+            named = {name for name in parts if parts[name] == part}
         if not named:
             remedy = "the model has no such parameters; train what it has"
             raise InputError(Fault("objective.trainable", group, remedy))

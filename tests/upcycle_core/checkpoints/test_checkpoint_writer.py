@@ -7,6 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from upcycle_core.checkpoints.hashing import tree_digest
+from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.writer import TensorSpec, write_sharded
 
 
@@ -35,6 +36,18 @@ def test_one_shard_reads_back_bit_for_bit(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     with safe_open(tmp_path / "model.safetensors", "pt") as handle:
         assert handle.metadata() == {"format": "pt"}
+
+
+def test_integers_are_written_and_read_where_they_are_asked_for(tmp_path):
+    kinds = (torch.uint8, torch.uint16, torch.int32, torch.int64)
+    largest = {str(kind): torch.tensor([[0, torch.iinfo(kind).max]]).to(kind) for kind in kinds}
+    tensors = {"weights": torch.ones(3), **largest}
+    write(tmp_path, tensors)
+    (tmp_path / "config.json").write_text("{}")
+    reader = CheckpointReader(tmp_path, integers=True)
+    for name, tensor in tensors.items():
+        assert reader.tensors[name].dtype == reader.tensor(name).dtype == tensor.dtype
+        assert torch.equal(reader.tensor(name), tensor)
 
 
 def test_shards_keep_to_their_size_and_the_index_names_every_tensor(tmp_path):

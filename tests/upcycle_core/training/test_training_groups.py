@@ -109,6 +109,20 @@ def test_a_module_may_say_which_group_it_belongs_to():
     assert (chosen.trained, chosen.undecayed) == (10, frozenset())
 
 
+def test_a_shared_base_is_a_group_apart_from_the_backbone():
+    model = Own()
+    model.expert.gate_proj.parameter_group = "base"
+    assert parts_of(model)["expert.gate_proj.weight"] == "base"
+    select_trainable(model, ("shared_base",))
+    assert trained_names(model) == {"expert.gate_proj.weight"}
+    select_trainable(model, ("backbone",))
+    assert trained_names(model) == {"embed.weight"}
+    select_trainable(model, ("router", "experts", "backbone"))
+    assert trained_names(model) == set(parts_of(model)) - {"expert.gate_proj.weight"}
+    select_trainable(model, ("all",))
+    assert trained_names(model) == set(parts_of(model))
+
+
 def test_a_module_in_a_group_that_is_not_there_is_an_error():
     model = Own()
     model.attention.parameter_group = "routers"
@@ -126,7 +140,7 @@ def test_unknown_groups_and_none_are_refused(groups, message):
 
 def test_a_group_that_the_model_does_not_have_is_refused(tmp_path):
     model = load_causal_lm(save_pico(tmp_path))
-    for group in ("router", "experts", "expert_gates"):
+    for group in ("router", "experts", "expert_gates", "shared_base"):
         with pytest.raises(InputError, match="no such parameters"):
             select_trainable(model, (group,))
 

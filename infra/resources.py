@@ -1,0 +1,53 @@
+"""What Ray reserves for the pieces, by kind of work."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What Ray reserves for one piece. A piece computes with as many threads as it has CPUs."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    cpus: int = field(default=1, metadata={"ge": 1})
+    """CPU cores, and threads."""
+    gpus: float = field(default=0.0, metadata={"ge": 0})
+    """GPUs; with none the piece computes on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerResources(Resources):
+    """What Ray reserves for one worker of a training, and how many workers share its batches."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    workers: int = field(default=1, metadata={"ge": 1})
+    """Data-parallel workers; `gradient_accumulation` is divided among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    """Resources of the heavy pieces, by kind. Results depend on threads, not on the workers."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    cpus: int | None = field(default=None, metadata={"ge": 1})
+    """CPUs of a local Ray; all of the machine by default. A cluster brings its own."""
+    corpora: Resources = field(default_factory=Resources)
+    """Reading, splitting and tokenising one domain."""
+    seed: Resources = field(default_factory=Resources)
+    """Training the seed model."""
+    experts: Resources = field(default_factory=Resources)
+    """Training one expert."""
+    statistics: Resources = field(default_factory=Resources)
+    """One shard of one domain's statistics."""
+    alignment: Resources = field(default_factory=Resources)
+    """Two models over the same text, or one layer's assignment."""
+    assembly: Resources = field(default_factory=Resources)
+    """Averaging, router solving and assembly."""
+    post_training: WorkerResources = field(default_factory=WorkerResources)
+    """Training an assembled model."""
+    evaluation: Resources = field(default_factory=Resources)
+    """Evaluating one model, on text or on tasks."""
+    baselines: WorkerResources = field(default_factory=WorkerResources)
+    """Making and training one baseline."""

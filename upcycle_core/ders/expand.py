@@ -1,0 +1,251 @@
+"""A DeRS model as the stock MoE that computes the same: W_i = W_base + delta_i.
+
+N experts, D deltas of a matrix, [O, I] a matrix.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from upcycle_core.architectures.families import MIXTRAL, QWEN2_MOE, family_of
+from upcycle_core.architectures.family import LM_HEAD, Family
+from upcycle_core.backbone.average import write_generation_config
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.tokenizer import copy_tokenizer
+from upcycle_core.checkpoints.writer import write_json
+from upcycle_core.ders.codecs.choose import stored_codec
+from upcycle_core.ders.config import CodecConfig
+from upcycle_core.ders.decompose import MATRICES, SHARED, SHARED_GATE
+from upcycle_core.ders.files import (
+    Plan,
+    ders_name,
+    new_directory,
+    place_faults,
+    verify,
+    write_tensors,
+)
+from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.progress import Progress, Silent
+
+
+def expand(
+    compressed: Path,
+    out: Path,
+    *,
+    max_shard_bytes: int,
+    progress: Progress | None = None,
+) -> None:
+    """Write the stock MoE (Mixtral, Qwen2Moe, Qwen3Moe) of a DeRS model.
+
+    One matrix of one expert is made at a time, in fp32, and rounded to the model's type. ``out``
+    appears when it is complete. A universal FFN U becomes a Qwen2Moe's shared expert, which its
+    gate of zeros weighs by one half; its down matrix is twice U's.
+
+    Args:
+        compressed: What ``compress`` or ``write_ders_upcycling`` wrote, trained or not.
+        out: The directory that is written.
+        max_shard_bytes: Size of one safetensors file.
+        progress: Hears of every tensor.
+
+    Raises:
+        InputError: A file that is missing or altered, tensors that do not fit, a model that no
+            stock architecture expresses: dense layers, another family, outputs combined in
+            another way.
+    """
+    faults = place_faults(Path(out), compressed)
+    try:
+        verify(Path(compressed), field="compressed")
+        source = _Compressed.open(Path(compressed))
+    except InputError as error:
+        raise InputError(*faults, *error.faults) from error
+    raise_faults([*faults, *source.tensor_faults()])
+    with new_directory(Path(out)) as folder:
+        copy_tokenizer(source.reader.directory, folder)  # first: there may be none
+        write_tensors(
+            folder,
+            source.plan(),
+            max_shard_bytes=max_shard_bytes,
+            what="expansion",
+            progress=progress or Silent(),
+        )
+        write_json(folder / "config.json", source.stock_config())
+        write_generation_config(source.reader, folder)
+
+
+@dataclass(frozen=True)
+class _Compressed:
+    """A DeRS checkpoint that a stock architecture can express.
+
+    Args:
+        reader: The checkpoint.
+        family: The dense model's.
+        dense: The content of its config.json.
+    """
+
+    reader: CheckpointReader
+    family: Family
+    dense: Mapping
+
+    @classmethod
+    def open(cls, compressed: Path) -> "_Compressed":
+        reader = CheckpointReader(compressed, field="compressed", integers=True)
+        config = reader.config
+        if config.get("model_type") != "ders":
+            remedy = "is no DeRS model; give what compress or DeRS upcycling wrote"
+            raise InputError(
+                Fault("compressed.config.model_type", config.get("model_type"), remedy)
+            )
+        family = family_of(config["dense"], field="compressed.config.dense.model_type")
+        raise_faults(_stock_faults(config, family))
+        return cls(reader, family, config["dense"])
+
+    @property
+    def experts(self) -> int:
+        """N."""
+        return self.reader.config["num_experts"]
+
+    @property
+    def count(self) -> int:
+        """D."""
+        return self.experts + (self.universal == "delta")
+
+    @property
+    def universal(self) -> str:
+        return self.reader.config["universal"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.reader.tensors["model.decoder.embed_tokens.weight"].dtype
+
+    def layout(self, layer: int, matrix: str, shape: tuple[int, ...]) -> dict[str, tuple]:
+        """Name to shape of every tensor of one matrix [O, I] of an FFN."""
+        mlp = _mlp(layer)
+        codec = stored_codec(self.reader.config["delta"], layer, matrix)
+        parts = codec.layout(self.count, (shape[0], shape[1]), self.dtype)
+        names = {f"{mlp}.experts.{matrix}.{part}": sizes for part, (sizes, _) in parts.items()}
+        names[f"{mlp}.base.{matrix}.weight"] = shape
+        if self.universal == "own":
+            names[f"{mlp}.universal.{matrix}.weight"] = shape
+        return names
+
+    def tensor_faults(self) -> Iterator[Fault]:
+        """Account for every tensor."""
+        expected: dict[str, tuple] = {}
+        for name, shape in self.family.tensors(self.dense).items():
+            if not self.family.is_ffn(name):
+                expected[ders_name(name)] = shape
+                continue
+            layer, matrix = _place(name)
+            expected |= self.layout(layer, matrix, shape)
+            expected[f"{_mlp(layer)}.gate.weight"] = self.experts, self.dense["hidden_size"]
+        place, found = str(self.reader.directory), self.reader.tensors
+        for name, shape in expected.items():
+            if name not in found or found[name].shape != tuple(shape):
+                remedy = f"lacks tensor {name} of shape {list(shape)}; write the model again"
+                yield Fault("compressed", place, remedy)
+        for name in found:
+            if name not in expected and not (name == LM_HEAD and self._tied()):
+                remedy = f"holds {name}, which its configuration has no place for"
+                yield Fault("compressed", place, remedy)
+
+    def weight(self, layer: int, expert: int, matrix: str) -> Tensor:
+        """A matrix of one expert, or (``expert`` N) of the universal FFN as a shared expert."""
+        mlp, universal = _mlp(layer), expert == self.experts
+        if universal and self.universal == "own":
+            weight_OI = self.reader.tensor(f"{mlp}.universal.{matrix}.weight")
+        else:
+            base_OI = self.reader.tensor(f"{mlp}.base.{matrix}.weight")
+            codec = stored_codec(self.reader.config["delta"], layer, matrix)
+            shape = (base_OI.shape[0], base_OI.shape[1])
+            parts = codec.layout(self.count, shape, self.dtype)
+            read = {part: self.reader.tensor(f"{mlp}.experts.{matrix}.{part}") for part in parts}
+            weight_OI = base_OI + codec.decode(read, shape, expert)
+        doubled = universal and matrix == MATRICES[-1]
+        return (2 * weight_OI if doubled else weight_OI).to(self.dtype)
+
+    def plan(self) -> Plan:
+        """The stock MoE's tensors."""
+        plan: Plan = {}
+        for name, shape in self.family.tensors(self.dense).items():
+            if not self.family.is_ffn(name):
+                plan[name] = shape, self.dtype, partial(self.reader.tensor, ders_name(name))
+            elif name.endswith(f".{MATRICES[0]}.weight"):
+                plan |= self._layer(_place(name)[0])
+        return plan
+
+    def _layer(self, layer: int) -> Plan:
+        """Router, shared expert and experts, as ``moe.plan`` orders them."""
+        target, hidden = self.family.target, self.dense["hidden_size"]
+        router = partial(self.reader.tensor, f"{_mlp(layer)}.gate.weight")
+        plan: Plan = {target.router_name(layer): ((self.experts, hidden), self.dtype, router)}
+        shapes = self._shapes(layer)
+        for name, shape in self.family.zeros(self.dense, layer).items():
+            if self.universal == "none" or name == SHARED_GATE.format(layer=layer):
+                zeros = partial(torch.zeros, shape, dtype=self.dtype)
+                plan[name] = shape, self.dtype, zeros
+        owners = {e: tuple(target.expert_ffn(layer, e)) for e in range(self.experts)}
+        if self.universal != "none":
+            owners[self.experts] = tuple(SHARED.format(layer=layer, matrix=m) for m in MATRICES)
+        for expert, names in owners.items():
+            for matrix, name in zip(MATRICES, names, strict=True):
+                source = partial(self.weight, layer, expert, matrix)
+                plan[name] = shapes[matrix], self.dtype, source
+        return plan
+
+    def stock_config(self) -> dict:
+        """The stock MoE's config.json."""
+        config, target = self.reader.config, self.family.target
+        content = self.family.target_config(
+            self.dense,
+            experts=self.experts,
+            top_k=config["num_experts_per_tok"],
+            dtype=self.dtype,
+        )
+        if target is not MIXTRAL:
+            content["norm_topk_prob"] = config["combine"] == "normalised"
+        if self.universal != "none":
+            content["shared_expert_intermediate_size"] = self.dense["intermediate_size"]
+        return content | {"transformers_version": config.get("transformers_version")}
+
+    def _shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        tensors = self.reader.tensors
+        return {m: tensors[f"{_mlp(layer)}.base.{m}.weight"].shape for m in MATRICES}
+
+    def _tied(self) -> bool:
+        return bool(self.family.resolve(self.dense)["tie_word_embeddings"])
+
+
+def _stock_faults(config: Mapping, family: Family) -> Iterator[Fault]:
+    """Why no stock architecture computes what this model does."""
+    yield from family.config_faults(config["dense"], "compressed")
+    settings = {name: value for name, value in config["delta"].items() if name != "ranks"}
+    yield from CodecConfig(**settings).faults("compressed.config.delta")
+    stock, layers = family.target.architecture, config["dense"]["num_hidden_layers"]
+    if sorted(config["moe_layers"]) != list(range(layers)):
+        remedy = f"{stock} has experts in every layer, 0 to {layers - 1}; run it as it is"
+        yield Fault("compressed.config.moe_layers", config["moe_layers"], remedy)
+    combine, universal = config["combine"], config["universal"]
+    if universal != "none" and family.target is not QWEN2_MOE:
+        remedy = f"{stock} has no universal FFN; run it as it is"
+        yield Fault("compressed.config.universal", universal, remedy)
+    elif universal != "none" and combine != "sum":
+        remedy = f"{stock} adds its shared expert whatever the router says; run it as it is"
+        yield Fault("compressed.config.combine", combine, remedy)
+    elif combine == "sum" and family.target is MIXTRAL:
+        remedy = f"{stock} always divides weights by their sum; run it as it is"
+        yield Fault("compressed.config.combine", combine, remedy)
+
+
+def _mlp(layer: int) -> str:
+    return f"model.decoder.layers.{layer}.mlp"
+
+
+def _place(name: str) -> tuple[int, str]:
+    """Layer and matrix of a dense model's FFN tensor."""
+    _, _, layer, _, matrix, _ = name.split(".")
+    return int(layer), matrix

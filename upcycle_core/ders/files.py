@@ -1,0 +1,143 @@
+"""A DeRS checkpoint's files beside its weights, and directories that appear when complete."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from upcycle_core.checkpoints.hashing import sha256_file
+from upcycle_core.checkpoints.writer import (
+    TensorSpec,
+    sync_directory,
+    sync_file,
+    write_json,
+    write_sharded,
+)
+from upcycle_core.ders.model import configuration_ders, deltas_ders, modeling_ders
+from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.progress import Progress
+
+CHECKSUMS = "checksums.json"
+_CODE = [Path(str(m.__file__)) for m in (configuration_ders, deltas_ders, modeling_ders)]
+ARCHITECTURE = {
+    "architectures": ["DersForCausalLM"],
+    "model_type": "ders",
+    "auto_map": {
+        "AutoConfig": "configuration_ders.DersConfig",
+        "AutoModel": "modeling_ders.DersModel",
+        "AutoModelForCausalLM": "modeling_ders.DersForCausalLM",
+    },
+}
+"""What config.json says of the classes."""
+
+
+Plan = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]]
+"""Name to shape, type and source of every tensor, in the order they are written."""
+
+
+def ders_name(name: str) -> str:
+    """Name of a dense model's tensor inside the DeRS model."""
+    inside = name.startswith("model.")
+    return f"model.decoder.{name.removeprefix('model.')}" if inside else name
+
+
+def weight_bytes(directory: Path) -> int:
+    """Size of all weight files."""
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
+def write_code(out: Path) -> None:
+    """Copy the code of the architecture, for whoever loads the model without this package."""
+    for file in _CODE:
+        shutil.copyfile(file, out / file.name)
+        sync_file(out / file.name)
+
+
+def write_checksums(out: Path) -> None:
+    """Write ``checksums.json``, the sha256 of every weight file and of config.json."""
+    files = [*sorted(out.glob("*.safetensors")), out / "config.json"]
+    write_json(out / CHECKSUMS, {file.name: sha256_file(file) for file in files})
+    sync_directory(out)
+
+
+def verify(directory: Path, *, field: str) -> None:
+    """Hold the files of a checkpoint against its ``checksums.json``, where there is one.
+
+    ``from_pretrained`` does the same by itself (``modeling_ders``).
+
+    Raises:
+        InputError: All files that are missing or were altered.
+    """
+    if not (directory / CHECKSUMS).is_file():
+        return
+    try:
+        recorded = dict(json.loads((directory / CHECKSUMS).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        remedy = f"is no list of checksums ({error}); write the model again"
+        raise InputError(Fault(field, str(directory / CHECKSUMS), remedy)) from error
+    raise_faults(
+        Fault(field, str(path), f"{state}: write or fetch the model again")
+        for path, state in (
+            (directory / name, _state(directory / name, sha256))
+            for name, sha256 in sorted(recorded.items())
+        )
+        if state
+    )
+
+
+def place_faults(out: Path, *sources: Path | None) -> list[Fault]:
+    """Why ``out`` cannot be written without touching something else."""
+    faults = []
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        faults.append(Fault("out", str(out), "is not empty; give a new directory"))
+    whole = out.resolve()
+    for source in (Path(source).resolve() for source in sources if source is not None):
+        if source == whole or source in whole.parents:
+            remedy = f"lies in {source}, which is only read; give another directory"
+            faults.append(Fault("out", str(out), remedy))
+    return faults
+
+
+def write_tensors(
+    out: Path, plan: Plan, *, max_shard_bytes: int, what: str, progress: Progress
+) -> None:
+    """Write the tensors of ``plan`` one by one; ``progress`` hears of each as part of ``what``."""
+    specs = [TensorSpec(name, shape, dtype) for name, (shape, dtype, _) in plan.items()]
+    progress.start(what, len(specs), "tensors")
+
+    def produce(name: str) -> Tensor:
+        progress.advance()
+        return plan[name][2]()
+
+    write_sharded(out, specs, produce, max_shard_bytes=max_shard_bytes)
+
+
+@contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """Give a directory beside ``out`` that becomes ``out`` at the end, or is removed on an error.
+
+    Args:
+        out: Not there, or empty.
+    """
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync_directory(partial)
+    partial.replace(out)
+    sync_directory(out.parent)
+
+
+def _state(path: Path, sha256: str) -> str:
+    """What is wrong with a file, nothing if it is the one that was written."""
+    if not path.is_file():
+        return "is missing"
+    return "" if sha256_file(path) == sha256 else "was altered, its sha256 is another"
