@@ -1,6 +1,6 @@
 """DeRS: experts of a finished model as one shared base and light deltas, the smallest registered.
 
-``python -m flows.ders RECIPE COMPRESSION [ROWS ...] [--set dotted.key=value ...]``
+``python -m flows.ders RECIPE COMPRESSION [ROWS ...] [--set dotted.key=value ...] [--out FOLDER]``
 
 The first file is the recipe of ``flows.dume``; what has been made is used again. Another holds
 ``compression:``, the ways to store deltas, and maybe ``baselines:``, models to compress as well.
@@ -15,6 +15,7 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from flows.artifacts import publish_pictures
+from flows.compression_page import write_page
 from flows.dume import THREADS
 from flows.session import FlowSession, open_session
 from infra import settings as environment
@@ -103,6 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flows.ders", description=__doc__)
     parser.add_argument("recipe", type=Path, nargs="+", help="YAML files; the first is the recipe")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--out", type=Path, help="write a page of the results into this folder")
     chosen = parser.parse_args(arguments)
     home = environment.configure().home
     try:
@@ -114,6 +116,9 @@ def main(arguments: list[str] | None = None) -> int:
             pass  # said here in one line, before Prefect records a run that cannot begin
         ders(recipe)
         print((workspace / SUMMARY).read_text())
+        if chosen.out is not None:
+            files = [str(path) for path in chosen.recipe]
+            write_page(recipe, files, chosen.set, workspace=workspace, out=chosen.out)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

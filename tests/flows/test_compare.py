@@ -1,6 +1,7 @@
 """A comparison as a user runs it: every published way of upcycling, on texts of a few kilobytes."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -187,7 +188,7 @@ def compressed(project):
     values = {"models": ["dume", "btx"], "minimum_cosine": -1.0, "codecs": codecs}
     project.ways = save_recipe(project.home.parent / "ways.yaml", {"compression": values})
     project.calls()
-    project.compressing = project.compress("--set", "compression.tolerance=1.0")
+    project.compressing = project.compress("--out", str(project.page))
     project.compress_calls = project.calls()
     return project
 
@@ -212,6 +213,16 @@ def test_every_way_to_store_deltas_is_measured(compressed):
         assert (report / f"{picture}.png").stat().st_size > 1000
 
 
+def test_the_page_of_the_compression_has_its_pictures_and_its_command(compressed):
+    page = (compressed.page / "pico-ders.md").read_text()
+    assert "python -m flows.ders" in page
+    assert str(compressed.home.parent / "texts") not in page.split("## The recipe")[0]
+    for picture in re.findall(r"\]\((.+?\.png)\)", page):
+        assert (compressed.page / picture).stat().st_size > 1000
+    assert "pico-ders-cosine-btx.png" in page
+    assert json.loads((compressed.page / "pico-ders.json").read_text())["sweeps"]["DUME"]
+
+
 def test_the_smallest_good_one_is_registered_as_challenger(compressed):
     registry = Registry(read(compressed.environment()))
     version = registry.find("upcycle-pico", "challenger")
@@ -229,7 +240,7 @@ def test_the_smallest_good_one_is_registered_as_challenger(compressed):
 def test_another_run_and_the_dume_flow_find_all_up_to_date_and_register_nothing(compressed):
     registry = Registry(read(compressed.environment()))
     before = len(registry.versions("upcycle-pico"))
-    compressed.compress("--set", "compression.tolerance=1.0")
+    compressed.compress()
     compressed.flow()
     assert not compressed.calls()
     assert len(registry.versions("upcycle-pico")) == before
