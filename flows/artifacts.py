@@ -16,6 +16,7 @@ from prefect.artifacts import (
 from flows.session import FlowSession
 from infra.records import DatasetRecord
 from tasks.register import Outcome
+from upcycle_core.errors import Fault
 
 SUMMARY = "summary.txt"
 SPLIT_CONTEXT = {
@@ -24,6 +25,13 @@ SPLIT_CONTEXT = {
     "heldout": "evaluation",
     "elsewhere": "calibration",
 }
+
+
+def folder_faults(out: Path | None) -> list[Fault]:
+    """What keeps a page from being written into ``out``, said before anything runs."""
+    if out is None or not out.exists() or out.is_dir():
+        return []
+    return [Fault("--out", str(out), "is a file; name a folder")]
 
 
 def publish_artifacts(session: FlowSession, outcome: Outcome) -> None:

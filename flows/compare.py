@@ -20,7 +20,7 @@ from prefect import flow
 from prefect.artifacts import create_table_artifact
 
 from flows import ablation_page, seeds
-from flows.artifacts import publish_pictures
+from flows.artifacts import folder_faults, publish_pictures
 from flows.comparison_page import FOLDER, ROWS, TABLE, statement, write_page
 from flows.dume import THREADS
 from flows.session import FlowSession, open_session
@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     changes = [*chosen.set, *([f"comparison.tokens={chosen.tokens}"] if chosen.tokens else [])]
     try:
         recipe = load_recipe(chosen.recipe[0], changes, added=chosen.recipe[1:])
-        raise_faults(_faults(recipe))
+        raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
         check(recipe, home / "models")
         if chosen.seeds is None:
             workspaces = [_run(recipe, home)]

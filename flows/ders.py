@@ -14,7 +14,7 @@ from pathlib import Path
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from flows.artifacts import publish_pictures
+from flows.artifacts import folder_faults, publish_pictures
 from flows.compression_page import write_page
 from flows.dume import THREADS
 from flows.session import FlowSession, open_session
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     home = environment.configure().home
     try:
         recipe = load_recipe(chosen.recipe[0], chosen.set, added=chosen.recipe[1:])
-        raise_faults(_faults(recipe))
+        raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
         check(recipe, home / "models")
         workspace = home / recipe.name
         with Workspace(workspace).lock("the start of a flow"):

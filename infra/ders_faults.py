@@ -33,7 +33,15 @@ def ders_faults(recipe: Recipe) -> Iterator[Fault]:
     known.insert(0, recipe.method)
     if not compression.models:
         yield Fault("compression.models", [], f"nothing to compress; use some of {known}")
+    if len(set(compression.models)) < len(compression.models):
+        remedy = "names a model twice; give each once"
+        yield Fault("compression.models", list(compression.models), remedy)
     for name in compression.models:
+        title = recipe.baselines[name].title if name in recipe.baselines else None
+        if title is not None and title.lower() in {n.lower() for n in known if n != name}:
+            yield Fault(
+                f"baselines.{name}.title", title, "is another model's name; choose one more"
+            )
         if name not in known:
             remedy = f"not a Mixture-of-Experts of one seed here; use some of {known}"
             yield Fault("compression.models", name, remedy)

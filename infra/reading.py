@@ -59,6 +59,9 @@ def _values(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise_faults([Fault("recipe", str(path), "no such file; name a YAML recipe")])
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = f"cannot be read ({error}); name a YAML file in UTF-8"
+        raise_faults([Fault("recipe", str(path), remedy)])
     except yaml.YAMLError as error:
         raise_faults([Fault("recipe", str(path), f"not YAML ({error}); correct it")])
     if not isinstance(values, dict):
@@ -117,7 +120,12 @@ def _override(values: Any, override: str) -> None:
     *path, last = key.split(".")
     for part in path:
         values = values.setdefault(part, {})
-    values[last] = yaml.safe_load(text)
+        if not isinstance(values, dict):
+            raise_faults([Fault("--set", override, f"{part} is no section; write {part}=VALUE")])
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise_faults([Fault("--set", override, f"the value is not YAML ({error}); correct it")])
 
 
 def _fault_of(problem: Mapping[str, Any]) -> Fault:

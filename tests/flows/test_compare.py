@@ -247,6 +247,9 @@ def test_another_run_and_the_dume_flow_find_all_up_to_date_and_register_nothing(
 
 
 def test_deltas_without_a_way_to_store_them_are_named_before_anything_starts(compressed):
-    done = compressed.run(sys.executable, "-m", "flows.ders", str(compressed.recipe), check=False)
+    page = str(compressed.recipe)  # a file
+    command = (sys.executable, "-m", "flows.ders", str(compressed.recipe), "--out", page)
+    done = compressed.run(*command, check=False)
     assert done.returncode == 2
     assert "recipes/compression.yaml" in done.stderr
+    assert "--out" in done.stderr

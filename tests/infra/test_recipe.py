@@ -109,6 +109,25 @@ def test_missing_recipe_file_is_named(tmp_path):
         load_recipe(tmp_path / "none.yaml")
 
 
+def test_what_is_no_text_is_named(tmp_path):
+    (tmp_path / "recipe.yaml").write_bytes(b"name: \xff\xfe")
+    for path in (tmp_path, tmp_path / "recipe.yaml"):
+        with pytest.raises(InputError, match="cannot be read .*name a YAML file in UTF-8"):
+            load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("name.part=1", "name is no section; write name=VALUE"),
+        ("seed=[", "the value is not YAML"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(change, message):
+    with pytest.raises(InputError, match=message):
+        load_recipe(Path("recipes/demo.yaml"), [change])
+
+
 SHIPPED = sorted(Path("recipes").rglob("*.yaml"))
 ROWS = [path for path in SHIPPED if "name" not in yaml.safe_load(path.read_text())]
 SHIPPED_WITH = {
@@ -118,6 +137,7 @@ SHIPPED_WITH = {
     "symphony-anchors.yaml": "symphony-five-domains",
     "compression.yaml": "demo",
     "ders-upcycling.yaml": "demo",
+    "ders-seeds.yaml": "demo",
 }
 """The recipe that a file is made for, where another one than the paper's."""
 
@@ -156,7 +176,9 @@ def test_one_name_for_two_rows_is_refused():
 @pytest.mark.parametrize("text", ["name: a\nbaselines: {}", "baselines: [btx]", "btx: {}"])
 def test_a_file_of_baselines_holds_nothing_else(tmp_path, text):
     (tmp_path / "rows.yaml").write_text(text)
-    with pytest.raises(InputError, match="holds baselines or tasks or compression, names and settings"):
+    with pytest.raises(
+        InputError, match="holds baselines or tasks or compression, names and settings"
+    ):
         load_recipe(Path("recipes/demo.yaml"), added=[tmp_path / "rows.yaml"])
 
 

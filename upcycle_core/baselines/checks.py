@@ -33,6 +33,9 @@ def baseline_faults(baseline: Baseline, domains: Collection[str], field: str) ->
         if method != "ders":
             yield Fault(f"{field}.ders", "given", f"says nothing for {method}; remove it")
         yield from baseline.ders.faults(f"{field}.ders")
+    if method != "ders" and "shared_base" in baseline.objective.trainable:
+        remedy = f"{method} has no shared base; remove it"
+        yield Fault(f"{field}.objective.trainable", "shared_base", remedy)
     if baseline.seed_expert and method not in ("btx", "bam"):
         yield Fault(f"{field}.seed_expert", True, f"{method} has no such expert; btx and bam have")
     if baseline.copies and not (experts and not baseline.uses_experts):

@@ -72,7 +72,7 @@ def compress(
     base: Path | None = None,
     minimum_cosine: float = 0.5,
     seed: int = 0,
-    max_shard_bytes: int,
+    max_shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
 ) -> CompressionReport:
     """Write a stock MoE as one base and light deltas, in a form that runs as it is.

@@ -36,7 +36,7 @@ def expand(
     compressed: Path,
     out: Path,
     *,
-    max_shard_bytes: int,
+    max_shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
 ) -> None:
     """Write the stock MoE (Mixtral, Qwen2Moe, Qwen3Moe) of a DeRS model.

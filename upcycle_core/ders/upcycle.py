@@ -71,7 +71,7 @@ def write_ders_upcycling(
     is scaled by the sum of the k probabilities (plus one, beside a universal FFN).
 
     A LLaVA's language model is upcycled in place: its ``text_config`` becomes a ``DersConfig``.
-    ``LlavaForConditionalGeneration`` loads it once ``upcycle_core.ders`` is imported.
+    ``LlavaForConditionalGeneration`` loads it once ``upcycle_core.ders.model`` is imported.
 
     Args:
         model: A dense checkpoint, or a LLaVA of one; all but its FFNs is taken over as it is.

@@ -19,7 +19,11 @@ def codec_of(config: CodecConfig, *, rank: int | None = None) -> Codec:
     """
     if config.codec == "sparse":
         assert config.drop_rate is not None
-        return SparseCodec(drop_rate=config.drop_rate, keep=config.keep, rescale=config.rescale)
+        return SparseCodec(
+            drop_rate=config.drop_rate,
+            keep=config.keep or "random",
+            rescale=config.rescale is not False,
+        )
     if config.codec == "quantised":
         assert config.bits is not None
         return QuantisedCodec(bits_each=config.bits, group_size=config.group_size)

@@ -167,7 +167,12 @@ def verify_checksums(folder: Path) -> None:
     if not record.is_file():
         return
     faults = []
-    for name, expected in json.loads(record.read_text()).items():
+    try:
+        recorded = dict(json.loads(record.read_text()))
+    except ValueError as error:
+        remedy = "write or download the model again"
+        raise ValueError(f"{record}: is no list of checksums ({error}); {remedy}") from error
+    for name, expected in recorded.items():
         if not (folder / name).is_file():
             faults.append(f"{folder / name}: is missing")
         elif _sha256(folder / name) != expected:
