@@ -40,7 +40,7 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
         "tasks/sweeps.py",
         "upcycle_core/checkpoints/card.py",
         "upcycle_core/evaluation/canvas.py",
-        "upcycle_core/evaluation/compression/labels.py",
+        "upcycle_core/evaluation/labels.py",
         "upcycle_core/evaluation/compression/page.py",
         "upcycle_core/evaluation/compression/plot.py",
         "upcycle_core/evaluation/compression/report.py",

@@ -94,6 +94,16 @@ def test_a_fault_of_a_row_is_named(path, value, field):
     assert fields_of(changed(f"baselines/{path}", value)) == {f"baselines.{field}"}
 
 
+def test_ranks_reach_the_smaller_side_of_a_matrix():
+    for shape in ((32, 96), (96, 32)):
+        values = changed("compression/codecs/rank", {"codec": "low_rank", "rank": 32})
+        sizes = dict(zip(("hidden_size", "intermediate_size"), shape, strict=True))
+        values["seed_model"]["shape"] = sizes
+        validate(values)
+        values["compression"]["codecs"]["rank"]["rank"] = 33
+        assert fields_of(values) == {"compression.codecs.rank.rank"}
+
+
 def test_one_expert_a_token_trains_the_router_where_its_weight_is_not_always_one():
     row = {"method": "ders", "top_k": 1, "ders": {"codec": "low_rank", "rank": 4}}
     for more in ({"combine": "sum"}, {"universal": "delta"}):

@@ -112,7 +112,7 @@ def test_missing_recipe_file_is_named(tmp_path):
 def test_what_is_no_text_is_named(tmp_path):
     (tmp_path / "recipe.yaml").write_bytes(b"name: \xff\xfe")
     for path in (tmp_path, tmp_path / "recipe.yaml"):
-        with pytest.raises(InputError, match="cannot be read .*name a YAML file in UTF-8"):
+        with pytest.raises(InputError, match=r"cannot be read .*name a YAML file in UTF-8"):
             load_recipe(path)
 
 

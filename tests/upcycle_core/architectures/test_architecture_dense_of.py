@@ -14,6 +14,13 @@ CASES = {
     "llama": {},
     "llama, wide heads": {"head_dim": 16, "tie_word_embeddings": True},
     "llama, yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}},
+    "llama, no default": {
+        "rms_norm_eps": 1e-4,
+        "hidden_act": "gelu",
+        "attention_dropout": 0.25,
+        "initializer_range": 0.5,
+        "use_cache": False,
+    },
     "mistral": {},
     "mistral, sliding window": {"sliding_window": 5},
     "qwen2": {},

@@ -1,17 +1,37 @@
+import json
+
+import pytest
+
+from tests.pico import pico_config
 from upcycle_core.checkpoints.card import write_model_card
+from upcycle_core.ders.config import DersUpcyclingConfig
+from upcycle_core.ders.files import ARCHITECTURE
+from upcycle_core.ders.upcycle import ders_config
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_experts_per_tok": 1,
+    "dtype": "float32",
+}
 
 
-def card(directory, **changes) -> str:
+def ders() -> dict:
+    """The config.json of a DeRS model."""
+    dense = pico_config(num_hidden_layers=3).to_dict()
+    config = ders_config(dense, DersUpcyclingConfig(rank=4), experts=4, top_k=2)
+    return config.to_dict() | ARCHITECTURE | {"dtype": "bfloat16"}
+
+
+def card(directory, config=MIXTRAL, **changes) -> str:
     arguments = {
         "title": "demo",
         "recipe_text": "name: demo\nnote: |\n  ```\n  fenced\n  ```\n",
         "method": "DUME",
         "experts": ["law", "code"],
     }
-    (directory / "config.json").write_text(
-        '{"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 2, "hidden_size": 32,'
-        ' "num_experts_per_tok": 1, "dtype": "float32"}'
-    )
+    (directory / "config.json").write_text(json.dumps(config))
     write_model_card(directory, **(arguments | changes))
     return (directory / "README.md").read_text()
 
@@ -23,6 +43,23 @@ def test_the_card_says_what_it_is_and_how_it_was_made(tmp_path):
     for part in ("# demo", "DUME", "MixtralForCausalLM", "| 0 | law |", "| 1 | code |"):
         assert part in text
     assert "````yaml\nname: demo" in text  # a fence longer than the one inside
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "options"),
+    [
+        (MIXTRAL, ("MixtralForCausalLM", 2, 32, 1, "float32"), ""),
+        # The dense model's sizes lie in ``dense``, and transformers does not know the classes.
+        (ders(), ("DersForCausalLM", 3, 32, 2, "bfloat16"), ", trust_remote_code=True"),
+    ],
+    ids=["stock", "ders"],
+)
+def test_the_card_says_sizes_and_how_to_load_it(tmp_path, config, rows, options):
+    text = card(tmp_path, config)
+    names = ("architecture", "layers", "hidden size", "experts a token", "weights")
+    table = [f"| {name} | {value} |" for name, value in zip(names, rows, strict=True)]
+    assert "\n".join(["| what | value |", "| --- | --- |", *table, ""]) in text
+    assert f'AutoModelForCausalLM.from_pretrained("PATH"{options})\n' in text
 
 
 def test_a_licence_goes_to_the_front(tmp_path):

@@ -195,8 +195,11 @@ def test_missing_and_altered_files_are_both_named_and_nothing_is_written(packed,
     content[-1] ^= 1
     shards[0].write_bytes(content)
     shards[1].unlink()
+    config = broken / "config.json"
+    config.write_text(config.read_text() + "\n")
     message = refused(broken, tmp_path / "out")
-    assert f"{shards[0]}': was altered" in message
+    for file in (shards[0], config):
+        assert f"{file}': was altered" in message
     assert f"{shards[1]}': is missing" in message
     assert shards[2].name not in message
     assert not (tmp_path / "out").exists()

@@ -198,7 +198,7 @@ def test_all_faults_come_at_once_and_before_anything_is_written(tmp_path):
     out = tmp_path / "out"
     for model, changes, messages in (
         (dense, {"rank": 33}, ["ders.rank = 33", "at most 32"]),
-        (dense, {"rank": None}, ["ders.rank", "give either rank or energy"]),
+        (dense, {"rank": None}, ["ders.rank", "say how many"]),
         (dense, {"top_k": 4}, ["top_k = 4", "1 to 3"]),
         (odd, {"out": odd, "top_k": 0}, ["is not empty", "top_k = 0", "which is only read"]),
         (odd, {**SPARSE, "drop_rate": 1.0, "experts": 1}, [
@@ -295,7 +295,12 @@ def test_a_llava_is_upcycled_in_place_trained_and_saved(tmp_path, codec):
     assert set(tensors(out)) == set(tensors(tmp_path / "saved"))
 
 
-def test_a_llava_with_a_tied_head_is_refused(tmp_path):
-    dense = save_llava(tmp_path / "dense", tie_word_embeddings=True)
+@pytest.mark.parametrize("place", ["everywhere", "outside", "inside"])
+def test_a_llava_with_a_tied_head_is_refused(tmp_path, place):
+    dense = save_llava(tmp_path / "dense", tie_word_embeddings=place == "everywhere")
+    if place != "everywhere":
+        config = json.loads((dense / "config.json").read_text())
+        (config if place == "outside" else config["text_config"])["tie_word_embeddings"] = True
+        (dense / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="cannot be tied"):
         upcycle(dense, tmp_path / "out")

@@ -10,9 +10,9 @@ import pytest
 from upcycle_core.errors import InputError
 from upcycle_core.evaluation.canvas import new_figure
 from upcycle_core.evaluation.compression import results, table
-from upcycle_core.evaluation.compression.labels import Label, place_labels
 from upcycle_core.evaluation.compression.report import write_compression_report
 from upcycle_core.evaluation.compression.results import Point, Sweep
+from upcycle_core.evaluation.labels import Label, place_labels
 
 QUANTISED = {"codec": "quantised", "bits": 4}
 
