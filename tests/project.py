@@ -18,9 +18,14 @@ class Project:
     Args:
         folder: Temporary folder; ``folder/home`` becomes the home.
         recipe: A recipe file.
+        name: The recipe's name.
+        module: The flow that it is for.
     """
 
-    def __init__(self, folder: Path, recipe: Path, name: str = "pico") -> None:
+    def __init__(
+        self, folder: Path, recipe: Path, name: str = "pico", module: str = "flows.dume"
+    ) -> None:
+        self.module = module
         self.home = folder / "home"
         self.recipe = recipe
         self.workspace = self.home / name
@@ -40,9 +45,9 @@ class Project:
         return {**os.environ, **own, **more}
 
     def flow(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """``python -m flows.dume RECIPE ...``."""
+        """``python -m flows.dume RECIPE ...``, or another flow."""
         return self.run(
-            sys.executable, "-m", "flows.dume", str(self.recipe), *arguments, check=check
+            sys.executable, "-m", self.module, str(self.recipe), *arguments, check=check
         )
 
     def run(
@@ -66,7 +71,7 @@ class Project:
         paused = self.calls_file.with_name("calls.paused")
         paused.unlink(missing_ok=True)
         flow = subprocess.Popen(
-            [sys.executable, "-m", "flows.dume", str(self.recipe), *arguments],
+            [sys.executable, "-m", self.module, str(self.recipe), *arguments],
             cwd=ROOT,
             env=self.environment(UPCYCLE_TEST_PAUSE=pause),
             stdout=subprocess.PIPE,
@@ -107,6 +112,10 @@ class Project:
                 "backbone",
                 "statistics",
                 "router",
+                "vocabulary",
+                "united",
+                "pairs",
+                "starts",
                 "model",
                 "report",
             )

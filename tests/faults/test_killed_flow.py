@@ -60,3 +60,34 @@ def test_killed_expert_leaves_a_whole_checkpoint_to_continue_from(undisturbed, t
     [*checkpoints] = (project.workspace / ".pieces").glob("*/whole.checkpoints/checkpoint-20")
     assert checkpoints
     assert all((checkpoint / "complete.json").exists() for checkpoint in checkpoints)
+
+
+def symphony_of(texts):
+    values = values_of(texts)
+    values["domains"]["letters"]["origin"] = {"mixture": {"letters": 3, "numbers": 1}}
+    values["domains"]["numbers"]["origin"] = {"initialisation": 5, "vocabulary_size": 300}
+    values["symphony"] = {
+        "segmentation": "letters",
+        "alignment": {"residual": "procrustes"},
+        "calibration": {"tokens": 400, "sequence_length": 32, "batch_size": 4},
+    }
+    values["moe"] = {"top_k": 2}
+    return values
+
+
+@pytest.mark.parametrize("pause", ["activations:100", "merging:5"], ids=["pairs", "starts"])
+def test_killed_symphony_ends_with_the_same_bytes(tmp_path, pause):
+    texts = write_texts(tmp_path / "texts", domains=DOMAINS)
+    projects = {}
+    for name in ("whole", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        recipe = save_recipe(folder / "recipe.yaml", symphony_of(texts))
+        projects[name] = Project(folder, recipe, module="flows.symphony")
+    projects["killed"].kill_flow(pause)
+    assert not (projects["killed"].workspace / "model").exists()
+    trained = projects["killed"].calls()["train"]
+    projects["killed"].flow()
+    projects["whole"].flow()
+    assert projects["killed"].digests() == projects["whole"].digests()
+    assert (trained, projects["killed"].calls()["train"]) == (2, 0)
