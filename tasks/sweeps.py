@@ -35,6 +35,7 @@ CODE_OF_DERS = (
     "upcycle_core/ders/compress.py",
     "upcycle_core/ders/decompose.py",
     "upcycle_core/ders/sizes.py",
+    "upcycle_core/moe/random.py",
 )
 """What decides a compressed model."""
 

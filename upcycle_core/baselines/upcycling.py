@@ -3,7 +3,6 @@
 H hidden size, I intermediate size, N copies.
 """
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from upcycle_core.baselines.mixture import with_seed, write_mixture
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.moe.plan import Edit, Part
+from upcycle_core.moe.random import keyed_generator
 from upcycle_core.progress import Progress
 
 
@@ -124,14 +124,14 @@ def reinitialise(share: float, seed: int) -> Edit:
     def edit(layer: int, expert: int, part: Part, weight: torch.Tensor) -> torch.Tensor:
         axis = 1 if part == "down" else 0
         width = weight.shape[axis]
-        neurons = torch.randperm(width, generator=_generator(seed, layer, expert))
+        neurons = torch.randperm(width, generator=keyed_generator(seed, layer, expert))
         neurons = neurons[: int(share * width)]
         if not len(neurons):
             return weight
         exact = torch.promote_types(weight.dtype, torch.float32)
         old = weight.index_select(axis, neurons).to(exact)
         sigma, mu = torch.std_mean(old, correction=0)
-        generator = _generator(seed, layer, expert, part)
+        generator = keyed_generator(seed, layer, expert, part)
         new = mu + sigma * torch.randn(old.shape, generator=generator, dtype=exact)
         return weight.index_copy(axis, neurons, new.to(weight.dtype))
 
@@ -142,9 +142,3 @@ def _copies(model: Path, copies: int) -> dict[str, Path]:
     if copies < 2:
         raise InputError(Fault("copies", copies, "must be 2 or more"))
     return {f"copy {index}": model for index in range(copies)}
-
-
-def _generator(*key: int | str) -> torch.Generator:
-    """Random numbers that depend on ``key`` alone."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))

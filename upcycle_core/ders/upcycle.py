@@ -7,7 +7,6 @@ N experts, D deltas of a matrix (N, or N + 1 with a universal FFN among them), [
 values of a sparse delta, r rank, H hidden size.
 """
 
-import hashlib
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -35,7 +34,7 @@ from upcycle_core.ders.model.configuration_ders import DersConfig
 from upcycle_core.ders.model.deltas_ders import index_dtype, kept_entries
 from upcycle_core.ders.source import DenseSource, dense_config
 from upcycle_core.errors import Fault, InputError, raise_faults
-from upcycle_core.moe.random import random_routers
+from upcycle_core.moe.random import keyed_generator, random_routers
 from upcycle_core.progress import Progress, Silent
 
 _FFN = re.compile(r"layers\.(\d+)\.mlp\.(\w+)\.(weight|bias)")
@@ -219,7 +218,7 @@ def _places(
 ) -> torch.Tensor:
     """n of the places 0 .. size - 1 for each of D deltas, ascending: [D, n]."""
     count, kept = shape
-    drawn = (torch.randperm(size, generator=_generator(*key, d))[:kept] for d in range(count))
+    drawn = (torch.randperm(size, generator=keyed_generator(*key, d))[:kept] for d in range(count))
     return torch.stack([places.sort().values for places in drawn]).to(dtype)
 
 
@@ -228,18 +227,12 @@ def _draws(
 ) -> torch.Tensor:
     """a [D, r, I] of N(0, 1 / r)."""
     count, rank, inputs = shape
-    drawn = [torch.randn(rank, inputs, generator=_generator(*key, d)) for d in range(count)]
+    drawn = [torch.randn(rank, inputs, generator=keyed_generator(*key, d)) for d in range(count)]
     return (torch.stack(drawn) / rank**0.5).to(dtype)
 
 
 def _repeated(read: Callable[[], torch.Tensor], count: int) -> torch.Tensor:
     return read().repeat(count, 1)
-
-
-def _generator(*key: int | str) -> torch.Generator:
-    """Random numbers that depend on ``key`` alone."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
 
 
 def _config_json(source: DenseSource, config: DersConfig) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Routers that know nothing: where training starts, and the row that every table needs."""
 
+import hashlib
+
 import torch
 
 
@@ -23,3 +25,13 @@ def random_routers(
         layer: std * torch.randn(hidden_size, experts, generator=generator)
         for layer in range(layers)
     }
+
+
+def keyed_generator(*key: int | str) -> torch.Generator:
+    """Random numbers that depend on ``key`` alone, whatever the order of calls.
+
+    Args:
+        key: What they are for (a seed, a layer, an expert, a matrix).
+    """
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))

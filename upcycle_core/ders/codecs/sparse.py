@@ -3,7 +3,6 @@
 D deltas of a matrix [O, I], n entries kept of each.
 """
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from upcycle_core.ders.codecs.codec import Codec, Key, Shape
 from upcycle_core.ders.model.deltas_ders import index_dtype, kept_entries
+from upcycle_core.moe.random import keyed_generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class SparseCodec(Codec):
     def _places(self, row: Tensor, count: int, key: Key) -> Tensor:
         """Flat positions that are kept, ascending, int64."""
         if self.keep == "random":
-            generator = _generator(key)
+            generator = keyed_generator(*key)
             return torch.randperm(len(row), generator=generator)[:count].sort().values
         sizes = row.abs()
         least = sizes.kthvalue(len(row) - count + 1).values
@@ -63,9 +63,3 @@ class SparseCodec(Codec):
         equal = (sizes == least).nonzero().flatten()
         kept[equal[: count - int(kept.sum())]] = True
         return kept.nonzero().flatten()
-
-
-def _generator(key: Key) -> torch.Generator:
-    """Random numbers that depend on ``key`` alone, whatever the order of calls."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
