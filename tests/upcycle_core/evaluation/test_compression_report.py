@@ -106,6 +106,8 @@ def test_lines_of_the_plot_are_codecs_and_their_variants():
         "sparse, largest kept, not rescaled": ["m"],
         "quantised, groups of 32": ["g"],
     }
+    unsaid = {"codec": "sparse", "drop_rate": 0.5, "keep": None, "rescale": None}
+    assert results.series(unsaid) == "sparse, random drop"  # as a recipe resolves it
     labels = [results.setting(p.codec) for p in sweep().points.values()]
     assert labels == ["0", "0.9", "4 bit", "1 bit", "r 4", "99 % energy", "0.99"]
 

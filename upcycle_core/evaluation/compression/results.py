@@ -156,7 +156,7 @@ def series(codec: Mapping[str, Any]) -> str:
     """What the settings along one line share: the codec and how it goes about it."""
     if codec["codec"] == "sparse":
         kept = "largest kept" if codec.get("keep") == "magnitude" else "random drop"
-        return f"sparse, {kept}" + ("" if codec.get("rescale", True) else ", not rescaled")
+        return f"sparse, {kept}" + (", not rescaled" if codec.get("rescale") is False else "")
     if codec["codec"] == "quantised":
         group = codec.get("group_size")
         return f"quantised, groups of {group}" if group else "quantised"
