@@ -46,7 +46,7 @@ evaluate: env ## Score the models of a recipe on tasks (TASKS=recipes/tasks.yaml
 test: env ## The tests
 	$(RUN) -m pytest -m 'not faults'
 
-test-faults: env ## The long tests: flows killed half-way
+test-faults: env ## The long tests: flows killed, files damaged, settings changed
 	$(RUN) -m pytest -m faults
 
 bench: env ## Every benchmark

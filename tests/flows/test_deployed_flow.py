@@ -60,6 +60,7 @@ def test_deployed_run_reaches_the_registry(served, tmp_path):
         "compare/comparison",
         "evaluate/tasks",
         "symphony/strangers",
+        "ders/deltas",
     ]
     done = served.run(
         "env",

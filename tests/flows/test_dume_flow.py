@@ -124,6 +124,7 @@ def test_dvc_makes_the_same_bytes_and_the_flow_finds_them_up_to_date(project):
     assert not project.calls()
 
 
+@pytest.mark.faults
 def test_damaged_artifact_is_made_again(project):
     before = project.digests()
     weights = project.workspace / "model" / "model.safetensors"
@@ -142,7 +143,6 @@ def test_other_lambda_runs_from_the_router_on_and_is_judged(project, registry):
     assert second.aliases[0] == "challenger" or "challenger" in second.aliases
     holder = second if "does not beat" not in second.tags["upcycle.decision"] else first
     assert "champion" in holder.aliases
-    project.flow()
 
 
 def test_root_pipeline_files_are_those_of_the_demo(tmp_path):
