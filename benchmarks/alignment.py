@@ -3,7 +3,7 @@
     python -m benchmarks.alignment [--repeats N] [--threads N] [--device cpu|cuda]
 
 Two random Llamas. All ways of the pass take turns in one process: both models alone; with the
-cross-moments of all neurons, features in fp32 (as by default) or bf16; with those of heads and of
+cross-moments of all neurons, features in bf16 (as by default) or fp32; with those of heads and of
 the residual stream as well. ``ratio`` is (forward + accumulation) / forward of wall time; CPU time,
 which neighbours on the machine disturb less, stands beside it. Then assignment problems of all
 layers, one after another and by one process a core, and one model written in its new order.
@@ -63,9 +63,9 @@ LAYERS = tuple(range(SHAPE["num_hidden_layers"]))
 FAMILY = FAMILIES["llama"]
 # What is counted beside the bare forward, and in which type.
 WAYS = {
-    "neurons": (False, torch.float32),
-    "neurons, bf16 features": (False, torch.bfloat16),
-    "neurons, heads, residual": (True, torch.float32),
+    "neurons": (False, torch.bfloat16),
+    "neurons, fp32 features": (False, torch.float32),
+    "neurons, heads, residual": (True, torch.bfloat16),
 }
 
 

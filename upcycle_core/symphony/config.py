@@ -69,10 +69,9 @@ class CalibrationConfig:
     """Sequences a forward pass. Part of the result: sums depend on it in the last bits."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the forward pass."""
-    features: Literal["fp32", "bf16"] = "fp32"
+    features: Literal["fp32", "bf16"] = "bf16"
     """What features are rounded to before they are multiplied; products are added up in fp32 within
-    a batch and in fp64 across batches either way. On a CPU fp32 is the faster as well, on a GPU
-    bf16 runs on the tensor cores."""
+    a batch and in fp64 across batches either way."""
     layers: int = field(default=8, metadata={"ge": 1})
     """Layers whose sums one piece of work holds at a time: I x I fp64 numbers each."""
 
