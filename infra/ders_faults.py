@@ -36,15 +36,17 @@ def ders_faults(recipe: Recipe) -> Iterator[Fault]:
     if len(set(compression.models)) < len(compression.models):
         remedy = "names a model twice; give each once"
         yield Fault("compression.models", list(compression.models), remedy)
+    shown = {recipe.method}
     for name in compression.models:
-        title = recipe.baselines[name].title if name in recipe.baselines else None
-        if title is not None and title.lower() in {n.lower() for n in known if n != name}:
-            yield Fault(
-                f"baselines.{name}.title", title, "is another model's name; choose one more"
-            )
         if name not in known:
             remedy = f"not a Mixture-of-Experts of one seed here; use some of {known}"
             yield Fault("compression.models", name, remedy)
+        elif name in recipe.baselines:
+            title = recipe.baselines[name].title or name
+            if title.lower() in shown:
+                remedy = "another model of the table is called so; choose another name"
+                yield Fault(f"baselines.{name}.title", title, remedy)
+            shown.add(title.lower())
 
 
 def _rank_faults(recipe: Recipe) -> Iterator[Fault]:

@@ -114,7 +114,8 @@ def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Itera
     if any(weight < 0 for weight in weights) or not any(weights):
         remedy = "must be at least 0, and one of them more"
         yield Fault(f"{where}.merge.weights", dict(config.merge.weights), remedy)
-    if where != SYMPHONY and config.segmentation not in (None, recipe.symphony.segmentation):  # type: ignore[union-attr]
+    assert recipe.symphony is not None  # or there were no variants
+    if where != SYMPHONY and config.segmentation not in (None, recipe.symphony.segmentation):
         remedy = "all rows share one tokenizer; say it in symphony.segmentation"
         yield Fault(f"{where}.segmentation", config.segmentation, remedy)
     if config.router == "ridge" and len(chosen) < len(recipe.domains):

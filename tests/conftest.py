@@ -32,7 +32,7 @@ from infra import settings  # noqa: E402  (the environment comes first)
 
 settings.configure()
 
-import torch  # noqa: E402
+import torch  # noqa: E402  (the same)
 
 torch.set_num_threads(1)
 

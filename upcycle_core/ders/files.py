@@ -1,6 +1,5 @@
 """A DeRS checkpoint's files beside its weights, and directories that appear when complete."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,19 +8,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.checkpoints.writer import (
     TensorSpec,
     sync_directory,
     sync_file,
-    write_json,
     write_sharded,
 )
 from upcycle_core.ders.model import configuration_ders, deltas_ders, modeling_ders
-from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress
 
-CHECKSUMS = "checksums.json"
+CHECKSUMS = configuration_ders.CHECKSUMS
 _CODE = [Path(str(m.__file__)) for m in (configuration_ders, deltas_ders, modeling_ders)]
 ARCHITECTURE = {
     "architectures": ["DersForCausalLM"],
@@ -58,35 +55,22 @@ def write_code(out: Path) -> None:
 
 
 def write_checksums(out: Path) -> None:
-    """Write ``checksums.json``, the sha256 of every weight file and of config.json."""
-    files = [*sorted(out.glob("*.safetensors")), out / "config.json"]
-    write_json(out / CHECKSUMS, {file.name: sha256_file(file) for file in files})
+    """Write ``checksums.json``; it is on the disk when this returns."""
+    configuration_ders.write_checksums(out)
+    sync_file(out / CHECKSUMS)
     sync_directory(out)
 
 
 def verify(directory: Path, *, field: str) -> None:
-    """Hold the files of a checkpoint against its ``checksums.json``, where there is one.
-
-    ``from_pretrained`` does the same by itself (``modeling_ders``).
+    """Hold the files of a checkpoint against its ``checksums.json``, as ``from_pretrained`` does.
 
     Raises:
         InputError: All files that are missing or were altered.
     """
-    if not (directory / CHECKSUMS).is_file():
-        return
     try:
-        recorded = dict(json.loads((directory / CHECKSUMS).read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        remedy = f"is no list of checksums ({error}); write the model again"
-        raise InputError(Fault(field, str(directory / CHECKSUMS), remedy)) from error
-    raise_faults(
-        Fault(field, str(path), f"{state}: write or fetch the model again")
-        for path, state in (
-            (directory / name, _state(directory / name, sha256))
-            for name, sha256 in sorted(recorded.items())
-        )
-        if state
-    )
+        configuration_ders.verify_checksums(directory)
+    except ValueError as error:
+        raise InputError(Fault(field, str(directory), str(error))) from error
 
 
 def place_faults(out: Path, *sources: Path | None) -> list[Fault]:
@@ -134,10 +118,3 @@ def new_directory(out: Path) -> Iterator[Path]:
     sync_directory(partial)
     partial.replace(out)
     sync_directory(out.parent)
-
-
-def _state(path: Path, sha256: str) -> str:
-    """What is wrong with a file, nothing if it is the one that was written."""
-    if not path.is_file():
-        return "is missing"
-    return "" if sha256_file(path) == sha256 else "was altered, its sha256 is another"

@@ -109,7 +109,11 @@ def test_training_sparse_values_makes_nothing_as_large_as_a_matrix(monkeypatch, 
     delta = random_delta({"codec": "sparse", "drop_rate": drop_rate}, shape=(2, 200, 100))
     x = torch.randn(6, 100, dtype=torch.float64, requires_grad=True)
     kept = []
-    pack = lambda tensor: kept.append(tensor.numel()) or tensor  # noqa: E731
+
+    def pack(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
     with Sizes() as sizes, saved_tensors_hooks(pack, lambda tensor: tensor):
         delta(x, torch.tensor([0, 1, 0, 1, 1, 0])).sum().backward()
     values = delta.values.numel()

@@ -199,8 +199,8 @@ def test_missing_and_altered_files_are_both_named_and_nothing_is_written(packed,
     config.write_text(config.read_text() + "\n")
     message = refused(broken, tmp_path / "out")
     for file in (shards[0], config):
-        assert f"{file}': was altered" in message
-    assert f"{shards[1]}': is missing" in message
+        assert f"{file}: was altered" in message
+    assert f"{shards[1]}: is missing" in message
     assert shards[2].name not in message
     assert not (tmp_path / "out").exists()
     (broken / "checksums.json").write_text("[1]")

@@ -169,7 +169,7 @@ def verify_checksums(folder: Path) -> None:
     faults = []
     try:
         recorded = dict(json.loads(record.read_text()))
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         remedy = "write or download the model again"
         raise ValueError(f"{record}: is no list of checksums ({error}); {remedy}") from error
     for name, expected in recorded.items():

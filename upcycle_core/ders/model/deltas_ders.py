@@ -8,6 +8,7 @@ T tokens, I input size, O output size, D deltas, n values of a sparse delta, r r
 
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ def sort_rows(experts_R: Tensor, deltas: int) -> tuple[Tensor, Rows]:
     return order_R, Rows(sorted_R, torch.bincount(sorted_R, minlength=deltas).tolist())
 
 
-class Delta(nn.Module):
+class Delta(nn.Module, ABC):
     """What D experts differ in from one shared matrix [O, I].
 
     Args:
@@ -67,9 +68,9 @@ class Delta(nn.Module):
         self.deltas, self.outputs, self.inputs = shape
         self.bias = nn.Parameter(torch.zeros(shape[:2])) if bias else None
 
+    @abstractmethod
     def dense(self, expert: int) -> Tensor:
         """Return one delta as a matrix [O, I], without its bias."""
-        raise NotImplementedError
 
     def apply_one(self, x_TI: Tensor, expert: int) -> Tensor:
         """Return the product of every token with one delta, [T, O]; no bias."""

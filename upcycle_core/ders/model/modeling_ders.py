@@ -39,7 +39,7 @@ class DersRouter(nn.Linear):
         self.top_k = config.num_experts_per_tok
         self.divide = config.combine == "normalised" and config.universal == "none"
 
-    def forward(  # type: ignore[override]
+    def forward(  # type: ignore[override]  # a linear layer's would be the logits alone
         self, x_TH: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits [T, N], weights [T, k] fp32 and experts [T, k] int64.
