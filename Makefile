@@ -12,7 +12,7 @@ RUN := $(VENV)/bin/python
 # A benchmark is a module that can be run; the others are what benchmarks share.
 BENCHMARKS = $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 
-.PHONY: help env demo demo-symphony demo-ders compare evaluate test test-faults bench up deploy down status lint
+.PHONY: help env demo demo-symphony demo-ders demo-simoe compare evaluate test test-faults bench up deploy down status lint
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
@@ -36,6 +36,9 @@ demo-symphony: env ## Models that share no seed to one Mixture-of-Experts, and t
 
 demo-ders: env ## The demo's experts as one shared base and light deltas; the smallest is registered
 	$(RUN) -m flows.ders $(RECIPE) recipes/compression.yaml
+
+demo-simoe: env ## Instruction tuning that finds sparse experts, beside its rivals
+	$(RUN) -m flows.simoe recipes/simoe.yaml recipes/simoe-rivals.yaml
 
 compare: env ## Published ways of upcycling beside DUME, on the demo's experts
 	$(RUN) -m flows.compare $(RECIPE) recipes/baselines.yaml --tokens $(TOKENS)

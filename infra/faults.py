@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from infra.ders_faults import ders_faults
 from infra.recipe import Recipe
+from infra.simoe_faults import FIGURES, simoe_faults
 from infra.symphony_faults import symphony_faults
 from upcycle_core.baselines.checks import baseline_faults
 from upcycle_core.corpora.config import Source
@@ -32,6 +33,7 @@ def faults(recipe: Recipe) -> list[Fault]:
         *_gate_faults(recipe),
         *symphony_faults(recipe),
         *ders_faults(recipe),
+        *simoe_faults(recipe),
     ]
 
 
@@ -55,7 +57,7 @@ def _name_faults(recipe: Recipe) -> Iterator[Fault]:
 
 def _domain_faults(recipe: Recipe) -> Iterator[Fault]:
     count = len(recipe.domains)
-    if count < 2:
+    if count < 2 and recipe.simoe is None:
         yield Fault("domains", sorted(recipe.domains), f"{count} given; at least two are needed")
     for name, domain in recipe.domains.items():
         where = f"domains.{name}"
@@ -159,17 +161,18 @@ def _training_faults(recipe: Recipe) -> Iterator[Fault]:
 
 def _length_faults(recipe: Recipe) -> Iterator[Fault]:
     longest = recipe.seed_model.shape.max_positions
-    lengths = {
-        "experts.training": recipe.experts.training.sequence_length,
-        "evaluation": recipe.evaluation.sequence_length,
-    }
+    lengths = {}
+    if recipe.simoe is None or any(row.method == "btx" for row in recipe.baselines.values()):
+        lengths["experts.training"] = recipe.experts.training.sequence_length
+    if recipe.simoe is None:
+        lengths["evaluation"] = recipe.evaluation.sequence_length
     if recipe.symphony is None:
         lengths["seed_model.training"] = recipe.seed_model.training.sequence_length
-        lengths["statistics"] = recipe.statistics.sequence_length
     else:
         lengths["symphony.calibration"] = recipe.symphony.calibration.sequence_length
-        if recipe.symphony.router == "ridge":
-            lengths["statistics"] = recipe.statistics.sequence_length
+    solves = recipe.symphony is None or recipe.symphony.router == "ridge"
+    if recipe.simoe is None and solves:
+        lengths["statistics"] = recipe.statistics.sequence_length
     if recipe.post_training is not None:
         lengths["post_training.training"] = recipe.post_training.training.sequence_length
     for name, row in recipe.baselines.items():
@@ -187,12 +190,16 @@ def _length_faults(recipe: Recipe) -> Iterator[Fault]:
 def _comparison_faults(recipe: Recipe) -> Iterator[Fault]:
     for name, row in recipe.baselines.items():
         where = f"baselines.{name}"
-        yield from baseline_faults(row, recipe.domains, where)
+        # With instructions, domains are labels in files that have not been read.
+        labels = list(recipe.domains) if recipe.simoe is None else [""] * row.top_k
+        found = baseline_faults(row, labels, where)
+        weighted = f"{where}.objective.domain_weights"
+        yield from (f for f in found if recipe.simoe is None or f.field != weighted)
         if recipe.symphony is None and row.uses_seed and not recipe.has_seed:
             remedy = "begins with the seed, and the recipe has none; give seed_model.model"
             yield Fault(f"{where}.method", row.method, remedy)
         without = [d for d, domain in recipe.domains.items() if domain.train is None]
-        if row.trains and without:
+        if row.trains and without and recipe.simoe is None:
             remedy = f"is trained on all domains, and {without} have no training text"
             yield Fault(f"{where}.method", row.method, remedy)
         accumulated, workers = row.training.gradient_accumulation, recipe.compute.baselines.workers
@@ -223,6 +230,10 @@ def _task_faults(recipe: Recipe) -> Iterator[Fault]:
 
 def _gate_faults(recipe: Recipe) -> Iterator[Fault]:
     gate = recipe.registry.gate
+    if recipe.simoe is not None:
+        for metric in (m for m in gate.metrics if m not in FIGURES):
+            yield Fault("registry.gate", metric, f"not measured; use one of {list(FIGURES)}")
+        return
     known = [*TEXT_METRICS, *(f"task.{name}" for name in recipe.tasks)]
     if any(task.domain is not None for task in recipe.tasks.values()):
         known.append("task_average")

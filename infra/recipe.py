@@ -10,19 +10,24 @@ import yaml
 from pydantic import TypeAdapter
 
 from infra.resources import ComputeConfig
+from infra.tuning import TuningConfig
 from upcycle_core.baselines.config import Baseline, ComparisonConfig
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source, TokenizerConfig
+from upcycle_core.corpora.tuning.config import InstructionsConfig
 from upcycle_core.ders.config import CompressionConfig
 from upcycle_core.dume.config import BackboneConfig, MoEConfig, RouterConfig, StatisticsConfig
 from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.harness.config import EvaluationTask, TaskEvaluationConfig
 from upcycle_core.evaluation.results import expert_row
 from upcycle_core.evaluation.similarity.config import SimilarityConfig
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.symphony.config import PostTrainingConfig, SymphonyConfig
 from upcycle_core.training.config import ExpertsConfig, SeedConfig
 
 SYMPHONY = "symphony"
 """The recipe's own way of joining strangers, among the variants of its baselines."""
+SIMOE = "simoe"
+"""The recipe's own model where it is found by instruction tuning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +36,9 @@ class GateConfig:
 
     Figures are points, higher is better: `normalised_average` and `normalised_worst` of the
     perplexity on held-out text; `task_average`, normalised over the tasks that have a domain; and
-    `task.NAME`, a task's own metric (rates in percent, metrics where less is better negated).
+    `task.NAME`, a task's own metric (rates in percent, metrics where less is better negated). After
+    instruction tuning: `exact_match_unseen`, `rouge_l_unseen`, `exact_match_seen`, `rouge_l_seen`,
+    in percent, means over categories.
     """
 
     __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
@@ -110,6 +117,13 @@ class Recipe:
     """Compare the experts of joined models with each other, layer by layer; not by default."""
     outside: Mapping[str, Source] = field(default_factory=dict)
     """Texts of domains that no model, alignment or training sees, to judge models on."""
+    simoe: SimoeUpcyclingConfig | None = None
+    """Find sparse experts in the seed by instruction tuning, with SIMoE; the domains then are what
+    the seed is trained on."""
+    instructions: InstructionsConfig = field(default_factory=InstructionsConfig)
+    """What is tuned on and judged by, with `simoe`."""
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    """How it is tuned, with `simoe`."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Perplexity on held-out text."""
     baselines: Mapping[str, Baseline] = field(default_factory=dict)
@@ -137,6 +151,8 @@ class Recipe:
     @property
     def method(self) -> str:
         """How experts are joined; the row of the result in tables."""
+        if self.simoe is not None:
+            return SIMOE
         return "dume" if self.symphony is None else SYMPHONY
 
     @property
@@ -162,7 +178,7 @@ class Recipe:
         """Whether there is a seed model, made here or given."""
         if self.symphony is not None:
             return False
-        return self.trains_experts or self.seed_model.model is not None
+        return self.simoe is not None or self.trains_experts or self.seed_model.model is not None
 
     @property
     def expert_tokens(self) -> int:
@@ -173,6 +189,8 @@ class Recipe:
     @property
     def own_models(self) -> tuple[str, ...]:
         """Rows of the report that are models of their own, beside baselines."""
+        if self.simoe is not None:
+            return ("seed", SIMOE)
         seed = ("seed",) if self.has_seed else ()
         before = ("harmonised",) if self.post_training is not None else ()
         return (*map(expert_row, self.domains), *seed, "model_averaging", *before, self.method)
@@ -195,6 +213,11 @@ class Recipe:
         """Rows that can be scored on tasks: those, and the baselines that are trained."""
         trained = (name for name, row in self.baselines.items() if row.trains)
         return (*self.own_models, *trained)
+
+    @property
+    def tuned(self) -> tuple[str, ...]:
+        """Rows of the table of instruction tuning: the seed, its rivals, its ablations, itself."""
+        return () if self.simoe is None else ("seed", *self.baselines, SIMOE)
 
     @property
     def compressed(self) -> tuple[str, ...]:

@@ -12,10 +12,20 @@ MODEL_OF_DERS = (
     "upcycle_core/ders/source.py",
 )
 """What decides how a model of one base and light deltas computes."""
-OWN_MODELS = (*MODEL_OF_BAM, *MODEL_OF_DERS)
+MODEL_OF_SIMOE = (
+    "upcycle_core/simoe/model/configuration_simoe.py",
+    "upcycle_core/simoe/model/gates_simoe.py",
+    "upcycle_core/simoe/model/modeling_simoe.py",
+)
+"""What decides how a model of sparse interpolated experts computes."""
+OWN_MODELS = (*MODEL_OF_BAM, *MODEL_OF_DERS, *MODEL_OF_SIMOE)
 
 
 def register_architectures() -> None:
     """Make transformers know them in this process."""
-    for package in ("upcycle_core.baselines.bam", "upcycle_core.ders.model"):
+    for package in (
+        "upcycle_core.baselines.bam",
+        "upcycle_core.ders.model",
+        "upcycle_core.simoe.model",
+    ):
         importlib.import_module(package)

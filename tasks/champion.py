@@ -59,7 +59,7 @@ class Champion:
             "reference": heldout,
         }
         mark = workspace.digest("report")
-        return self._run("champion", champion_piece, arguments, f"{mark}").result
+        return self.run("champion", champion_piece, arguments, f"{mark}").result
 
     def tasks(self) -> tuple[dict[str, TaskScore], list[Item]]:
         """Its scores on this run's tasks, and every item."""
@@ -72,9 +72,10 @@ class Champion:
         }
         # What this run's own model was scored with decides what the champion's scores are.
         mark = workspace.digest(f"task_scores/{recipe.method}")
-        return read_scores(self._run("tasks", score_model, arguments, f"{mark}").path)
+        return read_scores(self.run("tasks", score_model, arguments, f"{mark}").path)
 
-    def _run(self, name: str, function: Any, arguments: Mapping[str, Any], mark: str) -> Done:
+    def run(self, name: str, function: Any, arguments: Mapping[str, Any], mark: str) -> Done:
+        """Run a piece on a copy of its files; ``mark`` names what decides the result."""
         workspace = self.session.workspace
         if not self.directory.exists():
             self.registry.download(self.version.reference, self.directory)

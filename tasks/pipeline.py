@@ -15,6 +15,7 @@ import yaml
 
 from infra.reading import load_recipe
 from infra.recipe import Recipe, recipe_yaml
+from tasks.answers import answers
 from tasks.backbone import backbone
 from tasks.baselines import baselines
 from tasks.comparison import comparison
@@ -22,6 +23,7 @@ from tasks.compression import compression
 from tasks.corpora import corpora
 from tasks.documents import documents
 from tasks.experts import experts
+from tasks.instructions import instructions
 from tasks.model import model
 from tasks.outside import outside
 from tasks.pairs import pairs
@@ -40,6 +42,8 @@ from tasks.symphony_report import ablation
 from tasks.task_scores import task_scores
 from tasks.task_sets import task_sets
 from tasks.tokenizer import tokenizer
+from tasks.tuning import simoe, tuned
+from tasks.tuning_report import tuning_report
 from tasks.united import united
 from tasks.vocabulary import vocabulary
 
@@ -54,6 +58,7 @@ ORDER: tuple[Stage, ...] = (
     corpora,
     outside,
     seed,
+    instructions,
     experts,
     backbone,
     statistics,
@@ -71,6 +76,10 @@ ORDER: tuple[Stage, ...] = (
     symphony,
     ablation,
     similarity,
+    tuned,
+    simoe,
+    answers,
+    tuning_report,
     task_scores,
 )
 

@@ -66,7 +66,7 @@ def register(
     name = recipe.registered_name
     digest = workspace.digest("model")
     assert digest is not None
-    known = _newest(registry, name, compressed=False)
+    known = newest(registry, name, compressed=False)
     if known is not None and known.tags.get(MODEL_TAG) == digest:
         return Outcome(known, False, known.tags.get(DECISION_TAG, ""))
     metrics = json.loads((workspace.path("report") / "metrics.json").read_text())
@@ -92,11 +92,7 @@ def register(
         ),
         run=run,
     )
-    registry.set_alias(version, "challenger")
-    if decision.promoted:
-        registry.set_alias(version, "champion")
-    [current] = [v for v in registry.versions(name) if v.number == version.number]
-    return Outcome(current, True, decision.reason)
+    return Outcome(with_alias(registry, version, decision.promoted), True, decision.reason)
 
 
 def register_compressed(
@@ -122,14 +118,21 @@ def register_compressed(
     metrics = json.loads((folder / REPORT / "metrics.json").read_text())
     digest = fingerprint(tree_digest(folder / MODEL))
     name = recipe.registered_name
-    known = _newest(registry, name, compressed=True)
+    known = newest(registry, name, compressed=True)
     if known is not None and known.tags.get(MODEL_TAG) == digest:
         return Outcome(known, False, known.tags.get(DECISION_TAG, ""))
     made = _compressed(session, versions, metrics, digest)
     version = registry.register(name, folder / MODEL, made, run=run)
+    return Outcome(with_alias(registry, version, False), True, made.tags[DECISION_TAG])
+
+
+def with_alias(registry: Registry, version: Version, promoted: bool) -> Version:
+    """The new version as ``challenger``, and as ``champion`` if it was promoted."""
     registry.set_alias(version, "challenger")
-    [current] = [v for v in registry.versions(name) if v.number == version.number]
-    return Outcome(current, True, made.tags[DECISION_TAG])
+    if promoted:
+        registry.set_alias(version, "champion")
+    [current] = [v for v in registry.versions(version.name) if v.number == version.number]
+    return current
 
 
 def _compressed(
@@ -168,7 +171,7 @@ def _compressed(
     )
 
 
-def _newest(registry: Registry, name: str, *, compressed: bool) -> Version | None:
+def newest(registry: Registry, name: str, *, compressed: bool = False) -> Version | None:
     """The newest version of either kind."""
     kind = [v for v in registry.versions(name) if (COMPRESSED_TAG in v.tags) == compressed]
     return kind[-1] if kind else None

@@ -18,11 +18,13 @@ from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
 from upcycle_core.corpora.sources import source_faults, source_fingerprint
+from upcycle_core.corpora.tuning.prepare import instruction_faults, instruction_fingerprint
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.training.config import LlamaShape
 
 TEXTS = ("train", "calibration", "heldout", "elsewhere")
 SEED = "seed"
+INSTRUCTIONS = "instructions"
 # What training costs on disk: weights and two moments, in two checkpoints, and the result.
 TRAINING_COPIES = 8
 
@@ -38,12 +40,15 @@ TRAINING_COPIES = 8
         "symphony",
         "tasks",
         "task_evaluation.folder",
+        "simoe",
+        "instructions",
     ),
     sources=("tasks/sources.py", "tasks/task_files.py"),
     always=True,
 )
 def sources(run: StageRun) -> None:
-    """Write ``DOMAIN.json``, ``seed.json``, ``tasks/TASK.json``: sha256 of all that is outside."""
+    """Write ``DOMAIN.json``, ``seed.json``, ``instructions.json``, ``tasks/TASK.json``: sha256 of
+    all that is outside."""
     recipe = run.recipe
     check(recipe, run.models)
     cache = run.models
@@ -68,6 +73,9 @@ def sources(run: StageRun) -> None:
             run.out / f"{SEED}.json",
             {SEED: tree_digest(resolve_model(recipe.seed_model.model, cache))},
         )
+    if recipe.simoe is not None:
+        read = instruction_fingerprint(recipe.instructions, folder=folder)
+        _write(run.out / f"{INSTRUCTIONS}.json", read)
     for name in recipe.tasks:
         (run.out / "tasks").mkdir(exist_ok=True)
         _write(run.out / "tasks" / f"{name}.json", task_fingerprint(recipe, name))
@@ -88,7 +96,10 @@ def check(recipe: Recipe, cache: Path) -> None:
     Raises:
         InputError: With every fault of every text, model and task.
     """
-    raise_faults([*text_faults(recipe), *model_faults(recipe, cache), *task_set_faults(recipe)])
+    found = [*text_faults(recipe), *model_faults(recipe, cache), *task_set_faults(recipe)]
+    if recipe.simoe is not None:
+        found += instruction_faults(recipe.instructions, folder=folder_of(recipe))
+    raise_faults(found)
 
 
 def text_faults(recipe: Recipe) -> list[Fault]:

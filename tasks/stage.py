@@ -24,7 +24,9 @@ from upcycle_core.errors import Fault, InputError
 CODE = Path(__file__).resolve().parent.parent
 Inputs = Callable[[Recipe, str], Iterable[str]]
 Params = Sequence[str] | Callable[[Recipe, str], Iterable[str]]
-Per = Literal["domain", "baseline", "model", "variant", "pairing", "outside", "source", "recipe"]
+Per = Literal[
+    "domain", "baseline", "model", "variant", "pairing", "outside", "source", "tuned", "recipe"
+]
 
 
 @dataclass
@@ -98,7 +100,6 @@ class StageRun:
 
     def run(self, pieces: Sequence[Piece], kind: str) -> dict[str, Done]:
         """Run ``pieces`` on Ray with the resources that ``compute.KIND`` asks for."""
-        label = self.stage.label(self.item)
         watch = PieceWatch(
             {piece.name: progress_file(self.pieces_directory, piece.name) for piece in pieces},
             label=self.stage.name,
@@ -110,7 +111,7 @@ class StageRun:
             pieces,
             directory=self.pieces_directory,
             resources=getattr(self.recipe.compute, kind),
-            label=label,
+            label=self.stage.label(self.item),
             watch=watch,
         )
         watch(final=True)
@@ -168,6 +169,7 @@ class Stage:
             "pairing": dict.fromkeys(recipe.pairings.values()),
             "outside": recipe.outside,
             "source": recipe.compressed,
+            "tuned": recipe.tuned,
             "recipe": [""],
         }
         return list(found[self.per]) if self.needed(recipe) else []
@@ -222,8 +224,7 @@ class Stage:
         if not self.always and self.is_current(session, item):
             session.log(f"{label}: up to date")
             return False
-        started = time.monotonic()
-        made_from = self.made_from(session, item)
+        started, made_from = time.monotonic(), self.made_from(session, item)
         mark = fingerprint(made_from)
         artifact = self.artifact(item)
         out = session.workspace.stage(artifact)

@@ -26,14 +26,13 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
     inputs=_inputs,
     params=("tokenizer", "seed_model.model"),
     sources=("upcycle_core/corpora/tokenizer.py",),
-    needed=lambda recipe: recipe.method == "dume",
+    needed=lambda recipe: recipe.method in ("dume", "simoe"),
 )
 def tokenizer(run: StageRun) -> None:
     """Write the tokenizer's files."""
     recipe = run.recipe
     if not recipe.trains_seed:
-        first = next(iter(recipe.domains.values())).expert
-        reference = recipe.seed_model.model or first
+        reference = recipe.seed_model.model or next(iter(recipe.domains.values())).expert
         assert reference is not None
         copy_tokenizer(resolve_model(reference, run.models), run.out)
         return

@@ -61,6 +61,7 @@ def test_deployed_run_reaches_the_registry(served, tmp_path):
         "evaluate/tasks",
         "symphony/strangers",
         "ders/deltas",
+        "simoe/instructions",
     ]
     done = served.run(
         "env",

@@ -28,6 +28,7 @@ WATCHED = {
     "upcycle_core.evaluation.harness.adapter": ("evaluate_tasks",),
     "upcycle_core.symphony.moments": ("collect_moments",),
     "upcycle_core.ders.compress": ("compress",),
+    "upcycle_core.simoe.train": ("train_simoe",),
     "infra.progress": (),
 }
 

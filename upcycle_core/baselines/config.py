@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from upcycle_core.ders.config import DersUpcyclingConfig
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.symphony.config import SymphonyConfig
 from upcycle_core.training.config import MoEObjective, TrainingConfig
 
@@ -17,6 +18,7 @@ Method = Literal[
     "full-finetune",
     "symphony",
     "ders",
+    "simoe",
 ]
 FROM_EXPERTS: frozenset[Method] = frozenset(
     {"btx", "dume", "bam", "branch-train-merge", "symphony"}
@@ -43,7 +45,8 @@ class Baseline:
     `sparse-upcycling`: copies of one FFN; `drop-upcycling`: the same, partly re-initialised; `bam`:
     query and output projections are experts as well; `branch-train-merge`: ensemble of the experts,
     no training; `full-finetune`: the seed on all text; `symphony`: Symphony-MoE with settings of
-    its own, for ablations; `ders`: the seed's FFN as the shared base of light experts."""
+    its own, for ablations; `ders`: the seed's FFN as the shared base of light experts; `simoe`: SIMoE
+    with settings of its own, likewise."""
     title: str | None = None
     """Name in tables and plots; the recipe's key by default."""
     top_k: int = field(default=2, metadata={"ge": 1})
@@ -61,6 +64,8 @@ class Baseline:
     """The settings of a row whose method is `symphony`."""
     ders: DersUpcyclingConfig | None = None
     """The settings of a row whose method is `ders`."""
+    simoe: SimoeUpcyclingConfig | None = None
+    """The settings of a row whose method is `simoe`."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Training on the training text of all domains; a comparison's token budget sets its steps."""
     objective: MoEObjective = field(default_factory=MoEObjective)

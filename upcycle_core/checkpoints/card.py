@@ -15,10 +15,10 @@ def write_model_card(
     title: str,
     recipe_text: str,
     method: str,
-    experts: Sequence[str],
+    experts: Sequence[str] = (),
     licence: str | None = None,
 ) -> None:
-    """Write README.md beside an assembled checkpoint.
+    """Write README.md beside a checkpoint of experts.
 
     The text depends on the arguments and the checkpoint's config.json alone: it holds no time, no
     host and no commit.
@@ -27,8 +27,8 @@ def write_model_card(
         directory: The checkpoint, with its config.json.
         title: Name of the model.
         recipe_text: The resolved recipe as YAML.
-        method: What joined the experts (``DUME``).
-        experts: Domains, in the order of the experts.
+        method: What joined the experts (``DUME``), or found them (``SIMoE``).
+        experts: Domains, in the order of the experts; none if they were found in one model.
         licence: Identifier for hubs; the experts' own decides where none is given.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -37,18 +37,23 @@ def write_model_card(
         front.append(f"license: {licence}")
     front += ["tags:", "- moe", "- merge", "---"]
     rows = [f"| {index} | {name} |" for index, name in enumerate(experts)]
+    origin = f"A dense model in which instruction tuning found experts, by {method} with Upcycle."
+    if experts:
+        origin = f"A Mixture-of-Experts of {len(experts)} dense models, joined by {method} with "
+        origin += "Upcycle."
     body = [
         f"# {title}",
-        f"A Mixture-of-Experts of {len(experts)} dense models, joined by {method} with Upcycle.",
+        origin,
         _table(config),
-        "\n".join(["| expert | domain |", "| --- | --- |", *rows]),
+        *(["\n".join(["| expert | domain |", "| --- | --- |", *rows])] if experts else []),
         "Load it with transformers alone:",
         _fenced("python", _usage(config)),
         "The recipe that made it:",
         _fenced("yaml", recipe_text.strip()),
     ]
     if licence is None:
-        body.append("It may be used as far as the licences of all its experts allow.")
+        whose = "all its experts" if experts else "the dense model and of the instructions"
+        body.append(f"It may be used as far as the licences of {whose} allow.")
     write_text(directory / MODEL_CARD, "\n".join(front) + "\n\n" + "\n\n".join(body) + "\n")
 
 
@@ -58,22 +63,23 @@ def _usage(config: dict) -> str:
     return f"""\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH"{trust})
 model = AutoModelForCausalLM.from_pretrained("PATH"{trust})
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))"""
 
 
 def _table(config: dict) -> str:
-    dense = config.get("dense", config)  # DeRS keeps the dense model's configuration whole
+    dense = config.get("dense", config)  # our own architectures keep the dense one's whole
     rows = {
         "architecture": config["architectures"][0],
-        "layers": dense["num_hidden_layers"],
-        "hidden size": dense["hidden_size"],
-        "experts a token": config["num_experts_per_tok"],
+        "layers": dense.get("num_hidden_layers"),
+        "hidden size": dense.get("hidden_size"),
+        "experts a token": config.get("num_experts_per_tok"),
+        "experts, interpolated": config.get("num_simoe_experts"),
         "weights": config["dtype"],
     }
-    lines = [f"| {key} | {value} |" for key, value in rows.items()]
+    lines = [f"| {key} | {value} |" for key, value in rows.items() if value is not None]
     return "\n".join(["| what | value |", "| --- | --- |", *lines])
 
 

@@ -30,10 +30,12 @@ class Conversation(NamedTuple):
         messages: Each with ``role`` and ``content``; the first is no response, the last is one
             (``role`` is ``assistant``).
         place: File and line, for errors.
+        task: The record's field ``task``, where it is text.
     """
 
     messages: list[Message]
     place: str
+    task: str | None = None
 
 
 def read_conversations(files: Sequence[Path]) -> list[Conversation]:
@@ -51,10 +53,12 @@ def read_conversations(files: Sequence[Path]) -> list[Conversation]:
     for file in files:
         records = 0
         try:
-            for place, row in _rows(file):
+            for place, row in place_rows(file):
                 records += 1
                 try:
-                    found.append(Conversation(_messages(row, place), place))
+                    task = row.get("task")
+                    named = task if isinstance(task, str) else None
+                    found.append(Conversation(messages_of(row, place), place, named))
                 except InputError as error:
                     faults += error.faults
         except (ValueError, OSError) as error:
@@ -71,7 +75,13 @@ def read_conversations(files: Sequence[Path]) -> list[Conversation]:
     return found
 
 
-def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def place_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place (file and line) and fields of each record of a .jsonl or .parquet file.
+
+    Raises:
+        ValueError: The file is of another kind, or a line is no record.
+        OSError: The file cannot be read.
+    """
     readers: dict[str, tuple[str, Callable[[], Iterator[tuple[int, dict]]]]] = {
         ".jsonl": ("line", lambda: json_rows(file, FORM)),
         ".parquet": ("row", lambda: parquet_rows(file)),
@@ -85,7 +95,12 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{file}, {what} {number}", present
 
 
-def _messages(row: dict[str, Any], place: str) -> list[Message]:
+def messages_of(row: dict[str, Any], place: str) -> list[Message]:
+    """The conversation that a record is; ``place`` is named in errors.
+
+    Raises:
+        InputError: It has no prompt or response, or not as text.
+    """
     if "messages" in row:
         return _conversation(row["messages"], place)
     prompt = _text(row, _only(row, PROMPT_FIELDS, place), place)

@@ -7,6 +7,7 @@ import re
 import tempfile
 from collections.abc import Sequence
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ from upcycle_core.corpora.seeded import permutation
 from upcycle_core.errors import Fault, InputError
 
 NO_LOSS = -100
+UNKNOWN_TASK = -1
+STAND_IN = "x"
+"""A response for a prompt that has none yet: how a prompt is written does not depend on it."""
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """What a chat template marks the assistant's text with, if it does."""
 
@@ -46,10 +50,11 @@ class InstructionRows(Dataset):
         sequence_length: S.
         count: Rows in all: steps x batch size x gradient accumulation.
         seed: Decides the order.
+        tasks: Names of tasks: each row then says which of them its record's field ``task`` is.
 
     Attributes:
         records: Conversations that are used.
-        cut: How many of them lost tokens.
+        cut: How many of them lost tokens from the left of their prompts.
         left_out: Conversations whose last response is too long.
 
     Raises:
@@ -66,22 +71,33 @@ class InstructionRows(Dataset):
         sequence_length: int,
         count: int,
         seed: int,
+        tasks: Sequence[str] = (),
     ) -> None:
         self._made_from = partial(
-            type(self), files, tokenizer, sequence_length=sequence_length, count=count, seed=seed
+            type(self),
+            files,
+            tokenizer,
+            sequence_length=sequence_length,
+            count=count,
+            seed=seed,
+            tasks=tasks,
         )
         self.sequence_length, self.count, self.seed = sequence_length, count, seed
         encoder = _Encoder(tokenizer)
         self.pad_id = encoder.pad_id
         conversations = read_conversations([Path(file) for file in files])
         encoded = [encoder.encode(conversation) for conversation in conversations]
-        kept = [row for row in encoded if _response_length(row) < sequence_length]
+        fits = [_response_length(row) < sequence_length for row in encoded]
+        kept = list(compress(encoded, fits))
         if not kept:
             remedy = f"no response fits into {sequence_length} tokens; raise sequence_length"
             raise InputError(Fault("instructions", f"{len(encoded)} records", remedy))
         self.records, self.left_out = len(kept), len(encoded) - len(kept)
         self.cut = sum(len(row.ids) > sequence_length for row in kept)
         rows = [_Encoded(row.ids[-sequence_length:], row.loss[-sequence_length:]) for row in kept]
+        known = {task: number for number, task in enumerate(tasks)}
+        places = [known.get(one.task or "", UNKNOWN_TASK) for one in conversations]
+        self._task_ids = torch.tensor(list(compress(places, fits))) if tasks else None
         self._ends = np.cumsum([len(row.ids) for row in rows])
         self._tokens = _mapped(rows, int(self._ends[-1]))
         self._order: tuple[int, np.ndarray] | None = None
@@ -92,7 +108,8 @@ class InstructionRows(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """One row: ``input_ids``, ``labels`` (-100 on prompt and padding) and ``attention_mask``.
 
-        All are ``[S]`` int64, padded on the right.
+        All are ``[S]`` int64, padded on the right. With tasks also ``task_ids``, a scalar int64:
+        the task's place among them, -1 for another.
         """
         if not 0 <= index < self.count:
             raise IndexError(index)
@@ -110,10 +127,42 @@ class InstructionRows(Dataset):
         row["input_ids"][: len(packed)] = torch.where(packed < 0, ~packed, packed)
         row["labels"][: len(packed)] = torch.where(packed < 0, NO_LOSS, packed)
         row["attention_mask"][: len(packed)] = 1
+        if self._task_ids is not None:
+            row["task_ids"] = self._task_ids[record]
         return row
 
     def __reduce__(self):
         return self._made_from, ()
+
+
+class Prompt(NamedTuple):
+    """A prompt as a model is given it.
+
+    Args:
+        ids: Token ids, at least one.
+        cut: How many were lost from the left.
+    """
+
+    ids: list[int]
+    cut: int
+
+
+def encode_prompt(tokenizer: Path | Any, prompt: str, *, max_tokens: int | None = None) -> Prompt:
+    """Exactly the tokens that stand before the response in a row of ``InstructionRows``.
+
+    Args:
+        tokenizer: Directory that ``AutoTokenizer`` loads, or what it has loaded.
+        prompt: The record's.
+        max_tokens: A longer prompt loses tokens from the left, as in training.
+
+    Raises:
+        InputError: As ``InstructionRows``, of the tokenizer.
+    """
+    asked = [{"role": "user", "content": prompt}, {"role": "assistant", "content": STAND_IN}]
+    row = _Encoder(tokenizer).encode(Conversation(asked, prompt[:40]))
+    ids = row.ids[: row.loss.index(True)]
+    kept = ids if max_tokens is None else ids[-max_tokens:]
+    return Prompt(kept, len(ids) - len(kept))
 
 
 class _Encoded(NamedTuple):
@@ -144,15 +193,17 @@ class _Encoder:
     """Conversations to tokens.
 
     Args:
-        directory: The tokenizer's.
+        tokenizer: Its directory, or the loaded one.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    def __init__(self, tokenizer: Path | Any) -> None:
+        if isinstance(tokenizer, str | Path):
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self.tokenizer: Any = tokenizer
         self.end_id: int = self.tokenizer.eos_token_id
         if self.end_id is None:
             remedy = "it has no end-of-sequence token to end responses with; set its eos_token"
-            raise InputError(Fault("tokenizer", str(directory), remedy))
+            raise InputError(Fault("tokenizer", self.tokenizer.name_or_path, remedy))
         pad_id = self.tokenizer.pad_token_id
         self.pad_id: int = self.end_id if pad_id is None else pad_id
         added = self.tokenizer.added_tokens_decoder.items()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from upcycle_core.errors import Fault, InputError
@@ -29,9 +29,17 @@ from upcycle_core.training.checkpoints import (
 )
 from upcycle_core.training.config import MoEObjective, TrainingConfig
 from upcycle_core.training.divergence import BackwardOrder, not_finite
+from upcycle_core.training.extension import (
+    AfterStep,
+    Extension,
+    clipped_together,
+    load_state,
+    optimizer_groups,
+    save_state,
+)
 from upcycle_core.training.objective import StepLosses
 from upcycle_core.training.reporter import Reporter
-from upcycle_core.training.resume import best_step
+from upcycle_core.training.resume import kept_step
 from upcycle_core.training.rows import collate, targets
 from upcycle_core.training.validation import mean_loss
 
@@ -52,6 +60,7 @@ class CausalTrainer(Trainer):
         objective: Losses beside the text's, and what is watched.
         undecayed: Names of parameters without weight decay.
         validation: Rows whose loss is measured.
+        extension: What a paper adds.
     """
 
     def __init__(
@@ -66,10 +75,12 @@ class CausalTrainer(Trainer):
         objective: MoEObjective | None = None,
         undecayed: frozenset[str] = frozenset(),
         validation: Dataset | None = None,
+        extension: Extension | None = None,
     ) -> None:
         self._config = config
         self._validation = validation
-        self._losses = StepLosses(model, objective, config)
+        self._extension = extension
+        self._losses = StepLosses(model, objective, config, extension)
         reporter = Reporter(
             progress,
             config.step_tokens,
@@ -79,10 +90,14 @@ class CausalTrainer(Trainer):
         if config.gradient_checkpointing:
             # Reentrant checkpointing would silently drop the gradient of the routers' losses.
             model.activation_checkpointing_enable({"use_reentrant": False})
+        callbacks: list[TrainerCallback] = [reporter]
+        if extension is not None:
+            callbacks.insert(0, AfterStep(extension))
         super().__init__(
-            model, args, data_collator=collate, train_dataset=dataset, callbacks=[reporter]
+            model, args, data_collator=collate, train_dataset=dataset, callbacks=callbacks
         )
         self.remove_callback(PrinterCallback)
+        self._clipped = clipped_together(model, extension)
         self._network = model
         self._record = record
         self._undecayed = undecayed
@@ -109,6 +124,16 @@ class CausalTrainer(Trainer):
         """Names of the parameters that decay."""
         names = super().get_decay_parameter_names(model)
         return [name for name in names if name not in self._undecayed]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimizer, with the extension's groups where there is one."""
+        if self.optimizer is None and self._extension is not None:
+            decaying = self.get_decay_parameter_names(self._network)
+            groups = self._extension.groups()
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self._network)
+            chosen = optimizer_groups(self._network, groups, self._config, decaying)
+            self.optimizer = kind(chosen, **options)
+        return super().create_optimizer(model)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
         """Targets of the whole step, over all workers, for rows that say what they predict.
@@ -166,13 +191,14 @@ class CausalTrainer(Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         self._order.first_step_is_over()
         step, limit = self.state.global_step + 1, self._config.max_gradient_norm
-        parameters = [p for p in self._network.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         loss = self._losses.end_backward(step)
-        if not torch.isfinite(loss) or not torch.isfinite(norm):
+        gradients = [[p.grad for p in own if p.grad is not None] for own in self._clipped]
+        norms = [torch.nn.utils.get_total_norm(own) for own in gradients]
+        if not torch.isfinite(loss) or not all(torch.isfinite(norm) for norm in norms):
             raise not_finite(step, loss, self._order.first_not_finite(), self._config)
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        return norm
+        for parameters, norm in zip(self._clipped, norms, strict=True):
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norms[0]
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         """Not counted: the count walks all parameters at every step."""
@@ -212,11 +238,15 @@ class CausalTrainer(Trainer):
         directory = Path(str(output_dir))
         directory.mkdir(parents=True, exist_ok=True)
         save_model(self._network, str(directory / "model.safetensors"))
+        if self._extension is not None:
+            save_state(self._extension, directory)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         load_weights(self._network, Path(resume_from_checkpoint))
+        if self._extension is not None:
+            load_state(self._extension, Path(resume_from_checkpoint))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -228,8 +258,8 @@ class CausalTrainer(Trainer):
             points = self.state.log_history
             loss = next(point["loss"] for point in reversed(points) if "loss" in point)
             mark_complete(directory, {**self._record, "loss": loss, "seconds": seconds})
-            best = best_step(points) if self._config.keep == "best" else None
-            keep_newest(checkpoints, count=KEPT_CHECKPOINTS, spare=best)
+            spare = kept_step(points, self._config, self._extension)
+            keep_newest(checkpoints, count=KEPT_CHECKPOINTS, spare=spare)
         workers.wait()
 
 

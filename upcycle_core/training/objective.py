@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from upcycle_core.training import workers
 from upcycle_core.training.config import MoEObjective, TrainingConfig
+from upcycle_core.training.extension import Extension
 from upcycle_core.training.losses import Routing, balance_loss, record_routers, z_loss
 from upcycle_core.training.watch import Watch, router_layers
 
@@ -21,12 +22,18 @@ class StepLosses:
         model: What is trained.
         objective: Coefficients and how often is watched; None for the text's loss alone.
         config: When there is a checkpoint: then there is a point, so that curves survive a kill.
+        extension: Losses and curves of a paper's own.
     """
 
     def __init__(
-        self, model: nn.Module, objective: MoEObjective | None, config: TrainingConfig
+        self,
+        model: nn.Module,
+        objective: MoEObjective | None,
+        config: TrainingConfig,
+        extension: Extension | None = None,
     ) -> None:
         self._model, self._objective, self._config = model, objective, config
+        self._extension = extension
         self._routed = objective is not None and bool(router_layers(model))
         self._watch = None if objective is None else Watch(model)
         self._routing: Routing | None = None
@@ -71,10 +78,13 @@ class StepLosses:
                     parts[name] = term(self._routing)
                 loss = loss + coefficient * parts[name] if coefficient else loss
             self._watch.add(self._routing)
-            self._routing = None
+        if self._extension is not None:
+            loss = loss + self._extension.penalty()
+        if self._routing is not None or self._extension is not None:
             for name, value in parts.items():
                 share = value.detach() / micro_batches
                 self._sums[name] = self._sums[name] + share if name in self._sums else share
+        self._routing = None
         whole = loss.detach()
         self._step_loss = whole if self._step_loss is None else self._step_loss + whole
         return loss
@@ -89,11 +99,14 @@ class StepLosses:
 
     def point(self, step: int) -> dict[str, float]:
         """Each loss alone, without its coefficient: a mean over workers and the steps since the
-        last point. At a watched step also the point of the watch. All workers must call it."""
+        last point. At a watched step also the point of the watch, and always that of the
+        extension. All workers must call it."""
         steps, self._last_step = step - self._last_step, step
         scale = workers.count() * steps
         values = {name: workers.total(total).item() / scale for name, total in self._sums.items()}
         self._sums = {}
         if self._watch is not None and self.is_watched(step):
             values |= self._watch.point()
+        if self._extension is not None:
+            values |= self._extension.point()
         return values

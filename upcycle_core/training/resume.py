@@ -10,6 +10,7 @@ from upcycle_core.errors import Fault, InputError
 from upcycle_core.training import workers
 from upcycle_core.training.checkpoints import Checkpoint, discard_incomplete, newest_complete
 from upcycle_core.training.config import MoEObjective, TrainingConfig
+from upcycle_core.training.extension import Extension
 
 _ABSENT = "nothing"
 _STATE = "trainer_state.json"
@@ -44,13 +45,23 @@ def training_record(
     seed: int,
     objective: MoEObjective | None,
     fingerprint: Mapping[str, Any],
+    extension: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What decides a training, for the markers of its checkpoints."""
+    """What decides a training, for the markers of its checkpoints.
+
+    Args:
+        config: What is done.
+        seed: Of what is random.
+        objective: Of a Mixture-of-Experts.
+        fingerprint: What the rows are made from, JSON values.
+        extension: Settings of what a paper adds, JSON values.
+    """
     return {
         "config": asdict(config),
         "seed": seed,
         "objective": asdict(objective) if objective else None,
         "fingerprint": dict(fingerprint),
+        "extension": dict(extension or {}),
     }
 
 
@@ -78,6 +89,39 @@ def best_step(points: list[dict[str, float]]) -> int | None:
     return int(min(found, key=lambda point: point["validation_loss"])["step"]) if found else None
 
 
+def kept_step(
+    points: list[dict[str, float]], config: TrainingConfig, extension: Extension | None = None
+) -> int | None:
+    """The step whose checkpoint a training would end with, as far as ``points`` go.
+
+    Among the checkpoints that the extension may keep, the last, or with ``keep`` = best that of the
+    lowest validation loss, the first of equal ones. Once a checkpoint has lost to a later one it
+    never wins again, so that it need not be stored.
+
+    Args:
+        points: The curves, in the order of steps.
+        config: Which steps have checkpoints, and which is kept.
+        extension: Which may be kept; all without one.
+
+    Returns:
+        A step, or None where no checkpoint may be kept yet.
+    """
+    merged: dict[int, dict[str, float]] = {}
+    for point in points:
+        step = int(point["step"])
+        if "loss" in point or "validation_loss" in point:
+            merged.setdefault(step, {}).update(point)
+    saved = [
+        point
+        for step, point in merged.items()
+        if (step % config.checkpoint_steps == 0 or step == config.steps)
+        and (extension is None or extension.may_keep(point))
+    ]
+    if config.keep == "best":
+        return best_step(saved)
+    return max((int(point["step"]) for point in saved), default=None)
+
+
 def validation_loss(points: list[dict[str, float]], step: int | None = None) -> float | None:
     """The validation loss at ``step``, by default the last; None without validation."""
     found = {int(point["step"]): point["validation_loss"] for point in _validated(points)}
@@ -96,6 +140,7 @@ def _complete(record: Mapping[str, Any]) -> dict[str, Any]:
         "seed": record["seed"],
         "objective": asdict(MoEObjective()) | objective if objective else {},
         "fingerprint": dict(record.get("fingerprint", {})),
+        "extension": dict(record.get("extension", {})),
     }
     return json.loads(json.dumps(whole))
 

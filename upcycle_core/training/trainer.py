@@ -9,7 +9,7 @@ writes. The processes need RANK, LOCAL_RANK and WORLD_SIZE in the environment, a
 Train set them, and a directory of checkpoints that all of them see.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from upcycle_core.training.arguments import checked_shape, training_arguments
 from upcycle_core.training.causal_trainer import CausalTrainer, load_weights
 from upcycle_core.training.checkpoints import PREFIX, Checkpoint
 from upcycle_core.training.config import MoEObjective, TrainingConfig
+from upcycle_core.training.extension import Extension
 from upcycle_core.training.groups import Trainable, select_trainable
 from upcycle_core.training.resume import (
-    best_step,
     checkpoint_to_resume,
+    kept_step,
     read_curves,
     training_record,
     validation_loss,
@@ -101,27 +102,91 @@ def train(
         FloatingPointError: A loss or gradient is not finite; names step and tensor.
     """
     shape = checked_shape(model, dataset, validation, config, objective)
-    record = training_record(config, seed, objective, fingerprint or {})
+
+    def load(device: str) -> Subject:
+        network = load_causal_lm(model, device=device, precision=config.precision, training=True)
+        trainable = select_trainable(network, objective.trainable if objective else ("all",))
+        return Subject(network, trainable, write=lambda: _write(network, model, out))
+
+    return train_subject(
+        load,
+        dataset,
+        shape=shape,
+        config=config,
+        record=training_record(config, seed, objective, fingerprint or {}),
+        seed=seed,
+        checkpoints=checkpoints,
+        progress=progress,
+        device=device,
+        objective=objective,
+        validation=validation,
+    )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained, in memory.
+
+    Args:
+        network: In fp32; what is not trained needs no gradient.
+        trainable: What is trained of it.
+        write: Writes ``network``, which then holds the weights to end with, whole.
+        extension: What a paper adds to the training.
+    """
+
+    network: PreTrainedModel
+    trainable: Trainable
+    write: Callable[[], None]
+    extension: Extension | None = None
+
+
+def train_subject(
+    load: Callable[[str], Subject],
+    dataset: Dataset,
+    *,
+    shape: Any,
+    config: TrainingConfig,
+    record: dict[str, Any],
+    seed: int,
+    checkpoints: Path,
+    progress: Progress,
+    device: str | None,
+    objective: MoEObjective | None = None,
+    validation: Dataset | None = None,
+) -> TrainingResult:
+    """Train what ``load`` makes, as ``train`` does; the settings were checked before.
+
+    Args:
+        load: Makes the subject on a device, once it is known that its checkpoints fit; the same
+            on every worker and after every kill.
+        dataset: As for ``train``, and so are the arguments that are not named here.
+        shape: The model's configuration.
+        record: ``training_record`` of this training.
+
+    Raises:
+        InputError: ``checkpoints`` of another training; no checkpoint that may be kept.
+        FloatingPointError: As ``train``.
+    """
     found = checkpoint_to_resume(checkpoints, record)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = training_arguments(shape, config, seed=seed, checkpoints=checkpoints, device=device)
-    network = load_causal_lm(model, device=device, precision=config.precision, training=True)
-    trainable = select_trainable(network, objective.trainable if objective else ("all",))
+    subject = load(device)
     progress = _started(progress, config, found)
     if found is None or found.step < config.steps:
         trainer = CausalTrainer(
-            network,
+            subject.network,
             settings,
             dataset=dataset,
             config=config,
             record=record,
             progress=progress,
             objective=objective,
-            undecayed=trainable.undecayed,
+            undecayed=subject.trainable.undecayed,
             validation=validation,
+            extension=subject.extension,
         )
         found = trainer.run(found)
-    return _finish(network, model, out, config, found, trainable)
+    return _finish(subject, config, found)
 
 
 def _started(progress: Progress, config: TrainingConfig, found: Checkpoint | None) -> Progress:
@@ -132,21 +197,17 @@ def _started(progress: Progress, config: TrainingConfig, found: Checkpoint | Non
     return progress
 
 
-def _finish(
-    network: PreTrainedModel,
-    source: Path,
-    out: Path,
-    config: TrainingConfig,
-    last: Checkpoint,
-    trainable: Trainable,
-) -> TrainingResult:
+def _finish(subject: Subject, config: TrainingConfig, last: Checkpoint) -> TrainingResult:
     """Write the weights to end with, whole, and say what the training came to."""
     curves = read_curves(last)
-    kept = best_step(curves) if config.keep == "best" else last.step
-    assert kept is not None  # where the best are kept, the last step has a validation loss
-    load_weights(network, last.directory.with_name(f"{PREFIX}{kept}"))
+    kept = kept_step(curves, config, subject.extension)
+    if kept is None:
+        assert subject.extension is not None  # without one every checkpoint may be kept
+        point = next(point for point in reversed(curves) if "loss" in point)
+        raise subject.extension.nothing_to_keep(point)
+    load_weights(subject.network, last.directory.with_name(f"{PREFIX}{kept}"))
     if workers.rank() == 0:
-        _write(network, source, out)
+        subject.write()
     workers.wait()
     seconds = last.record["seconds"]
     return TrainingResult(
@@ -155,8 +216,8 @@ def _finish(
         tokens=config.tokens,
         seconds=seconds,
         tokens_per_second=config.tokens / seconds,
-        trained_parameters=trainable.trained,
-        total_parameters=trainable.total,
+        trained_parameters=subject.trainable.trained,
+        total_parameters=subject.trainable.total,
         curves=curves,
         validation_loss=validation_loss(curves, kept),
     )

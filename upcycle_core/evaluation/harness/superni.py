@@ -5,15 +5,14 @@ instance. Where a task has fewer examples, fewer are shown.
 """
 
 import json
-import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from upcycle_core.corpora.tuning.prompts import superni_prompt
 from upcycle_core.errors import Fault, InputError, raise_faults
 
-_EXAMPLES = 2
 _MAX_NEW_TOKENS = 128  # Tk-Instruct's max_target_length
 _Row = dict[str, Any]
 
@@ -109,31 +108,10 @@ def _item(row: _Row, task: _Row) -> dict[str, Any]:
         "id": row["id"],
         "task": row["task"],
         "category": row["category"],
-        "prompt": _prompt(row["prompt"], task),
+        "prompt": superni_prompt(row["prompt"], task["definition"], task["positive_examples"]),
         "answers": answers,
         "answer": answers[0],
     }
-
-
-def _prompt(instance: str, task: _Row) -> str:
-    """Tk-Instruct's ``def-pos`` encoding, odd blanks included.
-
-    Its blank after the last ``Output:`` is left out: T5's tokenizer drops it, and a decoder's would
-    take it from the answer's first word.
-    """
-    parts = [_closed(f"Definition: {task['definition'].strip()}") + "\n\n"]
-    for number, example in enumerate(task["positive_examples"][:_EXAMPLES], 1):
-        question = _closed(f"Input: {example['input'].strip()}")
-        answer = _closed(f" Output: {example['output'].strip()}")
-        parts.append(f" Positive Example {number} -\n{question}\n{answer}\n\n")
-    question = _closed(f"Input: {instance.strip()}")
-    parts.append(f"Now complete the following example -\n{question}\nOutput:")
-    return "".join(parts)
-
-
-def _closed(text: str) -> str:
-    """``text`` with a full stop, unless it ends in punctuation."""
-    return text if text[-1] in string.punctuation else text + "."
 
 
 def _is_text(value: object) -> bool:

@@ -1,0 +1,105 @@
+"""SIMoE end to end: instructions and a dense model in, one model with sparse experts registered.
+
+``python -m flows.simoe RECIPE [ROWS ...] [--set dotted.key=value ...] [--seeds S ...] [--out F]``
+
+The first file is a recipe with a ``simoe`` section. The others hold ``baselines:``, rivals and
+ablations that are tuned and judged beside it. With ``--seeds`` it runs once a seed, each in a
+workspace of its own (``NAME-seed-0``, ...).
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from prefect import flow
+
+from flows.artifacts import SUMMARY, folder_faults
+from flows.dume import THREADS
+from flows.session import open_session
+from flows.tuning_page import publish_tuning, write_page
+from infra import settings as environment
+from infra.reading import load_recipe, validate
+from infra.recipe import Recipe, resolve
+from tasks import pipeline
+from tasks.champion import standing_champion
+from tasks.register_tuned import register_tuned
+from tasks.sources import check
+from tasks.workspace import Workspace
+from upcycle_core.errors import Fault, InputError, raise_faults
+
+
+@flow(name="simoe", task_runner=THREADS)
+def simoe(recipe: Recipe) -> str:
+    """Tune a dense model on instructions, with sparse experts, into the MLflow registry.
+
+    Args:
+        recipe: What to make; ``baselines`` are further rows of its table.
+
+    Returns:
+        The registered version, ``models:/NAME/NUMBER``.
+    """
+    recipe = validate(resolve(recipe))
+    raise_faults(_faults(recipe))
+    with open_session("simoe", recipe) as session:
+        for stage in pipeline.ORDER:
+            session.ensure(stage)
+        session.finish()
+        with standing_champion(session.stages, session.registry) as champion:
+            outcome = register_tuned(
+                session.stages, session.registry, session.versions, session.run, champion=champion
+            )
+        publish_tuning(session, outcome)
+        session.workspace.sweep()
+    return outcome.version.reference
+
+
+def _faults(recipe: Recipe) -> list[Fault]:
+    if recipe.simoe is not None:
+        return []
+    remedy = "says how experts are found; add it (recipes/simoe.yaml has one), or run flows.dume"
+    return [Fault("simoe", None, remedy)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the flow on recipe files; bad input ends with exit code 2 and every fault named."""
+    parser = argparse.ArgumentParser(prog="python -m flows.simoe", description=__doc__)
+    parser.add_argument("recipe", type=Path, nargs="+", help="YAML files; the first is the recipe")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--seeds", type=int, nargs="+", help="run once a seed")
+    parser.add_argument("--out", type=Path, help="write a page of the results into this folder")
+    chosen = parser.parse_args(arguments)
+    home = environment.configure().home
+    try:
+        recipe = load_recipe(chosen.recipe[0], chosen.set, added=chosen.recipe[1:])
+        raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
+        check(recipe, home / "models")
+        runs = [
+            replace(recipe, seed=seed, name=f"{recipe.name}-seed-{seed}")
+            for seed in chosen.seeds or ()
+        ] or [recipe]
+        for run in runs:
+            with Workspace(home / run.name).lock("the start of a flow"):
+                pass  # said here in one line, before Prefect records a run that cannot begin
+            simoe(run)
+            print((home / run.name / SUMMARY).read_text())
+        if chosen.out is not None:
+            files = [str(path) for path in chosen.recipe]
+            write_page(recipe, runs, files, _options(chosen), home=home, out=chosen.out)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _options(chosen: argparse.Namespace) -> str:
+    """Words of the command that others can use: folders are the reader's own."""
+    words = [f"--set {change} " for change in chosen.set]
+    words = ["--set folder=FOLDER " if "folder=" in word else word for word in words]
+    if chosen.seeds:
+        words.append(f"--seeds {' '.join(map(str, chosen.seeds))} ")
+    return "".join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

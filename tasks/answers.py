@@ -1,0 +1,119 @@
+"""Stage ``answers``: what a model answers to instructions that were held out, and its structure."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from infra.recipe import SIMOE, Recipe
+from tasks.architectures import OWN_MODELS, register_architectures
+from tasks.stage import StageRun, stage
+from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.evaluation.instructions.activations import expert_activations
+from upcycle_core.evaluation.instructions.answers import answer
+from upcycle_core.evaluation.instructions.scores import (
+    METRICS,
+    SPLITS,
+    SplitScore,
+    references_of,
+    score_answers,
+)
+from upcycle_core.evaluation.instructions.structure import structure_of
+from upcycle_core.progress import Progress
+
+ANSWERS = "answers.json"
+"""Scores, figures, parameters, and of a SIMoE its structure and mean coefficients by task."""
+
+
+def model_of(row: str) -> str:
+    """The artifact that holds a row's model."""
+    return {"seed": "seed", SIMOE: "model"}.get(row, f"baselines/{row}")
+
+
+@stage(
+    "answers/{tuned}",
+    inputs=lambda recipe, row: ["instructions", model_of(row)],
+    params=("tuning.max_new_tokens", "tuning.batch_size", "compute.evaluation"),
+    sources=(
+        "tasks/answers.py",
+        *OWN_MODELS,
+        "upcycle_core/corpora/instructions.py",
+        "upcycle_core/evaluation/harness/rouge.py",
+        "upcycle_core/evaluation/instructions/activations.py",
+        "upcycle_core/evaluation/instructions/answers.py",
+        "upcycle_core/evaluation/instructions/scores.py",
+        "upcycle_core/evaluation/instructions/structure.py",
+        "upcycle_core/moe/inspect.py",
+    ),
+    needed=lambda recipe: recipe.simoe is not None,
+)
+def answers(run: StageRun) -> None:
+    """Write ``answers.json`` and, an instance a line, ``seen.jsonl`` and ``unseen.jsonl``."""
+    arguments = answer_arguments(run.recipe, run.path)
+    run.run_one(answers_piece, "evaluation", **arguments, model=run.path(model_of(run.item)))
+
+
+def answer_arguments(recipe: Recipe, path: Callable[[str], Path]) -> dict[str, Any]:
+    """What ``answers_piece`` is given for every model; ``path`` finds an artifact."""
+    return {
+        "instructions": path("instructions"),
+        "max_new_tokens": recipe.tuning.max_new_tokens,
+        "batch_size": recipe.tuning.batch_size,
+        "device": "cuda" if recipe.compute.evaluation.gpus > 0 else "cpu",
+    }
+
+
+def answers_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    model: Path,
+    instructions: Path,
+    max_new_tokens: int,
+    batch_size: int,
+    device: str,
+) -> None:
+    """The piece: one model."""
+    register_architectures()
+    out.mkdir()
+    common: dict[str, Any] = {"batch_size": batch_size, "device": device, "progress": progress}
+    scores: dict[str, SplitScore] = {}
+    rows: list[Mapping[str, Any]] = []
+    for split in SPLITS:
+        own = [json.loads(line) for line in (instructions / f"{split}.jsonl").open()]
+        if not own:
+            continue
+        found = answer(model, own, max_new_tokens=max_new_tokens, **common)
+        scores[split] = score_answers(found.texts, own, truncated=found.truncated)
+        with (out / f"{split}.jsonl").open("w") as file:
+            for row, text in zip(own, found.texts, strict=True):
+                said = {"id": row["id"], "category": row["category"], "prompt": row["prompt"]}
+                said |= {"references": references_of(row), "answer": text}
+                file.write(json.dumps(said, ensure_ascii=False) + "\n")
+        rows += own
+    values = {
+        "scores": {split: score.to_dict() for split, score in scores.items()},
+        "figures": {
+            f"{metric}_{split}": 100 * getattr(score, metric)
+            for split, score in scores.items()
+            for metric in METRICS
+        },
+        **_structure(model, rows, common),
+    }
+    (out / ANSWERS).write_text(json.dumps(values, indent=1) + "\n")
+
+
+def _structure(
+    model: Path, rows: list[Mapping[str, Any]], common: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Parameters, and what is to be seen in a SIMoE alone."""
+    from upcycle_core.simoe.model.modeling_simoe import SimoeForCausalLM, gated_modules
+
+    network = load_causal_lm(model)
+    found: dict[str, Any] = {"parameters": sum(p.numel() for p in network.parameters())}
+    if isinstance(network, SimoeForCausalLM):
+        found["structure"] = structure_of(gated_modules(network)).to_dict()
+        del network
+        activations = expert_activations(model, rows, **common)
+        found["activations"] = [activation.to_dict() for activation in activations]
+    return found

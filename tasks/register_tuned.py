@@ -1,0 +1,87 @@
+"""The last step of instruction tuning: judge the model beside the champion and register it."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from infra.recipe import SIMOE, recipe_digest, recipe_yaml, resolve
+from infra.records import Registration
+from infra.registry import Registry
+from infra.tracking import Run
+from infra.versions import Versions, code_version
+from tasks.answers import ANSWERS, answer_arguments, answers_piece
+from tasks.champion import MODEL_TAG, Champion
+from tasks.gate import Decision, decide
+from tasks.register import DECISION_TAG, Outcome, newest, with_alias
+from tasks.stage import CODE, Session
+from tasks.tuning_report import figures
+
+
+def register_tuned(
+    session: Session,
+    registry: Registry,
+    versions: Versions,
+    run: Run,
+    *,
+    champion: Champion | None,
+) -> Outcome:
+    """Register the workspace's tuned model, unless its bytes are the newest version already.
+
+    Args:
+        session: The recipe at work; its report is up to date.
+        registry: Where to.
+        versions: The workspace's DVC project.
+        run: The flow's run.
+        champion: Whom it has to beat, on the same instructions.
+    """
+    recipe, workspace = session.recipe, session.workspace
+    digest = workspace.digest("model")
+    assert digest is not None
+    known = newest(registry, recipe.registered_name)
+    if known is not None and known.tags.get(MODEL_TAG) == digest:
+        return Outcome(known, False, known.tags.get(DECISION_TAG, ""))
+    metrics = json.loads((workspace.path("report") / "metrics.json").read_text())
+    mine = figures(metrics, SIMOE)
+    decision = _judge(session, champion, mine)
+    table = (workspace.path("report") / "table.md").read_text()
+    version = registry.register(
+        recipe.registered_name,
+        workspace.path("model"),
+        Registration(
+            params=resolve(recipe),
+            metrics=dict(mine),
+            tags={
+                MODEL_TAG: digest,
+                "git.commit": code_version(CODE),
+                "upcycle.recipe": recipe_digest(recipe),
+                DECISION_TAG: decision.reason,
+            },
+            files={
+                "recipe.yaml": recipe_yaml(recipe),
+                "dvc.lock": versions.lock_text(),
+                "metrics.json": json.dumps(metrics, indent=1),
+            },
+            description=f"Sparse interpolated experts (SIMoE), found by instruction tuning.\n\n"
+            f"{table}\n\nGate: {decision.reason}.\n",
+        ),
+        run=run,
+    )
+    return Outcome(with_alias(registry, version, decision.promoted), True, decision.reason)
+
+
+def _judge(session: Session, champion: Champion | None, mine: Mapping[str, Any]) -> Decision:
+    """Figures of both models on this run's instructions."""
+    recipe = session.recipe
+    theirs = None
+    if champion is not None:
+        theirs = mine if champion.is_own else _figures_of(session, champion)
+    return decide(recipe.registry.gate, challenger=mine, champion=theirs)
+
+
+def _figures_of(session: Session, champion: Champion) -> Mapping[str, Any]:
+    arguments = answer_arguments(session.recipe, session.workspace.path)
+    mark = session.workspace.digest("report")
+    done = champion.run(
+        "champion", answers_piece, {**arguments, "model": champion.directory}, f"{mark}"
+    )
+    return json.loads((done.path / ANSWERS).read_text())["figures"]

@@ -1,0 +1,132 @@
+"""The objective of SIMoE: orthogonality, lambda and what they pull at."""
+
+import math
+
+import pytest
+
+from tests.upcycle_core.simoe.grown import all_masks, grown, save_dense, upcycled
+from tests.upcycle_core.training.runs import settings
+from upcycle_core.simoe.checks import reach_faults
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
+from upcycle_core.simoe.model import gated_modules
+from upcycle_core.simoe.objective import SimoeObjective, orthogonality
+from upcycle_core.simoe.sparsity import expected_sparsity, realised_sparsity
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return save_dense(tmp_path_factory.mktemp("dense"))
+
+
+def objective(model, **changes):
+    return SimoeObjective(model, SimoeUpcyclingConfig(**changes), settings())
+
+
+def fill(model, value):
+    for module in gated_modules(model).values():
+        module.log_phi.data.fill_(value)
+
+
+@pytest.mark.parametrize("masks", ["neurons", "parameters", "real"])
+@pytest.mark.parametrize("kind", ["full", "offdiagonal"])
+def test_orthogonality_is_a_mean_over_layers_of_distances(dense, masks, kind):
+    model = grown(dense, experts=3, masks=masks)
+    distances = []
+    for z in all_masks(model).values():
+        rows, square = z.flatten(1).double(), 0.0
+        for i in range(3):
+            for j in range(3):
+                product = sum(
+                    a * b for a, b in zip(rows[i].tolist(), rows[j].tolist(), strict=True)
+                )
+                aim = float(i == j)
+                square += (product - aim) ** 2 if kind == "full" or i != j else 0
+        distances.append(math.sqrt(square))
+    config = SimoeUpcyclingConfig(experts=3, masks=masks, orthogonality=kind)
+    wanted = sum(distances) / len(distances)
+    assert orthogonality(model, config).item() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_layers_that_are_all_zero_or_orthogonal_have_finite_gradients(dense):
+    for value in (-9.0, -1.7):
+        model = upcycled(dense, experts=2)
+        fill(model, value)
+        own = objective(model, experts=2, orthogonality="offdiagonal", beta=1.0)
+        own.penalty().backward()
+        assert all(m.log_phi.grad.isfinite().all() for m in gated_modules(model).values())
+
+
+@pytest.mark.parametrize("way", ["mean", "union"])
+def test_penalty_is_beta_orthogonality_and_lambda_times_the_gap(dense, way):
+    model = grown(dense, experts=3)
+    own = objective(model, experts=3, beta=0.1, tau=0.9, sparsity=way)
+    plain = 0.1 * orthogonality(model, SimoeUpcyclingConfig(experts=3)).item()
+    assert own.penalty().item() == pytest.approx(plain, rel=1e-6)  # lambda starts at zero
+    own.load_state({"lambda": 2.0})
+    gap = 0.9 - expected_sparsity(model, way, rooted=True).item()
+    assert own.penalty().item() == pytest.approx(plain + 2 * gap, rel=1e-5)
+
+
+def test_lambda_ascends_by_realised_zeros_and_resets(dense):
+    model = upcycled(dense, experts=2)
+    own = objective(model, experts=2, tau=0.5, multiplier_learning_rate=0.1)
+    modules = list(gated_modules(model).values())
+    steps, wanted = [], 0.0
+    for closed in range(0, len(modules), 3):
+        for module in modules[:closed]:
+            module.log_phi.data.fill_(-2.0)
+        sparsity = realised_sparsity(model).mean
+        wanted = 0.0 if sparsity >= 0.5 else wanted + 0.1 * (0.5 - sparsity)
+        own.after_step(closed)
+        steps.append(own.multiplier)
+        assert own.multiplier == pytest.approx(wanted, abs=1e-12)
+    assert max(steps) > 0.09
+    assert steps[-1] == 0
+    point = own.point()
+    assert point["sparsity"] == point["sparsity/mean"] == realised_sparsity(model).mean
+    assert 0.5 <= point["sparsity"] < 0.51
+    assert own.may_keep(point)
+    assert not own.may_keep({**point, "sparsity": 0.4999})
+
+
+def test_its_state_is_lambda(dense):
+    model = upcycled(dense, experts=2)
+    first, second = (objective(model, experts=2) for _ in range(2))
+    first.after_step(1)
+    second.load_state(first.state())
+    assert second.multiplier == first.multiplier == 0.75
+
+
+def test_real_masks_have_no_lambda_and_no_sparsity_of_their_own(dense):
+    model = upcycled(dense, experts=2, masks="real")
+    own = objective(model, experts=2, masks="real")
+    own.after_step(1)
+    assert own.multiplier == 0
+    assert not {"lambda", "sparsity", "sparsity/expected"} & own.point().keys()
+    assert own.may_keep(own.point())
+
+
+@pytest.mark.parametrize(("what", "value"), [("mask", math.nan), ("lambda", math.inf)])
+def test_what_is_not_finite_stops_the_training(dense, what, value):
+    model = upcycled(dense, experts=2)
+    own = objective(model, experts=2)
+    name = "model.model.layers.0.input_layernorm"
+    if what == "mask":
+        gated_modules(model)[name].log_phi.data[0, 0] = value
+    else:
+        own.load_state({"lambda": value})
+    where = name if what == "mask" else "lambda is not finite"
+    with pytest.raises(FloatingPointError, match=f"After step 7 .*{where}.*checkpoint before it"):
+        own.after_step(7)
+
+
+def test_masks_that_cannot_close_in_time_are_refused_before_anything_is_read():
+    def faults(steps, **changes):
+        config = settings(steps=steps)
+        return list(reach_faults(SimoeUpcyclingConfig(**changes), config))
+
+    assert [fault.field for fault in faults(300)] == ["simoe.mask_learning_rate"]
+    assert not faults(600)
+    assert not faults(300, mask_learning_rate=0.02)
+    assert not faults(300, tau=0.0)
+    assert not faults(300, masks="real")

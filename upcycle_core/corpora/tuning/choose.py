@@ -1,0 +1,110 @@
+"""Which instance is trained on, and which ones models are judged by."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from upcycle_core.corpora.distinct import content_key
+from upcycle_core.corpora.seeded import permutation
+from upcycle_core.corpora.tuning.config import InstructionsConfig
+from upcycle_core.corpora.tuning.records import Record
+
+
+@dataclass
+class Choice:
+    """Instances to train on and to be judged by, none of them in two places.
+
+    Args:
+        train: Of seen categories.
+        seen: Held-out instances of the tasks that are trained on.
+        unseen: Instances of categories that training never sees.
+        left_out: How many were not used, by reason.
+    """
+
+    train: list[Record] = field(default_factory=list)
+    seen: list[Record] = field(default_factory=list)
+    unseen: list[Record] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def choose(
+    records: Mapping[str, Sequence[Record]], config: InstructionsConfig, *, seed: int
+) -> Choice:
+    """Share instances out by task, in seeded order.
+
+    Prompts that differ in case, punctuation or white space only are one. Where one stands in
+    several tasks, those of unseen categories have it before those of seen ones, and what models are
+    judged by has it before what is trained on.
+
+    Args:
+        records: By source.
+        config: Categories, and how many of each task.
+        seed: Decides which instances.
+    """
+    choice = Choice()
+    unseen, seen = _tasks(records, config, choice.left_out, seed)
+    known: set[bytes] = set()
+    for task, own in sorted(unseen.items()):
+        distinct = _distinct(own, known, choice.left_out)
+        choice.unseen += _taken(distinct, config.test_per_task, known, choice.left_out)
+        # Nothing of an unseen task is trained on under another name.
+        known |= {content_key(record.prompt) for record in unseen[task]}
+    rest = {}
+    for task, own in sorted(seen.items()):
+        distinct = _distinct(own, known, choice.left_out)
+        count = min(config.test_per_task, len(distinct) // 2)
+        choice.seen += _taken(distinct[:count], count, known, choice.left_out)
+        rest[task] = distinct[count:]
+    for own in rest.values():
+        distinct = _distinct(own, known, choice.left_out)
+        choice.train += _taken(distinct, config.train_per_task, known, choice.left_out)
+    return choice
+
+
+def _tasks(
+    records: Mapping[str, Sequence[Record]],
+    config: InstructionsConfig,
+    left_out: Counter[str],
+    seed: int,
+) -> tuple[dict[tuple[str, str], list[Record]], dict[tuple[str, str], list[Record]]]:
+    """Records of unseen and of seen tasks, by category and task, in seeded order."""
+    unseen: dict[tuple[str, str], list[Record]] = {}
+    seen: dict[tuple[str, str], list[Record]] = {}
+    for name, own in records.items():
+        most = config.sources[name].max_per_task
+        tasks: dict[tuple[str, str], list[Record]] = {}
+        for record in own:
+            tasks.setdefault((record.category, record.task), []).append(record)
+        for (category, task), found in tasks.items():
+            order = permutation(len(found), seed, "instructions", name, category, task)[:most]
+            left_out["over max_per_task"] += len(found) - len(order)
+            drawn = [found[place] for place in order]
+            if category in config.unseen_categories:
+                unseen.setdefault((category, task), []).extend(drawn)
+            elif config.train_categories is None or category in config.train_categories:
+                seen.setdefault((category, task), []).extend(drawn)
+            else:
+                left_out["of other categories"] += len(drawn)
+    return unseen, seen
+
+
+def _distinct(records: Iterable[Record], known: set[bytes], left_out: Counter[str]) -> list[Record]:
+    """Those whose prompts are neither among ``known`` nor said before."""
+    found: dict[bytes, Record] = {}
+    for record in records:
+        key = content_key(record.prompt)
+        if key in known or key in found:
+            left_out["the same prompt"] += 1
+        else:
+            found[key] = record
+    return list(found.values())
+
+
+def _taken(
+    records: Sequence[Record], count: int | None, known: set[bytes], left_out: Counter[str]
+) -> Sequence[Record]:
+    """The first ``count``, whose prompts then are known."""
+    taken = records[:count]
+    left_out["more than asked for"] += len(records) - len(taken)
+    known |= {content_key(record.prompt) for record in taken}
+    return taken

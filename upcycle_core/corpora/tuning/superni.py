@@ -1,0 +1,160 @@
+"""Super-NaturalInstructions: the published task files, and instances as JSON lines."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from upcycle_core.corpora.conversations import place_rows
+from upcycle_core.corpora.tuning.config import InstructionSource
+from upcycle_core.corpora.tuning.prompts import superni_prompt
+from upcycle_core.corpora.tuning.records import Found, Record
+from upcycle_core.errors import Fault
+
+Row = Mapping[str, Any]
+REMEDY_EMPTY = "must be text that is not empty; fill it or remove the instance"
+
+
+def task_file_records(
+    source: InstructionSource, paths: Iterable[Path], tasks: frozenset[str] | None
+) -> Iterator[Found]:
+    """Instances of published task files; a file's name is its task, its first category the task's.
+
+    Args:
+        source: Its constants.
+        paths: One JSON a task: ``Definition``, ``Categories``, ``Positive Examples`` (``input`` and
+            ``output`` each) and ``Instances`` (``input``, and ``output``, all right answers).
+        tasks: Those to take; None takes all.
+    """
+    for path in paths:
+        if tasks is not None and path.stem not in tasks:
+            continue
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            yield Fault("instructions", str(path), f"is no JSON in UTF-8 ({error}); get it again")
+            continue
+        faults = list(_task_faults(found, path))
+        if faults:
+            yield from faults
+            continue
+        definition = found["Definition"]
+        task = {
+            "definition": definition if isinstance(definition, str) else definition[0],
+            "positive_examples": found["Positive Examples"],
+        }
+        category = (found.get("Categories") or [source.category or path.stem])[0]
+        for number, row in enumerate(found["Instances"]):
+            row = {**row, "prompt": row.get("input"), "answers": row.get("output")}
+            yield from _instance(
+                row, task, path.stem, category, source.domain, f"{path}, instance {number}"
+            )
+
+
+def row_records(
+    source: InstructionSource, paths: Iterable[Path], definitions: Path
+) -> Iterator[Found]:
+    """Instances as JSON lines, the form of ``evaluation.harness.superni``.
+
+    Args:
+        source: Its split and constants.
+        paths: Lines with ``id``, ``task``, ``category``, ``split``, ``prompt`` (the input), and
+            ``answers`` or ``answer``, a text or a list.
+        definitions: Lines with ``id``, ``definition`` and ``positive_examples``.
+    """
+    tasks: dict[str, Row] = {}
+    for place, row in _rows(definitions):
+        if isinstance(row, Fault):
+            yield row
+        elif faults := list(_definition_faults(row, place)):
+            yield from faults
+        else:
+            tasks[row["id"]] = row
+    for path in paths:
+        for place, row in _rows(path):
+            if isinstance(row, Fault):
+                yield row
+                continue
+            if source.split is not None and row.get("split") != source.split:
+                continue
+            task = row.get("task")
+            if task not in tasks:
+                remedy = f"{definitions} does not define it; add it, or take its instances out"
+                yield Fault(f"{place}, task", task, remedy)
+                continue
+            answers = row.get("answers") or row.get("answer")
+            row["answers"] = [answers] if isinstance(answers, str) else answers
+            category = row.get("category") or tasks[task].get("category") or source.category
+            domain = row.get("domain") or source.domain
+            yield from _instance(row, tasks[task], task, category or task, domain, place)
+
+
+def _instance(
+    row: Row, task: Row, name: str, category: str, domain: str | None, place: str
+) -> Iterator[Found]:
+    answers = row["answers"]
+    faults = []
+    if not isinstance(row.get("prompt"), str):
+        faults.append(Fault(f"{place}, input", row.get("prompt"), "must be text; mend it"))
+    if not isinstance(answers, list) or not answers or not all(map(_is_text, answers)):
+        faults.append(Fault(f"{place}, output", answers, REMEDY_EMPTY))
+    if faults:
+        yield from faults
+        return
+    number = row.get("id")
+    yield Record(
+        task=name,
+        category=category,
+        domain=domain,
+        prompt=superni_prompt(row["prompt"], task["definition"], task["positive_examples"]),
+        references=tuple(dict.fromkeys(answers)),
+        id=number if isinstance(number, str) else None,
+    )
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        yield from place_rows(path)
+    except (ValueError, OSError) as error:
+        yield str(path), Fault("instructions", str(path), str(error))
+
+
+def _task_faults(task: Any, path: Path) -> Iterator[Fault]:
+    if not isinstance(task, dict):
+        yield Fault("instructions", str(path), "is no task of Super-NaturalInstructions; remove it")
+        return
+    definition = task.get("Definition")
+    if isinstance(definition, list) and definition:
+        definition = definition[0]
+    if not _is_text(definition):
+        remedy = "must be text, or a list of texts, not empty; get the file again"
+        yield Fault(f"{path}, Definition", task.get("Definition"), remedy)
+    if not _is_examples(task.get("Positive Examples")):
+        yield Fault(f"{path}, Positive Examples", "not a list of {input, output}", "mend it")
+    instances = task.get("Instances")
+    if not isinstance(instances, list) or not all(isinstance(row, dict) for row in instances):
+        yield Fault(f"{path}, Instances", "not a list of {input, output}", "mend it")
+    categories = task.get("Categories") or []
+    if not isinstance(categories, list) or not all(map(_is_text, categories)):
+        yield Fault(f"{path}, Categories", categories, "must be a list of texts; mend it")
+
+
+def _definition_faults(row: Row, place: str) -> Iterator[Fault]:
+    for name in ("id", "definition"):
+        if not _is_text(row.get(name)):
+            yield Fault(f"{place}, {name}", row.get(name), "give text that is not empty")
+    if not _is_examples(row.get("positive_examples")):
+        value = row.get("positive_examples")
+        yield Fault(f"{place}, positive_examples", value, "give a list of {input, output}")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_examples(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, dict)
+        and all(isinstance(one.get(name), str) for name in ("input", "output"))
+        for one in value
+    )

@@ -1,0 +1,125 @@
+"""What a SIMoE model's router makes of prompts: mean expert coefficients by task (Fig. 2).
+
+B rows, M experts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoTokenizer
+
+from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.errors import Fault, InputError
+from upcycle_core.evaluation.instructions.answers import (
+    Row,
+    batches,
+    encode_prompts,
+    task_ids,
+)
+from upcycle_core.progress import Progress, Silent
+
+By = Literal["task", "category"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """The mean coefficients of one task's prompts.
+
+    Args:
+        name: The task or category.
+        domain: Where it belongs; "" if that is not known.
+        coefficients: [M] means of alpha; they sum to 1.
+        count: Prompts.
+    """
+
+    name: str
+    domain: str
+    coefficients: tuple[float, ...]
+    count: int
+
+    @property
+    def label(self) -> str:
+        """``domain: name``, as in the paper's Fig. 2."""
+        return f"{self.domain}: {self.name}" if self.domain else self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "coefficients": list(self.coefficients)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Activation":
+        """The activation that ``to_dict`` wrote."""
+        return cls(**{**values, "coefficients": tuple(values["coefficients"])})
+
+
+def expert_activations(
+    model_dir: Path,
+    rows: Sequence[Row],
+    *,
+    by: By = "task",
+    batch_size: int = 16,
+    device: str = "cpu",
+    max_prompt_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> list[Activation]:
+    """Mean coefficients alpha of every task's, or category's, prompts.
+
+    Where each token has coefficients of its own, a prompt's are the mean over its tokens.
+
+    Args:
+        model_dir: A SIMoE checkpoint with its tokenizer; ``upcycle_core.simoe.model`` must be
+            imported before.
+        rows: Each with ``prompt``, ``task``, ``category``, and ``domain`` where known.
+        by: What prompts are averaged over.
+        batch_size: B.
+        device: Where the model runs.
+        max_prompt_tokens: Longer prompts lose tokens from the left; by default what the model's
+            context holds.
+        progress: Hears of every prompt.
+
+    Returns:
+        One a domain and task, sorted by both.
+
+    Raises:
+        InputError: The model has no expert coefficients, or no row is given.
+    """
+    if not rows:
+        raise InputError(Fault("rows", 0, "nothing to route; give at least one prompt"))
+    model: Any = load_causal_lm(model_dir, device=device)
+    if not hasattr(model, "coefficients"):
+        remedy = "it has no expert coefficients; give a SIMoE model"
+        raise InputError(Fault("model", str(model_dir), remedy))
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    longest = max_prompt_tokens or model.config.max_position_embeddings
+    prompts = encode_prompts(tokenizer, rows, max_prompt_tokens=longest)
+    progress = progress or Silent()
+    progress.start("routing", len(rows), "prompts")
+    found: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for batch in batches(prompts.ids, batch_size=batch_size, pad_id=0, device=device):
+        own = [rows[place] for place in batch.places]
+        more = task_ids(model.config, own, device)
+        with torch.inference_mode():
+            alpha_BM = model.coefficients(batch.input_BS, attention_mask=batch.mask_BS, **more)
+        if alpha_BM.dim() == 3:
+            alpha_BM = _token_means(alpha_BM, batch.mask_BS)
+        for row, alpha_M in zip(own, alpha_BM.double().cpu(), strict=True):
+            found.setdefault((row.get("domain") or "", row[by]), []).append(alpha_M)
+        progress.advance(len(own))
+    return [
+        Activation(
+            name=name,
+            domain=domain,
+            coefficients=tuple(torch.stack(alphas).mean(0).tolist()),
+            count=len(alphas),
+        )
+        for (domain, name), alphas in sorted(found.items(), key=lambda item: item[0])
+    ]
+
+
+def _token_means(alpha_BSM: torch.Tensor, mask_BS: torch.Tensor) -> torch.Tensor:
+    """[B, M] means over each prompt's tokens, where every token has coefficients of its own."""
+    weighted_BSM = alpha_BSM.double() * mask_BS[..., None]
+    return weighted_BSM.sum(1) / mask_BS.sum(1, keepdim=True)

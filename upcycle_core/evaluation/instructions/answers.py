@@ -1,0 +1,199 @@
+"""Answers of a model to instructions: greedy, the same for any batch size.
+
+B rows, S tokens of the longest prompt in the batch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig
+
+from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.corpora.instructions import UNKNOWN_TASK, encode_prompt
+from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.progress import Progress, Silent
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model said.
+
+    Args:
+        texts: One a row, without special tokens and without white space around it.
+        truncated: Prompts that lost tokens from the left.
+    """
+
+    texts: list[str]
+    truncated: int
+
+
+class Prompts(NamedTuple):
+    """Encoded prompts.
+
+    Args:
+        ids: One list of token ids a row, none empty.
+        truncated: How many lost tokens from the left.
+    """
+
+    ids: list[list[int]]
+    truncated: int
+
+
+class Batch(NamedTuple):
+    """Prompts of similar length, padded on the left.
+
+    Args:
+        places: Which rows they are.
+        input_BS: Token ids.
+        mask_BS: 1 on prompts, 0 on padding.
+    """
+
+    places: list[int]
+    input_BS: Tensor
+    mask_BS: Tensor
+
+
+def answer(
+    model_dir: Path,
+    rows: Sequence[Row],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 16,
+    device: str = "cpu",
+    max_prompt_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> Answers:
+    """Answer every row's prompt: the likeliest token each time, up to the end token.
+
+    Prompts are written as in training, see ``corpora.instructions``. Weights and arithmetic are
+    fp32: what a row is batched with does not change its answer. Rows are sorted by length, longest
+    first, and keys and values are cached.
+
+    Args:
+        model_dir: A causal checkpoint with its tokenizer. A package of its own architecture must be
+            imported before.
+        rows: Each with ``prompt``; with ``task`` where a SIMoE model routes by task.
+        max_new_tokens: Longest answer.
+        batch_size: B.
+        device: Where the model runs.
+        max_prompt_tokens: Longer prompts lose tokens from the left; by default what the model's
+            context leaves beside an answer.
+        progress: Hears of every row.
+
+    Raises:
+        InputError: A row has no prompt, no room is left for prompts, or the tokenizer's fault (see
+            ``encode_prompt``).
+    """
+    raise_faults(_faults(rows, max_new_tokens, batch_size))
+    model: Any = load_causal_lm(model_dir, device=device)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    if max_prompt_tokens is None:
+        max_prompt_tokens = _room(model.config, max_new_tokens)
+    prompts = encode_prompts(tokenizer, rows, max_prompt_tokens=max_prompt_tokens)
+    ends = _end_ids(tokenizer, model)
+    # Sampling, penalties and the like that a checkpoint may ask for would not be greedy.
+    model.generation_config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        eos_token_id=ends,
+        pad_token_id=ends[0],
+    )
+    texts = [""] * len(rows)
+    progress = progress or Silent()
+    progress.start("answering", len(rows), "prompts")
+    for batch in batches(prompts.ids, batch_size=batch_size, pad_id=ends[0], device=device):
+        more = task_ids(model.config, [rows[place] for place in batch.places], device)
+        with torch.inference_mode():
+            out_BT = model.generate(batch.input_BS, attention_mask=batch.mask_BS, **more)
+        new_BT = out_BT[:, batch.input_BS.shape[1] :]
+        for place, ids in zip(batch.places, new_BT.tolist(), strict=True):
+            texts[place] = tokenizer.decode(_until(ids, ends), skip_special_tokens=True).strip()
+        progress.advance(len(batch.places))
+    return Answers(texts, prompts.truncated)
+
+
+def encode_prompts(tokenizer: Any, rows: Sequence[Row], *, max_prompt_tokens: int) -> Prompts:
+    """Prompts as token ids, as training rows have them before their responses.
+
+    Args:
+        tokenizer: The model's.
+        rows: Each with ``prompt``.
+        max_prompt_tokens: What is longer loses tokens from the left.
+    """
+    found = [encode_prompt(tokenizer, row["prompt"], max_tokens=max_prompt_tokens) for row in rows]
+    return Prompts([prompt.ids for prompt in found], sum(prompt.cut > 0 for prompt in found))
+
+
+def batches(
+    ids: Sequence[Sequence[int]], *, batch_size: int, pad_id: int, device: str
+) -> Iterator[Batch]:
+    """Rows by length, longest first: what does not fit the memory fails at once."""
+    order = sorted(range(len(ids)), key=lambda place: -len(ids[place]))
+    for start in range(0, len(order), batch_size):
+        places = order[start : start + batch_size]
+        longest = len(ids[places[0]])
+        input_BS = torch.full((len(places), longest), pad_id)
+        mask_BS = torch.zeros_like(input_BS)
+        for line, place in enumerate(places):
+            size = len(ids[place])
+            input_BS[line, longest - size :] = torch.tensor(ids[place])
+            mask_BS[line, longest - size :] = 1
+        yield Batch(places, input_BS.to(device), mask_BS.to(device))
+
+
+def task_ids(config: Any, rows: Sequence[Row], device: str) -> dict[str, Tensor]:
+    """What a model that routes by task must be told; nothing for others.
+
+    Returns:
+        ``task_ids`` [B] int64: each row's task's place among the trained ones, -1 for another.
+    """
+    if getattr(config, "routing", None) != "task":
+        return {}
+    known = {name: place for place, name in enumerate(config.tasks)}
+    found = [known.get(row.get("task"), UNKNOWN_TASK) for row in rows]
+    return {"task_ids": torch.tensor(found, device=device)}
+
+
+def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
+    stop = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    return ids[:stop]
+
+
+def _end_ids(tokenizer: Any, model: Any) -> list[int]:
+    """The tokenizer's end token first, then those that the model names.
+
+    With a chat template, any special token: the template says which of them ends a response.
+    """
+    own = model.generation_config.eos_token_id
+    ends = [tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or ())]
+    if tokenizer.chat_template:
+        ends += [index for index, t in tokenizer.added_tokens_decoder.items() if t.special]
+    return list(dict.fromkeys(ends))
+
+
+def _room(config: Any, max_new_tokens: int) -> int:
+    room = config.max_position_embeddings - max_new_tokens
+    if room < 1:
+        remedy = f"the model holds {config.max_position_embeddings} tokens; leave room for a prompt"
+        raise_faults([Fault("max_new_tokens", max_new_tokens, remedy)])
+    return room
+
+
+def _faults(rows: Sequence[Row], max_new_tokens: int, batch_size: int) -> list[Fault]:
+    faults = [] if rows else [Fault("rows", 0, "nothing to answer; give at least one prompt")]
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            faults.append(Fault(name, value, "use at least 1"))
+    for place, row in enumerate(rows):
+        prompt = row.get("prompt")
+        if not isinstance(prompt, str) or not prompt.strip():
+            remedy = "must be text that is not empty; fill it or remove the row"
+            faults.append(Fault(f"rows[{place}].prompt", prompt, remedy))
+    return faults

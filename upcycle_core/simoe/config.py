@@ -1,0 +1,68 @@
+"""What a recipe says about SIMoE (arXiv 2506.12597): sparse interpolated experts."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from upcycle_core.errors import Fault
+
+Masks = Literal["neurons", "parameters", "real"]
+Routing = Literal["instance", "token", "task"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimoeUpcyclingConfig:
+    """Experts that instruction tuning finds inside every linear layer and norm of a dense model."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    experts: int = field(default=8, metadata={"ge": 2})
+    """M, experts a layer."""
+    tau: float = field(default=0.75, metadata={"ge": 0, "lt": 1})
+    """Least share of expert parameters whose mask is zero, in [0, 1)."""
+    sparsity: Literal["mean", "union"] = "mean"
+    """What `tau` holds: the `mean` of the masks' zeros (the paper's way), or the share that no
+    expert uses, the complement of the masks' `union`, which is what pruning removes."""
+    beta: float = field(default=5e-6, metadata={"ge": 0})
+    """Factor of the orthogonality penalty."""
+    orthogonality: Literal["full", "offdiagonal"] = "full"
+    """Distance of Z Z^T from the identity, or of its entries off the diagonal from zero."""
+    masks: Masks = "neurons"
+    """A mask entry an input neuron (the paper's), one a parameter (its Table 7), or `real`: free
+    numbers an input neuron, without sparsity (its Table 4 c)."""
+    layers: Literal["all", "ffn"] = "all"
+    """Layers that grow experts: every linear layer and norm, or the FFNs' linear layers (Table
+    4 a)."""
+    lm_head: bool = False
+    """Whether the output head, where it is a layer of its own, grows experts as well."""
+    routing: Routing = "instance"
+    """What has expert coefficients of its own: each prompt, each token (Table 4 d), or each
+    task."""
+    router_hidden_size: int | None = field(default=None, metadata={"ge": 1})
+    """Width of the router's hidden layer; the model's hidden size by default."""
+    initial_spread: float = field(default=0.05, metadata={"ge": 0})
+    """Standard deviation of the initial log phi around the mean that gives P(z = 0) = 0.05."""
+    mask_learning_rate: float = field(default=5e-3, metadata={"gt": 0})
+    """Adam's learning rate of log phi, on the schedule of the others."""
+    router_learning_rate: float | None = field(default=None, metadata={"gt": 0})
+    """Adam's learning rate of the router; that of the deltas by default."""
+    multiplier_learning_rate: float = field(default=1.0, metadata={"gt": 0})
+    """Step of the ascent of lambda, the multiplier of the sparsity constraint."""
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether masks are sparse at all."""
+        return self.masks != "real"
+
+    def faults(self, name: str) -> list[Fault]:
+        """What is wrong with it; ``name`` is the field's."""
+        found = []
+        if not 0 <= self.tau < 1:
+            remedy = "a share, not percent: choose from [0, 1), e.g. 0.75"
+            found.append(Fault(f"{name}.tau", self.tau, remedy))
+        if self.experts < 2:
+            remedy = "one expert leaves nothing to interpolate; use at least 2"
+            found.append(Fault(f"{name}.experts", self.experts, remedy))
+        if self.masks == "real" and self.sparsity == "union":
+            remedy = "real masks are not sparse; leave it out"
+            found.append(Fault(f"{name}.sparsity", self.sparsity, remedy))
+        return found

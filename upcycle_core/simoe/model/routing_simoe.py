@@ -1,0 +1,147 @@
+"""Who decides which experts a prompt uses, and how every layer gets to know.
+
+This file needs torch and transformers alone: it is copied beside the weights, so that
+``from_pretrained(..., trust_remote_code=True)`` works without the package it comes from.
+
+B batch, S positions, H hidden size, M experts.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .configuration_simoe import SimoeConfig
+
+ROUTER_STD = 0.02
+_NOT_RUNNING = object()
+
+
+class Mixture:
+    """The experts' coefficients of the forward pass under way; all layers of a model share one."""
+
+    def __init__(self) -> None:
+        self._now: Any = _NOT_RUNNING
+
+    @contextmanager
+    def using(self, coefficients: Tensor | None) -> Iterator[None]:
+        """Run layers with ``coefficients`` [B, M] or [B, S, M]; None: as they were pre-trained."""
+        before, self._now = self._now, coefficients
+        try:
+            yield
+        finally:
+            self._now = before
+
+    def read(self) -> Tensor | None:
+        """The coefficients that layers are to use.
+
+        Raises:
+            RuntimeError: A part of the model is called by itself: no prompt has been seen.
+        """
+        if self._now is _NOT_RUNNING:
+            remedy = "call the whole model, which finds the coefficients of its prompts"
+            raise RuntimeError(f"a layer of SIMoE has no expert coefficients; {remedy}")
+        return self._now
+
+    def __deepcopy__(self, memo: dict) -> "Mixture":
+        memo[id(self)] = copied = Mixture()
+        return copied
+
+
+class Recomputed:
+    """Gradient checkpointing that computes a block again with the coefficients it had at first.
+
+    Args:
+        mixture: The model's.
+        checkpoint: ``torch.utils.checkpoint.checkpoint`` with its settings.
+    """
+
+    def __init__(self, mixture: Mixture, checkpoint: Callable) -> None:
+        self.mixture, self.checkpoint = mixture, checkpoint
+
+    def __call__(self, block: Callable, *args: Any, **kwargs: Any) -> Any:
+        coefficients = self.mixture.read()
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            with self.mixture.using(coefficients):
+                return block(*args, **kwargs)
+
+        return self.checkpoint(again, *args, **kwargs)
+
+
+class SimoeRouter(nn.Module):
+    """alpha = softmax(W2 gelu(W1 h)): coefficients [..., M] fp32 of a frozen state h [..., H]."""
+
+    def __init__(self, config: SimoeConfig) -> None:
+        super().__init__()
+        width = config.router_hidden_size or config.hidden_size
+        self.hidden = nn.Linear(config.hidden_size, width)
+        self.output = nn.Linear(width, config.num_simoe_experts)
+        for layer in (self.hidden, self.output):
+            nn.init.normal_(layer.weight, std=ROUTER_STD)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, state_H: Tensor) -> Tensor:
+        state_H = state_H.to(self.hidden.weight.dtype)
+        logits_M = self.output(nn.functional.gelu(self.hidden(state_H)))
+        return logits_M.softmax(dim=-1, dtype=torch.float32)
+
+
+class SimoeTaskRouter(nn.Module):
+    """Coefficients [B, M] fp32 of tasks [B], which are numbers in ``config.tasks``.
+
+    -1 is a task that there was not in training; it gets the mean of all tasks' coefficients.
+    """
+
+    def __init__(self, config: SimoeConfig) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.empty(len(config.tasks), config.num_simoe_experts))
+        nn.init.normal_(self.logits, std=ROUTER_STD)
+
+    def forward(self, tasks_B: Tensor) -> Tensor:
+        known_TM = self.logits.softmax(dim=-1, dtype=torch.float32)
+        all_TM = torch.cat((known_TM, known_TM.mean(dim=0, keepdim=True)))
+        return all_TM[tasks_B]  # -1 is the last row
+
+
+def last_prompt_positions(
+    attention_BS: Tensor, labels_BS: Tensor | None, prompt_lengths_B: Tensor | None
+) -> Tensor:
+    """Position of each row's last prompt token, [B] int64.
+
+    The prompt is every attended token before the first label that is not -100, or the first
+    ``prompt_lengths`` attended tokens, or all of them; at least the first.
+
+    Args:
+        attention_BS: Which positions hold tokens.
+        labels_BS: As the loss takes them, or None.
+        prompt_lengths_B: Tokens of each prompt, or None; it goes before labels.
+    """
+    attended_BS = attention_BS.bool()
+    rank_BS = attended_BS.long().cumsum(dim=1)
+    prompt_BS = attended_BS
+    if prompt_lengths_B is not None:
+        prompt_BS = prompt_BS & (rank_BS <= prompt_lengths_B[:, None])
+    elif labels_BS is not None:
+        prompt_BS = prompt_BS & ((labels_BS != -100).long().cumsum(dim=1) == 0)
+    prompt_BS = prompt_BS | (attended_BS & (rank_BS == 1))
+    positions_S = torch.arange(attention_BS.shape[1], device=attention_BS.device)
+    return torch.where(prompt_BS, positions_S, 0).amax(dim=1)
+
+
+def positions_of(attention_BS: Tensor) -> Tensor:
+    """Number of each token among the attended ones, [B, S] int64 from 0."""
+    return (attention_BS.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def is_filled(past_key_values: Any) -> bool:
+    """Whether a cache holds tokens of an earlier pass."""
+    return past_key_values is not None and past_key_values.get_seq_length() > 0
+
+
+def no_coefficients(what: str) -> ValueError:
+    """The error of a pass that goes on where another one stopped, without its coefficients."""
+    remedy = "give those of the pass that made it (its output has them)"
+    return ValueError(f"coefficients = None: {what} was computed with some; {remedy}")

@@ -1,0 +1,171 @@
+"""Objective of SIMoE's training: orthogonality of the masks, and sparsity held by a multiplier.
+
+M experts, I inputs of a layer.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from upcycle_core.errors import Fault, InputError
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
+from upcycle_core.simoe.model.gates_simoe import median
+from upcycle_core.simoe.sparsity import (
+    Sparsity,
+    expected_sparsity,
+    gate_stacks,
+    mean_overlap,
+    open_surplus,
+    realised_sparsity,
+)
+from upcycle_core.training.config import TrainingConfig
+from upcycle_core.training.extension import ParameterGroup
+
+
+def orthogonality(model: nn.Module, config: SimoeUpcyclingConfig) -> Tensor:
+    """||Z Z^T - I||_F of each layer's masks Z [M, I] (Section 3.1.2), a mean over layers.
+
+    With ``offdiagonal`` only the entries off the diagonal are measured. Masks with an entry a
+    parameter are flattened. A layer at distance zero has gradient zero.
+
+    Returns:
+        A scalar fp32.
+    """
+    distances = []
+    for _, trained in gate_stacks(model):
+        masks = median(trained) if config.is_constrained else trained
+        apart = masks @ masks.mT - torch.eye(masks.shape[1], device=masks.device)
+        if config.orthogonality == "offdiagonal":
+            apart = apart - torch.diag_embed(apart.diagonal(dim1=1, dim2=2))
+        square = apart.square().sum((1, 2))
+        # The root has no slope at zero; such a layer is left out of the graph.
+        distances.append(torch.where(square > 0, square.clamp(min=1e-30).sqrt(), 0.0))
+    return torch.cat(distances).mean()
+
+
+class SimoeObjective:
+    """The ``Extension`` that makes a training SIMoE's (Eq. 3, 11 to 13).
+
+    Added to the text's loss: beta x orthogonality + lambda (tau - expected sparsity). After each
+    optimizer step, gates that are closed beyond tau are opened (``open_surplus``), and then
+    lambda <- max(0, lambda + rate (tau - realised sparsity)), or 0 where the constraint holds.
+
+    A gate that is zero gets no gradient from the text, so nothing but lambda's end would keep gates
+    that are on their way from closing, and noise would close more of them ever after. Opening the
+    surplus is a projection: sparsity stays at tau once it is reached, and gates may change places.
+
+    Gradients of the masks are clipped by their own norm: lambda's would shrink all others.
+
+    Args:
+        model: Upcycled; every parameter that has gradients is trained.
+        config: Of the upcycling.
+        training: Of the training.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: SimoeUpcyclingConfig, training: TrainingConfig
+    ) -> None:
+        self._model, self._config, self._training = model, config, training
+        self._multiplier = 0.0
+        self._sparsity: Sparsity | None = None
+
+    @property
+    def multiplier(self) -> float:
+        """lambda, 0 or more."""
+        return self._multiplier
+
+    def penalty(self) -> Tensor:
+        """beta x orthogonality + lambda (tau - expected sparsity), a scalar."""
+        config = self._config
+        loss = config.beta * orthogonality(self._model, config)
+        if self._multiplier:
+            expected = expected_sparsity(self._model, config.sparsity, rooted=True)
+            loss = loss + self._multiplier * (config.tau - expected)
+        return loss
+
+    def groups(self) -> list[ParameterGroup]:
+        """Deltas, router and masks."""
+        names = [name for name, p in self._model.named_parameters() if p.requires_grad]
+        masks = frozenset(name for name in names if name.endswith(".log_phi"))
+        router = frozenset(name for name in names if name.startswith("router."))
+        return [
+            ParameterGroup(names=frozenset(names) - masks - router),
+            ParameterGroup(names=router, learning_rate=self._config.router_learning_rate),
+            ParameterGroup(
+                names=masks,
+                learning_rate=self._config.mask_learning_rate,
+                decays=False,
+                clipped_apart=True,
+            ),
+        ]
+
+    def after_step(self, step: int) -> None:
+        """Open the surplus and move lambda (Eq. 13).
+
+        Raises:
+            FloatingPointError: A mask or lambda is not finite.
+        """
+        config = self._config
+        if config.is_constrained:
+            open_surplus(self._model, config.tau, config.sparsity)
+        try:
+            self._sparsity = realised_sparsity(self._model)
+            if config.is_constrained:
+                self._ascend(getattr(self._sparsity, config.sparsity))
+        except FloatingPointError as error:
+            raise FloatingPointError(
+                f"After step {step} {error}. The last checkpoint before it is kept. Lower "
+                f"mask_learning_rate (now {config.mask_learning_rate:g}) or "
+                f"multiplier_learning_rate (now {config.multiplier_learning_rate:g}), and train "
+                "with an empty checkpoint directory."
+            ) from None
+
+    def _ascend(self, sparsity: float) -> None:
+        gap = self._config.tau - sparsity
+        moved = self._multiplier + self._config.multiplier_learning_rate * gap
+        if not math.isfinite(moved):
+            raise FloatingPointError(f"lambda is not finite: it is {moved}")
+        self._multiplier = 0.0 if gap <= 0 else max(0.0, moved)
+
+    @torch.no_grad()
+    def point(self) -> dict[str, float]:
+        """lambda, orthogonality, sparsity and overlap, as they are after the last step."""
+        found = self._sparsity or realised_sparsity(self._model)
+        values = {
+            "loss/orthogonality": orthogonality(self._model, self._config).item(),
+            "sparsity/mean": found.mean,
+            "sparsity/union": found.union,
+            "overlap": mean_overlap(self._model),
+        }
+        if self._config.is_constrained:
+            values["lambda"] = self._multiplier
+            values["sparsity"] = getattr(found, self._config.sparsity)
+            expected = expected_sparsity(self._model, self._config.sparsity)
+            values["sparsity/expected"] = expected.item()
+        return values
+
+    def state(self) -> dict[str, Any]:
+        """lambda."""
+        return {"lambda": self._multiplier}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with a checkpoint's lambda."""
+        self._multiplier = float(state["lambda"])
+
+    def may_keep(self, point: Mapping[str, float]) -> bool:
+        """Whether the constraint holds at a checkpoint."""
+        return not self._config.is_constrained or point["sparsity"] >= self._config.tau
+
+    def nothing_to_keep(self, point: Mapping[str, float]) -> InputError:
+        """The error of a training in which no checkpoint is sparse enough."""
+        config, steps = self._config, self._training.steps
+        remedy = (
+            f"no checkpoint of the {steps} steps is as sparse: the last has "
+            f"{point['sparsity']:.4f}; raise mask_learning_rate (now "
+            f"{config.mask_learning_rate:g}), steps or multiplier_learning_rate (now "
+            f"{config.multiplier_learning_rate:g}), or lower tau; the checkpoints stay"
+        )
+        return InputError(Fault("simoe.tau", config.tau, remedy))

@@ -1,0 +1,110 @@
+"""Pruning after training: input neurons that no expert uses are cut out of the deltas.
+
+M experts, I inputs, O outputs, n inputs that are left.
+"""
+
+import copy
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from upcycle_core.checkpoints.load import quiet_loading
+from upcycle_core.checkpoints.tokenizer import copy_tokenizer
+from upcycle_core.checkpoints.writer import sync_directory, sync_file
+from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.simoe.model import (
+    SimoeForCausalLM,
+    SimoeForConditionalGeneration,
+    gated_modules,
+)
+from upcycle_core.simoe.model.layers_simoe import SimoeLinear, SimoeNorm
+
+Model = SimoeForCausalLM | SimoeForConditionalGeneration
+
+
+@torch.no_grad()
+def prune(model: Model) -> Model:
+    """A model that computes the same with what its experts use.
+
+    An input neuron stays if any expert's mask is not zero there; with a gate a parameter, if any
+    gate of its column is not.
+
+    Args:
+        model: As it was trained; it stays as it is. One that is pruned is returned.
+
+    Returns:
+        The pruned model, in evaluation mode, on the same device; it shares no memory with
+        ``model``. Masks are numbers now, no longer trained.
+    """
+    if model.config.kept is not None:
+        return model
+    modules = gated_modules(model)
+    replaced = [tensor for module in modules.values() for tensor in (module.delta, module.log_phi)]
+    pruned = copy.deepcopy(model, {id(tensor): tensor for tensor in replaced})  # not copied
+    pruned.config.kept = {}
+    for name, module in modules.items():
+        masks = module.masks().float()
+        index = used_inputs(masks)
+        pruned.config.kept[name] = len(index)
+        base = pruned.get_submodule(name).base
+        small = type(module)(base, pruned.config, pruned.mixture, len(index))
+        small.delta = nn.Parameter(delta_of(module).index_select(-1, index).clone())
+        small.index = index.to(torch.int32)
+        small.mask = masks.index_select(-1, index)
+        pruned.set_submodule(name, small)
+    pruned.freeze()
+    return pruned.eval()
+
+
+def used_inputs(masks: Tensor) -> Tensor:
+    """Inputs [n] int64, ascending, that any expert uses; masks [M, I] or [M, O, I]."""
+    return (masks != 0).flatten(0, -2).any(dim=0).nonzero()[:, 0]
+
+
+def delta_of(module: SimoeLinear | SimoeNorm) -> Tensor:
+    """theta_delta, [O, I] also where the pre-trained layer is transposed; [I] of a norm."""
+    return module.delta.T if getattr(module, "is_transposed", False) else module.delta
+
+
+def save_pruned(model: Model, source: Path, out: Path) -> None:
+    """Write a model that loads with ``AutoModelForCausalLM`` (or ``AutoModelForSeq2SeqLM``).
+
+    ``out`` appears when complete: weights in the model's type, configuration, the code of the
+    architecture, tokenizer, checksums.
+
+    Args:
+        model: Is pruned if it is not yet.
+        source: The dense checkpoint, for its tokenizer.
+        out: The directory that is written; not there, or empty.
+
+    Raises:
+        InputError: ``out`` holds something or lies in ``source``, or ``source`` has no tokenizer.
+    """
+    source, out = Path(source), Path(out)
+    raise_faults(_place_faults(source, out))
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    try:
+        copy_tokenizer(source, partial)
+        with quiet_loading():
+            prune(model).save_pretrained(partial)
+        for file in partial.iterdir():
+            sync_file(file)
+        sync_directory(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    partial.replace(out)
+    sync_directory(out.parent)
+
+
+def _place_faults(source: Path, out: Path) -> Iterator[Fault]:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        yield Fault("out", str(out), "is not empty; give a new directory")
+    whole, inside = out.resolve(), source.resolve()
+    if inside == whole or inside in whole.parents:
+        remedy = f"lies in {inside}, which is only read; give another directory"
+        yield Fault("out", str(out), remedy)

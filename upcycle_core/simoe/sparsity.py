@@ -1,0 +1,201 @@
+"""How sparse SIMoE's masks are: exact zeros, what they are expected to be, and their overlap.
+
+Everything is weighted by parameters: a mask entry counts as often as there are expert parameters
+that it decides about. M experts.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from upcycle_core.errors import Fault, InputError
+from upcycle_core.simoe.model import gated_modules
+from upcycle_core.simoe.model.gates_simoe import median, probability_nonzero
+
+Way = Literal["mean", "union"]
+"""Zeros of all masks together, or places where every expert's mask is zero."""
+JUST_OPEN = -1.5975
+"""log phi of a gate that is nearly closed, but not zero: z = 0.00015."""
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """Share of expert parameters whose mask is exactly zero, in [0, 1].
+
+    Args:
+        mean: Of the parameters of all M experts.
+        union: Of the parameters that experts share: those which no expert uses.
+    """
+
+    mean: float
+    union: float
+
+
+def realised_sparsity(model: nn.Module) -> Sparsity:
+    """Sparsity of a model, trained or pruned, by its masks' exact zeros.
+
+    Raises:
+        FloatingPointError: A mask is not finite; names it.
+    """
+    modules = gated_modules(model)
+    counts = torch.stack([_used(module) for module in modules.values()]).cpu()
+    for name, own in zip(modules, counts, strict=True):
+        if not own[-1]:
+            raise FloatingPointError(f"the masks of {name} are not finite")
+    return _sparsity(counts[:, :-1].sum(0), sum(map(_parameters, modules.values())))
+
+
+def layer_sparsity(model: nn.Module) -> dict[str, tuple[Sparsity, tuple[float, ...]]]:
+    """Sparsity of every gated layer by name, with that of each of its M experts."""
+    found = {}
+    for name, module in gated_modules(model).items():
+        used_M, size = _used(module)[:-1].cpu(), _parameters(module)
+        experts = tuple(1 - used / size for used in used_M[:-1].tolist())
+        found[name] = _sparsity(used_M, size), experts
+    return found
+
+
+def expected_sparsity(model: nn.Module, way: Way = "mean", *, rooted: bool = False) -> Tensor:
+    """Expected sparsity of a model that is trained: a scalar fp32 that gradients flow through.
+
+    Each gate is open with P = sigmoid(log phi - beta log(-gamma / zeta)) (Eq. 8). ``mean``: one
+    minus the mean of P; ``union``: the mean of the product over experts of 1 - P.
+
+    Args:
+        model: With gates.
+        way: Of what.
+        rooted: Take the M-th root of each product. It is the same where gates are decided, and has
+            a gradient where they are not: of eight gates that are open with P = 0.95 the product
+            has a slope of 1e-9, the root one as ``mean`` has.
+
+    Raises:
+        InputError: The model is pruned.
+    """
+    total, zeros = 0, []
+    for weight, log_phi in gate_stacks(model):
+        closed = 1 - probability_nonzero(log_phi)
+        if way == "mean":
+            shared = closed.mean(1)
+        elif rooted:
+            shared = closed.clamp(min=1e-7).log().mean(1).exp()
+        else:
+            shared = closed.prod(1)
+        zeros.append(weight * shared.sum())
+        total += weight * shared.numel()
+    return torch.stack(zeros).sum() / total
+
+
+def overlap(model: nn.Module) -> Tensor:
+    """Pairwise overlap of the experts' masks, [M, M] fp64 on the CPU, 1 on the diagonal.
+
+    |z_i and z_j != 0| / |z_i or z_j != 0| (Section 4.3), Jaccard's index, over all layers together.
+    Two experts that use nothing overlap by 0.
+    """
+    both: Any = 0
+    for module in gated_modules(model).values():
+        used = (module.masks().detach().flatten(1) != 0).double()
+        both = both + module.weights_per_gate * (used @ used.T)
+    own = both.diagonal()
+    either = own[:, None] + own[None] - both
+    ratio = torch.where(either > 0, both / either.clamp(min=1), 0.0)
+    return ratio.fill_diagonal_(1.0).cpu()
+
+
+def mean_overlap(model: nn.Module) -> float:
+    """Mean of ``overlap`` over pairs of unlike experts."""
+    found = overlap(model)
+    experts = len(found)
+    return float((found.sum() - experts) / (experts * (experts - 1)))
+
+
+@torch.no_grad()
+def open_surplus(model: nn.Module, tau: float, way: Way) -> None:
+    """Open gates that are closed beyond what tau asks for, the ones that are nearest to being open.
+
+    Afterwards the realised sparsity is what it was if it was below tau; else it is tau, or more by
+    less than one gate. Of ``union``, a place is closed if all its M gates are, and its gate that is
+    nearest to being open is opened.
+
+    Args:
+        model: It is trained; its log phi is changed in place, the same on every worker.
+        tau: In [0, 1).
+        way: What tau is about.
+    """
+    modules = _trained(model)
+    scores = [m.log_phi if way == "mean" else m.log_phi.amax(0) for m in modules]
+    sizes = [score.numel() for score in scores]
+    places = torch.cat([score.flatten() for score in scores])
+    each = torch.tensor([module.weights_per_gate for module in modules], device=places.device)
+    weights = each.repeat_interleave(torch.tensor(sizes, device=places.device))
+    closed = (median(places) == 0).nonzero().squeeze(1)
+    needed = _least_count(tau, int(weights.sum()))
+    order = closed[places[closed].argsort(stable=True)]
+    before = weights[order].cumsum(0) - weights[order]
+    surplus = order[before >= needed]
+    if not len(surplus):
+        return
+    opened = torch.zeros_like(places, dtype=torch.bool)
+    opened[surplus] = True
+    for module, score, chosen in zip(modules, scores, opened.split(sizes), strict=True):
+        nearest = (module.log_phi == score) & chosen.view_as(score)
+        module.log_phi.masked_fill_(nearest, JUST_OPEN)
+
+
+def gate_stacks(model: nn.Module) -> Iterator[tuple[int, Tensor]]:
+    """Masks of layers that are alike, stacked, so that few calls see all of them.
+
+    Yields:
+        Parameters that a gate decides about, and what is trained of the masks [layers, M, gates].
+        With a mask entry a parameter, one layer at a time.
+    """
+    alike: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    for module in _trained(model):
+        gates = module.log_phi.flatten(1)
+        if module.by_parameter:
+            yield module.weights_per_gate, gates[None]
+        else:
+            alike[module.weights_per_gate, *gates.shape].append(gates)
+    for (weight, *_), layers in alike.items():
+        yield weight, torch.stack(layers)
+
+
+def _trained(model: nn.Module) -> list[Any]:
+    modules = list(gated_modules(model).values())
+    if not modules or not hasattr(modules[0], "log_phi"):
+        remedy = "it is pruned, and has no gates to train; give the model as it is trained"
+        raise InputError(Fault("model", type(model).__name__, remedy))
+    return modules
+
+
+def _parameters(module: Any) -> int:
+    """Expert parameters of a layer, shared by its experts."""
+    return module.base.weight.numel()
+
+
+def _used(module: Any) -> Tensor:
+    """[M + 2] int64: parameters that each expert uses, that any uses, and whether all is finite."""
+    masks = module.masks().detach().flatten(1)
+    used = masks != 0
+    counts_M = used.sum(1) * module.weights_per_gate
+    union = used.any(0).sum() * module.weights_per_gate
+    return torch.cat([counts_M, union[None], masks.isfinite().all()[None].long()])
+
+
+def _sparsity(used: Tensor, size: int) -> Sparsity:
+    """Of [M + 1] counts: each expert's parameters, and those that any uses."""
+    *experts, union = used.tolist()
+    whole = size * len(experts)
+    return Sparsity(mean=(whole - sum(experts)) / whole, union=(size - union) / size)
+
+
+def _least_count(tau: float, whole: int) -> int:
+    """The smallest count whose share of ``whole`` is tau or more, as floats compare."""
+    count = max(0, math.ceil(tau * whole) - 1)
+    while count / whole < tau:
+        count += 1
+    return count

@@ -1,0 +1,145 @@
+"""SIMoE's training (arXiv 2506.12597): from a dense checkpoint to a pruned model of experts."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from upcycle_core.checkpoints.writer import sync_directory
+from upcycle_core.errors import raise_faults
+from upcycle_core.progress import Progress
+from upcycle_core.simoe.checks import reach_faults
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
+from upcycle_core.simoe.objective import SimoeObjective
+from upcycle_core.simoe.prune import save_pruned
+from upcycle_core.simoe.sparsity import overlap, realised_sparsity
+from upcycle_core.simoe.upcycle import upcycle_in_memory
+from upcycle_core.training.arguments import checked_shape
+from upcycle_core.training.config import TrainingConfig
+from upcycle_core.training.groups import Trainable
+from upcycle_core.training.resume import kept_step, training_record
+from upcycle_core.training.trainer import Subject, TrainingResult, train_subject
+
+
+@dataclass(frozen=True)
+class SimoeResult:
+    """What a training came to. M experts.
+
+    Args:
+        training: Curves and counts of the whole training; its parameters are those before pruning.
+        kept_step: The step whose weights were pruned and written.
+        sparsity_mean: Share of expert parameters there whose mask is exactly zero, over experts.
+        sparsity_union: Share that no expert uses, which pruning removed.
+        overlap: Pairwise overlap of the masks there, M rows of M, Jaccard's index.
+        multiplier: lambda after the last step.
+    """
+
+    training: TrainingResult
+    kept_step: int
+    sparsity_mean: float
+    sparsity_union: float
+    overlap: tuple[tuple[float, ...], ...]
+    multiplier: float
+
+
+def train_simoe(
+    model: Path,
+    dataset: Dataset,
+    out: Path,
+    *,
+    config: TrainingConfig,
+    simoe: SimoeUpcyclingConfig,
+    seed: int,
+    checkpoints: Path,
+    progress: Progress,
+    device: str | None = None,
+    validation: Dataset | None = None,
+    fingerprint: Mapping[str, Any] | None = None,
+    tasks: Sequence[str] = (),
+) -> SimoeResult:
+    """Upcycle a dense model, train its experts, prune them.
+
+    After a kill the same call goes on bit for bit; after the end it only writes ``out`` again.
+
+    The weights to end with are those of the last checkpoint whose realised sparsity is at least
+    tau (with ``config.keep`` = best: of the lowest validation loss among these).
+
+    Args:
+        model: Dense checkpoint directory with its tokenizer.
+        dataset: Rows as ``InstructionRows`` makes them, as for ``training.trainer.train``; with
+            routing by task also ``task_ids``, a scalar int64.
+        out: Directory to write: the pruned model.
+        config: Its learning rate is that of the deltas.
+        simoe: The upcycling.
+        seed: Seed of the initial masks and router, and of what is random in the training.
+        checkpoints: Directory of this training's checkpoints; the last two and the one that is
+            kept so far stay.
+        progress: Told of every step and of the curves ``loss``, ``loss/orthogonality``,
+            ``lambda``, ``sparsity`` (in the way that tau is about), ``sparsity/mean``,
+            ``sparsity/union``, ``sparsity/expected`` and ``overlap``.
+        device: "cpu" or "cuda" (the worker's own); None takes CUDA where there is one.
+        validation: Rows like ``dataset``'s.
+        fingerprint: What ``dataset`` is made from, JSON values.
+        tasks: Names of the tasks, where routing goes by task.
+
+    Raises:
+        InputError: What does not fit, before weights are read; no checkpoint is sparse enough.
+        FloatingPointError: Loss, gradient, mask or lambda is not finite; names step and tensor.
+    """
+    raise_faults([*simoe.faults("simoe"), *reach_faults(simoe, config)])
+    shape = checked_shape(model, dataset, validation, config, None)
+    settings = {"simoe": asdict(simoe), "tasks": list(tasks)}
+    made: list[Subject] = []
+
+    def load(device: str) -> Subject:
+        network: Any = upcycle_in_memory(model, simoe, seed=seed, device=device, tasks=tasks)
+        sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
+        trained = sum(size for size, is_trained in sizes if is_trained)
+        trainable = Trainable(trained, sum(size for size, _ in sizes), frozenset())
+        objective = SimoeObjective(network, simoe, config)
+        made.append(Subject(network, trainable, lambda: _write(network, model, out), objective))
+        return made[0]
+
+    result = train_subject(
+        load,
+        dataset,
+        shape=shape,
+        config=config,
+        record=training_record(config, seed, None, fingerprint or {}, settings),
+        seed=seed,
+        checkpoints=checkpoints,
+        progress=progress,
+        device=device,
+        validation=validation,
+    )
+    return _result(result, made[0], config)
+
+
+def _write(network: Any, source: Path, out: Path) -> None:
+    """Prune and write, over what an earlier call wrote."""
+    unfinished = out.with_name(f"{out.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    save_pruned(network, source, unfinished)
+    out.mkdir(parents=True, exist_ok=True)
+    for path in sorted(unfinished.iterdir()):
+        path.replace(out / path.name)
+    sync_directory(out)
+    unfinished.rmdir()
+
+
+def _result(result: TrainingResult, subject: Subject, config: TrainingConfig) -> SimoeResult:
+    kept = kept_step(result.curves, config, subject.extension)
+    assert kept is not None  # the training ended with it
+    sparsity = realised_sparsity(subject.network)
+    multipliers = [point["lambda"] for point in result.curves if "lambda" in point]
+    return SimoeResult(
+        training=result,
+        kept_step=kept,
+        sparsity_mean=sparsity.mean,
+        sparsity_union=sparsity.union,
+        overlap=tuple(map(tuple, overlap(subject.network).tolist())),
+        multiplier=multipliers[-1] if multipliers else 0.0,
+    )

@@ -1,0 +1,134 @@
+"""SIMoE upcycling (arXiv 2506.12597): a dense model whose layers may grow experts, to train."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+
+from upcycle_core.checkpoints.load import check_loading, load_causal_lm, quiet_loading
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.moe.random import keyed_generator
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
+from upcycle_core.simoe.model import (
+    SimoeConfig,
+    SimoeForCausalLM,
+    SimoeForConditionalGeneration,
+    gated_modules,
+)
+from upcycle_core.simoe.model.gates_simoe import draw_log_phi, median
+from upcycle_core.simoe.model.routing_simoe import ROUTER_STD
+
+
+def upcycle_in_memory(
+    dense: Path,
+    config: SimoeUpcyclingConfig,
+    *,
+    seed: int,
+    device: str = "cpu",
+    tasks: Sequence[str] = (),
+) -> SimoeForCausalLM | SimoeForConditionalGeneration:
+    """Give every linear layer and norm of a dense model experts whose deltas are zero.
+
+    The logits are the dense model's. Random numbers of a layer depend on ``seed`` and on the
+    layer's name alone.
+
+    Args:
+        dense: A checkpoint of a causal language model of any family, or of a T5.
+        config: Experts, masks, layers, routing.
+        seed: Decides log phi and the router.
+        device: Where the model goes.
+        tasks: Names of the tasks, where routing goes by task.
+
+    Returns:
+        The model, fp32, in evaluation mode. Deltas, masks and the router have gradients; all that
+        was pre-trained has none.
+
+    Raises:
+        InputError: Settings that contradict one another or fit no layer; a checkpoint that its
+            configuration does not fit.
+    """
+    raise_faults(config.faults("simoe"))
+    source = _load_dense(Path(dense))
+    try:
+        settings = simoe_config(source.config, config, tasks=tasks)
+        kind = SimoeForConditionalGeneration if settings.is_encoder_decoder else SimoeForCausalLM
+        model: Any = kind(settings)
+    except ValueError as error:
+        raise InputError(Fault("simoe", str(dense), str(error))) from error
+    state = source.state_dict()
+    for name, module in gated_modules(model).items():
+        own = name.removeprefix("model.")
+        for tensor in module.base.state_dict():
+            state[f"{own}.base.{tensor}"] = state.pop(f"{own}.{tensor}")
+        drawn = draw_log_phi(
+            tuple(module.log_phi.shape), config.initial_spread, keyed_generator(seed, name)
+        )
+        _fill(module.log_phi, median(drawn) if module.is_real else drawn)
+    for name, parameter in model.router.named_parameters():
+        if not name.endswith("bias"):
+            drawn = torch.randn(parameter.shape, generator=keyed_generator(seed, "router", name))
+            _fill(parameter, ROUTER_STD * drawn)
+    grown = {"delta", "log_phi"}
+    missing, unexpected = model.model.load_state_dict(state, strict=False)
+    assert not unexpected, unexpected
+    assert all(name.rpartition(".")[2] in grown for name in missing), missing
+    model.generation_config = source.generation_config
+    return model.to(device).eval()
+
+
+def simoe_config(
+    dense: PretrainedConfig | dict[str, Any],
+    config: SimoeUpcyclingConfig,
+    *,
+    tasks: Sequence[str] = (),
+) -> SimoeConfig:
+    """The configuration of a dense model that is upcycled.
+
+    Args:
+        dense: The dense model's.
+        config: Experts, masks, layers, routing.
+        tasks: Names of the tasks, where routing goes by task.
+
+    Raises:
+        ValueError: As ``SimoeConfig``.
+    """
+    return SimoeConfig(
+        dense=dense,
+        num_simoe_experts=config.experts,
+        layers=config.layers,
+        lm_head=config.lm_head,
+        masks=config.masks,
+        routing=config.routing,
+        router_hidden_size=config.router_hidden_size,
+        tasks=list(tasks),
+        initial_spread=config.initial_spread,
+    )
+
+
+def _fill(parameter: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
+def _load_dense(directory: Path) -> PreTrainedModel:
+    """The dense model in fp32, strictly."""
+    CheckpointReader(directory, field="model")  # says what is wrong with the files
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    if not config.is_encoder_decoder:
+        return load_causal_lm(directory)
+    with quiet_loading():
+        loaded: Any = AutoModelForSeq2SeqLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    model, info = loaded
+    check_loading(model, info, str(directory))
+    return model.eval()
