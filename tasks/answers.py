@@ -37,7 +37,10 @@ def model_of(row: str) -> str:
     sources=(
         "tasks/answers.py",
         *OWN_MODELS,
+        "upcycle_core/corpora/conversations.py",
         "upcycle_core/corpora/instructions.py",
+        "upcycle_core/corpora/readers.py",
+        "upcycle_core/corpora/seeded.py",
         "upcycle_core/evaluation/harness/rouge.py",
         "upcycle_core/evaluation/instructions/activations.py",
         "upcycle_core/evaluation/instructions/answers.py",

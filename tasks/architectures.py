@@ -12,10 +12,9 @@ MODEL_OF_DERS = (
     "upcycle_core/ders/source.py",
 )
 """What decides how a model of one base and light deltas computes."""
-MODEL_OF_SIMOE = (
-    "upcycle_core/simoe/model/configuration_simoe.py",
-    "upcycle_core/simoe/model/gates_simoe.py",
-    "upcycle_core/simoe/model/modeling_simoe.py",
+MODEL_OF_SIMOE = tuple(
+    f"upcycle_core/simoe/model/{name}_simoe.py"
+    for name in ("base", "configuration", "gates", "layers", "modeling", "routing", "seq2seq")
 )
 """What decides how a model of sparse interpolated experts computes."""
 OWN_MODELS = (*MODEL_OF_BAM, *MODEL_OF_DERS, *MODEL_OF_SIMOE)

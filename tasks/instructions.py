@@ -8,12 +8,31 @@ from upcycle_core.corpora.tuning.config import InstructionsConfig
 from upcycle_core.corpora.tuning.prepare import prepare_instructions
 from upcycle_core.progress import Progress
 
+FAMILIES = (
+    "arithmetic",
+    "calendar",
+    "catalogue",
+    "family",
+    "lists",
+    "lookup",
+    "strings",
+    "words",
+)
+PREPARING = ("choose", "prepare", "prompts", "readers", "records", "superni")
+
 
 @stage(
     INSTRUCTIONS,
     inputs=lambda recipe, item: [f"sources/{INSTRUCTIONS}.json"],
     params=("seed", "folder", "instructions"),
-    sources=("tasks/instructions.py",),
+    sources=(
+        "tasks/instructions.py",
+        *(f"upcycle_core/corpora/families/{name}.py" for name in FAMILIES),
+        *(f"upcycle_core/corpora/tuning/{name}.py" for name in PREPARING),
+        "upcycle_core/corpora/conversations.py",
+        "upcycle_core/corpora/readers.py",
+        "upcycle_core/corpora/seeded.py",
+    ),
     needed=lambda recipe: recipe.simoe is not None,
 )
 def instructions(run: StageRun) -> None:

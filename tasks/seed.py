@@ -22,6 +22,7 @@ TRAINING_SOURCES = (
     "upcycle_core/moe/inspect.py",
     "upcycle_core/training/arguments.py",
     "upcycle_core/training/causal_trainer.py",
+    "upcycle_core/training/extension.py",
     "upcycle_core/training/groups.py",
     "upcycle_core/training/losses.py",
     "upcycle_core/training/objective.py",

@@ -26,6 +26,7 @@ def _inputs(recipe: Recipe, item: str) -> Iterable[str]:
     sources=(
         "tasks/task_sets.py",
         "upcycle_core/corpora/seeded.py",
+        "upcycle_core/corpora/tuning/prompts.py",
         "upcycle_core/evaluation/harness/definitions.py",
         "upcycle_core/evaluation/harness/heldout.py",
         "upcycle_core/evaluation/harness/superni.py",

@@ -23,9 +23,13 @@ from upcycle_core.training.config import MoEObjective, TrainingConfig
 from upcycle_core.training.trainer import train
 
 INPUTS = ("instructions", "seed")
-DATA_SOURCES = ("upcycle_core/corpora/conversations.py", "upcycle_core/corpora/instructions.py")
+DATA_SOURCES = tuple(
+    f"upcycle_core/corpora/{name}.py" for name in ("conversations", "instructions", "readers")
+)
 SIMOE_SOURCES = (
     *MODEL_OF_SIMOE,
+    "upcycle_core/moe/random.py",
+    "upcycle_core/simoe/checks.py",
     "upcycle_core/simoe/objective.py",
     "upcycle_core/simoe/prune.py",
     "upcycle_core/simoe/sparsity.py",

@@ -29,7 +29,11 @@ LIBRARY_NEVER = {"prefect", "ray", "mlflow", "dvc", "pydantic", "yaml"}
 # The harness's task definitions are YAML.
 READS_YAML = "upcycle_core/evaluation/harness/definitions.py"
 # Files that lie beside weights: transformers finds what else to copy by relative imports alone.
-COPIED = {f"upcycle_core/ders/model/{name}_ders.py" for name in ("modeling", "deltas")}
+COPIED = {
+    str(file.relative_to(ROOT))
+    for paper in ("ders", "simoe")
+    for file in (ROOT / "upcycle_core" / paper / "model").glob(f"*_{paper}.py")
+}
 LINES = 300
 FUNCTION_LINES = 60
 

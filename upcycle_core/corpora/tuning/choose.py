@@ -1,10 +1,10 @@
 """Which instance is trained on, and which ones models are judged by."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from upcycle_core.corpora.distinct import content_key
 from upcycle_core.corpora.seeded import permutation
 from upcycle_core.corpora.tuning.config import InstructionsConfig
 from upcycle_core.corpora.tuning.records import Record
@@ -32,7 +32,7 @@ def choose(
 ) -> Choice:
     """Share instances out by task, in seeded order.
 
-    Prompts that differ in case, punctuation or white space only are one. Where one stands in
+    Prompts that differ in case or white space only are one. Where one stands in
     several tasks, those of unseen categories have it before those of seen ones, and what models are
     judged by has it before what is trained on.
 
@@ -48,7 +48,7 @@ def choose(
         distinct = _distinct(own, known, choice.left_out)
         choice.unseen += _taken(distinct, config.test_per_task, known, choice.left_out)
         # Nothing of an unseen task is trained on under another name.
-        known |= {content_key(record.prompt) for record in unseen[task]}
+        known |= {prompt_key(record.prompt) for record in unseen[task]}
     rest = {}
     for task, own in sorted(seen.items()):
         distinct = _distinct(own, known, choice.left_out)
@@ -59,6 +59,14 @@ def choose(
         distinct = _distinct(own, known, choice.left_out)
         choice.train += _taken(distinct, config.train_per_task, known, choice.left_out)
     return choice
+
+
+def prompt_key(prompt: str) -> bytes:
+    """The same 16 bytes for prompts that differ in case or white space only.
+
+    Punctuation counts: ``3 + 4`` and ``3 * 4`` ask for different things.
+    """
+    return hashlib.sha256(" ".join(prompt.casefold().split()).encode()).digest()[:16]
 
 
 def _tasks(
@@ -92,7 +100,7 @@ def _distinct(records: Iterable[Record], known: set[bytes], left_out: Counter[st
     """Those whose prompts are neither among ``known`` nor said before."""
     found: dict[bytes, Record] = {}
     for record in records:
-        key = content_key(record.prompt)
+        key = prompt_key(record.prompt)
         if key in known or key in found:
             left_out["the same prompt"] += 1
         else:
@@ -106,5 +114,5 @@ def _taken(
     """The first ``count``, whose prompts then are known."""
     taken = records[:count]
     left_out["more than asked for"] += len(records) - len(taken)
-    known |= {content_key(record.prompt) for record in taken}
+    known |= {prompt_key(record.prompt) for record in taken}
     return taken

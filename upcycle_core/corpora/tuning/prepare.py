@@ -72,7 +72,7 @@ def prepare_instructions(
     Every line is ``{id, task, category, domain, prompt, response, references}``; the response is
     the first reference. A conversation of more than one turn is judged by its first response, and
     trained on as a whole: its line also has ``messages``. No prompt of a line to judge by is
-    trained on, nor one that differs in case, punctuation or white space only.
+    trained on, nor one that differs in case or white space only.
 
     Args:
         config: Sources, categories, and how many instances of each task.

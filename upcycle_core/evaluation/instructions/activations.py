@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.instructions.answers import (
+    Batch,
     Row,
     batches,
     encode_prompts,
@@ -100,12 +101,7 @@ def expert_activations(
     found: dict[tuple[str, str], list[torch.Tensor]] = {}
     for batch in batches(prompts.ids, batch_size=batch_size, pad_id=0, device=device):
         own = [rows[place] for place in batch.places]
-        more = task_ids(model.config, own, device)
-        with torch.inference_mode():
-            alpha_BM = model.coefficients(batch.input_BS, attention_mask=batch.mask_BS, **more)
-        if alpha_BM.dim() == 3:
-            alpha_BM = _token_means(alpha_BM, batch.mask_BS)
-        for row, alpha_M in zip(own, alpha_BM.double().cpu(), strict=True):
+        for row, alpha_M in zip(own, _coefficients(model, batch, own, device), strict=True):
             found.setdefault((row.get("domain") or "", row[by]), []).append(alpha_M)
         progress.advance(len(own))
     return [
@@ -117,6 +113,16 @@ def expert_activations(
         )
         for (domain, name), alphas in sorted(found.items(), key=lambda item: item[0])
     ]
+
+
+def _coefficients(model: Any, batch: Batch, rows: Sequence[Row], device: str) -> torch.Tensor:
+    """[B, M] fp64 on the CPU."""
+    more = task_ids(model.config, rows, device)
+    with torch.inference_mode():
+        alpha_BM = model.coefficients(batch.input_BS, attention_mask=batch.mask_BS, **more)
+    if alpha_BM.dim() == 3:
+        alpha_BM = _token_means(alpha_BM, batch.mask_BS)
+    return alpha_BM.double().cpu()
 
 
 def _token_means(alpha_BSM: torch.Tensor, mask_BS: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """What several models scored on instructions, and the numbers that follow. Nothing is measured."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -210,5 +209,5 @@ def _number_faults(field: str, score: SplitScore) -> list[Fault]:
         Fault(f"{field}.{category}.{metric}", value, "must be a share, 0 to 1")
         for category, own in score.categories.items()
         for metric, value in asdict(own).items()
-        if metric in METRICS and not (math.isfinite(value) and 0 <= value <= 1)
+        if metric in METRICS and not 0 <= value <= 1
     ]

@@ -30,7 +30,8 @@ class Structure:
         total: [M] of all.
         parameters: What the shares are of: weights of the pre-trained model that may have experts.
         union: What at least one expert uses, of all: what pruning leaves.
-        overlap: [M][M] mask entries that both experts use, of those that one of them uses.
+        overlap: [M][M] mask entries that both experts use, of those that one of them uses; 0 for
+            two that use nothing, 1 on the diagonal.
     """
 
     by_type: Mapping[str, tuple[float, ...]]
@@ -110,7 +111,7 @@ def structure_of(modules: Mapping[str, Any]) -> Structure:
         way: {group: tuple((own / sizes[way][group]).tolist()) for group, own in groups.items()}
         for way, groups in used.items()
     }
-    overlap_MM = torch.where(either > 0, both / either.clamp(min=1), 0.0)
+    overlap_MM = (both / either.clamp(min=1)).fill_diagonal_(1.0)
     return Structure(
         by_type={kind: shares["type"][kind] for kind in sorted(shares["type"], key=_kind_order)},
         by_depth={

@@ -16,38 +16,35 @@ from torch import Tensor, nn
 from .configuration_simoe import SimoeConfig
 
 ROUTER_STD = 0.02
-_NOT_RUNNING = object()
 
 
 class Mixture:
     """The experts' coefficients of the forward pass under way; all layers of a model share one."""
 
     def __init__(self) -> None:
-        self._now: Any = _NOT_RUNNING
+        self._running = False
+        self._coefficients: Tensor | None = None
 
     @contextmanager
     def using(self, coefficients: Tensor | None) -> Iterator[None]:
         """Run layers with ``coefficients`` [B, M] or [B, S, M]; None: as they were pre-trained."""
-        before, self._now = self._now, coefficients
+        before = self._running, self._coefficients
+        self._running, self._coefficients = True, coefficients
         try:
             yield
         finally:
-            self._now = before
+            self._running, self._coefficients = before
 
     def read(self) -> Tensor | None:
-        """The coefficients that layers are to use.
+        """The coefficients that layers are to use; None: as they were pre-trained.
 
         Raises:
             RuntimeError: A part of the model is called by itself: no prompt has been seen.
         """
-        if self._now is _NOT_RUNNING:
+        if not self._running:
             remedy = "call the whole model, which finds the coefficients of its prompts"
             raise RuntimeError(f"a layer of SIMoE has no expert coefficients; {remedy}")
-        return self._now
-
-    def __deepcopy__(self, memo: dict) -> "Mixture":
-        memo[id(self)] = copied = Mixture()
-        return copied
+        return self._coefficients
 
 
 class Recomputed:

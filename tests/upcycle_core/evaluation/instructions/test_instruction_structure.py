@@ -77,7 +77,7 @@ def test_random_masks_against_a_loop_and_a_pruned_model_gives_the_same(shape):
 def test_experts_that_nothing_is_left_of_overlap_by_zero():
     nothing = structure_of({"layers.0.mlp.up_proj": gated([[], []], (4, 3), 4)})
     assert nothing.total == (0.0, 0.0)
-    assert nothing.overlap == ((0.0, 0.0), (0.0, 0.0))
+    assert nothing.overlap == ((1.0, 0.0), (0.0, 1.0))
     assert not math.isnan(nothing.mean_overlap)
     with pytest.raises(InputError, match="no layer with experts"):
         structure_of({})

@@ -1,0 +1,219 @@
+"""Every form that instructions lie in, read and refused."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+
+from upcycle_core.corpora.tuning.config import InstructionsConfig, InstructionSource
+from upcycle_core.corpora.tuning.prepare import instruction_faults
+from upcycle_core.corpora.tuning.readers import read_records
+from upcycle_core.corpora.tuning.records import Record
+from upcycle_core.errors import Fault
+from upcycle_core.evaluation.harness.superni import superni_items
+
+TASK = {
+    "Definition": ["Add two numbers", "never read"],
+    "Categories": ["Sums", "Other"],
+    "Positive Examples": [{"input": "1 and 2", "output": "3", "explanation": "easy"}] * 3,
+    "Instances": [
+        {"id": "t1-a", "input": "4 and 1", "output": ["5", "five", "5"]},
+        {"id": "t1-b", "input": "2 and 2", "output": ["4"]},
+    ],
+}
+PROMPT = (
+    "Definition: Add two numbers.\n\n"
+    " Positive Example 1 -\nInput: 1 and 2.\n Output: 3.\n\n"
+    " Positive Example 2 -\nInput: 1 and 2.\n Output: 3.\n\n"
+    "Now complete the following example -\nInput: 4 and 1.\nOutput:"
+)
+
+
+def read(source, *, folder=None, seed=0):
+    found = read_records("own", source, folder=folder, seed=seed, per_family=3)
+    return [str(one) if isinstance(one, Fault) else one for one in found]
+
+
+def jsonl(path: Path, *records) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def files(*paths, **settings):
+    return InstructionSource(files=tuple(map(str, paths)), **settings)
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt", "references"),
+    [
+        ({"prompt": "a", "response": "b"}, "a", ("b",)),
+        ({"prompt": "a", "response": "b", "references": ["c", "b"]}, "a", ("b", "c")),
+        ({"prompt": "a", "answer": ["b", "c"]}, "a", ("b", "c")),
+        ({"prompt": "a", "answer": "b", "answers": ["b", "c"]}, "a", ("b", "c")),
+        ({"instruction": "a", "input": "x", "output": "b"}, "a\n\nx", ("b",)),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+         "a", ("b",)),
+    ],
+)  # fmt: skip
+def test_records_of_every_form(tmp_path, record, prompt, references):
+    (found,) = read(files(jsonl(tmp_path / "a.jsonl", record)))
+    assert found == Record("own", "own", None, prompt, references)
+
+
+def test_labels_of_a_record_come_before_the_source_s(tmp_path):
+    file = jsonl(
+        tmp_path / "a.jsonl",
+        {"prompt": "a", "response": "b"},
+        {"prompt": "a", "response": "b", "category": "C", "domain": "D", "task": "T", "id": 7},
+    )
+    plain, labelled = read(files(file, category="c", domain="d"))
+    assert (plain.task, plain.category, plain.domain, plain.id) == ("c", "c", "d", None)
+    assert (labelled.task, labelled.category, labelled.domain, labelled.id) == ("T", "C", "D", "7")
+    other = jsonl(tmp_path / "b.jsonl", {"prompt": "a", "response": "b", "source": "s"})
+    assert read(files(other, category_field="source"))[0].category == "s"
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "response": " \n"}, "line 1, response = ' \\n': must be text"),
+        ({"prompt": "a", "answer": []}, "line 1, answer = None: must be text"),
+        ({"prompt": "a", "answer": ["b", ""]}, "line 1, answer = ['b', '']: must be a list"),
+        ({"prompt": "a", "response": "b", "references": "b"}, "line 1, references = 'b': must be"),
+        ({"prompt": "a", "response": "b", "category": 3}, "line 1, category = 3: must be text"),
+        ({"text": "a"}, "line 1, prompt = ['text']: the record has none of"),
+    ],
+)
+def test_a_faulty_record_is_named_with_file_line_and_field(tmp_path, record, message):
+    (found,) = read(files(jsonl(tmp_path / "a.jsonl", record)))
+    assert found.startswith(f"{tmp_path}/a.jsonl, {message}")
+
+
+def test_published_task_files_are_read(tmp_path):
+    (tmp_path / "task1_add.json").write_text(json.dumps(TASK))
+    (tmp_path / "task2_skip.json").write_text(json.dumps(TASK))
+    (tmp_path / "train_tasks.txt").write_text("task1_add\n\ntask9_none\n")
+    source = InstructionSource(
+        files=("{folder}/task*.json",), form="superni", task_lists=("{folder}/train_tasks.txt",)
+    )
+    first, second = read(source, folder=tmp_path)
+    assert first == Record("task1_add", "Sums", None, PROMPT, ("5", "five"), "t1-a")
+    assert second.references == ("4",)
+    assert len(read(files(tmp_path / "task1_add.json", tmp_path / "task2_skip.json", form="superni"))) == 4  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"Definition": []}, "a.json, Definition = []: must be text"),
+        ({"Positive Examples": [{"input": "a"}]}, "a.json, Positive Examples = "),
+        ({"Instances": {}}, "a.json, Instances = "),
+        ({"Categories": [""]}, "a.json, Categories = ['']"),
+        ({"Instances": [{"input": "a", "output": []}]}, "a.json, instance 0, output = []"),
+        ({"Instances": [{"input": "a", "output": ["b", " "]}]}, "a.json, instance 0, output"),
+        ({"Instances": [{"output": ["b"]}]}, "a.json, instance 0, input = None"),
+    ],
+)
+def test_faulty_task_files_are_named(tmp_path, change, message):
+    (tmp_path / "a.json").write_text(json.dumps({**TASK, **change}))
+    (found,) = read(files(tmp_path / "a.json", form="superni"))
+    assert found.startswith(f"{tmp_path}/{message}")
+
+
+def test_a_task_file_that_is_no_task_is_named(tmp_path):
+    (tmp_path / "a.json").write_text("[]")
+    (tmp_path / "b.json").write_text("{")
+    found = read(files(tmp_path / "a.json", tmp_path / "b.json", form="superni"))
+    assert ["no task of" in found[0], "no JSON in UTF-8" in found[1]] == [True, True]
+
+
+def rows_of(tmp_path):
+    example = {"input": "1 and 2", "output": "3"}
+    definitions = {"id": "add", "category": "Sums", "definition": "Add two numbers"}
+    tasks = jsonl(tmp_path / "tasks.jsonl", {**definitions, "positive_examples": [example] * 3})
+    own = {"task": "add", "category": "Sums", "split": "test"}
+    rows = jsonl(
+        tmp_path / "rows.jsonl",
+        {"id": "1", "prompt": "4 and 1", "answer": "5", **own},
+        {"id": "2", "prompt": "2 and 2", "answer": ["4", "four"], **own},
+        {"id": "3", "prompt": "3 and 3", "answer": "6", "answers": ["6", "six"], **own},
+        {"id": "4", "prompt": "3 and 4", "answer": "7", **own, "split": "train"},
+    )
+    return rows, tasks
+
+
+def test_superni_rows_are_what_the_harness_asks(tmp_path):
+    rows, tasks = rows_of(tmp_path)
+    found = read(files(rows, form="superni-rows", definitions=tasks, split="test"))
+    expected = superni_items(Path(rows), Path(tasks))
+    assert found[0].prompt == PROMPT
+    assert [[o.id, o.task, o.category, o.prompt, list(o.references)] for o in found] == [
+        [item["id"], item["task"], item["category"], item["prompt"], item["answers"]]
+        for item in expected
+    ]
+    assert len(read(files(rows, form="superni-rows", definitions=tasks))) == 4
+
+
+def test_faulty_superni_rows_are_named(tmp_path):
+    _, tasks = rows_of(tmp_path)
+    rows = jsonl(
+        tmp_path / "rows.jsonl",
+        {"task": "sub", "prompt": "a", "answer": "b"},
+        {"task": "add", "prompt": "a", "answer": ""},
+    )
+    first, second = read(files(rows, form="superni-rows", definitions=tasks))
+    assert first.startswith(f"{rows}, line 1, task = 'sub': {tasks} does not define it")
+    assert second.startswith(f"{rows}, line 2, output = ")
+    broken = jsonl(tmp_path / "broken.jsonl", {"id": "add", "definition": " "})
+    found = read(files(rows, form="superni-rows", definitions=broken))
+    assert found[0].startswith(f"{broken}, line 1, definition = ' '")
+    assert found[1].startswith(f"{broken}, line 1, positive_examples = None")
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = [{"prompt": f"q{i}", "response": f"a{i}", "task": None} for i in range(30)]
+    datasets.Dataset.from_list(rows).to_parquet(folder / "train.parquet")
+    return folder
+
+
+def test_a_dataset_is_streamed_in_seeded_order(dataset, tmp_path):
+    source = InstructionSource(dataset="{folder}/data", max_records=20, category="c")
+    found = read(source, folder=tmp_path, seed=1)
+    assert len(found) == len({one.prompt for one in found}) == 20
+    assert {(one.task, one.category) for one in found} == {("c", "c")}
+    assert read(source, folder=tmp_path, seed=1) == found
+    assert read(source, folder=tmp_path, seed=2) != found
+
+
+def faults_of(source, folder=None):
+    config = InstructionsConfig(sources={"own": source}, unseen=())
+    return [str(fault) for fault in instruction_faults(config, folder=folder)]
+
+
+def test_a_dataset_that_cannot_be_read_is_named(dataset, tmp_path):
+    (missing,) = faults_of(InstructionSource(dataset=str(dataset), split="test"))
+    assert missing.startswith("instructions.sources.own.dataset = ")
+    assert "check name, subset, split" in missing
+    (dataset / "train.parquet").unlink()
+    datasets.Dataset.from_list([{"text": "a"}] * 2).to_parquet(dataset / "train.parquet")
+    (other,) = faults_of(InstructionSource(dataset=str(dataset)))
+    assert ", row 0, prompt = ['text']: the record has none of" in other
+
+
+def test_missing_files_and_folders_are_named_together(tmp_path):
+    source = InstructionSource(
+        files=(f"{tmp_path}/none.jsonl", f"{tmp_path}/*.jsonl", "{folder}/a.jsonl"),
+        form="superni-rows",
+        definitions=f"{tmp_path}/tasks.jsonl",
+    )
+    found = faults_of(source)
+    assert len(found) == 4
+    assert "there is no such file" in found[0]
+    assert "give the folder parameter" in found[2]
+    assert found[3].startswith("instructions.sources.own.definitions = ")
+    (empty,) = faults_of(files(jsonl(tmp_path / "a.jsonl")))
+    assert "it holds none" in empty
