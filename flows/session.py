@@ -76,14 +76,32 @@ class FlowSession:
             InputError: With the faults of all items.
         """
         items = [item for item in stage.items(self.recipe) if only is None or item in only]
+        _wait(self._submit(stage, items))
+        self._record(stage, items)
+
+    def ensure_together(self, *stages: Stage) -> None:
+        """Bring stages up to date that read nothing of each other, all at the same time.
+
+        Raises:
+            InputError: With the faults of all items of all stages.
+        """
+        items = {stage.name: stage.items(self.recipe) for stage in stages}
+        _wait([f for stage in stages for f in self._submit(stage, items[stage.name])])
+        for stage in stages:
+            self._record(stage, items[stage.name])
+
+    def _submit(self, stage: Stage, items: Sequence[str]) -> list[Any]:
+        """One Prefect task an item."""
         step = task(name=stage.name, cache_policy=NO_CACHE, persist_result=False)(stage.ensure)
-        futures = [
-            step.with_options(task_run_name=f"{stage.name} {domain}".rstrip()).submit(
-                self.stages, domain
+        return [
+            step.with_options(task_run_name=f"{stage.name} {item}".rstrip()).submit(
+                self.stages, item
             )
-            for domain in items
+            for item in items
         ]
-        _wait(futures)
+
+    def _record(self, stage: Stage, items: list[str]) -> None:
+        """Let DVC record what a stage has published."""
         if items:
             self._commits.append(self._committer.submit(self._commit, stage, items))
 

@@ -43,7 +43,10 @@ def simoe(recipe: Recipe) -> str:
     raise_faults(_faults(recipe))
     with open_session("simoe", recipe) as session:
         for stage in pipeline.ORDER:
-            session.ensure(stage)
+            if stage is pipeline.tuned:  # the recipe's own model is one more of the trainings
+                session.ensure_together(pipeline.simoe, stage)
+            elif stage is not pipeline.simoe:
+                session.ensure(stage)
         session.finish()
         with standing_champion(session.stages, session.registry) as champion:
             outcome = register_tuned(

@@ -37,7 +37,7 @@ PAGE = """\
 Made by
 
 ```
-python -m flows.simoe {files} {options}--out docs/results
+python -m flows.simoe {files} {options}--out {out}
 ```
 
 {tables}
@@ -135,6 +135,7 @@ def write_page(
         name=recipe.name,
         files=" ".join(files),
         options=options,
+        out="FOLDER" if out.is_absolute() else out,
         tables=tables.rstrip(),
         experts=_experts(recipe, [home / run.name for run in runs]),
         pictures=pictures,

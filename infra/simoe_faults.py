@@ -7,6 +7,8 @@ from infra.recipe import SIMOE, Recipe
 from infra.tuning import TuningConfig
 from upcycle_core.corpora.tuning.config import InstructionsConfig
 from upcycle_core.errors import Fault
+from upcycle_core.simoe.checks import reach_faults
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.training.checks import training_faults
 from upcycle_core.training.config import TrainingConfig
 
@@ -22,6 +24,7 @@ def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
         yield from _unused(recipe)
         return
     yield from recipe.simoe.faults("simoe")
+    yield from reach_faults(recipe.simoe, recipe.tuning.training, "simoe")
     yield from recipe.instructions.faults("instructions")
     yield from _excluded(recipe)
     yield from _length_faults("tuning.training", recipe.tuning.training, recipe)
@@ -38,8 +41,10 @@ def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
             yield Fault(f"{where}.copies", None, remedy)
         if row.simoe is not None and row.method != "simoe":
             yield Fault(f"{where}.simoe", "given", f"says nothing for {row.method}; remove it")
-        if row.simoe is not None:
-            yield from row.simoe.faults(f"{where}.simoe")
+        if row.method == "simoe":
+            own = row.simoe or SimoeUpcyclingConfig()
+            yield from own.faults(f"{where}.simoe")
+            yield from reach_faults(own, row.training, f"{where}.simoe")
         if row.objective.domain_weights:
             remedy = "every instruction is read once an epoch; remove them"
             given = dict(row.objective.domain_weights)

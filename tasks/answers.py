@@ -113,9 +113,14 @@ def _structure(
     from upcycle_core.simoe.model.modeling_simoe import SimoeForCausalLM, gated_modules
 
     network = load_causal_lm(model)
-    found: dict[str, Any] = {"parameters": sum(p.numel() for p in network.parameters())}
+    sizes = {name: p.numel() for name, p in network.named_parameters()}
+    found: dict[str, Any] = {"parameters": sum(sizes.values())}
     if isinstance(network, SimoeForCausalLM):
-        found["structure"] = structure_of(gated_modules(network)).to_dict()
+        structure = structure_of(gated_modules(network))
+        found["structure"] = structure.to_dict()
+        own = [n for n in sizes if n.endswith(".delta") or n.startswith("router.")]
+        dense = found["parameters"] - sum(sizes[name] for name in own)
+        found["density_parameters"] = round(dense + structure.density * structure.parameters)
         del network
         activations = expert_activations(model, rows, **common)
         found["activations"] = [activation.to_dict() for activation in activations]

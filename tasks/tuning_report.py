@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from infra.recipe import SIMOE, Recipe
@@ -15,9 +16,11 @@ from upcycle_core.evaluation.instructions.report import write_instruction_report
 from upcycle_core.evaluation.instructions.results import InstructionEvaluation, Row, Run
 from upcycle_core.evaluation.instructions.scores import SplitScore
 from upcycle_core.evaluation.instructions.structure import Structure
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
 
 TITLES = {"seed": "Pre-trained", SIMOE: "SIMoE"}
-MODELS, ABLATIONS = "Models", "SIMoE's parts and settings"
+MODELS, ABLATIONS = "Models", "SIMoE, other ways"
+SWEEPS = {"tau": "Sparsity τ", "beta": "Orthogonality β"}
 NO_PENALTY = "no-orthogonality"
 
 
@@ -29,7 +32,7 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
 @stage(
     "report",
     inputs=_inputs,
-    params=("baselines", "tuning.least_exact_match"),
+    params=("baselines", "simoe", "tuning.least_exact_match"),
     sources=(
         "tasks/tuning_report.py",
         *DATA_SOURCES,
@@ -113,10 +116,25 @@ def _row(run: StageRun, row: str, found: Mapping[str, Any]) -> Row:
 
 
 def _groups(recipe: Recipe, row: str) -> tuple[str, ...]:
-    ablations = [name for name, own in recipe.baselines.items() if own.method == "simoe"]
-    if row in ablations:
-        return (ABLATIONS,)
-    return (MODELS, ABLATIONS) if row == SIMOE and ablations else (MODELS,)
+    """The tables that a row stands in: SIMoEs that differ in tau or beta alone are sweeps of it."""
+    assert recipe.simoe is not None
+    every = {
+        name: _varied(own.simoe or SimoeUpcyclingConfig(), recipe.simoe)
+        for name, own in recipe.baselines.items()
+        if own.method == "simoe"
+    }
+    if row == SIMOE:
+        return (MODELS, *dict.fromkeys(group for groups in every.values() for group in groups))
+    return every.get(row, (MODELS,))
+
+
+def _varied(one: SimoeUpcyclingConfig, other: SimoeUpcyclingConfig) -> tuple[str, ...]:
+    changed = {f.name for f in fields(one) if getattr(one, f.name) != getattr(other, f.name)}
+    if changed == {"tau"}:
+        return (SWEEPS["tau"],)
+    if changed == {"beta"}:
+        return (ABLATIONS, SWEEPS["beta"]) if one.beta == 0 else (SWEEPS["beta"],)
+    return (ABLATIONS,)
 
 
 def _check_reached(recipe: Recipe, found: Mapping[str, Any]) -> None:

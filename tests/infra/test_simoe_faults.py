@@ -16,7 +16,7 @@ VALID = {
     "experts": {"training": TRAINING},
     "instructions": {"sources": {"families": {"generate": "families"}}},
     "tuning": {"training": TRAINING, "max_new_tokens": 8},
-    "simoe": {"experts": 4},
+    "simoe": {"experts": 4, "mask_learning_rate": 0.5},
     "baselines": {
         "dense": {"method": "full-finetune", "training": TRAINING},
         "copies": {"method": "sparse-upcycling", "copies": 4, "training": TRAINING},
@@ -58,6 +58,8 @@ def test_a_sound_recipe_has_its_rows():
     [
         ("simoe/tau", 1.0, "simoe.tau"),
         ("simoe/tau", -0.1, "simoe.tau"),
+        ("simoe/mask_learning_rate", 0.01, "simoe.mask_learning_rate"),
+        ("baselines/free/simoe", {}, "baselines.free.simoe.mask_learning_rate"),
         ("simoe/experts", 1, "simoe.experts"),
         ("baselines/free/simoe", {"experts": 1}, "baselines.free.simoe.experts"),
         (

@@ -45,8 +45,8 @@ class Baseline:
     `sparse-upcycling`: copies of one FFN; `drop-upcycling`: the same, partly re-initialised; `bam`:
     query and output projections are experts as well; `branch-train-merge`: ensemble of the experts,
     no training; `full-finetune`: the seed on all text; `symphony`: Symphony-MoE with settings of
-    its own, for ablations; `ders`: the seed's FFN as the shared base of light experts; `simoe`: SIMoE
-    with settings of its own, likewise."""
+    its own, for ablations; `ders`: the seed's FFN as the shared base of light experts; `simoe`: the
+    same of SIMoE."""
     title: str | None = None
     """Name in tables and plots; the recipe's key by default."""
     top_k: int = field(default=2, metadata={"ge": 1})

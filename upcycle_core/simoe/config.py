@@ -45,8 +45,10 @@ class SimoeUpcyclingConfig:
     """Adam's learning rate of log phi, on the schedule of the others."""
     router_learning_rate: float | None = field(default=None, metadata={"gt": 0})
     """Adam's learning rate of the router; that of the deltas by default."""
-    multiplier_learning_rate: float = field(default=1.0, metadata={"gt": 0})
-    """Step of the ascent of lambda, the multiplier of the sparsity constraint."""
+    multiplier_learning_rate: float = field(default=0.03, metadata={"gt": 0})
+    """Step of the ascent of lambda, the multiplier of the sparsity constraint. Small, the
+    likelihood chooses which gates close; large, they close all together. Short trainings need about
+    0.1, `union` up to 0.3."""
 
     @property
     def is_constrained(self) -> bool:

@@ -132,7 +132,9 @@ class SimoeObjective:
 
     @torch.no_grad()
     def point(self) -> dict[str, float]:
-        """lambda, orthogonality, sparsity and overlap, as they are after the last step."""
+        """As they are after the last step: ``lambda``, ``loss/orthogonality``, ``sparsity`` (in the
+        way that tau is about), ``sparsity/mean``, ``sparsity/union``, ``sparsity/expected`` and
+        ``overlap``."""
         found = self._sparsity or realised_sparsity(self._model)
         values = {
             "loss/orthogonality": orthogonality(self._model, self._config).item(),

@@ -67,9 +67,9 @@ class Counts:
 
     @property
     def by_mean(self) -> int:
-        """The paper's way: the dense model and the share 1 - tau, the mean density of the masks, of
-        theta_delta and of the masks themselves, which weigh something where each parameter has
-        entries of its own. The router is not in it."""
+        """The paper's way, as we read it: the dense model and the share 1 - tau, the mean density
+        of the masks, of theta_delta and of the masks themselves, which weigh something where each
+        parameter has entries of its own. The router is not in it."""
         return self.dense + round((1 - self.tau) * (self.gated + self.masks))
 
     @property

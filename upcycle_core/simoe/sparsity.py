@@ -1,7 +1,7 @@
 """How sparse SIMoE's masks are: exact zeros, what they are expected to be, and their overlap.
 
-Everything is weighted by parameters: a mask entry counts as often as there are expert parameters
-that it decides about. M experts.
+Sparsity is weighted by parameters: a mask entry counts as often as there are expert parameters that
+it decides about. M experts.
 """
 
 import math
@@ -93,13 +93,13 @@ def expected_sparsity(model: nn.Module, way: Way = "mean", *, rooted: bool = Fal
 def overlap(model: nn.Module) -> Tensor:
     """Pairwise overlap of the experts' masks, [M, M] fp64 on the CPU, 1 on the diagonal.
 
-    |z_i and z_j != 0| / |z_i or z_j != 0| (Section 4.3), Jaccard's index, over all layers together.
-    Two experts that use nothing overlap by 0.
+    |z_i and z_j != 0| / |z_i or z_j != 0| (Section 4.3), Jaccard's index, over the mask entries of
+    all layers together, each counted once. Two experts that use nothing overlap by 0.
     """
     both: Any = 0
     for module in gated_modules(model).values():
         used = (module.masks().detach().flatten(1) != 0).double()
-        both = both + module.weights_per_gate * (used @ used.T)
+        both = both + used @ used.T
     own = both.diagonal()
     either = own[:, None] + own[None] - both
     ratio = torch.where(either > 0, both / either.clamp(min=1), 0.0)
@@ -134,6 +134,8 @@ def open_surplus(model: nn.Module, tau: float, way: Way) -> None:
     weights = each.repeat_interleave(torch.tensor(sizes, device=places.device))
     closed = (median(places) == 0).nonzero().squeeze(1)
     needed = _least_count(tau, int(weights.sum()))
+    if int(weights[closed].sum()) <= needed:
+        return
     order = closed[places[closed].argsort(stable=True)]
     before = weights[order].cumsum(0) - weights[order]
     surplus = order[before >= needed]

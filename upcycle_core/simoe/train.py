@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,31 +64,23 @@ def train_simoe(
     """Upcycle a dense model, train its experts, prune them.
 
     After a kill the same call goes on bit for bit; after the end it only writes ``out`` again.
-
-    The weights to end with are those of the last checkpoint whose realised sparsity is at least
-    tau (with ``config.keep`` = best: of the lowest validation loss among these).
+    It ends with the last checkpoint that is as sparse as tau (``config.keep`` = best: the best).
 
     Args:
-        model: Dense checkpoint directory with its tokenizer.
-        dataset: Rows as ``InstructionRows`` makes them, as for ``training.trainer.train``; with
-            routing by task also ``task_ids``, a scalar int64.
+        model: Dense checkpoint with its tokenizer.
+        dataset: As ``InstructionRows`` makes it, with ``task_ids`` where routing needs them.
         out: Directory to write: the pruned model.
         config: Its learning rate is that of the deltas.
         simoe: The upcycling.
-        seed: Seed of the initial masks and router, and of what is random in the training.
-        checkpoints: Directory of this training's checkpoints; the last two and the one that is
-            kept so far stay.
-        progress: Told of every step and of the curves ``loss``, ``loss/orthogonality``,
-            ``lambda``, ``sparsity`` (in the way that tau is about), ``sparsity/mean``,
-            ``sparsity/union``, ``sparsity/expected`` and ``overlap``.
-        device: "cpu" or "cuda" (the worker's own); None takes CUDA where there is one.
-        validation: Rows like ``dataset``'s.
-        fingerprint: What ``dataset`` is made from, JSON values.
-        tasks: Names of the tasks, where routing goes by task.
+        seed: Of the initial masks and router, and of what is random in the training.
+        checkpoints: Directory for checkpoints; the last two and the one that is kept so far stay.
+        progress: Told of every step and of the curves, those of ``SimoeObjective.point`` included.
+        device, validation, fingerprint: As for ``training.trainer.train``.
+        tasks: Their names, where routing goes by task.
 
     Raises:
         InputError: What does not fit, before weights are read; no checkpoint is sparse enough.
-        FloatingPointError: Loss, gradient, mask or lambda is not finite; names step and tensor.
+        FloatingPointError: Loss, gradient, mask or lambda is not finite.
     """
     raise_faults([*simoe.faults("simoe"), *reach_faults(simoe, config)])
     shape = checked_shape(model, dataset, validation, config, None)
@@ -97,14 +90,10 @@ def train_simoe(
     def load(device: str) -> Subject:
         network: Any = upcycle_in_memory(model, simoe, seed=seed, device=device, tasks=tasks)
         network.config.use_cache = shape.use_cache  # the Trainer does it too, but only if it trains
-        sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
-        trained = sum(size for size, is_trained in sizes if is_trained)
-        trainable = Trainable(trained, sum(size for size, _ in sizes), frozenset())
-        objective = SimoeObjective(network, simoe, config)
-        made.append(Subject(network, trainable, lambda: _write(network, model, out), objective))
+        made[:] = [_subject(network, SimoeObjective(network, simoe, config), model, out)]
         return made[0]
 
-    result = train_subject(
+    found = train_subject(
         load,
         dataset,
         shape=shape,
@@ -116,7 +105,14 @@ def train_simoe(
         device=device,
         validation=validation,
     )
-    return _result(result, made[0], config)
+    return _result(found, made[0], config)
+
+
+def _subject(network: Any, objective: SimoeObjective, source: Path, out: Path) -> Subject:
+    sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    trainable = Trainable(trained, sum(size for size, _ in sizes), frozenset())
+    return Subject(network, trainable, partial(_write, network, source, out), objective)
 
 
 def _write(network: Any, source: Path, out: Path) -> None:

@@ -14,7 +14,7 @@ TABLE = "list = 4, type = 7, key = 0"
 # Worked out by hand; each holds what is easily done wrong.
 BY_HAND = {
     "last_letter": [({"letters": "b a k"}, "k")],
-    "copy_letters": [({"letters": "b a k"}, "b a k")],
+    "capital_letter": [({"letters": "b K d"}, "K")],
     "reverse_letters": [({"letters": "b a k m"}, "m k a b")],
     "vowel": [({"letters": "b k o m"}, "o"), ({"letters": "u c d"}, "u")],
     "give_letter": [({"items": "7 list k"}, "k"), ({"items": "a set 3"}, "a")],
@@ -26,7 +26,7 @@ BY_HAND = {
     "count_letters": [({"items": "7 list k k a"}, "3"), ({"items": "7 list 4"}, "0")],
     "count_numbers": [({"items": "7 7 list k 1"}, "3")],
     "count_words": [({"items": "7 list k list"}, "2")],
-    "add_one": [({"numbers": "0 8 4"}, "1 9 5")],
+    "sign": [({"sum": "12 * 3"}, "*")],
     "add_two_numbers": [
         ({"first": "17", "second": "25"}, "42"),
         ({"first": "20", "second": "11"}, "31"),
@@ -44,6 +44,7 @@ BY_HAND = {
     "word_of_letter": [({"value": "e", "table": "text = b, set = e"}, "set")],
     "next_day": [({"days": "sun mon sat"}, "mon tue sun")],
     "has_weekend": [({"days": "mon sun"}, "yes"), ({"days": "mon fri thu"}, "no")],
+    "day_of_week": [({"words": "set sun line"}, "sun")],
     "month_of_date": [({"date": "3 mar 1999"}, "mar")],
 }
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 
+from upcycle_core.corpora.families.catalogue import FAMILIES
 from upcycle_core.corpora.tuning.config import InstructionsConfig, InstructionSource
 from upcycle_core.corpora.tuning.prepare import instruction_faults
 from upcycle_core.corpora.tuning.readers import read_records
@@ -88,6 +89,15 @@ def test_labels_of_a_record_come_before_the_source_s(tmp_path):
 def test_a_faulty_record_is_named_with_file_line_and_field(tmp_path, record, message):
     (found,) = read(files(jsonl(tmp_path / "a.jsonl", record)))
     assert found.startswith(f"{tmp_path}/a.jsonl, {message}")
+
+
+def test_families_are_generated_with_the_seed():
+    source = InstructionSource(generate="families")
+    first = read(source, seed=1)
+    assert len(first) == 3 * len(FAMILIES)
+    assert read(source, seed=1) == first
+    prompts = {record.prompt for record in first}
+    assert len(prompts & {record.prompt for record in read(source, seed=2)}) < len(prompts) / 4
 
 
 def test_published_task_files_are_read(tmp_path):
@@ -175,7 +185,7 @@ def test_faulty_superni_rows_are_named(tmp_path):
 def dataset(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
-    rows = [{"prompt": f"q{i}", "response": f"a{i}", "task": None} for i in range(30)]
+    rows = [{"prompt": f"q{i}", "response": f"a{i}", "output": None} for i in range(30)]
     datasets.Dataset.from_list(rows).to_parquet(folder / "train.parquet")
     return folder
 
@@ -202,6 +212,11 @@ def test_a_dataset_that_cannot_be_read_is_named(dataset, tmp_path):
     datasets.Dataset.from_list([{"text": "a"}] * 2).to_parquet(dataset / "train.parquet")
     (other,) = faults_of(InstructionSource(dataset=str(dataset)))
     assert ", row 0, prompt = ['text']: the record has none of" in other
+    (dataset / "train.parquet").unlink()
+    columns = {"prompt": [], "response": []}
+    datasets.Dataset.from_dict(columns).to_parquet(dataset / "train.parquet")
+    (empty,) = faults_of(InstructionSource(dataset=str(dataset)))
+    assert "it holds no rows" in empty
 
 
 def test_missing_files_and_folders_are_named_together(tmp_path):

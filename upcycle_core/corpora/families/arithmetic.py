@@ -6,12 +6,6 @@ from upcycle_core.corpora.families.family import Family, Given, Instance, draw_w
 from upcycle_core.corpora.families.words import DIGITS
 
 
-def _draw_add_one(rng: Random) -> Instance:
-    digits = [rng.randint(0, 8) for _ in range(rng.randint(3, 4))]
-    answer = " ".join(str(digit + 1) for digit in digits)
-    return Instance({"numbers": " ".join(map(str, digits))}, answer)
-
-
 def _draw_add(rng: Random) -> Instance:
     first, second = rng.randint(10, 49), rng.randint(10, 49)
     return Instance({"first": str(first), "second": str(second)}, str(first + second))
@@ -22,6 +16,11 @@ def _draw_even(rng: Random) -> Instance:
     digits = [*rng.choices("13579", k=rng.randint(3, 4)), even]
     rng.shuffle(digits)
     return Instance({"numbers": " ".join(digits)}, even)
+
+
+def _draw_sign(rng: Random) -> Instance:
+    sign = rng.choice("+-*/")
+    return Instance({"sum": f"{rng.randint(0, 99)} {sign} {rng.randint(0, 99)}"}, sign)
 
 
 def _draw_largest(rng: Random) -> Instance:
@@ -38,10 +37,6 @@ def _draw_more(rng: Random) -> Instance:
     first, second = rng.sample(range(100), 2)
     answer = "yes" if first > second else "no"
     return Instance({"first": str(first), "second": str(second)}, answer)
-
-
-def _add_one(given: Given) -> str:
-    return given["numbers"].translate(str.maketrans("012345678", "123456789"))
 
 
 def _add(given: Given) -> str:
@@ -67,12 +62,6 @@ def _more(given: Given) -> str:
 
 
 ARITHMETIC = {
-    "add_one": Family(
-        domain="arithmetic",
-        phrasings=("Add one to each number: {numbers}", "Add 1 to all of: {numbers}"),
-        draw=_draw_add_one,
-        solve=_add_one,
-    ),
     "add_two_numbers": Family(
         domain="arithmetic",
         phrasings=("Add the numbers: {first} + {second}", "What is {first} + {second}"),
@@ -102,5 +91,11 @@ ARITHMETIC = {
         phrasings=("Is {first} more than {second}", "Is the first more: {first} and {second}"),
         draw=_draw_more,
         solve=_more,
+    ),
+    "sign": Family(
+        domain="arithmetic",
+        phrasings=("Give the sign: {sum}", "Which sign is it: {sum}"),
+        draw=_draw_sign,
+        solve=lambda given: given["sum"].strip("0123456789 "),
     ),
 }

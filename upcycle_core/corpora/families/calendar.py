@@ -4,8 +4,8 @@ import datetime
 import itertools
 from random import Random
 
-from upcycle_core.corpora.families.family import Family, Given, Instance
-from upcycle_core.corpora.families.words import DAYS, MONTHS
+from upcycle_core.corpora.families.family import Family, Given, Instance, draw_words
+from upcycle_core.corpora.families.words import DAYS, MONTHS, WORDS
 
 _MONDAY = datetime.date(2024, 1, 1)
 
@@ -18,6 +18,13 @@ def _draw_next_day(rng: Random) -> Instance:
     days, week = _days(rng, 3, 4), DAYS.split()
     answer = " ".join(week[(week.index(day) + 1) % 7] for day in days)
     return Instance({"days": " ".join(days)}, answer)
+
+
+def _draw_day(rng: Random) -> Instance:
+    day = rng.choice(DAYS.split())
+    words = [day, *draw_words(rng, WORDS, rng.randint(2, 4))]
+    rng.shuffle(words)
+    return Instance({"words": " ".join(words)}, day)
 
 
 def _draw_weekend(rng: Random) -> Instance:
@@ -45,6 +52,10 @@ def _next_day(given: Given) -> str:
     return " ".join(after[day] for day in given["days"].split())
 
 
+def _day(given: Given) -> str:
+    return next(day for day in DAYS.split() if day in given["words"])
+
+
 def _weekend(given: Given) -> str:
     return "yes" if "sat" in given["days"] or "sun" in given["days"] else "no"
 
@@ -67,5 +78,11 @@ CALENDAR = {
         phrasings=("Give the month: {date}", "Which month is it: {date}"),
         draw=_draw_month,
         solve=lambda given: given["date"].strip("0123456789 "),
+    ),
+    "day_of_week": Family(
+        domain="calendar",
+        phrasings=("Give the day of the week: {words}", "Which one is a day of the week: {words}"),
+        draw=_draw_day,
+        solve=_day,
     ),
 }

@@ -15,11 +15,6 @@ def _draw_last(rng: Random) -> Instance:
     return Instance({"letters": " ".join(letters)}, letters[-1])
 
 
-def _draw_copy(rng: Random) -> Instance:
-    letters = _letters(rng)
-    return Instance({"letters": " ".join(letters)}, " ".join(letters))
-
-
 def _draw_reverse(rng: Random) -> Instance:
     letters = _letters(rng)
     return Instance({"letters": " ".join(letters)}, " ".join(reversed(letters)))
@@ -30,6 +25,13 @@ def _draw_vowel(rng: Random) -> Instance:
     letters = [*draw_words(rng, CONSONANTS, rng.randint(3, 4)), vowel]
     rng.shuffle(letters)
     return Instance({"letters": " ".join(letters)}, vowel)
+
+
+def _draw_capital(rng: Random) -> Instance:
+    letters = draw_words(rng, CONSONANTS, rng.randint(3, 5))
+    place = rng.randrange(len(letters))
+    letters[place] = letters[place].upper()
+    return Instance({"letters": " ".join(letters)}, letters[place])
 
 
 def _vowel(given: Given) -> str:
@@ -43,12 +45,6 @@ STRINGS = {
         draw=_draw_last,
         solve=lambda given: given["letters"].rpartition(" ")[2],
     ),
-    "copy_letters": Family(
-        domain="strings",
-        phrasings=("Copy the letters: {letters}", "Write the same letters again: {letters}"),
-        draw=_draw_copy,
-        solve=lambda given: given["letters"],
-    ),
     "reverse_letters": Family(
         domain="strings",
         phrasings=("Reverse the letters: {letters}", "Write the letters backwards: {letters}"),
@@ -60,5 +56,11 @@ STRINGS = {
         phrasings=("Give the vowel: {letters}", "Which letter is a vowel: {letters}"),
         draw=_draw_vowel,
         solve=_vowel,
+    ),
+    "capital_letter": Family(
+        domain="strings",
+        phrasings=("Give the capital letter: {letters}", "Which letter is a capital: {letters}"),
+        draw=_draw_capital,
+        solve=lambda given: "".join(filter(str.isupper, given["letters"])),
     ),
 }

@@ -83,17 +83,7 @@ def write_instruction_report(
     _write(out / "table.md", table.markdown_tables(rows))
     _write(out / "scores.csv", table.csv_scores(rows))
     titles = {row: evaluation.rows[row].title for row in structures}
-    pictures: dict[str, tuple[Path, str]] = {}
-    for row, structure in structures.items():
-        path = out / f"structure_{_slug(row)}.png"
-        _write(path.with_suffix(".csv"), structure_csv(structure))
-        plots.draw_structure(structure, path)
-        pictures[f"Where experts are: {titles[row]}"] = (path, STRUCTURE)
-    if structures:
-        overlaps = {titles[row]: own.overlap for row, own in structures.items()}
-        _write(out / "overlap.csv", overlap_csv(overlaps))
-        plots.draw_overlap(overlaps, out / "overlap.png")
-        pictures["What experts share"] = (out / "overlap.png", OVERLAP)
+    pictures = _write_structures(out, structures, titles)
     if activations:
         _write_activations(out, activations)
         pictures["Which experts tasks use"] = (out / "activations.png", ACTIVATIONS)
@@ -122,6 +112,24 @@ def overlap_csv(overlaps: Mapping[str, Sequence[Sequence[float]]]) -> str:
         for j, value in enumerate(row)
     ]
     return csv_text(["model", "first", "second", "overlap"], lines)
+
+
+def _write_structures(
+    out: Path, structures: Mapping[str, Structure], titles: Mapping[str, str]
+) -> dict[str, tuple[Path, str]]:
+    """Draw them; {heading: (PNG, what it shows)}."""
+    pictures: dict[str, tuple[Path, str]] = {}
+    for row, structure in structures.items():
+        path = out / f"structure_{_slug(row)}.png"
+        _write(path.with_suffix(".csv"), structure_csv(structure))
+        plots.draw_structure(structure, path)
+        pictures[f"Where experts are: {titles[row]}"] = (path, STRUCTURE)
+    if structures:
+        overlaps = {titles[row]: own.overlap for row, own in structures.items()}
+        _write(out / "overlap.csv", overlap_csv(overlaps))
+        plots.draw_overlap(overlaps, out / "overlap.png")
+        pictures["What experts share"] = (out / "overlap.png", OVERLAP)
+    return pictures
 
 
 def _write_activations(out: Path, activations: Sequence[Activation]) -> None:
