@@ -81,6 +81,8 @@ MOMENTS = {
     "before_the_marker": lambda: _at(4, "mark_complete", causal_trainer),
     "in_publishing": lambda: _at(1, "save_pruned", train),
 }
+FEW = ("in_a_step", "before_the_marker")
+MORE = ("before_lambda_is_written", "in_publishing")
 
 
 def _join(rank, port):
@@ -119,12 +121,16 @@ def _start(folder, arm=None, told_in="told.json"):
     return child
 
 
-def run_all(folder: Path):
+def run_all(folder: Path, *names: str):
     """Every run, forked from one process that imported everything once."""
     assert _fork(folder / "whole") == 0
-    for name, arm in MOMENTS.items():
-        assert _fork(folder / name, arm) == -signal.SIGKILL, name
+    for name in names:
+        assert _fork(folder / name, MOMENTS[name]) == -signal.SIGKILL, name
         assert _fork(folder / name) == 0, name
+
+
+def run_two(folder: Path):
+    """The same training by two workers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -134,19 +140,34 @@ def run_all(folder: Path):
     assert [_wait(child) for child in children] == [0, 0]
 
 
-@pytest.fixture(scope="module")
-def kills(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kills")
+def in_one_process(folder, calls):
     save_pico(folder / "model", attention_dropout=0.2)
     script = (
         "from pathlib import Path; from tests.upcycle_core.simoe import test_train_simoe as t;"
-        f"t.run_all(Path({str(folder)!r}))"
+        f"folder = Path({str(folder)!r}); {calls}"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
     return folder
 
 
-@pytest.mark.parametrize("name", MOMENTS)
+@pytest.fixture(scope="module")
+def kills(tmp_path_factory):
+    calls = f"t.run_all(folder, *{FEW!r}); t.run_two(folder)"
+    return in_one_process(tmp_path_factory.mktemp("kills"), calls)
+
+
+@pytest.fixture(scope="module")
+def more_kills(tmp_path_factory):
+    return in_one_process(tmp_path_factory.mktemp("more"), f"t.run_all(folder, *{MORE!r})")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", MORE)
+def test_after_other_kills_too(more_kills, name):
+    test_after_a_kill_the_same_call_gives_the_same_bytes(more_kills, name)
+
+
+@pytest.mark.parametrize("name", FEW)
 def test_after_a_kill_the_same_call_gives_the_same_bytes(kills, name):
     whole, killed = kills / "whole", kills / name
     told = json.loads((whole / "told.json").read_text())
