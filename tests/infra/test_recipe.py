@@ -138,6 +138,10 @@ SHIPPED_WITH = {
     "compression.yaml": "demo",
     "ders-upcycling.yaml": "demo",
     "ders-seeds.yaml": "demo",
+    "simoe-rivals.yaml": "simoe",
+    "simoe-ablations.yaml": "simoe",
+    "simoe-sweeps.yaml": "simoe",
+    "simoe-real-rivals.yaml": "simoe-real",
 }
 """The recipe that a file is made for, where another one than the paper's."""
 
