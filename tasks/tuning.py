@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tasks.workspace import take
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.corpora.instructions import InstructionRows
+from upcycle_core.errors import InputError
 from upcycle_core.progress import Progress
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.train import SimoeResult, train_simoe
@@ -76,7 +77,11 @@ def tuned(run: StageRun) -> None:
     """Write a rival's or an ablation's checkpoint, and beside it what its training came to."""
     row = run.recipe.baselines[run.item]
     if row.method == "simoe":
-        tune_simoe(run, row.simoe or SimoeUpcyclingConfig(), row.training, "baselines")
+        try:
+            tune_simoe(run, row.simoe or SimoeUpcyclingConfig(), row.training, "baselines")
+        except InputError as error:  # of masks that did not close: said of the row
+            own = [replace(f, field=f"baselines.{run.item}.{f.field}") for f in error.faults]
+            raise InputError(*own) from None
         return
     labels = _labels(run)
     copies = row.experts(len(labels))

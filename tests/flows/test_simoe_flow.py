@@ -17,13 +17,17 @@ from upcycle_core.evaluation.instructions.scores import score_answers
 DOMAINS = ("letters", "numbers")
 TUNED = {**TRAINING, "steps": 30, "sequence_length": 48, "learning_rate": 3e-3, "weight_decay": 0.0}
 # A few steps must bring masks from open to shut.
-SIMOE = {"experts": 3, "tau": 0.5, "mask_learning_rate": 0.3}
+SIMOE = {
+    "experts": 3,
+    "tau": 0.5,
+    "mask_learning_rate": 0.3,
+    "multiplier_learning_rate": 1.0,
+}
 ROUTED = {"trainable": ["all"], "balance_coefficient": 0.01, "z_coefficient": 0.001}
 ROWS = {
     "dense": {"method": "full-finetune", "title": "Full finetuning"},
     "copies": {"method": "sparse-upcycling", "copies": 3, "top_k": 2, "objective": ROUTED},
     "btx": {"method": "btx", "seed_expert": True, "objective": ROUTED},
-    "no-orthogonality": {"method": "simoe", "simoe": {**SIMOE, "beta": 0.0}},
     "by-task": {"method": "simoe", "simoe": {**SIMOE, "routing": "task", "sparsity": "union"}},
 }
 ASKS = {
@@ -126,8 +130,7 @@ def test_scores_are_those_of_the_answers_that_lie_beside_them(project, metrics):
 
 
 def test_masks_are_as_sparse_as_asked(project):
-    for row, way in (("model", "mean"), ("baselines/no-orthogonality", "mean"),
-                     ("baselines/by-task", "union")):  # fmt: skip
+    for row, way in (("model", "mean"), ("baselines/by-task", "union")):  # fmt: skip
         summary = json.loads((project.workspace / row / "training" / "summary.json").read_text())
         assert 0.5 <= summary[f"sparsity_{way}"] <= 0.52, row
         assert 0 < summary["kept_step"] <= TUNED["steps"]
@@ -172,6 +175,7 @@ def test_pictures_and_the_page(project):
     assert str(project.home) not in page
 
 
+@pytest.mark.faults
 def test_a_changed_rival_is_tuned_alone(project):
     """Nothing else is made anew, and the champion stays where the model is the same."""
     rows = yaml.safe_load(project.rows.read_text())
