@@ -29,10 +29,11 @@ def reach_faults(
     full = training.steps - ramp
     peaks = ramp / 2 + (full if training.schedule == "constant" else full / 2)
     distance = _DISTANCE + simoe.initial_spread * NormalDist().inv_cdf(simoe.tau)
-    if _FASTEST * simoe.mask_learning_rate * peaks < distance:
+    reach = _FASTEST * simoe.mask_learning_rate * peaks
+    if reach < distance:
         remedy = (
-            f"moves log phi by {simoe.mask_learning_rate * peaks:.2f} at most in training.steps = "
-            f"{training.steps}, tau = {simoe.tau:g} needs {distance:.2f}: give at least "
+            f"moves log phi by {reach:.2f} at most in {training.steps} steps ({ramp} of warm-up, "
+            f"schedule {training.schedule}), tau = {simoe.tau:g} needs {distance:.2f}: give e.g. "
             f"{1.5 * distance / peaks:.2g}, or more steps"
         )
         yield Fault(f"{field}.mask_learning_rate", simoe.mask_learning_rate, remedy)
