@@ -192,6 +192,7 @@ def test_a_deployed_flow_reaches_the_registry_through_the_worker(environment, pl
         "hello/tasks",
         "hello/strangers",
         "hello/deltas",
+        "hello/instructions",
     ]
 
     command = ("-m", "prefect", "deployment", "run", "hello/demo", "--watch")
