@@ -21,7 +21,7 @@ from upcycle_core.moe.size import parameter_counts
 from upcycle_core.progress import Progress
 from upcycle_core.training.config import MoEObjective, TrainingConfig
 from upcycle_core.training.pictures import write_load
-from upcycle_core.training.trainer import train
+from upcycle_core.training.trainer import TrainingResult, train
 
 START_SOURCES = (
     *OWN_MODELS,
@@ -141,7 +141,14 @@ def train_from(
 def write_training(
     run: StageRun, result: Mapping[str, Any], training: TrainingConfig, *, is_moe: bool
 ) -> None:
-    """What the training came to; nothing that depends on the machine's speed."""
+    """What the training came to; nothing that depends on the machine's speed.
+
+    Args:
+        run: The stage; its ``out`` holds the checkpoint.
+        result: As ``training_result``; ``rows``, where there is one, is written too.
+        training: For its tokens.
+        is_moe: Whether experts have loads.
+    """
     folder = run.out / TRAINING
     folder.mkdir()
     counts = parameter_counts(run.out)
@@ -152,6 +159,7 @@ def write_training(
         "trained_parameters": result["trained_parameters"],
         "active_parameters": counts.active,
         "total_parameters": counts.total,
+        **result.get("rows", {}),
     }
     (run.out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     if is_moe:
@@ -226,6 +234,11 @@ def train_piece(
         objective=objective,
         validation=validation,
     )
+    return training_result(result)
+
+
+def training_result(result: TrainingResult) -> dict[str, Any]:
+    """What a piece that trains hands back, for the log and for ``write_training``."""
     return {
         "loss": result.final_loss,
         "validation_loss": result.validation_loss,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from infra.recipe import recipe_digest, recipe_yaml, resolve
+from infra.recipe import Recipe, recipe_digest, recipe_yaml, resolve
 from infra.records import Registration, Version
 from infra.registry import Registry
 from infra.tracking import Run
@@ -74,20 +74,12 @@ def register(
     version = registry.register(
         name,
         workspace.path("model"),
-        Registration(
-            params=resolve(recipe),
-            metrics=_scores(metrics, recipe.method),
-            tags={
-                MODEL_TAG: digest,
-                "git.commit": code_version(CODE),
-                "upcycle.recipe": recipe_digest(recipe),
-                DECISION_TAG: decision.reason,
-            },
-            files={
-                "recipe.yaml": recipe_yaml(recipe),
-                "dvc.lock": versions.lock_text(),
-                "metrics.json": json.dumps(metrics, indent=1),
-            },
+        registration(
+            recipe,
+            versions,
+            metrics=metrics,
+            scores=_scores(metrics, recipe.method),
+            tags={MODEL_TAG: digest, DECISION_TAG: decision.reason},
             description=_description(session, decision),
         ),
         run=run,
@@ -126,6 +118,42 @@ def register_compressed(
     return Outcome(with_alias(registry, version, False), True, made.tags[DECISION_TAG])
 
 
+def registration(
+    recipe: Recipe,
+    versions: Versions,
+    *,
+    metrics: Mapping[str, Any],
+    scores: Mapping[str, float],
+    tags: Mapping[str, str],
+    description: str,
+) -> Registration:
+    """What is recorded with a version: scores and reason, and what it can be made from again.
+
+    Args:
+        recipe: It was made by.
+        versions: The workspace's DVC project, its data and checkpoints.
+        metrics: All that was measured, for ``metrics.json``.
+        scores: Those the registry shows.
+        tags: Beside the code's and the recipe's.
+        description: Markdown.
+    """
+    return Registration(
+        params=resolve(recipe),
+        metrics=scores,
+        tags={
+            "git.commit": code_version(CODE),
+            "upcycle.recipe": recipe_digest(recipe),
+            **tags,
+        },
+        files={
+            "recipe.yaml": recipe_yaml(recipe),
+            "dvc.lock": versions.lock_text(),
+            "metrics.json": json.dumps(metrics, indent=1),
+        },
+        description=description,
+    )
+
+
 def with_alias(registry: Registry, version: Version, promoted: bool) -> Version:
     """The new version as ``challenger``, and as ``champion`` if it was promoted."""
     registry.set_alias(version, "challenger")
@@ -148,25 +176,16 @@ def _compressed(
         f"{sweep['original']['normalised_average']:.2f}"
     )
     table = (session.workspace.path("compression") / REPORT / "table.md").read_text()
-    return Registration(
-        params=resolve(recipe),
-        metrics={
+    return registration(
+        recipe,
+        versions,
+        metrics=metrics,
+        scores={
             "normalised_average": point["normalised_average"],
             "percent_of_original": point["percent_of_original"],
             **{f"perplexity.{d}": v for d, v in point["perplexity"].items()},
         },
-        tags={
-            MODEL_TAG: digest,
-            COMPRESSED_TAG: sweep["chosen"],
-            "git.commit": code_version(CODE),
-            "upcycle.recipe": recipe_digest(recipe),
-            DECISION_TAG: reason,
-        },
-        files={
-            "recipe.yaml": recipe_yaml(recipe),
-            "dvc.lock": versions.lock_text(),
-            "metrics.json": json.dumps(metrics, indent=1),
-        },
+        tags={MODEL_TAG: digest, COMPRESSED_TAG: sweep["chosen"], DECISION_TAG: reason},
         description=f"Experts as one base and light deltas (DeRS), {reason}.\n\n{table}",
     )
 

@@ -4,16 +4,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from infra.recipe import SIMOE, recipe_digest, recipe_yaml, resolve
-from infra.records import Registration
+from infra.recipe import SIMOE
 from infra.registry import Registry
 from infra.tracking import Run
-from infra.versions import Versions, code_version
+from infra.versions import Versions
 from tasks.answers import ANSWERS, answer_arguments, answers_piece
 from tasks.champion import MODEL_TAG, Champion
 from tasks.gate import Decision, decide
-from tasks.register import DECISION_TAG, Outcome, newest, with_alias
-from tasks.stage import CODE, Session
+from tasks.register import DECISION_TAG, Outcome, newest, registration, with_alias
+from tasks.stage import Session
 from tasks.tuning_report import figures
 
 
@@ -47,20 +46,12 @@ def register_tuned(
     version = registry.register(
         recipe.registered_name,
         workspace.path("model"),
-        Registration(
-            params=resolve(recipe),
-            metrics=dict(mine),
-            tags={
-                MODEL_TAG: digest,
-                "git.commit": code_version(CODE),
-                "upcycle.recipe": recipe_digest(recipe),
-                DECISION_TAG: decision.reason,
-            },
-            files={
-                "recipe.yaml": recipe_yaml(recipe),
-                "dvc.lock": versions.lock_text(),
-                "metrics.json": json.dumps(metrics, indent=1),
-            },
+        registration(
+            recipe,
+            versions,
+            metrics=metrics,
+            scores=mine,
+            tags={MODEL_TAG: digest, DECISION_TAG: decision.reason},
             description=f"Sparse interpolated experts (SIMoE), found by instruction tuning.\n\n"
             f"{table}\n\nGate: {decision.reason}.\n",
         ),

@@ -9,7 +9,14 @@ from typing import Any
 from infra.compute import Piece
 from infra.recipe import Recipe, recipe_yaml
 from tasks.architectures import MODEL_OF_SIMOE
-from tasks.baselines import START_SOURCES, TRAINING, start_piece, write_training
+from tasks.baselines import (
+    START_SOURCES,
+    SUMMARY,
+    TRAINING,
+    start_piece,
+    training_result,
+    write_training,
+)
 from tasks.seed import TRAINING_SOURCES
 from tasks.stage import StageRun, stage
 from tasks.workspace import take
@@ -47,7 +54,6 @@ CARD_KEYS = (
     "simoe",
     "tuning",
 )
-SUMMARY = f"{TRAINING}/summary.json"
 
 
 def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
@@ -229,15 +235,7 @@ def tune_piece(
         device=device,
         objective=objective,
     )
-    return {
-        "loss": result.final_loss,
-        "validation_loss": None,
-        "seconds": result.seconds,
-        "tokens_per_second": result.tokens_per_second,
-        "trained_parameters": result.trained_parameters,
-        "curves": result.curves,
-        "rows": {"used": rows.records, "cut": rows.cut, "left_out": rows.left_out},
-    }
+    return {**training_result(result), "rows": _counts(rows)}
 
 
 def simoe_piece(
@@ -270,9 +268,13 @@ def simoe_piece(
     )
     folder = out / TRAINING
     folder.mkdir()
-    summary = _summary(result) | {"cut": rows.cut, "left_out": rows.left_out}
+    summary = _summary(result) | _counts(rows)
     (out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     return {"loss": result.training.final_loss, "seconds": result.training.seconds}
+
+
+def _counts(rows: InstructionRows) -> dict[str, int]:
+    return {"records": rows.records, "cut": rows.cut, "left_out": rows.left_out}
 
 
 def _summary(result: SimoeResult) -> dict[str, Any]:

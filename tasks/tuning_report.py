@@ -48,6 +48,7 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
         "upcycle_core/evaluation/instructions/scores.py",
         "upcycle_core/evaluation/instructions/structure.py",
         "upcycle_core/evaluation/instructions/table.py",
+        "upcycle_core/evaluation/page.py",
         "upcycle_core/evaluation/results.py",
         "upcycle_core/evaluation/routing.py",
         "upcycle_core/evaluation/scores.py",

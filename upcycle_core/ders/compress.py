@@ -14,6 +14,7 @@ from torch import Tensor
 
 from upcycle_core.architectures.dense_of import experts_of, normalises
 from upcycle_core.backbone.average import write_generation_config
+from upcycle_core.checkpoints.place import new_directory, place_faults
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
 from upcycle_core.checkpoints.writer import write_json
 from upcycle_core.ders.codecs.choose import codec_of
@@ -25,8 +26,6 @@ from upcycle_core.ders.files import (
     ARCHITECTURE,
     Plan,
     ders_name,
-    new_directory,
-    place_faults,
     weight_bytes,
     write_checksums,
     write_code,

@@ -14,6 +14,7 @@ from torch import Tensor
 from upcycle_core.architectures.families import MIXTRAL, QWEN2_MOE, family_of
 from upcycle_core.architectures.family import LM_HEAD, Family
 from upcycle_core.backbone.average import write_generation_config
+from upcycle_core.checkpoints.place import new_directory, place_faults
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
 from upcycle_core.checkpoints.writer import write_json
@@ -23,8 +24,6 @@ from upcycle_core.ders.decompose import MATRICES, SHARED, SHARED_GATE
 from upcycle_core.ders.files import (
     Plan,
     ders_name,
-    new_directory,
-    place_faults,
     verify,
     write_tensors,
 )

@@ -1,8 +1,7 @@
-"""A DeRS checkpoint's files beside its weights, and directories that appear when complete."""
+"""A DeRS checkpoint's files: weights, code and checksums."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -73,19 +72,6 @@ def verify(directory: Path, *, field: str) -> None:
         raise InputError(Fault(field, str(directory), str(error))) from error
 
 
-def place_faults(out: Path, *sources: Path | None) -> list[Fault]:
-    """Why ``out`` cannot be written without touching something else."""
-    faults = []
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        faults.append(Fault("out", str(out), "is not empty; give a new directory"))
-    whole = out.resolve()
-    for source in (Path(source).resolve() for source in sources if source is not None):
-        if source == whole or source in whole.parents:
-            remedy = f"lies in {source}, which is only read; give another directory"
-            faults.append(Fault("out", str(out), remedy))
-    return faults
-
-
 def write_tensors(
     out: Path, plan: Plan, *, max_shard_bytes: int, what: str, progress: Progress
 ) -> None:
@@ -98,23 +84,3 @@ def write_tensors(
         return plan[name][2]()
 
     write_sharded(out, specs, produce, max_shard_bytes=max_shard_bytes)
-
-
-@contextmanager
-def new_directory(out: Path) -> Iterator[Path]:
-    """Give a directory beside ``out`` that becomes ``out`` at the end, or is removed on an error.
-
-    Args:
-        out: Not there, or empty.
-    """
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    sync_directory(partial)
-    partial.replace(out)
-    sync_directory(out.parent)

@@ -19,13 +19,13 @@ import torch
 from upcycle_core.architectures.family import RECOMPUTED
 from upcycle_core.architectures.resolve import stock_faults
 from upcycle_core.backbone.average import GENERATION_CONFIG, write_generation_config
+from upcycle_core.checkpoints.place import place_faults
 from upcycle_core.checkpoints.tokenizer import TOKENIZER_FILES, copy_tokenizer
 from upcycle_core.checkpoints.writer import sync_directory, sync_file, write_json
 from upcycle_core.ders.config import DersUpcyclingConfig
 from upcycle_core.ders.files import (
     ARCHITECTURE,
     Plan,
-    place_faults,
     write_checksums,
     write_code,
     write_tensors,

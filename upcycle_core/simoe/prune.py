@@ -4,17 +4,16 @@ M experts, I inputs, O outputs, n inputs that are left.
 """
 
 import copy
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from upcycle_core.checkpoints.load import quiet_loading
+from upcycle_core.checkpoints.place import new_directory, place_faults
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
-from upcycle_core.checkpoints.writer import sync_directory, sync_file
-from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.checkpoints.writer import sync_file
+from upcycle_core.errors import raise_faults
 from upcycle_core.simoe.model import (
     SimoeForCausalLM,
     SimoeForConditionalGeneration,
@@ -84,27 +83,10 @@ def save_pruned(model: Model, source: Path, out: Path) -> None:
         InputError: ``out`` holds something or lies in ``source``, or ``source`` has no tokenizer.
     """
     source, out = Path(source), Path(out)
-    raise_faults(_place_faults(source, out))
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    try:
-        copy_tokenizer(source, partial)
+    raise_faults(place_faults(out, source))
+    with new_directory(out) as folder:
+        copy_tokenizer(source, folder)
         with quiet_loading():
-            prune(model).save_pretrained(partial)
-        for file in partial.iterdir():
+            prune(model).save_pretrained(folder)
+        for file in folder.iterdir():
             sync_file(file)
-        sync_directory(partial)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    partial.replace(out)
-    sync_directory(out.parent)
-
-
-def _place_faults(source: Path, out: Path) -> Iterator[Fault]:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        yield Fault("out", str(out), "is not empty; give a new directory")
-    whole, inside = out.resolve(), source.resolve()
-    if inside == whole or inside in whole.parents:
-        remedy = f"lies in {inside}, which is only read; give another directory"
-        yield Fault("out", str(out), remedy)

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+# As those of DeRS: a file that is copied beside the weights imports none of this package.
 CHECKSUMS = "checksums.json"
 """{file: sha256} of the weights and of config.json, beside them."""
 _CHOICES = {

@@ -131,9 +131,9 @@ class SimoeForCausalLM(SimoePreTrainedModel, GenerationMixin):
                 position_ids=position_ids,
                 inputs_embeds=inputs_embeds,
             )
-        flat = attention_mask is not None and attention_mask.dim() == 2
-        if position_ids is None and flat and not is_filled(past_key_values):
-            position_ids = positions_of(attention_mask)  # type: ignore[arg-type]
+        at_start = position_ids is None and not is_filled(past_key_values)
+        if at_start and attention_mask is not None and attention_mask.dim() == 2:
+            position_ids = positions_of(attention_mask)
         own = {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
         own = {key: value for key, value in own.items() if key in self._accepted}
         with self.mixture.using(coefficients):

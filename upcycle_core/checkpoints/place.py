@@ -1,0 +1,42 @@
+"""Directories that are written whole: never over something else, and there when complete."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from upcycle_core.checkpoints.writer import sync_directory
+from upcycle_core.errors import Fault
+
+
+def place_faults(out: Path, *sources: Path | None) -> list[Fault]:
+    """Why ``out`` cannot be written without touching something else."""
+    faults = []
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        faults.append(Fault("out", str(out), "is not empty; give a new directory"))
+    whole = out.resolve()
+    for source in (Path(source).resolve() for source in sources if source is not None):
+        if source == whole or source in whole.parents:
+            remedy = f"lies in {source}, which is only read; give another directory"
+            faults.append(Fault("out", str(out), remedy))
+    return faults
+
+
+@contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """Give a directory beside ``out`` that becomes ``out`` at the end, or is removed on an error.
+
+    Args:
+        out: Not there, or empty.
+    """
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync_directory(partial)
+    partial.replace(out)
+    sync_directory(out.parent)
