@@ -19,8 +19,8 @@ from upcycle_core.training.trainer import train
 FULL, UPCYCLING, SIMOE = METHODS = "full finetuning", "sparse upcycling", "SIMoE"
 PARAMETERS = f"{SIMOE}, parameter masks"
 SETTINGS = {
-    SIMOE: SimoeUpcyclingConfig(),
-    PARAMETERS: SimoeUpcyclingConfig(masks="parameters"),
+    SIMOE: SimoeUpcyclingConfig(multiplier_learning_rate=1.0),
+    PARAMETERS: SimoeUpcyclingConfig(masks="parameters", multiplier_learning_rate=1.0),
 }
 MASK_TRAVEL = 8.0
 """How far log phi may come in a training; 3 closes a mask."""
