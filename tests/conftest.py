@@ -5,6 +5,7 @@ The environment is set here, before anything imports prefect, ray or mlflow: the
 
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -38,4 +39,6 @@ torch.set_num_threads(1)
 
 
 def pytest_unconfigure():
+    if "prefect_server" in sys.modules:
+        sys.modules["prefect_server"].stop()
     shutil.rmtree(SESSION, ignore_errors=True)

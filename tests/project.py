@@ -8,6 +8,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from prefect_server import prefect_server
+
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 600
 
@@ -20,12 +22,20 @@ class Project:
         recipe: A recipe file.
         name: The recipe's name.
         module: The flow that it is for.
+        own_server: Whether each flow brings its own Prefect server, as users' flows do where none
+            runs; else they share one.
     """
 
     def __init__(
-        self, folder: Path, recipe: Path, name: str = "pico", module: str = "flows.dume"
+        self,
+        folder: Path,
+        recipe: Path,
+        name: str = "pico",
+        module: str = "flows.dume",
+        own_server: bool = False,
     ) -> None:
         self.module = module
+        self.own_server = own_server
         self.home = folder / "home"
         self.recipe = recipe
         self.workspace = self.home / name
@@ -42,6 +52,8 @@ class Project:
             "PYTHONPATH": os.pathsep.join([watching, str(ROOT)]),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }
+        if not self.own_server:
+            own["PREFECT_API_URL"] = prefect_server()
         return {**os.environ, **own, **more}
 
     def flow(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -1,10 +1,10 @@
 """The real flow, started on the server and run by the worker's own process."""
 
-import socket
 import sys
 
 import pytest
 import yaml
+from prefect_server import free_port
 from project import Project
 from texts import pico_recipe, save_recipe, write_texts
 
@@ -13,6 +13,9 @@ from infra.registry import Registry
 from infra.settings import read
 
 DOMAINS = ("letters", "numbers")
+
+# What the worker runs is tested in tests/infra/test_services.py on a small flow.
+pytestmark = pytest.mark.faults
 
 
 class Served(Project):
@@ -24,21 +27,15 @@ class Served(Project):
         return super().environment(**self.ports, PREFECT_WORKER_QUERY_SECONDS="1", **more)
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @pytest.fixture
 def served(tmp_path):
     texts = write_texts(tmp_path / "texts", domains=DOMAINS)
     values = pico_recipe(texts, domains=DOMAINS)
     values["evaluation"] |= {"sweep_top_k": [], "sweep_ridge_lambda": [], "sweep_window": []}
-    project = Served(tmp_path, save_recipe(tmp_path / "recipe.yaml", values))
+    project = Served(tmp_path, save_recipe(tmp_path / "recipe.yaml", values), own_server=True)
     project.ports = {
-        "UPCYCLE_PREFECT_PORT": free_port(),
-        "UPCYCLE_MLFLOW_PORT": free_port(),
+        "UPCYCLE_PREFECT_PORT": str(free_port()),
+        "UPCYCLE_MLFLOW_PORT": str(free_port()),
     }
     try:
         project.run(sys.executable, "-m", "infra.services", "up")

@@ -34,7 +34,7 @@ def project(folder):
     texts = write_texts(folder / "texts", domains=DOMAINS)
     values = pico_recipe(texts, domains=DOMAINS)
     values["domains"]["letters"]["elsewhere"] = {"files": ["{folder}/letters/elsewhere.txt"]}
-    project = Project(folder, save_recipe(folder / "recipe.yaml", values))
+    project = Project(folder, save_recipe(folder / "recipe.yaml", values), own_server=True)
     project.done = project.flow()
     project.first_calls = project.calls()
     return project
