@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefect.artifacts import create_table_artifact
 
-from flows.artifacts import publish_pictures
+from flows.artifacts import key_of, publish_pictures
 from flows.comparison_page import FOLDER, ROWS, TABLE
 from flows.session import FlowSession
 from infra.recipe import SYMPHONY, Recipe, recipe_yaml
@@ -61,7 +61,7 @@ def publish(session: FlowSession) -> None:
     workspace.path(TABLE).write_text(text)
     head, *lines = ablation_lines([rows])
     create_table_artifact(
-        key=f"{session.recipe.name}-ablation",
+        key=key_of(f"{session.recipe.name}-ablation"),
         table=[dict(zip(head, line, strict=True)) for line in lines],
         description="Ways of joining models that share no seed, as joined and after training.",
     )

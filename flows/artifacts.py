@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ SPLIT_CONTEXT = {
 }
 
 
+def key_of(name: str) -> str:
+    """``name`` as Prefect wants the key of an artifact: lower-case letters, digits, dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
 def folder_faults(out: Path | None) -> list[Fault]:
     """What keeps a page from being written into ``out``, said before anything runs."""
     if out is None or not out.exists() or out.is_dir():
@@ -39,7 +45,7 @@ def publish_artifacts(session: FlowSession, outcome: Outcome) -> None:
     report = session.workspace.path("report")
     metrics = json.loads((report / "metrics.json").read_text())
     _log_to_mlflow(session, outcome, report, metrics)
-    name = session.recipe.name
+    name = key_of(session.recipe.name)
     create_table_artifact(
         key=f"{name}-scores",
         table=_rows(metrics),
@@ -65,7 +71,7 @@ def publish_pictures(name: str, pictures: Sequence[Path]) -> None:
     for picture in pictures:
         data = base64.b64encode(picture.read_bytes()).decode()
         create_image_artifact(
-            key=f"{name}-{picture.stem}-plot".replace("_", "-"),
+            key=key_of(f"{name}-{picture.stem}-plot"),
             image_url=f"data:image/png;base64,{data}",
             description=picture.stem.replace("_", " "),
         )

@@ -20,10 +20,9 @@ from prefect import flow
 from prefect.artifacts import create_table_artifact
 
 from flows import ablation_page, seeds
-from flows.artifacts import folder_faults, publish_pictures
+from flows.artifacts import folder_faults, key_of, publish_pictures
 from flows.comparison_page import FOLDER, ROWS, TABLE, statement, write_page
-from flows.dume import THREADS
-from flows.session import FlowSession, open_session
+from flows.session import THREADS, FlowSession, open_session
 from infra import settings as environment
 from infra.reading import load_recipe, validate
 from infra.recipe import SYMPHONY, Recipe, resolve
@@ -84,7 +83,7 @@ def _publish(session: FlowSession) -> None:
         timings.write_text(json.dumps(session.timings(), indent=1) + "\n")
     head, *lines = comparison_lines(rows, seeds=1)
     create_table_artifact(
-        key=f"{session.recipe.name}-comparison",
+        key=key_of(f"{session.recipe.name}-comparison"),
         table=[dict(zip(head, line, strict=True)) for line in lines],
         description="Perplexity on held-out text, in percent of each domain's dense expert.",
     )

@@ -14,10 +14,9 @@ from pathlib import Path
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from flows.artifacts import folder_faults, publish_pictures
+from flows.artifacts import folder_faults, key_of, publish_pictures
 from flows.compression_page import write_page
-from flows.dume import THREADS
-from flows.session import FlowSession, open_session
+from flows.session import THREADS, FlowSession, open_session
 from infra import settings as environment
 from infra.reading import load_recipe, validate
 from infra.recipe import Recipe, resolve
@@ -80,7 +79,7 @@ def _publish(session: FlowSession, outcome: Outcome | None) -> None:
     verdict = _verdict(outcome)
     run.describe(f"{table}\n{verdict}")
     create_markdown_artifact(
-        key=f"{recipe.name}-compression",
+        key=key_of(f"{recipe.name}-compression"),
         markdown=f"{table}\n{verdict}",
         description="Size and quality of every way to store the experts' deltas.",
     )

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from prefect import flow
 
-from flows.dume import THREADS, publish
-from flows.session import open_session
+from flows.building import publish
+from flows.session import THREADS, open_session
 from flows.task_page import FOLDER
 from infra import settings as environment
 from infra.reading import load_recipe, validate

@@ -19,6 +19,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 from prefect.states import Crashed
+from prefect.task_runners import ThreadPoolTaskRunner
 
 from infra import settings as environment
 from infra.compute import cluster
@@ -27,15 +28,19 @@ from infra.recipe import Recipe, resolve
 from infra.registry import Registry
 from infra.settings import Settings
 from infra.tracking import Run, Tracker
-from infra.versions import Versions, code_version
+from infra.versions import Versions, code_version, remote_of
+from tasks.lineage import save, with_lineage
 from tasks.pipeline import dvc_yaml, params_yaml
-from tasks.stage import CODE, Recorder, Session, Stage
+from tasks.reporting import Recorder
+from tasks.stage import CODE, Session, Stage
 from tasks.workspace import Workspace
 from upcycle_core.errors import Fault, InputError
 
 COMMITTED = ".committed.json"
 # A killed flow leaves the Prefect server that it had brought along.
 ORPHAN_SECONDS = 5.0
+# Stages wait for Ray in threads. (Prefect's annotation of task_runner admits no runner of its own.)
+THREADS: Any = ThreadPoolTaskRunner(max_workers=32)
 
 
 class FlowSession:
@@ -64,6 +69,14 @@ class FlowSession:
         self.began = time.time()
         self._committer = ThreadPoolExecutor(max_workers=1)
         self._commits: list[Future[None]] = []
+        self._published: dict[str, str] = {}
+
+    def adopt(self, recipe: Recipe) -> None:
+        """Go on with a recipe whose lineage has changed, and let the workspace know it."""
+        if recipe.lineage is not None:
+            save(recipe.lineage, self.workspace)
+        self.recipe = self.stages.recipe = recipe
+        prepare(self.versions, recipe)
 
     def ensure(self, stage: Stage, only: Sequence[str] | None = None) -> None:
         """Bring a stage up to date, one Prefect task an item, and let DVC record it.
@@ -103,7 +116,8 @@ class FlowSession:
     def _record(self, stage: Stage, items: list[str]) -> None:
         """Let DVC record what a stage has published."""
         if items:
-            self._commits.append(self._committer.submit(self._commit, stage, items))
+            self._published.update({stage.label(d): stage.artifact(d) for d in items})
+            self._commits.append(self._committer.submit(self._commit))
 
     def finish(self) -> None:
         """Wait until DVC has recorded everything; push where the recipe names a remote."""
@@ -111,7 +125,7 @@ class FlowSession:
             commit.result()
         self._commits.clear()
         if self.recipe.versions.remote is not None:
-            self.versions.push(self.recipe.versions.remote)
+            self.versions.push(remote_of(self.recipe.versions.remote, self.settings.home))
 
     def close(self) -> None:
         """Let go of the thread that talks to DVC."""
@@ -129,11 +143,17 @@ class FlowSession:
             "stages": {stage: covered(spans) for stage, spans in fresh.items()},
         }
 
-    def _commit(self, stage: Stage, items: list[str]) -> None:
-        """Record what DVC has not recorded: also what a killed flow published."""
+    def _commit(self) -> None:
+        """Record what DVC has not recorded: also what a killed flow published.
+
+        All that was published while the last call ran goes into one.
+        """
+        published, self._published = self._published, {}
+        if not published:
+            return
         path = self.workspace.root / COMMITTED
         known = json.loads(path.read_text()) if path.exists() else {}
-        digests = {stage.label(d): self.workspace.digest(stage.artifact(d)) for d in items}
+        digests = {label: self.workspace.digest(out) for label, out in published.items()}
         new = [label for label, digest in digests.items() if known.get(label) != digest]
         self.versions.commit(new)
         if new:
@@ -143,6 +163,8 @@ class FlowSession:
 @contextmanager
 def open_session(flow_name: str, recipe: Recipe) -> Iterator[FlowSession]:
     """Lock the workspace, start Ray, open the MLflow run; put everything away afterwards.
+
+    The recipe goes on with the lineage of the workspace's model, where that has one.
 
     Raises:
         InputError: If another flow holds the workspace.
@@ -157,8 +179,9 @@ def open_session(flow_name: str, recipe: Recipe) -> Iterator[FlowSession]:
     workspace = Workspace(settings.home / recipe.name)
     with workspace.lock(f"the flow {flow_name}"):
         _close_interrupted(recipe.name)
+        recipe = with_lineage(recipe, workspace)
         versions = Versions(workspace.root)
-        versions.prepare(pipeline=dvc_yaml(recipe), params=params_yaml(recipe, workspace.root))
+        prepare(versions, recipe)
         tracker = Tracker(settings, f"upcycle-{recipe.name}")
         with (
             tracker.start_run(
@@ -167,7 +190,7 @@ def open_session(flow_name: str, recipe: Recipe) -> Iterator[FlowSession]:
             cluster(settings, recipe.compute.cpus, CODE),
         ):
             run.log_params(resolve(recipe))
-            session = Session(recipe, workspace, log=_log, record=_recording(tracker, run))
+            session = Session(recipe, workspace, log=log, record=_recording(tracker, run))
             flow_session = FlowSession(
                 settings, session, run=run, registry=Registry(settings), versions=versions
             )
@@ -175,6 +198,12 @@ def open_session(flow_name: str, recipe: Recipe) -> Iterator[FlowSession]:
                 yield flow_session
             finally:
                 flow_session.close()
+
+
+def prepare(versions: Versions, recipe: Recipe) -> None:
+    """Write the recipe's pipeline into its workspace, for DVC."""
+    params = params_yaml(recipe, versions.root)
+    versions.prepare(pipeline=dvc_yaml(recipe), params=params)
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
@@ -215,7 +244,8 @@ def _wait(futures: list[Any]) -> None:
         raise InputError(*dict.fromkeys(faults))
 
 
-def _log(text: str) -> None:
+def log(text: str) -> None:
+    """Say a line in the flow's log, or on the terminal where no flow runs."""
     try:
         get_run_logger().info(text)
     except MissingContextError:

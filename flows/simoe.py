@@ -15,8 +15,7 @@ from pathlib import Path
 from prefect import flow
 
 from flows.artifacts import SUMMARY, folder_faults
-from flows.dume import THREADS
-from flows.session import open_session
+from flows.session import THREADS, open_session
 from flows.tuning_page import publish_tuning, write_page
 from infra import settings as environment
 from infra.reading import load_recipe, validate

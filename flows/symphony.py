@@ -13,8 +13,8 @@ from pathlib import Path
 from prefect import flow
 
 from flows.artifacts import SUMMARY
-from flows.dume import THREADS, publish
-from flows.session import open_session
+from flows.building import publish
+from flows.session import THREADS, open_session
 from infra import settings as environment
 from infra.reading import load_recipe, validate
 from infra.recipe import SYMPHONY, Recipe, resolve

@@ -4,7 +4,7 @@ import shutil
 
 from prefect.artifacts import create_link_artifact, create_table_artifact
 
-from flows.artifacts import publish_pictures
+from flows.artifacts import key_of, publish_pictures
 from flows.session import FlowSession
 from infra.records import Version
 from upcycle_core.evaluation.harness import results, table
@@ -40,14 +40,14 @@ def publish_tasks(session: FlowSession, version: Version, tasks: TaskEvaluation)
     link = f"[Page with plots, intervals and items](#{page.partition('#')[2]})"
     registry.describe(version, f"{known.rstrip()}\n{HEADING}\n{link}\n\n{text}")
     create_table_artifact(
-        key=f"{name}-tasks",
+        key=key_of(f"{name}-tasks"),
         table=_rows(tasks),
         description=f"Scores on tasks; the page: {folder / 'report.html'}",
     )
     publish_pictures(f"{name}-tasks", [folder / "scores.png"])
     if session.settings.mlflow_url is not None:
         create_link_artifact(
-            key=f"{name}-tasks-page",
+            key=key_of(f"{name}-tasks-page"),
             link=f"{session.settings.mlflow_url}{page}",
             link_text=f"scores of {version.reference} on tasks, in MLflow",
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 
-from flows.artifacts import SUMMARY, publish_pictures
+from flows.artifacts import SUMMARY, key_of, publish_pictures
 from flows.session import FlowSession
 from infra.recipe import SIMOE, Recipe, recipe_yaml
 from infra.records import DatasetRecord
@@ -81,14 +81,14 @@ def publish_tuning(session: FlowSession, outcome: Outcome) -> None:
     table = (report / "table.md").read_text()
     run.describe(f"{table}\n`{version.reference}`: {outcome.decision}")
     create_markdown_artifact(
-        key=f"{recipe.name}-instructions",
+        key=key_of(f"{recipe.name}-instructions"),
         markdown=f"# `{version.reference}`\n\n{outcome.decision}\n\n{table}",
         description="Exact match and ROUGE-L on instructions, and the registered version.",
     )
     publish_pictures(recipe.name, sorted(report.glob("*.png")))
     if session.settings.mlflow_url is not None:
         create_link_artifact(
-            key=f"{recipe.name}-mlflow-run",
+            key=key_of(f"{recipe.name}-mlflow-run"),
             link=f"{session.settings.mlflow_url}{run.page}",
             link_text="the run in MLflow",
         )

@@ -9,6 +9,8 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
+from infra.keep import KeepConfig
+from infra.lineage import Lineage
 from infra.resources import ComputeConfig
 from infra.tuning import TuningConfig
 from upcycle_core.baselines.config import Baseline, ComparisonConfig
@@ -74,8 +76,9 @@ class VersionsConfig:
 
     __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
-    remote: str | None = None
-    """DVC remote to push to at the end of a run, a directory or URL; none by default."""
+    remote: str | None = "remote"
+    """DVC remote to push to at the end of a run: a directory, seen from UPCYCLE_HOME, or a URL
+    (`s3://...` with the extra `s3`); null for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +145,10 @@ class Recipe:
     """Resources."""
     versions: VersionsConfig = field(default_factory=VersionsConfig)
     """DVC."""
+    keep: KeepConfig = field(default_factory=KeepConfig)
+    """What `flows.tidy` leaves."""
+    lineage: Lineage | None = None
+    """What is built upon as it is, after a domain came, left or learnt; flows write it."""
 
     @property
     def registered_name(self) -> str:
@@ -251,7 +258,20 @@ class Recipe:
     @property
     def averaged(self) -> tuple[str, ...]:
         """Domains whose experts' backbones are averaged."""
+        if "backbone" in self.pinned:
+            assert self.lineage is not None
+            return self.lineage.backbone
         return self.backbone.experts or tuple(self.domains)
+
+    @property
+    def pinned(self) -> Mapping[str, str]:
+        """Artifacts that are not made again, each with its sha256."""
+        return {} if self.lineage is None else self.lineage.pinned
+
+    @property
+    def parents(self) -> Mapping[str, str]:
+        """Domains whose expert is continued from an earlier one, with that one's sha256."""
+        return {} if self.lineage is None else self.lineage.parents
 
     @property
     def has_elsewhere(self) -> bool:

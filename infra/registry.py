@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
-from mlflow.artifacts import download_artifacts
+from mlflow.artifacts import download_artifacts, load_text
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
@@ -94,6 +94,23 @@ class Registry:
         """Return every version of the registered model, oldest first."""
         found = self._client.search_model_versions(f"name = '{name}'")
         return sorted((self._version(v) for v in found), key=lambda version: version.number)
+
+    def text(self, version: Version, file: str) -> str | None:
+        """What is kept beside the checkpoint as ``file`` (``dvc.lock``); None if nothing is.
+
+        Raises:
+            InputError: The files of the version cannot be read.
+        """
+        path = f"{PROVENANCE_FOLDER}/{file}"
+        try:
+            listed = self._client.list_logged_model_artifacts(version.model_id, PROVENANCE_FOLDER)
+            if path not in {entry.path for entry in listed}:
+                return None
+            location = self._client.get_logged_model(version.model_id).artifact_location
+            return load_text(f"{location}/{path}")
+        except (MlflowException, OSError) as error:
+            remedy = f"its {file} cannot be read ({error}); see that MLflow's files are there"
+            raise InputError(Fault("version", version.reference, remedy)) from error
 
     def download(self, reference: str, destination: Path) -> Path:
         """Copy a registered checkpoint to ``destination``, all of it or nothing.

@@ -40,9 +40,24 @@ class Versions:
             self._dvc("commit", "--force", "--quiet", *stages)
 
     def push(self, remote: str) -> None:
-        """Send everything that dvc.lock names to ``remote``, a directory or URL."""
-        self._dvc("remote", "add", "--force", "--default", "--quiet", "upcycle", remote)
+        """Send everything that dvc.lock names to ``remote``, an absolute directory or a URL."""
+        self._use(remote)
         self._dvc("push", "--quiet")
+
+    def pull(self, lock: str, remote: str) -> None:
+        """Bring everything that ``lock`` names, a dvc.lock's text, from ``remote`` to its place.
+
+        DVC holds every file against the hash that the lock names.
+
+        Raises:
+            InputError: Something is not there, or not as it was.
+        """
+        (self.root / "dvc.lock").write_text(lock)
+        self._use(remote)
+        self._dvc("pull", "--quiet")
+
+    def _use(self, remote: str) -> None:
+        self._dvc("remote", "add", "--force", "--default", "--quiet", "upcycle", remote)
 
     def lock_text(self) -> str:
         """Content of dvc.lock; empty before the first commit."""
@@ -66,6 +81,11 @@ class Versions:
                     f"failed in {self.root}: {' '.join(detail)}; run it there to see more",
                 )
             )
+
+
+def remote_of(remote: str, home: Path) -> str:
+    """A remote as DVC finds it from any folder; a relative directory is seen from ``home``."""
+    return remote if "://" in remote else str((home / Path(remote).expanduser()).resolve())
 
 
 def _write_if_changed(path: Path, text: str) -> None:

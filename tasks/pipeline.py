@@ -27,6 +27,7 @@ from tasks.instructions import instructions
 from tasks.model import model
 from tasks.outside import outside
 from tasks.pairs import pairs
+from tasks.parents import parents
 from tasks.post_training import post_training, symphony
 from tasks.report import report
 from tasks.router import router
@@ -59,6 +60,7 @@ ORDER: tuple[Stage, ...] = (
     outside,
     seed,
     instructions,
+    parents,
     experts,
     backbone,
     statistics,
@@ -110,12 +112,39 @@ def params_yaml(recipe: Recipe, workspace: Path) -> str:
 
 def _entries(stage: Stage, recipe: Recipe) -> dict[str, Any]:
     if stage.per == "domain":
-        return {stage.name: {"foreach": "${domains}", "do": _command(stage, recipe, "${key}")}}
+        return {stage.name: _for_each_domain(stage, recipe)}
     return {stage.label(item): _command(stage, recipe, item) for item in stage.items(recipe)}
 
 
+def _for_each_domain(stage: Stage, recipe: Recipe) -> dict[str, Any]:
+    """One entry for all domains, and what each reads or is decided by beside it.
+
+    Where an expert is continued, domains differ in that.
+    """
+    entry = _command(stage, recipe, "${key}")
+    own: dict[str, dict[str, list[str]]] = {domain: {} for domain in recipe.domains}
+    for part in ("deps", "params"):
+        found = {domain: _command(stage, recipe, domain).get(part, []) for domain in own}
+        shared = [
+            name
+            for name in entry.get(part, [])
+            if all(name.replace("${key}", domain) in found[domain] for domain in own)
+        ]
+        for domain, names in found.items():
+            known = {name.replace("${key}", domain) for name in shared}
+            own[domain][part] = [name for name in names if name not in known]
+        longest = max(len(parts[part]) for parts in own.values())
+        for parts in own.values():  # DVC wants them alike; what is named twice counts once
+            parts[part] += (parts[part] or shared)[-1:] * (longest - len(parts[part]))
+        if longest:
+            entry[part] = [*shared, *(f"${{item.{part}[{n}]}}" for n in range(longest))]
+    if any(parts[part] for parts in own.values() for part in parts):
+        return {"foreach": own, "do": entry}
+    return {"foreach": "${domains}", "do": entry}
+
+
 def _command(stage: Stage, recipe: Recipe, key: str) -> dict[str, Any]:
-    """One entry; a per-domain stage reads the same kinds of input for every domain."""
+    """One entry."""
     entry: dict[str, Any] = {
         "cmd": f"PYTHONPATH=${{code}}:$PYTHONPATH python -m tasks {stage.name} {key}".rstrip(),
         "deps": [
@@ -127,6 +156,8 @@ def _command(stage: Stage, recipe: Recipe, key: str) -> dict[str, Any]:
     }
     if stage.always:
         entry["always_changed"] = True
+    if stage.artifact(key) in recipe.pinned or stage is parents:
+        entry["frozen"] = True  # what is built upon is not made again
     return {name: value for name, value in entry.items() if value}
 
 

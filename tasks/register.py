@@ -19,11 +19,18 @@ from tasks.gate import Decision, decide, figures
 from tasks.stage import CODE, Session
 from tasks.workspace import fingerprint
 from upcycle_core.checkpoints.hashing import tree_digest
+from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.harness.results import TaskEvaluation
 from upcycle_core.evaluation.results import expert_row
 from upcycle_core.evaluation.table import title
 
 DECISION_TAG = "upcycle.decision"
+PREVIOUS_TAG = "upcycle.previous_champion"
+"""Of a version that became champion: the number of the one before it, or ``none``."""
+ROLLED_BACK_TAG = "upcycle.rolled_back"
+"""Of a version that was champion and should not have been: why."""
+EXPERTS_TAG = "upcycle.experts"
+"""Of a version: the digests of its experts, {domain: the beginning of one}."""
 COMPRESSED_TAG = "upcycle.compressed"
 """Of a version that stores another model's experts as base and deltas: in which way."""
 
@@ -79,7 +86,11 @@ def register(
             versions,
             metrics=metrics,
             scores=_scores(metrics, recipe.method),
-            tags={MODEL_TAG: digest, DECISION_TAG: decision.reason},
+            tags={
+                MODEL_TAG: digest,
+                DECISION_TAG: decision.reason,
+                EXPERTS_TAG: json.dumps(expert_digests(session)),
+            },
             description=_description(session, decision),
         ),
         run=run,
@@ -158,6 +169,9 @@ def with_alias(registry: Registry, version: Version, promoted: bool) -> Version:
     """The new version as ``challenger``, and as ``champion`` if it was promoted."""
     registry.set_alias(version, "challenger")
     if promoted:
+        before = registry.find(version.name, "champion")
+        tag = "none" if before is None else str(before.number)
+        registry.set_tags(version, {PREVIOUS_TAG: tag})
         registry.set_alias(version, "champion")
     [current] = [v for v in registry.versions(version.name) if v.number == version.number]
     return current
@@ -188,6 +202,55 @@ def _compressed(
         tags={MODEL_TAG: digest, COMPRESSED_TAG: sweep["chosen"], DECISION_TAG: reason},
         description=f"Experts as one base and light deltas (DeRS), {reason}.\n\n{table}",
     )
+
+
+def roll_back(registry: Registry, name: str, reason: str) -> tuple[Version, Version]:
+    """Make the champion before the champion the champion again.
+
+    Args:
+        registry: The registry.
+        name: The registered model.
+        reason: Kept with the version that is taken back.
+
+    Returns:
+        The version that is champion no more, and the one that is.
+
+    Raises:
+        InputError: There is no such model, no champion, or none before it.
+    """
+    versions = {version.number: version for version in registry.versions(name)}
+    champion = next((v for v in versions.values() if "champion" in v.aliases), None)
+    if champion is None:
+        remedy = "is no registered model with a champion; see the names in MLflow (make up)"
+        raise InputError(Fault("name", name, remedy))
+    tag = champion.tags.get(PREVIOUS_TAG, "none")
+    before = versions.get(int(tag)) if tag.isdecimal() else None
+    if before is None:
+        remedy = "has no champion before it that is still registered; nothing was changed"
+        raise InputError(Fault("champion", champion.reference, remedy))
+    registry.set_tags(champion, {ROLLED_BACK_TAG: reason})
+    registry.set_alias(before, "champion")
+    return champion, before
+
+
+def expert_digests(session: Session) -> dict[str, str]:
+    """The beginning of the digest of every domain's expert that is in the workspace."""
+    found = {d: session.workspace.digest(f"experts/{d}") for d in session.recipe.domains}
+    return {domain: digest[:16] for domain, digest in found.items() if digest is not None}
+
+
+def led_experts(session: Session, registry: Registry) -> set[str]:
+    """Domains whose expert is, to the byte, that of a version that has been champion.
+
+    A version that was rolled back does not count.
+    """
+    led = [
+        json.loads(version.tags.get(EXPERTS_TAG, "{}"))
+        for version in registry.versions(session.recipe.registered_name)
+        if PREVIOUS_TAG in version.tags and ROLLED_BACK_TAG not in version.tags
+    ]
+    own = expert_digests(session)
+    return {domain for domain, digest in own.items() if any(e.get(domain) == digest for e in led)}
 
 
 def newest(registry: Registry, name: str, *, compressed: bool = False) -> Version | None:

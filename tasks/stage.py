@@ -7,17 +7,15 @@ for DVC. Nothing else decides what is up to date.
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from infra.compute import Done, Piece, progress_file, run_pieces
 from infra.recipe import Recipe, resolve
-from tasks.costs import Cost, cost_of, write_cost
-from tasks.reporting import PieceWatch, Recorder
-from tasks.workspace import Workspace, disk_faults, fingerprint, take
+from tasks.costs import Cost, write_cost
+from tasks.stage_run import Session, StageRun
+from tasks.workspace import disk_faults, fingerprint
 from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.errors import Fault, InputError
 
@@ -25,111 +23,17 @@ CODE = Path(__file__).resolve().parent.parent
 Inputs = Callable[[Recipe, str], Iterable[str]]
 Params = Sequence[str] | Callable[[Recipe, str], Iterable[str]]
 Per = Literal[
-    "domain", "baseline", "model", "variant", "pairing", "outside", "source", "tuned", "recipe"
+    "domain",
+    "parent",
+    "baseline",
+    "model",
+    "variant",
+    "pairing",
+    "outside",
+    "source",
+    "tuned",
+    "recipe",
 ]
-
-
-@dataclass
-class Session:
-    """One recipe at work in one workspace.
-
-    Args:
-        recipe: What to make.
-        workspace: Where.
-        log: Takes a line for people.
-        record: Opens the record of a stage's curves; gets the stage's label and what made it.
-        spent: When pieces ran (start, end; epoch seconds), by stage.
-    """
-
-    recipe: Recipe
-    workspace: Workspace
-    log: Callable[[str], None]
-    record: Callable[[str, Mapping[str, Any]], AbstractContextManager[Recorder | None]] = (
-        lambda label, made_from: nullcontext(None)
-    )
-    spent: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-
-
-class StageRun:
-    """What the function of a stage sees.
-
-    Args:
-        session: The recipe at work.
-        stage: The stage.
-        item: Its domain, baseline, ...; empty for a stage that runs once.
-        out: Empty directory to fill; it is published afterwards.
-        mark: Fingerprint of this run.
-        recorder: Where curves go.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        stage: "Stage",
-        item: str,
-        *,
-        out: Path,
-        mark: str,
-        recorder: Recorder | None,
-    ) -> None:
-        self.session, self.stage, self.item = session, stage, item
-        self.recipe = session.recipe
-        self.out = out
-        self.mark = mark
-        self.recorder = recorder
-        self.costs: list[Cost] = []
-
-    @property
-    def domain(self) -> str:
-        """The domain that a stage of one domain runs for."""
-        return self.item
-
-    @property
-    def pieces_directory(self) -> Path:
-        """Where this run's pieces are kept until it is published."""
-        return self.session.workspace.pieces / self.mark
-
-    @property
-    def models(self) -> Path:
-        """Where models from a hub are kept, for all workspaces."""
-        return self.session.workspace.root.parent / "models"
-
-    def path(self, artifact: str) -> Path:
-        """Where an input is published."""
-        return self.session.workspace.path(artifact)
-
-    def run(self, pieces: Sequence[Piece], kind: str) -> dict[str, Done]:
-        """Run ``pieces`` on Ray with the resources that ``compute.KIND`` asks for."""
-        watch = PieceWatch(
-            {piece.name: progress_file(self.pieces_directory, piece.name) for piece in pieces},
-            label=self.stage.name,
-            item=self.item,
-            log=self.session.log,
-            recorder=self.recorder,
-        )
-        done = run_pieces(
-            pieces,
-            directory=self.pieces_directory,
-            resources=getattr(self.recipe.compute, kind),
-            label=self.stage.label(self.item),
-            watch=watch,
-        )
-        watch(final=True)
-        spans = self.session.spent.setdefault(self.stage.name, [])
-        spans += [(piece.started, piece.ended) for piece in done.values()]
-        cpus = getattr(self.recipe.compute, kind).cpus
-        self.costs += [cost_of(done[piece.name], cpus * piece.workers) for piece in pieces]
-        return done
-
-    def run_one(self, function: Callable[..., Any], kind: str, **arguments: Any) -> Any:
-        """Run one piece that fills ``self.out``; returns its result."""
-        done = self.run([Piece(name="whole", function=function, arguments=arguments)], kind)
-        take(done["whole"].path, self.out)
-        return done["whole"].result
-
-    def device(self, kind: str) -> str:
-        """Where pieces of this kind compute."""
-        return "cuda" if getattr(self.recipe.compute, kind).gpus > 0 else "cpu"
 
 
 @dataclass(frozen=True)
@@ -163,6 +67,7 @@ class Stage:
         """The domains, baselines, ... it runs for, or one empty name."""
         found: dict[Per, Iterable[str]] = {
             "domain": recipe.domains,
+            "parent": recipe.parents,
             "baseline": (name for name, row in recipe.baselines.items() if row.trains),
             "model": recipe.scored_models,
             "variant": recipe.starts,
@@ -213,8 +118,16 @@ class Stage:
         }
 
     def is_current(self, session: Session, item: str = "") -> bool:
-        """Whether what is published is what this recipe, these inputs and this code make."""
-        record = session.workspace.provenance(self.artifact(item))
+        """Whether what is published is what this recipe, these inputs and this code make.
+
+        Raises:
+            InputError: An input has not been made, or a pinned artifact is not there as it was.
+        """
+        artifact = self.artifact(item)
+        if artifact in session.recipe.pinned:
+            check_pinned(session, artifact)
+            return True
+        record = session.workspace.provenance(artifact)
         made_from = self.made_from(session, item)
         return record is not None and record["fingerprint"] == fingerprint(made_from)
 
@@ -278,6 +191,21 @@ def stage(
         return made
 
     return register
+
+
+def check_pinned(session: Session, artifact: str) -> None:
+    """Hold an artifact that is built upon against its sha256 in the recipe's lineage.
+
+    Raises:
+        InputError: It is absent, damaged or another one.
+    """
+    workspace = session.workspace
+    is_whole = workspace.provenance(artifact) is not None
+    if is_whole and workspace.digest(artifact) == session.recipe.pinned[artifact]:
+        return
+    remedy = "is built upon and is not there as it was; bring it back (dvc checkout or dvc pull in "
+    remedy += "the workspace, or flows.restore), or build all anew: flows.dume --rebuild"
+    raise InputError(Fault("lineage.pinned", artifact, remedy))
 
 
 def named(pattern: str, item: str) -> str:

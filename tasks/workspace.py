@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.errors import Fault, InputError, raise_faults
 
 PROVENANCE = "provenance.json"
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""No room on the disk, in the user's share of it, or in the largest file that is allowed."""
+FULL_SAID = re.compile(rf"os error ({'|'.join(map(str, sorted(FULL)))})\b")
+"""What safetensors, which is no Python, says of them."""
 
 
 class Workspace:
@@ -25,6 +30,7 @@ class Workspace:
     """
 
     def __init__(self, root: Path) -> None:
+        self._named = root.absolute()
         self.root = root.resolve()
         self.staging = self.root / ".staging"
         self.pieces = self.root / ".pieces"
@@ -38,8 +44,9 @@ class Workspace:
         """Hold the workspace for this process; the kernel lets go if the process dies.
 
         Raises:
-            InputError: If another process holds it.
+            InputError: If another process holds it, or a symbolic link leads out of it.
         """
+        raise_faults(self._link_faults())
         self.root.mkdir(parents=True, exist_ok=True)
         with (self.root / ".lock").open("a+") as file:
             try:
@@ -115,6 +122,18 @@ class Workspace:
         shutil.rmtree(self.pieces, ignore_errors=True)
         return freed
 
+    def _link_faults(self) -> Iterator[Fault]:
+        """What would be written elsewhere. Artifacts lie two levels deep at most; a file of theirs
+        is replaced, never written to, and DVC may link it to its cache."""
+        if self._named.is_symlink():
+            remedy = f"a symbolic link to {self.root}; move that here, or name its parent as "
+            yield Fault("workspace", str(self._named), remedy + "UPCYCLE_HOME")
+        folders = (entry for entry in self.root.glob("*/*") if entry.is_dir())
+        for entry in sorted([*self.root.glob("*"), *folders]):
+            if entry.is_symlink() and not entry.resolve().is_relative_to(self.root):
+                remedy = f"a symbolic link out of the workspace, to {entry.resolve()}; remove it"
+                yield Fault("workspace", str(entry), remedy)
+
     def _old(self, artifact: str) -> Path:
         return self.staging / f"{_flat(artifact)}.old"
 
@@ -137,21 +156,31 @@ def fingerprint(parts: Mapping[str, Any]) -> str:
 
 @contextmanager
 def disk_faults(field: str, path: Path) -> Iterator[None]:
-    """Turn a full disk into an error that says so."""
+    """Turn a full disk, here or where a piece ran, into an error that says so."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        if not _is_full_disk(error):
             raise
         free = shutil.disk_usage(path).free
         raise InputError(
             Fault(
                 field,
                 str(path),
-                f"the disk is full ({free / 1e6:.0f} MB free); free some space and run the same "
-                "command again: finished pieces are kept",
+                f"the disk is full ({free / 1e6:.0f} MB free), or a file larger than allowed; free "
+                "some space and run the same command again: finished pieces are kept",
             )
         ) from error
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    """Whether that is the error, or what a worker raised, which Ray carries as its cause."""
+    carried = getattr(error, "cause", None)
+    if isinstance(carried, BaseException):
+        return _is_full_disk(carried)
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    return type(error).__name__ == "SafetensorError" and bool(FULL_SAID.search(str(error)))
 
 
 def take(source: Path, target: Path) -> None:

@@ -39,7 +39,7 @@ from infra.tracking import Tracker
 
 
 @flow
-def hello(recipe: Recipe):
+def hello(recipe: Recipe | None = None, name: str = ""):
     """A flow that does nothing but register its own source."""
     workspace = SETTINGS.home / recipe.name
     with Tracker(SETTINGS, "hello").start_run(recipe.name, workspace=workspace) as run:
@@ -188,6 +188,11 @@ def test_a_deployed_flow_reaches_the_registry_through_the_worker(environment, pl
     assert deploy(place, prefect_file=prefect_file) == [
         "hello/demo",
         "hello/nightly",
+        "hello/add-domain",
+        "hello/remove-domain",
+        "hello/demo-champion",
+        "hello/demo-version",
+        "hello/demo-past",
         "hello/comparison",
         "hello/tasks",
         "hello/strangers",

@@ -1,10 +1,13 @@
 """dvc.yaml and the fingerprints say the same, and leave nothing out."""
 
 import ast
+import re
+from dataclasses import replace
 
 import pytest
 import yaml
 
+from infra.lineage import Lineage
 from infra.reading import load_recipe
 from tasks.pipeline import ORDER, dvc_yaml, params_yaml
 from tasks.stage import CODE, Session
@@ -26,7 +29,12 @@ TUNED = load_recipe(
     CODE / "recipes" / "simoe.yaml",
     added=[CODE / "recipes" / f"simoe-{name}.yaml" for name in ("rivals", "ablations", "sweeps")],
 )
-RECIPES = {"dume": RECIPE, "symphony": STRANGERS, "simoe": TUNED}
+PINNED = {"tokenizer": "1", "seed": "2", "backbone": "3"}
+LIVING = replace(
+    RECIPE,
+    lineage=Lineage(pinned=PINNED, backbone=tuple(RECIPE.domains), parents={"python": "4"}),
+)
+RECIPES = {"dume": RECIPE, "symphony": STRANGERS, "simoe": TUNED, "living": LIVING}
 STAGES = [(name, stage) for name, recipe in RECIPES.items() for stage in ORDER]
 STAGES = [(name, stage) for name, stage in STAGES if stage.items(RECIPES[name])]
 
@@ -34,6 +42,8 @@ STAGES = [(name, stage) for name, stage in STAGES if stage.items(RECIPES[name])]
 def label(value):
     return value if isinstance(value, str) else value.name
 
+
+ITEM = re.compile(r"\$\{item\.(\w+)\[(\d+)\]\}")
 
 # Modules that another stage's module may import without its stage listing them. They read what an
 # earlier stage wrote (a change of what is written shows in that stage's own artifact), name tensors
@@ -47,6 +57,7 @@ NEUTRAL = {
     "upcycle_core/checkpoints/copy.py",
     "upcycle_core/checkpoints/hashing.py",
     "upcycle_core/checkpoints/load.py",
+    "upcycle_core/checkpoints/place.py",
     "upcycle_core/checkpoints/reader.py",
     "upcycle_core/checkpoints/tokenizer.py",
     "upcycle_core/checkpoints/writer.py",
@@ -111,13 +122,15 @@ def test_dvc_lists_what_the_fingerprint_is_made_from(name, stage, tmp_path):
                 path.write_text(name) if path.suffix else path.mkdir()
         made_from = stage.made_from(session, item)
         entry = entries[stage.name if stage.per == "domain" else stage.label(item)]
+        given = entry["foreach"][item] if isinstance(entry.get("foreach"), dict) else {}
         entry = entry.get("do", entry)
 
-        def resolved(values, item=item):
-            return {value.replace("${key}", item) for value in values}
+        def resolved(values, item=item, given=given):
+            found = (value.replace("${key}", item) for value in values)
+            return {ITEM.sub(lambda m: given[m[1]][int(m[2])], value) for value in found}
 
         assert resolved(entry.get("params", [])) == set(made_from["params"])
-        assert resolved(entry["deps"]) == set(made_from["inputs"]) | {
+        assert resolved(entry.get("deps", [])) == set(made_from["inputs"]) | {
             f"${{code}}/{source}" for source in made_from["sources"]
         }
         assert resolved(entry["outs"]) == {stage.artifact(item)}
@@ -128,6 +141,12 @@ def test_params_are_the_resolved_recipe(tmp_path):
     assert (tmp_path / "home" / "demo" / values.pop("code")).resolve() == CODE
     assert set(values["domains"]) == {"cpp", "documentation", "mathematics", "python"}
     assert values["router"]["ridge_lambda"] == 0.01
+
+
+def test_what_is_built_upon_is_frozen_and_the_others_are_not():
+    entries = yaml.safe_load(dvc_yaml(LIVING))["stages"]
+    frozen = {name for name, entry in entries.items() if entry.get("frozen")}
+    assert frozen == {*PINNED, "parents-python"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))

@@ -5,6 +5,8 @@ import sys
 import time
 
 import pytest
+from ray.exceptions import RayTaskError
+from safetensors import SafetensorError
 
 from tasks.workspace import Workspace, disk_faults, take
 from upcycle_core.errors import InputError
@@ -13,6 +15,11 @@ from upcycle_core.errors import InputError
 @pytest.fixture
 def workspace(tmp_path):
     return Workspace(tmp_path / "demo")
+
+
+def carried_by_ray(error):
+    """What ``ray.get`` raises where a worker has raised ``error``."""
+    return RayTaskError("piece", "traceback", error).as_instanceof_cause()
 
 
 def publish(workspace, text="one", artifact="experts/law"):
@@ -120,6 +127,56 @@ def test_full_disk_is_said_with_what_to_do(tmp_path):
         disk_faults("experts@law", tmp_path),
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EFBIG, os.strerror(errno.EFBIG)),
+        SafetensorError("Error while serializing: I/O error: No space left (os error 28)"),
+        carried_by_ray(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+    ],
+    ids=["limit", "safetensors", "worker"],
+)
+def test_full_disk_is_told_wherever_it_shows(tmp_path, error):
+    with (
+        pytest.raises(InputError, match="the disk is full"),
+        disk_faults("experts@law", tmp_path),
+    ):
+        raise error
+
+
+@pytest.mark.parametrize("place", ["experts", "experts/law", ".pieces", ".lock", "params.yaml"])
+def test_link_out_of_the_workspace_is_refused_before_anything_is_written(
+    workspace, tmp_path, place
+):
+    outside = tmp_path / "outside"
+    is_file = place in (".lock", "params.yaml")
+    outside.write_text("kept") if is_file else outside.mkdir()
+    link = workspace.root / place
+    link.parent.mkdir(parents=True)
+    link.symlink_to(outside)
+    with (
+        pytest.raises(InputError, match=rf"{link}.*a symbolic link out of the workspace"),
+        workspace.lock("a test"),
+    ):
+        pass
+    assert outside.read_text() == "kept" if is_file else not list(outside.iterdir())
+
+
+def test_workspace_that_is_a_link_is_refused_and_a_link_above_or_inside_is_not(tmp_path):
+    (tmp_path / "elsewhere" / "demo").mkdir(parents=True)
+    (tmp_path / "demo").symlink_to(tmp_path / "elsewhere" / "demo")
+    with (
+        pytest.raises(InputError, match=r"demo.*a symbolic link to .*UPCYCLE_HOME"),
+        Workspace(tmp_path / "demo").lock("a test"),
+    ):
+        pass
+    (tmp_path / "home").symlink_to(tmp_path / "elsewhere")
+    inside = Workspace(tmp_path / "home" / "demo")
+    (inside.root / "link").symlink_to(inside.root / ".dvc")
+    with inside.lock("a test"):
+        pass
 
 
 def test_other_errors_pass_through(tmp_path):

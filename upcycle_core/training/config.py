@@ -128,3 +128,10 @@ class ExpertsConfig:
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """The same for every domain."""
+    continued: TrainingConfig | None = None
+    """Of an expert that learns new text, from the expert that it was; as `training` by default."""
+
+    @property
+    def continuing(self) -> TrainingConfig:
+        """How an expert that learns new text is trained."""
+        return self.continued or self.training

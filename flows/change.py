@@ -1,0 +1,118 @@
+"""What flows that change a model show: every domain's score before and after, and how long it took.
+
+The scores before are kept in the workspace until the change is done, so that a flow that was killed
+still knows them when it is run again.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prefect.artifacts import create_markdown_artifact
+
+from flows.artifacts import SUMMARY, key_of
+from flows.session import FlowSession
+from tasks.register import Outcome
+from tasks.workspace import Workspace
+from upcycle_core.errors import Fault
+
+UNFINISHED = ".change.json"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change at work.
+
+    Args:
+        what: ``grow law``, ``shrink law``, ``retrain python``.
+        before: {domain: perplexity} of the model before it.
+    """
+
+    what: str
+    before: Mapping[str, float]
+
+
+def begin_change(session: FlowSession, what: str) -> Change:
+    """Remember the model's scores before it changes."""
+    path = session.workspace.root / UNFINISHED
+    change = unfinished(session.workspace)
+    if change is None or change.what != what:
+        change = Change(what, _scores(session))
+        path.write_text(json.dumps(asdict(change), indent=1))
+    return change
+
+
+def unfinished(workspace: Workspace) -> Change | None:
+    """The change that was not finished, if there is one."""
+    path = workspace.root / UNFINISHED
+    try:
+        return Change(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):  # killed while it was written, before anything changed
+        return None
+
+
+def finish_change(
+    session: FlowSession, change: Change, outcome: Outcome, *, notes: tuple[str, ...] = ()
+) -> None:
+    """Show the table in Prefect, MLflow and the terminal.
+
+    Args:
+        session: The model is registered.
+        change: What was begun.
+        outcome: What became of the model.
+        notes: Sentences under the table.
+    """
+    seconds = time.time() - session.began
+    after = _scores(session)
+    text = table(change.before, after)
+    verdict = f"`{outcome.version.reference}`: {outcome.decision}"
+    said = "\n\n".join([*notes, verdict, f"{change.what}: {seconds:.0f} s."])
+    session.run.set_tags({"upcycle.change": change.what})
+    session.run.log_metrics({f"before/{name}": value for name, value in change.before.items()})
+    session.run.log_text(f"{text}\n{said}\n", "change.md")
+    create_markdown_artifact(
+        key=key_of(f"{session.recipe.name}-change"),
+        markdown=f"# {change.what}\n\n{text}\n{said}",
+        description="Every domain's perplexity before and after.",
+    )
+    path = session.workspace.root / SUMMARY
+    path.write_text(f"{path.read_text()}\n{change.what}: perplexity on held-out text\n\n{text}\n")
+    if notes:
+        path.write_text(path.read_text() + "\n".join(notes) + "\n")
+    (session.workspace.root / UNFINISHED).unlink(missing_ok=True)
+
+
+def table(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """Every domain's perplexity before and after, as a Markdown table."""
+    lines = ["| domain | before | after | change |", "| --- | ---: | ---: | ---: |"]
+    for name in sorted({*before, *after}):
+        old, new = before.get(name), after.get(name)
+        change = "" if old is None or new is None else f"{100 * (new / old - 1):+.1f} %"
+        lines.append(f"| {name} | {_shown(old)} | {_shown(new)} | {change} |")
+    return "\n".join(lines) + "\n"
+
+
+def domain_faults(field: str, given: Any, wanted: Any) -> list[Fault]:
+    """Where the recipe's domains are not those that the change is about."""
+    given, wanted = set(given), set(wanted)
+    found = []
+    for name in sorted(given - wanted):
+        remedy = "is in the recipe and not in the model; add it first: python -m flows.grow RECIPE "
+        found.append(Fault(f"{field}.{name}", name, remedy + name))
+    for name in sorted(wanted - given):
+        remedy = "is in the model and not in the recipe; take it out first: python -m flows.shrink "
+        found.append(Fault(f"{field}.{name}", name, f"{remedy}RECIPE {name}"))
+    return found
+
+
+def _scores(session: FlowSession) -> dict[str, float]:
+    path = session.workspace.path("report") / "metrics.json"
+    return json.loads(path.read_text())["perplexity"][session.recipe.method]
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

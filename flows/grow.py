@@ -1,0 +1,84 @@
+"""Add a domain to a model: its expert and its statistics are all that is computed.
+
+``python -m flows.grow RECIPE DOMAIN [--rebuild] [--set dotted.key=value ...]``
+
+The recipe names the domain beside those of the model. The backbone stays the average that it was;
+with ``--rebuild`` the new expert is averaged into it too, and all statistics are computed again.
+"""
+
+import sys
+
+from prefect import flow
+
+from flows.building import build
+from flows.change import begin_change, domain_faults, finish_change, unfinished
+from flows.commands import recipe_parser, run_flow
+from flows.session import THREADS, open_session
+from infra.reading import validate
+from infra.recipe import Recipe, resolve
+from infra.settings import configure
+from tasks.lineage import begin, modelled, without_backbone
+from tasks.sources import check
+from tasks.workspace import Workspace
+from upcycle_core.errors import Fault, raise_faults
+
+
+@flow(name="grow", task_runner=THREADS)
+def grow(recipe: Recipe, domain: str, rebuild: bool = False) -> str:
+    """Add a domain to the recipe's model.
+
+    Args:
+        recipe: Names the domain beside those of the model.
+        domain: The new one.
+        rebuild: Average the new expert into the backbone too, and compute all statistics again.
+
+    Returns:
+        The registered version, ``models:/NAME/NUMBER``.
+    """
+    recipe = validate(resolve(recipe))
+    look(recipe, Workspace(configure().home / recipe.name), domain)
+    with open_session("grow", recipe) as session:
+        change = begin_change(session, f"grow {domain}")
+        grown = begin(session.recipe, session.workspace)
+        session.adopt(without_backbone(grown) if rebuild else grown)
+        outcome = build(session, changed=[domain])
+        averaged = ", ".join(session.recipe.averaged)
+        finish_change(session, change, outcome, notes=(f"The backbone averages {averaged}.",))
+    return outcome.version.reference
+
+
+def look(recipe: Recipe, workspace: Workspace, domain: str) -> None:
+    """Refuse what cannot be added.
+
+    Raises:
+        InputError: With every fault of the request and of what the recipe names.
+    """
+    known = modelled(workspace)
+    change = unfinished(workspace)
+    if not known:
+        raise_faults([Fault("workspace", str(workspace.root), "holds no model; run flows.dume")])
+    if domain not in recipe.domains:
+        remedy = f"is no domain of the recipe; name its text under domains.{domain}"
+        raise_faults([Fault("domain", domain, remedy)])
+    if domain in known and (change is None or change.what != f"grow {domain}"):
+        remedy = "is in the model already; new text of it: python -m flows.retrain RECIPE"
+        raise_faults([Fault("domain", domain, remedy)])
+    raise_faults(domain_faults("domains", recipe.domains, {*known, domain}))
+    check(recipe, workspace.root.parent / "models")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the flow; bad input ends with exit code 2 and every fault named."""
+    parser = recipe_parser("flows.grow", __doc__)
+    parser.add_argument("domain", help="the new domain")
+    parser.add_argument("--rebuild", action="store_true", help="average it into the backbone too")
+    chosen = parser.parse_args(arguments)
+    return run_flow(
+        chosen,
+        lambda recipe, workspace: look(recipe, workspace, chosen.domain),
+        lambda recipe: grow(recipe, chosen.domain, chosen.rebuild),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Bring a registered version back: its data, experts, statistics and model, from the DVC remote.
+
+``python -m flows.restore NAME VERSION [--into FOLDER] [--remote REMOTE]``
+
+VERSION is a number or an alias (``champion``). The version carries the recipe and the dvc.lock that
+made it; DVC holds every file against its hash. FOLDER becomes a home (``UPCYCLE_HOME=FOLDER``) with
+the recipe's workspace in it, which must not be there yet.
+"""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+import yaml
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+
+from flows.artifacts import key_of
+from flows.session import log, prepare
+from infra.reading import validate
+from infra.recipe import Recipe
+from infra.records import Version
+from infra.registry import Registry
+from infra.settings import configure
+from infra.versions import Versions, remote_of
+from tasks import pipeline
+from tasks.champion import MODEL_TAG
+from tasks.lineage import save
+from tasks.workspace import Workspace
+from upcycle_core.errors import Fault, InputError, raise_faults
+
+COMMIT_TAG = "git.commit"
+
+
+@flow(name="restore")
+def restore(
+    name: str, version: str = "champion", into: str | None = None, remote: str | None = None
+) -> str:
+    """Bring everything that made a registered version back into an empty folder.
+
+    Args:
+        name: The registered model.
+        version: Its number, or an alias.
+        into: The home to restore into; the one at work by default.
+        remote: The DVC remote; the recipe's by default.
+
+    Returns:
+        The workspace.
+    """
+    settings = configure()
+    registry = Registry(settings)
+    found = _version(registry, name, version)
+    recipe = _recipe(registry, found)
+    home = Path(into).expanduser().absolute() if into else settings.home
+    workspace = Workspace(home / recipe.name)
+    source = remote or recipe.versions.remote
+    raise_faults(_faults(workspace, source))
+    assert source is not None
+    try:
+        with workspace.lock("the flow restore"):
+            versions = Versions(workspace.root)
+            prepare(versions, recipe)
+            if recipe.lineage is not None:
+                save(recipe.lineage, workspace)
+            log(f"fetching {found.reference} from {shown(source)}")
+            lock = registry.text(found, "dvc.lock") or ""
+            versions.pull(lock, remote_of(source, settings.home))
+            artifacts = _check(recipe, workspace, found)
+    except BaseException:
+        shutil.rmtree(workspace.root, ignore_errors=True)
+        raise
+    said = f"`{found.reference}` is restored in {workspace.root}: {artifacts} artifacts, all as "
+    said += "they were published."
+    create_markdown_artifact(key=key_of(f"{name}-restore"), markdown=said)
+    return str(workspace.root)
+
+
+def shown(remote: str) -> str:
+    """A remote without what a URL may hold of a password."""
+    scheme, mark, rest = remote.partition("://")
+    return f"{scheme}{mark}{rest.rpartition('@')[2]}"
+
+
+def _version(registry: Registry, name: str, version: str) -> Version:
+    versions = registry.versions(name)
+    found = [v for v in versions if version == str(v.number) or version in v.aliases]
+    if not found:
+        known = ", ".join(str(v.number) for v in versions) or "none"
+        raise InputError(
+            Fault("version", f"{name} {version}", f"is not registered; it has {known}")
+        )
+    return found[-1]
+
+
+def _recipe(registry: Registry, version: Version) -> Recipe:
+    """The recipe that the version carries."""
+    text = registry.text(version, "recipe.yaml")
+    commit = version.tags.get(COMMIT_TAG, "unknown")
+    if text is None or not registry.text(version, "dvc.lock"):
+        remedy = "carries no recipe.yaml and dvc.lock; it was not made by a flow of this project"
+        raise InputError(Fault("version", version.reference, remedy))
+    try:
+        return validate(yaml.safe_load(text))
+    except InputError as error:
+        remedy = f"holds a recipe of other code; check out Git commit {commit} and restore again"
+        raise InputError(Fault("version", version.reference, remedy), *error.faults) from None
+
+
+def _faults(workspace: Workspace, remote: str | None) -> list[Fault]:
+    found = []
+    if workspace.root.exists() and any(workspace.root.iterdir()):
+        remedy = "is there already; name another folder with --into, or move it away"
+        found.append(Fault("into", str(workspace.root), remedy))
+    if remote is None:
+        remedy = "the recipe names none; give the one that it was pushed to with --remote"
+        found.append(Fault("remote", None, remedy))
+    return found
+
+
+def _check(recipe: Recipe, workspace: Workspace, version: Version) -> int:
+    """Hold every artifact against what it was when it was published; how many there are.
+
+    Raises:
+        InputError: With every artifact that is absent or not as it was.
+    """
+    needed = [
+        stage.artifact(item)
+        for stage in pipeline.ORDER
+        for item in stage.items(recipe)
+        if workspace.path(stage.artifact(item)).exists()
+    ]
+    remedy = "is not as it was published; the remote is damaged, or is another one"
+    faults = [Fault("remote", name, remedy) for name in needed if not workspace.provenance(name)]
+    if version.tags.get(MODEL_TAG) not in (None, workspace.digest("model")):
+        faults.append(Fault("remote", "model", f"is not the model of {version.reference}"))
+    raise_faults(faults)
+    return len(needed)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the flow; bad input ends with exit code 2 and every fault named."""
+    parser = argparse.ArgumentParser(prog="python -m flows.restore", description=__doc__)
+    parser.add_argument("name", help="the registered model")
+    parser.add_argument("version", nargs="?", default="champion", help="a number, or an alias")
+    parser.add_argument("--into", help="home to restore into; the one at work by default")
+    parser.add_argument("--remote", help="DVC remote; the recipe's by default")
+    chosen = parser.parse_args(arguments)
+    try:
+        print(restore(chosen.name, chosen.version, chosen.into, chosen.remote))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

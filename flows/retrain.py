@@ -1,0 +1,105 @@
+"""New text, or nothing to do: a model goes on learning, night by night.
+
+``python -m flows.retrain RECIPE [--set dotted.key=value ...]``
+
+Where nothing is new it ends within seconds. New text in a domain: its expert is continued from the
+one that is there, its statistics are computed again on the same backbone, the router is solved, the
+model assembled, judged beside the champion and offered to the registry.
+"""
+
+import sys
+
+from prefect import flow
+from prefect.states import Completed, State
+
+from flows.artifacts import SUMMARY
+from flows.building import BUILT, build
+from flows.change import begin_change, domain_faults, finish_change, unfinished
+from flows.commands import recipe_parser, run_flow
+from flows.session import THREADS, FlowSession, log, open_session
+from infra.reading import validate
+from infra.recipe import Recipe, resolve
+from infra.registry import Registry
+from infra.settings import Settings, configure
+from tasks import pipeline
+from tasks.champion import MODEL_TAG
+from tasks.currency import news, outdated
+from tasks.lineage import begin, modelled, with_lineage, with_parents
+from tasks.register import Outcome, led_experts, newest
+from tasks.stage import Session
+from tasks.workspace import Workspace
+from upcycle_core.errors import Fault, raise_faults
+
+NOTHING = "nothing to do"
+
+
+@flow(name="retrain", task_runner=THREADS)
+def retrain(recipe: Recipe) -> str | State:
+    """Bring new text into the recipe's model.
+
+    Args:
+        recipe: Of a model that has been built (`flows.dume`), with the same domains.
+
+    Returns:
+        The registered version, ``models:/NAME/NUMBER``; or a state that says "nothing to do".
+    """
+    recipe = validate(resolve(recipe))
+    settings = configure()
+    workspace = Workspace(settings.home / recipe.name)
+    look(recipe, workspace)
+    if is_up_to_date(recipe, workspace, settings):
+        log(f"{recipe.name}: {NOTHING}")
+        (workspace.root / SUMMARY).write_text(f"{recipe.name}: {NOTHING}\n")
+        return Completed(message=NOTHING, name="Nothing to do")
+    with open_session("retrain", recipe) as session:
+        outcome = _learn(session)
+    return outcome.version.reference
+
+
+def look(recipe: Recipe, workspace: Workspace) -> None:
+    """Refuse a recipe that is not the model's.
+
+    Raises:
+        InputError: With every domain that came or left.
+    """
+    known = modelled(workspace)
+    if not known:
+        raise_faults([Fault("workspace", str(workspace.root), "holds no model; run flows.dume")])
+    raise_faults(domain_faults("domains", recipe.domains, known))
+
+
+def is_up_to_date(recipe: Recipe, workspace: Workspace, settings: Settings) -> bool:
+    """Whether the registered model is what this recipe and what lies outside make."""
+    session = Session(with_lineage(recipe, workspace), workspace, log=lambda text: None)
+    with workspace.lock("the flow retrain"):
+        if unfinished(workspace) is not None or news(session).any or outdated(session, BUILT):
+            return False
+    known = newest(Registry(settings), recipe.registered_name)
+    return known is not None and known.tags.get(MODEL_TAG) == workspace.digest("model")
+
+
+def _learn(session: FlowSession) -> Outcome:
+    """Continue the experts that have new text, and build the model."""
+    session.adopt(begin(session.recipe, session.workspace))
+    going_on = unfinished(session.workspace)
+    what = " ".join(["retrain", *news(session.stages).domains])
+    change = begin_change(session, what if going_on is None else going_on.what)
+    for stage in (pipeline.sources, pipeline.documents, pipeline.corpora):
+        session.ensure(stage)
+    led = led_experts(session.stages, session.registry)
+    session.adopt(with_parents(session.recipe, session.workspace, led=led))
+    outcome = build(session)
+    parents = [f"{d} from {digest[:12]}" for d, digest in session.recipe.parents.items()]
+    notes = (f"Continued experts: {', '.join(parents)}.",) if parents else ()
+    finish_change(session, change, outcome, notes=notes)
+    return outcome
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the flow; bad input ends with exit code 2 and every fault named."""
+    chosen = recipe_parser("flows.retrain", __doc__).parse_args(arguments)
+    return run_flow(chosen, look, retrain)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Make the champion before the champion the champion again, in one command.
+
+``python -m flows.rollback NAME [--because REASON]``
+
+NAME is the registered model. No file changes: whoever loads ``models:/NAME@champion`` gets the
+earlier version from now on. Done again, it goes one further back.
+"""
+
+import argparse
+import sys
+from datetime import UTC, datetime
+
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+
+from flows.artifacts import key_of
+from infra.registry import Registry
+from infra.settings import configure
+from tasks.register import roll_back
+from upcycle_core.errors import InputError
+
+
+@flow(name="rollback")
+def rollback(name: str, because: str = "") -> str:
+    """Let the champion alias of a registered model point at the champion before.
+
+    Args:
+        name: The registered model.
+        because: Why, for those who look at the version later.
+
+    Returns:
+        The version that is champion now, ``models:/NAME/NUMBER``.
+    """
+    registry = Registry(configure())
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    left, champion = roll_back(registry, name, f"{when}: {because or 'no reason given'}")
+    create_markdown_artifact(
+        key=key_of(f"{name}-rollback"),
+        markdown=f"`{left.reference}` is champion no more, `{champion.reference}` is.\n\n{because}",
+        description="Which version was taken back, and why.",
+    )
+    return champion.reference
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the flow; bad input ends with exit code 2."""
+    parser = argparse.ArgumentParser(prog="python -m flows.rollback", description=__doc__)
+    parser.add_argument("name", help="the registered model")
+    parser.add_argument("--because", default="", metavar="REASON", help="is kept with the version")
+    chosen = parser.parse_args(arguments)
+    try:
+        print(f"champion: {rollback(chosen.name, chosen.because)}")
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

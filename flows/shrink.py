@@ -1,0 +1,118 @@
+"""Take a domain out of a model: nothing is computed but the router.
+
+``python -m flows.shrink RECIPE DOMAIN [--rebuild] [--set dotted.key=value ...]``
+
+The domain's terms are left out of the sums, and its files go. Its expert stays in the backbone's
+average; with ``--rebuild`` the others alone are averaged, and their statistics computed again.
+"""
+
+import shutil
+import sys
+from dataclasses import replace
+
+from prefect import flow
+
+from flows.building import build
+from flows.change import begin_change, domain_faults, finish_change, unfinished
+from flows.commands import recipe_parser, run_flow
+from flows.session import THREADS, open_session
+from infra.reading import validate
+from infra.recipe import Recipe, resolve
+from infra.settings import configure
+from tasks import pipeline
+from tasks.lineage import begin, modelled, without_backbone
+from tasks.workspace import Workspace
+from upcycle_core.errors import Fault, raise_faults
+
+
+@flow(name="shrink", task_runner=THREADS)
+def shrink(recipe: Recipe, domain: str, rebuild: bool = False) -> str:
+    """Take a domain out of the recipe's model.
+
+    Args:
+        recipe: Of the model; it may still name the domain, or no longer.
+        domain: The one that leaves.
+        rebuild: Average the others alone into the backbone, and compute their statistics again.
+
+    Returns:
+        The registered version, ``models:/NAME/NUMBER``.
+    """
+    recipe = without(validate(resolve(recipe)), domain)
+    workspace = Workspace(configure().home / recipe.name)
+    look(recipe, workspace, domain)
+    with open_session("shrink", recipe) as session:
+        change = begin_change(session, f"shrink {domain}")
+        shrunk = begin(session.recipe, session.workspace)
+        session.adopt(without_backbone(shrunk) if rebuild else shrunk)
+        outcome = build(session, changed=[])
+        _remove(workspace, domain)
+        finish_change(session, change, outcome, notes=(_note(session.recipe, domain),))
+    return outcome.version.reference
+
+
+def without(recipe: Recipe, domain: str) -> Recipe:
+    """The recipe without a domain.
+
+    Raises:
+        InputError: It then is no recipe, e.g. for lack of domains.
+    """
+    domains = {name: found for name, found in recipe.domains.items() if name != domain}
+    averaged = recipe.backbone.experts
+    if averaged is not None:
+        averaged = tuple(name for name in averaged if name != domain)
+    backbone = replace(recipe.backbone, experts=averaged)
+    return validate(resolve(replace(recipe, domains=domains, backbone=backbone)))
+
+
+def look(recipe: Recipe, workspace: Workspace, domain: str) -> None:
+    """Refuse what cannot be taken out; ``recipe`` is that without the domain.
+
+    Raises:
+        InputError: With every fault of the request.
+    """
+    known = modelled(workspace)
+    change = unfinished(workspace)
+    if not known:
+        raise_faults([Fault("workspace", str(workspace.root), "holds no model; run flows.dume")])
+    if domain not in known and (change is None or change.what != f"shrink {domain}"):
+        remedy = f"is no domain of the model; those are {', '.join(known)}"
+        raise_faults([Fault("domain", domain, remedy)])
+    raise_faults(domain_faults("domains", recipe.domains, {*known} - {domain}))
+
+
+def _remove(workspace: Workspace, domain: str) -> None:
+    """Delete what was published for the domain alone."""
+    for stage in pipeline.ORDER:
+        if stage.per in ("domain", "parent"):
+            shutil.rmtree(workspace.path(stage.artifact(domain)), ignore_errors=True)
+
+
+def _note(recipe: Recipe, domain: str) -> str:
+    if domain in recipe.averaged:
+        note = f"The expert of {domain} is still in the backbone's average ({_listed(recipe)})"
+        return note + "; to take it out there too: flows.shrink --rebuild."
+    return f"The backbone averages {_listed(recipe)}."
+
+
+def _listed(recipe: Recipe) -> str:
+    return ", ".join(recipe.averaged)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the flow; bad input ends with exit code 2 and every fault named."""
+    parser = recipe_parser("flows.shrink", __doc__)
+    parser.add_argument("domain", help="the one that leaves")
+    parser.add_argument("--rebuild", action="store_true", help="take it out of the backbone too")
+    chosen = parser.parse_args(arguments)
+    code = run_flow(
+        chosen,
+        lambda recipe, workspace: look(without(recipe, chosen.domain), workspace, chosen.domain),
+        lambda recipe: shrink(recipe, chosen.domain, chosen.rebuild),
+    )
+    if code == 0:
+        print(f"If {chosen.recipe} still names {chosen.domain}, take it out there as well.")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

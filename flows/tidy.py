@@ -1,0 +1,172 @@
+"""Clear up: what is older than the recipe's ``keep`` says goes; what it would free is shown first.
+
+``python -m flows.tidy recipes/demo.yaml [--set dotted.key=value ...] [--apply]``
+
+Without ``--apply`` nothing is changed. What champion and challenger need always stays.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger
+from prefect.artifacts import create_table_artifact
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterId,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.exceptions import ObjectNotFound
+
+from flows.session import COMMITTED
+from infra import settings as environment
+from infra.reading import load_recipe, validate
+from infra.recipe import Recipe, resolve
+from infra.retention import Records
+from tasks.lineage import with_lineage
+from tasks.retention import Spare, spares, table
+from tasks.workspace import Workspace
+from upcycle_core.errors import Fault, InputError
+
+PAGE = 200
+
+
+@flow(name="tidy")
+def tidy(recipe: Recipe, apply: bool = False) -> str:
+    """Free what is older than the recipe's `keep` says.
+
+    Args:
+        recipe: Whose workspace, and what stays.
+        apply: Remove what was found; without it, it is only shown.
+
+    Returns:
+        A table of what was, or would be, freed.
+    """
+    recipe = validate(resolve(recipe))
+    settings = environment.configure()
+    workspace = find_workspace(settings.home / recipe.name)
+    with workspace.lock("the flow tidy"):
+        recipe = with_lineage(recipe, workspace)
+        records = Records(settings, f"upcycle-{recipe.name}")
+        committed = workspace.root / COMMITTED
+        found = [*spares(recipe, workspace, records, committed), *_flow_runs(recipe)]
+        rows = table(found)
+        create_table_artifact(
+            key=f"{recipe.name}-tidy",
+            table=rows,
+            description="What was freed." if apply else "What would be freed; nothing was changed.",
+        )
+        for spare in found if apply else ():
+            get_run_logger().info(f"removing {spare.what}: {spare.why}")
+            spare.free()
+    return shown(rows, apply)
+
+
+def find_workspace(root: Path) -> Workspace:
+    """The workspace at ``root``.
+
+    Raises:
+        InputError: There is none.
+    """
+    if not root.is_dir():
+        remedy = "there is no such workspace; check the recipe's name and UPCYCLE_HOME"
+        raise InputError(Fault("workspace", str(root), remedy))
+    return Workspace(root)
+
+
+def shown(rows: Sequence[dict[str, Any]], apply: bool) -> str:
+    """The table as text, and what to type next."""
+    if len(rows) == 1:
+        return "Nothing to free.\n"
+    columns = list(rows[0])
+    width = {c: max(len(c), *(len(str(row[c])) for row in rows)) for c in columns}
+    lines = [
+        "  ".join(
+            f"{value!s:>{width[c]}}" if c in ("count", "bytes") else f"{value!s:<{width[c]}}"
+            for c, value in row.items()
+        ).rstrip()
+        for row in ({c: c for c in columns}, *rows)
+    ]
+    after = "Freed." if apply else "Nothing was changed. Free it: the same command with --apply"
+    return "\n".join([*lines, "", after, ""])
+
+
+def _flow_runs(recipe: Recipe) -> Iterator[Spare]:
+    """Ended flow runs of this workspace beyond the newest, with their artifacts and logs."""
+    with get_client(sync_client=True) as client:
+        spare = [run for run in _ended(client) if _is_of(run, recipe)][recipe.keep.flow_runs :]
+
+    def free() -> None:
+        with get_client(sync_client=True) as client:
+            for run in spare:
+                _delete(client, run)
+
+    if spare:
+        why = f"ended, and {recipe.keep.flow_runs} ended later"
+        yield Spare("Prefect flow runs", why, len(spare), None, free)
+
+
+def _ended(client: SyncPrefectClient) -> Iterator[FlowRun]:
+    """Flow runs that have ended, newest first."""
+    ended = FlowRunFilter(
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=sorted(TERMINAL_STATES)))
+    )
+    offset = 0
+    while page := client.read_flow_runs(
+        flow_run_filter=ended,
+        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        limit=PAGE,
+        offset=offset,
+    ):
+        yield from page
+        offset += len(page)
+
+
+def _is_of(run: FlowRun, recipe: Recipe) -> bool:
+    """Whether a flow ran on this workspace, or on its registered model."""
+    given = run.parameters.get("recipe")
+    if isinstance(given, dict):
+        return bool(given.get("name") == recipe.name)
+    return bool(run.parameters.get("name") == recipe.registered_name)
+
+
+def _delete(client: SyncPrefectClient, run: FlowRun) -> None:
+    """Delete a flow run for good: its artifacts first, which nothing would find without it."""
+    this = FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
+    while found := client.read_artifacts(flow_run_filter=this, limit=PAGE):
+        for artifact in found:
+            client.delete_artifact(artifact.id)
+    with suppress(ObjectNotFound):  # somebody was faster
+        client.delete_flow_run(run.id)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the flow on a recipe file; bad input ends with exit code 2 and every fault named."""
+    parser = argparse.ArgumentParser(prog="python -m flows.tidy", description=__doc__)
+    parser.add_argument("recipe", type=Path, help="YAML file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one value"
+    )
+    parser.add_argument("--apply", action="store_true", help="remove what is shown")
+    chosen = parser.parse_args(arguments)
+    settings = environment.configure()
+    try:
+        recipe = load_recipe(chosen.recipe, chosen.set)
+        with find_workspace(settings.home / recipe.name).lock("the start of a flow"):
+            pass  # said here in one line, before Prefect records a run that cannot begin
+        print(tidy(recipe, apply=chosen.apply))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

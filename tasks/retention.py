@@ -1,0 +1,228 @@
+"""What a workspace keeps of its past, and what may go: found first, shown, and then removed.
+
+Whatever champion and challenger need stays. Every step can be killed: what is left is whole, and
+the next time finds the rest.
+"""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infra.cache import Cache, Output, outputs
+from infra.keep import KeepConfig
+from infra.recipe import Recipe
+from infra.records import Version
+from infra.retention import Past, Records
+from tasks.pipeline import ORDER
+from tasks.workspace import PROVENANCE, Workspace
+from upcycle_core.evaluation.results import expert_row
+
+BY_DOMAIN = {stage.out.partition("/")[0] for stage in ORDER if stage.per in ("domain", "parent")}
+"""Folders with an artifact a domain."""
+SCORES = "task_scores"
+KEPT = "kept"
+
+
+@dataclass(frozen=True)
+class Spare:
+    """Something that may go.
+
+    Args:
+        what: Its name, for people.
+        why: Why it may go.
+        count: Of how many.
+        bytes: What its removal frees on the disk; None where that cannot be told.
+        free: Removes it.
+    """
+
+    what: str
+    why: str
+    count: int
+    bytes: int | None
+    free: Callable[[], object]
+
+
+class Disk:
+    """Counts bytes that are freed when files go: once, and only with a file's last name."""
+
+    def __init__(self) -> None:
+        self._gone: Counter[tuple[int, int]] = Counter()
+
+    def freed(self, files: Iterable[Path]) -> int:
+        """Bytes that go with ``files``, after all that were asked for before."""
+        total = 0
+        for file in files:
+            found = file.lstat()
+            inode = (found.st_dev, found.st_ino)
+            self._gone[inode] += 1
+            if self._gone[inode] == found.st_nlink:
+                total += found.st_size
+        return total
+
+
+def spares(
+    recipe: Recipe, workspace: Workspace, records: Records, committed: Path
+) -> Iterator[Spare]:
+    """All that may go, in the order in which it is to go. Changes nothing until it is freed.
+
+    Args:
+        recipe: Says what stays; with the workspace's lineage.
+        workspace: Locked.
+        records: Of the workspace's flows in MLflow.
+        committed: The file that says what DVC has recorded: {stage: digest}.
+    """
+    disk = Disk()
+    past = records.past(recipe.keep, recipe.registered_name)
+    yield from _artifacts(recipe, workspace, disk)
+    yield from _pieces(workspace, disk)
+    yield from _models(past, records, recipe.keep, disk)
+    yield from _runs(past, records, recipe.keep, disk)
+    yield from _cache(recipe, workspace, past, records, committed=committed, disk=disk)
+
+
+def has_left(artifact: str, domains: Iterable[str]) -> bool:
+    """Whether ``artifact`` (``experts/law``) is of a domain that is not among ``domains``."""
+    folder, _, name = artifact.partition("/")
+    if folder == SCORES:
+        return name.startswith(expert_row("")) and name not in map(expert_row, domains)
+    return folder in BY_DOMAIN and name not in domains
+
+
+def table(found: Sequence[Spare]) -> list[dict[str, Any]]:
+    """Rows for people, with the sum."""
+    rows = [_row(s.what, s.why, s.count, s.bytes) for s in found]
+    total = sum(spare.bytes or 0 for spare in found)
+    return [*rows, _row("all", "", sum(spare.count for spare in found), total)]
+
+
+def _row(what: str, why: str, count: int, size: int | None) -> dict[str, Any]:
+    return {"what": what, "why": why, "count": count, "bytes": "" if size is None else f"{size:,}"}
+
+
+def _artifacts(recipe: Recipe, workspace: Workspace, disk: Disk) -> Iterator[Spare]:
+    folders = sorted(BY_DOMAIN | {SCORES})
+    records = [r for f in folders for r in sorted(workspace.path(f).glob(f"*/{PROVENANCE}"))]
+    for directory in (record.parent for record in records):
+        artifact = str(directory.relative_to(workspace.root))
+        if has_left(artifact, recipe.domains):
+            yield Spare(
+                artifact,
+                "its domain is no longer in the recipe",
+                1,
+                disk.freed(_files(directory)),
+                partial(_take_away, workspace, artifact),
+            )
+
+
+def _take_away(workspace: Workspace, artifact: str) -> None:
+    """Remove a published artifact, whole: the next lock clears away what a kill leaves of it."""
+    leaving = workspace.stage(artifact)
+    workspace.path(artifact).rename(leaving)
+    shutil.rmtree(leaving)
+
+
+def _pieces(workspace: Workspace, disk: Disk) -> Iterator[Spare]:
+    stages = list(workspace.pieces.glob("*"))
+    if stages:
+        yield Spare(
+            "finished pieces",
+            "of stages that did not end; what they had done is done again",
+            len(stages),
+            disk.freed(_files(workspace.pieces)),
+            workspace.sweep,
+        )
+
+
+def _models(past: Past, records: Records, keep: KeepConfig, disk: Disk) -> Iterator[Spare]:
+    for version in past.versions:
+        yield Spare(
+            version.reference,
+            f"no alias points at it, and {keep.versions} such versions are newer",
+            1,
+            disk.freed(records.model_files(version.model_id)),
+            partial(records.delete_version, version),
+        )
+    for model in past.models:
+        yield Spare(
+            f"models:/{model}",
+            "no version names it: its registration did not end",
+            1,
+            disk.freed(records.model_files(model)),
+            partial(records.delete_model, model),
+        )
+
+
+def _runs(past: Past, records: Records, keep: KeepConfig, disk: Disk) -> Iterator[Spare]:
+    def free() -> None:
+        for run in past.runs:
+            records.delete_run(run)
+
+    if past.runs:
+        yield Spare(
+            "MLflow runs",
+            f"made no version that stays, and {keep.runs} flows ran later",
+            len(past.runs),
+            disk.freed(file for run in past.runs for file in records.run_files(run)),
+            free,
+        )
+
+
+def _cache(
+    recipe: Recipe,
+    workspace: Workspace,
+    past: Past,
+    records: Records,
+    *,
+    committed: Path,
+    disk: Disk,
+) -> Iterator[Spare]:
+    cache = Cache(workspace.root, workspace.staging / KEPT)
+    lock = workspace.root / "dvc.lock"
+    here = outputs(lock.read_text()) if lock.exists() else {}
+    left = {s for s, outs in here.items() if any(has_left(o["path"], recipe.domains) for o in outs)}
+    kept = [out for stage, outs in here.items() if stage not in left for out in outs]
+    for version in past.kept:
+        kept += _of_version(version, records)
+    unused = cache.unused(kept)
+
+    def free() -> None:
+        _forget(committed, left)
+        cache.collect(kept)
+
+    if unused:
+        yield Spare(
+            "DVC cache",
+            "named neither by the workspace nor by a version that stays",
+            len(unused),
+            disk.freed(unused),
+            free,
+        )
+
+
+def _of_version(version: Version, records: Records) -> list[Output]:
+    """What ``version`` is restored from."""
+    lock, recipe = (records.text(version, file) or "" for file in ("dvc.lock", "recipe.yaml"))
+    outs = [out for found in outputs(lock).values() for out in found]
+    domains = (yaml.safe_load(recipe) or {}).get("domains")
+    return [out for out in outs if domains is None or not has_left(out["path"], domains)]
+
+
+def _forget(committed: Path, stages: set[str]) -> None:
+    """Let DVC record ``stages`` anew should they come back: the cache holds them no longer."""
+    if stages and committed.exists():
+        known = json.loads(committed.read_text())
+        partial_file = committed.with_suffix(".partial")
+        rest = {stage: digest for stage, digest in known.items() if stage not in stages}
+        partial_file.write_text(json.dumps(rest, indent=1, sort_keys=True))
+        partial_file.replace(committed)
+
+
+def _files(directory: Path) -> list[Path]:
+    return [file for file in directory.rglob("*") if file.is_file()]

@@ -1,0 +1,119 @@
+"""What the function of a stage sees: the recipe at work, its inputs, and Ray for its pieces."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infra.compute import Done, Piece, progress_file, run_pieces
+from infra.recipe import Recipe
+from tasks.costs import Cost, cost_of
+from tasks.reporting import PieceWatch, Recorder
+from tasks.workspace import Workspace, take
+
+if TYPE_CHECKING:
+    from tasks.stage import Stage
+
+
+@dataclass
+class Session:
+    """One recipe at work in one workspace.
+
+    Args:
+        recipe: What to make.
+        workspace: Where.
+        log: Takes a line for people.
+        record: Opens the record of a stage's curves; gets the stage's label and what made it.
+        spent: When pieces ran (start, end; epoch seconds), by stage.
+    """
+
+    recipe: Recipe
+    workspace: Workspace
+    log: Callable[[str], None]
+    record: Callable[[str, Mapping[str, Any]], AbstractContextManager[Recorder | None]] = (
+        lambda label, made_from: nullcontext(None)
+    )
+    spent: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+
+class StageRun:
+    """What the function of a stage sees.
+
+    Args:
+        session: The recipe at work.
+        stage: The stage.
+        item: Its domain, baseline, ...; empty for a stage that runs once.
+        out: Empty directory to fill; it is published afterwards.
+        mark: Fingerprint of this run.
+        recorder: Where curves go.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        stage: "Stage",
+        item: str,
+        *,
+        out: Path,
+        mark: str,
+        recorder: Recorder | None,
+    ) -> None:
+        self.session, self.stage, self.item = session, stage, item
+        self.recipe = session.recipe
+        self.out = out
+        self.mark = mark
+        self.recorder = recorder
+        self.costs: list[Cost] = []
+
+    @property
+    def domain(self) -> str:
+        """The domain that a stage of one domain runs for."""
+        return self.item
+
+    @property
+    def pieces_directory(self) -> Path:
+        """Where this run's pieces are kept until it is published."""
+        return self.session.workspace.pieces / self.mark
+
+    @property
+    def models(self) -> Path:
+        """Where models from a hub are kept, for all workspaces."""
+        return self.session.workspace.root.parent / "models"
+
+    def path(self, artifact: str) -> Path:
+        """Where an input is published."""
+        return self.session.workspace.path(artifact)
+
+    def run(self, pieces: Sequence[Piece], kind: str) -> dict[str, Done]:
+        """Run ``pieces`` on Ray with the resources that ``compute.KIND`` asks for."""
+        watch = PieceWatch(
+            {piece.name: progress_file(self.pieces_directory, piece.name) for piece in pieces},
+            label=self.stage.name,
+            item=self.item,
+            log=self.session.log,
+            recorder=self.recorder,
+        )
+        done = run_pieces(
+            pieces,
+            directory=self.pieces_directory,
+            resources=getattr(self.recipe.compute, kind),
+            label=self.stage.label(self.item),
+            watch=watch,
+        )
+        watch(final=True)
+        spans = self.session.spent.setdefault(self.stage.name, [])
+        spans += [(piece.started, piece.ended) for piece in done.values()]
+        cpus = getattr(self.recipe.compute, kind).cpus
+        self.costs += [cost_of(done[piece.name], cpus * piece.workers) for piece in pieces]
+        return done
+
+    def run_one(self, function: Callable[..., Any], kind: str, **arguments: Any) -> Any:
+        """Run one piece that fills ``self.out``; returns its result."""
+        done = self.run([Piece(name="whole", function=function, arguments=arguments)], kind)
+        take(done["whole"].path, self.out)
+        return done["whole"].result
+
+    def device(self, kind: str) -> str:
+        """Where pieces of this kind compute."""
+        return "cuda" if getattr(self.recipe.compute, kind).gpus > 0 else "cpu"

@@ -1,0 +1,217 @@
+"""One life of a model: built, grown, taught, judged, taken back, shrunk, restored."""
+
+import json
+import shutil
+import sys
+
+import pytest
+from project import Project
+from texts import pico_recipe, save_recipe, write_texts
+
+from infra.registry import Registry
+from infra.settings import read
+from tasks.lineage import FILE
+from upcycle_core.checkpoints.hashing import tree_digest
+
+OLD, NEW = ("letters", "numbers"), "colours"
+NAME = "upcycle-pico"
+
+
+class Life(Project):
+    """A project whose flows are many."""
+
+    def call(self, module, *arguments, check=True):
+        """``python -m MODULE ARGUMENTS``, and the core functions that it called."""
+        self.calls()
+        done = self.run(sys.executable, "-m", module, *map(str, arguments), check=check)
+        done.calls = self.calls()
+        return done
+
+    def registry(self):
+        return Registry(read(self.environment()))
+
+    def lineage(self):
+        return json.loads((self.workspace / FILE).read_text())
+
+
+def recipe_of(folder, texts, domains):
+    values = pico_recipe(texts, domains=domains)
+    values["evaluation"] |= {"sweep_top_k": [], "sweep_ridge_lambda": [], "sweep_window": []}
+    values["versions"] = {"remote": "remote"}
+    return save_recipe(folder / f"{len(domains)}.yaml", values)
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("life")
+    texts = write_texts(folder / "texts", domains=(*OLD, NEW))
+    life = Life(folder, recipe_of(folder, texts, OLD))
+    life.folder, life.texts = folder, texts
+    life.grown_recipe = recipe_of(folder, texts, (*OLD, NEW))
+    life.call("flows.dume", life.recipe)
+    return life
+
+
+@pytest.fixture(scope="module")
+def idle(life):
+    before = tree_digest(life.workspace / "model")
+    done = life.call("flows.retrain", life.recipe)
+    return done, before
+
+
+@pytest.fixture(scope="module")
+def grown(life, idle):
+    before = life.digests()
+    done = life.call("flows.grow", life.grown_recipe, NEW)
+    return done, before, life.digests()
+
+
+@pytest.fixture(scope="module")
+def taught(life, grown):
+    """New text in one domain, spoiled: letters without any order."""
+    parent = tree_digest(life.workspace / "experts" / "letters", exclude=("provenance.json",))
+    file = life.texts / "letters" / "train.txt"
+    life.good_text = file.read_text()
+    file.write_text("\n\n".join(f"{i} {i * i} {i * 7}" for i in range(400)))
+    done = life.call("flows.retrain", life.grown_recipe)
+    return done, parent
+
+
+def test_nothing_new_is_nothing_to_do(life, idle):
+    done, before = idle
+    assert "nothing to do" in done.stdout
+    assert not done.calls
+    assert len(life.registry().versions(NAME)) == 1
+    assert tree_digest(life.workspace / "model") == before
+
+
+def test_growing_computes_the_new_domain_alone(grown):
+    done, before, after = grown
+    assert done.calls["train"] == 1
+    assert done.calls["domain_statistics"] == 2  # its two shards
+    assert done.calls["write_documents"] == done.calls["write_corpus"] == 1
+    assert not done.calls["write_backbone"]
+    kept = ("tokenizer/", "seed/", "backbone/", "experts/", "statistics/", "corpora/")
+    frozen = {name for name in before if name.startswith(kept)}
+    assert frozen
+    assert {name: before[name] for name in frozen} == {name: after[name] for name in frozen}
+
+
+def test_growing_says_scores_before_and_after(life, grown):
+    done, _, _ = grown
+    assert "| colours |  | " in done.stdout
+    assert "The backbone averages letters, numbers." in done.stdout
+    assert life.lineage()["backbone"] == list(OLD)
+
+
+def test_a_domain_that_is_there_is_not_added_again(life, grown):
+    done = life.call("flows.grow", life.grown_recipe, NEW, check=False)
+    assert done.returncode == 2
+    assert "flows.retrain" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_new_text_continues_one_expert_from_its_parent(life, taught):
+    done, parent = taught
+    assert done.calls["train"] == 1
+    assert not done.calls["train_tokenizer"] + done.calls["write_backbone"]
+    assert (
+        tree_digest(life.workspace / "parents" / "letters", exclude=("provenance.json",)) == parent
+    )
+    made_from = json.loads((life.workspace / "experts/letters/provenance.json").read_text())
+    assert "parents/letters" in made_from["inputs"]
+    assert "seed" not in made_from["inputs"]
+
+
+def test_a_worse_model_is_refused_with_its_reason(life, taught):
+    done, _ = taught
+    versions = life.registry().versions(NAME)
+    assert [("champion" in v.aliases, "challenger" in v.aliases) for v in versions[-2:]] == [
+        (True, False),
+        (False, True),
+    ]
+    assert "does not beat" in versions[-1].tags["upcycle.decision"]
+    assert done.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def healed(life, taught):
+    """The spoiled text is mended, with more of it: what was refused is no parent."""
+    named = life.lineage()["parents"]["letters"]
+    (life.texts / "letters" / "train.txt").write_text(life.good_text + "\n\nalpha beta gamma\n" * 9)
+    return life.call("flows.retrain", life.grown_recipe), named
+
+
+def test_what_was_refused_is_no_parent(life, healed):
+    done, named = healed
+    assert life.lineage()["parents"]["letters"] == named
+    assert done.calls["train"] == 1
+
+
+@pytest.fixture(scope="module")
+def shrunk(life, healed):
+    return life.call("flows.shrink", life.grown_recipe, NEW)
+
+
+def test_shrinking_computes_the_router_alone_and_takes_the_files(life, shrunk):
+    done = shrunk
+    assert not done.calls["train"] + done.calls["domain_statistics"] + done.calls["write_backbone"]
+    assert done.calls["solve_routers"] == 1
+    for part in ("experts", "statistics", "corpora", "documents"):
+        assert not (life.workspace / part / NEW).exists()
+        assert (life.workspace / part / "letters").exists()
+    assert "| colours | " in done.stdout
+
+
+def test_a_shrunk_router_is_that_of_a_build_without_the_domain(life, shrunk, tmp_path):
+    """Solved on the same statistics by the library alone."""
+    from upcycle_core.dume.config import RouterConfig
+    from upcycle_core.dume.router import load_routers, solve_routers
+    from upcycle_core.dume.statistics import Statistics
+
+    found = load_routers(life.workspace / "router" / "router.safetensors").weights
+    files = {name: life.workspace / "statistics" / name for name in OLD}
+    loaded = {n: Statistics.load(path / "calibration.safetensors") for n, path in files.items()}
+    expected = solve_routers(loaded, config=RouterConfig()).weights
+    assert found.keys() == expected.keys()
+    assert all(found[layer].equal(expected[layer]) for layer in expected)
+
+
+def test_rollback_takes_one_command(life, shrunk):
+    versions = life.registry().versions(NAME)
+    [champion] = [v for v in versions if "champion" in v.aliases]
+    before = int(champion.tags["upcycle.previous_champion"])
+    done = life.call("flows.rollback", NAME, "--because", "a trial")
+    assert f"models:/{NAME}/{before}" in done.stdout
+    after = life.registry().find(NAME, "champion")
+    assert after.number == before
+    [left] = [v for v in life.registry().versions(NAME) if v.number == champion.number]
+    assert left.tags["upcycle.rolled_back"].endswith("a trial")
+
+
+def test_a_version_is_restored_from_the_remote(life, shrunk, tmp_path):
+    version = life.registry().versions(NAME)[-1]
+    cache = life.workspace / ".dvc" / "cache"
+    assert cache.exists()
+    done = life.call("flows.restore", NAME, version.number, "--into", tmp_path / "again")
+    again = tmp_path / "again" / "pico"
+    assert str(again) in done.stdout
+    assert not done.calls
+    for part in ("model", "experts/letters", "statistics/numbers", "documents/letters"):
+        assert tree_digest(again / part) == tree_digest(life.workspace / part)
+    assert (again / FILE).read_text() == (life.workspace / FILE).read_text()
+
+
+def test_a_damaged_remote_restores_nothing(life, shrunk, tmp_path):
+    remote = tmp_path / "remote"
+    shutil.copytree(life.home / "remote", remote)
+    [weights] = [f for f in remote.rglob("*") if f.is_file()][-1:]
+    weights.chmod(0o644)
+    weights.write_bytes(b"damaged")
+    done = life.call(
+        *("flows.restore", NAME, life.registry().versions(NAME)[-1].number),
+        *("--into", tmp_path / "again", "--remote", remote),
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert not (tmp_path / "again" / "pico").exists()

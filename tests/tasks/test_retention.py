@@ -1,0 +1,262 @@
+"""One life of a workspace with its real DVC cache and MLflow database, cleared up."""
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from texts import pico_recipe
+
+from infra import settings
+from infra.keep import KeepConfig
+from infra.reading import validate
+from infra.recipe import recipe_yaml
+from infra.records import Registration
+from infra.registry import Registry
+from infra.retention import Records
+from infra.tracking import Tracker
+from infra.versions import Versions
+from tasks.retention import has_left, spares, table
+from tasks.workspace import Workspace
+
+NAME = "upcycle-pico"
+HERE = ("letters", "numbers")
+PIPELINE = """\
+stages:
+  experts:
+    foreach: [letters, numbers, colours]
+    do: {cmd: "true", outs: ["experts/${item}"]}
+  task_scores-expert_colours: {cmd: "true", outs: [task_scores/expert_colours]}
+  baselines-btx: {cmd: "true", outs: [baselines/btx]}
+  model: {cmd: "true", outs: [model]}
+"""
+STAGES = {
+    "experts@letters": "experts/letters",
+    "experts@numbers": "experts/numbers",
+    "experts@colours": "experts/colours",
+    "task_scores-expert_colours": "task_scores/expert_colours",
+    "baselines-btx": "baselines/btx",
+    "model": "model",
+}
+SIZE = 10_000
+
+
+class Life:
+    """Four models of one workspace; the first is champion, the last challenger.
+
+    The third domain, `colours`, is in the first two models and then leaves the recipe.
+    """
+
+    def __init__(self, home):
+        self.place = settings.read({"UPCYCLE_HOME": str(home)})
+        keep = KeepConfig(versions=1, runs=1, flow_runs=1)
+        self.recipe = replace(validate(pico_recipe(home, domains=HERE)), keep=keep)
+        self.before = replace(validate(pico_recipe(home)), keep=keep)
+        self.workspace = Workspace(home / "pico")
+        self.committed = self.workspace.root / ".committed.json"
+        self.versions = Versions(self.workspace.root)
+        self.versions.prepare(pipeline=PIPELINE, params="")
+        config = self.workspace.root / ".dvc" / "config"
+        if "type" not in config.read_text():
+            config.write_text(config.read_text() + '[cache]\n    type = "hardlink,copy"\n')
+        self.tracker = Tracker(self.place, NAME)
+        self.registry = Registry(self.place)
+        self.runs = {}
+
+    def publish(self, artifact, text):
+        staged = self.workspace.stage(artifact)
+        (staged / "weights").write_bytes(f"{artifact} {text} ".encode().ljust(SIZE, b"."))
+        (staged / "config.json").write_text(f'{{"of": "{artifact}"}}')
+        self.workspace.publish(staged, artifact, {"text": text})
+
+    def model(self, number, changed, recipe):
+        for artifact in changed:
+            self.publish(artifact, number)
+        self.versions.commit([s for s, artifact in STAGES.items() if artifact in changed])
+        with self.tracker.start_run("dume", workspace=self.workspace.root) as run:
+            with self.tracker.start_run("model", parent=run) as child:
+                child.log_text("x", "x.txt")
+            run.log_text("y" * SIZE, "y.txt")
+            files = {"recipe.yaml": recipe_yaml(recipe), "dvc.lock": self.versions.lock_text()}
+            made = Registration(tags={"upcycle.recipe": "r"}, files=files)
+            version = self.registry.register(NAME, self.workspace.path("model"), made, run=run)
+        self.runs[number] = {run.id, child.id}
+        self.registry.set_alias(version, "challenger")
+        if number == 1:
+            self.registry.set_alias(version, "champion")
+
+    def spares(self):
+        records = Records(self.place, NAME)
+        return list(spares(self.recipe, self.workspace, records, self.committed))
+
+    def numbers(self):
+        return [version.number for version in self.registry.versions(NAME)]
+
+    def listed(self):
+        """{run} that MLflow still shows."""
+        client = MlflowClient(self.place.mlflow_tracking_uri)
+        experiment = client.get_experiment_by_name(NAME)
+        return {run.info.run_id for run in client.search_runs([experiment.experiment_id])}
+
+    def disk(self):
+        """Bytes that this home takes, and all of its files."""
+        files = [file for file in self.place.home.rglob("*") if file.is_file()]
+        own = [f for f in files if f.suffix != ".db" and ".dvc/tmp" not in str(f)]
+        inodes = {f.stat().st_ino: f.stat().st_size for f in own}
+        return sum(inodes.values()), {str(file) for file in own}
+
+    def restored(self, version, folder):
+        """What DVC's cache gives back of a registered version."""
+        project = folder / str(version)
+        project.mkdir(parents=True)
+        copy = self.registry.download(f"models:/{NAME}/{version}", folder / f"model-{version}")
+        shutil.copyfile(copy / "upcycle" / "dvc.lock", project / "dvc.lock")
+        stages = yaml.safe_load(PIPELINE)["stages"]
+        if version > 2:
+            stages["experts"]["foreach"].remove("colours")
+            del stages["task_scores-expert_colours"]
+        (project / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
+        (project / ".dvc").mkdir()
+        cache = self.workspace.root / ".dvc" / "cache"
+        (project / ".dvc" / "config").write_text(
+            f"[core]\n no_scm = True\n[cache]\n dir = {cache}\n type = copy\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "dvc", "checkout", "--quiet"],
+            cwd=project,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return {
+            str(file.parent.relative_to(project)): file.read_text().split()[1]
+            for file in project.rglob("weights")
+        }
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory):
+    made = Life(tmp_path_factory.mktemp("home"))
+    made.model(1, list(STAGES.values()), made.before)
+    made.model(2, ["experts/letters", "experts/colours", "model"], made.before)
+    for number in (3, 4):
+        made.model(number, ["experts/letters", "model"], made.recipe)
+    with made.tracker.start_run("retrain", workspace=made.workspace.root) as run:
+        pass  # the newest, which found nothing to do
+    made.runs["nothing"] = {run.id}
+    made.committed.write_text('{"experts@letters": "4", "experts@colours": "2"}')
+    piece = made.workspace.pieces / "mark" / "whole"
+    piece.mkdir(parents=True)
+    (piece / "weights").write_bytes(b"x" * SIZE)
+    return made
+
+
+def test_only_what_is_one_domain_s_alone_leaves_with_it():
+    for artifact in ("experts/law", "corpora/law", "parents/law", "task_scores/expert_law"):
+        assert has_left(artifact, HERE)
+        assert not has_left(artifact, ("law",))
+    for artifact in ("baselines/law", "comparison", "task_scores/btx", "outside/law", "model"):
+        assert not has_left(artifact, HERE)
+
+
+def test_what_would_go_is_named_and_nothing_is_changed(life):
+    before = life.disk()
+    found = {spare.what: spare for spare in life.spares()}
+    assert life.disk() == before
+    assert list(found) == [
+        "experts/colours",
+        "task_scores/expert_colours",
+        "finished pieces",
+        f"models:/{NAME}/2",
+        "MLflow runs",
+        "DVC cache",
+    ]
+    assert found["MLflow runs"].count == 2  # of version 2, and its child
+    # The champion's experts/colours is another file; the second model's goes with its last name.
+    assert found["experts/colours"].bytes < SIZE / 2 < found["DVC cache"].bytes
+    assert table(list(found.values()))[-1]["count"] == sum(s.count for s in found.values())
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_killed_in_every_step_champion_and_challenger_are_whole(life, monkeypatch, tmp_path):
+    """Each step dies in its first removal of files; what comes before it in the step is done."""
+
+    def kill(*arguments, **options):
+        raise Killed
+
+    for spare in life.spares():
+        if spare.what == "finished pieces":
+            continue  # one call, which may stop anywhere
+        with monkeypatch.context() as patched, pytest.raises(Killed):
+            patched.setattr("shutil.rmtree", kill)
+            patched.setattr("infra.cache.Cache.collect", kill)
+            spare.free()
+        with life.workspace.lock("the next flow"):
+            pass
+        assert {1, 3, 4} <= set(life.numbers())
+        assert life.runs[1] | life.runs[4] <= life.listed()
+    assert life.workspace.provenance("experts/letters")["text"] == 4
+    assert life.registry.find(NAME, "champion").number == 1
+    assert life.registry.download(f"models:/{NAME}@champion", tmp_path / "champion")
+    assert life.restored(1, tmp_path) == dict.fromkeys(STAGES.values(), "1")
+    assert life.restored(4, tmp_path)["experts/letters"] == "4"
+
+
+def test_all_that_was_shown_goes_and_nothing_else(life, tmp_path):
+    before, names = life.disk()
+    found = life.spares()
+    for spare in found:
+        spare.free()
+    after, left = life.disk()
+    assert before - after == sum(spare.bytes for spare in found)
+    assert life.numbers() == [1, 3, 4]
+    assert life.listed() == life.runs[1] | life.runs[3] | life.runs[4] | life.runs["nothing"]
+    for artifact in ("experts/letters", "experts/numbers", "baselines/btx", "model"):
+        assert life.workspace.provenance(artifact) is not None
+    assert not life.workspace.path("experts/colours").exists()
+    assert life.committed.read_text().count("@") == 1  # what comes back is recorded anew
+    assert not [name for name in names - left if "/experts/letters/" in name]
+    assert life.spares() == []
+
+
+def test_a_kept_version_comes_back_from_the_cache(life, tmp_path):
+    champion = life.restored(1, tmp_path)
+    assert champion == dict.fromkeys(STAGES.values(), "1")
+    challenger = life.restored(4, tmp_path)
+    assert challenger["experts/letters"] == "4"
+    assert challenger["baselines/btx"] == "1"
+
+
+def test_a_model_whose_registration_was_killed_goes_but_not_during_a_run(life):
+    client = MlflowClient(life.place.mlflow_tracking_uri)
+    with life.tracker.start_run("dume", workspace=life.workspace.root) as run:
+        model = client.create_logged_model(
+            run.experiment_id, name=NAME, source_run_id=run.id, tags={"upcycle.recipe": "r"}
+        )
+        (life.place.home / "weights").write_bytes(b"x" * SIZE)
+        client.log_model_artifacts(model.model_id, str(life.workspace.path("model")))
+        assert not [s for s in life.spares() if s.what.startswith("models:/")]
+    [spare] = [s for s in life.spares() if s.what == f"models:/{model.model_id}"]
+    assert spare.bytes > SIZE / 2
+    spare.free()
+    with pytest.raises(MlflowException):
+        client.get_logged_model(model.model_id)
+
+
+def test_a_version_that_gets_an_alias_meanwhile_stays(life):
+    found = [s for s in life.spares() if s.what.startswith(f"models:/{NAME}/")]
+    assert not found  # version 3 is the newest without an alias
+    life.registry.set_alias(life.registry.versions(NAME)[0], "challenger")
+    life.recipe = replace(life.recipe, keep=KeepConfig(versions=1, runs=1))
+    [spare] = [s for s in life.spares() if s.what.startswith(f"models:/{NAME}/")]
+    assert spare.what == f"models:/{NAME}/3"
+    life.registry.set_alias(life.registry.versions(NAME)[1], "mine")
+    spare.free()
+    assert life.numbers() == [1, 3, 4]
