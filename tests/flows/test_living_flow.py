@@ -15,6 +15,7 @@ from upcycle_core.checkpoints.hashing import tree_digest
 
 OLD, NEW = ("letters", "numbers"), "colours"
 NAME = "upcycle-pico"
+SEPARATOR = "\n<|doc|>\n"
 
 
 class Life(Project):
@@ -72,7 +73,7 @@ def taught(life, grown):
     parent = tree_digest(life.workspace / "experts" / "letters", exclude=("provenance.json",))
     file = life.texts / "letters" / "train.txt"
     life.good_text = file.read_text()
-    file.write_text("\n\n".join(f"{i} {i * i} {i * 7}" for i in range(400)))
+    file.write_text(SEPARATOR.join(f"{i} {i * i} {i * 7}" * 9 for i in range(100, 200)))
     done = life.call("flows.retrain", life.grown_recipe)
     return done, parent
 
@@ -138,7 +139,9 @@ def test_a_worse_model_is_refused_with_its_reason(life, taught):
 def healed(life, taught):
     """The spoiled text is mended, with more of it: what was refused is no parent."""
     named = life.lineage()["parents"]["letters"]
-    (life.texts / "letters" / "train.txt").write_text(life.good_text + "\n\nalpha beta gamma\n" * 9)
+    (life.texts / "letters" / "train.txt").write_text(
+        life.good_text + f"{SEPARATOR}alpha beta gamma" * 9
+    )
     return life.call("flows.retrain", life.grown_recipe), named
 
 

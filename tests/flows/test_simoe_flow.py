@@ -190,6 +190,7 @@ def test_a_changed_rival_is_tuned_alone(project):
     assert len(Registry(read(project.environment())).versions("upcycle-pico")) == 1
 
 
+@pytest.mark.faults
 def test_what_is_too_hard_is_not_reported(project):
     done = project.simoe("--set", "tuning.least_exact_match=1.0", check=False)
     assert done.returncode == 2

@@ -161,6 +161,7 @@ def test_workers_share_one_result_and_leave_nothing(ray_of_two, tmp_path):
     assert wait_until(lambda: not helpers()), helpers()
 
 
+@pytest.mark.faults
 def test_failure_of_one_worker_ends_the_piece(ray_of_two, tmp_path):
     piece = Piece(name="a", function=failing_piece, workers=2)
     with pytest.raises(InputError, match="field = 'value': do this"):

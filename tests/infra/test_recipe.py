@@ -141,6 +141,7 @@ SHIPPED_WITH = {
     "simoe-rivals.yaml": "simoe",
     "simoe-ablations.yaml": "simoe",
     "simoe-sweeps.yaml": "simoe",
+    "simoe-parameter-masks.yaml": "simoe",
     "simoe-real-rivals.yaml": "simoe-real",
 }
 """The recipe that a file is made for, where another one than the paper's."""

@@ -1,0 +1,72 @@
+"""A retrain that finds nothing new, against starting Python and importing what it needs.
+
+    python -m benchmarks.noop_retrain [--recipe RECIPE] [--home FOLDER] [--repeats N]
+
+Both are commands, timed from start to end. Without ``--home`` the recipe's model is built first, in
+a temporary home, with a few training steps: what a retrain looks at has the same size. With it, the
+home is one where the model has been built.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.common import median, print_result, print_table, repeat
+
+ROOT = Path(__file__).resolve().parent.parent
+IMPORTS = "import prefect, torch, mlflow"
+FEW_STEPS = (
+    "seed_model.training.steps=60",
+    "experts.training.steps=30",
+    "evaluation.sweep_top_k=[]",
+    "evaluation.sweep_ridge_lambda=[]",
+    "evaluation.sweep_window=[]",
+)
+AT_MOST = 4.0
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "demo.yaml")
+    parser.add_argument("--home", type=Path, help="where the recipe's model has been built")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="noop-") as folder:
+        home = options.home or Path(folder)
+        settings = () if options.home else FEW_STEPS
+        arguments = [str(options.recipe), *(part for s in settings for part in ("--set", s))]
+        if options.home is None:
+            run(["-m", "flows.dume", *arguments], home)
+        pairs = repeat(
+            lambda: (run(["-c", IMPORTS], home), run(["-m", "flows.retrain", *arguments], home)),
+            options.repeats,
+        )
+    imports, retrains = (median(list(times)) for times in zip(*pairs, strict=True))
+    rows = [[IMPORTS, imports, 1.0], ["retrain, nothing new", retrains, retrains / imports]]
+    print_table("command", ["command", "seconds", "ratio"], rows)
+    figures = {"goal": {"at_most": AT_MOST}, "seconds": {"imports": imports, "retrain": retrains}}
+    print_result("noop_retrain", retrains / imports, figures)
+
+
+def run(arguments: list[str], home: Path) -> float:
+    """Wall seconds of a Python command; its output is shown if it fails."""
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "UPCYCLE_HOME": str(home)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{arguments} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

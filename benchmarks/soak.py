@@ -1,0 +1,188 @@
+"""Weeks in an hour: scheduled runs in a row, and what they leave behind.
+
+    python -m benchmarks.soak [--noops N] [--retrains N]
+
+Servers and worker as `make up` starts them, a small model, and its deployment `retrain`. Runs are
+scheduled one after the other, so that the worker starts each: those that find nothing new, and,
+spread among them, those for which a text has grown. After every tenth run `flows.tidy` clears up.
+After every run: processes, open files and memory of servers and worker, and the size of the home.
+``ratio`` is the median of the last quarter over that of the second (the first warms up).
+"""
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from benchmarks.common import median, print_result, print_table
+
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ("processes", "open files", "memory MB", "disk MB")
+MODULES = ("json", "email", "logging", "asyncio", "unittest", "http", "xml", "importlib")
+TRAINING = {"steps": 20, "batch_size": 4, "sequence_length": 64}
+FIRST_TWO = ("first", "second")
+TIDY_EVERY = 10
+ALLOWED = 1.1
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--noops", type=int, default=100)
+    parser.add_argument("--retrains", type=int, default=10)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        soak = Soak(Path(folder))
+        try:
+            soak.begin()
+            samples = soak.run(options.noops, options.retrains)
+        finally:
+            soak.command("infra.services", "down")
+    quarter = max(1, len(samples) // 4)
+    early, late = samples[quarter : 2 * quarter], samples[-quarter:]
+    before, after = (
+        {name: median([sample[name] for sample in part]) for name in FIGURES}
+        for part in (early, late)
+    )
+    rows = [[name, before[name], after[name]] for name in FIGURES]
+    ratio = {name: after[name] / before[name] for name in FIGURES}
+    print_table(f"{len(samples)} runs", ["", "second quarter", "last quarter"], rows)
+    print_result("soak", ratio, {"goal": {"at_most": ALLOWED}, "samples": samples})
+
+
+class Soak:
+    """A home with servers, and a model that is retrained there.
+
+    Args:
+        folder: Temporary; texts and the home lie there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.home = folder, folder / "home"
+        self.recipe, self.text = folder / "recipe.yaml", folder / "texts"
+        ports = {f"UPCYCLE_{name}_PORT": str(_free_port()) for name in ("PREFECT", "MLFLOW")}
+        self.environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))},
+            **ports,
+            "UPCYCLE_HOME": str(self.home),
+            "PREFECT_API_URL": f"http://127.0.0.1:{ports['UPCYCLE_PREFECT_PORT']}/api",
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+        }
+
+    def begin(self) -> None:
+        """Write texts and recipe, build the model, start the servers, deploy."""
+        self.text.mkdir()
+        self.grow_text(0)
+        self.recipe.write_text(yaml.safe_dump(_recipe(self.text)))
+        deployments = yaml.safe_load((ROOT / "infra" / "deploy" / "prefect.yaml").read_text())
+        [nightly] = [d for d in deployments["deployments"] if d["name"] == "nightly"]
+        nightly |= {"parameters": {"recipe": str(self.recipe)}, "schedules": []}
+        file = self.folder / "prefect.yaml"
+        file.write_text(yaml.safe_dump({**deployments, "deployments": [nightly]}))
+        self.command("flows.dume", str(self.recipe))
+        self.command("infra.services", "up")
+        deploy = "from infra.settings import configure; from infra.deployments import deploy; "
+        deploy += f"from pathlib import Path; deploy(configure(), prefect_file=Path({str(file)!r}))"
+        self._python("-c", deploy)
+
+    def run(self, noops: int, retrains: int) -> list[dict[str, float]]:
+        """All runs; what there is after each."""
+        every = max(1, (noops + retrains) // max(1, retrains))
+        samples = []
+        for number in range(noops + retrains):
+            if retrains and number % every == every - 1:
+                self.grow_text(1 + number)
+            self._python(
+                *("-m", "prefect", "deployment", "run", "retrain/nightly", "--watch"),
+                *("--watch-interval", "1"),
+            )
+            if number % TIDY_EVERY == TIDY_EVERY - 1:
+                self.command("flows.tidy", str(self.recipe), "--apply")
+            samples.append(self._sample())
+            print(number, samples[-1], file=sys.stderr, flush=True)
+        return samples
+
+    def grow_text(self, number: int) -> None:
+        """Give the first domain another piece of the standard library."""
+        library = Path(sysconfig.get_paths()["stdlib"])
+        names = MODULES[:2] if number == 0 else (MODULES[2 + number % (len(MODULES) - 2)],)
+        for domain, module in zip(FIRST_TWO, names, strict=False):
+            sources = sorted((library / module).glob("*.py"))
+            text = "\n".join(source.read_text(errors="replace") for source in sources)
+            with (self.text / f"{domain}.txt").open("a") as file:
+                file.write(f"\n\nRelease {number}\n\n{text[:40_000]}")
+
+    def command(self, module: str, *arguments: str) -> None:
+        """``python -m MODULE ARGUMENTS``."""
+        self._python("-m", module, *arguments)
+
+    def _python(self, *arguments: str) -> None:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={**self.environment, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            said = f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+            raise RuntimeError(f"{' '.join(arguments)} failed:\n{said}")
+
+    def _sample(self) -> dict[str, float]:
+        servers = _family(self.home)
+        size = sum(f.stat().st_blocks * 512 for f in _once(self.home))
+        memory = sum(p.memory_info().rss for p in servers)
+        figures = (len(servers), sum(p.num_fds() for p in servers), memory / 1e6, size / 1e6)
+        return dict(zip(FIGURES, map(float, figures), strict=True))
+
+
+def _recipe(texts: Path) -> dict[str, Any]:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "layers": 2}
+    heads = {"attention_heads": 2, "key_value_heads": 2}
+    sweeps: dict[str, Any] = {f"sweep_{key}": [] for key in ("top_k", "ridge_lambda", "window")}
+    domains = {name: {"train": {"files": [str(texts / f"{name}.txt")]}} for name in FIRST_TWO}
+    return {
+        "name": "soak",
+        "domains": domains,
+        "tokenizer": {"vocabulary_size": 512},
+        "seed_model": {"shape": {**shape, **heads}, "training": TRAINING},
+        "experts": {"training": TRAINING},
+        "statistics": {"tokens": 4000, "sequence_length": 64},
+        "evaluation": {"tokens": 4000, "sequence_length": 64, **sweeps},
+        "keep": {"versions": 2, "runs": 5, "flow_runs": 10},
+    }
+
+
+def _family(home: Path) -> list[psutil.Process]:
+    """Servers and worker, and whatever they have started and not ended."""
+    from infra.processes import read_records
+
+    found = []
+    for record in read_records(home / "services" / "state.json").values():
+        process = psutil.Process(record.pid)
+        found += [process, *process.children(recursive=True)]
+    return found
+
+
+def _once(folder: Path) -> list[Path]:
+    """Files, each counted once however many links it has."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    return list({path.stat().st_ino: path for path in files}.values())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main()
