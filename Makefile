@@ -59,8 +59,8 @@ bench: env ## Every benchmark
 up: env ## Start the Prefect server, the MLflow server and a worker on loopback
 	@$(RUN) -m infra.services up
 
-deploy: env ## Register the deployments, one of them nightly, with the Prefect server
-	@$(RUN) -m infra.services deploy
+deploy: env ## Register the deployments, one of them nightly, with the Prefect server (RECIPE=...)
+	@$(RUN) -m infra.services deploy $(if $(filter command line environment,$(origin RECIPE)),$(RECIPE))
 
 down: env ## Stop what `make up` started
 	@$(RUN) -m infra.services down

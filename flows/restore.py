@@ -22,11 +22,12 @@ from infra.reading import validate
 from infra.recipe import Recipe
 from infra.records import Version
 from infra.registry import Registry
-from infra.settings import configure
+from infra.settings import Settings, configure
 from infra.versions import Versions, remote_of
 from tasks import pipeline
 from tasks.champion import MODEL_TAG
 from tasks.lineage import save
+from tasks.register import COMPRESSED_TAG
 from tasks.workspace import Workspace
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -50,13 +51,7 @@ def restore(
     """
     settings = configure()
     registry = Registry(settings)
-    found = _version(registry, name, version)
-    recipe = _recipe(registry, found)
-    home = Path(into).expanduser().absolute() if into else settings.home
-    workspace = Workspace(home / recipe.name)
-    source = remote or recipe.versions.remote
-    raise_faults(_faults(workspace, source))
-    assert source is not None
+    found, recipe, workspace, source = look(settings, name, version, into, remote)
     try:
         with workspace.lock("the flow restore"):
             versions = Versions(workspace.root)
@@ -74,6 +69,25 @@ def restore(
     said += "they were published."
     create_markdown_artifact(key=key_of(f"{name}-restore"), markdown=said)
     return str(workspace.root)
+
+
+def look(
+    settings: Settings, name: str, version: str, into: str | None, remote: str | None
+) -> tuple[Version, Recipe, Workspace, str]:
+    """What is restored, by which recipe, where, and from where.
+
+    Raises:
+        InputError: There is no such version, or no place or no remote for it.
+    """
+    registry = Registry(settings)
+    found = _version(registry, name, version)
+    recipe = _recipe(registry, found)
+    home = Path(into).expanduser().absolute() if into else settings.home
+    workspace = Workspace(home / recipe.name)
+    source = remote or recipe.versions.remote
+    raise_faults(_faults(workspace, source))
+    assert source is not None
+    return found, recipe, workspace, source
 
 
 def shown(remote: str) -> str:
@@ -98,7 +112,10 @@ def _recipe(registry: Registry, version: Version) -> Recipe:
     text = registry.text(version, "recipe.yaml")
     commit = version.tags.get(COMMIT_TAG, "unknown")
     if text is None or not registry.text(version, "dvc.lock"):
-        remedy = "carries no recipe.yaml and dvc.lock; it was not made by a flow of this project"
+        remedy = (
+            "has no recipe.yaml and dvc.lock beside it: its files are gone, or no flow of this "
+        )
+        remedy += "project made it; name another version"
         raise InputError(Fault("version", version.reference, remedy))
     try:
         return validate(yaml.safe_load(text))
@@ -132,7 +149,8 @@ def _check(recipe: Recipe, workspace: Workspace, version: Version) -> int:
     ]
     remedy = "is not as it was published; the remote is damaged, or is another one"
     faults = [Fault("remote", name, remedy) for name in needed if not workspace.provenance(name)]
-    if version.tags.get(MODEL_TAG) not in (None, workspace.digest("model")):
+    model = "compression/model" if COMPRESSED_TAG in version.tags else "model"
+    if version.tags.get(MODEL_TAG) not in (None, workspace.digest(model)):
         faults.append(Fault("remote", "model", f"is not the model of {version.reference}"))
     raise_faults(faults)
     return len(needed)
@@ -146,8 +164,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--into", help="home to restore into; the one at work by default")
     parser.add_argument("--remote", help="DVC remote; the recipe's by default")
     chosen = parser.parse_args(arguments)
+    asked = (chosen.name, chosen.version, chosen.into, chosen.remote)
     try:
-        print(restore(chosen.name, chosen.version, chosen.into, chosen.remote))
+        look(configure(), *asked)  # said before Prefect records a run that cannot begin
+        print(restore(*asked))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

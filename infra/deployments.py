@@ -2,8 +2,9 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -12,14 +13,28 @@ from infra.recipe import resolve
 from infra.settings import REPOSITORY, Settings, environment_of
 from upcycle_core.errors import Fault, InputError
 
+DEFAULT = "recipes/demo.yaml"
 PREFECT_FILE = REPOSITORY / "infra" / "deploy" / "prefect.yaml"
+LIMITS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "more than {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "less than {}",
+}
+"""JSON schema's limits of numbers, as people say them."""
 
 
 class DeploymentError(RuntimeError):
     """Prefect refused a deployment; the message is what it printed."""
 
 
-def deploy(settings: Settings, *, prefect_file: Path = PREFECT_FILE) -> list[str]:
+def deploy(
+    settings: Settings,
+    *,
+    prefect_file: Path = PREFECT_FILE,
+    recipe: Path | None = None,
+    changes: Sequence[str] = (),
+) -> list[str]:
     """Register the deployments of ``prefect_file`` with the server.
 
     Where it names a recipe's path (with files of baselines or tasks after it, and settings under
@@ -29,6 +44,8 @@ def deploy(settings: Settings, *, prefect_file: Path = PREFECT_FILE) -> list[str
     Args:
         settings: Where the server is.
         prefect_file: Deployments, in Prefect's format. Paths in it are seen from the checkout.
+        recipe: A recipe to deploy in place of the embedded default, where that is named.
+        changes: ``dotted.key=value`` settings of ``recipe``.
 
     Returns:
         Their names (``dume/nightly``). A flow is named after its module.
@@ -41,13 +58,15 @@ def deploy(settings: Settings, *, prefect_file: Path = PREFECT_FILE) -> list[str
     if api is None:
         raise InputError(Fault("server", None, "no Prefect server is running; start it: make up"))
     content = yaml.safe_load(prefect_file.read_text())
+    if recipe is not None:
+        content["deployments"] = list(_with_recipe(content["deployments"], recipe, changes))
     names = []
     for deployment in content["deployments"]:
         parameters = deployment.get("parameters", {})
         if isinstance(parameters.get("recipe"), str):
             first, *others = [REPOSITORY / path for path in parameters["recipe"].split()]
-            changes = parameters.pop("set", [])
-            parameters["recipe"] = resolve(load_recipe(first, changes, added=others))
+            own = parameters.pop("set", [])
+            parameters["recipe"] = resolve(load_recipe(first, own, added=others))
         module = Path(deployment["entrypoint"].partition(":")[0]).stem
         names.append(f"{module}/{deployment['name']}")
     resolved = settings.services / "prefect.yaml"
@@ -62,7 +81,22 @@ def deploy(settings: Settings, *, prefect_file: Path = PREFECT_FILE) -> list[str
             UPCYCLE_CHECKOUT=str(REPOSITORY),
         ),
     )
+    _show_limits(api, names)
     return names
+
+
+def _with_recipe(
+    deployments: Sequence[dict[str, Any]], recipe: Path, changes: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Those of the embedded default, with ``recipe`` in its place, and those of no recipe."""
+    loaded = load_recipe(recipe, changes)
+    names = {"name": loaded.registered_name}
+    for deployment in deployments:
+        parameters = deployment.get("parameters", {})
+        if parameters.get("recipe") == DEFAULT:
+            yield {**deployment, "parameters": {**parameters, "recipe": resolve(loaded)}}
+        elif "recipe" not in parameters:
+            yield {**deployment, "parameters": {**parameters, **names}}
 
 
 def _prefect_deploy(prefect_file: Path, environment: Mapping[str, str]) -> None:
@@ -79,3 +113,35 @@ def _prefect_deploy(prefect_file: Path, environment: Mapping[str, str]) -> None:
     )
     if done.returncode:
         raise DeploymentError(f"prefect deploy failed:\n{done.stdout}")
+
+
+def _show_limits(api: str, names: Sequence[str]) -> None:
+    """Put every limit into the description beside it: Prefect's form shows that alone."""
+    from prefect.client.orchestration import SyncPrefectClient  # takes a second, which `make up`
+    from prefect.client.schemas.actions import DeploymentUpdate  # and the others do without
+
+    with SyncPrefectClient(api) as client:
+        for name in names:
+            deployment = client.read_deployment_by_name(name)
+            schema = with_limits(deployment.parameter_openapi_schema)
+            client.update_deployment(
+                deployment.id, DeploymentUpdate(parameter_openapi_schema=schema)
+            )
+
+
+def with_limits(schema: Any) -> Any:
+    """A JSON schema whose descriptions say the limits of what they describe."""
+    if isinstance(schema, list):
+        return [with_limits(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: with_limits(value) for key, value in schema.items()}
+    limits = [
+        words.format(kind[limit])
+        for kind in (schema, *schema.get("anyOf", ()))
+        for limit, words in LIMITS.items()
+        if limit in kind
+    ]
+    if limits and isinstance(schema.get("description"), str):
+        found["description"] = f"{schema['description']} {', '.join(limits).capitalize()}."
+    return found

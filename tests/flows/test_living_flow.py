@@ -208,13 +208,15 @@ def test_a_version_is_restored_from_the_remote(life, shrunk, tmp_path):
 def test_a_damaged_remote_restores_nothing(life, shrunk, tmp_path):
     remote = tmp_path / "remote"
     shutil.copytree(life.home / "remote", remote)
-    [weights] = [f for f in remote.rglob("*") if f.is_file()][-1:]
-    weights.chmod(0o644)
-    weights.write_bytes(b"damaged")
+    for file in remote.rglob("*"):
+        if file.is_file() and file.suffix != ".dir":
+            file.chmod(0o644)
+            file.write_bytes(b"damaged")
     done = life.call(
         *("flows.restore", NAME, life.registry().versions(NAME)[-1].number),
         *("--into", tmp_path / "again", "--remote", remote),
         check=False,
     )
     assert done.returncode == 2, done.stdout + done.stderr
+    assert "remote" in done.stderr
     assert not (tmp_path / "again" / "pico").exists()
