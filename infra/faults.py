@@ -1,10 +1,17 @@
 """What is wrong across the fields of a recipe, found without reading any file."""
 
-import re
 from collections.abc import Iterator
 
 from infra.ders_faults import ders_faults
-from infra.recipe import Recipe
+from infra.names import (
+    BESIDE_DOMAINS,
+    BESIDE_WORKSPACES,
+    model_name_fault,
+    name_fault,
+    remote_fault,
+    secret_faults,
+)
+from infra.recipe import Recipe, resolve
 from infra.simoe_faults import FIGURES, simoe_faults
 from infra.symphony_faults import symphony_faults
 from upcycle_core.baselines.checks import baseline_faults
@@ -15,7 +22,6 @@ from upcycle_core.evaluation.results import expert_row
 from upcycle_core.training.checks import shape_faults, training_faults
 from upcycle_core.training.config import TrainingConfig
 
-NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 TEXT_METRICS = ("normalised_average", "normalised_worst")
 """Figures of the gate that every run measures."""
 
@@ -38,21 +44,25 @@ def faults(recipe: Recipe) -> list[Fault]:
 
 
 def _name_faults(recipe: Recipe) -> Iterator[Fault]:
-    named = [("name", recipe.name)]
-    named += [(f"domains.{name}", name) for name in recipe.domains]
-    named += [(f"baselines.{name}", name) for name in recipe.baselines]
-    named += [(f"tasks.{name}", name) for name in recipe.tasks]
-    named += [(f"outside.{name}", name) for name in recipe.outside]
+    """What would reach a folder, a shell, a URL or a query; secrets, which would be recorded."""
+    yield from name_fault("name", recipe.name, BESIDE_WORKSPACES)
+    for name in recipe.domains:
+        yield from name_fault(f"domains.{name}", name, BESIDE_DOMAINS)
     codecs = {} if recipe.compression is None else recipe.compression.codecs
-    named += [(f"compression.codecs.{name}", name) for name in codecs]
-    for where, name in named:
-        if not NAME.fullmatch(name):
-            yield Fault(
-                where,
-                name,
-                "names a folder in the workspace and nothing outside it; "
-                "use lower-case letters, digits, - and _",
-            )
+    sections = {
+        "baselines": recipe.baselines,
+        "tasks": recipe.tasks,
+        "outside": recipe.outside,
+        "compression.codecs": codecs,
+    }
+    for section, names in sections.items():
+        for name in names:
+            yield from name_fault(f"{section}.{name}", name)
+    if recipe.registry.model is not None:
+        yield from model_name_fault("registry.model", recipe.registry.model)
+    if recipe.versions.remote is not None:
+        yield from remote_fault("versions.remote", recipe.versions.remote)
+    yield from secret_faults(resolve(recipe))
 
 
 def _domain_faults(recipe: Recipe) -> Iterator[Fault]:
@@ -234,14 +244,15 @@ def _gate_faults(recipe: Recipe) -> Iterator[Fault]:
         for metric in (m for m in gate.metrics if m not in FIGURES):
             yield Fault("registry.gate", metric, f"not measured; use one of {list(FIGURES)}")
         return
-    known = [*TEXT_METRICS, *(f"task.{name}" for name in recipe.tasks)]
+    on_text = [*TEXT_METRICS, *(f"perplexity.{name}" for name in recipe.domains)]
+    known = [*on_text, *(f"task.{name}" for name in recipe.tasks)]
     if any(task.domain is not None for task in recipe.tasks.values()):
         known.append("task_average")
     for metric in gate.metrics:
         where = "metric" if metric == gate.metric else "tolerances"
         if metric not in known:
             yield Fault(f"registry.gate.{where}", metric, f"not measured; use one of {known}")
-        elif metric not in TEXT_METRICS:
+        elif metric not in on_text:
             needed = [recipe.method, *_normalising(recipe, metric)]
             missing = [model for model in needed if model not in recipe.scored_models]
             if missing:

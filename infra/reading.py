@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from infra.budget import budget_faults, with_budget
 from infra.faults import faults
+from infra.names import masked
 from infra.recipe import ADAPTER, Recipe
 from upcycle_core.errors import Fault, raise_faults
 
@@ -37,6 +38,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, added: Sequence[Pa
         _add(values, file)
     for override in overrides:
         _override(values, override)
+    if isinstance(values.get("folder"), str):  # where pieces run, the current folder is another
+        values["folder"] = str(Path(values["folder"]).expanduser().absolute())
     return validate(values)
 
 
@@ -130,13 +133,14 @@ def _override(values: Any, override: str) -> None:
 
 def _fault_of(problem: Mapping[str, Any]) -> Fault:
     location = ".".join(str(part) for part in problem["loc"])
+    key = str(problem["loc"][-1]) if problem["loc"] else ""
+    shown = masked(problem["input"], key)
     if problem["type"] != "unexpected_keyword_argument":
-        return Fault(location, problem["input"], f"{problem['msg']}; correct it")
-    key = str(problem["loc"][-1])
+        return Fault(location, shown, f"{problem['msg']}; correct it")
     known = _keys_at(problem["loc"][:-1])
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     hint = f"did you mean {nearest[0]}?" if nearest else ""
-    return Fault(location, problem["input"], f"no such key; {hint}")
+    return Fault(location, shown, f"no such key; {hint}")
 
 
 def _keys_at(location: Sequence[str | int]) -> list[str]:

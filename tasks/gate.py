@@ -8,6 +8,7 @@ from upcycle_core.evaluation.harness import results
 from upcycle_core.evaluation.harness.results import TaskEvaluation
 from upcycle_core.evaluation.scores import normalised, normalised_average, worst_domain
 
+PERPLEXITY = "perplexity."
 Figures = Mapping[str, float | None]
 """{metric: points, higher is better}; None where it is undefined."""
 
@@ -84,6 +85,8 @@ def figures(
             found[metric] = normalised_average(perplexities, experts)
         elif metric == "normalised_worst":
             found[metric] = worst_domain(normalised(perplexities, experts))[1]
+        elif metric.startswith(PERPLEXITY):
+            found[metric] = -perplexities[metric.removeprefix(PERPLEXITY)]
         else:
             found[metric] = _task_figure(metric, row, tasks)
     return found

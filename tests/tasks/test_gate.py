@@ -45,6 +45,17 @@ def test_worst_domain_decides_where_the_recipe_says_so():
     assert decision.champion == pytest.approx(500 / 7)
 
 
+@pytest.mark.parametrize(("points", "promoted"), [(1.0, False), (3.0, True)])
+def test_a_domain_may_lose_no_more_than_its_tolerance(points, promoted):
+    decision = judged(
+        GateConfig(tolerances={"perplexity.code": points}),
+        {"law": 10.0, "code": 10.0},  # average 75, and 2 more in code
+        {"law": 20.0, "code": 8.0},  # average 56
+    )
+    assert decision.promoted is promoted
+    assert "perplexity.code -10.00 against -8.00" in decision.reason
+
+
 @pytest.mark.parametrize(("margin", "promoted"), [(0.0, False), (-0.1, True), (0.1, False)])
 def test_margin_is_what_the_challenger_must_add(margin, promoted):
     same = {"law": 20.0, "code": 10.0}

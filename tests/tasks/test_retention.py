@@ -3,13 +3,17 @@
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlparse
 
 import pytest
 import yaml
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
-from texts import pico_recipe
+from project import ROOT, Project
+from texts import pico_recipe, save_recipe
 
 from infra import settings
 from infra.keep import KeepConfig
@@ -22,6 +26,7 @@ from infra.tracking import Tracker
 from infra.versions import Versions
 from tasks.retention import has_left, spares, table
 from tasks.workspace import Workspace
+from upcycle_core.errors import InputError
 
 NAME = "upcycle-pico"
 HERE = ("letters", "numbers")
@@ -90,8 +95,8 @@ class Life:
             self.registry.set_alias(version, "champion")
 
     def spares(self):
-        records = Records(self.place, NAME)
-        return list(spares(self.recipe, self.workspace, records, self.committed))
+        services = Records(self.place, NAME), self.registry
+        return list(spares(self.recipe, self.workspace, *services, committed=self.committed))
 
     def numbers(self):
         return [version.number for version in self.registry.versions(NAME)]
@@ -140,7 +145,11 @@ class Life:
 
 @pytest.fixture(scope="module")
 def life(tmp_path_factory):
-    made = Life(tmp_path_factory.mktemp("home"))
+    return lived(tmp_path_factory.mktemp("home"))
+
+
+def lived(home):
+    made = Life(home)
     made.model(1, list(STAGES.values()), made.before)
     made.model(2, ["experts/letters", "experts/colours", "model"], made.before)
     for number in (3, 4):
@@ -186,27 +195,35 @@ class Killed(BaseException):
 
 
 def test_killed_in_every_step_champion_and_challenger_are_whole(life, monkeypatch, tmp_path):
-    """Each step dies in its first removal of files; what comes before it in the step is done."""
+    """Each step dies with its first file removed; what comes before that in the step is done."""
 
-    def kill(*arguments, **options):
+    def kill(folder, *arguments, **options):
+        files = [file for file in Path(folder).rglob("*") if file.is_file()]
+        min(files, key=lambda file: file.name != "provenance.json").unlink()
+        raise Killed
+
+    def kill_dvc(*arguments):
         raise Killed
 
     for spare in life.spares():
         if spare.what == "finished pieces":
             continue  # one call, which may stop anywhere
-        with monkeypatch.context() as patched, pytest.raises(Killed):
+        with monkeypatch.context() as patched:
             patched.setattr("shutil.rmtree", kill)
-            patched.setattr("infra.cache.Cache.collect", kill)
-            spare.free()
+            patched.setattr("infra.cache.Cache.collect", kill_dvc)
+            with pytest.raises(Killed):
+                spare.free()
         with life.workspace.lock("the next flow"):
             pass
         assert {1, 3, 4} <= set(life.numbers())
         assert life.runs[1] | life.runs[4] <= life.listed()
     assert life.workspace.provenance("experts/letters")["text"] == 4
     assert life.registry.find(NAME, "champion").number == 1
-    assert life.registry.download(f"models:/{NAME}@champion", tmp_path / "champion")
-    assert life.restored(1, tmp_path) == dict.fromkeys(STAGES.values(), "1")
-    assert life.restored(4, tmp_path)["experts/letters"] == "4"
+    for number in life.numbers():
+        copy = life.registry.download(f"models:/{NAME}/{number}", tmp_path / f"{number}")
+        assert (copy / "weights").stat().st_size == SIZE
+    assert life.restored(1, tmp_path / "r") == dict.fromkeys(STAGES.values(), "1")
+    assert life.restored(4, tmp_path / "r")["experts/letters"] == "4"
 
 
 def test_all_that_was_shown_goes_and_nothing_else(life, tmp_path):
@@ -260,3 +277,30 @@ def test_a_version_that_gets_an_alias_meanwhile_stays(life):
     life.registry.set_alias(life.registry.versions(NAME)[1], "mine")
     spare.free()
     assert life.numbers() == [1, 3, 4]
+
+
+def test_a_kept_version_whose_files_are_lost_stops_it_all(life):
+    client = MlflowClient(life.place.mlflow_tracking_uri)
+    champion = life.registry.find(NAME, "champion")
+    place = client.get_logged_model(champion.model_id).artifact_location
+    (Path(urlparse(place).path) / "upcycle" / "dvc.lock").unlink()
+    with pytest.raises(InputError, match=r"models:/upcycle-pico/1.*dvc.lock"):
+        life.spares()
+
+
+@pytest.mark.faults
+def test_a_command_that_is_killed_is_finished_by_the_next(tmp_path):
+    values = {**pico_recipe(tmp_path, domains=HERE), "keep": {"versions": 1, "runs": 1}}
+    project = Project(tmp_path, save_recipe(tmp_path / "r.yaml", values), module="flows.tidy")
+    life = lived(project.home)
+    command = [sys.executable, "-m", "flows.tidy", str(project.recipe), "--apply"]
+    tidy = subprocess.Popen(command, cwd=ROOT, env=project.environment())
+    while 2 in life.numbers() and tidy.poll() is None:
+        time.sleep(0.01)
+    tidy.kill()
+    tidy.wait()
+    assert life.restored(1, tmp_path / "r") == dict.fromkeys(STAGES.values(), "1")
+    project.flow("--apply")
+    assert life.restored(4, tmp_path / "r")["experts/letters"] == "4"
+    assert life.numbers() == [1, 3, 4]
+    assert life.spares() == []

@@ -134,9 +134,11 @@ def test_full_disk_is_said_with_what_to_do(tmp_path):
     [
         OSError(errno.EFBIG, os.strerror(errno.EFBIG)),
         SafetensorError("Error while serializing: I/O error: No space left (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
+        OSError("100000 requested and 6250 written"),
         carried_by_ray(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
     ],
-    ids=["limit", "safetensors", "worker"],
+    ids=["limit", "safetensors", "torch", "numpy", "worker"],
 )
 def test_full_disk_is_told_wherever_it_shows(tmp_path, error):
     with (
