@@ -27,7 +27,7 @@ def recipe_parser(prog: str, description: str | None) -> argparse.ArgumentParser
 
 def run_flow(
     chosen: argparse.Namespace,
-    look: Callable[[Recipe, Workspace], Any],
+    look: Callable[[Recipe, Workspace], str | None],
     run: Callable[[Recipe], Any],
 ) -> int:
     """Load the recipe, look at it, run the flow and print what it left.
@@ -36,7 +36,8 @@ def run_flow(
 
     Args:
         chosen: Of ``recipe_parser``.
-        look: Raises ``InputError`` with every fault of what is asked for.
+        look: Raises ``InputError`` with every fault of what is asked for; returns what to say where
+            there is nothing to run.
         run: The flow; it leaves a summary in the workspace.
 
     Returns:
@@ -47,7 +48,10 @@ def run_flow(
         recipe = load_recipe(chosen.recipe, chosen.set, added=chosen.add)
         workspace = Workspace(settings.home / recipe.name)
         with workspace.lock("the start of a flow"):
-            look(recipe, workspace)
+            said = look(recipe, workspace)
+        if said is not None:
+            print(said)
+            return 0
         run(recipe)
         print((workspace.root / SUMMARY).read_text())
     except InputError as error:

@@ -2,9 +2,10 @@
 
 ``python -m flows.retrain RECIPE [--set dotted.key=value ...]``
 
-Where nothing is new it ends within seconds. New text in a domain: its expert is continued from the
-one that is there, its statistics are computed again on the same backbone, the router is solved, the
-model assembled, judged beside the champion and offered to the registry.
+Where nothing is new it ends within seconds; on the command line without a run in Prefect. New text
+in a domain: its expert is continued from the one that is there, its statistics are computed again
+on the same backbone, the router is solved, the model assembled, judged beside the champion and
+offered to the registry.
 """
 
 import sys
@@ -12,7 +13,6 @@ import sys
 from prefect import flow
 from prefect.states import Completed, State
 
-from flows.artifacts import SUMMARY
 from flows.building import BUILT, build
 from flows.change import begin_change, domain_faults, finish_change, unfinished
 from flows.commands import recipe_parser, run_flow
@@ -20,7 +20,7 @@ from flows.session import THREADS, FlowSession, log, open_session
 from infra.reading import validate
 from infra.recipe import Recipe, resolve
 from infra.registry import Registry
-from infra.settings import Settings, configure
+from infra.settings import configure
 from tasks import pipeline
 from tasks.champion import MODEL_TAG
 from tasks.currency import news, outdated
@@ -44,20 +44,26 @@ def retrain(recipe: Recipe) -> str | State:
         The registered version, ``models:/NAME/NUMBER``; or a state that says "nothing to do".
     """
     recipe = validate(resolve(recipe))
-    settings = configure()
-    workspace = Workspace(settings.home / recipe.name)
-    look(recipe, workspace)
-    if is_up_to_date(recipe, workspace, settings):
-        log(f"{recipe.name}: {NOTHING}")
-        (workspace.root / SUMMARY).write_text(f"{recipe.name}: {NOTHING}\n")
+    workspace = Workspace(configure().home / recipe.name)
+    with workspace.lock("the flow retrain"):
+        said = look(recipe, workspace)
+    if said is not None:
+        log(said)
         return Completed(message=NOTHING, name="Nothing to do")
     with open_session("retrain", recipe) as session:
         outcome = _learn(session)
     return outcome.version.reference
 
 
-def look(recipe: Recipe, workspace: Workspace) -> None:
-    """Refuse a recipe that is not the model's.
+def look(recipe: Recipe, workspace: Workspace) -> str | None:
+    """Refuse a recipe that is not the model's, and see whether anything is new.
+
+    Args:
+        recipe: What is asked for.
+        workspace: It is locked.
+
+    Returns:
+        What to say where there is nothing to do.
 
     Raises:
         InputError: With every domain that came or left.
@@ -66,15 +72,15 @@ def look(recipe: Recipe, workspace: Workspace) -> None:
     if not known:
         raise_faults([Fault("workspace", str(workspace.root), "holds no model; run flows.dume")])
     raise_faults(domain_faults("domains", recipe.domains, known))
+    return f"{recipe.name}: {NOTHING}" if _is_up_to_date(recipe, workspace) else None
 
 
-def is_up_to_date(recipe: Recipe, workspace: Workspace, settings: Settings) -> bool:
+def _is_up_to_date(recipe: Recipe, workspace: Workspace) -> bool:
     """Whether the registered model is what this recipe and what lies outside make."""
     session = Session(with_lineage(recipe, workspace), workspace, log=lambda text: None)
-    with workspace.lock("the flow retrain"):
-        if unfinished(workspace) is not None or news(session).any or outdated(session, BUILT):
-            return False
-    known = newest(Registry(settings), recipe.registered_name)
+    if unfinished(workspace) is not None or news(session).any or outdated(session, BUILT):
+        return False
+    known = newest(Registry(configure()), recipe.registered_name)
     return known is not None and known.tags.get(MODEL_TAG) == workspace.digest("model")
 
 
