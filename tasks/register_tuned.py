@@ -42,7 +42,8 @@ def register_tuned(
     metrics = json.loads((workspace.path("report") / "metrics.json").read_text())
     mine = figures(metrics, SIMOE)
     decision = _judge(session, champion, mine)
-    table = (workspace.path("report") / "table.md").read_text()
+    tables = (workspace.path("report") / "table.md").read_text()
+    models = tables.partition("\n## Unseen categories")[0]  # all of them would be a page of numbers
     version = registry.register(
         recipe.registered_name,
         workspace.path("model"),
@@ -53,7 +54,7 @@ def register_tuned(
             scores=mine,
             tags={MODEL_TAG: digest, DECISION_TAG: decision.reason},
             description=f"Sparse interpolated experts (SIMoE), found by instruction tuning.\n\n"
-            f"{table}\n\nGate: {decision.reason}.\n",
+            f"{models}\n\nGate: {decision.reason}.\n",
         ),
         run=run,
     )

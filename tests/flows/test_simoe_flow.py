@@ -147,7 +147,8 @@ def test_the_version_is_champion_and_generates(project):
     registry = Registry(read(project.environment()))
     version = registry.find("upcycle-pico", "champion")
     assert version.metrics["rouge_l_unseen"] >= 0
-    assert "SIMoE" in version.description
+    assert "## Models" in version.description
+    assert "## Unseen categories" not in version.description
     done = project.run(
         sys.executable, "-m", "flows.generate", "upcycle-pico@champion", "first: one two\n\n",
         "--tokens", "4",
