@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect.artifacts import (
     create_image_artifact,
@@ -14,10 +14,12 @@ from prefect.artifacts import (
     create_table_artifact,
 )
 
-from flows.session import FlowSession
-from infra.records import DatasetRecord
+from infra.records import DatasetRecord, Version
 from tasks.register import Outcome
 from upcycle_core.errors import Fault
+
+if TYPE_CHECKING:
+    from flows.session import FlowSession  # shows how far stages are, by flows.progress
 
 SUMMARY = "summary.txt"
 SPLIT_CONTEXT = {
@@ -25,6 +27,14 @@ SPLIT_CONTEXT = {
     "calibration": "calibration",
     "heldout": "evaluation",
     "elsewhere": "calibration",
+}
+# A card in Prefect's UI shows some forty characters.
+PICTURES = {
+    "routing": "Which domain's tokens go to which expert",
+    "scores": "Every model in every domain",
+    "sweep_ridge_lambda": "Scores by λ of the ridge regression",
+    "sweep_top_k": "Scores by experts a token",
+    "sweep_window": "Scores by tokens of a paragraph seen",
 }
 
 
@@ -40,30 +50,35 @@ def folder_faults(out: Path | None) -> list[Fault]:
     return [Fault("--out", str(out), "is a file; name a folder")]
 
 
-def publish_artifacts(session: FlowSession, outcome: Outcome) -> None:
+def publish_artifacts(session: "FlowSession", outcome: Outcome) -> None:
     """Log the report to MLflow and show it in the Prefect UI."""
     report = session.workspace.path("report")
     metrics = json.loads((report / "metrics.json").read_text())
     _log_to_mlflow(session, outcome, report, metrics)
     name = key_of(session.recipe.name)
+    create_markdown_artifact(
+        key=f"{name}-model",
+        markdown=_page(session, outcome),
+        description="The version, champion or not and why.",
+    )
     create_table_artifact(
         key=f"{name}-scores",
         table=_rows(metrics),
-        description="Perplexity on held-out text, in percent of each domain's dense expert.",
+        description="Perplexity, 100: the domain's own expert.",
     )
     publish_pictures(name, sorted(report.glob("*.png")))
-    if session.settings.mlflow_url is not None:
+    publish_links(session, outcome.version)
+
+
+def publish_links(session: "FlowSession", version: Version) -> None:
+    """Show the way to the run and to the registered version in MLflow, where its server runs."""
+    for key, (link, text) in _pages(session, version).items():
         create_link_artifact(
-            key=f"{name}-mlflow-run",
-            link=f"{session.settings.mlflow_url}{session.run.page}",
-            link_text="the run in MLflow",
+            key=key_of(f"{session.recipe.name}-mlflow-{key}"),
+            link=link,
+            link_text=text,
+            description=f"In MLflow: {text}.",
         )
-    version = outcome.version
-    create_markdown_artifact(
-        key=f"{name}-model",
-        markdown=f"# `{version.reference}`\n\n{outcome.decision}\n\n{version.description}",
-        description="The registered version, and why it is champion or not.",
-    )
 
 
 def publish_pictures(name: str, pictures: Sequence[Path]) -> None:
@@ -73,11 +88,11 @@ def publish_pictures(name: str, pictures: Sequence[Path]) -> None:
         create_image_artifact(
             key=key_of(f"{name}-{picture.stem}-plot"),
             image_url=f"data:image/png;base64,{data}",
-            description=picture.stem.replace("_", " "),
+            description=PICTURES.get(picture.stem, picture.stem.replace("_", " ")),
         )
 
 
-def summary(session: FlowSession, outcome: Outcome) -> str:
+def summary(session: "FlowSession", outcome: Outcome) -> str:
     """The last thing a run prints: scores, where everything lies, and what to type next."""
     report = session.workspace.path("report")
     version = outcome.version
@@ -105,8 +120,36 @@ Generate text:        .venv/bin/python -m flows.generate {version.name}@{alias} 
 """
 
 
+def _pages(session: "FlowSession", version: Version) -> dict[str, tuple[str, str]]:
+    """Addresses in MLflow and what they show; none where its server does not run."""
+    url = session.settings.mlflow_url
+    if url is None:
+        return {}
+    place = f"/#/models/{version.name}/versions/{version.number}?workflowType=machine_learning"
+    return {
+        "run": (f"{url}{session.run.page}", "the run, with every stage's curves"),
+        "version": (f"{url}{place}", f"{version.name}, version {version.number}"),
+    }
+
+
+def _page(session: "FlowSession", outcome: Outcome) -> str:
+    """What became of the model, on one page: the verdict, where to look, the table."""
+    version = outcome.version
+    aliases = " and ".join(sorted(version.aliases)) or "neither champion nor challenger"
+    pages = _pages(session, version).values()
+    links = " · ".join(f"[{text}]({link})" for link, text in pages)
+    return f"""# {version.name}, version {version.number}: {aliases}
+
+{outcome.decision}
+
+`{version.reference}` {links}
+
+{version.description}
+"""
+
+
 def _log_to_mlflow(
-    session: FlowSession, outcome: Outcome, report: Path, metrics: dict[str, Any]
+    session: "FlowSession", outcome: Outcome, report: Path, metrics: dict[str, Any]
 ) -> None:
     run, timings = session.run, session.timings()
     router = timings["stages"].get("router", 0.0)
@@ -135,7 +178,7 @@ def _log_to_mlflow(
     run.describe(f"{(report / 'table.md').read_text()}\n`{version}`: {outcome.decision}")
 
 
-def _datasets(session: FlowSession) -> list[DatasetRecord]:
+def _datasets(session: "FlowSession") -> list[DatasetRecord]:
     records = []
     for domain in session.recipe.domains:
         manifest = json.loads(

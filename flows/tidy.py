@@ -5,14 +5,13 @@
 Without ``--apply`` nothing is changed. What champion and challenger need always stays.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, get_run_logger
+from prefect import flow
 from prefect.artifacts import create_table_artifact
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
@@ -25,10 +24,13 @@ from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 
-from flows.session import COMMITTED
+from flows.artifacts import key_of
+from flows.commands import recipe_parser
+from flows.session import COMMITTED, log
 from infra import settings as environment
 from infra.reading import load_recipe, validate
 from infra.recipe import Recipe, resolve
+from infra.registry import Registry
 from infra.retention import Records
 from tasks.lineage import with_lineage
 from tasks.retention import Spare, spares, table
@@ -54,17 +56,18 @@ def tidy(recipe: Recipe, apply: bool = False) -> str:
     workspace = find_workspace(settings.home / recipe.name)
     with workspace.lock("the flow tidy"):
         recipe = with_lineage(recipe, workspace)
-        records = Records(settings, f"upcycle-{recipe.name}")
+        records, registry = Records(settings, f"upcycle-{recipe.name}"), Registry(settings)
         committed = workspace.root / COMMITTED
-        found = [*spares(recipe, workspace, records, committed), *_flow_runs(recipe)]
+        past = spares(recipe, workspace, records, registry, committed=committed)
+        found = [*past, *_flow_runs(recipe)]
         rows = table(found)
         create_table_artifact(
-            key=f"{recipe.name}-tidy",
+            key=key_of(f"{recipe.name}-tidy"),
             table=rows,
             description="What was freed." if apply else "What would be freed; nothing was changed.",
         )
         for spare in found if apply else ():
-            get_run_logger().info(f"removing {spare.what}: {spare.why}")
+            log(f"removing {spare.what}: {spare.why}")
             spare.free()
     return shown(rows, apply)
 
@@ -149,16 +152,12 @@ def _delete(client: SyncPrefectClient, run: FlowRun) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the flow on a recipe file; bad input ends with exit code 2 and every fault named."""
-    parser = argparse.ArgumentParser(prog="python -m flows.tidy", description=__doc__)
-    parser.add_argument("recipe", type=Path, help="YAML file")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one value"
-    )
+    parser = recipe_parser("flows.tidy", __doc__)
     parser.add_argument("--apply", action="store_true", help="remove what is shown")
     chosen = parser.parse_args(arguments)
     settings = environment.configure()
     try:
-        recipe = load_recipe(chosen.recipe, chosen.set)
+        recipe = load_recipe(chosen.recipe, chosen.set, added=chosen.add)
         with find_workspace(settings.home / recipe.name).lock("the start of a flow"):
             pass  # said here in one line, before Prefect records a run that cannot begin
         print(tidy(recipe, apply=chosen.apply))

@@ -7,25 +7,26 @@ survive a kill and a shared file system is all that a cluster needs.
 """
 
 import fcntl
-import json
 import logging
-import os
 import pickle
-import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from infra.pieces import Done, Piece, finish, is_finished, read_done, remove
 from infra.progress import REPORT_SECONDS, FileProgress, ProgressReader, progress_file
 from infra.resources import Resources
-from infra.settings import Settings
-from infra.worker import GROUP_FILE, Performed, WorkerLost, perform
+from infra.room import room_faults
+from infra.settings import Settings, environment_of
+from infra.shared_storage import look, storage_fault, written_token
+from infra.worker import GROUP_FILE, TRAIN_ENVIRONMENT, Performed, WorkerLost, perform
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 __all__ = [
@@ -39,85 +40,123 @@ __all__ = [
     "run_pieces",
 ]
 
-FACTS = ("result", "started", "ended", "peak_memory_bytes")
-# Of the tasks that start several workers, and so of their workers. Left alone, Ray Train watches
-# for machines that a cloud takes back, looks after its workers every two seconds only, replaces
-# print, and lets workers run in a folder of its own.
-TRAIN_ENVIRONMENT = {
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    "RAY_TRAIN_METRICS_ENABLED": "0",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """One call for Ray.
-
-    Args:
-        name: Unique in its stage; names its files.
-        function: Module-level function; gets ``out: Path``, ``progress`` and ``arguments``, and
-            returns something JSON can hold.
-        arguments: Keyword arguments.
-        workers: How many processes call it at once, torch.distributed ready (gloo on CPUs, nccl on
-            GPUs), each with the resources of a piece. They share ``out``; rank 0 reports, and what
-            it returns is the result.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    workers: int = 1
-
-
-@dataclass(frozen=True)
-class Done:
-    """A finished piece.
-
-    Args:
-        path: Where its files are.
-        result: What it returned.
-        started: When it began, epoch seconds.
-        ended: When it ended.
-        peak_memory_bytes: The most memory its process held while it ran, see
-            ``infra.worker.PeakMemory``; of several workers, the largest.
-    """
-
-    path: Path
-    result: Any
-    started: float
-    ended: float
-    peak_memory_bytes: int
+# What ends up on the machines of a cluster, and so what pieces can import there: nothing else that
+# lies in the checkout is looked at. The rules are those of .gitignore files; `!/.` is the checkout.
+SHIPPED = ("infra", "tasks", "upcycle_core")
+EXCLUDED = ["/*", "!/.", *(f"!/{package}" for package in SHIPPED), "__pycache__"]
+# What `infra.settings` sets that pieces heed. A local Ray has the environment of the flow.
+PIECE_VARIABLES = (
+    "DO_NOT_TRACK",
+    "HF_HUB_DISABLE_TELEMETRY",
+    "MPLBACKEND",
+    "TOKENIZERS_PARALLELISM",
+)
+PROBE_SECONDS = 10.0
+ROOM_SECONDS = 120.0
+"""How long a piece may wait for a machine that is gone and may come back."""
 
 
 @contextmanager
-def cluster(settings: Settings, cpus: int | None, code: Path) -> Iterator[None]:
+def cluster(
+    settings: Settings, cpus: int | None, code: Path, *, workspace: Path | None = None
+) -> Iterator[None]:
     """Connect to Ray: a local one of our own, or the one the user named.
+
+    The user's gets the code from here, and each of its machines is asked whether it sees the
+    workspace.
+
+    Args:
+        settings: Name the Ray.
+        cpus: Of a local Ray; a cluster brings its own.
+        code: The checkout.
+        workspace: The folder that all machines must share; the home by default.
 
     Raises:
         InputError: If this process is connected to Ray already (Ray would silently ignore these
-            settings).
+            settings), there is no Ray where the user says, or a machine of it does not see the
+            workspace.
     """
     if ray.is_initialized():
         raise InputError(
             Fault("compute", "ray", "this process is connected to Ray already; call ray.shutdown()")
         )
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     local = settings.ray_address == "local"
-    options: dict[str, Any] = {"num_cpus": cpus, "object_store_memory": 100_000_000}
-    ray.init(
-        address=settings.ray_address,
-        include_dashboard=False if local else None,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-        runtime_env={} if local else {"working_dir": str(code), "excludes": [".venv", "workspace"]},
-        **(options if local else {}),
-    )
+    if local:
+        quiet |= {"include_dashboard": False, "object_store_memory": 100_000_000}
+        ray.init(address="local", num_cpus=cpus, **quiet)
+    else:
+        _connect(settings, code, quiet)
     try:
+        if not local:
+            _check_machines(settings.ray_address, workspace or settings.home)
         yield
     finally:
         ray.shutdown()
+
+
+def _connect(settings: Settings, code: Path, quiet: Mapping[str, Any]) -> None:
+    address = settings.ray_address
+    found = environment_of(settings)
+    try:
+        _probe(address)
+        ray.init(
+            address=address,
+            runtime_env={
+                "working_dir": str(code),
+                "excludes": EXCLUDED,
+                "env_vars": {name: found[name] for name in PIECE_VARIABLES},
+            },
+            **quiet,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        ray.shutdown()
+        remedy = (
+            f"no connection ({_brief(error)}); give ray://HOST:10001 from any machine, or "
+            "HOST:6379 on a machine of that Ray. If it asks for a token: put it into "
+            "~/.ray/auth_token and set RAY_AUTH_MODE=token. Unset RAY_ADDRESS to compute here"
+        )
+        raise InputError(Fault("RAY_ADDRESS", address, remedy)) from error
+
+
+def _probe(address: str) -> None:
+    """Knock: where nobody listens, Ray would try for minutes and then end the process."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
+
+
+def _check_machines(address: str, folder: Path) -> None:
+    """Let every machine run our code, and look at a token file with it; all at once."""
+    machines = {node["NodeID"]: node["NodeManagerAddress"] for node in _machines()}
+    faults = []
+    with written_token(folder) as token:
+        for node, reference in [(node, _ask(node).remote(token, node)) for node in machines]:
+            try:
+                hindrance = ray.get(reference)
+                fault = storage_fault(token, node, machines[node], hindrance)
+            except ray.exceptions.RayError as error:
+                remedy = (
+                    f"its node {machines[node]} cannot run our code ({_brief(error)}); make the "
+                    "environment of this checkout on every machine: make env"
+                )
+                fault = Fault("RAY_ADDRESS", address, remedy)
+            faults += [fault] if fault else []
+    raise_faults(faults)
+
+
+def _brief(error: Exception, length: int = 300) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= length else f"{text[: length // 2]} ... {text[-length // 2 :]}"
+
+
+def _ask(node: str) -> Any:
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(look).options(num_cpus=0, scheduling_strategy=there, name="storage")
+
+
+def _machines() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def run_pieces(
@@ -144,25 +183,32 @@ def run_pieces(
         InputError: If Ray has no machine for ``resources``; or what a piece raised.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    raise_faults(_room_faults(resources, max((piece.workers for piece in pieces), default=1)))
+    workers = max((piece.workers for piece in pieces), default=1)
+    raise_faults(_lacking(resources, workers))
     waiting = [
         _remote(piece, resources, f"{label}:{piece.name}").remote(directory, piece, resources)
         for piece in pieces
-        if not _is_finished(directory, piece.name)
+        if not is_finished(directory, piece.name)
     ]
     try:
+        had_room = time.monotonic()
         while waiting:
             ready, waiting = ray.wait(waiting, timeout=REPORT_SECONDS)
             watch()
             for reference in ready:
                 _get(reference)
+            lacking = _lacking(resources, workers)
+            if not lacking:
+                had_room = time.monotonic()
+            elif time.monotonic() - had_room > ROOM_SECONDS:
+                raise_faults(lacking)
     finally:
         for reference in waiting:
             ray.cancel(reference, force=True)
         for piece in pieces:
             _release(_workers_folder(directory, piece.name))
     watch()
-    return {piece.name: _done(directory, piece.name) for piece in pieces}
+    return {piece.name: read_done(directory, piece.name) for piece in pieces}
 
 
 def placements() -> dict[str, list[str]]:
@@ -181,17 +227,8 @@ def _get(reference: ray.ObjectRef) -> None:
         raise (error.cause if isinstance(error.cause, InputError) else error) from None
 
 
-def _room_faults(resources: Resources, workers: int) -> Iterator[Fault]:
-    """What no machine of this Ray can give."""
-    room = ray.cluster_resources()
-    for kind, each in (("CPU", resources.cpus), ("GPU", resources.gpus)):
-        if each * workers > room.get(kind, 0):
-            remedy = f"Ray has {room.get(kind, 0):g} in all; ask for less, or start Ray with more"
-            share = f" ({each:g} for each of {workers} workers)" if workers > 1 else ""
-            yield Fault(f"compute {kind.lower()}s", each * workers, remedy + share)
-    if workers > 1 and 0 < resources.gpus < 1:
-        remedy = "workers that compute together need whole GPUs (NCCL); ask for 1, or for 1 worker"
-        yield Fault("compute gpus", resources.gpus, remedy)
+def _lacking(resources: Resources, workers: int) -> list[Fault]:
+    return list(room_faults(resources, workers, [node["Resources"] for node in _machines()]))
 
 
 def _remote(piece: Piece, resources: Resources, name: str) -> Any:
@@ -210,26 +247,15 @@ def _run_piece(directory: Path, piece: Piece, resources: Resources) -> None:
     """In the worker: run, rename, record. A second worker on the same piece waits for the first."""
     with (directory / f"{piece.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if _is_finished(directory, piece.name):
+        if is_finished(directory, piece.name):
             return
-        out, unfinished = directory / piece.name, directory / f"{piece.name}.partial"
-        _remove(unfinished)
-        _remove(out)
+        unfinished = directory / f"{piece.name}.partial"
+        remove(unfinished)
+        remove(directory / piece.name)
         started = time.time()
         done = _perform(directory, piece, resources, unfinished)
-        left_files = unfinished.exists()
-        if left_files:
-            unfinished.rename(out)
-        record = {
-            "result": done.result,
-            "left_files": left_files,
-            "started": started,
-            "ended": time.time(),
-            "peak_memory_bytes": done.peak_memory_bytes,
-        }
-        temporary = directory / f"{piece.name}.json.partial"
-        temporary.write_text(json.dumps(record))
-        os.replace(temporary, _result_file(directory, piece.name))
+        ended = time.time()
+        finish(directory, piece.name, done, unfinished=unfinished, started=started, ended=ended)
 
 
 def _perform(directory: Path, piece: Piece, resources: Resources, out: Path) -> Performed:
@@ -255,35 +281,8 @@ def _release(folder: Path) -> None:
     group = folder / GROUP_FILE
     if group.exists():
         ray.util.remove_placement_group(pickle.loads(group.read_bytes()))
-    _remove(folder)
+    remove(folder)
 
 
 def _workers_folder(directory: Path, name: str) -> Path:
     return directory / f"{name}.workers"
-
-
-def _result_file(directory: Path, name: str) -> Path:
-    return directory / f"{name}.json"
-
-
-def _is_finished(directory: Path, name: str) -> bool:
-    """Its result is recorded, and its files were not taken by a stage that was killed then."""
-    try:
-        record = json.loads(_result_file(directory, name).read_text())
-    except FileNotFoundError:
-        return False
-    if not record.keys() >= set(FACTS):  # an earlier version wrote less
-        return False
-    return not record["left_files"] or (directory / name).exists()
-
-
-def _done(directory: Path, name: str) -> Done:
-    record = json.loads(_result_file(directory, name).read_text())
-    return Done(directory / name, **{fact: record[fact] for fact in FACTS})
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

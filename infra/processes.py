@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psutil
 
-# Start times derive from the boot time, which may be corrected between two readings.
+# The kernel may correct the boot time by a second between two readings.
 CLOCK_TOLERANCE_SECONDS = 2.0
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -19,15 +20,17 @@ class ProcessRecord:
 
     Args:
         pid: Its process id; process ids are reused by the operating system.
-        started: Its start time in seconds since the epoch.
+        started: Seconds from the machine's start to its own, whatever is done to the clock.
         command: The arguments it was started with.
         url: Where it answers; empty if it does not listen.
+        boot: Which start of the machine that was.
     """
 
     pid: int
     started: float
     command: tuple[str, ...]
     url: str = ""
+    boot: str = ""
 
 
 def launch(
@@ -53,21 +56,22 @@ def launch(
             env=dict(environment),
             start_new_session=True,
         )
-    started = psutil.Process(process.pid).create_time()
-    return ProcessRecord(process.pid, started, tuple(command), url)
+    started = _started(psutil.Process(process.pid))
+    return ProcessRecord(process.pid, started, tuple(command), url, _boot())
 
 
 def find(record: ProcessRecord) -> psutil.Process | None:
     """Return the recorded process; ``None`` if it has ended, even if its id is another's now."""
     try:
         process = psutil.Process(record.pid)
-        same_start = abs(process.create_time() - record.started) <= CLOCK_TOLERANCE_SECONDS
+        same_start = abs(_started(process) - record.started) <= CLOCK_TOLERANCE_SECONDS
         # A process that is just becoming the command has no command line for a moment.
         same_command = set(record.command[1:]) <= set(process.cmdline() or record.command)
         alive = process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return None
-    return process if same_start and same_command and alive else None
+    same_boot = record.boot == _boot()
+    return process if same_boot and same_start and same_command and alive else None
 
 
 def stop(process: psutil.Process, *, grace: float) -> None:
@@ -91,6 +95,15 @@ def stop(process: psutil.Process, *, grace: float) -> None:
         with suppress(psutil.NoSuchProcess):
             member.kill()
     psutil.wait_procs(family, timeout=grace)
+
+
+def _started(process: psutil.Process) -> float:
+    """Seconds from the machine's start: times since the epoch move when the clock is set."""
+    return process.create_time() - psutil.boot_time()
+
+
+def _boot() -> str:
+    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
 
 
 def _children(process: psutil.Process, *, recursive: bool = False) -> list[psutil.Process]:

@@ -37,10 +37,10 @@ class GateConfig:
     """When a new version becomes champion.
 
     Figures are points, higher is better: `normalised_average` and `normalised_worst` of the
-    perplexity on held-out text; `perplexity.DOMAIN`, negated; `task_average`, normalised over the tasks that have a domain; and
-    `task.NAME`, a task's own metric (rates in percent, metrics where less is better negated). After
-    instruction tuning: `exact_match_unseen`, `rouge_l_unseen`, `exact_match_seen`, `rouge_l_seen`,
-    in percent, means over categories.
+    perplexity on held-out text; `perplexity.DOMAIN`, negated; `task_average`, normalised over the
+    tasks that have a domain; and `task.NAME`, a task's own metric (rates in percent, metrics where
+    less is better negated). After instruction tuning: `exact_match_unseen`, `rouge_l_unseen`,
+    `exact_match_seen`, `rouge_l_seen`, in percent, means over categories.
     """
 
     __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}

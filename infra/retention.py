@@ -10,19 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlflow.artifacts import load_text
 from mlflow.entities import LoggedModel
 from mlflow.entities import Run as RunEntity
-from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.tracking._tracking_service.utils import _get_store
 
 from infra.keep import KeepConfig
 from infra.records import Version
-from infra.registry import MODEL_SCHEME, PROVENANCE_FOLDER, Registry
+from infra.registry import MODEL_SCHEME, Registry
 from infra.settings import Settings
 from infra.tracking import open_database
-from upcycle_core.errors import Fault, InputError
 
 PARENT = "mlflow.parentRunId"
 OURS = "upcycle.recipe"
@@ -65,15 +62,17 @@ class Records:
         found = self._client.get_experiment_by_name(experiment)
         self._experiment = None if found is None else found.experiment_id
 
-    def past(self, keep: KeepConfig, name: str) -> Past:
+    def past(self, keep: KeepConfig, name: str, *, previous: str) -> Past:
         """What goes, and what stays.
 
-        A version that any alias points at stays. So does every run that made a version that stays
-        or measured its model, with its parent and children, and what has not ended.
+        A version that any alias points at stays, and the one before the champion. So does every
+        run that made a version that stays or measured its model, with its parent and children, and
+        what has not ended.
 
         Args:
             keep: How much stays.
             name: The workspace's registered model; others that its runs registered count as well.
+            previous: The tag of a champion that holds the number of the champion before.
         """
         if self._experiment is None:
             return Past((), (), (), ())
@@ -84,7 +83,9 @@ class Records:
         kept, gone = [], []
         for registered in sorted(names):
             mine = [v for v in self._registry.versions(registered) if v.model_id in models]
-            spare = [v for v in mine if not v.aliases][: -keep.versions]
+            before = {v.tags.get(previous) for v in mine if v.aliases}
+            named = [v for v in mine if v.aliases or str(v.number) in before]
+            spare = [v for v in mine if v not in named][: -keep.versions]
             gone += spare
             kept += [v for v in mine if v not in spare]
         runs = self._pages(self._client.search_runs, [self._experiment])
@@ -101,23 +102,6 @@ class Records:
                 needed |= {metric.run_id for metric in model.metrics or ()}
         expired = _expired(runs, needed, keep.runs)
         return Past(tuple(kept), tuple(gone), tuple(orphans), tuple(expired))
-
-    def text(self, version: Version, file: str) -> str | None:
-        """What is kept beside the checkpoint of ``version`` as ``file``; None if nothing is.
-
-        Raises:
-            InputError: The files of the version cannot be read.
-        """
-        try:
-            path = f"{PROVENANCE_FOLDER}/{file}"
-            listed = self._client.list_logged_model_artifacts(version.model_id, PROVENANCE_FOLDER)
-            if path not in {entry.path for entry in listed}:
-                return None
-            location = self._client.get_logged_model(version.model_id).artifact_location
-            return load_text(f"{location}/{path}")
-        except (MlflowException, OSError) as error:
-            remedy = f"its {file} cannot be read ({error}); see that MLflow's files are there"
-            raise InputError(Fault("version", version.reference, remedy)) from error
 
     def model_files(self, model_id: str) -> list[Path]:
         """Files of a stored model on this machine."""

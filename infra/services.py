@@ -6,23 +6,21 @@ nothing else is ever stopped.
 
 import argparse
 import fcntl
-import json
-import socket
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from infra.deployments import DeploymentError, deploy
+from infra.names import masked
+from infra.probing import HOST, answers, is_free, worker_is_online
 from infra.processes import ProcessRecord, find, launch, read_records, stop, write_records
 from infra.settings import REPOSITORY, Settings, configure, environment_of
 from upcycle_core.errors import Fault, InputError, raise_faults
 
-HOST = "127.0.0.1"
 WORK_POOL = "local"
 START_SECONDS = 300.0
 STOP_SECONDS = 20.0
@@ -43,12 +41,15 @@ class Service:
         arguments: Of the Python interpreter.
         ready: Whether it works by now.
         url: What people open; empty for the worker.
+        environment: What it gets beside the settings. Passwords stand here, and not in
+            ``arguments``: those are recorded, and every user of the machine can list them.
     """
 
     name: str
     arguments: tuple[str, ...]
     ready: Callable[[], bool]
     url: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def up(settings: Settings) -> None:
@@ -108,22 +109,22 @@ def _prefect(settings: Settings) -> Service:
     return Service(
         "prefect",
         ("-m", "prefect", "server", "start", *place),
-        lambda: _answers(f"{url}/api/health"),
+        lambda: answers(f"{url}/api/health"),
         url,
     )
 
 
 def _mlflow(settings: Settings) -> Service:
     url = f"http://{HOST}:{settings.mlflow_port}"
-    database = settings.mlflow_tracking_uri
     files = str(settings.mlflow_artifacts)
     place = ("--host", HOST, "--port", str(settings.mlflow_port), "--workers", "1")
-    storage = ("--backend-store-uri", database, "--artifacts-destination", files)
+    storage = ("--artifacts-destination", files, "--serve-artifacts")
     return Service(
         "mlflow",
-        ("-m", "mlflow", "server", *place, *storage, "--serve-artifacts"),
-        lambda: _answers(f"{url}/health"),
+        ("-m", "mlflow", "server", *place, *storage),
+        lambda: answers(f"{url}/health"),
         url,
+        {"MLFLOW_BACKEND_STORE_URI": settings.mlflow_tracking_uri},
     )
 
 
@@ -134,7 +135,7 @@ def _worker(settings: Settings) -> Service:
     return Service(
         "worker",
         ("-m", "prefect", "worker", "start", *pool),
-        lambda: _worker_is_online(api),
+        lambda: worker_is_online(api, WORK_POOL),
     )
 
 
@@ -146,7 +147,12 @@ def _start(settings: Settings, services: Sequence[Service]) -> None:
             (sys.executable, *service.arguments),
             log=_log(settings, service.name),
             directory=REPOSITORY,
-            environment=environment_of(settings, PREFECT_API_URL=api, PYTHONPATH=str(REPOSITORY)),
+            environment=environment_of(
+                settings,
+                PREFECT_API_URL=api,
+                PYTHONPATH=str(REPOSITORY),
+                **service.environment,
+            ),
             url=service.url,
         )
         records = read_records(settings.services_state)
@@ -189,7 +195,7 @@ def _faults(settings: Settings) -> Iterator[Fault]:
         "UPCYCLE_MLFLOW_PORT": settings.mlflow_port,
     }
     for name, port in ports.items():
-        if not _is_free(port):
+        if not is_free(port):
             yield Fault(
                 name,
                 port,
@@ -197,46 +203,13 @@ def _faults(settings: Settings) -> Iterator[Fault]:
             )
     if settings.prefect_port == settings.mlflow_port:
         yield Fault("UPCYCLE_MLFLOW_PORT", settings.mlflow_port, "is Prefect's too; choose another")
-    if settings.mlflow_tracking_uri.startswith("http"):
-        yield Fault(
-            "MLFLOW_TRACKING_URI",
-            settings.mlflow_tracking_uri,
-            "names a server, so there is no database to serve here; unset it",
-        )
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        # As the servers do: what a closed server leaves behind is no hindrance.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
-
-
-def _answers(url: str) -> bool:
-    try:
-        with _open(url) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
-
-
-def _worker_is_online(api: str) -> bool:
-    try:
-        with _open(f"{api}/work_pools/{WORK_POOL}/workers/filter", body=b"{}") as answer:
-            return any(worker["status"] == "ONLINE" for worker in json.load(answer))
-    except OSError:  # the pool is not there yet
-        return False
-
-
-def _open(url: str, body: bytes | None = None) -> Any:
-    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
-    # Without proxies: the user's proxy knows nothing of our loopback.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    return opener.open(request, timeout=10)
+    database = settings.mlflow_tracking_uri
+    if database.startswith("http"):
+        remedy = "names a server, so there is no database to serve here; unset it"
+        yield Fault("MLFLOW_TRACKING_URI", masked(database), remedy)
+    if database.startswith("postgresql") and find_spec("psycopg2") is None:
+        remedy = "needs a driver; install it: pip install -c constraints.txt -e '.[postgres]'"
+        yield Fault("MLFLOW_TRACKING_URI", masked(database), remedy)
 
 
 @contextmanager
@@ -264,19 +237,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Do what the command line says; end with a message and code 1 if that is not possible."""
     parser = argparse.ArgumentParser(prog="python -m infra.services", description=__doc__)
     parser.add_argument("command", choices=["up", "deploy", "down", "status"])
-    command = parser.parse_args(arguments).command
+    parser.add_argument("recipe", nargs="?", type=Path, help="deploy: for the embedded default")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    chosen = parser.parse_args(arguments)
+    command = chosen.command
     try:
         settings = configure()
         if command == "deploy":
-            _deploy(settings)
+            _deploy(settings, chosen.recipe, chosen.set)
         else:
             {"up": up, "down": down, "status": status}[command](settings)
     except (InputError, ServiceError, DeploymentError) as error:
         sys.exit(str(error))
 
 
-def _deploy(settings: Settings) -> None:
-    names = deploy(settings)
+def _deploy(settings: Settings, recipe: Path | None, changes: Sequence[str]) -> None:
+    names = deploy(settings, recipe=recipe, changes=changes)
     for name in names:
         print(f"Deployed {name}")
     print("Run one:")

@@ -9,6 +9,16 @@ from upcycle_core.progress import Silent
 
 GROUP_FILE = "group"
 """Holds the handle of what Ray reserved for several workers, in a folder of theirs."""
+# Of the tasks that start several workers, and so of their workers. Left alone, Ray Train watches
+# for machines that a cloud takes back, looks after its workers every two seconds only, replaces
+# print, and lets workers run in a folder of its own.
+TRAIN_ENVIRONMENT = {
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+}
 
 
 class Performed(NamedTuple):

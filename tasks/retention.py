@@ -19,9 +19,12 @@ from infra.cache import Cache, Output, outputs
 from infra.keep import KeepConfig
 from infra.recipe import Recipe
 from infra.records import Version
-from infra.retention import Past, Records
+from infra.registry import Registry
+from infra.retention import OURS, Past, Records
 from tasks.pipeline import ORDER
+from tasks.register import PREVIOUS_TAG
 from tasks.workspace import PROVENANCE, Workspace
+from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.results import expert_row
 
 BY_DOMAIN = {stage.out.partition("/")[0] for stage in ORDER if stage.per in ("domain", "parent")}
@@ -68,7 +71,7 @@ class Disk:
 
 
 def spares(
-    recipe: Recipe, workspace: Workspace, records: Records, committed: Path
+    recipe: Recipe, workspace: Workspace, records: Records, registry: Registry, *, committed: Path
 ) -> Iterator[Spare]:
     """All that may go, in the order in which it is to go. Changes nothing until it is freed.
 
@@ -76,15 +79,20 @@ def spares(
         recipe: Says what stays; with the workspace's lineage.
         workspace: Locked.
         records: Of the workspace's flows in MLflow.
+        registry: Where versions carry what they were made from.
         committed: The file that says what DVC has recorded: {stage: digest}.
+
+    Raises:
+        InputError: What a version that stays was made from cannot be read.
     """
     disk = Disk()
-    past = records.past(recipe.keep, recipe.registered_name)
+    past = records.past(recipe.keep, recipe.registered_name, previous=PREVIOUS_TAG)
     yield from _artifacts(recipe, workspace, disk)
     yield from _pieces(workspace, disk)
     yield from _models(past, records, recipe.keep, disk)
     yield from _runs(past, records, recipe.keep, disk)
-    yield from _cache(recipe, workspace, past, records, committed=committed, disk=disk)
+    named = [out for version in past.kept for out in _of_version(version, registry)]
+    yield from _cache(recipe, workspace, named, committed=committed, disk=disk)
 
 
 def has_left(artifact: str, domains: Iterable[str]) -> bool:
@@ -177,8 +185,7 @@ def _runs(past: Past, records: Records, keep: KeepConfig, disk: Disk) -> Iterato
 def _cache(
     recipe: Recipe,
     workspace: Workspace,
-    past: Past,
-    records: Records,
+    named: Sequence[Output],
     *,
     committed: Path,
     disk: Disk,
@@ -187,9 +194,7 @@ def _cache(
     lock = workspace.root / "dvc.lock"
     here = outputs(lock.read_text()) if lock.exists() else {}
     left = {s for s, outs in here.items() if any(has_left(o["path"], recipe.domains) for o in outs)}
-    kept = [out for stage, outs in here.items() if stage not in left for out in outs]
-    for version in past.kept:
-        kept += _of_version(version, records)
+    kept = [*named, *(out for stage, outs in here.items() if stage not in left for out in outs)]
     unused = cache.unused(kept)
 
     def free() -> None:
@@ -206,12 +211,16 @@ def _cache(
         )
 
 
-def _of_version(version: Version, records: Records) -> list[Output]:
+def _of_version(version: Version, registry: Registry) -> list[Output]:
     """What ``version`` is restored from."""
-    lock, recipe = (records.text(version, file) or "" for file in ("dvc.lock", "recipe.yaml"))
-    outs = [out for found in outputs(lock).values() for out in found]
-    domains = (yaml.safe_load(recipe) or {}).get("domains")
-    return [out for out in outs if domains is None or not has_left(out["path"], domains)]
+    lock, recipe = (registry.text(version, file) for file in ("dvc.lock", "recipe.yaml"))
+    if OURS in version.tags and (lock is None or recipe is None):
+        remedy = "stays, and its dvc.lock or recipe.yaml is not with it, so that what it needs "
+        remedy += "cannot be told; bring MLflow's files back, or delete the version"
+        raise InputError(Fault("version", version.reference, remedy))
+    domains = (yaml.safe_load(recipe or "") or {}).get("domains", {})
+    every = [out for outs in outputs(lock or "").values() for out in outs]
+    return [out for out in every if not has_left(out["path"], domains)]
 
 
 def _forget(committed: Path, stages: set[str]) -> None:

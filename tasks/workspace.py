@@ -18,8 +18,12 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 PROVENANCE = "provenance.json"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """No room on the disk, in the user's share of it, or in the largest file that is allowed."""
-FULL_SAID = re.compile(rf"os error ({'|'.join(map(str, sorted(FULL)))})\b")
-"""What safetensors, which is no Python, says of them."""
+FULL_SAID = re.compile(
+    rf"os error ({'|'.join(map(str, sorted(FULL)))})\b"  # safetensors, tokenizers
+    r"|unexpected pos \d+ vs|PytorchStreamWriter failed writing"  # torch
+    r"|\d+ requested and \d+ written"  # numpy
+)
+"""What libraries say of them that pass on no error of the system."""
 
 
 class Workspace:
@@ -178,9 +182,9 @@ def _is_full_disk(error: BaseException) -> bool:
     carried = getattr(error, "cause", None)
     if isinstance(carried, BaseException):
         return _is_full_disk(carried)
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:
         return error.errno in FULL
-    return type(error).__name__ == "SafetensorError" and bool(FULL_SAID.search(str(error)))
+    return FULL_SAID.search(str(error)) is not None
 
 
 def take(source: Path, target: Path) -> None:

@@ -18,7 +18,7 @@ ALLOWED = {
 }
 ONLY_IN = {
     "ray": {"infra/compute.py", "infra/distributed.py"},
-    "mlflow": {"infra/tracking.py", "infra/registry.py"},
+    "mlflow": {"infra/tracking.py", "infra/registry.py", "infra/retention.py"},
     "dvc": {"infra/versions.py"},
     "lm_eval": {
         "upcycle_core/evaluation/harness/adapter.py",

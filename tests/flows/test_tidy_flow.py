@@ -8,6 +8,7 @@ from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.server.api.server import SubprocessASGIServer
 from prefect.states import Completed, Running
 from texts import DOMAINS, pico_recipe, save_recipe
 
@@ -15,6 +16,15 @@ from flows.tidy import main
 from tasks.workspace import Workspace
 
 HERE = DOMAINS[:2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def server():
+    """The one that flows bring along, stopped while its log can still be written."""
+    brought = SubprocessASGIServer()
+    brought.start(timeout=300)
+    yield
+    brought.stop()
 
 
 @pytest.fixture

@@ -62,6 +62,18 @@ def test_a_reused_process_id_is_a_stranger(family):
     assert find(dataclasses.replace(record, command=("python", "-m", "other"))) is None
 
 
+def test_a_process_is_found_after_the_clock_was_set_back(family, monkeypatch):
+    """The kernel then says that the machine started earlier, and every process with it."""
+    before = psutil.boot_time()
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: before - 3600)
+    assert family[1][0].create_time() < time.time() - 3000
+    assert find(family[0]) is not None
+
+
+def test_a_process_of_an_earlier_start_of_the_machine_is_a_stranger(family):
+    assert find(dataclasses.replace(family[0], boot="another")) is None
+
+
 def test_a_process_without_a_command_line_yet_is_found(family, monkeypatch):
     """Between the start of a program and its first instruction there is none."""
     monkeypatch.setattr(psutil.Process, "cmdline", lambda self: [])

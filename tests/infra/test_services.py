@@ -232,6 +232,37 @@ def test_the_nightly_deployment_has_a_schedule_and_runs_that_never_overlap(prefe
         time.sleep(0.5)
 
 
+def test_the_form_says_what_a_value_means_and_its_limits(prefect):
+    schema = ask(f"{prefect}/api/deployments/name/hello/demo")["parameter_openapi_schema"]
+    training = schema["definitions"]["TrainingConfig"]["properties"]
+    assert training["steps"]["description"] == "Optimizer steps. At least 1."
+    assert training["adam_beta2"]["description"].endswith("moment. At least 0, less than 1.")
+    assert training["evaluation_steps"]["description"].endswith("`checkpoint_steps`. At least 1.")
+    assert training["schedule"]["description"] == "What the learning rate does after warm-up."
+
+
+def test_new_data_starts_the_retraining(environment, prefect):
+    nightly = ask(f"{prefect}/api/deployments/name/hello/nightly")
+    sent = python("-m", "flows.announce", "a file of law", environment=environment)
+    assert sent.returncode == 0, sent.stderr
+    query = {"deployments": {"id": {"any_": [nightly["id"]]}}}
+    deadline = time.monotonic() + 120
+    while True:
+        runs = ask(f"{prefect}/api/flow_runs/filter", query)
+        started = [run for run in runs if run["created_by"]["type"] == "AUTOMATION"]
+        if [run["state_type"] for run in started] == ["COMPLETED"]:
+            break
+        assert time.monotonic() < deadline, "the automation brought no run to its end"
+        time.sleep(0.5)
+    assert started[0]["parameters"]["recipe"]["name"] == "demo"
+
+
+def test_new_data_without_a_server_is_said_in_one_line(tmp_path):
+    sent = python("-m", "flows.announce", environment=environment_for(tmp_path / "home"))
+    assert sent.returncode == 2
+    assert sent.stderr == "server = None: no Prefect server is running; start it: make up\n"
+
+
 def test_runs_and_registry_work_through_a_server_too(place, mlflow, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

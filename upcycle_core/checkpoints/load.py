@@ -37,7 +37,7 @@ def load_causal_lm(
     """
     directory = Path(directory)
     options: dict[str, Any] = {}
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if hasattr(config, "num_experts_per_tok"):
         precision = precision or ("bf16" if dtype == torch.bfloat16 else "fp32")
         options["experts_implementation"] = choose_experts_implementation(
@@ -48,6 +48,7 @@ def load_causal_lm(
             directory,
             dtype=dtype,
             local_files_only=True,
+            trust_remote_code=False,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # collected in info rather than raised one by one
             output_loading_info=True,

@@ -74,7 +74,7 @@ class CheckpointReader:
         found = {}
         files, index, file_faults = _weight_files(self.directory, field)
         faults += file_faults
-        for file in files:
+        for file in files if not file_faults else ():
             infos, header_faults = self._read_header(file)
             faults += header_faults
             found.update(infos)
@@ -155,7 +155,10 @@ def _weight_files(
         except (ValueError, KeyError) as error:
             remedy = f"is no index of weights ({error!r}); fetch it again"
             return [], None, [Fault(field, str(index_path), remedy)]
-        return sorted(set(index.values())), index, []
+        files = sorted(set(index.values()))
+        remedy = "no name of a file beside it; fetch the checkpoint again"
+        outside = [Fault(field, name, remedy) for name in files if Path(name).name != name]
+        return files, index, outside
     pickles = sorted(p.name for p in directory.glob("*") if p.suffix in PICKLE_SUFFIXES)
     if pickles:
         remedy = "holds pickled weights, which can run code; convert them to safetensors"

@@ -73,7 +73,9 @@ def _core(directory: Path) -> dict:
             raise InputError(_no_tokenizer(directory))
         from transformers import AutoTokenizer  # slow to import, and seldom needed
 
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
         return json.loads(tokenizer.backend_tokenizer.to_str())
     except (ValueError, OSError, AttributeError, ImportError) as error:
         if isinstance(error, InputError):

@@ -1,0 +1,83 @@
+"""What people see in a browser: the form, a run with its artifacts, the registry's page."""
+
+import os
+import re
+import shutil
+
+import pytest
+import yaml
+from served import served_project
+
+from infra.deployments import PREFECT_FILE, deploy
+
+pytestmark = pytest.mark.faults
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+SECONDS = 1000
+SEED = "Seed of every random choice. At least 0."
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("browser")
+    with served_project(folder) as project:
+        content = yaml.safe_load(PREFECT_FILE.read_text())
+        content["deployments"] = [d for d in content["deployments"] if d["name"] == "demo"]
+        content["deployments"][0]["parameters"]["recipe"] = str(project.recipe)
+        (folder / "prefect.yaml").write_text(yaml.safe_dump(content))
+        assert deploy(project.settings, prefect_file=folder / "prefect.yaml") == ["dume/demo"]
+        yield project
+
+
+@pytest.fixture
+def page():
+    """A page of the system's browser; there has to be one."""
+    from playwright.sync_api import expect, sync_playwright
+
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.fail(f"no {', '.join(BROWSERS)} on the PATH; on Debian: apt-get install chromium")
+    expect.set_options(timeout=SECONDS * 1000)
+    as_root = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=browser, args=as_root)
+        page = opened.new_page(viewport={"width": 1280, "height": 900})
+        page.set_default_timeout(SECONDS * 1000)
+        yield page
+        opened.close()
+
+
+def open_form(page, settings):
+    """The way a person goes: the list, the deployment, its form; returns the seed's field."""
+    page.goto(f"http://127.0.0.1:{settings.prefect_port}/deployments")
+    page.get_by_role("link", name="demo", exact=True).click()
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.get_by_text("Custom run", exact=True).click()
+    return page.locator(".schema-form-property", has_text=SEED).last.locator("input")
+
+
+def test_a_bad_value_is_refused_with_its_field_its_limit_and_the_reason(page, served):
+    open_form(page, served.settings).fill("-1")
+    page.get_by_role("button", name="Submit").click()
+    refusal = page.get_by_text("Validation failed for field 'recipe.seed'")
+    refusal.wait_for()
+    assert "-1 is less than the minimum of 0" in refusal.inner_text()
+
+
+def test_a_run_started_from_the_form_shows_its_version_in_the_registry(page, served):
+    open_form(page, served.settings).fill("7")
+    page.get_by_role("button", name="Submit").click()
+    page.wait_for_url(re.compile("/runs/flow-run/"))
+    page.get_by_text("Completed", exact=True).first.wait_for()
+
+    page.get_by_text("Artifacts", exact=True).click()
+    for card in ("pico-scores", "pico-routing-plot", "pico-mlflow-run", "pico-mlflow-version"):
+        page.get_by_text(card, exact=True).first.wait_for()
+    page.get_by_text("pico-model", exact=True).first.click()
+    page.get_by_role("heading", name="upcycle-pico, version 1: challenger and champion").wait_for()
+    with page.context.expect_page() as opened:
+        page.get_by_role("link", name="upcycle-pico, version 1", exact=True).click()
+    registry = opened.value
+    registry.get_by_role("heading", name="Version 1").wait_for()
+    for words in ("champion", "challenger", "DUME Mixture-of-Experts of letters, numbers."):
+        registry.get_by_text(words).first.wait_for()
