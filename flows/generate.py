@@ -44,7 +44,7 @@ def generate(directory: Path, chosen: argparse.Namespace) -> str:
     from upcycle_core.checkpoints.load import load_causal_lm
 
     register_architectures()
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     model: Any = load_causal_lm(directory)
     torch.manual_seed(chosen.seed)
     inputs = tokenizer(chosen.prompt, return_tensors="pt", return_token_type_ids=False)

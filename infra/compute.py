@@ -8,7 +8,6 @@ survive a kill and a shared file system is all that a cluster needs.
 
 import fcntl
 import logging
-import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infra.pieces import Done, Piece, finish, is_finished, read_done, remove
@@ -280,7 +280,8 @@ def _release(folder: Path) -> None:
     """Give back what the workers of a piece held, if a killed task could not do so itself."""
     group = folder / GROUP_FILE
     if group.exists():
-        ray.util.remove_placement_group(pickle.loads(group.read_bytes()))
+        number = ray.PlacementGroupID(bytes.fromhex(group.read_text()))
+        ray.util.remove_placement_group(PlacementGroup(number))
     remove(folder)
 
 

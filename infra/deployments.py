@@ -117,16 +117,21 @@ def _prefect_deploy(prefect_file: Path, environment: Mapping[str, str]) -> None:
 
 def _show_limits(api: str, names: Sequence[str]) -> None:
     """Put every limit into the description beside it: Prefect's form shows that alone."""
-    from prefect.client.orchestration import SyncPrefectClient  # takes a second, which `make up`
-    from prefect.client.schemas.actions import DeploymentUpdate  # and the others do without
+    # These take a second, which `make up` and the others do without.
+    from httpx import HTTPError
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.actions import DeploymentUpdate
 
-    with SyncPrefectClient(api) as client:
-        for name in names:
-            deployment = client.read_deployment_by_name(name)
-            schema = with_limits(deployment.parameter_openapi_schema)
-            client.update_deployment(
-                deployment.id, DeploymentUpdate(parameter_openapi_schema=schema)
-            )
+    try:
+        with SyncPrefectClient(api) as client:
+            for name in names:
+                deployment = client.read_deployment_by_name(name)
+                schema = with_limits(deployment.parameter_openapi_schema)
+                update = DeploymentUpdate(parameter_openapi_schema=schema)
+                client.update_deployment(deployment.id, update)
+    except HTTPError as error:
+        message = f"the server at {api} did not take the forms ({error}); deploy once more"
+        raise DeploymentError(message) from error
 
 
 def with_limits(schema: Any) -> Any:

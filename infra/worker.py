@@ -8,7 +8,7 @@ from infra.progress import FileProgress
 from upcycle_core.progress import Silent
 
 GROUP_FILE = "group"
-"""Holds the handle of what Ray reserved for several workers, in a folder of theirs."""
+"""Holds the id of what Ray reserved for several workers, in a folder of theirs."""
 # Of the tasks that start several workers, and so of their workers. Left alone, Ray Train watches
 # for machines that a cloud takes back, looks after its workers every two seconds only, replaces
 # print, and lets workers run in a folder of its own.

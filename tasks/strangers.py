@@ -103,7 +103,7 @@ def stranger_piece(
         train_tokenizer(read, words, config=vocabulary)
         initialise_model(shape, words, start, seed=initialisation(origin, name, seed))
     texts = _fresh(beside, ".tokens")
-    encoder = AutoTokenizer.from_pretrained(start, local_files_only=True)
+    encoder = AutoTokenizer.from_pretrained(start, local_files_only=True, trust_remote_code=False)
     for domain in mixture:
         write_split(
             texts / domain,

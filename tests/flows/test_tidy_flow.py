@@ -8,8 +8,9 @@ from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
-from prefect.server.api.server import SubprocessASGIServer
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Completed, Running
+from prefect_server import prefect_server
 from texts import DOMAINS, pico_recipe, save_recipe
 
 from flows.tidy import main
@@ -18,13 +19,10 @@ from tasks.workspace import Workspace
 HERE = DOMAINS[:2]
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def server():
-    """The one that flows bring along, stopped while its log can still be written."""
-    brought = SubprocessASGIServer()
-    brought.start(timeout=300)
-    yield
-    brought.stop()
+    with temporary_settings({PREFECT_API_URL: prefect_server()}):
+        yield
 
 
 @pytest.fixture

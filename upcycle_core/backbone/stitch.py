@@ -57,7 +57,7 @@ def load_stitched(
         for name in expected
         if not (headless and name == LM_HEAD)
     }
-    config = AutoConfig.from_pretrained(backbone, local_files_only=True)
+    config = AutoConfig.from_pretrained(backbone, local_files_only=True, trust_remote_code=False)
     classes = MODEL_MAPPING if headless else MODEL_FOR_CAUSAL_LM_MAPPING
     with quiet_loading():
         kind: Any = classes[type(config)]

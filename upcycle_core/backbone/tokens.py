@@ -166,7 +166,9 @@ def _core(directory: Path, field: str) -> dict[str, Any]:
     from transformers import AutoTokenizer  # slow to import, and seldom needed
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
         return json.loads(tokenizer.backend_tokenizer.to_str())
     except Exception as error:  # the tokenizers library raises no narrower class
         remedy = f"its tokenizer cannot be read ({error}); save it with a tokenizer.json"

@@ -198,7 +198,7 @@ class _Encoder:
 
     def __init__(self, tokenizer: Path | Any) -> None:
         if isinstance(tokenizer, str | Path):
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         self.tokenizer: Any = tokenizer
         self.end_id: int = self.tokenizer.eos_token_id
         if self.end_id is None:

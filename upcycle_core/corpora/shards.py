@@ -92,7 +92,7 @@ def write_corpus(
         InputError: The tokenizer has no end-of-sequence token.
     """
     progress = progress or Silent()
-    encoder = AutoTokenizer.from_pretrained(tokenizer)
+    encoder = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     if encoder.eos_token_id is None:
         remedy = "it has no end-of-sequence token to put between documents; set its eos_token"
         raise InputError(Fault("tokenizer", str(tokenizer), remedy))

@@ -212,7 +212,9 @@ def evaluate_text(
     Raises:
         InputError: The checkpoint or a text cannot be used.
     """
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    )
     model = load_scored(directory, config, device)
     whole = replace(config, tokens=None)
     with tempfile.TemporaryDirectory() as folder:

@@ -117,7 +117,7 @@ def _fill(parameter: Tensor, value: Tensor) -> None:
 def _load_dense(directory: Path) -> PreTrainedModel:
     """The dense model in fp32, strictly."""
     CheckpointReader(directory, field="model")  # says what is wrong with the files
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if not config.is_encoder_decoder:
         return load_causal_lm(directory)
     with quiet_loading():
@@ -128,6 +128,7 @@ def _load_dense(directory: Path) -> PreTrainedModel:
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            trust_remote_code=False,
         )
     model, info = loaded
     check_loading(model, info, str(directory))

@@ -108,7 +108,9 @@ def _core(directory: Path) -> Tokenizer:
 
     A special token's name in a text stays ordinary text, as in ``corpora.shards``.
     """
-    backend = AutoTokenizer.from_pretrained(directory, local_files_only=True).backend_tokenizer
+    backend = AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    ).backend_tokenizer
     core = Tokenizer.from_str(json.dumps(json.loads(backend.to_str()) | {"post_processor": None}))
     core.no_truncation()
     core.no_padding()

@@ -29,7 +29,7 @@ def checked_shape(
         InputError: Settings, groups, k, number of experts or rows that do not fit each other.
     """
     raise_faults([*training_faults(config), *(objective_faults(objective) if objective else ())])
-    shape = AutoConfig.from_pretrained(model, local_files_only=True)
+    shape = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     faults = [*routing_faults(shape, objective), *_data_faults(dataset, validation, config)]
     raise_faults(faults)
     return shape

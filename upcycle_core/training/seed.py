@@ -36,7 +36,7 @@ def initialise_model(shape: LlamaShape, tokenizer: Path, out: Path, *, seed: int
         InputError: The sizes do not fit each other.
     """
     raise_faults(shape_faults(shape, "shape"))
-    words = AutoTokenizer.from_pretrained(tokenizer)
+    words = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     config_class, model_class = CLASSES[shape.family]
     config = config_class(
         vocab_size=len(words),

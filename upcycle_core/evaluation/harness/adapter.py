@@ -150,7 +150,9 @@ def _load_model(directory: Path, config: TaskEvaluationConfig, device: str) -> A
     """The harness's own class for Hugging Face models, around a model that is loaded strictly."""
     from lm_eval.models.huggingface import HFLM
 
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    )
     if config.chat_template and tokenizer.chat_template is None:
         remedy = f"the tokenizer of {directory} has no chat template; set it to false"
         raise InputError(Fault("task_evaluation.chat_template", True, remedy))

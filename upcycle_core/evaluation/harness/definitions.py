@@ -22,6 +22,7 @@ SETTINGS, DEFINITION, DATA = "task.json", "definition", "data"
 LOCAL = ("json", "parquet", "csv", "text")
 """Builders of ``datasets`` that read local files."""
 FOLDER = "{folder}"
+SPLIT = re.compile(r"[A-Za-z0-9_-]+")
 _NAME_FILES = (
     f"name every file: dataset_path one of {', '.join(LOCAL)}, and in dataset_kwargs "
     "data_files: {test: PATH}"
@@ -242,6 +243,10 @@ def _data_files(definition: Mapping[str, Any]) -> dict[str, list[str]]:
     }
     if not found or not all(isinstance(path, str) for own in found.values() for path in own):
         raise InputError(Fault("definition.dataset_kwargs.data_files", files, _NAME_FILES))
+    for split in found:
+        if not SPLIT.fullmatch(str(split)):
+            remedy = "names a file that its rows are copied to; use letters, digits, - and _"
+            raise InputError(Fault("definition.dataset_kwargs.data_files", split, remedy))
     return found
 
 

@@ -93,7 +93,9 @@ def expert_activations(
     if not hasattr(model, "coefficients"):
         remedy = "it has no expert coefficients; give a SIMoE model"
         raise InputError(Fault("model", str(model_dir), remedy))
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_dir, local_files_only=True, trust_remote_code=False
+    )
     longest = max_prompt_tokens or model.config.max_position_embeddings
     prompts = encode_prompts(tokenizer, rows, max_prompt_tokens=longest)
     progress = progress or Silent()

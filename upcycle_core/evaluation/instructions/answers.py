@@ -92,7 +92,9 @@ def answer(
     """
     raise_faults(_faults(rows, max_new_tokens, batch_size))
     model: Any = load_causal_lm(model_dir, device=device)
-    tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        model_dir, local_files_only=True, trust_remote_code=False
+    )
     if max_prompt_tokens is None:
         max_prompt_tokens = _room(model.config, max_new_tokens)
     prompts = encode_prompts(tokenizer, rows, max_prompt_tokens=max_prompt_tokens)
