@@ -57,6 +57,7 @@ def test_experts_that_do_not_fit_are_named(tmp_path, texts):
     assert "rope" in message
 
 
+@pytest.mark.faults
 def test_calibration_text_that_is_heldout_text_is_refused(tmp_path, texts):
     values = pico_recipe(texts, domains=DOMAINS)
     values["domains"]["letters"]["calibration"] = values["domains"]["letters"]["heldout"]

@@ -135,6 +135,7 @@ def test_damaged_artifact_is_made_again(project):
     assert project.digests() == before
 
 
+@pytest.mark.faults
 def test_other_lambda_runs_from_the_router_on_and_is_judged(project, registry):
     project.flow("--set", "router.ridge_lambda=1000000.0")
     calls = project.calls()

@@ -13,6 +13,9 @@ from infra.registry import Registry
 from infra.settings import read
 from upcycle_core.evaluation.harness.items import read_models
 
+# Every model on every task: minutes.
+pytestmark = pytest.mark.faults
+
 DOMAINS = ("letters", "numbers")
 ROWS = {"expert_letters", "expert_numbers", "seed", "model_averaging", "dume"}
 

@@ -145,6 +145,7 @@ def healed(life, taught):
     return life.call("flows.retrain", life.grown_recipe), named
 
 
+@pytest.mark.faults
 def test_what_was_refused_is_no_parent(life, healed):
     done, named = healed
     assert life.lineage()["parents"]["letters"] == named
@@ -152,7 +153,7 @@ def test_what_was_refused_is_no_parent(life, healed):
 
 
 @pytest.fixture(scope="module")
-def shrunk(life, healed):
+def shrunk(life, taught):
     return life.call("flows.shrink", life.grown_recipe, NEW)
 
 
@@ -205,6 +206,7 @@ def test_a_version_is_restored_from_the_remote(life, shrunk, tmp_path):
     assert (again / FILE).read_text() == (life.workspace / FILE).read_text()
 
 
+@pytest.mark.faults
 def test_a_damaged_remote_restores_nothing(life, shrunk, tmp_path):
     remote = tmp_path / "remote"
     shutil.copytree(life.home / "remote", remote)

@@ -9,6 +9,9 @@ from project import Project
 from safetensors.torch import load_file
 from texts import save_recipe, write_texts
 
+# The flow of the demo with given experts: minutes.
+pytestmark = pytest.mark.faults
+
 DOMAINS = ("letters", "numbers")
 
 

@@ -139,6 +139,7 @@ def hungry_piece(*, out: Path, progress: Progress, megabytes: int) -> int:
     return 1024 * int(before)
 
 
+@pytest.mark.faults
 def test_workers_share_one_result_and_leave_nothing(ray_of_two, tmp_path):
     home = sorted(str(path) for path in Path.home().rglob("*"))
     pieces = tmp_path / "pieces"

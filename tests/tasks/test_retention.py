@@ -1,6 +1,7 @@
 """One life of a workspace with its real DVC cache and MLflow database, cleared up."""
 
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -295,10 +296,14 @@ def test_a_command_that_is_killed_is_finished_by_the_next(tmp_path):
     life = lived(project.home)
     command = [sys.executable, "-m", "flows.tidy", str(project.recipe), "--apply"]
     tidy = subprocess.Popen(command, cwd=ROOT, env=project.environment())
-    while 2 in life.numbers() and tidy.poll() is None:
-        time.sleep(0.01)
-    tidy.kill()
-    tidy.wait()
+    registered = MlflowClient(life.place.mlflow_tracking_uri).search_model_versions
+    try:
+        while len(registered()) == 4 and tidy.poll() is None:
+            time.sleep(0.01)
+    finally:
+        tidy.kill()
+        tidy.wait()
+    assert tidy.returncode == -signal.SIGKILL
     assert life.restored(1, tmp_path / "r") == dict.fromkeys(STAGES.values(), "1")
     project.flow("--apply")
     assert life.restored(4, tmp_path / "r")["experts/letters"] == "4"

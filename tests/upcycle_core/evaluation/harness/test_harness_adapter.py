@@ -75,6 +75,7 @@ def command_line(model, definition, out):
     return {s["doc"]["prompt"]: (s["filtered_resps"][0], s["exact_match"]) for s in samples}
 
 
+@pytest.mark.faults
 def test_adapter_command_line_and_oracle_agree_on_every_item(model, definition, tmp_path):
     scores, items = run(model, task_set(tmp_path, definition=str(definition)))
     ours = {item.prompt: (item.response, item.score) for item in items}

@@ -57,7 +57,7 @@ def source(tmp_path) -> Path:
     save_rows(tmp_path / "source" / "data" / "shown.jsonl", ROWS[:1])
     data = local("{folder}/data/a.jsonl", "{folder}/data/b.jsonl")
     data["dataset_kwargs"]["data_files"]["shown"] = "{folder}/data/shown.jsonl"
-    task = save_yaml(folder / "task.yaml", {"include": "../common/base.yaml", **data})
+    task = save_yaml(folder / "task.yaml", {"include": "../shared/base.yaml", **data})
     with task.open("a") as file:
         file.write("fewshot_split: shown\ndescription: ''\n")
         file.write("process_docs: !function parts.utils.shouted\n")
@@ -199,7 +199,7 @@ def test_a_definition_needs_nothing_that_it_came_from(source, tmp_path):
         "data/test-1.jsonl",
         "definition/own/parts/utils.py",
         "definition/own/task.yaml",
-        "definition/common/base.yaml",
+        "definition/shared/base.yaml",
         "definition/shared/marks.py",
     }
 
@@ -255,7 +255,7 @@ def test_the_files_of_a_task_are_those_whose_change_changes_it(source, tmp_path)
         "{folder}/data/shown.jsonl",
         "own/parts/utils.py",
         "own/task.yaml",
-        "common/base.yaml",
+        "shared/base.yaml",
         "shared/marks.py",
     }
 
