@@ -27,7 +27,7 @@ from benchmarks.common import median, print_result, print_table
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ("processes", "open files", "memory MB", "disk MB")
 MODULES = ("json", "email", "logging", "asyncio", "unittest", "http", "xml", "importlib")
-TRAINING = {"steps": 20, "batch_size": 4, "sequence_length": 64}
+TRAINING = {"steps": 20, "batch_size": 4, "sequence_length": 64, "warmup_steps": 2}
 FIRST_TWO = ("first", "second")
 TIDY_EVERY = 10
 ALLOWED = 1.1
