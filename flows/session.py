@@ -187,7 +187,7 @@ def open_session(flow_name: str, recipe: Recipe) -> Iterator[FlowSession]:
             tracker.start_run(
                 flow_name, workspace=workspace.root, tags={"git.commit": code_version(CODE)}
             ) as run,
-            cluster(settings, recipe.compute.cpus, CODE),
+            cluster(settings, recipe.compute.cpus, CODE, workspace=workspace.root),
         ):
             run.log_params(resolve(recipe))
             session = Session(recipe, workspace, log=log, record=_recording(tracker, run))

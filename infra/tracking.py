@@ -212,7 +212,7 @@ class _OneAtATime:
 
 
 def _experiment_id(client: MlflowClient, settings: Settings, name: str) -> str:
-    local = settings.mlflow_tracking_uri.startswith("sqlite:")
+    local = not settings.mlflow_tracking_uri.startswith("http")
     found = client.get_experiment_by_name(name)
     if found is not None:
         return found.experiment_id

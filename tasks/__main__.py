@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
             stage = stages[chosen.stage]
             session = Session(recipe, workspace, log=lambda text: print(text, flush=True))
             items = [chosen.item] if chosen.item else stage.items(recipe)
-            with cluster(settings, recipe.compute.cpus, CODE):
+            with cluster(settings, recipe.compute.cpus, CODE, workspace=workspace.root):
                 for item in items:
                     stage.ensure(session, item)
     except InputError as error:
