@@ -14,7 +14,7 @@ from pathlib import Path
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from flows.artifacts import folder_faults, key_of, publish_pictures
+from flows.artifacts import folder_faults, key_of, publish_links, publish_pictures
 from flows.compression_page import write_page
 from flows.session import THREADS, FlowSession, open_session
 from infra import settings as environment
@@ -84,6 +84,8 @@ def _publish(session: FlowSession, outcome: Outcome | None) -> None:
         description="Size and quality of every way to store the experts' deltas.",
     )
     publish_pictures(f"{recipe.name}-compression", sorted(report.glob("*.png")))
+    if outcome is not None:
+        publish_links(session, outcome.version)
     text = f"{table}\n{verdict}\n\nReport    {report / 'report.html'}\n"
     if outcome is not None:
         text += f"Model     {folder / MODEL}\n\nGenerate text:  .venv/bin/python -m flows.generate "

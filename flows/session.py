@@ -21,6 +21,7 @@ from prefect.runtime import flow_run
 from prefect.states import Crashed
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from flows.progress import ProgressArtifacts
 from infra import settings as environment
 from infra.compute import cluster
 from infra.processes import end_orphans
@@ -190,7 +191,13 @@ def open_session(flow_name: str, recipe: Recipe) -> Iterator[FlowSession]:
             cluster(settings, recipe.compute.cpus, CODE, workspace=workspace.root),
         ):
             run.log_params(resolve(recipe))
-            session = Session(recipe, workspace, log=log, record=_recording(tracker, run))
+            session = Session(
+                recipe,
+                workspace,
+                log=log,
+                record=_recording(tracker, run),
+                show=ProgressArtifacts(recipe.name),
+            )
             flow_session = FlowSession(
                 settings, session, run=run, registry=Registry(settings), versions=versions
             )

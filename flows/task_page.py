@@ -42,7 +42,7 @@ def publish_tasks(session: FlowSession, version: Version, tasks: TaskEvaluation)
     create_table_artifact(
         key=key_of(f"{name}-tasks"),
         table=_rows(tasks),
-        description=f"Scores on tasks; the page: {folder / 'report.html'}",
+        description="Scores on tasks, every model.",
     )
     publish_pictures(f"{name}-tasks", [folder / "scores.png"])
     if session.settings.mlflow_url is not None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.artifacts import create_markdown_artifact
 
-from flows.artifacts import SUMMARY, key_of, publish_pictures
+from flows.artifacts import SUMMARY, key_of, publish_links, publish_pictures
 from flows.session import FlowSession
 from infra.recipe import SIMOE, Recipe, recipe_yaml
 from infra.records import DatasetRecord
@@ -86,12 +86,7 @@ def publish_tuning(session: FlowSession, outcome: Outcome) -> None:
         description="Exact match and ROUGE-L on instructions, and the registered version.",
     )
     publish_pictures(recipe.name, sorted(report.glob("*.png")))
-    if session.settings.mlflow_url is not None:
-        create_link_artifact(
-            key=key_of(f"{recipe.name}-mlflow-run"),
-            link=f"{session.settings.mlflow_url}{run.page}",
-            link_text="the run in MLflow",
-        )
+    publish_links(session, version)
     (session.workspace.root / SUMMARY).write_text(_summary(session, outcome, timings))
 
 

@@ -20,6 +20,9 @@ from upcycle_core.errors import Fault, InputError
 
 MODEL_SCHEME = "models:/"
 PROVENANCE_FOLDER = "upcycle"
+DESCRIPTION = """`champion` is the version to use, `challenger` the newest one. Each says what
+made it, and why it is champion or not. To take a champion back: `python -m flows.rollback {}`.
+"""
 
 
 class Registry:
@@ -51,7 +54,7 @@ class Registry:
         """
         model_id = self._store_model(name, directory, registration, run)
         if not self._client.search_registered_models(f"name = '{name}'"):
-            self._client.create_registered_model(name)
+            self._client.create_registered_model(name, description=DESCRIPTION.format(name))
         created = self._client.create_model_version(
             name,
             source=f"{MODEL_SCHEME}{model_id}",

@@ -1,4 +1,4 @@
-"""What people see while pieces run: a line every few seconds, and curves."""
+"""What people see while pieces run: a line and a bar every few seconds, and curves."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from infra.compute import ProgressReader
 
 LINE_SECONDS = 5.0
+Show = Callable[[str, float, str], None]
+"""Takes a label, how far it is in percent, and a line about it."""
 PACE_SECONDS = 60.0
 """How far back the pace reaches that the time left is reckoned by: a stall is soon forgotten."""
 
@@ -45,6 +47,11 @@ class Bar:
             recent = [mark for mark in self.marks if mark[0] >= now - PACE_SECONDS]
             self.marks = [*(recent or self.marks[-1:]), (now, self.done)]
 
+    @property
+    def share(self) -> float:
+        """How far it is, from 0 to 1; 0 before it has begun."""
+        return min(1.0, self.done / self.total) if self.total else 0.0
+
     def line(self) -> str:
         """``training python: 120 of 200 steps, loss 2.41, 10,400 tokens/s, 0:12 left``."""
         parts = [f"{self.what}: {self.done} of {self.total} {self.unit}"]
@@ -65,6 +72,7 @@ class PieceWatch:
         item: Its domain or baseline.
         log: Takes a line for people.
         recorder: Takes points of curves; None drops them.
+        show: Takes how far the stage is, while it takes longer than a few seconds.
     """
 
     def __init__(
@@ -75,12 +83,14 @@ class PieceWatch:
         item: str,
         log: Callable[[str], None],
         recorder: Recorder | None,
+        show: Show = lambda label, share, line: None,
     ) -> None:
         self.readers = {name: ProgressReader(path) for name, path in files.items()}
         self.bars = {name: Bar() for name in files}
         self.label = f"{label} {item}".strip()
         self.log = log
         self.recorder = recorder
+        self.show, self.is_shown = show, False
         self.recorded: set[tuple[str, int]] = set()
         self.printed = time.monotonic()
 
@@ -91,6 +101,8 @@ class PieceWatch:
         """
         moved = [name for name in self.readers if self._read(name)]
         if final:
+            if self.is_shown:
+                self.show(self.label, 100.0, "done")
             moved = list(self.bars) if len(self.bars) == 1 else []
         elif time.monotonic() - self.printed < LINE_SECONDS:
             return
@@ -98,6 +110,10 @@ class PieceWatch:
         for name in moved:
             prefix = self.label if len(self.readers) == 1 else f"{self.label} {name}"
             self.log(f"{prefix} | {self.bars[name].line()}")
+        if moved and not final:
+            share = sum(bar.share for bar in self.bars.values()) / len(self.bars)
+            self.show(self.label, round(100 * share, 1), self.bars[moved[-1]].line())
+            self.is_shown = True
 
     def _read(self, name: str) -> bool:
         moved = False

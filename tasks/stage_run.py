@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from infra.compute import Done, Piece, progress_file, run_pieces
 from infra.recipe import Recipe
 from tasks.costs import Cost, cost_of
-from tasks.reporting import PieceWatch, Recorder
+from tasks.reporting import PieceWatch, Recorder, Show
 from tasks.workspace import Workspace, take
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class Session:
         workspace: Where.
         log: Takes a line for people.
         record: Opens the record of a stage's curves; gets the stage's label and what made it.
+        show: Takes how far a stage is: its label, percent, and a line about it.
         spent: When pieces ran (start, end; epoch seconds), by stage.
     """
 
@@ -34,6 +35,7 @@ class Session:
     record: Callable[[str, Mapping[str, Any]], AbstractContextManager[Recorder | None]] = (
         lambda label, made_from: nullcontext(None)
     )
+    show: Show = lambda label, share, line: None
     spent: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
 
@@ -93,6 +95,7 @@ class StageRun:
             item=self.item,
             log=self.session.log,
             recorder=self.recorder,
+            show=self.session.show,
         )
         done = run_pieces(
             pieces,

@@ -84,3 +84,27 @@ def test_line_that_is_still_being_written_waits(tmp_path, lines):
         file.write(event[10:] + "\n")
     follow()
     assert recorder.points == [(1, {"loss": 3.0})]
+
+
+def test_a_bar_fills_while_pieces_run_and_is_full_at_the_end(tmp_path, lines, monkeypatch):
+    monkeypatch.setattr("tasks.reporting.LINE_SECONDS", 0.0)
+    shown, files = [], {name: tmp_path / name for name in ("a", "b")}
+    looks = PieceWatch(
+        files,
+        label="experts",
+        item="law",
+        log=lines.append,
+        recorder=None,
+        show=lambda *state: shown.append(state),
+    )
+    looks()
+    assert shown == []  # nothing has begun
+    progress = FileProgress(files["a"])
+    progress.start("training", 4)
+    for _ in range(2):
+        progress.advance()
+    progress.finish()
+    looks()
+    looks(final=True)
+    assert [state[:2] for state in shown] == [("experts law", 25.0), ("experts law", 100.0)]
+    assert "2 of 4" in shown[0][2]
