@@ -158,7 +158,9 @@ class FlowSession:
         new = [label for label, digest in digests.items() if known.get(label) != digest]
         self.versions.commit(new)
         if new:
-            path.write_text(json.dumps({**known, **digests}, indent=1, sort_keys=True))
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps({**known, **digests}, indent=1, sort_keys=True))
+            partial.replace(path)
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def is_finished(directory: Path, name: str) -> bool:
     """Its result is recorded, and its files were not taken by a stage that was killed then."""
     try:
         record = json.loads(_result_file(directory, name).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, json.JSONDecodeError):  # the power went while it was written
         return False
     if not record.keys() >= set(FACTS):  # an earlier version wrote less
         return False
