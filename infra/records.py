@@ -65,6 +65,7 @@ class Registration:
         params: What made it; nested mappings are flattened.
         metrics: Its scores.
         tags: Of the version (Git commit, recipe's sha256, ...).
+        marks: Tags of the version alone, not of the stored model, for they do not last.
         files: Text kept beside the checkpoint, in ``upcycle/`` (``recipe.yaml``, ``dvc.lock``).
         description: Markdown that the version's page shows.
     """
@@ -72,6 +73,7 @@ class Registration:
     params: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
+    marks: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     description: str = ""
 

@@ -60,7 +60,7 @@ class Registry:
             source=f"{MODEL_SCHEME}{model_id}",
             run_id=run.id,
             model_id=model_id,
-            tags=dict(registration.tags),
+            tags={**registration.tags, **registration.marks},
             description=registration.description,
         )
         # What links the model's page to its version.
@@ -76,6 +76,10 @@ class Registry:
         """Set tags of ``version``."""
         for key, value in tags.items():
             self._client.set_model_version_tag(version.name, str(version.number), key, value)
+
+    def remove_tag(self, version: Version, key: str) -> None:
+        """Remove a tag that ``version`` has."""
+        self._client.delete_model_version_tag(version.name, str(version.number), key)
 
     def describe(self, version: Version, markdown: str) -> None:
         """Set what the page of ``version`` shows on top."""

@@ -31,6 +31,8 @@ ROLLED_BACK_TAG = "upcycle.rolled_back"
 """Of a version that was champion and should not have been: why."""
 EXPERTS_TAG = "upcycle.experts"
 """Of a version: the digests of its experts, {domain: the beginning of one}."""
+PENDING_TAG = "upcycle.pending"
+"""Of a version: the highest alias it is to get; gone when it has it."""
 COMPRESSED_TAG = "upcycle.compressed"
 """Of a version that stores another model's experts as base and deltas: in which way."""
 
@@ -73,9 +75,9 @@ def register(
     name = recipe.registered_name
     digest = workspace.digest("model")
     assert digest is not None
-    known = newest(registry, name, compressed=False)
-    if known is not None and known.tags.get(MODEL_TAG) == digest:
-        return Outcome(known, False, known.tags.get(DECISION_TAG, ""))
+    known = offered(registry, name, digest)
+    if known is not None:
+        return known
     metrics = json.loads((workspace.path("report") / "metrics.json").read_text())
     decision = _judge(session, champion, metrics, tasks)
     version = registry.register(
@@ -91,11 +93,12 @@ def register(
                 DECISION_TAG: decision.reason,
                 EXPERTS_TAG: json.dumps(expert_digests(session)),
             },
+            promoted=decision.promoted,
             description=_description(session, decision),
         ),
         run=run,
     )
-    return Outcome(with_alias(registry, version, decision.promoted), True, decision.reason)
+    return Outcome(with_aliases(registry, version), True, decision.reason)
 
 
 def register_compressed(
@@ -121,12 +124,25 @@ def register_compressed(
     metrics = json.loads((folder / REPORT / "metrics.json").read_text())
     digest = fingerprint(tree_digest(folder / MODEL))
     name = recipe.registered_name
-    known = newest(registry, name, compressed=True)
-    if known is not None and known.tags.get(MODEL_TAG) == digest:
-        return Outcome(known, False, known.tags.get(DECISION_TAG, ""))
+    known = offered(registry, name, digest, compressed=True)
+    if known is not None:
+        return known
     made = _compressed(session, versions, metrics, digest)
     version = registry.register(name, folder / MODEL, made, run=run)
-    return Outcome(with_alias(registry, version, False), True, made.tags[DECISION_TAG])
+    return Outcome(with_aliases(registry, version), True, made.tags[DECISION_TAG])
+
+
+def offered(
+    registry: Registry, name: str, digest: str, *, compressed: bool = False
+) -> Outcome | None:
+    """What became of a model if it is the newest version already; None if it is not.
+
+    A version that a killed flow left without its aliases gets them now.
+    """
+    known = newest(registry, name, compressed=compressed)
+    if known is None or known.tags.get(MODEL_TAG) != digest:
+        return None
+    return Outcome(with_aliases(registry, known), False, known.tags.get(DECISION_TAG, ""))
 
 
 def registration(
@@ -136,6 +152,7 @@ def registration(
     metrics: Mapping[str, Any],
     scores: Mapping[str, float],
     tags: Mapping[str, str],
+    promoted: bool,
     description: str,
 ) -> Registration:
     """What is recorded with a version: scores and reason, and what it can be made from again.
@@ -146,6 +163,7 @@ def registration(
         metrics: All that was measured, for ``metrics.json``.
         scores: Those the registry shows.
         tags: Beside the code's and the recipe's.
+        promoted: Whether the version becomes champion.
         description: Markdown.
     """
     return Registration(
@@ -156,6 +174,7 @@ def registration(
             "upcycle.recipe": recipe_digest(recipe),
             **tags,
         },
+        marks={PENDING_TAG: "champion" if promoted else "challenger"},
         files={
             "recipe.yaml": recipe_yaml(recipe),
             "dvc.lock": versions.lock_text(),
@@ -165,14 +184,20 @@ def registration(
     )
 
 
-def with_alias(registry: Registry, version: Version, promoted: bool) -> Version:
-    """The new version as ``challenger``, and as ``champion`` if it was promoted."""
+def with_aliases(registry: Registry, version: Version) -> Version:
+    """A new version as ``challenger``, and as ``champion`` if it was promoted.
+
+    Every step may be done again: whoever was killed between them leaves what says how to go on.
+    """
+    if PENDING_TAG not in version.tags:
+        return version
     registry.set_alias(version, "challenger")
-    if promoted:
+    if version.tags[PENDING_TAG] == "champion" and "champion" not in version.aliases:
         before = registry.find(version.name, "champion")
         tag = "none" if before is None else str(before.number)
         registry.set_tags(version, {PREVIOUS_TAG: tag})
         registry.set_alias(version, "champion")
+    registry.remove_tag(version, PENDING_TAG)
     [current] = [v for v in registry.versions(version.name) if v.number == version.number]
     return current
 
@@ -200,6 +225,7 @@ def _compressed(
             **{f"perplexity.{d}": v for d, v in point["perplexity"].items()},
         },
         tags={MODEL_TAG: digest, COMPRESSED_TAG: sweep["chosen"], DECISION_TAG: reason},
+        promoted=False,
         description=f"Experts as one base and light deltas (DeRS), {reason}.\n\n{table}",
     )
 

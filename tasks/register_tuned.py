@@ -11,7 +11,7 @@ from infra.versions import Versions
 from tasks.answers import ANSWERS, answer_arguments, answers_piece
 from tasks.champion import MODEL_TAG, Champion
 from tasks.gate import Decision, decide
-from tasks.register import DECISION_TAG, Outcome, newest, registration, with_alias
+from tasks.register import DECISION_TAG, Outcome, offered, registration, with_aliases
 from tasks.stage import Session
 from tasks.tuning_report import figures
 
@@ -36,9 +36,9 @@ def register_tuned(
     recipe, workspace = session.recipe, session.workspace
     digest = workspace.digest("model")
     assert digest is not None
-    known = newest(registry, recipe.registered_name)
-    if known is not None and known.tags.get(MODEL_TAG) == digest:
-        return Outcome(known, False, known.tags.get(DECISION_TAG, ""))
+    known = offered(registry, recipe.registered_name, digest)
+    if known is not None:
+        return known
     metrics = json.loads((workspace.path("report") / "metrics.json").read_text())
     mine = figures(metrics, SIMOE)
     decision = _judge(session, champion, mine)
@@ -53,12 +53,13 @@ def register_tuned(
             metrics=metrics,
             scores=mine,
             tags={MODEL_TAG: digest, DECISION_TAG: decision.reason},
+            promoted=decision.promoted,
             description=f"Sparse interpolated experts (SIMoE), found by instruction tuning.\n\n"
             f"{models}\n\nGate: {decision.reason}.\n",
         ),
         run=run,
     )
-    return Outcome(with_alias(registry, version, decision.promoted), True, decision.reason)
+    return Outcome(with_aliases(registry, version), True, decision.reason)
 
 
 def _judge(session: Session, champion: Champion | None, mine: Mapping[str, Any]) -> Decision:

@@ -1,6 +1,7 @@
 """Champions in a row, and the way back."""
 
 import json
+from contextlib import suppress
 
 import pytest
 
@@ -9,13 +10,17 @@ from infra.records import Registration
 from infra.registry import Registry
 from infra.settings import read
 from infra.tracking import Tracker
+from tasks.champion import MODEL_TAG
 from tasks.register import (
     EXPERTS_TAG,
+    PENDING_TAG,
+    PREVIOUS_TAG,
     ROLLED_BACK_TAG,
     expert_digests,
     led_experts,
+    offered,
     roll_back,
-    with_alias,
+    with_aliases,
 )
 from tasks.stage import CODE, Session
 from tasks.workspace import Workspace
@@ -53,8 +58,9 @@ def history(home, registry, session):
     with tracker.start_run("test", workspace=home) as run:
         for promoted, cpp in ((True, own["cpp"]), (False, "refused"), (True, "third")):
             tags = {EXPERTS_TAG: json.dumps({**own, "cpp": cpp})}
-            made = registry.register(NAME, folder, Registration(tags=tags), run=run)
-            with_alias(registry, made, promoted)
+            marks = {PENDING_TAG: "champion" if promoted else "challenger"}
+            made = registry.register(NAME, folder, Registration(tags=tags, marks=marks), run=run)
+            with_aliases(registry, made)
     return registry
 
 
@@ -88,3 +94,50 @@ def test_experts_of_a_version_that_was_rolled_back_do_not_count(history, session
 def test_a_model_without_champion_has_no_way_back(registry):
     with pytest.raises(InputError, match="is no registered model with a champion"):
         roll_back(registry, "nobody", "why")
+
+
+class Killed(BaseException):
+    """Ends a registration as SIGKILL would, between two calls of the registry."""
+
+
+@pytest.mark.parametrize("calls", range(5))
+def test_a_registration_killed_between_its_steps_is_finished_by_the_next(
+    tmp_path, session, monkeypatch, calls
+):
+    """Version 2 is to be champion after version 1, whichever call was the last one made."""
+    settings = read({"UPCYCLE_HOME": str(tmp_path)})
+    registry = Registry(settings)
+    folder = session.workspace.path("experts/python")
+
+    def offer(digest):
+        found = offered(registry, NAME, digest)
+        if found is not None:
+            return found.version
+        made = Registration(tags={MODEL_TAG: digest}, marks={PENDING_TAG: "champion"})
+        with Tracker(settings, "test").start_run("test", workspace=tmp_path) as run:
+            return with_aliases(registry, registry.register(NAME, folder, made, run=run))
+
+    offer("first")
+    left = iter(range(calls))
+
+    def stopped(name, method):
+        def call(*arguments):
+            if next(left, None) is None:
+                raise Killed(name)
+            return method(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for name in ("set_alias", "set_tags", "remove_tag"):
+            patched.setattr(registry, name, stopped(name, getattr(registry, name)))
+        with suppress(Killed):
+            offer("second")
+        if calls < 4:
+            [second] = registry.versions(NAME)[1:]
+            assert PENDING_TAG in second.tags
+    done = offer("second")
+    assert (done.number, set(done.aliases)) == (2, {"champion", "challenger"})
+    assert done.tags[PREVIOUS_TAG] == "1"
+    assert PENDING_TAG not in done.tags
+    assert len(registry.versions(NAME)) == 2
