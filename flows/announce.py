@@ -13,6 +13,7 @@ import sys
 from prefect.events import Event, Resource
 from prefect.events.clients import get_events_client
 
+from flows.commands import command
 from infra.settings import configure
 from upcycle_core.errors import Fault, InputError
 
@@ -45,18 +46,13 @@ async def _send(what: str) -> None:
         await client.emit(Event(event=NEW_DATA, resource=resource))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Send the event; without a server it ends with exit code 2."""
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Send the event."""
     parser = argparse.ArgumentParser(prog="python -m flows.announce", description=__doc__)
     parser.add_argument("what", nargs="?", default="text", help="what is new, for people")
-    chosen = parser.parse_args(arguments)
-    try:
-        announce(chosen.what)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    announce(parser.parse_args(arguments).what)
     print(f"Sent {NEW_DATA}: what waits for it starts within seconds.")
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from prefect.artifacts import (
 )
 
 from infra.records import DatasetRecord, Version
-from tasks.register import Outcome
+from tasks.promotion import Outcome
 from upcycle_core.errors import Fault
 
 if TYPE_CHECKING:

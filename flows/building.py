@@ -7,7 +7,8 @@ from flows.session import FlowSession
 from flows.task_page import publish_tasks
 from tasks import pipeline
 from tasks.champion import standing_champion
-from tasks.register import Outcome, register
+from tasks.promotion import Outcome
+from tasks.register import register
 from tasks.task_table import task_table
 
 BUILT = (

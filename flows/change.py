@@ -14,7 +14,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from flows.artifacts import SUMMARY, key_of
 from flows.session import FlowSession
-from tasks.register import Outcome
+from tasks.promotion import Outcome
 from tasks.workspace import Workspace
 from upcycle_core.errors import Fault
 

@@ -1,6 +1,7 @@
 """What the command lines of flows share."""
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,25 +15,63 @@ from tasks.workspace import Workspace
 from upcycle_core.errors import InputError
 
 
+def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
+    """A command line that ends with exit code 2 and every fault named after bad input."""
+
+    @functools.wraps(main)
+    def run(arguments: list[str] | None = None) -> int:
+        try:
+            main(arguments)
+        except InputError as error:
+            print(error, file=sys.stderr)
+            return 2
+        return 0
+
+    return run
+
+
 def recipe_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser of ``RECIPE [ROWS ...] [--set KEY=VALUE ...]``."""
-    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
-    parser.add_argument("recipe", type=Path, help="YAML file")
+    """A parser of ``RECIPE [--add FILE ...] [--set KEY=VALUE ...]``."""
+    parser = _parser(prog, description)
     parser.add_argument("--add", type=Path, nargs="+", default=[], help="files of tasks or rows")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one value"
-    )
     return parser
+
+
+def rows_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser of ``RECIPE [FILE ...] [--set KEY=VALUE ...]``."""
+    parser = _parser(prog, description)
+    parser.add_argument("add", type=Path, nargs="*", metavar="FILE", help="files of tasks or rows")
+    return parser
+
+
+def load(chosen: argparse.Namespace) -> Recipe:
+    """The recipe of either parser's command.
+
+    Raises:
+        InputError: With every fault of the files and changes.
+    """
+    return load_recipe(chosen.recipe, chosen.set, added=chosen.add)
+
+
+def free_workspace(recipe: Recipe) -> Workspace:
+    """The recipe's workspace, in which no flow works.
+
+    Asked before Prefect records a run that cannot begin.
+
+    Raises:
+        InputError: A flow is at work there.
+    """
+    workspace = Workspace(environment.configure().home / recipe.name)
+    with workspace.lock("the start of a flow"):
+        return workspace
 
 
 def run_flow(
     chosen: argparse.Namespace,
     look: Callable[[Recipe, Workspace], str | None],
     run: Callable[[Recipe], Any],
-) -> int:
+) -> None:
     """Load the recipe, look at it, run the flow and print what it left.
-
-    Bad input is said before Prefect records a run that cannot begin.
 
     Args:
         chosen: Of ``recipe_parser``.
@@ -40,21 +79,24 @@ def run_flow(
             there is nothing to run.
         run: The flow; it leaves a summary in the workspace.
 
-    Returns:
-        The exit code: 2 after bad input.
+    Raises:
+        InputError: Bad input, said before Prefect records a run that cannot begin.
     """
-    settings = environment.configure()
-    try:
-        recipe = load_recipe(chosen.recipe, chosen.set, added=chosen.add)
-        workspace = Workspace(settings.home / recipe.name)
-        with workspace.lock("the start of a flow"):
-            said = look(recipe, workspace)
-        if said is not None:
-            print(said)
-            return 0
-        run(recipe)
-        print((workspace.root / SUMMARY).read_text())
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    recipe = load(chosen)
+    workspace = Workspace(environment.configure().home / recipe.name)
+    with workspace.lock("the start of a flow"):
+        said = look(recipe, workspace)
+    if said is not None:
+        print(said)
+        return
+    run(recipe)
+    print((workspace.root / SUMMARY).read_text())
+
+
+def _parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
+    parser.add_argument("recipe", type=Path, help="YAML file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one value"
+    )
+    return parser

@@ -11,7 +11,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,17 @@ from prefect.artifacts import create_table_artifact
 
 from flows import ablation_page, seeds
 from flows.artifacts import folder_faults, key_of, publish_pictures
+from flows.commands import command, free_workspace, load, rows_parser
 from flows.comparison_page import FOLDER, ROWS, TABLE, statement, write_page
 from flows.session import THREADS, FlowSession, open_session
 from infra import settings as environment
-from infra.reading import load_recipe, validate
+from infra.reading import validate
 from infra.recipe import SYMPHONY, Recipe, resolve
 from tasks import pipeline
 from tasks.comparison_costs import row_costs
 from tasks.sources import check
 from tasks.stage import CODE
-from tasks.workspace import Workspace
-from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.comparison import across_seeds, comparison_lines, format_comparison
 from upcycle_core.evaluation.comparison_plot import draw_comparison
 
@@ -113,66 +113,65 @@ Models  {session.workspace.path("baselines")}
 """
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the comparison; bad input ends with exit code 2 and every fault named."""
-    parser = argparse.ArgumentParser(prog="python -m flows.compare", description=__doc__)
-    parser.add_argument("recipe", type=Path, nargs="+", help="YAML files; the first is the recipe")
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Run the comparison."""
+    parser = rows_parser("flows.compare", __doc__)
     parser.add_argument("--tokens", help="budget of each trained row, after the seed")
     parser.add_argument(
         "--seeds", type=int, nargs="+", help="one run each; the recipe's by default"
     )
     parser.add_argument("--out", type=Path, help="folder for a page with means and deviations")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     chosen = parser.parse_args(arguments)
+    if chosen.tokens:
+        chosen.set.append(f"comparison.tokens={chosen.tokens}")
+    recipe = load(chosen)
     home = environment.configure().home
-    changes = [*chosen.set, *([f"comparison.tokens={chosen.tokens}"] if chosen.tokens else [])]
-    try:
-        recipe = load_recipe(chosen.recipe[0], changes, added=chosen.recipe[1:])
-        raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
-        check(recipe, home / "models")
-        if chosen.seeds is None:
-            workspaces = [_run(recipe, home)]
-        else:
-            workspaces = [_run_apart(chosen, recipe, changes, seed, home) for seed in chosen.seeds]
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
+    check(recipe, home / "models")
+    if chosen.seeds is None:
+        workspaces = [_run(recipe)]
+    else:
+        workspaces = [_run_apart(chosen, recipe, seed, home) for seed in chosen.seeds]
     if chosen.out is not None:
-        runs = [json.loads((workspace / ROWS).read_text()) for workspace in workspaces]
-        if recipe.method == SYMPHONY:
-            ablation_page.write_page(
-                recipe,
-                [str(path) for path in chosen.recipe],
-                changes,
-                seeds=chosen.seeds or [recipe.seed],
-                workspaces=workspaces,
-                out=chosen.out,
-            )
-            return 0
-        write_page(recipe, chosen.recipe, chosen.seeds or [recipe.seed], runs, chosen.out)
-        if chosen.seeds is not None:  # the page of the same runs gains the rows
-            seeds.write_page(recipe, chosen.recipe[0], chosen.seeds, workspaces, chosen.out)
-    return 0
+        _write_page(chosen, recipe, workspaces)
 
 
-def _run(recipe: Recipe, home: Path) -> Path:
-    with Workspace(home / recipe.name).lock("the start of a flow"):
-        pass  # said here in one line, before Prefect records a run that cannot begin
+def _run(recipe: Recipe) -> Path:
+    workspace = free_workspace(recipe).root
     compare(recipe)
-    print((home / recipe.name / TABLE).read_text())
-    return home / recipe.name
+    print((workspace / TABLE).read_text())
+    return workspace
 
 
-def _run_apart(
-    chosen: argparse.Namespace, recipe: Recipe, changes: list[str], seed: int, home: Path
-) -> Path:
+def _run_apart(chosen: argparse.Namespace, recipe: Recipe, seed: int, home: Path) -> Path:
     """One seed in a process and a workspace of its own."""
     name = f"{recipe.name}-seed-{seed}"
-    settings = [*changes, f"seed={seed}", f"name={name}"]
+    settings = [*chosen.set, f"seed={seed}", f"name={name}"]
     options = [part for change in settings for part in ("--set", change)]
-    files = [str(path.resolve()) for path in chosen.recipe]
+    files = [str(path.resolve()) for path in (chosen.recipe, *chosen.add)]
     subprocess.run([sys.executable, "-m", "flows.compare", *files, *options], cwd=CODE, check=True)
     return home / name
+
+
+def _write_page(chosen: argparse.Namespace, recipe: Recipe, workspaces: Sequence[Path]) -> None:
+    """The page of finished runs, one a seed."""
+    files = [chosen.recipe, *chosen.add]
+    ran = chosen.seeds or [recipe.seed]
+    if recipe.method == SYMPHONY:
+        ablation_page.write_page(
+            recipe,
+            [str(path) for path in files],
+            chosen.set,
+            seeds=ran,
+            workspaces=workspaces,
+            out=chosen.out,
+        )
+        return
+    runs = [json.loads((workspace / ROWS).read_text()) for workspace in workspaces]
+    write_page(recipe, files, ran, runs, chosen.out)
+    if chosen.seeds is not None:  # the page of the same runs gains the rows
+        seeds.write_page(recipe, chosen.recipe, chosen.seeds, workspaces, chosen.out)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ The first file is the recipe of ``flows.dume``; what has been made is used again
 ``compression:``, the ways to store deltas, and maybe ``baselines:``, models to compress as well.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -15,17 +14,18 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from flows.artifacts import folder_faults, key_of, publish_links, publish_pictures
+from flows.commands import command, free_workspace, load, rows_parser
 from flows.compression_page import write_page
 from flows.session import THREADS, FlowSession, open_session
 from infra import settings as environment
-from infra.reading import load_recipe, validate
+from infra.reading import validate
 from infra.recipe import Recipe, resolve
 from tasks import pipeline
 from tasks.compression import MODEL, REPORT, row_title
-from tasks.register import Outcome, register_compressed
+from tasks.promotion import Outcome
+from tasks.register import register_compressed
 from tasks.sources import check
-from tasks.workspace import Workspace
-from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.errors import Fault, raise_faults
 
 SUMMARY = "compression.txt"
 
@@ -100,30 +100,21 @@ def _verdict(outcome: Outcome | None) -> str:
     return f"`{outcome.version.reference}` ({aliases}): {outcome.decision}."
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the flow on recipe files; bad input ends with exit code 2 and every fault named."""
-    parser = argparse.ArgumentParser(prog="python -m flows.ders", description=__doc__)
-    parser.add_argument("recipe", type=Path, nargs="+", help="YAML files; the first is the recipe")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Run the flow on recipe files."""
+    parser = rows_parser("flows.ders", __doc__)
     parser.add_argument("--out", type=Path, help="write a page of the results into this folder")
     chosen = parser.parse_args(arguments)
-    home = environment.configure().home
-    try:
-        recipe = load_recipe(chosen.recipe[0], chosen.set, added=chosen.recipe[1:])
-        raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
-        check(recipe, home / "models")
-        workspace = home / recipe.name
-        with Workspace(workspace).lock("the start of a flow"):
-            pass  # said here in one line, before Prefect records a run that cannot begin
-        ders(recipe)
-        print((workspace / SUMMARY).read_text())
-        if chosen.out is not None:
-            files = [str(path) for path in chosen.recipe]
-            write_page(recipe, files, chosen.set, workspace=workspace, out=chosen.out)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    recipe = load(chosen)
+    raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
+    check(recipe, environment.configure().home / "models")
+    workspace = free_workspace(recipe).root
+    ders(recipe)
+    print((workspace / SUMMARY).read_text())
+    if chosen.out is not None:
+        files = [str(path) for path in (chosen.recipe, *chosen.add)]
+        write_page(recipe, files, chosen.set, workspace=workspace, out=chosen.out)
 
 
 if __name__ == "__main__":

@@ -3,23 +3,20 @@
 ``python -m flows.dume recipes/demo.yaml [--set dotted.key=value ...] [--rebuild]``
 """
 
-import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from prefect import flow
 
 from flows.artifacts import SUMMARY
 from flows.building import build
+from flows.commands import command, free_workspace, load, recipe_parser
 from flows.session import THREADS, open_session
 from infra import settings as environment
-from infra.reading import load_recipe, validate
+from infra.reading import validate
 from infra.recipe import Recipe, resolve
 from tasks.lineage import forget
 from tasks.sources import check
-from tasks.workspace import Workspace
-from upcycle_core.errors import InputError
 
 
 @flow(name="dume", task_runner=THREADS)
@@ -43,27 +40,17 @@ def dume(recipe: Recipe, rebuild: bool = False) -> str:
     return outcome.version.reference
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the flow on a recipe file; bad input ends with exit code 2 and every fault named."""
-    parser = argparse.ArgumentParser(prog="python -m flows.dume", description=__doc__)
-    parser.add_argument("recipe", type=Path, help="YAML file")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one value"
-    )
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Run the flow on a recipe file."""
+    parser = recipe_parser("flows.dume", __doc__)
     parser.add_argument("--rebuild", action="store_true", help="what was built upon, too")
     chosen = parser.parse_args(arguments)
-    settings = environment.configure()
-    try:
-        recipe = load_recipe(chosen.recipe, chosen.set)
-        check(recipe, settings.home / "models")
-        with Workspace(settings.home / recipe.name).lock("the start of a flow"):
-            pass  # said here in one line, before Prefect records a run that cannot begin
-        dume(recipe, chosen.rebuild)
-        print((settings.home / recipe.name / SUMMARY).read_text())
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    recipe = load(chosen)
+    check(recipe, environment.configure().home / "models")
+    workspace = free_workspace(recipe).root
+    dume(recipe, chosen.rebuild)
+    print((workspace / SUMMARY).read_text())
 
 
 if __name__ == "__main__":

@@ -6,22 +6,20 @@ The first file is the recipe of ``flows.dume``; what it has made is used again, 
 made. The others hold ``tasks:`` (or ``baselines:``, whose models are then scored as well).
 """
 
-import argparse
 import sys
-from pathlib import Path
 
 from prefect import flow
 
 from flows.building import publish
+from flows.commands import command, free_workspace, load, rows_parser
 from flows.session import THREADS, open_session
 from flows.task_page import FOLDER
 from infra import settings as environment
-from infra.reading import load_recipe, validate
+from infra.reading import validate
 from infra.recipe import Recipe, resolve
 from tasks import pipeline
 from tasks.sources import check
-from tasks.workspace import Workspace
-from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="evaluate", task_runner=THREADS)
@@ -54,32 +52,21 @@ def _faults(recipe: Recipe) -> list[Fault]:
     return []
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the evaluation; bad input ends with exit code 2 and every fault named."""
-    parser = argparse.ArgumentParser(prog="python -m flows.evaluate", description=__doc__)
-    parser.add_argument("recipe", type=Path, nargs="+", help="YAML files; the first is the recipe")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    chosen = parser.parse_args(arguments)
-    home = environment.configure().home
-    try:
-        recipe = load_recipe(chosen.recipe[0], chosen.set, added=chosen.recipe[1:])
-        raise_faults(_faults(recipe))
-        check(recipe, home / "models")
-        workspace = home / recipe.name
-        with Workspace(workspace).lock("the start of a flow"):
-            pass  # said here in one line, before Prefect records a run that cannot begin
-        reference = evaluate(recipe)
-        print(f"""
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Run the evaluation."""
+    recipe = load(rows_parser("flows.evaluate", __doc__).parse_args(arguments))
+    raise_faults(_faults(recipe))
+    check(recipe, environment.configure().home / "models")
+    workspace = free_workspace(recipe).root
+    reference = evaluate(recipe)
+    print(f"""
 {(workspace / FOLDER / "table.txt").read_text().rstrip()}
 
 Page      {workspace / FOLDER / "report.html"}
 Items     {workspace / FOLDER / "items.parquet"}
 Registry  {reference}
 """)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
 
 
 if __name__ == "__main__":

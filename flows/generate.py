@@ -6,12 +6,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from flows.commands import command
 from infra import settings as environment
 from infra.registry import Registry
 from upcycle_core.errors import Fault, InputError
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command
+def main(arguments: list[str] | None = None) -> None:
     """Print a continuation of the prompt by ``models:/NAME@ALIAS``."""
     parser = argparse.ArgumentParser(prog="python -m flows.generate", description=__doc__)
     parser.add_argument("model", help="NAME@ALIAS or NAME/VERSION in the MLflow registry")
@@ -20,19 +22,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
+    if not {"@", "/"} & set(chosen.model):
+        remedy = f"names no version; write {chosen.model}@champion or {chosen.model}/1"
+        raise InputError(Fault("model", chosen.model, remedy))
     registry = Registry(environment.configure())
-    try:
-        if not {"@", "/"} & set(chosen.model):
-            remedy = f"names no version; write {chosen.model}@champion or {chosen.model}/1"
-            raise InputError(Fault("model", chosen.model, remedy))
-        with tempfile.TemporaryDirectory() as folder:
-            reference = f"models:/{chosen.model.removeprefix('models:/')}"
-            directory = registry.download(reference, Path(folder) / "model")
-            print(generate(directory, chosen))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    with tempfile.TemporaryDirectory() as folder:
+        reference = f"models:/{chosen.model.removeprefix('models:/')}"
+        directory = registry.download(reference, Path(folder) / "model")
+        print(generate(directory, chosen))
 
 
 def generate(directory: Path, chosen: argparse.Namespace) -> str:

@@ -12,7 +12,7 @@ from prefect import flow
 
 from flows.building import build
 from flows.change import begin_change, domain_faults, finish_change, unfinished
-from flows.commands import recipe_parser, run_flow
+from flows.commands import command, recipe_parser, run_flow
 from flows.session import THREADS, open_session
 from infra.reading import validate
 from infra.recipe import Recipe, resolve
@@ -67,13 +67,14 @@ def look(recipe: Recipe, workspace: Workspace, domain: str) -> None:
     check(recipe, workspace.root.parent / "models")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the flow; bad input ends with exit code 2 and every fault named."""
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Run the flow."""
     parser = recipe_parser("flows.grow", __doc__)
     parser.add_argument("domain", help="the new domain")
     parser.add_argument("--rebuild", action="store_true", help="average it into the backbone too")
     chosen = parser.parse_args(arguments)
-    return run_flow(
+    run_flow(
         chosen,
         lambda recipe, workspace: look(recipe, workspace, chosen.domain),
         lambda recipe: grow(recipe, chosen.domain, chosen.rebuild),

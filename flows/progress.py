@@ -1,5 +1,6 @@
 """How far stages are: Prefect artifacts that fill up while pieces run."""
 
+import logging
 from typing import cast
 from uuid import UUID
 
@@ -8,6 +9,8 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
 from flows.artifacts import key_of
+
+_logger = logging.getLogger(__name__)
 
 
 class ProgressArtifacts:
@@ -35,5 +38,6 @@ class ProgressArtifacts:
                 # Prefect's own update opens a client each time and never closes it.
                 with get_client(sync_client=True) as client:
                     client.update_artifact(artifact, ArtifactUpdate(data=share, description=line))
-        except Exception:
+        except Exception as error:  # of any kind: a bar is no reason to end days of work
             self._shown[label] = None
+            _logger.warning("Prefect shows no progress of %s any more: %s", label, error)

@@ -17,6 +17,7 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from flows.artifacts import key_of
+from flows.commands import command
 from flows.session import log, prepare
 from infra.reading import validate
 from infra.recipe import Recipe
@@ -27,7 +28,7 @@ from infra.versions import Versions, remote_of
 from tasks import pipeline
 from tasks.champion import MODEL_TAG
 from tasks.lineage import save
-from tasks.register import COMPRESSED_TAG
+from tasks.promotion import COMPRESSED_TAG
 from tasks.workspace import Workspace
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -156,8 +157,9 @@ def _check(recipe: Recipe, workspace: Workspace, version: Version) -> int:
     return len(needed)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the flow; bad input ends with exit code 2 and every fault named."""
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Run the flow."""
     parser = argparse.ArgumentParser(prog="python -m flows.restore", description=__doc__)
     parser.add_argument("name", help="the registered model")
     parser.add_argument("version", nargs="?", default="champion", help="a number, or an alias")
@@ -165,13 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--remote", help="DVC remote; the recipe's by default")
     chosen = parser.parse_args(arguments)
     asked = (chosen.name, chosen.version, chosen.into, chosen.remote)
-    try:
-        look(configure(), *asked)  # said before Prefect records a run that cannot begin
-        print(restore(*asked))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    look(configure(), *asked)  # said before Prefect records a run that cannot begin
+    print(restore(*asked))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from prefect.states import Completed, State
 
 from flows.building import BUILT, build
 from flows.change import begin_change, domain_faults, finish_change, unfinished
-from flows.commands import recipe_parser, run_flow
+from flows.commands import command, recipe_parser, run_flow
 from flows.session import THREADS, FlowSession, log, open_session
 from infra.reading import validate
 from infra.recipe import Recipe, resolve
@@ -25,7 +25,7 @@ from tasks import pipeline
 from tasks.champion import MODEL_TAG
 from tasks.currency import news, outdated
 from tasks.lineage import begin, modelled, with_lineage, with_parents
-from tasks.register import Outcome, led_experts, newest
+from tasks.promotion import Outcome, led_experts, newest
 from tasks.stage import Session
 from tasks.workspace import Workspace
 from upcycle_core.errors import Fault, raise_faults
@@ -101,10 +101,11 @@ def _learn(session: FlowSession) -> Outcome:
     return outcome
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the flow; bad input ends with exit code 2 and every fault named."""
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Run the flow."""
     chosen = recipe_parser("flows.retrain", __doc__).parse_args(arguments)
-    return run_flow(chosen, look, retrain)
+    run_flow(chosen, look, retrain)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from flows.artifacts import key_of
+from flows.commands import command
 from infra.registry import Registry
 from infra.settings import configure
-from tasks.register import roll_back
-from upcycle_core.errors import InputError
+from tasks.promotion import roll_back
 
 
 @flow(name="rollback")
@@ -42,18 +42,14 @@ def rollback(name: str, because: str = "") -> str:
     return champion.reference
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the flow; bad input ends with exit code 2."""
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Run the flow."""
     parser = argparse.ArgumentParser(prog="python -m flows.rollback", description=__doc__)
     parser.add_argument("name", help="the registered model")
     parser.add_argument("--because", default="", metavar="REASON", help="is kept with the version")
     chosen = parser.parse_args(arguments)
-    try:
-        print(f"champion: {rollback(chosen.name, chosen.because)}")
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    print(f"champion: {rollback(chosen.name, chosen.because)}")
 
 
 if __name__ == "__main__":

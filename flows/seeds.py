@@ -6,7 +6,6 @@ Each seed is a whole run of the flow in a workspace of its own (``NAME-seed-0``,
 finished is not run again.
 """
 
-import argparse
 import json
 import math
 import platform
@@ -17,12 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flows.commands import command, load, recipe_parser
 from flows.comparison_page import comparison_section
 from infra import settings as environment
-from infra.reading import load_recipe
 from infra.recipe import Recipe, recipe_yaml
 from tasks.stage import CODE
-from upcycle_core.errors import InputError
 from upcycle_core.evaluation.plots import draw_scores, draw_sweep
 from upcycle_core.evaluation.results import Parameter
 from upcycle_core.evaluation.scores import across_runs, mean_and_deviation
@@ -77,30 +75,26 @@ Every number, each seed's too, is in [{name}.json]({name}.json).
 """
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command
+def main(arguments: list[str] | None = None) -> None:
     """Run every seed, then write ``NAME.md``, ``NAME.json`` and pictures."""
-    parser = argparse.ArgumentParser(prog="python -m flows.seeds", description=__doc__)
-    parser.add_argument("recipe", type=Path, help="YAML file")
+    parser = recipe_parser("flows.seeds", __doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, required=True, help="folder for the page")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     chosen = parser.parse_args(arguments)
     home = environment.configure().home
-    try:
-        recipe = load_recipe(chosen.recipe, chosen.set)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    recipe = load(chosen)
     workspaces = []
     for seed in chosen.seeds:
         name = f"{recipe.name}-seed-{seed}"
         changes = [*chosen.set, f"seed={seed}", f"name={name}"]
         options = [part for change in changes for part in ("--set", change)]
-        command = [sys.executable, "-m", "flows.dume", str(chosen.recipe.resolve()), *options]
-        subprocess.run(command, cwd=CODE, check=True)
+        if chosen.add:
+            options += ["--add", *(str(path.resolve()) for path in chosen.add)]
+        words = [sys.executable, "-m", "flows.dume", str(chosen.recipe.resolve()), *options]
+        subprocess.run(words, cwd=CODE, check=True)
         workspaces.append(home / name)
     write_page(recipe, chosen.recipe, chosen.seeds, workspaces, chosen.out)
-    return 0
 
 
 def write_page(

@@ -14,7 +14,7 @@ from prefect import flow
 
 from flows.building import build
 from flows.change import begin_change, domain_faults, finish_change, unfinished
-from flows.commands import recipe_parser, run_flow
+from flows.commands import command, recipe_parser, run_flow
 from flows.session import THREADS, open_session
 from infra.reading import validate
 from infra.recipe import Recipe, resolve
@@ -98,20 +98,19 @@ def _listed(recipe: Recipe) -> str:
     return ", ".join(recipe.averaged)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the flow; bad input ends with exit code 2 and every fault named."""
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Run the flow."""
     parser = recipe_parser("flows.shrink", __doc__)
     parser.add_argument("domain", help="the one that leaves")
     parser.add_argument("--rebuild", action="store_true", help="take it out of the backbone too")
     chosen = parser.parse_args(arguments)
-    code = run_flow(
+    run_flow(
         chosen,
         lambda recipe, workspace: look(without(recipe, chosen.domain), workspace, chosen.domain),
         lambda recipe: shrink(recipe, chosen.domain, chosen.rebuild),
     )
-    if code == 0:
-        print(f"If {chosen.recipe} still names {chosen.domain}, take it out there as well.")
-    return code
+    print(f"If {chosen.recipe} still names {chosen.domain}, take it out there as well.")
 
 
 if __name__ == "__main__":

@@ -15,17 +15,17 @@ from pathlib import Path
 from prefect import flow
 
 from flows.artifacts import SUMMARY, folder_faults
+from flows.commands import command, free_workspace, load, rows_parser
 from flows.session import THREADS, open_session
 from flows.tuning_page import publish_tuning, write_page
 from infra import settings as environment
-from infra.reading import load_recipe, validate
+from infra.reading import validate
 from infra.recipe import Recipe, resolve
 from tasks import pipeline
 from tasks.champion import standing_champion
 from tasks.register_tuned import register_tuned
 from tasks.sources import check
-from tasks.workspace import Workspace
-from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="simoe", task_runner=THREADS)
@@ -63,35 +63,27 @@ def _faults(recipe: Recipe) -> list[Fault]:
     return [Fault("simoe", None, remedy)]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the flow on recipe files; bad input ends with exit code 2 and every fault named."""
-    parser = argparse.ArgumentParser(prog="python -m flows.simoe", description=__doc__)
-    parser.add_argument("recipe", type=Path, nargs="+", help="YAML files; the first is the recipe")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Run the flow on recipe files."""
+    parser = rows_parser("flows.simoe", __doc__)
     parser.add_argument("--seeds", type=int, nargs="+", help="run once a seed")
     parser.add_argument("--out", type=Path, help="write a page of the results into this folder")
     chosen = parser.parse_args(arguments)
+    recipe = load(chosen)
     home = environment.configure().home
-    try:
-        recipe = load_recipe(chosen.recipe[0], chosen.set, added=chosen.recipe[1:])
-        raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
-        check(recipe, home / "models")
-        runs = [
-            replace(recipe, seed=seed, name=f"{recipe.name}-seed-{seed}")
-            for seed in chosen.seeds or ()
-        ] or [recipe]
-        for run in runs:
-            with Workspace(home / run.name).lock("the start of a flow"):
-                pass  # said here in one line, before Prefect records a run that cannot begin
-            simoe(run)
-            print((home / run.name / SUMMARY).read_text())
-        if chosen.out is not None:
-            files = [str(path) for path in chosen.recipe]
-            write_page(recipe, runs, files, _options(chosen), home=home, out=chosen.out)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
+    check(recipe, home / "models")
+    runs = [
+        replace(recipe, seed=seed, name=f"{recipe.name}-seed-{seed}") for seed in chosen.seeds or ()
+    ] or [recipe]
+    for run in runs:
+        workspace = free_workspace(run).root
+        simoe(run)
+        print((workspace / SUMMARY).read_text())
+    if chosen.out is not None:
+        files = [str(path) for path in (chosen.recipe, *chosen.add)]
+        write_page(recipe, runs, files, _options(chosen), home=home, out=chosen.out)
 
 
 def _options(chosen: argparse.Namespace) -> str:

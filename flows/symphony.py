@@ -6,22 +6,20 @@ The first file is a recipe with a ``symphony`` section. The others hold ``baseli
 ablation table that are joined, trained and judged beside it, or ``tasks:``.
 """
 
-import argparse
 import sys
-from pathlib import Path
 
 from prefect import flow
 
 from flows.artifacts import SUMMARY
 from flows.building import publish
+from flows.commands import command, free_workspace, load, rows_parser
 from flows.session import THREADS, open_session
 from infra import settings as environment
-from infra.reading import load_recipe, validate
+from infra.reading import validate
 from infra.recipe import SYMPHONY, Recipe, resolve
 from tasks import pipeline
 from tasks.sources import check
-from tasks.workspace import Workspace
-from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="symphony", task_runner=THREADS)
@@ -51,26 +49,15 @@ def _faults(recipe: Recipe) -> list[Fault]:
     return [Fault("symphony", None, remedy)]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the flow on recipe files; bad input ends with exit code 2 and every fault named."""
-    parser = argparse.ArgumentParser(prog="python -m flows.symphony", description=__doc__)
-    parser.add_argument("recipe", type=Path, nargs="+", help="YAML files; the first is the recipe")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    chosen = parser.parse_args(arguments)
-    home = environment.configure().home
-    try:
-        recipe = load_recipe(chosen.recipe[0], chosen.set, added=chosen.recipe[1:])
-        raise_faults(_faults(recipe))
-        check(recipe, home / "models")
-        workspace = home / recipe.name
-        with Workspace(workspace).lock("the start of a flow"):
-            pass  # said here in one line, before Prefect records a run that cannot begin
-        symphony(recipe)
-        print((workspace / SUMMARY).read_text())
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Run the flow on recipe files."""
+    recipe = load(rows_parser("flows.symphony", __doc__).parse_args(arguments))
+    raise_faults(_faults(recipe))
+    check(recipe, environment.configure().home / "models")
+    workspace = free_workspace(recipe).root
+    symphony(recipe)
+    print((workspace / SUMMARY).read_text())
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 
 from flows.artifacts import key_of
-from flows.commands import recipe_parser
+from flows.commands import command, load, recipe_parser
 from flows.session import COMMITTED, log
 from infra import settings as environment
-from infra.reading import load_recipe, validate
+from infra.reading import validate
 from infra.recipe import Recipe, resolve
 from infra.registry import Registry
 from infra.retention import Records
@@ -150,21 +150,16 @@ def _delete(client: SyncPrefectClient, run: FlowRun) -> None:
         client.delete_flow_run(run.id)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the flow on a recipe file; bad input ends with exit code 2 and every fault named."""
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Run the flow on a recipe file."""
     parser = recipe_parser("flows.tidy", __doc__)
     parser.add_argument("--apply", action="store_true", help="remove what is shown")
     chosen = parser.parse_args(arguments)
-    settings = environment.configure()
-    try:
-        recipe = load_recipe(chosen.recipe, chosen.set, added=chosen.add)
-        with find_workspace(settings.home / recipe.name).lock("the start of a flow"):
-            pass  # said here in one line, before Prefect records a run that cannot begin
-        print(tidy(recipe, apply=chosen.apply))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    recipe = load(chosen)
+    with find_workspace(environment.configure().home / recipe.name).lock("the start of a flow"):
+        pass  # said here in one line, before Prefect records a run that cannot begin
+    print(tidy(recipe, apply=chosen.apply))
 
 
 if __name__ == "__main__":

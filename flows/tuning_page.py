@@ -13,7 +13,7 @@ from flows.session import FlowSession
 from infra.recipe import SIMOE, Recipe, recipe_yaml
 from infra.records import DatasetRecord
 from tasks.answers import model_of
-from tasks.register import Outcome
+from tasks.promotion import Outcome
 from tasks.tuning import SUMMARY as TRAINED
 from tasks.tuning_report import figures, row_title
 from upcycle_core.evaluation.instructions.activations import Activation

@@ -11,7 +11,8 @@ from infra.versions import Versions
 from tasks.answers import ANSWERS, answer_arguments, answers_piece
 from tasks.champion import MODEL_TAG, Champion
 from tasks.gate import Decision, decide
-from tasks.register import DECISION_TAG, Outcome, offered, registration, with_aliases
+from tasks.promotion import DECISION_TAG, Outcome, offered, with_aliases
+from tasks.register import registration
 from tasks.stage import Session
 from tasks.tuning_report import figures
 

@@ -22,7 +22,7 @@ from infra.records import Version
 from infra.registry import Registry
 from infra.retention import OURS, Past, Records
 from tasks.pipeline import ORDER
-from tasks.register import PREVIOUS_TAG
+from tasks.promotion import PREVIOUS_TAG
 from tasks.workspace import PROVENANCE, Workspace
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.results import expert_row

@@ -63,7 +63,7 @@ def programs() -> Path:
     places += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     found = [place for place in places if (place / "initdb").exists()]
     if not found:
-        pytest.skip("no PostgreSQL server here; apt install postgresql")
+        pytest.fail("needs the programs of a PostgreSQL server: apt install postgresql")
     return found[0]
 
 

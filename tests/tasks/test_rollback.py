@@ -11,7 +11,7 @@ from infra.registry import Registry
 from infra.settings import read
 from infra.tracking import Tracker
 from tasks.champion import MODEL_TAG
-from tasks.register import (
+from tasks.promotion import (
     EXPERTS_TAG,
     PENDING_TAG,
     PREVIOUS_TAG,

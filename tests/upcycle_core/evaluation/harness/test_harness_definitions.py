@@ -41,7 +41,7 @@ ASKED = [
 def source(tmp_path) -> Path:
     """A definition in parts: what it includes and calls, and its data, lie around it."""
     other = {**WRITING, **local("{folder}/data/other.jsonl")}
-    base = save_yaml(tmp_path / "source" / "shared" / "base.yaml", other)
+    base = save_yaml(tmp_path / "source" / "common" / "base.yaml", other)
     (base.parent / "marks.py").write_text("def mark(text):\n    return text.strip()\n")
     base.write_text(base.read_text() + "description: !function 'marks.mark'\n")
     folder = tmp_path / "source" / "own"
@@ -57,7 +57,7 @@ def source(tmp_path) -> Path:
     save_rows(tmp_path / "source" / "data" / "shown.jsonl", ROWS[:1])
     data = local("{folder}/data/a.jsonl", "{folder}/data/b.jsonl")
     data["dataset_kwargs"]["data_files"]["shown"] = "{folder}/data/shown.jsonl"
-    task = save_yaml(folder / "task.yaml", {"include": "../shared/base.yaml", **data})
+    task = save_yaml(folder / "task.yaml", {"include": "../common/base.yaml", **data})
     with task.open("a") as file:
         file.write("fewshot_split: shown\ndescription: ''\n")
         file.write("process_docs: !function parts.utils.shouted\n")
@@ -199,8 +199,8 @@ def test_a_definition_needs_nothing_that_it_came_from(source, tmp_path):
         "data/test-1.jsonl",
         "definition/own/parts/utils.py",
         "definition/own/task.yaml",
-        "definition/shared/base.yaml",
-        "definition/shared/marks.py",
+        "definition/common/base.yaml",
+        "definition/common/marks.py",
     }
 
 
@@ -255,8 +255,8 @@ def test_the_files_of_a_task_are_those_whose_change_changes_it(source, tmp_path)
         "{folder}/data/shown.jsonl",
         "own/parts/utils.py",
         "own/task.yaml",
-        "shared/base.yaml",
-        "shared/marks.py",
+        "common/base.yaml",
+        "common/marks.py",
     }
 
 

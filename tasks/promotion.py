@@ -1,0 +1,126 @@
+"""The registry's versions of a model: their aliases, and which was champion when.
+
+``champion`` is the version to use, ``challenger`` the newest one.
+"""
+
+import json
+from dataclasses import dataclass
+
+from infra.records import Version
+from infra.registry import Registry
+from tasks.champion import MODEL_TAG
+from tasks.stage import Session
+from upcycle_core.errors import Fault, InputError
+
+DECISION_TAG = "upcycle.decision"
+PREVIOUS_TAG = "upcycle.previous_champion"
+"""Of a version that became champion: the number of the one before it, or ``none``."""
+ROLLED_BACK_TAG = "upcycle.rolled_back"
+"""Of a version that was champion and should not have been: why."""
+EXPERTS_TAG = "upcycle.experts"
+"""Of a version: the digests of its experts, {domain: the beginning of one}."""
+PENDING_TAG = "upcycle.pending"
+"""Of a version: the highest alias it is to get; gone when it has it."""
+COMPRESSED_TAG = "upcycle.compressed"
+"""Of a version that stores another model's experts as base and deltas: in which way."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the model.
+
+    Args:
+        version: Its version in the registry.
+        is_new: Whether this run registered it.
+        decision: What the gate said, and why.
+    """
+
+    version: Version
+    is_new: bool
+    decision: str
+
+
+def offered(
+    registry: Registry, name: str, digest: str, *, compressed: bool = False
+) -> Outcome | None:
+    """What became of a model if it is the newest version already; None if it is not.
+
+    A version that a killed flow left without its aliases gets them now.
+    """
+    known = newest(registry, name, compressed=compressed)
+    if known is None or known.tags.get(MODEL_TAG) != digest:
+        return None
+    return Outcome(with_aliases(registry, known), False, known.tags.get(DECISION_TAG, ""))
+
+
+def with_aliases(registry: Registry, version: Version) -> Version:
+    """A new version as ``challenger``, and as ``champion`` if it was promoted.
+
+    Every step may be done again: whoever was killed between them leaves what says how to go on.
+    """
+    if PENDING_TAG not in version.tags:
+        return version
+    registry.set_alias(version, "challenger")
+    if version.tags[PENDING_TAG] == "champion" and "champion" not in version.aliases:
+        before = registry.find(version.name, "champion")
+        tag = "none" if before is None else str(before.number)
+        registry.set_tags(version, {PREVIOUS_TAG: tag})
+        registry.set_alias(version, "champion")
+    registry.remove_tag(version, PENDING_TAG)
+    [current] = [v for v in registry.versions(version.name) if v.number == version.number]
+    return current
+
+
+def roll_back(registry: Registry, name: str, reason: str) -> tuple[Version, Version]:
+    """Make the champion before the champion the champion again.
+
+    Args:
+        registry: The registry.
+        name: The registered model.
+        reason: Kept with the version that is taken back.
+
+    Returns:
+        The version that is champion no more, and the one that is.
+
+    Raises:
+        InputError: There is no such model, no champion, or none before it.
+    """
+    versions = {version.number: version for version in registry.versions(name)}
+    champion = next((v for v in versions.values() if "champion" in v.aliases), None)
+    if champion is None:
+        remedy = "is no registered model with a champion; see the names in MLflow (make up)"
+        raise InputError(Fault("name", name, remedy))
+    tag = champion.tags.get(PREVIOUS_TAG, "none")
+    before = versions.get(int(tag)) if tag.isdecimal() else None
+    if before is None:
+        remedy = "has no champion before it that is still registered; nothing was changed"
+        raise InputError(Fault("champion", champion.reference, remedy))
+    registry.set_tags(champion, {ROLLED_BACK_TAG: reason})
+    registry.set_alias(before, "champion")
+    return champion, before
+
+
+def expert_digests(session: Session) -> dict[str, str]:
+    """The beginning of the digest of every domain's expert that is in the workspace."""
+    found = {d: session.workspace.digest(f"experts/{d}") for d in session.recipe.domains}
+    return {domain: digest[:16] for domain, digest in found.items() if digest is not None}
+
+
+def led_experts(session: Session, registry: Registry) -> set[str]:
+    """Domains whose expert is, to the byte, that of a version that has been champion.
+
+    A version that was rolled back does not count.
+    """
+    led = [
+        json.loads(version.tags.get(EXPERTS_TAG, "{}"))
+        for version in registry.versions(session.recipe.registered_name)
+        if PREVIOUS_TAG in version.tags and ROLLED_BACK_TAG not in version.tags
+    ]
+    own = expert_digests(session)
+    return {domain for domain, digest in own.items() if any(e.get(domain) == digest for e in led)}
+
+
+def newest(registry: Registry, name: str, *, compressed: bool = False) -> Version | None:
+    """The newest version of either kind."""
+    kind = [v for v in registry.versions(name) if (COMPRESSED_TAG in v.tags) == compressed]
+    return kind[-1] if kind else None
