@@ -1,6 +1,5 @@
 """What every flow shares: one session over Prefect, Ray, MLflow and DVC."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +25,7 @@ from infra import settings as environment
 from infra.compute import cluster
 from infra.processes import end_orphans
 from infra.recipe import Recipe, resolve
+from infra.recorded import Recorded
 from infra.registry import Registry
 from infra.settings import Settings
 from infra.tracking import Run, Tracker
@@ -37,11 +37,13 @@ from tasks.stage import CODE, Session, Stage
 from tasks.workspace import Workspace
 from upcycle_core.errors import Fault, InputError
 
-COMMITTED = ".committed.json"
 # A killed flow leaves the Prefect server that it had brought along.
 ORPHAN_SECONDS = 5.0
 # Stages wait for Ray in threads. (Prefect's annotation of task_runner admits no runner of its own.)
 THREADS: Any = ThreadPoolTaskRunner(max_workers=32)
+
+COMMIT_SECONDS = 60.0
+"""What is published within that time goes into one call of DVC, which takes a second to start."""
 
 
 class FlowSession:
@@ -70,6 +72,7 @@ class FlowSession:
         self.began = time.time()
         self._committer = ThreadPoolExecutor(max_workers=1)
         self._commits: list[Future[None]] = []
+        self._committed = time.monotonic()
         self._published: dict[str, str] = {}
 
     def adopt(self, recipe: Recipe) -> None:
@@ -116,12 +119,17 @@ class FlowSession:
 
     def _record(self, stage: Stage, items: list[str]) -> None:
         """Let DVC record what a stage has published."""
-        if items:
-            self._published.update({stage.label(d): stage.artifact(d) for d in items})
-            self._commits.append(self._committer.submit(self._commit))
+        self._published.update({stage.label(d): stage.artifact(d) for d in items})
+        if time.monotonic() - self._committed >= COMMIT_SECONDS:
+            self._submit_commit()
+
+    def _submit_commit(self) -> None:
+        self._committed = time.monotonic()
+        self._commits.append(self._committer.submit(self._commit))
 
     def finish(self) -> None:
         """Wait until DVC has recorded everything; push where the recipe names a remote."""
+        self._submit_commit()
         for commit in self._commits:
             commit.result()
         self._commits.clear()
@@ -145,22 +153,17 @@ class FlowSession:
         }
 
     def _commit(self) -> None:
-        """Record what DVC has not recorded: also what a killed flow published.
-
-        All that was published while the last call ran goes into one.
-        """
+        """Record what DVC has not recorded: also what a killed flow published."""
         published, self._published = self._published, {}
         if not published:
             return
-        path = self.workspace.root / COMMITTED
-        known = json.loads(path.read_text()) if path.exists() else {}
+        record = Recorded(self.workspace.root)
+        known = record.known()
         digests = {label: self.workspace.digest(out) for label, out in published.items()}
         new = [label for label, digest in digests.items() if known.get(label) != digest]
         self.versions.commit(new)
         if new:
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps({**known, **digests}, indent=1, sort_keys=True))
-            partial.replace(path)
+            record.add(digests)
 
 
 @contextmanager

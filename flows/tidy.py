@@ -26,7 +26,7 @@ from prefect.exceptions import ObjectNotFound
 
 from flows.artifacts import key_of
 from flows.commands import command, load, recipe_parser
-from flows.session import COMMITTED, log
+from flows.session import log
 from infra import settings as environment
 from infra.reading import validate
 from infra.recipe import Recipe, resolve
@@ -57,8 +57,7 @@ def tidy(recipe: Recipe, apply: bool = False) -> str:
     with workspace.lock("the flow tidy"):
         recipe = with_lineage(recipe, workspace)
         records, registry = Records(settings, f"upcycle-{recipe.name}"), Registry(settings)
-        committed = workspace.root / COMMITTED
-        past = spares(recipe, workspace, records, registry, committed=committed)
+        past = spares(recipe, workspace, records, registry)
         found = [*past, *_flow_runs(recipe)]
         rows = table(found)
         create_table_artifact(

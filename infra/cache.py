@@ -29,6 +29,27 @@ def outputs(lock: str) -> dict[str, list[Output]]:
     return {name: entry.get("outs", []) for name, entry in stages.items()}
 
 
+def drop_linked(root: Path, damaged: Iterable[Path]) -> None:
+    """Remove from the cache what shares its bytes with damaged files.
+
+    DVC links what it keeps to the workspace, and takes a read-only object for a whole one: damage
+    would come back from the cache.
+
+    Args:
+        root: The workspace, whose lock is held.
+        damaged: Files that are not what they were when DVC recorded them.
+    """
+    linked = {_inode(file) for file in damaged if file.exists() and file.stat().st_nlink > 1}
+    for kept in (root / ".dvc" / "cache").rglob("*") if linked else ():
+        if kept.is_file() and _inode(kept) in linked:
+            kept.unlink()
+
+
+def _inode(file: Path) -> tuple[int, int]:
+    found = file.stat()
+    return found.st_dev, found.st_ino
+
+
 class Cache:
     """What DVC has kept of a workspace.
 

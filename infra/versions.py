@@ -4,6 +4,7 @@ Every workspace is a DVC project of its own: its ``dvc.yaml`` and ``params.yaml`
 the stages and the resolved recipe, its ``dvc.lock`` from what was published.
 """
 
+import configparser
 import subprocess
 import sys
 import threading
@@ -11,6 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from upcycle_core.errors import Fault, InputError
+
+# Not "reflink" first: DVC would take every file away for a moment to link it anew, while pieces
+# read it. So it links what it finds, where the disk can.
+LINKS = "[cache]\n    type = hardlink, copy\n"
+REMOTE = "upcycle"
 
 
 class Versions:
@@ -22,14 +28,17 @@ class Versions:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._config = root / ".dvc" / "config"
         self._lock = threading.Lock()
 
     def prepare(self, *, pipeline: str, params: str) -> None:
         """Make the project if there is none, and write ``dvc.yaml`` and ``params.yaml``."""
         self.root.mkdir(parents=True, exist_ok=True)
-        if not (self.root / ".dvc" / "config").exists():
+        if not self._config.exists():
             self._dvc("init", "--no-scm", "--quiet", "--force")
-            self._dvc("config", "core.autostage", "false")
+        if "[cache]" not in self._config.read_text():
+            with self._config.open("a") as file:
+                file.write(LINKS)
         _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n")
         _write_if_changed(self.root / "params.yaml", params)
         _write_if_changed(self.root / "dvc.yaml", pipeline)
@@ -57,7 +66,10 @@ class Versions:
         self._dvc("pull", "--quiet")
 
     def _use(self, remote: str) -> None:
-        self._dvc("remote", "add", "--force", "--default", "--quiet", "upcycle", remote)
+        known = configparser.ConfigParser(interpolation=None)
+        known.read(self._config)
+        if known.get(f"'remote \"{REMOTE}\"'", "url", fallback=None) != remote:
+            self._dvc("remote", "add", "--force", "--default", "--quiet", REMOTE, remote)
 
     def lock_text(self) -> str:
         """Content of dvc.lock; empty before the first commit."""

@@ -21,6 +21,6 @@ def parents(run: StageRun) -> None:
     expert = f"experts/{domain}"
     if run.session.workspace.digest(expert) != named:
         remedy = "is the expert that is continued, and it is not in the workspace; bring it back "
-        remedy += "(dvc pull, or flows.restore), or build all anew: flows.dume --rebuild"
+        remedy += "(dvc pull --force, or flows.restore), or build all anew: flows.dume --rebuild"
         raise InputError(Fault(f"lineage.parents.{domain}", named, remedy))
     copy_checkpoint(run.path(expert), run.out)

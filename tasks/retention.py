@@ -4,7 +4,6 @@ Whatever champion and challenger need stays. Every step can be killed: what is l
 the next time finds the rest.
 """
 
-import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ import yaml
 from infra.cache import Cache, Output, outputs
 from infra.keep import KeepConfig
 from infra.recipe import Recipe
+from infra.recorded import Recorded
 from infra.records import Version
 from infra.registry import Registry
 from infra.retention import OURS, Past, Records
@@ -71,7 +71,7 @@ class Disk:
 
 
 def spares(
-    recipe: Recipe, workspace: Workspace, records: Records, registry: Registry, *, committed: Path
+    recipe: Recipe, workspace: Workspace, records: Records, registry: Registry
 ) -> Iterator[Spare]:
     """All that may go, in the order in which it is to go. Changes nothing until it is freed.
 
@@ -80,7 +80,6 @@ def spares(
         workspace: Locked.
         records: Of the workspace's flows in MLflow.
         registry: Where versions carry what they were made from.
-        committed: The file that says what DVC has recorded: {stage: digest}.
 
     Raises:
         InputError: What a version that stays was made from cannot be read.
@@ -92,7 +91,7 @@ def spares(
     yield from _models(past, records, recipe.keep, disk)
     yield from _runs(past, records, recipe.keep, disk)
     named = [out for version in past.kept for out in _of_version(version, registry)]
-    yield from _cache(recipe, workspace, named, committed=committed, disk=disk)
+    yield from _cache(recipe, workspace, named, disk)
 
 
 def has_left(artifact: str, domains: Iterable[str]) -> bool:
@@ -186,8 +185,6 @@ def _cache(
     recipe: Recipe,
     workspace: Workspace,
     named: Sequence[Output],
-    *,
-    committed: Path,
     disk: Disk,
 ) -> Iterator[Spare]:
     cache = Cache(workspace.root, workspace.staging / KEPT)
@@ -198,7 +195,7 @@ def _cache(
     unused = cache.unused(kept)
 
     def free() -> None:
-        _forget(committed, left)
+        Recorded(workspace.root).forget(left)  # what comes back is recorded anew
         cache.collect(kept)
 
     if unused:
@@ -221,16 +218,6 @@ def _of_version(version: Version, registry: Registry) -> list[Output]:
     domains = (yaml.safe_load(recipe or "") or {}).get("domains", {})
     every = [out for outs in outputs(lock or "").values() for out in outs]
     return [out for out in every if not has_left(out["path"], domains)]
-
-
-def _forget(committed: Path, stages: set[str]) -> None:
-    """Let DVC record ``stages`` anew should they come back: the cache holds them no longer."""
-    if stages and committed.exists():
-        known = json.loads(committed.read_text())
-        partial_file = committed.with_suffix(".partial")
-        rest = {stage: digest for stage, digest in known.items() if stage not in stages}
-        partial_file.write_text(json.dumps(rest, indent=1, sort_keys=True))
-        partial_file.replace(committed)
 
 
 def _files(directory: Path) -> list[Path]:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from infra.cache import drop_linked
 from infra.recipe import Recipe, resolve
+from infra.recorded import Recorded
 from tasks.costs import Cost, write_cost
 from tasks.stage_run import Session, StageRun
 from tasks.workspace import disk_faults, fingerprint
@@ -125,9 +127,9 @@ class Stage:
         """
         artifact = self.artifact(item)
         if artifact in session.recipe.pinned:
-            check_pinned(session, artifact)
+            check_pinned(session, self.label(item), artifact)
             return True
-        record = session.workspace.provenance(artifact)
+        record = _record(session, self.label(item), artifact)
         made_from = self.made_from(session, item)
         return record is not None and record["fingerprint"] == fingerprint(made_from)
 
@@ -193,18 +195,28 @@ def stage(
     return register
 
 
-def check_pinned(session: Session, artifact: str) -> None:
+def _record(session: Session, label: str, artifact: str) -> dict[str, Any] | None:
+    """What made ``artifact``; None if it is absent or damaged, and DVC forgets that damage."""
+    workspace = session.workspace
+    record = workspace.provenance(artifact)
+    if record is None:
+        drop_linked(workspace.root, workspace.damaged(artifact))
+        Recorded(workspace.root).forget([label])
+    return record
+
+
+def check_pinned(session: Session, label: str, artifact: str) -> None:
     """Hold an artifact that is built upon against its sha256 in the recipe's lineage.
 
     Raises:
         InputError: It is absent, damaged or another one.
     """
     workspace = session.workspace
-    is_whole = workspace.provenance(artifact) is not None
+    is_whole = _record(session, label, artifact) is not None
     if is_whole and workspace.digest(artifact) == session.recipe.pinned[artifact]:
         return
-    remedy = "is built upon and is not there as it was; bring it back (dvc checkout or dvc pull in "
-    remedy += "the workspace, or flows.restore), or build all anew: flows.dume --rebuild"
+    remedy = "is built upon and is not there as it was; bring it back (dvc pull --force in the "
+    remedy += "workspace, or flows.restore), or build all anew: flows.dume --rebuild"
     raise InputError(Fault("lineage.pinned", artifact, remedy))
 
 

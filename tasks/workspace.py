@@ -111,6 +111,18 @@ class Workspace:
         found = tree_digest(directory, exclude=(PROVENANCE,))
         return record if found == record["files"] else None
 
+    def damaged(self, artifact: str) -> list[Path]:
+        """Files of ``artifact`` that are not as they were published."""
+        directory = self.path(artifact)
+        if not directory.is_dir():
+            return []
+        try:
+            files = json.loads((directory / PROVENANCE).read_text())["files"]
+        except (FileNotFoundError, json.JSONDecodeError):
+            return [directory / PROVENANCE]
+        found = tree_digest(directory, exclude=(PROVENANCE,))
+        return [directory / name for name in found if found[name] != files.get(name)]
+
     def digest(self, path: str) -> str | None:
         """Identity of an artifact, a folder in it or a file, as an input; None if it is absent."""
         full = self.path(path)

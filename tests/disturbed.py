@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -80,27 +80,25 @@ class Disturbed(Project):
 
     def run_through(
         self,
-        phases: Sequence[str],
-        disturb: Disturb,
+        kills: Mapping[str, Disturb],
         before: Callable[[], None] = lambda: None,
     ) -> int:
         """Run the flow, disturb it once at each phase, and start it again whenever it has ended.
 
         Args:
-            phases: In their order.
-            disturb: Gets the flow and the process that waits.
+            kills: For each phase, in their order, what gets the flow and the process that waits.
             before: Called before each start.
 
         Returns:
             How often it was started until it ended well.
         """
-        rest = list(phases)
-        for starts in range(1, len(phases) + 3):
+        rest = list(kills)
+        for starts in range(1, len(kills) + 3):
             before()
             flow = self.start(*rest)
             try:
                 while rest and (process := self.wait_for(flow, rest[0])) is not None:
-                    disturb(flow, process)
+                    kills[rest[0]](flow, process)
                     self.let_go(rest.pop(0))
                 if flow.wait(TIMEOUT) == 0:
                     assert not rest, f"never came to {rest}\n{self.said()}"

@@ -1,5 +1,8 @@
 """Runs the project as a user does: commands in processes of their own."""
 
+import contextlib
+import importlib
+import io
 import os
 import signal
 import subprocess
@@ -8,6 +11,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from prefect_server import prefect_server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +65,18 @@ class Project:
         return self.run(
             sys.executable, "-m", self.module, str(self.recipe), *arguments, check=check
         )
+
+    def refused(self, *arguments: str, module: str = "", recipe: Path | None = None) -> str:
+        """What a command says of bad input; in this process, for another takes ten seconds."""
+        main = importlib.import_module(module or self.module).main
+        with (
+            pytest.MonkeyPatch.context() as patched,
+            contextlib.redirect_stderr(io.StringIO()) as said,
+        ):
+            for name, value in self.environment().items():
+                patched.setenv(name, value)
+            assert main([str(recipe or self.recipe), *arguments]) == 2, said.getvalue()
+        return said.getvalue()
 
     def run(
         self, *command: str, check: bool = True, cwd: Path = ROOT

@@ -16,16 +16,19 @@ def texts(tmp_path):
 def refused(tmp_path, values, *arguments):
     """The message of a refused run, which has left no artifact behind."""
     project = Project(tmp_path, save_recipe(tmp_path / "recipe.yaml", values))
-    done = project.flow(*arguments, check=False)
-    assert done.returncode == 2, done.stdout + done.stderr
+    said = project.refused(*arguments)
     assert not project.workspace.exists()
-    return done.stderr
+    return said
 
 
 def test_all_faults_of_a_recipe_come_at_once(tmp_path, texts):
     values = pico_recipe(texts, domains=DOMAINS)
     values |= {"sed": 1, "moe": {"top_k": 3}, "name": "../out"}
-    message = refused(tmp_path, values)
+    project = Project(tmp_path, save_recipe(tmp_path / "recipe.yaml", values))
+    done = project.flow(check=False)
+    assert done.returncode == 2
+    assert not project.workspace.exists()
+    message = done.stderr
     assert "sed = 1: no such key; did you mean seed?" in message
     assert "moe.top_k = 3: more than the 2 experts" in message
     assert "name = '../out': names a folder in the workspace" in message

@@ -200,10 +200,7 @@ def test_what_is_too_hard_is_not_reported(project):
 
 def test_bad_input_is_named_before_anything_runs(project):
     asks = ROOT / "recipes" / "simoe.yaml"
-    done = project.run(
-        sys.executable, "-m", "flows.simoe", str(asks), "--set", "simoe.tau=1.5", "--set",
-        "instructions.train_categories=[smallest]", check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "simoe.tau" in done.stderr
-    assert "instructions.train_categories" in done.stderr
+    changes = ("--set", "simoe.tau=1.5", "--set", "instructions.train_categories=[smallest]")
+    said = project.refused(*changes, recipe=asks, module="flows.simoe")
+    assert "simoe.tau" in said
+    assert "instructions.train_categories" in said

@@ -172,7 +172,7 @@ def started(folder: Path, *, cpus: int = 2):
         yield f"127.0.0.1:{port}", f"ray://127.0.0.1:{client}"
     finally:
         if head.poll() is None:
-            stop(psutil.Process(head.pid), grace=20)
+            stop(psutil.Process(head.pid), grace=2)
             head.wait()
 
 

@@ -1,5 +1,6 @@
 """The files of `infra/deploy`, each checked by the schema of the program that reads it."""
 
+import importlib
 import json
 import shlex
 import tomllib
@@ -14,6 +15,8 @@ from mlflow.cli import cli as mlflow
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import cli as ray_command
 
+from infra.reading import load_recipe
+from infra.recipe import resolve
 from infra.settings import REPOSITORY
 
 DEPLOY = REPOSITORY / "infra" / "deploy"
@@ -158,3 +161,22 @@ def test_every_deployment_names_files_that_exist_and_the_pool_that_up_starts():
         # What writes into a workspace waits for its turn there.
         if "recipe" in deployment["parameters"]:
             assert deployment["concurrency_limit"]["limit"] == 1
+
+
+def deployments():
+    return yaml.safe_load((DEPLOY / "prefect.yaml").read_text())["deployments"]
+
+
+@pytest.mark.parametrize("deployment", deployments(), ids=lambda deployment: deployment["name"])
+def test_every_deployment_names_a_flow_and_what_it_takes(deployment):
+    module, _, name = deployment["entrypoint"].removesuffix(".py").partition(".py:")
+    flow = getattr(importlib.import_module(module.replace("/", ".")), name)
+    given = dict(deployment.get("parameters", {}))
+    changes = given.pop("set", [])
+    if isinstance(given.get("recipe"), str):
+        first, *others = [REPOSITORY / path for path in given["recipe"].split()]
+        given["recipe"] = resolve(load_recipe(first, changes, added=others))
+    asked = dict.fromkeys(set(flow.parameters.required or ()) - given.keys(), "law")
+    assert asked.keys() <= {"domain"}  # the form asks for it
+    assert given.keys() <= flow.parameters.properties.keys()
+    flow.validate_parameters(given | asked)

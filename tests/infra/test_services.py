@@ -54,6 +54,7 @@ if __name__ == "__main__":
 
     hello(load_recipe(settings.REPOSITORY / "recipes" / "demo.yaml"))
 '''
+DEPLOYED = ("demo", "nightly", "comparison")
 
 
 def free_port() -> int:
@@ -180,25 +181,14 @@ def test_everything_listens_on_loopback_only(place):
 
 def test_a_deployed_flow_reaches_the_registry_through_the_worker(environment, place, prefect):
     content = yaml.safe_load(PREFECT_FILE.read_text())
+    # Each takes seconds; that all of them are well-formed is tested beside the files.
+    content["deployments"] = [d for d in content["deployments"] if d["name"] in DEPLOYED]
     source = place.home.parent / "flow" / "hello.py"
     for deployment in content["deployments"]:
         deployment["entrypoint"] = f"{source}:hello"
     prefect_file = place.home.parent / "prefect.yaml"
     prefect_file.write_text(yaml.safe_dump(content))
-    assert deploy(place, prefect_file=prefect_file) == [
-        "hello/demo",
-        "hello/nightly",
-        "hello/add-domain",
-        "hello/remove-domain",
-        "hello/demo-champion",
-        "hello/demo-version",
-        "hello/demo-past",
-        "hello/comparison",
-        "hello/tasks",
-        "hello/strangers",
-        "hello/deltas",
-        "hello/instructions",
-    ]
+    assert deploy(place, prefect_file=prefect_file) == [f"hello/{name}" for name in DEPLOYED]
 
     command = ("-m", "prefect", "deployment", "run", "hello/demo", "--watch")
     done = python(*command, environment={**environment, "PREFECT_API_URL": f"{prefect}/api"})

@@ -20,6 +20,7 @@ from infra import settings
 from infra.keep import KeepConfig
 from infra.reading import validate
 from infra.recipe import recipe_yaml
+from infra.recorded import Recorded
 from infra.records import Registration
 from infra.registry import Registry
 from infra.retention import Records
@@ -63,12 +64,9 @@ class Life:
         self.recipe = replace(validate(pico_recipe(home, domains=HERE)), keep=keep)
         self.before = replace(validate(pico_recipe(home)), keep=keep)
         self.workspace = Workspace(home / "pico")
-        self.committed = self.workspace.root / ".committed.json"
+        self.recorded = Recorded(self.workspace.root)
         self.versions = Versions(self.workspace.root)
         self.versions.prepare(pipeline=PIPELINE, params="")
-        config = self.workspace.root / ".dvc" / "config"
-        if "type" not in config.read_text():
-            config.write_text(config.read_text() + '[cache]\n    type = "hardlink,copy"\n')
         self.tracker = Tracker(self.place, NAME)
         self.registry = Registry(self.place)
         self.runs = {}
@@ -97,7 +95,7 @@ class Life:
 
     def spares(self):
         services = Records(self.place, NAME), self.registry
-        return list(spares(self.recipe, self.workspace, *services, committed=self.committed))
+        return list(spares(self.recipe, self.workspace, *services))
 
     def numbers(self):
         return [version.number for version in self.registry.versions(NAME)]
@@ -158,7 +156,7 @@ def lived(home):
     with made.tracker.start_run("retrain", workspace=made.workspace.root) as run:
         pass  # the newest, which found nothing to do
     made.runs["nothing"] = {run.id}
-    made.committed.write_text('{"experts@letters": "4", "experts@colours": "2"}')
+    made.recorded.add({"experts@letters": "4", "experts@colours": "2"})
     piece = made.workspace.pieces / "mark" / "whole"
     piece.mkdir(parents=True)
     (piece / "weights").write_bytes(b"x" * SIZE)
@@ -239,7 +237,7 @@ def test_all_that_was_shown_goes_and_nothing_else(life, tmp_path):
     for artifact in ("experts/letters", "experts/numbers", "baselines/btx", "model"):
         assert life.workspace.provenance(artifact) is not None
     assert not life.workspace.path("experts/colours").exists()
-    assert life.committed.read_text().count("@") == 1  # what comes back is recorded anew
+    assert life.recorded.known() == {"experts@letters": "4"}  # what comes back is recorded anew
     assert not [name for name in names - left if "/experts/letters/" in name]
     assert life.spares() == []
 
