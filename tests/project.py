@@ -38,6 +38,7 @@ class Project:
         module: str = "flows.dume",
         own_server: bool = False,
     ) -> None:
+        folder.mkdir(exist_ok=True)
         self.module = module
         self.own_server = own_server
         self.home = folder / "home"

@@ -83,7 +83,7 @@ def pico_recipe(
             "sweep_ridge_lambda": [0.01, 100.0],
             "sweep_window": [2, 8],
         },
-        "compute": {"cpus": 2},
+        "compute": {"cpus": 1},
     }
 
 

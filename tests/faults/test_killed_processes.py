@@ -26,6 +26,7 @@ def values_of(texts):
     values = pico_recipe(texts, domains=DOMAINS)
     values["experts"]["training"]["steps"] = 25
     values["statistics"]["shards"] = 3
+    values["compute"]["cpus"] = 2
     values["evaluation"] |= {"sweep_top_k": [], "sweep_ridge_lambda": [], "sweep_window": []}
     return values
 

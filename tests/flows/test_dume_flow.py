@@ -1,18 +1,42 @@
-"""The whole pipeline as a user runs it, on texts of a few kilobytes."""
+"""The whole pipeline as a user runs it, on texts of a few kilobytes; and once more, disturbed.
 
+The second is killed in every phase, with secrets in its environment: twice it is the flow itself,
+which is started again, and twice a Ray worker.
+"""
+
+import base64
 import json
+import os
 import sys
+import urllib.parse
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import yaml
+from disturbed import Disturbed, kill_flow, kill_worker
 from project import ROOT, Project
 from texts import pico_recipe, save_recipe, write_texts
 
 from infra.reading import load_recipe
 from infra.registry import Registry
 from infra.settings import read
+from upcycle_core.checkpoints.hashing import tree_digest
 
 DOMAINS = ("letters", "numbers")
+KILLS = {
+    "experts": kill_flow,
+    "statistics": kill_worker,
+    "assembly": kill_worker,
+    "registration": kill_flow,
+}
+SECRETS = {
+    "AWS_ACCESS_KEY_ID": "AKIAPLANTED4TESTS000",
+    "AWS_SECRET_ACCESS_KEY": "planted/secret+of=s3",
+    "HF_TOKEN": "hf_plantedsecretofthehub0123456789",
+    "MLFLOW_TRACKING_PASSWORD": "planted-secret-of-mlflow",
+    "PREFECT_API_KEY": "pnu_plantedsecretofprefect",
+}
 STOCK = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,11 +54,19 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def project(folder):
+def recipe(folder):
     texts = write_texts(folder / "texts", domains=DOMAINS)
     values = pico_recipe(texts, domains=DOMAINS)
     values["domains"]["letters"]["elsewhere"] = {"files": ["{folder}/letters/elsewhere.txt"]}
-    project = Project(folder, save_recipe(folder / "recipe.yaml", values), own_server=True)
+    values["experts"]["training"]["steps"] = 25
+    values["compute"]["cpus"] = 2
+    values["versions"] = {"remote": "remote"}
+    return save_recipe(folder / "recipe.yaml", values)
+
+
+@pytest.fixture(scope="module")
+def project(folder, recipe):
+    project = Project(folder / "whole", recipe, own_server=True)
     project.done = project.flow()
     project.first_calls = project.calls()
     return project
@@ -113,6 +145,61 @@ def test_second_run_calls_nothing_and_registers_nothing(project, registry):
 def test_dvc_finds_what_the_flow_made_up_to_date(project):
     project.run("dvc", "repro", cwd=project.workspace)
     assert not project.calls()
+
+
+@pytest.fixture(scope="module")
+def killed(folder, recipe):
+    project = Disturbed(folder / "killed", recipe, **SECRETS)
+    project.starts = project.run_through(KILLS)
+    project.all_calls = project.calls()
+    return project
+
+
+def test_flow_with_a_kill_in_every_phase_ends_with_the_same_bytes(project, killed):
+    assert killed.starts == 3
+    assert killed.digests() == project.digests()
+
+
+def test_what_was_finished_before_a_kill_is_not_made_again(project, killed):
+    extra = killed.all_calls - project.first_calls
+    # What ran when it was killed: a piece on each of the two CPUs.
+    assert extra <= Counter(train=2, domain_statistics=2, assemble=1)
+    assert not project.first_calls - killed.all_calls
+
+
+def test_version_of_a_killed_flow_is_registered_once_and_whole(project, killed, tmp_path):
+    copies = []
+    for number, made in enumerate((project, killed)):
+        registry = Registry(read(made.environment()))
+        [version] = registry.versions("upcycle-pico")
+        assert set(version.aliases) == {"challenger", "champion"}
+        copy = registry.download(version.reference, tmp_path / str(number))
+        copies.append(tree_digest(copy))
+    assert copies[0] == copies[1]
+
+
+def files_below(*folders):
+    return (file for folder in folders for file in Path(folder).rglob("*") if file.is_file())
+
+
+def test_secrets_in_the_environment_are_in_no_file_and_no_log(killed):
+    # One that is there shows that the search would find them.
+    planted = killed.home / "mlflow" / "planted"
+    planted.write_bytes(b"x\0" + SECRETS["HF_TOKEN"].encode())
+    forms = {}
+    for name, secret in SECRETS.items():
+        encoded = base64.b64encode(secret.encode()).decode()
+        for form in (secret, urllib.parse.quote(secret, safe=""), encoded):
+            forms[form.encode()] = name
+    session = [os.environ[name] for name in ("HOME", "RAY_TMPDIR", "TMPDIR", "PREFECT_HOME")]
+    found = []
+    for file in files_below(killed.home.parent, *session):
+        content = file.read_bytes()
+        found += [(file, name) for form, name in forms.items() if form in content]
+    assert found == [(planted, "HF_TOKEN")]
+    names = {file.name for file in files_below(killed.home.parent, *session)}
+    assert {"mlflow.db", "prefect.db", "output", "dvc.lock", "provenance.json"} <= names
+    assert any(name.startswith("raylet") for name in names)
 
 
 @pytest.mark.faults

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import yaml
 
+from flows.announce import main
 from infra import services, settings
 from infra.deployments import PREFECT_FILE, deploy
 from infra.processes import find, launch, read_records, write_records
@@ -247,10 +248,10 @@ def test_new_data_starts_the_retraining(environment, prefect):
     assert started[0]["parameters"]["recipe"]["name"] == "demo"
 
 
-def test_new_data_without_a_server_is_said_in_one_line(tmp_path):
-    sent = python("-m", "flows.announce", environment=environment_for(tmp_path / "home"))
-    assert sent.returncode == 2
-    assert sent.stderr == "server = None: no Prefect server is running; start it: make up\n"
+def test_new_data_without_a_server_is_said_in_one_line(capsys):
+    assert main([]) == 2
+    expected = "server = None: no Prefect server is running; start it: make up\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_runs_and_registry_work_through_a_server_too(place, mlflow, tmp_path):
