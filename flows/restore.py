@@ -19,6 +19,7 @@ from prefect.artifacts import create_markdown_artifact
 from flows.artifacts import key_of
 from flows.commands import command
 from flows.session import log, prepare
+from infra.names import masked
 from infra.reading import validate
 from infra.recipe import Recipe
 from infra.records import Version
@@ -59,7 +60,7 @@ def restore(
             prepare(versions, recipe)
             if recipe.lineage is not None:
                 save(recipe.lineage, workspace)
-            log(f"fetching {found.reference} from {shown(source)}")
+            log(f"fetching {found.reference} from {masked(source)}")
             lock = registry.text(found, "dvc.lock") or ""
             versions.pull(lock, remote_of(source, settings.home))
             artifacts = _check(recipe, workspace, found)
@@ -89,12 +90,6 @@ def look(
     raise_faults(_faults(workspace, source))
     assert source is not None
     return found, recipe, workspace, source
-
-
-def shown(remote: str) -> str:
-    """A remote without what a URL may hold of a password."""
-    scheme, mark, rest = remote.partition("://")
-    return f"{scheme}{mark}{rest.rpartition('@')[2]}"
 
 
 def _version(registry: Registry, name: str, version: str) -> Version:

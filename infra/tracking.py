@@ -19,9 +19,12 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
 
+from infra.names import masked
 from infra.records import DatasetRecord, flatten
 from infra.settings import Settings
+from upcycle_core.errors import Fault, InputError
 
 # What MLflow takes in one call, in one value.
 METRICS_PER_CALL = 1000
@@ -171,19 +174,35 @@ def open_database(settings: Settings) -> MlflowClient:
 
     Creating it is serialised: MLflow's migrations break when two processes start them at once. So
     are calls of a SQLite database by the threads of this process.
+
+    Raises:
+        InputError: It cannot be reached or read.
     """
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     settings.mlflow_artifacts.mkdir(parents=True, exist_ok=True)
     with (settings.mlflow_artifacts.parent / "database.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        client = MlflowClient(settings.mlflow_tracking_uri, settings.mlflow_tracking_uri)
-        client.search_experiments(max_results=1)
+        try:
+            client = MlflowClient(settings.mlflow_tracking_uri, settings.mlflow_tracking_uri)
+            client.search_experiments(max_results=1)
+        except (MlflowException, SQLAlchemyError, ImportError) as error:
+            remedy = (
+                f"cannot be opened ({_first_line(error)}); see that it runs and is named right, "
+            )
+            remedy += "or unset MLFLOW_TRACKING_URI: then runs go into a file of the home"
+            fault = Fault("MLFLOW_TRACKING_URI", masked(settings.mlflow_tracking_uri), remedy)
+            raise InputError(fault) from None  # what it came from may show a password
     # The registry's store looks models up through the process's own address, not the client's.
     mlflow.set_tracking_uri(settings.mlflow_tracking_uri)
     if not settings.mlflow_tracking_uri.startswith("sqlite:"):
         return client
     return cast(MlflowClient, _OneAtATime(client))
+
+
+def _first_line(error: Exception) -> str:
+    said = str(error).strip()
+    return masked(said.partition("\n")[0]) if said else type(error).__name__
 
 
 class _OneAtATime:

@@ -3,6 +3,7 @@ import os
 import signal
 import sqlite3
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -256,3 +257,14 @@ def test_nested_values_become_dotted_text_and_long_text_is_cut():
         "e": '[1, {"f":…',
         "g": "x" * 9 + "…",
     }
+
+
+@pytest.mark.parametrize("address", ["http://me:s3cret@127.0.0.1:9", "odd://me:s3cret@host/x"])
+def test_a_database_that_does_not_answer_is_named_without_its_password(
+    tmp_path, monkeypatch, address
+):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    place = settings.read({"UPCYCLE_HOME": str(tmp_path), "MLFLOW_TRACKING_URI": address})
+    with pytest.raises(InputError, match=r"MLFLOW_TRACKING_URI = .*cannot be opened") as caught:
+        Tracker(place, "test")
+    assert "s3cret" not in "".join(traceback.format_exception(caught.value))
