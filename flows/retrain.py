@@ -25,7 +25,7 @@ from tasks import pipeline
 from tasks.champion import MODEL_TAG
 from tasks.currency import news, outdated
 from tasks.lineage import begin, modelled, with_lineage, with_parents
-from tasks.promotion import Outcome, led_experts, newest
+from tasks.promotion import PENDING_TAG, Outcome, led_experts, newest
 from tasks.stage import Session
 from tasks.workspace import Workspace
 from upcycle_core.errors import Fault, raise_faults
@@ -81,7 +81,9 @@ def _is_up_to_date(recipe: Recipe, workspace: Workspace) -> bool:
     if unfinished(workspace) is not None or news(session).any or outdated(session, BUILT):
         return False
     known = newest(Registry(configure()), recipe.registered_name)
-    return known is not None and known.tags.get(MODEL_TAG) == workspace.digest("model")
+    if known is None or PENDING_TAG in known.tags:
+        return False
+    return known.tags.get(MODEL_TAG) == workspace.digest("model")
 
 
 def _learn(session: FlowSession) -> Outcome:

@@ -59,7 +59,7 @@ def open_form(page, settings):
 def test_a_bad_value_is_refused_with_its_field_its_limit_and_the_reason(page, served):
     open_form(page, served.settings).fill("-1")
     page.get_by_role("button", name="Submit").click()
-    refusal = page.get_by_text("Validation failed for field 'recipe.seed'")
+    refusal = page.get_by_text("Validation failed for field 'recipe.seed'").first
     refusal.wait_for()
     assert "-1 is less than the minimum of 0" in refusal.inner_text()
 

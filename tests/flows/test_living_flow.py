@@ -11,10 +11,20 @@ from texts import pico_recipe, save_recipe, write_texts
 from infra.registry import Registry
 from infra.settings import read
 from tasks.lineage import FILE
+from tasks.promotion import PENDING_TAG
 from upcycle_core.checkpoints.hashing import tree_digest
 
 OLD, NEW = ("letters", "numbers"), "colours"
 NAME = "upcycle-pico"
+STATE = """
+import sys
+from pathlib import Path
+from flows.retrain import retrain
+from infra.reading import load_recipe
+
+state = retrain(load_recipe(Path(sys.argv[1])), return_state=True)
+print("STATE", state.type.value, state.name)
+"""
 SEPARATOR = "\n<|doc|>\n"
 
 
@@ -220,3 +230,28 @@ def test_a_damaged_remote_restores_nothing(life, shrunk, tmp_path):
     assert done.returncode == 2, done.stdout + done.stderr
     assert "remote" in done.stderr
     assert not (tmp_path / "again" / "pico").exists()
+
+
+@pytest.mark.faults
+def test_a_rebuild_takes_a_domain_into_the_backbone_and_out_again(life, shrunk):
+    done = life.call("flows.grow", life.grown_recipe, NEW, "--rebuild")
+    assert life.lineage()["backbone"] == [*OLD, NEW]
+    assert (done.calls["train"], done.calls["write_backbone"]) == (1, 1)
+    assert done.calls["domain_statistics"] == 2 * 3
+    assert "The backbone averages letters, numbers, colours." in done.stdout
+    done = life.call("flows.shrink", life.grown_recipe, NEW, "--rebuild")
+    assert life.lineage()["backbone"] == list(OLD)
+    assert (done.calls["train"], done.calls["write_backbone"]) == (0, 1)
+    assert done.calls["domain_statistics"] == 2 * 2
+
+
+@pytest.mark.faults
+def test_nothing_to_do_is_a_state_in_prefect_but_not_while_an_alias_is_pending(life, shrunk):
+    before = life.registry().versions(NAME)
+    life.registry().set_tags(before[-1], {PENDING_TAG: "challenger"})
+    life.call("flows.retrain", life.recipe)
+    after = life.registry().versions(NAME)
+    assert [v.number for v in after] == [v.number for v in before]
+    assert PENDING_TAG not in after[-1].tags
+    done = life.run(sys.executable, "-c", STATE, str(life.recipe))
+    assert "STATE COMPLETED Nothing to do" in done.stdout
