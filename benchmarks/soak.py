@@ -78,7 +78,7 @@ class Soak:
         }
 
     def begin(self) -> None:
-        """Write texts and recipe, build the model, start the servers, deploy."""
+        """Write texts and recipe, start the servers, build the model, deploy."""
         self.text.mkdir()
         self.grow_text(0)
         self.recipe.write_text(yaml.safe_dump(_recipe(self.text)))
@@ -87,8 +87,8 @@ class Soak:
         nightly |= {"parameters": {"recipe": str(self.recipe)}, "schedules": []}
         file = self.folder / "prefect.yaml"
         file.write_text(yaml.safe_dump({**deployments, "deployments": [nightly]}))
-        self.command("flows.dume", str(self.recipe))
         self.command("infra.services", "up")
+        self.command("flows.dume", str(self.recipe))
         deploy = "from infra.settings import configure; from infra.deployments import deploy; "
         deploy += f"from pathlib import Path; deploy(configure(), prefect_file=Path({str(file)!r}))"
         self._python("-c", deploy)

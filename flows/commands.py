@@ -3,16 +3,21 @@
 import argparse
 import functools
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from flows.artifacts import SUMMARY
 from infra import settings as environment
+from infra.names import masked
 from infra.reading import load_recipe
 from infra.recipe import Recipe
 from tasks.workspace import Workspace
-from upcycle_core.errors import InputError
+from upcycle_core.errors import Fault, InputError
+
+SERVER_SECONDS = 30
 
 
 def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
@@ -53,15 +58,37 @@ def load(chosen: argparse.Namespace) -> Recipe:
     return load_recipe(chosen.recipe, chosen.set, added=chosen.add)
 
 
+def check_server(settings: environment.Settings) -> None:
+    """Knock at the server that the user has named: Prefect would end in a traceback.
+
+    Raises:
+        InputError: It does not answer.
+    """
+    api = settings.prefect_api_url
+    if api is None:
+        return
+    try:
+        with urllib.request.urlopen(f"{api.rstrip('/')}/health", timeout=SERVER_SECONDS):
+            return
+    except urllib.error.HTTPError:
+        return  # it is there, and asks for more
+    except (OSError, ValueError) as error:
+        remedy = f"no Prefect server answers there ({error}); start it, or unset this: a flow "
+        remedy += "brings a server along"
+        raise InputError(Fault("PREFECT_API_URL", masked(api), remedy)) from error
+
+
 def free_workspace(recipe: Recipe) -> Workspace:
     """The recipe's workspace, in which no flow works.
 
     Asked before Prefect records a run that cannot begin.
 
     Raises:
-        InputError: A flow is at work there.
+        InputError: A flow is at work there, or the Prefect server that is named does not answer.
     """
-    workspace = Workspace(environment.configure().home / recipe.name)
+    settings = environment.configure()
+    check_server(settings)
+    workspace = Workspace(settings.home / recipe.name)
     with workspace.lock("the start of a flow"):
         return workspace
 
@@ -83,12 +110,14 @@ def run_flow(
         InputError: Bad input, said before Prefect records a run that cannot begin.
     """
     recipe = load(chosen)
-    workspace = Workspace(environment.configure().home / recipe.name)
+    settings = environment.configure()
+    workspace = Workspace(settings.home / recipe.name)
     with workspace.lock("the start of a flow"):
         said = look(recipe, workspace)
     if said is not None:
         print(said)
         return
+    check_server(settings)
     run(recipe)
     print((workspace.root / SUMMARY).read_text())
 

@@ -17,7 +17,7 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from flows.artifacts import key_of
-from flows.commands import command
+from flows.commands import check_server, command
 from flows.session import log, prepare
 from infra.names import masked
 from infra.reading import validate
@@ -162,7 +162,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--remote", help="DVC remote; the recipe's by default")
     chosen = parser.parse_args(arguments)
     asked = (chosen.name, chosen.version, chosen.into, chosen.remote)
-    look(configure(), *asked)  # said before Prefect records a run that cannot begin
+    settings = configure()
+    check_server(settings)
+    look(settings, *asked)  # said before Prefect records a run that cannot begin
     print(restore(*asked))
 
 

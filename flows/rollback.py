@@ -14,7 +14,7 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from flows.artifacts import key_of
-from flows.commands import command
+from flows.commands import check_server, command
 from infra.registry import Registry
 from infra.settings import configure
 from tasks.promotion import roll_back
@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("name", help="the registered model")
     parser.add_argument("--because", default="", metavar="REASON", help="is kept with the version")
     chosen = parser.parse_args(arguments)
+    check_server(configure())
     print(f"champion: {rollback(chosen.name, chosen.because)}")
 
 

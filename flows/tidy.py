@@ -25,7 +25,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 
 from flows.artifacts import key_of
-from flows.commands import command, load, recipe_parser
+from flows.commands import check_server, command, load, recipe_parser
 from flows.session import log
 from infra import settings as environment
 from infra.reading import validate
@@ -156,8 +156,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--apply", action="store_true", help="remove what is shown")
     chosen = parser.parse_args(arguments)
     recipe = load(chosen)
-    with find_workspace(environment.configure().home / recipe.name).lock("the start of a flow"):
-        pass  # said here in one line, before Prefect records a run that cannot begin
+    settings = environment.configure()
+    with find_workspace(settings.home / recipe.name).lock("the start of a flow"):
+        check_server(settings)  # said in one line, before Prefect records a run that cannot begin
     print(tidy(recipe, apply=chosen.apply))
 
 

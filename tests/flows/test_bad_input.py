@@ -2,6 +2,7 @@
 
 import pytest
 from pico import save_pico
+from prefect_server import free_port
 from project import Project
 from texts import pico_recipe, save_recipe, write_texts
 
@@ -58,6 +59,13 @@ def test_experts_that_do_not_fit_are_named(tmp_path, texts):
     message = refused(tmp_path, values)
     assert "intermediate_size" in message
     assert "rope" in message
+
+
+def test_a_prefect_server_that_does_not_answer_is_named(tmp_path, texts, monkeypatch):
+    nobody = f"http://127.0.0.1:{free_port()}/api"
+    monkeypatch.setattr(Project, "environment", lambda self: {"PREFECT_API_URL": nobody})
+    message = refused(tmp_path, pico_recipe(texts, domains=DOMAINS))
+    assert f"PREFECT_API_URL = '{nobody}': no Prefect server answers there" in message
 
 
 @pytest.mark.faults
