@@ -116,9 +116,9 @@ class Soak:
         names = MODULES[:2] if number == 0 else (MODULES[2 + number % (len(MODULES) - 2)],)
         for domain, module in zip(FIRST_TWO, names, strict=False):
             sources = sorted((library / module).glob("*.py"))
-            text = "\n".join(source.read_text(errors="replace") for source in sources)
+            texts = (source.read_text(errors="replace")[:8_000] for source in sources[:12])
             with (self.text / f"{domain}.txt").open("a") as file:
-                file.write(f"\n\nRelease {number}\n\n{text[:40_000]}")
+                file.writelines(f"Release {number}\n{text}\n<|doc|>\n" for text in texts)
 
     def command(self, module: str, *arguments: str) -> None:
         """``python -m MODULE ARGUMENTS``."""
