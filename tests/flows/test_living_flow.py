@@ -235,14 +235,13 @@ def test_a_damaged_remote_restores_nothing(life, shrunk, tmp_path):
 @pytest.mark.faults
 def test_a_rebuild_takes_a_domain_into_the_backbone_and_out_again(life, shrunk):
     done = life.call("flows.grow", life.grown_recipe, NEW, "--rebuild")
-    assert life.lineage()["backbone"] == [*OLD, NEW]
     assert (done.calls["train"], done.calls["write_backbone"]) == (1, 1)
     assert done.calls["domain_statistics"] == 2 * 3
     assert "The backbone averages letters, numbers, colours." in done.stdout
     done = life.call("flows.shrink", life.grown_recipe, NEW, "--rebuild")
-    assert life.lineage()["backbone"] == list(OLD)
     assert (done.calls["train"], done.calls["write_backbone"]) == (0, 1)
     assert done.calls["domain_statistics"] == 2 * 2
+    assert "The backbone averages letters, numbers." in done.stdout
 
 
 @pytest.mark.faults
