@@ -42,7 +42,7 @@ def test_all_that_a_flow_starts_listens_on_loopback_alone(tmp_path):
     # Two workers that meet for a training, beside what every flow starts.
     training = {**TRAINING, "steps": 8, "learning_rate": 1e-3, "gradient_accumulation": 2}
     values["baselines"] = {"full": {"method": "full-finetune", "training": training}}
-    values["compute"]["baselines"] = {"workers": 2}
+    values["compute"] = {"cpus": 2, "baselines": {"workers": 2}}
     recipe = save_recipe(tmp_path / "recipe.yaml", values)
     project = Project(tmp_path, recipe, module="flows.compare", own_server=True)
     seen = set()
