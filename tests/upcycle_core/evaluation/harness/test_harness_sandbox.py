@@ -36,7 +36,7 @@ setpriority sched_setaffinity setuid capset name_to_handle_at open_by_handle_at
 """
 EVERYWHERE = """
 import os
-for fd in range(60):
+for fd in range(4096):
     try:
         os.write({}, b"passed")
     except OSError:
@@ -197,8 +197,8 @@ def test_environment_is_four_names_and_hashes_repeat(monkeypatch):
         "import os\nos._exit(0)",
         "import sys\nsys.exit(0)",
         "raise SystemExit",
-        "import os\nos.closerange(0, 256)",
-        "import os\nos.closerange(0, 256)\nos._exit(0)",
+        "import os\nos.closerange(0, 4096)",
+        "import os\nos.closerange(0, 4096)\nos._exit(0)",
         f"{EVERYWHERE.format('fd')}",
         f"{EVERYWHERE.format('os.dup(fd)')}\nos._exit(0)",
         "import os\nos.write = os._exit = lambda *_: None\nassert False",
@@ -228,7 +228,7 @@ def test_a_hundred_megabytes_of_output_go_nowhere(capfd):
         "import signal\nfor number in signal.valid_signals() - {9, 19, 32, 33}:\n"
         "    signal.signal(number, signal.SIG_IGN)\nimport time\ntime.sleep(50)",
         "import threading\nthreading.Thread(target=threading.Event().wait).start()\nwhile 1: pass",
-        "import os\nos.closerange(0, 256)\nwhile True: pass",
+        "import os\nos.closerange(0, 4096)\nwhile True: pass",
     ],
 )
 def test_endless_program_is_stopped_at_the_limit(loop):
