@@ -27,9 +27,8 @@ from infra.registry import Registry
 from infra.settings import Settings, configure
 from infra.versions import Versions, remote_of
 from tasks import pipeline
-from tasks.champion import MODEL_TAG
 from tasks.lineage import save
-from tasks.promotion import COMPRESSED_TAG
+from tasks.promotion import COMPRESSED_TAG, MODEL_TAG
 from tasks.workspace import Workspace
 from upcycle_core.errors import Fault, InputError, raise_faults
 

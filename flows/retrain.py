@@ -22,10 +22,9 @@ from infra.recipe import Recipe, resolve
 from infra.registry import Registry
 from infra.settings import configure
 from tasks import pipeline
-from tasks.champion import MODEL_TAG
 from tasks.currency import news, outdated
 from tasks.lineage import begin, modelled, with_lineage, with_parents
-from tasks.promotion import PENDING_TAG, Outcome, led_experts, newest
+from tasks.promotion import MODEL_TAG, PENDING_TAG, Outcome, led_experts, newest
 from tasks.stage import Session
 from tasks.workspace import Workspace
 from upcycle_core.errors import Fault, raise_faults

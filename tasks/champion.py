@@ -11,6 +11,7 @@ from infra.compute import Done, Piece, run_pieces
 from infra.records import Version
 from infra.registry import Registry
 from tasks.evaluation import champion_piece
+from tasks.promotion import MODEL_TAG
 from tasks.stage import Session
 from tasks.task_scores import read_scores, score_model
 from upcycle_core.evaluation.harness.items import Item
@@ -18,8 +19,6 @@ from upcycle_core.evaluation.harness.score import TaskScore
 
 CHAMPION = "champion"
 """Its row in tables."""
-MODEL_TAG = "upcycle.model"
-"""Of a version: the digest of its files."""
 
 
 @dataclass(frozen=True)

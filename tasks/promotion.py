@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from infra.records import Version
 from infra.registry import Registry
-from tasks.champion import MODEL_TAG
 from tasks.stage import Session
 from upcycle_core.errors import Fault, InputError
 
+MODEL_TAG = "upcycle.model"
+"""Of a version: the digest of its files."""
 DECISION_TAG = "upcycle.decision"
 PREVIOUS_TAG = "upcycle.previous_champion"
 """Of a version that became champion: the number of the one before it, or ``none``."""

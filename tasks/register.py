@@ -12,13 +12,14 @@ from infra.records import Registration
 from infra.registry import Registry
 from infra.tracking import Run
 from infra.versions import Versions, code_version
-from tasks.champion import CHAMPION, MODEL_TAG, Champion
+from tasks.champion import CHAMPION, Champion
 from tasks.compression import MODEL, REPORT, row_title
 from tasks.gate import Decision, decide, figures
 from tasks.promotion import (
     COMPRESSED_TAG,
     DECISION_TAG,
     EXPERTS_TAG,
+    MODEL_TAG,
     PENDING_TAG,
     Outcome,
     expert_digests,

@@ -9,9 +9,9 @@ from infra.registry import Registry
 from infra.tracking import Run
 from infra.versions import Versions
 from tasks.answers import ANSWERS, answer_arguments, answers_piece
-from tasks.champion import MODEL_TAG, Champion
+from tasks.champion import Champion
 from tasks.gate import Decision, decide
-from tasks.promotion import DECISION_TAG, Outcome, offered, with_aliases
+from tasks.promotion import DECISION_TAG, MODEL_TAG, Outcome, offered, with_aliases
 from tasks.register import registration
 from tasks.stage import Session
 from tasks.tuning_report import figures

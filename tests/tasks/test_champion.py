@@ -7,7 +7,8 @@ from infra.records import Registration
 from infra.registry import Registry
 from infra.settings import read
 from infra.tracking import Tracker
-from tasks.champion import MODEL_TAG, standing_champion
+from tasks.champion import standing_champion
+from tasks.promotion import MODEL_TAG
 from tasks.stage import CODE, Session
 from tasks.workspace import Workspace
 

@@ -10,9 +10,9 @@ from infra.records import Registration
 from infra.registry import Registry
 from infra.settings import read
 from infra.tracking import Tracker
-from tasks.champion import MODEL_TAG
 from tasks.promotion import (
     EXPERTS_TAG,
+    MODEL_TAG,
     PENDING_TAG,
     PREVIOUS_TAG,
     ROLLED_BACK_TAG,
