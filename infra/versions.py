@@ -8,14 +8,14 @@ import configparser
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from upcycle_core.errors import Fault, InputError
 
 # Not "reflink" first: DVC would take every file away for a moment to link it anew, while pieces
 # read it. So it links what it finds, where the disk can.
-LINKS = "[cache]\n    type = hardlink, copy\n"
+SETTINGS = {"core": {"no_scm": "True"}, "cache": {"type": "hardlink, copy"}}
 REMOTE = "upcycle"
 
 
@@ -33,12 +33,7 @@ class Versions:
 
     def prepare(self, *, pipeline: str, params: str) -> None:
         """Make the project if there is none, and write ``dvc.yaml`` and ``params.yaml``."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        if not self._config.exists():
-            self._dvc("init", "--no-scm", "--quiet", "--force")
-        if "[cache]" not in self._config.read_text():
-            with self._config.open("a") as file:
-                file.write(LINKS)
+        self._configure(SETTINGS)
         _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n")
         _write_if_changed(self.root / "params.yaml", params)
         _write_if_changed(self.root / "dvc.yaml", pipeline)
@@ -66,10 +61,26 @@ class Versions:
         self._dvc("pull", "--quiet")
 
     def _use(self, remote: str) -> None:
-        known = configparser.ConfigParser(interpolation=None)
-        known.read(self._config)
-        if known.get(f"'remote \"{REMOTE}\"'", "url", fallback=None) != remote:
-            self._dvc("remote", "add", "--force", "--default", "--quiet", REMOTE, remote)
+        quote = "'" if '"' in remote else '"'
+        if quote in remote:
+            raise InputError(Fault("versions.remote", remote, "holds both ' and \"; rename it"))
+        place = {"url": f"{quote}{remote}{quote}"}
+        self._configure({"core": {"remote": REMOTE}, f"'remote \"{REMOTE}\"'": place})
+
+    def _configure(self, settings: Mapping[str, Mapping[str, str]]) -> None:
+        """Add to the project's settings. Each command of DVC takes two seconds to do it, and none
+        of them can write a place with letters beyond ASCII in its name.
+        """
+        self._config.parent.mkdir(parents=True, exist_ok=True)
+        config = configparser.ConfigParser(interpolation=None)
+        config.read(self._config, encoding="utf-8")
+        before = {name: dict(section) for name, section in config.items()}
+        config.read_dict(settings)
+        if before != {name: dict(section) for name, section in config.items()}:
+            partial = self._config.with_suffix(".partial")
+            with partial.open("w", encoding="utf-8") as file:
+                config.write(file)
+            partial.replace(self._config)
 
     def lock_text(self) -> str:
         """Content of dvc.lock; empty before the first commit."""

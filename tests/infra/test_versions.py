@@ -1,0 +1,52 @@
+"""What is published comes back from a DVC remote, whatever its place is called."""
+
+import configparser
+import shutil
+
+import pytest
+
+from infra.versions import Versions
+from upcycle_core.errors import InputError
+
+PIPELINE = "stages:\n  model: {cmd: 'true', outs: [model]}\n"
+PLACES = ("plain", "Bücher & Rechte #2, 100% 'neu'")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_was_pushed_comes_back_elsewhere(tmp_path, place):
+    remote = str(tmp_path / place)
+    here, there = (Versions(tmp_path / f"{place} {side}") for side in ("here", "there"))
+    for versions in (here, there):
+        versions.prepare(pipeline=PIPELINE, params="")
+    (here.root / "model").mkdir()
+    (here.root / "model" / "weights").write_text("weights")
+    here.commit(["model"])
+    here.push(remote)
+    shutil.rmtree(here.root / ".dvc" / "cache")
+    there.pull(here.lock_text(), remote)
+    assert (there.root / "model" / "weights").read_text() == "weights"
+
+
+def test_settings_of_others_stay_and_the_file_is_written_for_changes_alone(tmp_path):
+    versions = Versions(tmp_path)
+    config = tmp_path / ".dvc" / "config"
+    versions.prepare(pipeline=PIPELINE, params="")
+    with config.open("a") as file:
+        file.write("['remote \"upcycle\"']\n    endpointurl = http://127.0.0.1:9\n")
+    versions._use("s3://bucket/models")
+    versions.prepare(pipeline=PIPELINE, params="")
+    written = configparser.ConfigParser()
+    written.read(config)
+    assert dict(written["'remote \"upcycle\"'"]) == {
+        "url": '"s3://bucket/models"',
+        "endpointurl": "http://127.0.0.1:9",
+    }
+    assert written["cache"]["type"] == "hardlink, copy"
+    before = config.stat()
+    versions._use("s3://bucket/models")
+    assert config.stat().st_ino == before.st_ino
+
+
+def test_a_place_that_dvc_cannot_be_told_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"versions\.remote"):
+        Versions(tmp_path).push("""a "b" 'c'""")
