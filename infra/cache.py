@@ -19,8 +19,8 @@ from upcycle_core.errors import Fault, InputError
 Output = Mapping[str, Any]
 """An output as dvc.lock names it: ``path``, ``md5``, ..."""
 REMOVING = re.compile(r"^Removing (/.*)$", re.MULTILINE)
-CONFIG = "[core]\n    no_scm = True\n    analytics = false\n    site_cache_dir = {site}\n"
-CACHE = "[cache]\n    dir = {cache}\n"
+CONFIG = '[core]\n    no_scm = True\n    analytics = false\n    site_cache_dir = "{site}"\n'
+CACHE = '[cache]\n    dir = "{cache}"\n'
 
 
 def outputs(lock: str) -> dict[str, list[Output]]:

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import urlparse
+from urllib.parse import unquote, urlparse
 
 import pytest
 import yaml
@@ -127,7 +127,7 @@ class Life:
         (project / ".dvc").mkdir()
         cache = self.workspace.root / ".dvc" / "cache"
         (project / ".dvc" / "config").write_text(
-            f"[core]\n no_scm = True\n[cache]\n dir = {cache}\n type = copy\n"
+            f'[core]\n no_scm = True\n[cache]\n dir = "{cache}"\n type = copy\n'
         )
         done = subprocess.run(
             [sys.executable, "-m", "dvc", "checkout", "--quiet"],
@@ -144,7 +144,7 @@ class Life:
 
 @pytest.fixture(scope="module")
 def life(tmp_path_factory):
-    return lived(tmp_path_factory.mktemp("home"))
+    return lived(tmp_path_factory.mktemp("home #1 für Bücher"))
 
 
 def lived(home):
@@ -282,7 +282,7 @@ def test_a_kept_version_whose_files_are_lost_stops_it_all(life):
     client = MlflowClient(life.place.mlflow_tracking_uri)
     champion = life.registry.find(NAME, "champion")
     place = client.get_logged_model(champion.model_id).artifact_location
-    (Path(urlparse(place).path) / "upcycle" / "dvc.lock").unlink()
+    (Path(unquote(urlparse(place).path)) / "upcycle" / "dvc.lock").unlink()
     with pytest.raises(InputError, match=r"models:/upcycle-pico/1.*dvc.lock"):
         life.spares()
 
