@@ -1,7 +1,11 @@
-"""Checkpoints that survive a kill: one counts only once its completion marker is on the disk."""
+"""Checkpoints that survive a kill: one counts only once its completion marker is on the disk.
+
+The marker holds the size of every file, so that one that a disk has cut off later counts no more.
+"""
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from upcycle_core.checkpoints.writer import sync_directory, sync_file
 
 MARKER = "complete.json"
 PREFIX = "checkpoint-"
+SIZES = "sizes"
 
 
 @dataclass(frozen=True)
@@ -42,23 +47,25 @@ def mark_complete(directory: Path, record: dict[str, Any]) -> None:
     sync_directory(directory)
     sync_directory(directory.parent)
     unfinished = directory / f"{MARKER}.tmp"
-    unfinished.write_text(json.dumps(record, indent=2, sort_keys=True))
+    whole = {**record, SIZES: _sizes(directory)}
+    unfinished.write_text(json.dumps(whole, indent=2, sort_keys=True))
     sync_file(unfinished)
     unfinished.replace(directory / MARKER)
     sync_directory(directory)
 
 
 def newest_complete(checkpoints: Path) -> Checkpoint | None:
-    """The marked checkpoint with the most steps, or None."""
-    marked = _marked(checkpoints)
-    if not marked:
-        return None
-    return Checkpoint(marked[-1], json.loads((marked[-1] / MARKER).read_text()))
+    """The whole checkpoint with the most steps, or None."""
+    return max(_whole(checkpoints), key=lambda found: found.step, default=None)
 
 
 def discard_incomplete(checkpoints: Path) -> None:
-    """Delete what a kill left behind: checkpoints without a marker."""
-    for directory in set(checkpoints.glob(f"{PREFIX}*")) - set(_marked(checkpoints)):
+    """Delete what a kill or a disk left behind: checkpoints that are not whole.
+
+    Those after one that a disk has cut off go too: it may be the best, which none of them replaces.
+    """
+    whole = {found.directory for found in _whole(checkpoints)}
+    for directory in set(checkpoints.glob(f"{PREFIX}*")) - whole:
         shutil.rmtree(directory)
 
 
@@ -73,8 +80,27 @@ def keep_newest(checkpoints: Path, *, count: int, spare: int | None = None) -> N
         shutil.rmtree(directory)
 
 
+def _whole(checkpoints: Path) -> Iterator[Checkpoint]:
+    """Marked checkpoints by steps, up to the first whose files are not as they were."""
+    for directory in _marked(checkpoints):
+        record = json.loads((directory / MARKER).read_text())
+        sizes = record.pop(SIZES, {})  # a checkpoint of an older version has none
+        if not sizes.items() <= _sizes(directory).items():
+            return
+        yield Checkpoint(directory, record)
+
+
 def _marked(checkpoints: Path) -> list[Path]:
     return sorted((marker.parent for marker in checkpoints.glob(f"{PREFIX}*/{MARKER}")), key=_step)
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    """{file: bytes} of all but the marker."""
+    return {
+        str(path.relative_to(directory)): path.stat().st_size
+        for path in directory.rglob("*")
+        if path.is_file() and path.name not in (MARKER, f"{MARKER}.tmp")
+    }
 
 
 def _step(directory: Path) -> int:

@@ -49,6 +49,23 @@ def test_discard_incomplete_deletes_unmarked_folders_only(tmp_path):
     assert set(tmp_path.iterdir()) == {whole, other}
 
 
+@pytest.mark.parametrize(("damaged", "left"), [(6, 4), (4, 2), (2, None)])
+def test_what_a_disk_has_cut_off_does_not_count_nor_what_came_after(tmp_path, damaged, left):
+    for step in (2, 4, 6):
+        _fill(tmp_path, step, marked=True)
+    (tmp_path / f"checkpoint-{damaged}" / "weights").write_bytes(b"")
+    discard_incomplete(tmp_path)
+    newest = newest_complete(tmp_path)
+    assert (newest.step if newest else None) == left
+    kept = {f"checkpoint-{step}" for step in (2, 4, 6) if left and step <= left}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_a_checkpoint_that_lost_a_file_does_not_count(tmp_path):
+    (_fill(tmp_path, 2, marked=True) / "weights").unlink()
+    assert newest_complete(tmp_path) is None
+
+
 def test_keep_newest_keeps_by_steps(tmp_path):
     for step in (8, 10, 9, 100):
         _fill(tmp_path, step, marked=True)
