@@ -1,7 +1,8 @@
 """The whole pipeline as a user runs it, on texts of a few kilobytes; and once more, disturbed.
 
-The second is killed in every phase, with secrets in its environment: twice it is the flow itself,
-which is started again, and twice a Ray worker.
+The second is killed in every phase, with secrets in its environment: a Ray worker while pieces run,
+and at the registration the flow itself, which is started again. `make test-faults` kills each of
+both, and the servers, in all of the phases.
 """
 
 import base64
@@ -25,7 +26,7 @@ from upcycle_core.checkpoints.hashing import tree_digest
 
 DOMAINS = ("letters", "numbers")
 KILLS = {
-    "experts": kill_flow,
+    "experts": kill_worker,
     "statistics": kill_worker,
     "assembly": kill_worker,
     "registration": kill_flow,
@@ -156,14 +157,14 @@ def killed(folder, recipe):
 
 
 def test_flow_with_a_kill_in_every_phase_ends_with_the_same_bytes(project, killed):
-    assert killed.starts == 3
+    assert killed.starts == 2
     assert killed.digests() == project.digests()
 
 
 def test_what_was_finished_before_a_kill_is_not_made_again(project, killed):
     extra = killed.all_calls - project.first_calls
-    # What ran when it was killed: a piece on each of the two CPUs.
-    assert extra <= Counter(train=2, domain_statistics=2, assemble=1)
+    # What ran when it was killed.
+    assert extra <= Counter(train=1, domain_statistics=1, assemble=1)
     assert not project.first_calls - killed.all_calls
 
 
@@ -179,7 +180,7 @@ def test_version_of_a_killed_flow_is_registered_once_and_whole(project, killed, 
 
 
 def files_below(*folders):
-    return (file for folder in folders for file in Path(folder).rglob("*") if file.is_file())
+    return {file for folder in folders for file in Path(folder).rglob("*") if file.is_file()}
 
 
 def test_secrets_in_the_environment_are_in_no_file_and_no_log(killed):
