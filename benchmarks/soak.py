@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ MODULES = ("json", "email", "logging", "asyncio", "unittest", "http", "xml", "im
 TRAINING = {"steps": 20, "batch_size": 4, "sequence_length": 64, "warmup_steps": 2}
 FIRST_TWO = ("first", "second")
 TIDY_EVERY = 10
+END_SECONDS = 30  # after its last state a run's process may still put things away
 WEEK = "PT150S"  # seven runs of some twenty seconds
 ALLOWED = 1.1
 
@@ -144,6 +146,9 @@ class Soak:
             raise RuntimeError(f"{' '.join(arguments)} failed:\n{said}")
 
     def _sample(self) -> dict[str, float]:
+        deadline = time.monotonic() + END_SECONDS
+        while _flows(self.home) and time.monotonic() < deadline:
+            time.sleep(0.2)
         servers = _family(self.home)
         memory = sum(p.memory_info().rss for p in servers)
         remote = _size(self.home / "remote")
@@ -179,6 +184,14 @@ def _family(home: Path) -> list[psutil.Process]:
         process = psutil.Process(record.pid)
         found += [process, *process.children(recursive=True)]
     return found
+
+
+def _flows(home: Path) -> list[psutil.Process]:
+    """Processes that the worker has started and that have not ended."""
+    from infra.processes import read_records
+
+    record = read_records(home / "services" / "state.json")["worker"]
+    return psutil.Process(record.pid).children()
 
 
 def _size(folder: Path) -> int:
