@@ -237,7 +237,7 @@ def test_a_rebuild_takes_a_domain_into_the_backbone_and_out_again(life, shrunk):
     done = life.call("flows.grow", life.grown_recipe, NEW, "--rebuild")
     assert (done.calls["train"], done.calls["write_backbone"]) == (1, 1)
     assert done.calls["domain_statistics"] == 2 * 3
-    assert "The backbone averages letters, numbers, colours." in done.stdout
+    assert "The backbone averages colours, letters, numbers." in done.stdout
     done = life.call("flows.shrink", life.grown_recipe, NEW, "--rebuild")
     assert (done.calls["train"], done.calls["write_backbone"]) == (0, 1)
     assert done.calls["domain_statistics"] == 2 * 2
