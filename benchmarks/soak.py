@@ -4,7 +4,8 @@
 
 Servers and worker as `make up` starts them, a small model, and its deployment `retrain`. Runs are
 scheduled one after the other, so that the worker starts each: those that find nothing new, and,
-spread among them, those for which a text has grown. After every tenth run `flows.tidy` clears up.
+spread among them, those for which a text has changed. The text stays as long as it is and `keep` is
+small, so that what grows is not what is asked for. After every tenth run `flows.tidy` clears up.
 After every run: processes, open files and memory of servers and worker, and the size of the home;
 apart from it that of the DVC remote, an archive that nothing clears. Prefect drops events after a
 week; a run stands for a night here, so after as many runs.
@@ -34,6 +35,7 @@ FIGURES = (*BOUNDED, "remote MB")
 MODULES = ("json", "email", "logging", "asyncio", "unittest", "http", "xml", "importlib")
 TRAINING = {"steps": 20, "batch_size": 4, "sequence_length": 64, "warmup_steps": 2}
 FIRST_TWO = ("first", "second")
+CHARACTERS = 100_000
 TIDY_EVERY = 10
 END_SECONDS = 30  # after its last state a run's process may still put things away
 WEEK = "PT150S"  # seven runs of some twenty seconds
@@ -89,7 +91,7 @@ class Soak:
     def begin(self) -> None:
         """Write texts and recipe, start the servers, build the model, deploy."""
         self.text.mkdir()
-        self.grow_text(0)
+        self.write_text(0)
         self.recipe.write_text(yaml.safe_dump(_recipe(self.text)))
         deployments = yaml.safe_load((ROOT / "infra" / "deploy" / "prefect.yaml").read_text())
         [nightly] = [d for d in deployments["deployments"] if d["name"] == "nightly"]
@@ -108,7 +110,7 @@ class Soak:
         samples = []
         for number in range(noops + retrains):
             if retrains and number % every == every - 1:
-                self.grow_text(1 + number)
+                self.write_text(1 + number)
             self._python(
                 *("-m", "prefect", "deployment", "run", "retrain/nightly", "--watch"),
                 *("--watch-interval", "1"),
@@ -119,15 +121,15 @@ class Soak:
             print(number, samples[-1], file=sys.stderr, flush=True)
         return samples
 
-    def grow_text(self, number: int) -> None:
-        """Give the first domain another piece of the standard library."""
+    def write_text(self, release: int) -> None:
+        """Texts of one length; each release has another piece of the standard library in it."""
         library = Path(sysconfig.get_paths()["stdlib"])
-        names = MODULES[:2] if number == 0 else (MODULES[2 + number % (len(MODULES) - 2)],)
-        for domain, module in zip(FIRST_TWO, names, strict=False):
-            sources = sorted((library / module).glob("*.py"))
-            texts = (source.read_text(errors="replace")[:8_000] for source in sources[:12])
-            with (self.text / f"{domain}.txt").open("a") as file:
-                file.writelines(f"Release {number}\n{text}\n<|doc|>\n" for text in texts)
+        for domain, first in zip(FIRST_TWO, (release, 0), strict=True):
+            names = (MODULES[first % len(MODULES)], MODULES[-1])
+            sources = (source for name in names for source in sorted((library / name).glob("*.py")))
+            texts = (source.read_text(errors="replace")[:8_000] for source in sources)
+            whole = "\n<|doc|>\n".join((f"Release {first}", *texts))
+            (self.text / f"{domain}.txt").write_text(whole[:CHARACTERS])
 
     def command(self, module: str, *arguments: str) -> None:
         """``python -m MODULE ARGUMENTS``."""
@@ -171,7 +173,7 @@ def _recipe(texts: Path) -> dict[str, Any]:
         "experts": {"training": TRAINING},
         "statistics": {"tokens": 4000, "sequence_length": 64},
         "evaluation": {"tokens": 4000, "sequence_length": 64, **sweeps},
-        "keep": {"versions": 2, "runs": 5, "flow_runs": 10},
+        "keep": {"versions": 1, "runs": 1, "flow_runs": 5},
     }
 
 
