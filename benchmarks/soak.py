@@ -122,10 +122,11 @@ class Soak:
         return samples
 
     def write_text(self, release: int) -> None:
-        """Texts of one length; each release has another piece of the standard library in it."""
+        """Texts of one length; each release begins with another piece of the standard library."""
         library = Path(sysconfig.get_paths()["stdlib"])
         for domain, first in zip(FIRST_TWO, (release, 0), strict=True):
-            names = (MODULES[first % len(MODULES)], MODULES[-1])
+            turn = first % len(MODULES)
+            names = MODULES[turn:] + MODULES[:turn]
             sources = (source for name in names for source in sorted((library / name).glob("*.py")))
             texts = (source.read_text(errors="replace")[:8_000] for source in sources)
             whole = "\n<|doc|>\n".join((f"Release {first}", *texts))
