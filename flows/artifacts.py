@@ -107,7 +107,7 @@ def summary(session: "FlowSession", outcome: Outcome) -> str:
 {(report / "table.txt").read_text().rstrip()}
 
 Perplexity on held-out text, in percent of each domain's own dense expert: higher is better.
-* is the best of its column; the oracle, which is told the domain, is left out.
+* is the best of its column; an expert on its own domain and the oracle are left out.
 
 Time in the flow: {timings["wall"]:.0f} s, of which pieces on Ray {timings["pieces"]:.0f} s{stages}
 

@@ -7,7 +7,7 @@ still knows them when it is run again.
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
@@ -16,9 +16,14 @@ from flows.artifacts import SUMMARY, key_of
 from flows.session import FlowSession
 from tasks.promotion import Outcome
 from tasks.workspace import Workspace
+from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.errors import Fault
 
 UNFINISHED = ".change.json"
+OTHER_TEXT = (
+    "The held-out text of {} has changed: before and after are not of the same text there. Give a "
+    "domain `heldout` text of its own to see what a model gains."
+)
 
 
 @dataclass(frozen=True)
@@ -28,10 +33,12 @@ class Change:
     Args:
         what: ``grow law``, ``shrink law``, ``retrain python``.
         before: {domain: perplexity} of the model before it.
+        texts: {domain: digest} of the held-out text that it was measured on.
     """
 
     what: str
     before: Mapping[str, float]
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 def begin_change(session: FlowSession, what: str) -> Change:
@@ -39,7 +46,7 @@ def begin_change(session: FlowSession, what: str) -> Change:
     path = session.workspace.root / UNFINISHED
     change = unfinished(session.workspace)
     if change is None or change.what != what:
-        change = Change(what, _scores(session))
+        change = Change(what, _scores(session), _texts(session))
         path.write_text(json.dumps(asdict(change), indent=1))
     return change
 
@@ -69,6 +76,12 @@ def finish_change(
     seconds = time.time() - session.began
     after = _scores(session)
     text = table(change.before, after)
+    texts = _texts(session)
+    other = [
+        domain for domain, digest in change.texts.items() if texts.get(domain, digest) != digest
+    ]
+    if other:
+        notes = (*notes, OTHER_TEXT.format(", ".join(other)))
     verdict = f"`{outcome.version.reference}`: {outcome.decision}"
     said = "\n\n".join([*notes, verdict, f"{change.what}: {seconds:.0f} s."])
     session.run.set_tags({"upcycle.change": change.what})
@@ -96,22 +109,35 @@ def table(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def domain_faults(field: str, given: Any, wanted: Any) -> list[Fault]:
+def domain_faults(where: str, given: Any, wanted: Any) -> list[Fault]:
     """Where the recipe's domains are not those that the change is about."""
     given, wanted = set(given), set(wanted)
     found = []
     for name in sorted(given - wanted):
         remedy = "is in the recipe and not in the model; add it first: python -m flows.grow RECIPE "
-        found.append(Fault(f"{field}.{name}", name, remedy + name))
+        remedy += f"{name}; or take it out of the recipe"
+        found.append(Fault(f"{where}.{name}", name, remedy))
     for name in sorted(wanted - given):
         remedy = "is in the model and not in the recipe; take it out first: python -m flows.shrink "
-        found.append(Fault(f"{field}.{name}", name, f"{remedy}RECIPE {name}"))
+        found.append(Fault(f"{where}.{name}", name, f"{remedy}RECIPE {name}"))
     return found
 
 
 def _scores(session: FlowSession) -> dict[str, float]:
     path = session.workspace.path("report") / "metrics.json"
     return json.loads(path.read_text())["perplexity"][session.recipe.method]
+
+
+def _texts(session: FlowSession) -> dict[str, str]:
+    """{domain: digest of its held-out tokens}, of those that have any yet."""
+    folders = {
+        d: session.workspace.path(f"corpora/{d}") / "heldout" for d in session.recipe.domains
+    }
+    return {
+        domain: "".join(sorted(tree_digest(folder).values()))
+        for domain, folder in folders.items()
+        if folder.is_dir()
+    }
 
 
 def _shown(value: float | None) -> str:

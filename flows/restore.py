@@ -94,8 +94,11 @@ def look(
 def _version(registry: Registry, name: str, version: str) -> Version:
     versions = registry.versions(name)
     found = [v for v in versions if version == str(v.number) or version in v.aliases]
+    if not versions:
+        remedy = "is no registered model; see the names in MLflow (make up)"
+        raise InputError(Fault("name", name, remedy))
     if not found:
-        known = ", ".join(str(v.number) for v in versions) or "none"
+        known = ", ".join(str(v.number) for v in versions)
         raise InputError(
             Fault("version", f"{name} {version}", f"is not registered; it has {known}")
         )

@@ -17,7 +17,7 @@ from flows.artifacts import key_of
 from flows.commands import check_server, command
 from infra.registry import Registry
 from infra.settings import configure
-from tasks.promotion import roll_back
+from tasks.promotion import champions, roll_back
 
 
 @flow(name="rollback")
@@ -49,8 +49,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("name", help="the registered model")
     parser.add_argument("--because", default="", metavar="REASON", help="is kept with the version")
     chosen = parser.parse_args(arguments)
-    check_server(configure())
+    settings = configure()
+    check_server(settings)
+    # Said before Prefect records a run that cannot begin.
+    left, _ = champions(Registry(settings), chosen.name)
     print(f"champion: {rollback(chosen.name, chosen.because)}")
+    print(f"{left.reference} is champion no more; a workspace that holds it keeps its files")
 
 
 if __name__ == "__main__":

@@ -142,7 +142,9 @@ class Registry:
             )
             Path(folder).rename(destination)
         except MlflowException as error:
-            raise InputError(Fault("model", reference, f"not in the registry: {error}")) from error
+            remedy = f"not in the registry ({error}); name a version: models:/NAME@champion or "
+            remedy += "models:/NAME/NUMBER"
+            raise InputError(Fault("model", reference, remedy)) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         return destination

@@ -117,11 +117,12 @@ def _write_if_changed(path: Path, text: str) -> None:
 
 
 def code_version(root: Path) -> str:
-    """Git commit of the checkout, with ``-modified`` if files differ; ``unknown`` without Git."""
+    """Git commit of the checkout, ``-modified`` if its files differ; ``unknown`` without Git."""
     commit = _git(root, "rev-parse", "HEAD")
     if commit is None:
         return "unknown"
-    return f"{commit}-modified" if _git(root, "status", "--porcelain") else commit
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}-modified" if changed else commit
 
 
 def _git(root: Path, *arguments: str) -> str | None:

@@ -86,6 +86,18 @@ def roll_back(registry: Registry, name: str, reason: str) -> tuple[Version, Vers
     Raises:
         InputError: There is no such model, no champion, or none before it.
     """
+    champion, before = champions(registry, name)
+    registry.set_tags(champion, {ROLLED_BACK_TAG: reason})
+    registry.set_alias(before, "champion")
+    return champion, before
+
+
+def champions(registry: Registry, name: str) -> tuple[Version, Version]:
+    """The champion of a registered model, and the one before it.
+
+    Raises:
+        InputError: There is no such model, no champion, or none before it.
+    """
     versions = {version.number: version for version in registry.versions(name)}
     champion = next((v for v in versions.values() if "champion" in v.aliases), None)
     if champion is None:
@@ -94,10 +106,9 @@ def roll_back(registry: Registry, name: str, reason: str) -> tuple[Version, Vers
     tag = champion.tags.get(PREVIOUS_TAG, "none")
     before = versions.get(int(tag)) if tag.isdecimal() else None
     if before is None:
-        remedy = "has no champion before it that is still registered; nothing was changed"
+        remedy = "has no champion before it that is still registered; nothing was changed. Set the "
+        remedy += "alias in MLflow (make up) if another version is to be it"
         raise InputError(Fault("champion", champion.reference, remedy))
-    registry.set_tags(champion, {ROLLED_BACK_TAG: reason})
-    registry.set_alias(before, "champion")
     return champion, before
 
 

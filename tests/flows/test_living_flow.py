@@ -111,6 +111,7 @@ def test_growing_computes_the_new_domain_alone(grown):
 def test_growing_says_scores_before_and_after(life, grown):
     done, _, _ = grown
     assert "| colours |  | " in done.stdout
+    assert "held-out text of" not in done.stdout  # what was there is measured on what it was
     assert "The backbone averages letters, numbers." in done.stdout
     assert life.lineage()["backbone"] == list(OLD)
 
@@ -150,6 +151,8 @@ def healed(life, taught):
     (life.texts / "letters" / "train.txt").write_text(
         life.good_text + f"{SEPARATOR}alpha beta gamma" * 9
     )
+    heldout = life.texts / "letters" / "heldout.txt"
+    heldout.write_text(SEPARATOR.join(reversed(heldout.read_text().split(SEPARATOR))) + " beta")
     return life.call("flows.retrain", life.grown_recipe), named
 
 
@@ -158,6 +161,7 @@ def test_what_was_refused_is_no_parent(life, healed):
     done, named = healed
     assert life.lineage()["parents"]["letters"] == named
     assert done.calls["train"] == 1
+    assert "The held-out text of letters has changed" in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -194,11 +198,20 @@ def test_rollback_takes_one_command(life, shrunk):
     [champion] = [v for v in versions if "champion" in v.aliases]
     before = int(champion.tags["upcycle.previous_champion"])
     done = life.call("flows.rollback", NAME, "--because", "a trial")
+    assert f"{champion.reference} is champion no more" in done.stdout
     assert f"models:/{NAME}/{before}" in done.stdout
     after = life.registry().find(NAME, "champion")
     assert after.number == before
     [left] = [v for v in life.registry().versions(NAME) if v.number == champion.number]
     assert left.tags["upcycle.rolled_back"].endswith("a trial")
+
+
+def test_a_rollback_that_cannot_be_is_said_in_one_line(life, shrunk):
+    said = life.refused(recipe="upcycle-picco", module="flows.rollback")
+    assert said == (
+        "name = 'upcycle-picco': is no registered model with a champion; see the names in MLflow "
+        "(make up)\n"
+    )
 
 
 def test_a_version_is_restored_from_the_remote(life, shrunk, tmp_path):
