@@ -15,7 +15,7 @@ from prefect.artifacts import create_markdown_artifact
 from flows.artifacts import SUMMARY, key_of
 from flows.session import FlowSession
 from tasks.promotion import Outcome
-from tasks.workspace import Workspace
+from tasks.workspace import Workspace, fingerprint
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.errors import Fault
 
@@ -134,7 +134,7 @@ def _texts(session: FlowSession) -> dict[str, str]:
         d: session.workspace.path(f"corpora/{d}") / "heldout" for d in session.recipe.domains
     }
     return {
-        domain: "".join(sorted(tree_digest(folder).values()))
+        domain: fingerprint(tree_digest(folder))
         for domain, folder in folders.items()
         if folder.is_dir()
     }

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from infra.names import masked
 from upcycle_core.errors import Fault, InputError
 
 # Not "reflink" first: DVC would take every file away for a moment to link it anew, while pieces
@@ -63,7 +64,8 @@ class Versions:
     def _use(self, remote: str) -> None:
         quote = "'" if '"' in remote else '"'
         if quote in remote:
-            raise InputError(Fault("versions.remote", remote, "holds both ' and \"; rename it"))
+            remedy = "holds both ' and \"; rename it"
+            raise InputError(Fault("versions.remote", masked(remote), remedy))
         place = {"url": f"{quote}{remote}{quote}"}
         self._configure({"core": {"remote": REMOTE}, f"'remote \"{REMOTE}\"'": place})
 
@@ -73,7 +75,11 @@ class Versions:
         """
         self._config.parent.mkdir(parents=True, exist_ok=True)
         config = configparser.ConfigParser(interpolation=None)
-        config.read(self._config, encoding="utf-8")
+        try:
+            config.read(self._config, encoding="utf-8")
+        except configparser.Error as error:
+            remedy = f"cannot be read ({error}); mend it, or remove it to have it written anew"
+            raise InputError(Fault("versions", str(self._config), remedy)) from error
         before = {name: dict(section) for name, section in config.items()}
         config.read_dict(settings)
         if before != {name: dict(section) for name, section in config.items()}:

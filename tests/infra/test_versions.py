@@ -47,6 +47,13 @@ def test_settings_of_others_stay_and_the_file_is_written_for_changes_alone(tmp_p
     assert config.stat().st_ino == before.st_ino
 
 
+def test_settings_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / ".dvc" / "config").write_text("[core]\nremote = a\nremote = b\n")
+    with pytest.raises(InputError, match=r"\.dvc/config'?: cannot be read"):
+        Versions(tmp_path).prepare(pipeline=PIPELINE, params="")
+
+
 def test_a_place_that_dvc_cannot_be_told_is_named(tmp_path):
     with pytest.raises(InputError, match=r"versions\.remote"):
         Versions(tmp_path).push("""a "b" 'c'""")

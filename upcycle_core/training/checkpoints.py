@@ -5,8 +5,8 @@ The marker holds the size of every file, so that one that a disk has cut off lat
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def mark_complete(directory: Path, record: dict[str, Any]) -> None:
 
 def newest_complete(checkpoints: Path) -> Checkpoint | None:
     """The whole checkpoint with the most steps, or None."""
-    return max(_whole(checkpoints), key=lambda found: found.step, default=None)
+    return next((found for found in map(_whole, reversed(_marked(checkpoints))) if found), None)
 
 
 def discard_incomplete(checkpoints: Path) -> None:
@@ -64,7 +64,7 @@ def discard_incomplete(checkpoints: Path) -> None:
 
     Those after one that a disk has cut off go too: it may be the best, which none of them replaces.
     """
-    whole = {found.directory for found in _whole(checkpoints)}
+    whole = set(takewhile(_whole, _marked(checkpoints)))
     for directory in set(checkpoints.glob(f"{PREFIX}*")) - whole:
         shutil.rmtree(directory)
 
@@ -80,14 +80,11 @@ def keep_newest(checkpoints: Path, *, count: int, spare: int | None = None) -> N
         shutil.rmtree(directory)
 
 
-def _whole(checkpoints: Path) -> Iterator[Checkpoint]:
-    """Marked checkpoints by steps, up to the first whose files are not as they were."""
-    for directory in _marked(checkpoints):
-        record = json.loads((directory / MARKER).read_text())
-        sizes = record.pop(SIZES, {})  # a checkpoint of an older version has none
-        if not sizes.items() <= _sizes(directory).items():
-            return
-        yield Checkpoint(directory, record)
+def _whole(directory: Path) -> Checkpoint | None:
+    """A marked checkpoint, or None if its files have not the size that they had."""
+    record = json.loads((directory / MARKER).read_text())
+    sizes = record.pop(SIZES, {})  # a checkpoint of an older version has none
+    return Checkpoint(directory, record) if sizes.items() <= _sizes(directory).items() else None
 
 
 def _marked(checkpoints: Path) -> list[Path]:

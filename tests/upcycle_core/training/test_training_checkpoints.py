@@ -61,6 +61,13 @@ def test_what_a_disk_has_cut_off_does_not_count_nor_what_came_after(tmp_path, da
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
+def test_a_training_ends_with_its_last_checkpoint_whatever_became_of_older_ones(tmp_path):
+    for step in (2, 4, 6):
+        _fill(tmp_path, step, marked=True)
+    (tmp_path / "checkpoint-4" / "weights").write_bytes(b"")
+    assert newest_complete(tmp_path).step == 6
+
+
 def test_a_checkpoint_that_lost_a_file_does_not_count(tmp_path):
     (_fill(tmp_path, 2, marked=True) / "weights").unlink()
     assert newest_complete(tmp_path) is None
