@@ -17,13 +17,16 @@ from flows.session import FlowSession
 from tasks.promotion import Outcome
 from tasks.workspace import Workspace, fingerprint
 from upcycle_core.checkpoints.hashing import tree_digest
-from upcycle_core.errors import Fault
+from upcycle_core.errors import Fault, InputError
 
 UNFINISHED = ".change.json"
 OTHER_TEXT = (
     "The held-out text of {} has changed: before and after are not of the same text there. Give a "
     "domain `heldout` text of its own to see what a model gains."
 )
+
+DEPLOYED = "Deployments hold the recipe as it was: if it is deployed, make deploy RECIPE={}."
+"""What to do after a domain came or left."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,11 @@ class Change:
 
 
 def begin_change(session: FlowSession, what: str) -> Change:
-    """Remember the model's scores before it changes."""
+    """Remember the model's scores before it changes.
+
+    Raises:
+        InputError: It has none: the flow that built it did not end.
+    """
     path = session.workspace.root / UNFINISHED
     change = unfinished(session.workspace)
     if change is None or change.what != what:
@@ -118,14 +125,22 @@ def domain_faults(where: str, given: Any, wanted: Any) -> list[Fault]:
         remedy += f"{name}; or take it out of the recipe"
         found.append(Fault(f"{where}.{name}", name, remedy))
     for name in sorted(wanted - given):
-        remedy = "is in the model and not in the recipe; take it out first: python -m flows.shrink "
-        found.append(Fault(f"{where}.{name}", name, f"{remedy}RECIPE {name}"))
+        remedy = "is in the model and not in the recipe; name it there too (a deployment holds the "
+        remedy += "recipe as it was: make deploy RECIPE=...); or, if it is to leave the model: "
+        found.append(
+            Fault(f"{where}.{name}", name, f"{remedy}python -m flows.shrink RECIPE {name}")
+        )
     return found
 
 
 def _scores(session: FlowSession) -> dict[str, float]:
     path = session.workspace.path("report") / "metrics.json"
-    return json.loads(path.read_text())["perplexity"][session.recipe.method]
+    try:
+        return json.loads(path.read_text())["perplexity"][session.recipe.method]
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        remedy = "the model's scores are not there: the flow that built it did not end; end it "
+        remedy += "first: flows.dume"
+        raise InputError(Fault("workspace", str(path), remedy)) from error
 
 
 def _texts(session: FlowSession) -> dict[str, str]:

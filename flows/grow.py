@@ -11,7 +11,7 @@ import sys
 from prefect import flow
 
 from flows.building import build
-from flows.change import begin_change, domain_faults, finish_change, unfinished
+from flows.change import DEPLOYED, begin_change, domain_faults, finish_change, unfinished
 from flows.commands import command, recipe_parser, run_flow
 from flows.session import THREADS, open_session
 from infra.reading import validate
@@ -38,8 +38,8 @@ def grow(recipe: Recipe, domain: str, rebuild: bool = False) -> str:
     recipe = validate(resolve(recipe))
     look(recipe, Workspace(configure().home / recipe.name), domain)
     with open_session("grow", recipe) as session:
+        grown = begin(session.recipe, session.workspace, new=[domain])
         change = begin_change(session, f"grow {domain}")
-        grown = begin(session.recipe, session.workspace)
         session.adopt(without_backbone(grown) if rebuild else grown)
         outcome = build(session, changed=[domain])
         averaged = ", ".join(session.recipe.averaged)
@@ -79,6 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
         lambda recipe, workspace: look(recipe, workspace, chosen.domain),
         lambda recipe: grow(recipe, chosen.domain, chosen.rebuild),
     )
+    print(DEPLOYED.format(chosen.recipe))
 
 
 if __name__ == "__main__":

@@ -87,13 +87,14 @@ def _is_up_to_date(recipe: Recipe, workspace: Workspace) -> bool:
 
 def _learn(session: FlowSession) -> Outcome:
     """Continue the experts that have new text, and build the model."""
-    session.adopt(begin(session.recipe, session.workspace))
+    begun = begin(session.recipe, session.workspace)
     going_on = unfinished(session.workspace)
     what = " ".join(["retrain", *news(session.stages).domains])
     change = begin_change(session, what if going_on is None else going_on.what)
+    session.adopt(begun)
     for stage in (pipeline.sources, pipeline.documents, pipeline.corpora):
         session.ensure(stage)
-    led = led_experts(session.stages, session.registry)
+    led = led_experts(session.registry, session.recipe.registered_name)
     session.adopt(with_parents(session.recipe, session.workspace, led=led))
     outcome = build(session)
     parents = [f"{d} from {digest[:12]}" for d, digest in session.recipe.parents.items()]

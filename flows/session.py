@@ -74,6 +74,7 @@ class FlowSession:
         self._commits: list[Future[None]] = []
         self._committed = time.monotonic()
         self._published: dict[str, str] = {}
+        self._seen: set[str] = set()
 
     def adopt(self, recipe: Recipe) -> None:
         """Go on with a recipe whose lineage has changed, and let the workspace know it."""
@@ -85,6 +86,9 @@ class FlowSession:
     def ensure(self, stage: Stage, only: Sequence[str] | None = None) -> None:
         """Bring a stage up to date, one Prefect task an item, and let DVC record it.
 
+        What lies outside the workspace is looked at once: text that arrives during a flow is the
+        next one's.
+
         Args:
             stage: The stage.
             only: Domains, baselines or models to run it for, of those that it has; all by default.
@@ -93,6 +97,9 @@ class FlowSession:
             InputError: With the faults of all items.
         """
         items = [item for item in stage.items(self.recipe) if only is None or item in only]
+        if stage.always:
+            items = [item for item in items if stage.label(item) not in self._seen]
+            self._seen.update(map(stage.label, items))
         _wait(self._submit(stage, items))
         self._record(stage, items)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from prefect import flow
 
 from flows.building import build
-from flows.change import begin_change, domain_faults, finish_change, unfinished
+from flows.change import DEPLOYED, begin_change, domain_faults, finish_change, unfinished
 from flows.commands import command, recipe_parser, run_flow
 from flows.session import THREADS, open_session
 from infra.reading import validate
@@ -41,8 +41,8 @@ def shrink(recipe: Recipe, domain: str, rebuild: bool = False) -> str:
     workspace = Workspace(configure().home / recipe.name)
     look(recipe, workspace, domain)
     with open_session("shrink", recipe) as session:
-        change = begin_change(session, f"shrink {domain}")
         shrunk = begin(session.recipe, session.workspace)
+        change = begin_change(session, f"shrink {domain}")
         session.adopt(without_backbone(shrunk) if rebuild else shrunk)
         outcome = build(session, changed=[])
         _remove(workspace, domain)
@@ -111,6 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
         lambda recipe: shrink(recipe, chosen.domain, chosen.rebuild),
     )
     print(f"If {chosen.recipe} still names {chosen.domain}, take it out there as well.")
+    print(DEPLOYED.format(chosen.recipe))
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def _is_of(run: FlowRun, recipe: Recipe) -> bool:
     given = run.parameters.get("recipe")
     if isinstance(given, dict):
         return bool(given.get("name") == recipe.name)
-    return bool(run.parameters.get("name") == recipe.registered_name)
+    return run.parameters.get("name") in (recipe.registered_name, recipe.compressed_name)
 
 
 def _delete(client: SyncPrefectClient, run: FlowRun) -> None:

@@ -5,7 +5,7 @@ there, so that fingerprints, dvc.yaml and registered versions all know it.
 """
 
 import json
-from collections.abc import Container
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,18 +21,28 @@ PINNED = ("tokenizer", "seed", "backbone")
 
 
 def with_lineage(recipe: Recipe, workspace: Workspace) -> Recipe:
-    """The recipe as the workspace's model goes on; as it is where that has no lineage."""
+    """The recipe as the workspace's model goes on; as it is where that has no lineage.
+
+    What was said of domains that the recipe has no more is left out.
+    """
     path = workspace.root / FILE
     if recipe.method != "dume" or not path.exists():
         return recipe
-    return replace(recipe, lineage=_load(path))
+    lineage = _load(path)
+    parents = {name: found for name, found in lineage.parents.items() if name in recipe.domains}
+    return replace(recipe, lineage=replace(lineage, parents=parents))
 
 
-def begin(recipe: Recipe, workspace: Workspace) -> Recipe:
+def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) -> Recipe:
     """The recipe with a lineage that pins what has been built, where it is not pinned yet.
 
+    Args:
+        recipe: At work.
+        workspace: Where its model was built.
+        new: Domains that come; their experts are trained from the seed.
+
     Raises:
-        InputError: Nothing has been built there.
+        InputError: Nothing has been built there, or a build of everything did not end.
     """
     recipe = with_lineage(recipe, workspace)
     lineage = recipe.lineage or Lineage()
@@ -43,32 +53,64 @@ def begin(recipe: Recipe, workspace: Workspace) -> Recipe:
         for name, digest in found.items()
         if digest is None or workspace.provenance(name) is None
     )
+    raise_faults(_mixed(workspace) if recipe.lineage is None else ())
     pinned = {name: digest for name, digest in found.items() if digest is not None}
     backbone = lineage.backbone
     if "backbone" in pinned:
         backbone = tuple(name.partition("/")[2] for name in _inputs(workspace, "backbone"))
     pinned = {**lineage.pinned, **pinned}
-    return replace(recipe, lineage=replace(lineage, pinned=pinned, backbone=backbone))
+    parents = {name: found for name, found in lineage.parents.items() if name not in new}
+    lineage = replace(lineage, pinned=pinned, backbone=backbone, parents=parents)
+    return replace(recipe, lineage=lineage)
 
 
-def with_parents(recipe: Recipe, workspace: Workspace, *, led: Container[str]) -> Recipe:
+def with_parents(
+    recipe: Recipe, workspace: Workspace, *, led: Mapping[str, Collection[str]]
+) -> Recipe:
     """The recipe with a parent for each expert whose training text has changed since.
+
+    An expert that was in a champion is continued from as it is; another, which was refused, is
+    replaced by one continued from what that was continued from. One that was trained from the seed
+    on the text that is there now (new text that failed, and was taken back) has no parent.
 
     Args:
         recipe: With a lineage.
         workspace: Its corpora are new, its experts are not yet.
-        led: Domains whose expert has been in a champion. It is continued from as it is; another,
-            which was refused, is replaced by one continued from what that was continued from.
+        led: {domain: digests, or their beginnings, of its experts that have been in a champion}.
+
+    Raises:
+        InputError: Neither the expert nor what it was continued from is of a champion, though
+            another one is.
     """
     assert recipe.lineage is not None
-    parents = {name: found for name, found in recipe.parents.items() if name in recipe.domains}
+    parents = dict(recipe.parents)
     for name, domain in recipe.domains.items():
         text, made_from = f"corpora/{name}/train", _inputs(workspace, f"experts/{name}")
         digest = workspace.digest(f"experts/{name}")
-        has_new_text = text in made_from and made_from[text] != workspace.digest(text)
-        if domain.expert is None and digest is not None and has_new_text:
-            parents[name] = digest if name in led else parents.get(name, digest)
+        if domain.expert is not None or digest is None or text not in made_from:
+            continue
+        if made_from[text] != workspace.digest(text):
+            before, led_here = parents.get(name), led.get(name, ())
+            parents[name] = _parent(recipe, name, digest, before=before, led=led_here)
+        elif "seed" in made_from:
+            parents.pop(name, None)
     return replace(recipe, lineage=replace(recipe.lineage, parents=parents))
+
+
+def _parent(
+    recipe: Recipe, domain: str, digest: str, *, before: str | None, led: Collection[str]
+) -> str:
+    """What the expert that is there, or what that was continued from, is continued from next."""
+    found = [digest] if before is None else [digest, before]
+    for expert in found:
+        if any(expert.startswith(beginning) for beginning in led):
+            return expert
+    if led:
+        remedy = "was refused or rolled back, and the champion's expert is not in the workspace; "
+        remedy += "move the workspace away and bring that of the champion (flows.restore "
+        remedy += f"{recipe.registered_name} champion), or build all anew: flows.dume --rebuild"
+        raise InputError(Fault(f"experts/{domain}", digest, remedy))
+    return found[-1]
 
 
 def without_backbone(recipe: Recipe) -> Recipe:
@@ -80,7 +122,7 @@ def without_backbone(recipe: Recipe) -> Recipe:
 
 
 def modelled(workspace: Workspace) -> tuple[str, ...]:
-    """Domains of the workspace's model, in its order; none before there is one."""
+    """Domains of the workspace's model, in its order; none before there is a whole one."""
     found = _inputs(workspace, "model")
     return tuple(name.partition("/")[2] for name in found if name.startswith("experts/"))
 
@@ -112,9 +154,20 @@ def _load(path: Path) -> Lineage:
 
 
 def _inputs(workspace: Workspace, artifact: str) -> dict[str, str]:
-    """{input: sha256} that a published artifact was made from."""
+    """{input: sha256} that a published artifact was made from; none if that cannot be read."""
     record = workspace.path(artifact) / "provenance.json"
     try:
         return json.loads(record.read_text())["inputs"]
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return {}
+
+
+def _mixed(workspace: Workspace) -> Iterator[Fault]:
+    """What was not made from what lies beside it now: a build of everything did not end."""
+    experts = [f"experts/{domain}" for domain in modelled(workspace)]
+    remedy = "was made from another {}: a build did not end; end it first: flows.dume"
+    for artifact in ("model", "backbone", *experts, "seed"):
+        for name, digest in _inputs(workspace, artifact).items():
+            is_built_upon = name in PINNED or name.startswith("experts/")
+            if is_built_upon and workspace.digest(name) != digest:
+                yield Fault("workspace", str(workspace.path(artifact)), remedy.format(name))

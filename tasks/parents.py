@@ -15,12 +15,13 @@ def parents(run: StageRun) -> None:
     """Write a copy of the expert that the lineage names.
 
     Raises:
-        InputError: It is there no more.
+        InputError: It is there no more, or damaged.
     """
     domain, named = run.item, run.recipe.parents[run.item]
-    expert = f"experts/{domain}"
-    if run.session.workspace.digest(expert) != named:
-        remedy = "is the expert that is continued, and it is not in the workspace; bring it back "
-        remedy += "(dvc pull --force, or flows.restore), or build all anew: flows.dume --rebuild"
+    expert, workspace = f"experts/{domain}", run.session.workspace
+    if workspace.digest(expert) != named or workspace.provenance(expert) is None:
+        remedy = "is the expert that is continued, and it is not in the workspace as it was; bring "
+        remedy += "it back (dvc pull --force, or flows.restore), or build all anew: flows.dume "
+        remedy += "--rebuild"
         raise InputError(Fault(f"lineage.parents.{domain}", named, remedy))
     copy_checkpoint(run.path(expert), run.out)

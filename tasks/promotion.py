@@ -41,14 +41,12 @@ class Outcome:
     decision: str
 
 
-def offered(
-    registry: Registry, name: str, digest: str, *, compressed: bool = False
-) -> Outcome | None:
+def offered(registry: Registry, name: str, digest: str) -> Outcome | None:
     """What became of a model if it is the newest version already; None if it is not.
 
     A version that a killed flow left without its aliases gets them now.
     """
-    known = newest(registry, name, compressed=compressed)
+    known = newest(registry, name)
     if known is None or known.tags.get(MODEL_TAG) != digest:
         return None
     return Outcome(with_aliases(registry, known), False, known.tags.get(DECISION_TAG, ""))
@@ -118,21 +116,19 @@ def expert_digests(session: Session) -> dict[str, str]:
     return {domain: digest[:16] for domain, digest in found.items() if digest is not None}
 
 
-def led_experts(session: Session, registry: Registry) -> set[str]:
-    """Domains whose expert is, to the byte, that of a version that has been champion.
+def led_experts(registry: Registry, name: str) -> dict[str, set[str]]:
+    """{domain: the beginnings of the digests of its experts that have been in a champion}.
 
     A version that was rolled back does not count.
     """
-    led = [
-        json.loads(version.tags.get(EXPERTS_TAG, "{}"))
-        for version in registry.versions(session.recipe.registered_name)
-        if PREVIOUS_TAG in version.tags and ROLLED_BACK_TAG not in version.tags
-    ]
-    own = expert_digests(session)
-    return {domain for domain, digest in own.items() if any(e.get(domain) == digest for e in led)}
+    led: dict[str, set[str]] = {}
+    for version in registry.versions(name):
+        if PREVIOUS_TAG in version.tags and ROLLED_BACK_TAG not in version.tags:
+            for domain, digest in json.loads(version.tags.get(EXPERTS_TAG, "{}")).items():
+                led.setdefault(domain, set()).add(digest)
+    return led
 
 
-def newest(registry: Registry, name: str, *, compressed: bool = False) -> Version | None:
-    """The newest version of either kind."""
-    kind = [v for v in registry.versions(name) if (COMPRESSED_TAG in v.tags) == compressed]
-    return kind[-1] if kind else None
+def newest(registry: Registry, name: str) -> Version | None:
+    """The newest version; None if there is none."""
+    return next(reversed(registry.versions(name)), None)

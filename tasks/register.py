@@ -88,7 +88,8 @@ def register_compressed(
 ) -> Outcome | None:
     """Register the smallest compressed model that is good enough, as ``challenger``.
 
-    It never becomes champion by itself: what it gains is size, which the gate does not weigh.
+    It has a registered name of its own, for it takes our code to load it. It never becomes champion
+    by itself: what it gains is size, which the gate does not weigh.
 
     Args:
         session: The recipe at work; its stage ``compression`` is up to date.
@@ -105,8 +106,8 @@ def register_compressed(
         return None
     metrics = json.loads((folder / REPORT / "metrics.json").read_text())
     digest = fingerprint(tree_digest(folder / MODEL))
-    name = recipe.registered_name
-    known = offered(registry, name, digest, compressed=True)
+    name = recipe.compressed_name
+    known = offered(registry, name, digest)
     if known is not None:
         return known
     made = _compressed(session, versions, metrics, digest)

@@ -16,10 +16,11 @@ from infra.cache import drop_linked
 from infra.recipe import Recipe, resolve
 from infra.recorded import Recorded
 from tasks.costs import Cost, write_cost
+from tasks.pinned import pinned_faults
 from tasks.stage_run import Session, StageRun
 from tasks.workspace import disk_faults, fingerprint
 from upcycle_core.checkpoints.hashing import sha256_file
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.errors import Fault, InputError, raise_faults
 
 CODE = Path(__file__).resolve().parent.parent
 Inputs = Callable[[Recipe, str], Iterable[str]]
@@ -86,6 +87,11 @@ class Stage:
         found = self.params(recipe, item) if callable(self.params) else self.params
         return [named(key, item) for key in found]
 
+    def values(self, recipe: Recipe, item: str) -> dict[str, Any]:
+        """What the recipe says at those keys."""
+        resolved = resolve(recipe)
+        return {key: _value_at(resolved, key) for key in self.keys(recipe, item)}
+
     def label(self, item: str) -> str:
         """Its name in DVC: ``experts@law``, ``baselines-btx``, ``task_scores-dume``."""
         # DVC writes @ for the items of one entry; baselines read different things: an entry each.
@@ -111,11 +117,10 @@ class Stage:
         ]
         if missing:
             raise InputError(*missing)
-        values = resolve(session.recipe)
         return {
             "stage": self.label(item),
             "inputs": digests,
-            "params": {key: _value_at(values, key) for key in self.keys(session.recipe, item)},
+            "params": self.values(session.recipe, item),
             "sources": {source: sha256_file(CODE / source) for source in self.sources},
         }
 
@@ -126,20 +131,30 @@ class Stage:
             InputError: An input has not been made, or a pinned artifact is not there as it was.
         """
         artifact = self.artifact(item)
-        if artifact in session.recipe.pinned:
-            check_pinned(session, self.label(item), artifact)
-            return True
         record = _record(session, self.label(item), artifact)
+        if artifact in session.recipe.pinned:
+            asked = self.values(session.recipe, item)
+            raise_faults(
+                pinned_faults(
+                    session.recipe, session.workspace, artifact, record=record, asked=asked
+                )
+            )
+            return True
         made_from = self.made_from(session, item)
         return record is not None and record["fingerprint"] == fingerprint(made_from)
 
     def ensure(self, session: Session, item: str = "") -> bool:
-        """Run the stage unless it is current; returns whether it ran."""
+        """Run the stage unless it is current; returns whether it ran.
+
+        Raises:
+            InputError: An input has not been made, or is damaged.
+        """
         label = self.label(item)
         if not self.always and self.is_current(session, item):
             session.log(f"{label}: up to date")
             return False
         started, made_from = time.monotonic(), self.made_from(session, item)
+        raise_faults(_damaged_inputs(session, label, made_from["inputs"]))
         mark = fingerprint(made_from)
         artifact = self.artifact(item)
         out = session.workspace.stage(artifact)
@@ -152,6 +167,7 @@ class Stage:
                 self.function(run)
                 write_cost(session.workspace, label, Cost.together(run.costs))
                 session.workspace.publish(out, artifact, {**made_from, "fingerprint": mark})
+                session.whole.add(artifact)
                 shutil.rmtree(run.pieces_directory, ignore_errors=True)
             except BaseException:
                 shutil.rmtree(out, ignore_errors=True)
@@ -202,22 +218,24 @@ def _record(session: Session, label: str, artifact: str) -> dict[str, Any] | Non
     if record is None:
         drop_linked(workspace.root, workspace.damaged(artifact))
         Recorded(workspace.root).forget([label])
+    else:
+        session.whole.add(artifact)
     return record
 
 
-def check_pinned(session: Session, label: str, artifact: str) -> None:
-    """Hold an artifact that is built upon against its sha256 in the recipe's lineage.
-
-    Raises:
-        InputError: It is absent, damaged or another one.
-    """
+def _damaged_inputs(session: Session, label: str, inputs: Iterable[str]) -> Iterator[Fault]:
+    """What a stage is about to read, no one has looked at in this session, and is damaged."""
     workspace = session.workspace
-    is_whole = _record(session, label, artifact) is not None
-    if is_whole and workspace.digest(artifact) == session.recipe.pinned[artifact]:
-        return
-    remedy = "is built upon and is not there as it was; bring it back (dvc pull --force in the "
-    remedy += "workspace, or flows.restore), or build all anew: flows.dume --rebuild"
-    raise InputError(Fault("lineage.pinned", artifact, remedy))
+    for name in inputs:
+        artifact = workspace.artifact_of(name)
+        if artifact is None or artifact in session.whole:
+            continue
+        if workspace.provenance(artifact) is None:
+            remedy = "is not as it was published; bring it back (dvc pull --force in the "
+            remedy += "workspace), or have it made again: flows.dume"
+            yield Fault(f"{label} needs", artifact, remedy)
+        else:
+            session.whole.add(artifact)
 
 
 def named(pattern: str, item: str) -> str:

@@ -27,6 +27,7 @@ class Session:
         record: Opens the record of a stage's curves; gets the stage's label and what made it.
         show: Takes how far a stage is: its label, percent, and a line about it.
         spent: When pieces ran (start, end; epoch seconds), by stage.
+        whole: Artifacts whose files were held against their hashes in this session.
     """
 
     recipe: Recipe
@@ -37,6 +38,7 @@ class Session:
     )
     show: Show = lambda label, share, line: None
     spent: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
 
 
 class StageRun:

@@ -111,6 +111,12 @@ class Workspace:
         found = tree_digest(directory, exclude=(PROVENANCE,))
         return record if found == record["files"] else None
 
+    def artifact_of(self, path: str) -> str | None:
+        """The artifact that an input (``corpora/law/train``) is, or lies in; None if in none."""
+        parts = path.split("/")
+        names = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+        return next((n for n in names if (self.path(n) / PROVENANCE).exists()), None)
+
     def damaged(self, artifact: str) -> list[Path]:
         """Files of ``artifact`` that are not as they were published."""
         directory = self.path(artifact)

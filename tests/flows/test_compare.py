@@ -228,8 +228,9 @@ def test_the_page_of_the_compression_has_its_pictures_and_its_command(compressed
 
 def test_the_smallest_good_one_is_registered_as_challenger(compressed):
     registry = Registry(read(compressed.environment()))
-    version = registry.find("upcycle-pico", "challenger")
+    version = registry.find("upcycle-pico-ders", "challenger")
     assert version is not None
+    assert not registry.versions("upcycle-pico")  # of stock models alone
     assert version.tags["upcycle.compressed"] == "coarse"
     assert "champion" not in version.aliases
     assert version.reference in compressed.compressing.stdout
@@ -244,9 +245,11 @@ def test_the_smallest_good_one_is_registered_as_challenger(compressed):
 def test_dume_flow_finds_all_up_to_date_and_registers_the_model_beside_it(compressed):
     compressed.flow()
     assert not compressed.calls()
-    small, whole = Registry(read(compressed.environment())).versions("upcycle-pico")
+    registry = Registry(read(compressed.environment()))
+    [small], [whole] = (registry.versions(f"upcycle-pico{end}") for end in ("-ders", ""))
     assert small.tags["upcycle.compressed"] == "coarse"
     assert "upcycle.compressed" not in whole.tags
+    assert set(small.aliases) == {"challenger"}
     assert set(whole.aliases) == {"challenger", "champion"}
 
 

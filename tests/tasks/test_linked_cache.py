@@ -1,5 +1,6 @@
 """DVC's cache links to what is published: once on the disk, and damage in place heals."""
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -34,6 +35,11 @@ STAGE = Stage(
     per="recipe",
     needed=lambda recipe: True,
     always=False,
+)
+
+
+READER = replace(
+    STAGE, name="report", function=make, out="report", inputs=lambda recipe, item: ["model/weights"]
 )
 
 
@@ -103,3 +109,14 @@ def test_what_is_built_upon_is_not_brought_back_damaged(life, tmp_path):
     subprocess.run(command, cwd=life.workspace.root, check=True, capture_output=True)
     assert life.weights.read_text() == TEXT
     assert not life.run()
+
+
+def test_nothing_is_made_from_what_is_damaged(life):
+    """Also where a flow does not look at the stage that made it."""
+    life.run()
+    assert READER.ensure(life.session)
+    shutil.rmtree(life.workspace.path("report"))
+    life.weights.write_text("damaged")
+    with pytest.raises(InputError, match=r"report needs = 'model': is not as it was published"):
+        READER.ensure(Session(life.session.recipe, life.workspace, log=lambda text: None))
+    assert not life.workspace.path("report").exists()
