@@ -19,7 +19,7 @@ from prefect.artifacts import create_markdown_artifact
 from flows.artifacts import key_of
 from flows.commands import check_server, command
 from flows.session import log, prepare
-from infra.names import masked
+from infra.names import masked, remote_fault, secret_faults
 from infra.reading import validate
 from infra.recipe import Recipe
 from infra.records import Version
@@ -61,7 +61,8 @@ def restore(
                 save(recipe.lineage, workspace)
             log(f"fetching {found.reference} from {masked(source)}")
             lock = registry.text(found, "dvc.lock") or ""
-            versions.pull(lock, remote_of(source, settings.home))
+            stages = [s.label(item) for s in pipeline.ORDER for item in s.items(recipe)]
+            versions.pull(lock, remote_of(source, settings.home), stages)
             artifacts = _check(recipe, workspace, found)
     except BaseException:
         shutil.rmtree(workspace.root, ignore_errors=True)
@@ -130,6 +131,8 @@ def _faults(workspace: Workspace, remote: str | None) -> list[Fault]:
     if remote is None:
         remedy = "the recipe names none; give the one that it was pushed to with --remote"
         found.append(Fault("remote", None, remedy))
+    else:
+        found += [*remote_fault("remote", remote), *secret_faults(remote, "remote")]
     return found
 
 

@@ -8,8 +8,10 @@ import configparser
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+
+import yaml
 
 from infra.names import masked
 from upcycle_core.errors import Fault, InputError
@@ -17,6 +19,8 @@ from upcycle_core.errors import Fault, InputError
 # Not "reflink" first: DVC would take every file away for a moment to link it anew, while pieces
 # read it. So it links what it finds, where the disk can.
 SETTINGS = {"core": {"no_scm": "True"}, "cache": {"type": "hardlink, copy"}}
+SITE = "site"
+"""What DVC remembers of files, as pickles: by default it lies where everyone may write."""
 REMOTE = "upcycle"
 
 
@@ -34,7 +38,8 @@ class Versions:
 
     def prepare(self, *, pipeline: str, params: str) -> None:
         """Make the project if there is none, and write ``dvc.yaml`` and ``params.yaml``."""
-        self._configure(SETTINGS)
+        site = str(self.root / ".dvc" / SITE)
+        self._configure({**SETTINGS, "core": {**SETTINGS["core"], "site_cache_dir": _quoted(site)}})
         _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n")
         _write_if_changed(self.root / "params.yaml", params)
         _write_if_changed(self.root / "dvc.yaml", pipeline)
@@ -42,31 +47,33 @@ class Versions:
     def commit(self, stages: Sequence[str]) -> None:
         """Record the published outputs of ``stages`` (``experts@law``) in cache and dvc.lock."""
         if stages:
-            self._dvc("commit", "--force", "--quiet", *stages)
+            self._dvc("commit", "--force", *stages)
 
     def push(self, remote: str) -> None:
         """Send everything that dvc.lock names to ``remote``, an absolute directory or a URL."""
         self._use(remote)
-        self._dvc("push", "--quiet")
+        self._dvc("push")
 
-    def pull(self, lock: str, remote: str) -> None:
-        """Bring everything that ``lock`` names, a dvc.lock's text, from ``remote`` to its place.
+    def pull(self, lock: str, remote: str, stages: Collection[str]) -> None:
+        """Bring the outputs of stages from a remote to their places.
 
         DVC holds every file against the hash that the lock names.
+
+        Args:
+            lock: Text of a dvc.lock. It may know stages of domains that have left.
+            remote: An absolute directory, or a URL.
+            stages: Those of the recipe; what its flow did not run stands in no lock.
 
         Raises:
             InputError: Something is not there, or not as it was.
         """
         (self.root / "dvc.lock").write_text(lock)
-        self._use(remote)
-        self._dvc("pull", "--quiet")
+        self._use(remote, verify=True)
+        locked = yaml.safe_load(lock).get("stages", {})
+        self._dvc("pull", *(stage for stage in stages if stage in locked))
 
-    def _use(self, remote: str) -> None:
-        quote = "'" if '"' in remote else '"'
-        if quote in remote:
-            remedy = "holds both ' and \"; rename it"
-            raise InputError(Fault("versions.remote", masked(remote), remedy))
-        place = {"url": f"{quote}{remote}{quote}"}
+    def _use(self, remote: str, *, verify: bool = False) -> None:
+        place = {"url": _quoted(remote), "verify": str(verify)}
         self._configure({"core": {"remote": REMOTE}, f"'remote \"{REMOTE}\"'": place})
 
     def _configure(self, settings: Mapping[str, Mapping[str, str]]) -> None:
@@ -102,19 +109,24 @@ class Versions:
                 text=True,
             )
         if done.returncode != 0:
-            detail = (done.stderr or done.stdout).strip().splitlines()[-3:]
-            raise InputError(
-                Fault(
-                    "versions",
-                    f"dvc {' '.join(arguments)}",
-                    f"failed in {self.root}: {' '.join(detail)}; run it there to see more",
-                )
-            )
+            detail = masked(" ".join((done.stderr or done.stdout).strip().splitlines()[-6:]))
+            what = " ".join(a for a in arguments if a.startswith("-") or a == arguments[0])
+            remedy = f"failed in {self.root}: {detail}; mend what it says and run the same again"
+            raise InputError(Fault("versions", f"dvc {what}", remedy))
 
 
 def remote_of(remote: str, home: Path) -> str:
     """A remote as DVC finds it from any folder; a relative directory is seen from ``home``."""
     return remote if "://" in remote else str((home / Path(remote).expanduser()).resolve())
+
+
+def _quoted(place: str) -> str:
+    """A place as DVC's settings hold it."""
+    quote = "'" if '"' in place else '"'
+    if quote in place:
+        remedy = "holds both ' and \"; rename it"
+        raise InputError(Fault("versions.remote", masked(place), remedy))
+    return f"{quote}{place}{quote}"
 
 
 def _write_if_changed(path: Path, text: str) -> None:

@@ -21,6 +21,7 @@ from infra.recorded import Recorded
 from infra.records import Version
 from infra.registry import Registry
 from infra.retention import OURS, Past, Records
+from tasks.lineage import modelled
 from tasks.pipeline import ORDER
 from tasks.promotion import PREVIOUS_TAG
 from tasks.workspace import PROVENANCE, Workspace
@@ -85,13 +86,15 @@ def spares(
         InputError: What a version that stays was made from cannot be read.
     """
     disk = Disk()
+    # A deployment may hold the recipe of before a domain was grown.
+    here = {*recipe.domains, *modelled(workspace)}
     past = records.past(recipe.keep, recipe.registered_name, previous=PREVIOUS_TAG)
-    yield from _artifacts(recipe, workspace, disk)
+    yield from _artifacts(here, workspace, disk)
     yield from _pieces(workspace, disk)
     yield from _models(past, records, recipe.keep, disk)
     yield from _runs(past, records, recipe.keep, disk)
     named = [out for version in past.kept for out in _of_version(version, registry)]
-    yield from _cache(recipe, workspace, named, disk)
+    yield from _cache(here, workspace, named, disk)
 
 
 def has_left(artifact: str, domains: Iterable[str]) -> bool:
@@ -113,15 +116,15 @@ def _row(what: str, why: str, count: int, size: int | None) -> dict[str, Any]:
     return {"what": what, "why": why, "count": count, "bytes": "" if size is None else f"{size:,}"}
 
 
-def _artifacts(recipe: Recipe, workspace: Workspace, disk: Disk) -> Iterator[Spare]:
+def _artifacts(domains: Iterable[str], workspace: Workspace, disk: Disk) -> Iterator[Spare]:
     folders = sorted(BY_DOMAIN | {SCORES})
     records = [r for f in folders for r in sorted(workspace.path(f).glob(f"*/{PROVENANCE}"))]
     for directory in (record.parent for record in records):
         artifact = str(directory.relative_to(workspace.root))
-        if has_left(artifact, recipe.domains):
+        if has_left(artifact, domains):
             yield Spare(
                 artifact,
-                "its domain is no longer in the recipe",
+                "its domain is no longer in the model",
                 1,
                 disk.freed(_files(directory)),
                 partial(_take_away, workspace, artifact),
@@ -182,7 +185,7 @@ def _runs(past: Past, records: Records, keep: KeepConfig, disk: Disk) -> Iterato
 
 
 def _cache(
-    recipe: Recipe,
+    domains: Iterable[str],
     workspace: Workspace,
     named: Sequence[Output],
     disk: Disk,
@@ -190,7 +193,7 @@ def _cache(
     cache = Cache(workspace.root, workspace.staging / KEPT)
     lock = workspace.root / "dvc.lock"
     here = outputs(lock.read_text()) if lock.exists() else {}
-    left = {s for s, outs in here.items() if any(has_left(o["path"], recipe.domains) for o in outs)}
+    left = {s for s, outs in here.items() if any(has_left(o["path"], domains) for o in outs)}
     kept = [*named, *(out for stage, outs in here.items() if stage not in left for out in outs)]
     unused = cache.unused(kept)
 

@@ -218,6 +218,16 @@ def test_a_version_is_restored_from_the_remote(life, shrunk, tmp_path):
     version = life.registry().versions(NAME)[-1]
     cache = life.workspace / ".dvc" / "cache"
     assert cache.exists()
+    secret = ("--remote", "https://me:Pl4n/ted@host/x")
+    said = life.refused(
+        str(version.number),
+        "--into",
+        str(tmp_path / "again"),
+        *secret,
+        recipe=NAME,
+        module="flows.restore",
+    )
+    assert "remote = 'https://me:***@host/x': holds a secret" in said
     done = life.call("flows.restore", NAME, version.number, "--into", tmp_path / "again")
     again = tmp_path / "again" / "pico"
     assert str(again) in done.stdout
@@ -267,3 +277,29 @@ def test_nothing_to_do_is_a_state_in_prefect_but_not_while_an_alias_is_pending(l
     assert PENDING_TAG not in after[-1].tags
     done = life.run(sys.executable, "-c", STATE, str(life.recipe))
     assert "STATE COMPLETED Nothing to do" in done.stdout
+
+
+@pytest.mark.faults
+def test_a_domain_that_was_taught_and_is_in_the_average_leaves_for_good(tmp_path):
+    """And what is left lives on: in its workspace, and where a version of it is restored."""
+    texts = write_texts(tmp_path / "texts", domains=(*OLD, NEW))
+    life = Life(tmp_path, recipe_of(tmp_path, texts, (*OLD, NEW)))
+    life.call("flows.dume", life.recipe)
+    teach(texts / "letters")
+    assert life.call("flows.retrain", life.recipe).calls["train"] == 1
+    assert set(life.lineage()["parents"]) == {"letters"}
+    life.call("flows.shrink", life.recipe, "letters")
+    rest = recipe_of(tmp_path, texts, ("numbers", NEW))
+    again = life.call("flows.dume", rest)
+    assert not again.calls["train"] + again.calls["solve_routers"]
+    assert not life.lineage()["parents"]
+    life.call("flows.restore", NAME, "challenger", "--into", tmp_path / "again")
+    life.home, life.workspace = tmp_path / "again", tmp_path / "again" / "pico"
+    teach(texts / "numbers")
+    assert life.call("flows.retrain", rest).calls["train"] == 1
+    assert set(life.lineage()["parents"]) == {"numbers"}
+
+
+def teach(folder):
+    file = folder / "train.txt"
+    file.write_text(file.read_text() + f"{SEPARATOR}{file.parent.name} and more of it" * 9)

@@ -23,8 +23,47 @@ def test_what_was_pushed_comes_back_elsewhere(tmp_path, place):
     here.commit(["model"])
     here.push(remote)
     shutil.rmtree(here.root / ".dvc" / "cache")
-    there.pull(here.lock_text(), remote)
+    there.pull(here.lock_text(), remote, ["model"])
     assert (there.root / "model" / "weights").read_text() == "weights"
+
+
+def test_a_stage_that_was_not_run_is_left_out(tmp_path):
+    pipeline = f"{PIPELINE}  comparison: {{cmd: 'true', outs: [comparison]}}\n"
+    here, there = (Versions(tmp_path / side) for side in ("here", "there"))
+    for versions in (here, there):
+        versions.prepare(pipeline=pipeline, params="")
+    (here.root / "model").mkdir()
+    (here.root / "model" / "weights").write_text("weights")
+    here.commit(["model"])
+    here.push(str(tmp_path / "remote"))
+    there.pull(here.lock_text(), str(tmp_path / "remote"), ["comparison", "model"])
+    assert (there.root / "model" / "weights").exists()
+
+
+def test_what_was_changed_in_a_remote_does_not_come_back(tmp_path):
+    here, there = (Versions(tmp_path / side) for side in ("here", "there"))
+    for versions in (here, there):
+        versions.prepare(pipeline=PIPELINE, params="")
+    (here.root / "model").mkdir()
+    (here.root / "model" / "weights").write_text("weights")
+    here.commit(["model"])
+    here.push(str(tmp_path / "remote"))
+    files = [f for f in (tmp_path / "remote").rglob("*") if f.is_file()]
+    [kept] = [file for file in files if file.read_text() == "weights"]
+    kept.chmod(0o644)
+    kept.write_text("Weights")
+    with pytest.raises(InputError, match=r"dvc pull.*Checkout failed .* model"):
+        there.pull(here.lock_text(), str(tmp_path / "remote"), ["comparison", "model"])
+    assert not (there.root / "model").exists()
+
+
+def test_what_dvc_remembers_lies_where_the_project_does(tmp_path, monkeypatch):
+    monkeypatch.delenv("DVC_SITE_CACHE_DIR", raising=False)  # whoever names a place, means it
+    versions = Versions(tmp_path / "here")
+    versions.prepare(pipeline=PIPELINE, params="")
+    (versions.root / "model").mkdir()
+    versions.commit(["model"])
+    assert list((versions.root / ".dvc" / "site").rglob("*.db"))
 
 
 def test_settings_of_others_stay_and_the_file_is_written_for_changes_alone(tmp_path):
@@ -40,6 +79,7 @@ def test_settings_of_others_stay_and_the_file_is_written_for_changes_alone(tmp_p
     assert dict(written["'remote \"upcycle\"'"]) == {
         "url": '"s3://bucket/models"',
         "endpointurl": "http://127.0.0.1:9",
+        "verify": "False",
     }
     assert written["cache"]["type"] == "hardlink, copy"
     before = config.stat()

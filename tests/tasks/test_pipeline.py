@@ -149,6 +149,13 @@ def test_what_is_built_upon_is_frozen_and_the_others_are_not():
     assert frozen == {*PINNED, "parents-python"}
 
 
+def test_a_backbone_that_averages_a_domain_that_left_reads_only_what_is_there():
+    domains = {name: domain for name, domain in RECIPE.domains.items() if name != "cpp"}
+    entry = yaml.safe_load(dvc_yaml(replace(LIVING, domains=domains)))["stages"]["backbone"]
+    experts = {dep for dep in entry["deps"] if dep.startswith("experts/")}
+    assert experts == {f"experts/{name}" for name in domains}
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
 def test_every_input_is_made_by_an_earlier_stage(recipe):
     made = set()

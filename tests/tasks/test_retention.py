@@ -75,7 +75,8 @@ class Life:
         staged = self.workspace.stage(artifact)
         (staged / "weights").write_bytes(f"{artifact} {text} ".encode().ljust(SIZE, b"."))
         (staged / "config.json").write_text(f'{{"of": "{artifact}"}}')
-        self.workspace.publish(staged, artifact, {"text": text})
+        inputs = {f"experts/{domain}": "0" for domain in HERE} if artifact == "model" else {}
+        self.workspace.publish(staged, artifact, {"text": text, "inputs": inputs})
 
     def model(self, number, changed, recipe):
         for artifact in changed:
@@ -187,6 +188,12 @@ def test_what_would_go_is_named_and_nothing_is_changed(life):
     # The champion's experts/colours is another file; the second model's goes with its last name.
     assert found["experts/colours"].bytes < SIZE / 2 < found["DVC cache"].bytes
     assert table(list(found.values()))[-1]["count"] == sum(s.count for s in found.values())
+
+
+def test_a_domain_of_the_model_stays_whatever_an_older_recipe_says(life, monkeypatch):
+    assert "experts/colours" in [spare.what for spare in life.spares()]
+    monkeypatch.setattr("tasks.retention.modelled", lambda workspace: (*HERE, "colours"))
+    assert not [spare.what for spare in life.spares() if "colours" in spare.what]
 
 
 class Killed(BaseException):
