@@ -12,13 +12,14 @@ from upcycle_core.errors import Fault
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-BESIDE_WORKSPACES = ("mlflow", "models", "prefect", "services")
+BESIDE_WORKSPACES = ("mlflow", "models", "prefect", "remote", "services")
 """Folders that lie where workspaces do."""
 BESIDE_DOMAINS = ("instructions", "provenance", "seed")
 """Files that lie where a file of each domain does."""
 
-# scheme://user:password@host, https://token@host; what an address may carry as its query.
-PASSWORD = re.compile(r"(\w://[^/\s:@]*):[^/\s]+@")
+# scheme://user:password@host, https://token@host; what an address may carry as its query. Keys of
+# clouds have slashes in them.
+PASSWORD = re.compile(r"(\w://[^/\s:@]*):[^\s]+@")
 TOKEN = re.compile(r"(https?://)[^/\s:@]+@", re.I)
 SIGNATURE = re.compile(r"([?&](?:[\w-]*(?:sig|signature|token|secret|password|key))=)[^&\s]+", re.I)
 SECRET_KEY = re.compile(r"password|passwd|secret|token$|api_?key|access_?key|credential", re.I)

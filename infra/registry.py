@@ -13,6 +13,7 @@ from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
+from infra.names import masked
 from infra.records import Registration, Version, flatten
 from infra.settings import Settings
 from infra.tracking import METRICS_PER_CALL, PARAM_LENGTH, Run, milliseconds, open_database
@@ -98,7 +99,9 @@ class Registry:
         return next((v for v in self.versions(name) if alias in v.aliases), None)
 
     def versions(self, name: str) -> list[Version]:
-        """Return every version of the registered model, oldest first."""
+        """Return every version of the registered model, oldest first; none of one there is not."""
+        if "'" in name:  # which would end the name in MLflow's query
+            return []
         found = self._client.search_model_versions(f"name = '{name}'")
         return sorted((self._version(v) for v in found), key=lambda version: version.number)
 
@@ -116,7 +119,8 @@ class Registry:
             location = self._client.get_logged_model(version.model_id).artifact_location
             return load_text(f"{location}/{path}")
         except (MlflowException, OSError) as error:
-            remedy = f"its {file} cannot be read ({error}); see that MLflow's files are there"
+            said = masked(str(error))
+            remedy = f"its {file} cannot be read ({said}); see that MLflow's files are there"
             raise InputError(Fault("version", version.reference, remedy)) from error
 
     def download(self, reference: str, destination: Path) -> Path:
@@ -142,8 +146,8 @@ class Registry:
             )
             Path(folder).rename(destination)
         except MlflowException as error:
-            remedy = f"not in the registry ({error}); name a version: models:/NAME@champion or "
-            remedy += "models:/NAME/NUMBER"
+            remedy = f"not in the registry ({masked(str(error))}); name a version: "
+            remedy += "models:/NAME@champion or models:/NAME/NUMBER"
             raise InputError(Fault("model", reference, remedy)) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)

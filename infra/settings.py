@@ -8,6 +8,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.names import masked
 from infra.processes import find, read_records
 from upcycle_core.errors import Fault, raise_faults
 
@@ -95,7 +96,7 @@ def configure(environment: MutableMapping[str, str] = os.environ) -> Settings:
         The settings.
 
     Raises:
-        InputError: A port is not a port, or the home is a file.
+        InputError: A port is not a port, the home is a file, or MLflow's address holds a secret.
     """
     settings = read(environment)
     settings.prefect_home.mkdir(parents=True, exist_ok=True)  # Prefect makes no parents
@@ -157,6 +158,11 @@ def _faults(environment: Mapping[str, str], home: Path) -> list[Fault]:
         value = environment.get(name) or default
         if not (value.isascii() and value.isdigit() and 0 < int(value) < 65536):
             faults.append(Fault(name, value, "not a port; give a number from 1 to 65535"))
+    address = environment.get("MLFLOW_TRACKING_URI") or ""
+    if address.startswith("http") and masked(address) != address:
+        remedy = "MLflow repeats it in its errors, which others read; write it without, and give "
+        remedy += "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN)"
+        faults.append(Fault("MLFLOW_TRACKING_URI", masked(address), remedy))
     if home.exists() and not home.is_dir():
         faults.append(Fault("UPCYCLE_HOME", str(home), "not a folder; name another one"))
     return faults

@@ -233,9 +233,15 @@ class _OneAtATime:
 def _experiment_id(client: MlflowClient, settings: Settings, name: str) -> str:
     local = not settings.mlflow_tracking_uri.startswith("http")
     found = client.get_experiment_by_name(name)
-    if found is not None:
-        return found.experiment_id
     location = (settings.mlflow_artifacts / name).as_uri() if local else None
+    if found is not None:
+        is_shared = local and not settings.mlflow_tracking_uri.startswith("sqlite")
+        if is_shared and found.artifact_location != location:
+            remedy = "another home uses it in the same database, with its files in "
+            remedy += f"{found.artifact_location}; give the recipe another `name`, or share a "
+            remedy += "server (make up) instead of a database"
+            raise InputError(Fault("MLflow experiment", name, remedy))
+        return found.experiment_id
     try:
         return client.create_experiment(name, artifact_location=location)
     except MlflowException:  # another flow was first

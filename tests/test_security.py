@@ -247,7 +247,7 @@ def test_registered_names_that_could_leave_a_query_or_an_address_are_refused(nam
 @pytest.mark.parametrize(
     ("place", "name"),
     [
-        *(("name", name) for name in ("mlflow", "models", "prefect", "services")),
+        *(("name", name) for name in ("mlflow", "models", "prefect", "remote", "services")),
         *(("domains.*", name) for name in ("instructions", "provenance", "seed")),
     ],
 )
@@ -273,6 +273,7 @@ SECRET = "Pl4nted-s3cret"
         f"https://{SECRET}@host/path",
         f"ssh://user:{SECRET}@host/path",
         f"s3://key:{SECRET}@bucket/path",
+        f"s3://key:ab/cd+{SECRET}@bucket/path",
         f"https://host/path?X-Amz-Signature={SECRET}&x=1",
         f"https://host/path?a=1&token={SECRET}",
     ],

@@ -184,6 +184,10 @@ def test_a_run_a_version_and_an_alias_are_kept_there(databases, environment, tmp
     assert ask(databases, "mlflow", "SELECT name, version FROM model_versions") == [("direct", 1)]
     runs = f"SELECT status FROM runs WHERE run_uuid = '{run.id}'"
     assert ask(databases, "mlflow", runs) == [("FINISHED",)]
+    other = settings.read({**environment, "UPCYCLE_HOME": str(tmp_path / "home" / "other")})
+    with pytest.raises(InputError, match="another home uses it"):
+        Tracker(other, "direct")
+
     # Files where they belong, and neither a database nor a file of MLflow's own choice.
     assert list(place.mlflow_artifacts.rglob("config.json"))
     assert not list(place.home.rglob("*.db"))

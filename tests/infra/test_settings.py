@@ -71,14 +71,19 @@ def test_all_faults_of_the_environment_come_in_one_message(tmp_path):
         "UPCYCLE_HOME": str(tmp_path / "file"),
         "UPCYCLE_PREFECT_PORT": "http",
         "UPCYCLE_MLFLOW_PORT": "70000",
+        "MLFLOW_TRACKING_URI": "https://me:Pl4n/ted@host",
     }
     with pytest.raises(InputError) as error:
         settings.read(environment)
     assert [fault.field for fault in error.value.faults] == [
         "UPCYCLE_PREFECT_PORT",
         "UPCYCLE_MLFLOW_PORT",
+        "MLFLOW_TRACKING_URI",
         "UPCYCLE_HOME",
     ]
+    assert "Pl4n" not in str(error.value)
+    environment = {"MLFLOW_TRACKING_URI": "postgresql://me:Pl4n/ted@host/mlflow"}  # no other way
+    assert settings.read(environment).mlflow_tracking_uri.startswith("postgresql://me")
 
 
 def test_a_relative_home_is_seen_from_where_the_command_runs(tmp_path, monkeypatch):
