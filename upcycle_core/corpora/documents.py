@@ -28,7 +28,8 @@ def write_documents(
 
     Documents that differ in case, punctuation or white space only are one document. Named held-out
     and calibration text stays whole: what it shares with training text is dropped from training.
-    Where none is named, a share of the training bytes is set aside; of a harvest by whole files.
+    Where none is named, a share of the training text is set aside: of a harvest by whole files,
+    else by document. No document of training text becomes held-out text when others are added.
 
     Args:
         domain: Its sources.
@@ -129,9 +130,11 @@ def _set_aside(selection: Selection, domain: Domain, config: CorpusConfig, seed:
         return
     total = sum(map(size_of, selection.splits["train"].values()))
     by_file = domain.train.harvest is not None
-    if domain.heldout is None:
+    if domain.heldout is None and by_file:
         target = total * config.heldout_share
-        selection.set_aside("heldout", target, by_file=by_file, seed=seed)
+        selection.set_aside("heldout", target, by_file=True, seed=seed)
+    elif domain.heldout is None:  # text that may grow
+        selection.set_aside_for_good("heldout", config.heldout_share, seed=seed)
     if domain.calibration is None:
         target = total * config.calibration_share
         selection.set_aside("calibration", target, by_file=by_file, seed=seed)

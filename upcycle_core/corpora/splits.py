@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from upcycle_core.corpora.config import Split
 from upcycle_core.corpora.distinct import Document, content_key
-from upcycle_core.corpora.seeded import permutation
+from upcycle_core.corpora.seeded import permutation, place
 from upcycle_core.errors import Fault, raise_faults
 
 Texts = dict[bytes, Document]
@@ -91,6 +91,26 @@ class Selection:
         if names and not chosen:
             chosen = [min(names, key=lambda name: sizes[name])]
         self.splits[split] = {key: train.pop(key) for name in chosen for key in groups[name]}
+        self.left_out[split] = Counter()
+
+    def set_aside_for_good(self, split: Split, share: float, *, seed: int) -> None:
+        """Move training documents into ``split``, each for its own text and whatever else is there.
+
+        A document whose hash is in the lowest ``share`` of all hashes is moved: when text is added
+        none comes from training to ``split``, where a model would be judged on what it has learnt.
+
+        Args:
+            split: The split that is made; it gets ``share`` of the documents on average, and one
+                of them at least.
+            share: Of the documents, between 0 and 1.
+            seed: Decides which.
+        """
+        train = self.splits["train"]
+        places = {key: place(key, seed, "set aside", split) for key in train}
+        chosen = [key for key in train if places[key] < share]
+        if train and not chosen:
+            chosen = [min(train, key=places.__getitem__)]
+        self.splits[split] = {key: train.pop(key) for key in chosen}
         self.left_out[split] = Counter()
 
     def empty_splits(self, name: str) -> list[Fault]:

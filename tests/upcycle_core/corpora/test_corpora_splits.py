@@ -51,3 +51,25 @@ def test_what_nothing_fits_into_takes_the_smallest_document():
     selection.set_aside("heldout", 1.0, by_file=False, seed=0)
     assert [document.text for document in selection.splits["heldout"].values()] == ["text"]
     assert len(selection.splits["train"]) == 2
+
+
+def test_what_is_set_aside_for_good_is_never_taken_from_training_when_text_is_added():
+    documents = [Document(f"text number {n}", "file") for n in range(2100)]
+    before, after, other = (selection_of(documents[:n]) for n in (2000, 2100, 2000))
+    for selection, seed in ((before, 0), (after, 0), (other, 1)):
+        selection.set_aside_for_good("heldout", 0.05, seed=seed)
+    assert not before.splits["train"].keys() & after.splits["heldout"].keys()
+    assert before.splits["heldout"].keys() <= after.splits["heldout"].keys()
+    assert before.splits["heldout"].keys() != other.splits["heldout"].keys()
+    for selection, count in ((before, 2000), (after, 2100)):
+        splits = selection.splits
+        assert not splits["train"].keys() & splits["heldout"].keys()
+        assert len(splits["train"]) + len(splits["heldout"]) == count
+        assert 0.03 * count < len(splits["heldout"]) < 0.07 * count
+
+
+def test_one_document_at_least_is_set_aside_for_good():
+    selection = selection_of([Document(f"text number {n}", "file") for n in range(3)])
+    selection.set_aside_for_good("heldout", 1e-9, seed=0)
+    assert len(selection.splits["heldout"]) == 1
+    assert len(selection.splits["train"]) == 2
