@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,8 @@ HOLDS = {
     "promotion": "set_registered_model_alias",
 }
 """What each phase is held at: the progress of a piece, or a call of MLflow's client."""
-Disturb = Callable[[subprocess.Popen, int], None]
+Disturb = Callable[[subprocess.Popen, int], int]
+"""Gets the flow and the process that waits; returns how many processes it ended."""
 
 
 class Disturbed(Project):
@@ -37,6 +39,7 @@ class Disturbed(Project):
     ) -> None:
         super().__init__(folder, recipe, own_server=own_server)
         self.more = environment
+        self.killed: dict[str, int] = {}
 
     def environment(self, **more: str) -> dict[str, str]:
         """As the project's, with ``disturbing/sitecustomize.py`` before that of ``watching``."""
@@ -98,7 +101,7 @@ class Disturbed(Project):
             flow = self.start(*rest)
             try:
                 while rest and (process := self.wait_for(flow, rest[0])) is not None:
-                    kills[rest[0]](flow, process)
+                    self.killed[rest[0]] = kills[rest[0]](flow, process)
                     self.let_go(rest.pop(0))
                 if flow.wait(TIMEOUT) == 0:
                     assert not rest, f"never came to {rest}\n{self.said()}"
@@ -109,34 +112,36 @@ class Disturbed(Project):
         raise AssertionError(f"does not end well\n{self.said()}")
 
 
-def kill(pid: int) -> None:
-    """SIGKILL, if it is still there, and wait until it has ended, by whomever it is reaped."""
+def kill(pid: int) -> bool:
+    """SIGKILL, and wait until it has ended, by whomever it is reaped; whether it was there."""
     try:
         process = psutil.Process(pid)
         process.kill()
+    except psutil.NoSuchProcess:
+        return False
+    with suppress(psutil.NoSuchProcess):
         while process.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.05)
-    except psutil.NoSuchProcess:
-        pass
+    return True
 
 
-def kill_flow(flow: subprocess.Popen, holder: int) -> None:
+def kill_flow(flow: subprocess.Popen, holder: int) -> int:
     """End the flow's own process."""
     flow.kill()
     flow.wait()
+    return 1
 
 
-def kill_worker(flow: subprocess.Popen, holder: int) -> None:
+def kill_worker(flow: subprocess.Popen, holder: int) -> int:
     """End the worker that computes, or else one that waits for work."""
     workers = below(flow.pid, "ray::")
-    for worker in [holder] if holder in workers else workers[:1]:
-        kill(worker)
+    assert holder == flow.pid or holder in workers, "who computes is no worker of Ray"
+    return sum(map(kill, [holder] if holder in workers else workers[:1]))
 
 
-def kill_prefect(flow: subprocess.Popen, holder: int) -> None:
+def kill_prefect(flow: subprocess.Popen, holder: int) -> int:
     """End the Prefect server that the flow has brought along, if it is still there."""
-    for server in below(flow.pid, "prefect.server.api.server"):
-        kill(server)
+    return sum(map(kill, below(flow.pid, "prefect.server.api.server")))
 
 
 def below(pid: int, command: str = "") -> list[int]:

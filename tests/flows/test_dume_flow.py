@@ -158,6 +158,7 @@ def killed(folder, recipe):
 
 def test_flow_with_a_kill_in_every_phase_ends_with_the_same_bytes(project, killed):
     assert killed.starts == 2
+    assert all(killed.killed[phase] for phase in KILLS), killed.killed
     assert killed.digests() == project.digests()
 
 
