@@ -23,6 +23,7 @@ for _name, _folder in {
     "UPCYCLE_HOME": "workspace",
     "XDG_CACHE_HOME": "cache",
     "XDG_CONFIG_HOME": "config",
+    "DVC_SITE_CACHE_DIR": "dvc",
 }.items():
     (SESSION / _folder).mkdir()
     os.environ[_name] = str(SESSION / _folder)
