@@ -33,6 +33,7 @@ from infra.recipe import Recipe, resolve
 from infra.registry import Registry
 from infra.retention import Records
 from tasks.lineage import with_lineage
+from tasks.promotion import compressed_name
 from tasks.retention import Spare, spares, table
 from tasks.workspace import Workspace
 from upcycle_core.errors import Fault, InputError
@@ -136,7 +137,7 @@ def _is_of(run: FlowRun, recipe: Recipe) -> bool:
     given = run.parameters.get("recipe")
     if isinstance(given, dict):
         return bool(given.get("name") == recipe.name)
-    return run.parameters.get("name") in (recipe.registered_name, recipe.compressed_name)
+    return run.parameters.get("name") in (recipe.registered_name, compressed_name(recipe))
 
 
 def _delete(client: SyncPrefectClient, run: FlowRun) -> None:

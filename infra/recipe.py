@@ -156,11 +156,6 @@ class Recipe:
         return self.registry.model or f"upcycle-{self.name}"
 
     @property
-    def compressed_name(self) -> str:
-        """Name of the registered model whose experts are stored as base and deltas (DeRS)."""
-        return f"{self.registered_name}-ders"
-
-    @property
     def method(self) -> str:
         """How experts are joined; the row of the result in tables."""
         if self.simoe is not None:

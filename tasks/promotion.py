@@ -6,6 +6,7 @@
 import json
 from dataclasses import dataclass
 
+from infra.recipe import Recipe
 from infra.records import Version
 from infra.registry import Registry
 from tasks.stage import Session
@@ -127,6 +128,11 @@ def led_experts(registry: Registry, name: str) -> dict[str, set[str]]:
             for domain, digest in json.loads(version.tags.get(EXPERTS_TAG, "{}")).items():
                 led.setdefault(domain, set()).add(digest)
     return led
+
+
+def compressed_name(recipe: Recipe) -> str:
+    """The registered model whose experts are stored as base and deltas (DeRS)."""
+    return f"{recipe.registered_name}-ders"
 
 
 def newest(registry: Registry, name: str) -> Version | None:

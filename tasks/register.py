@@ -22,6 +22,7 @@ from tasks.promotion import (
     MODEL_TAG,
     PENDING_TAG,
     Outcome,
+    compressed_name,
     expert_digests,
     offered,
     with_aliases,
@@ -106,7 +107,7 @@ def register_compressed(
         return None
     metrics = json.loads((folder / REPORT / "metrics.json").read_text())
     digest = fingerprint(tree_digest(folder / MODEL))
-    name = recipe.compressed_name
+    name = compressed_name(recipe)
     known = offered(registry, name, digest)
     if known is not None:
         return known

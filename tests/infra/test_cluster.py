@@ -327,12 +327,12 @@ def test_the_same_flow_makes_the_same_files_on_it(head, tmp_path):
     values = pico_recipe(write_texts(tmp_path / "texts", domains=domains), domains=domains)
     recipe = save_recipe(tmp_path / "recipe.yaml", values)
     digests, calls = [], []
-    for name, address in (("there", head[0]), ("here", "local")):
+    for name, address in (("there", head[0]), ("client", head[1]), ("here", "local")):
         project = OnCluster(tmp_path / name, recipe)
         project.address = address
         project.flow()
         digests.append(project.digests())
         calls.append(project.calls()["domain_statistics"])
-    assert digests[0] == digests[1]
+    assert digests[0] == digests[1] == digests[2]
     # Only a local Ray has the flow's environment, and so the watcher that counts.
-    assert calls == [0, 4]
+    assert calls == [0, 0, 4]
