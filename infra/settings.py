@@ -100,7 +100,7 @@ def configure(environment: MutableMapping[str, str] = os.environ) -> Settings:
     """
     settings = read(environment)
     settings.prefect_home.mkdir(parents=True, exist_ok=True)  # Prefect makes no parents
-    for name, value in (DEFAULTS | _derived(settings)).items():
+    for name, value in (DEFAULTS | _derived(settings) | _private(environment)).items():
         environment.setdefault(name, value)
     if settings.prefect_api_url is not None:
         environment["PREFECT_API_URL"] = settings.prefect_api_url
@@ -146,6 +146,12 @@ def _derived(settings: Settings) -> dict[str, str]:
         "PREFECT_HOME": str(settings.prefect_home),
         "MLFLOW_TRACKING_URI": settings.mlflow_tracking_uri,
     }
+
+
+def _private(environment: Mapping[str, str]) -> dict[str, str]:
+    """Where DVC remembers files, as pickles: its own choice is a folder that everyone may write."""
+    caches = Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return {"DVC_SITE_CACHE_DIR": str(caches / "upcycle" / "dvc")}
 
 
 def _port(environment: Mapping[str, str], name: str) -> int:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import mlflow
 from mlflow import MlflowClient
@@ -236,10 +238,10 @@ def _experiment_id(client: MlflowClient, settings: Settings, name: str) -> str:
     location = (settings.mlflow_artifacts / name).as_uri() if local else None
     if found is not None:
         is_shared = local and not settings.mlflow_tracking_uri.startswith("sqlite")
-        if is_shared and found.artifact_location != location:
+        if is_shared and not _is_place(found.artifact_location, settings.mlflow_artifacts / name):
             remedy = "another home uses it in the same database, with its files in "
-            remedy += f"{found.artifact_location}; give the recipe another `name`, or share a "
-            remedy += "server (make up) instead of a database"
+            remedy += f"{found.artifact_location}; give the recipe another `name`, or run in "
+            remedy += "that home"
             raise InputError(Fault("MLflow experiment", name, remedy))
         return found.experiment_id
     try:
@@ -249,6 +251,12 @@ def _experiment_id(client: MlflowClient, settings: Settings, name: str) -> str:
         if found is None:
             raise
         return found.experiment_id
+
+
+def _is_place(location: str, folder: Path) -> bool:
+    """Whether MLflow's address of local files is ``folder``; of others nothing is known."""
+    parsed = urlparse(location)
+    return parsed.scheme != "file" or Path(url2pathname(parsed.path)).resolve() == folder.resolve()
 
 
 def _dataset_input(record: DatasetRecord) -> DatasetInput:

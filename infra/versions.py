@@ -19,8 +19,6 @@ from upcycle_core.errors import Fault, InputError
 # Not "reflink" first: DVC would take every file away for a moment to link it anew, while pieces
 # read it. So it links what it finds, where the disk can.
 SETTINGS = {"core": {"no_scm": "True"}, "cache": {"type": "hardlink, copy"}}
-SITE = "site"
-"""What DVC remembers of files, as pickles: by default it lies where everyone may write."""
 REMOTE = "upcycle"
 
 
@@ -38,8 +36,7 @@ class Versions:
 
     def prepare(self, *, pipeline: str, params: str) -> None:
         """Make the project if there is none, and write ``dvc.yaml`` and ``params.yaml``."""
-        site = str(self.root / ".dvc" / SITE)
-        self._configure({**SETTINGS, "core": {**SETTINGS["core"], "site_cache_dir": _quoted(site)}})
+        self._configure(SETTINGS)
         _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n")
         _write_if_changed(self.root / "params.yaml", params)
         _write_if_changed(self.root / "dvc.yaml", pipeline)
@@ -73,7 +70,7 @@ class Versions:
         self._dvc("pull", *(stage for stage in stages if stage in locked))
 
     def _use(self, remote: str, *, verify: bool = False) -> None:
-        place = {"url": _quoted(remote), "verify": str(verify)}
+        place = {"url": _quoted(remote), **({"verify": "True"} if verify else {})}
         self._configure({"core": {"remote": REMOTE}, f"'remote \"{REMOTE}\"'": place})
 
     def _configure(self, settings: Mapping[str, Mapping[str, str]]) -> None:

@@ -53,7 +53,7 @@ def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) ->
         for name, digest in found.items()
         if digest is None or workspace.provenance(name) is None
     )
-    raise_faults(_mixed(workspace) if recipe.lineage is None else ())
+    raise_faults(_mixed(recipe, workspace) if recipe.lineage is None else ())
     pinned = {name: digest for name, digest in found.items() if digest is not None}
     backbone = lineage.backbone
     if "backbone" in pinned:
@@ -79,8 +79,8 @@ def with_parents(
         led: {domain: digests, or their beginnings, of its experts that have been in a champion}.
 
     Raises:
-        InputError: Neither the expert nor what it was continued from is of a champion, though
-            another one is.
+        InputError: Neither the expert nor what it was continued from is of a champion, though an
+            expert that is not there is.
     """
     assert recipe.lineage is not None
     parents = dict(recipe.parents)
@@ -105,7 +105,7 @@ def _parent(
     for expert in found:
         if any(expert.startswith(beginning) for beginning in led):
             return expert
-    if led:
+    if led and before is not None:
         remedy = "was refused or rolled back, and the champion's expert is not in the workspace; "
         remedy += "move the workspace away and bring that of the champion (flows.restore "
         remedy += f"{recipe.registered_name} champion), or build all anew: flows.dume --rebuild"
@@ -162,11 +162,11 @@ def _inputs(workspace: Workspace, artifact: str) -> dict[str, str]:
         return {}
 
 
-def _mixed(workspace: Workspace) -> Iterator[Fault]:
+def _mixed(recipe: Recipe, workspace: Workspace) -> Iterator[Fault]:
     """What was not made from what lies beside it now: a build of everything did not end."""
     experts = [f"experts/{domain}" for domain in modelled(workspace)]
     remedy = "was made from another {}: a build did not end; end it first: flows.dume"
-    for artifact in ("model", "backbone", *experts, "seed"):
+    for artifact in ("model", "backbone", *experts, *(["seed"] if recipe.has_seed else [])):
         for name, digest in _inputs(workspace, artifact).items():
             is_built_upon = name in PINNED or name.startswith("experts/")
             if is_built_upon and workspace.digest(name) != digest:

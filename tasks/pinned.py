@@ -8,8 +8,10 @@ from infra.recipe import Recipe
 from tasks.workspace import Workspace
 from upcycle_core.errors import Fault
 
-MAY_CHANGE = ("compute", "moe")
-"""Settings that change no weight of what is built upon."""
+DECIDE = ("seed", "seed_model", "tokenizer")
+"""Settings whose change would make another one. The backbone's average is the lineage's."""
+SAME_WEIGHTS = ("log_steps", "checkpoint_steps", "gradient_checkpointing")
+"""Settings of a training that do not change its result."""
 REBUILD = "or build all anew: flows.dume --rebuild"
 
 
@@ -34,23 +36,14 @@ def pinned_faults(
         remedy = "is built upon and is not there as it was; bring it back (dvc pull --force in the "
         yield Fault("lineage.pinned", artifact, f"{remedy}workspace, or flows.restore), {REBUILD}")
         return
-    if artifact == "backbone":
-        yield from _average_faults(recipe)
+    if not recipe.trains_seed:  # it was given, and copied
         return
     made = record.get("params", {})
     for name, value in json.loads(json.dumps(asked)).items():
-        if name.partition(".")[0] not in MAY_CHANGE and name in made:
+        if name.partition(".")[0] in DECIDE and name in made:
             for key, before, now in _other(name, made[name], value):
                 remedy = f"{artifact} is built upon and was made with {before!r}; put that back, "
                 yield Fault(key, now, remedy + REBUILD)
-
-
-def _average_faults(recipe: Recipe) -> Iterator[Fault]:
-    """A backbone that averages other experts of the recipe's domains than it asks for."""
-    asked, averaged = recipe.backbone.experts, set(recipe.averaged)
-    if asked is not None and set(asked) != averaged & set(recipe.domains):
-        remedy = f"the backbone is built upon and averages {', '.join(sorted(averaged))}; leave it "
-        yield Fault("backbone.experts", ", ".join(asked), f"{remedy}out, {REBUILD}")
 
 
 def _other(key: str, made: Any, asked: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -59,7 +52,7 @@ def _other(key: str, made: Any, asked: Any) -> Iterator[tuple[str, Any, Any]]:
     What one of them does not know is of another version of the code, and its default.
     """
     if isinstance(made, dict) and isinstance(asked, dict):
-        for name in sorted(made.keys() & asked.keys()):
+        for name in sorted((made.keys() & asked.keys()) - {*SAME_WEIGHTS}):
             yield from _other(f"{key}.{name}", made[name], asked[name])
     elif made != asked:
         yield key, made, asked

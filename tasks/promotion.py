@@ -42,12 +42,14 @@ class Outcome:
     decision: str
 
 
-def offered(registry: Registry, name: str, digest: str) -> Outcome | None:
+def offered(
+    registry: Registry, name: str, digest: str, *, compressed: bool = False
+) -> Outcome | None:
     """What became of a model if it is the newest version already; None if it is not.
 
     A version that a killed flow left without its aliases gets them now.
     """
-    known = newest(registry, name)
+    known = newest(registry, name, compressed=compressed)
     if known is None or known.tags.get(MODEL_TAG) != digest:
         return None
     return Outcome(with_aliases(registry, known), False, known.tags.get(DECISION_TAG, ""))
@@ -120,11 +122,12 @@ def expert_digests(session: Session) -> dict[str, str]:
 def led_experts(registry: Registry, name: str) -> dict[str, set[str]]:
     """{domain: the beginnings of the digests of its experts that have been in a champion}.
 
-    A version that was rolled back does not count.
+    That of now counts, by whomever it was made champion; one that was rolled back does not.
     """
     led: dict[str, set[str]] = {}
     for version in registry.versions(name):
-        if PREVIOUS_TAG in version.tags and ROLLED_BACK_TAG not in version.tags:
+        has_led = PREVIOUS_TAG in version.tags and ROLLED_BACK_TAG not in version.tags
+        if has_led or "champion" in version.aliases:
             for domain, digest in json.loads(version.tags.get(EXPERTS_TAG, "{}")).items():
                 led.setdefault(domain, set()).add(digest)
     return led
@@ -135,6 +138,7 @@ def compressed_name(recipe: Recipe) -> str:
     return f"{recipe.registered_name}-ders"
 
 
-def newest(registry: Registry, name: str) -> Version | None:
-    """The newest version; None if there is none."""
-    return next(reversed(registry.versions(name)), None)
+def newest(registry: Registry, name: str, *, compressed: bool = False) -> Version | None:
+    """The newest version of either kind. (Compressed ones once had no name of their own.)"""
+    kind = [v for v in registry.versions(name) if (COMPRESSED_TAG in v.tags) == compressed]
+    return kind[-1] if kind else None

@@ -108,7 +108,7 @@ def register_compressed(
     metrics = json.loads((folder / REPORT / "metrics.json").read_text())
     digest = fingerprint(tree_digest(folder / MODEL))
     name = compressed_name(recipe)
-    known = offered(registry, name, digest)
+    known = offered(registry, name, digest, compressed=True)
     if known is not None:
         return known
     made = _compressed(session, versions, metrics, digest)

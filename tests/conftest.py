@@ -13,7 +13,13 @@ from pathlib import Path
 # that of a process which pytest-xdist starts as well, whose TMPDIR is the first one's already.
 SYSTEM = os.environ.setdefault("UPCYCLE_TESTS_SYSTEM_FOLDER", tempfile.gettempdir())
 SESSION = Path(tempfile.mkdtemp(prefix="upcycle-", dir=SYSTEM))
-for _name in ("RAY_ADDRESS", "PREFECT_API_URL", "PREFECT_PROFILE", "MLFLOW_TRACKING_URI"):
+for _name in (
+    "RAY_ADDRESS",
+    "PREFECT_API_URL",
+    "PREFECT_PROFILE",
+    "MLFLOW_TRACKING_URI",
+    "DVC_SITE_CACHE_DIR",
+):
     os.environ.pop(_name, None)
 for _name, _folder in {
     "HOME": "home",
@@ -23,7 +29,6 @@ for _name, _folder in {
     "UPCYCLE_HOME": "workspace",
     "XDG_CACHE_HOME": "cache",
     "XDG_CONFIG_HOME": "config",
-    "DVC_SITE_CACHE_DIR": "dvc",
 }.items():
     (SESSION / _folder).mkdir()
     os.environ[_name] = str(SESSION / _folder)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from infra import settings
 from infra.versions import Versions
 from upcycle_core.errors import InputError
 
@@ -57,13 +58,16 @@ def test_what_was_changed_in_a_remote_does_not_come_back(tmp_path):
     assert not (there.root / "model").exists()
 
 
-def test_what_dvc_remembers_lies_where_the_project_does(tmp_path, monkeypatch):
-    monkeypatch.delenv("DVC_SITE_CACHE_DIR", raising=False)  # whoever names a place, means it
+def test_what_dvc_remembers_lies_where_no_one_else_writes(tmp_path, monkeypatch):
+    """It is read as pickles."""
+    environment = {"UPCYCLE_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    settings.configure(environment)
+    monkeypatch.setenv("DVC_SITE_CACHE_DIR", environment["DVC_SITE_CACHE_DIR"])
     versions = Versions(tmp_path / "here")
     versions.prepare(pipeline=PIPELINE, params="")
     (versions.root / "model").mkdir()
     versions.commit(["model"])
-    assert list((versions.root / ".dvc" / "site").rglob("*.db"))
+    assert list((tmp_path / "upcycle" / "dvc").rglob("*.db"))
 
 
 def test_settings_of_others_stay_and_the_file_is_written_for_changes_alone(tmp_path):
@@ -79,7 +83,6 @@ def test_settings_of_others_stay_and_the_file_is_written_for_changes_alone(tmp_p
     assert dict(written["'remote \"upcycle\"'"]) == {
         "url": '"s3://bucket/models"',
         "endpointurl": "http://127.0.0.1:9",
-        "verify": "False",
     }
     assert written["cache"]["type"] == "hardlink, copy"
     before = config.stat()

@@ -88,9 +88,12 @@ def test_the_way_back_is_that_of_the_champions(history, session):
 
 
 def test_experts_of_a_version_that_was_rolled_back_do_not_count(history):
+    """Those of a champion that a person made do."""
     [first] = [version for version in history.versions(NAME) if version.number == 1]
     history.set_tags(first, {ROLLED_BACK_TAG: "it too"})
-    assert led_experts(history, NAME) == {}
+    [second] = [version for version in history.versions(NAME) if version.number == 2]
+    history.set_alias(second, "champion")
+    assert led_experts(history, NAME)["cpp"] == {"refused"}
 
 
 def test_a_model_without_champion_has_no_way_back(registry):

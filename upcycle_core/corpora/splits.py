@@ -98,18 +98,23 @@ class Selection:
 
         A document whose hash is in the lowest ``share`` of all hashes is moved: when text is added
         none comes from training to ``split``, where a model would be judged on what it has learnt.
+        One that is larger than ``share`` of all bytes stays in training as long as it is so.
 
         Args:
             split: The split that is made; it gets ``share`` of the documents on average, and one
-                of them at least.
+                of them at least: of those that fit if any does, or else the smallest.
             share: Of the documents, between 0 and 1.
             seed: Decides which.
         """
         train = self.splits["train"]
-        places = {key: place(key, seed, "set aside", split) for key in train}
-        chosen = [key for key in train if places[key] < share]
+        sizes = {key: size_of(document) for key, document in train.items()}
+        room = share * sum(sizes.values())
+        places = {key: place(key, seed, "set aside", split) for key in train if sizes[key] <= room}
+        chosen = [key for key, found in places.items() if found < share]
         if train and not chosen:
-            chosen = [min(train, key=places.__getitem__)]
+            chosen = [
+                min(places, key=places.__getitem__) if places else min(train, key=sizes.__getitem__)
+            ]
         self.splits[split] = {key: train.pop(key) for key in chosen}
         self.left_out[split] = Counter()
 

@@ -68,6 +68,17 @@ def test_what_is_set_aside_for_good_is_never_taken_from_training_when_text_is_ad
         assert 0.03 * count < len(splits["heldout"]) < 0.07 * count
 
 
+def test_a_document_that_is_larger_than_the_share_is_not_set_aside_for_good():
+    for seed in range(40):
+        small = [Document(f"text number {n}", "file") for n in range(100)]
+        selection = selection_of([*small, Document("a large text " * 100, "large")])
+        selection.set_aside_for_good("heldout", 0.3, seed=seed)
+        assert "large" not in files_of(selection, "heldout")
+        selection = selection_of([Document("text " * n, str(n)) for n in (9, 7, 8)])
+        selection.set_aside_for_good("heldout", 0.05, seed=seed)
+        assert files_of(selection, "heldout") == {"7"}
+
+
 def test_one_document_at_least_is_set_aside_for_good():
     selection = selection_of([Document(f"text number {n}", "file") for n in range(3)])
     selection.set_aside_for_good("heldout", 1e-9, seed=0)
