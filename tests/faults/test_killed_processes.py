@@ -69,7 +69,7 @@ def test_kills_in_every_phase_end_with_the_same_bytes(undisturbed, servers, tmp_
         "prefect": {"PREFECT_API_URL": f"{prefect.url}/api"},
     }.get(process, {})
     starts = project.run_through(dict.fromkeys(HOLDS, disturb), before)
-    # No worker is left when aliases are set; and a flow goes on without the server it brought along.
+    # No worker is left when aliases are set; a flow goes on without the server it brought along.
     missed = {"worker": {"promotion"}, "own prefect": {*HOLDS} - {"experts"}}
     hit = {phase for phase, killed in project.killed.items() if killed}
     assert hit >= {*HOLDS} - missed.get(process, set()), project.killed
