@@ -100,8 +100,10 @@ def configure(environment: MutableMapping[str, str] = os.environ) -> Settings:
     """
     settings = read(environment)
     settings.prefect_home.mkdir(parents=True, exist_ok=True)  # Prefect makes no parents
-    for name, value in (DEFAULTS | _derived(settings) | _private(environment)).items():
+    for name, value in (DEFAULTS | _derived(settings)).items():
         environment.setdefault(name, value)
+    if "DVC_SITE_CACHE_DIR" not in environment:
+        environment["DVC_SITE_CACHE_DIR"] = str(_own_cache(environment, settings))
     if settings.prefect_api_url is not None:
         environment["PREFECT_API_URL"] = settings.prefect_api_url
     environment[OWNER] = str(os.getpid())
@@ -148,10 +150,19 @@ def _derived(settings: Settings) -> dict[str, str]:
     }
 
 
-def _private(environment: Mapping[str, str]) -> dict[str, str]:
-    """Where DVC remembers files, as pickles: its own choice is a folder that everyone may write."""
-    caches = Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return {"DVC_SITE_CACHE_DIR": str(caches / "upcycle" / "dvc")}
+def _own_cache(environment: Mapping[str, str], settings: Settings) -> Path:
+    """Where DVC remembers files, as pickles, for this user alone; in the home if that has no cache.
+
+    What DVC makes, there or where it would itself, is open to everybody.
+    """
+    folder = Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "upcycle" / "dvc"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = settings.services / "dvc"
+        folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    return folder
 
 
 def _port(environment: Mapping[str, str], name: str) -> int:

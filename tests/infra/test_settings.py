@@ -86,6 +86,16 @@ def test_all_faults_of_the_environment_come_in_one_message(tmp_path):
     assert settings.read(environment).mlflow_tracking_uri.startswith("postgresql://me")
 
 
+def test_a_user_without_a_cache_has_one_in_the_home(tmp_path):
+    (tmp_path / "file").touch()
+    environment = {"UPCYCLE_HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "file")}
+    settings.configure(environment)
+    assert environment["DVC_SITE_CACHE_DIR"] == str(tmp_path / "home" / "services" / "dvc")
+    environment["DVC_SITE_CACHE_DIR"] = "mine"
+    settings.configure(environment)
+    assert environment["DVC_SITE_CACHE_DIR"] == "mine"
+
+
 def test_a_relative_home_is_seen_from_where_the_command_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert settings.read({"UPCYCLE_HOME": "here"}).home == tmp_path / "here"

@@ -2,6 +2,7 @@
 
 import configparser
 import shutil
+import stat
 
 import pytest
 
@@ -67,7 +68,9 @@ def test_what_dvc_remembers_lies_where_no_one_else_writes(tmp_path, monkeypatch)
     versions.prepare(pipeline=PIPELINE, params="")
     (versions.root / "model").mkdir()
     versions.commit(["model"])
-    assert list((tmp_path / "upcycle" / "dvc").rglob("*.db"))
+    own = tmp_path / "upcycle" / "dvc"
+    assert list(own.rglob("*.db"))
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
 
 
 def test_settings_of_others_stay_and_the_file_is_written_for_changes_alone(tmp_path):
