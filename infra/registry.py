@@ -3,8 +3,6 @@
 import json
 import shutil
 import tempfile
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from infra.names import masked
-from infra.records import Registration, Version, flatten
+from infra.records import Registration, Version, flatten, local_folder
 from infra.settings import Settings
 from infra.tracking import METRICS_PER_CALL, PARAM_LENGTH, Run, milliseconds, open_database
 from upcycle_core.errors import Fault, InputError
@@ -219,6 +217,6 @@ class Registry:
 
 def _remove_files(model: LoggedModel) -> None:
     """Remove what was copied of a model, which may be what filled the disk."""
-    location = urllib.parse.urlparse(model.artifact_location)
-    if location.scheme == "file":
-        shutil.rmtree(urllib.request.url2pathname(location.path), ignore_errors=True)
+    folder = local_folder(model.artifact_location)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)

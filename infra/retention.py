@@ -1,8 +1,6 @@
 """What MLflow holds of a workspace's past: what ``keep`` leaves of it, and how the rest goes."""
 
 import shutil
-import urllib.parse
-import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -16,7 +14,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from mlflow.tracking._tracking_service.utils import _get_store
 
 from infra.keep import KeepConfig
-from infra.records import Version
+from infra.records import Version, local_folder
 from infra.registry import MODEL_SCHEME, Registry
 from infra.settings import Settings
 from infra.tracking import open_database
@@ -178,18 +176,13 @@ def _age(run: RunEntity) -> tuple[int, str]:
     return run.info.start_time, run.info.run_id
 
 
-def _local(location: str) -> Path | None:
-    parsed = urllib.parse.urlparse(location)
-    return Path(urllib.request.url2pathname(parsed.path)) if parsed.scheme == "file" else None
-
-
 def _files(location: str) -> list[Path]:
-    folder = _local(location)
+    folder = local_folder(location)
     return [] if folder is None else [file for file in folder.rglob("*") if file.is_file()]
 
 
 def _remove_files(location: str) -> None:
-    folder = _local(location)
+    folder = local_folder(location)
     if folder is None:
         get_artifact_repository(location).delete_artifacts()
         return

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlparse
-from urllib.request import url2pathname
 
 import mlflow
 from mlflow import MlflowClient
@@ -24,7 +22,7 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
 from infra.names import masked
-from infra.records import DatasetRecord, flatten
+from infra.records import DatasetRecord, flatten, local_folder
 from infra.settings import Settings
 from upcycle_core.errors import Fault, InputError
 
@@ -235,28 +233,22 @@ class _OneAtATime:
 def _experiment_id(client: MlflowClient, settings: Settings, name: str) -> str:
     local = not settings.mlflow_tracking_uri.startswith("http")
     found = client.get_experiment_by_name(name)
-    location = (settings.mlflow_artifacts / name).as_uri() if local else None
+    own = settings.mlflow_artifacts / name
     if found is not None:
+        theirs = local_folder(found.artifact_location)
         is_shared = local and not settings.mlflow_tracking_uri.startswith("sqlite")
-        if is_shared and not _is_place(found.artifact_location, settings.mlflow_artifacts / name):
-            remedy = "another home uses it in the same database, with its files in "
-            remedy += f"{found.artifact_location}; give the recipe another `name`, or run in "
-            remedy += "that home"
+        if is_shared and theirs is not None and theirs.resolve() != own.resolve():
+            remedy = f"another home uses it in the same database, with its files in {theirs}; give "
+            remedy += "the recipe another `name`, or run in that home"
             raise InputError(Fault("MLflow experiment", name, remedy))
         return found.experiment_id
     try:
-        return client.create_experiment(name, artifact_location=location)
+        return client.create_experiment(name, artifact_location=own.as_uri() if local else None)
     except MlflowException:  # another flow was first
         found = client.get_experiment_by_name(name)
         if found is None:
             raise
         return found.experiment_id
-
-
-def _is_place(location: str, folder: Path) -> bool:
-    """Whether MLflow's address of local files is ``folder``; of others nothing is known."""
-    parsed = urlparse(location)
-    return parsed.scheme != "file" or Path(url2pathname(parsed.path)).resolve() == folder.resolve()
 
 
 def _dataset_input(record: DatasetRecord) -> DatasetInput:

@@ -107,9 +107,8 @@ class Versions:
             )
         if done.returncode != 0:
             detail = masked(" ".join((done.stderr or done.stdout).strip().splitlines()[-6:]))
-            what = " ".join(a for a in arguments if a.startswith("-") or a == arguments[0])
             remedy = f"failed in {self.root}: {detail}; mend what it says and run the same again"
-            raise InputError(Fault("versions", f"dvc {what}", remedy))
+            raise InputError(Fault("versions", f"dvc {arguments[0]}", remedy))
 
 
 def remote_of(remote: str, home: Path) -> str:

@@ -53,7 +53,7 @@ def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) ->
         for name, digest in found.items()
         if digest is None or workspace.provenance(name) is None
     )
-    raise_faults(_mixed(recipe, workspace) if recipe.lineage is None else ())
+    raise_faults(_mixed_faults(recipe, workspace) if recipe.lineage is None else ())
     pinned = {name: digest for name, digest in found.items() if digest is not None}
     backbone = lineage.backbone
     if "backbone" in pinned:
@@ -162,7 +162,7 @@ def _inputs(workspace: Workspace, artifact: str) -> dict[str, str]:
         return {}
 
 
-def _mixed(recipe: Recipe, workspace: Workspace) -> Iterator[Fault]:
+def _mixed_faults(recipe: Recipe, workspace: Workspace) -> Iterator[Fault]:
     """What was not made from what lies beside it now: a build of everything did not end."""
     experts = [f"experts/{domain}" for domain in modelled(workspace)]
     remedy = "was made from another {}: a build did not end; end it first: flows.dume"

@@ -87,14 +87,14 @@ def spares(
     """
     disk = Disk()
     # A deployment may hold the recipe of before a domain was grown.
-    here = {*recipe.domains, *modelled(workspace)}
+    domains = {*recipe.domains, *modelled(workspace)}
     past = records.past(recipe.keep, recipe.registered_name, previous=PREVIOUS_TAG)
-    yield from _artifacts(here, workspace, disk)
+    yield from _artifacts(domains, workspace, disk)
     yield from _pieces(workspace, disk)
     yield from _models(past, records, recipe.keep, disk)
     yield from _runs(past, records, recipe.keep, disk)
     named = [out for version in past.kept for out in _of_version(version, registry)]
-    yield from _cache(here, workspace, named, disk)
+    yield from _cache(domains, workspace, named, disk)
 
 
 def has_left(artifact: str, domains: Iterable[str]) -> bool:

@@ -13,29 +13,25 @@ from project import TIMEOUT
 
 
 class Server:
-    """A program that answers on a port of its own, over a folder.
+    """A program that answers on a port of its own.
 
     Args:
-        folder: Where its database and its log lie.
-        name: Of the log.
+        folder: Where its log lies.
+        command: Its program and arguments; the port is added.
+        health: What is asked to see that it is there.
     """
 
-    health = "/health"
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.port, self.log = folder, free_port(), folder / f"{name}.log"
+    def __init__(self, folder: Path, command: Sequence[str], health: str) -> None:
+        self.log, self.port, self.health = folder / "server.log", free_port(), health
+        self.command = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
         self.process: subprocess.Popen | None = None
         self.url = f"http://127.0.0.1:{self.port}"
-
-    def command(self) -> Sequence[str]:
-        """What is started."""
-        raise NotImplementedError
 
     def start(self) -> None:
         """Start it, unless it runs, and wait until it answers."""
         if self.process is None or self.process.poll() is not None:
             with self.log.open("ab") as log:
-                self.process = subprocess.Popen(self.command(), stdout=log, stderr=log)
+                self.process = subprocess.Popen(self.command, stdout=log, stderr=log)
         deadline = time.monotonic() + TIMEOUT
         while not self.answers():
             assert self.process.poll() is None, self.log.read_text()[-4000:]
@@ -66,22 +62,17 @@ class Server:
         return killed
 
 
-class MlflowServer(Server):
-    """MLflow's."""
+def mlflow_server(folder: Path) -> Server:
+    """MLflow's, over a database and files in ``folder``."""
+    folder.mkdir()
+    database = ["--backend-store-uri", f"sqlite:///{folder / 'served.db'}", "--workers", "1"]
+    files = ["--artifacts-destination", str(folder / "served"), "--serve-artifacts"]
+    command = [sys.executable, "-m", "mlflow", "server", *database, *files]
+    return Server(folder, command, "/health")
 
-    def command(self) -> Sequence[str]:
-        place = ["--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
-        database = ["--backend-store-uri", f"sqlite:///{self.folder / 'served.db'}"]
-        files = ["--artifacts-destination", str(self.folder / "served"), "--serve-artifacts"]
-        return [sys.executable, "-m", "mlflow", "server", *place, *database, *files]
 
-
-class PrefectServer(Server):
-    """Prefect's."""
-
-    health = "/api/health"
-
-    def command(self) -> Sequence[str]:
-        home = f"PREFECT_HOME={self.folder / 'prefect-server'}"
-        place = ["--host", "127.0.0.1", "--port", str(self.port)]
-        return ["env", home, sys.executable, "-m", "prefect", "server", "start", *place]
+def prefect_server(folder: Path) -> Server:
+    """Prefect's, over a database in ``folder``."""
+    folder.mkdir()
+    command = ["env", f"PREFECT_HOME={folder}", sys.executable, "-m", "prefect", "server", "start"]
+    return Server(folder, command, "/api/health")

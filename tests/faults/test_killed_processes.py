@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from disturbed import HOLDS, Disturbed, kill_flow, kill_prefect, kill_worker
-from killed_servers import MlflowServer, PrefectServer
+from killed_servers import mlflow_server, prefect_server
 from project import Project
 from texts import pico_recipe, save_recipe, write_texts
 
@@ -45,7 +45,7 @@ def undisturbed(tmp_path_factory):
 @pytest.fixture
 def servers(tmp_path):
     """MLflow's and Prefect's, not started."""
-    found = MlflowServer(tmp_path, "mlflow"), PrefectServer(tmp_path, "prefect")
+    found = mlflow_server(tmp_path / "mlflow"), prefect_server(tmp_path / "prefect")
     yield found
     for server in found:
         server.kill()

@@ -14,42 +14,36 @@ PIPELINE = "stages:\n  model: {cmd: 'true', outs: [model]}\n"
 PLACES = ("plain", "Bücher & Rechte #2, 100% 'neu'")
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_what_was_pushed_comes_back_elsewhere(tmp_path, place):
-    remote = str(tmp_path / place)
-    here, there = (Versions(tmp_path / f"{place} {side}") for side in ("here", "there"))
-    for versions in (here, there):
-        versions.prepare(pipeline=PIPELINE, params="")
-    (here.root / "model").mkdir()
-    (here.root / "model" / "weights").write_text("weights")
-    here.commit(["model"])
-    here.push(remote)
-    shutil.rmtree(here.root / ".dvc" / "cache")
-    there.pull(here.lock_text(), remote, ["model"])
-    assert (there.root / "model" / "weights").read_text() == "weights"
-
-
-def test_a_stage_that_was_not_run_is_left_out(tmp_path):
-    pipeline = f"{PIPELINE}  comparison: {{cmd: 'true', outs: [comparison]}}\n"
-    here, there = (Versions(tmp_path / side) for side in ("here", "there"))
+def pushed(folder, remote, pipeline=PIPELINE):
+    """A project whose model lies in a remote, and another that has none yet."""
+    here, there = (Versions(folder / side) for side in ("here", "there"))
     for versions in (here, there):
         versions.prepare(pipeline=pipeline, params="")
     (here.root / "model").mkdir()
     (here.root / "model" / "weights").write_text("weights")
     here.commit(["model"])
-    here.push(str(tmp_path / "remote"))
+    here.push(str(remote))
+    return here, there
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_was_pushed_comes_back_elsewhere(tmp_path, place):
+    remote = tmp_path / place
+    here, there = pushed(tmp_path / f"in {place}", remote)
+    shutil.rmtree(here.root / ".dvc" / "cache")
+    there.pull(here.lock_text(), str(remote), ["model"])
+    assert (there.root / "model" / "weights").read_text() == "weights"
+
+
+def test_a_stage_that_was_not_run_is_left_out(tmp_path):
+    pipeline = f"{PIPELINE}  comparison: {{cmd: 'true', outs: [comparison]}}\n"
+    here, there = pushed(tmp_path, tmp_path / "remote", pipeline)
     there.pull(here.lock_text(), str(tmp_path / "remote"), ["comparison", "model"])
     assert (there.root / "model" / "weights").exists()
 
 
 def test_what_was_changed_in_a_remote_does_not_come_back(tmp_path):
-    here, there = (Versions(tmp_path / side) for side in ("here", "there"))
-    for versions in (here, there):
-        versions.prepare(pipeline=PIPELINE, params="")
-    (here.root / "model").mkdir()
-    (here.root / "model" / "weights").write_text("weights")
-    here.commit(["model"])
-    here.push(str(tmp_path / "remote"))
+    here, there = pushed(tmp_path, tmp_path / "remote")
     files = [f for f in (tmp_path / "remote").rglob("*") if f.is_file()]
     [kept] = [file for file in files if file.read_text() == "weights"]
     kept.chmod(0o644)

@@ -29,7 +29,7 @@ def write_documents(
     Documents that differ in case, punctuation or white space only are one document. Named held-out
     and calibration text stays whole: what it shares with training text is dropped from training.
     Where none is named, a share of the training text is set aside: of a harvest by whole files,
-    else by document. No document of training text becomes held-out text when others are added.
+    else by document. Held-out documents are set aside for good (``Selection.set_aside_for_good``).
 
     Args:
         domain: Its sources.
