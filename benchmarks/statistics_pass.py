@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.common import alternate, median, median_ratio, print_result, print_table, seconds_of
 from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs
-from upcycle_core.corpora.shards import TokenCorpus, write_split
+from upcycle_core.corpora.reader import TokenCorpus
+from upcycle_core.corpora.shards import write_split
 from upcycle_core.dume.collect import DTYPES, PAD_ID, collect
 from upcycle_core.dume.layout import Layout
 from upcycle_core.progress import Silent

@@ -29,7 +29,8 @@ from upcycle_core.backbone.average import write_backbone
 from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs, shard_of
-from upcycle_core.corpora.shards import TokenCorpus, write_split
+from upcycle_core.corpora.reader import TokenCorpus
+from upcycle_core.corpora.shards import write_split
 from upcycle_core.dume.collect import PAD_ID
 from upcycle_core.dume.config import StatisticsConfig
 

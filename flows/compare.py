@@ -29,8 +29,8 @@ from infra.reading import validate
 from infra.recipe import SYMPHONY, Recipe, resolve
 from tasks import pipeline
 from tasks.comparison_costs import row_costs
+from tasks.imports import CODE
 from tasks.sources import check
-from tasks.stage import CODE
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.comparison import across_seeds, comparison_lines, format_comparison
 from upcycle_core.evaluation.comparison_plot import draw_comparison

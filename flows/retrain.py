@@ -82,7 +82,7 @@ def _is_up_to_date(recipe: Recipe, workspace: Workspace) -> bool:
     known = newest(Registry(configure()), recipe.registered_name)
     if known is None or PENDING_TAG in known.tags:
         return False
-    return known.tags.get(MODEL_TAG) == workspace.digest("model")
+    return workspace.has_digest("model", known.tags.get(MODEL_TAG))
 
 
 def _learn(session: FlowSession) -> Outcome:

@@ -20,7 +20,7 @@ from flows.commands import command, load, recipe_parser
 from flows.comparison_page import comparison_section
 from infra import settings as environment
 from infra.recipe import Recipe, recipe_yaml
-from tasks.stage import CODE
+from tasks.imports import CODE
 from upcycle_core.evaluation.plots import draw_scores, draw_sweep
 from upcycle_core.evaluation.results import Parameter
 from upcycle_core.evaluation.scores import across_runs, mean_and_deviation

@@ -30,10 +30,11 @@ from infra.registry import Registry
 from infra.settings import Settings
 from infra.tracking import Run, Tracker
 from infra.versions import Versions, code_version, remote_of
+from tasks.imports import CODE
 from tasks.lineage import save, with_lineage
 from tasks.pipeline import dvc_yaml, params_yaml
 from tasks.reporting import Recorder
-from tasks.stage import CODE, Session, Stage
+from tasks.stage import Session, Stage
 from tasks.workspace import Workspace
 from upcycle_core.errors import Fault, InputError
 
@@ -166,7 +167,7 @@ class FlowSession:
             return
         record = Recorded(self.workspace.root)
         known = record.known()
-        digests = {label: self.workspace.digest(out) for label, out in published.items()}
+        digests = {label: self.workspace.record_digest(out) for label, out in published.items()}
         new = [label for label, digest in digests.items() if known.get(label) != digest]
         self.versions.commit(new)
         if new:

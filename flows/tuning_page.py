@@ -13,8 +13,8 @@ from flows.session import FlowSession
 from infra.recipe import SIMOE, Recipe, recipe_yaml
 from infra.records import DatasetRecord
 from tasks.answers import model_of
+from tasks.artifacts import SUMMARY as TRAINED
 from tasks.promotion import Outcome
-from tasks.tuning import SUMMARY as TRAINED
 from tasks.tuning_report import figures, row_title
 from upcycle_core.evaluation.instructions.activations import Activation
 from upcycle_core.evaluation.instructions.report import write_instruction_report

@@ -55,13 +55,25 @@ class Done:
 
 def is_finished(directory: Path, name: str) -> bool:
     """Its result is recorded, and its files were not taken by a stage that was killed then."""
+    record = read_record(directory, name)
+    return record is not None and (not record["left_files"] or (directory / name).exists())
+
+
+def read_record(directory: Path, name: str) -> dict[str, Any] | None:
+    """What ``finish`` recorded; None if that is not there, or not whole."""
     try:
         record = json.loads(_result_file(directory, name).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):  # the power went while it was written
-        return False
-    if not record.keys() >= set(FACTS):  # an earlier version wrote less
-        return False
-    return not record["left_files"] or (directory / name).exists()
+    except (OSError, ValueError):  # the power went while it was written
+        return None
+    # An earlier version wrote less.
+    return record if isinstance(record, dict) and record.keys() >= {*FACTS, "left_files"} else None
+
+
+def write_record(directory: Path, name: str, record: Mapping[str, Any]) -> None:
+    """Record a result, whole or not at all."""
+    temporary = directory / f"{name}.json.partial"
+    temporary.write_text(json.dumps(record))
+    os.replace(temporary, _result_file(directory, name))
 
 
 def finish(
@@ -78,9 +90,7 @@ def finish(
         "ended": ended,
         "peak_memory_bytes": done.peak_memory_bytes,
     }
-    temporary = directory / f"{name}.json.partial"
-    temporary.write_text(json.dumps(record))
-    os.replace(temporary, _result_file(directory, name))
+    write_record(directory, name, record)
 
 
 def read_done(directory: Path, name: str) -> Done:

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -149,6 +150,11 @@ class Recipe:
     """What `flows.tidy` leaves."""
     lineage: Lineage | None = None
     """What is built upon as it is, after a domain came, left or learnt; flows write it."""
+
+    @property
+    def text_folder(self) -> Path | None:
+        """What ``{folder}`` stands for."""
+        return None if self.folder is None else Path(self.folder)
 
     @property
     def registered_name(self) -> str:

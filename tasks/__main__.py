@@ -1,5 +1,7 @@
 """``python -m tasks STAGE [DOMAIN, BASELINE or MODEL]`` in a workspace: how DVC runs a stage.
 
+``python -m tasks why STAGE [...]`` says what it would run for, and why, and runs nothing.
+
 The recipe is the workspace's params.yaml, so DVC and the flows read the same values.
 """
 
@@ -14,33 +16,44 @@ from infra import settings as environment
 def main(arguments: list[str] | None = None) -> int:
     """Run one stage, or all that it runs for, unless it is up to date."""
     parser = argparse.ArgumentParser(prog="python -m tasks", description=__doc__)
-    parser.add_argument("stage", help="a stage of dvc.yaml, or `sweep` to delete finished pieces")
-    parser.add_argument("item", nargs="?", default="", help="what it runs for; all by default")
+    parser.add_argument(
+        "stage",
+        nargs="+",
+        help="a stage of dvc.yaml and what it runs for, all by default; before it `why` to hear "
+        "what would run; or `sweep` to delete finished pieces",
+    )
     parser.add_argument("--workspace", type=Path, default=Path.cwd(), help="the current folder")
     chosen = parser.parse_args(arguments)
+    asks_why = chosen.stage[0] == "why"
+    name, *rest = chosen.stage[asks_why:] or [""]
     settings = environment.configure()
 
     from infra.compute import cluster
+    from tasks.currency import explained
+    from tasks.imports import CODE
     from tasks.pipeline import ORDER
-    from tasks.stage import CODE, Session
+    from tasks.stage import Session
     from tasks.workspace import Workspace
     from upcycle_core.errors import Fault, InputError
 
     stages = {stage.name: stage for stage in ORDER}
     workspace = Workspace(chosen.workspace)
     try:
-        if chosen.stage not in (*stages, "sweep"):
+        if name not in (*stages, "sweep") or len(rest) > 1:
             raise InputError(
-                Fault("stage", chosen.stage, f"not a stage; use one of {list(stages)}")
+                Fault("stage", " ".join(chosen.stage), f"not a stage; use one of {list(stages)}")
             )
         recipe = recipe_of(workspace)
-        with workspace.lock(f"python -m tasks {chosen.stage} {chosen.item}".rstrip()):
-            if chosen.stage == "sweep":
+        with workspace.lock(f"python -m tasks {' '.join(chosen.stage)}"):
+            if name == "sweep":
                 print(f"{workspace.sweep() / 1e6:.1f} MB freed")
                 return 0
-            stage = stages[chosen.stage]
+            stage = stages[name]
             session = Session(recipe, workspace, log=lambda text: print(text, flush=True))
-            items = [chosen.item] if chosen.item else stage.items(recipe)
+            items = rest or stage.items(recipe)
+            if asks_why:
+                print("\n".join(explained(session, ORDER, stage, items)))
+                return 0
             with cluster(settings, recipe.compute.cpus, CODE, workspace=workspace.root):
                 for item in items:
                     stage.ensure(session, item)
@@ -67,7 +80,8 @@ def recipe_of(workspace):
             )
         )
     values = yaml.safe_load(path.read_text())
-    values.pop("code", None)
+    for generated in ("code", "packages"):
+        values.pop(generated, None)
     return validate(values)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from infra.recipe import SIMOE, Recipe
-from tasks.architectures import OWN_MODELS, register_architectures
+from tasks.architectures import register_architectures
+from tasks.artifacts import ANSWERS
 from tasks.stage import StageRun, stage
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.evaluation.instructions.activations import expert_activations
@@ -21,9 +22,6 @@ from upcycle_core.evaluation.instructions.scores import (
 from upcycle_core.evaluation.instructions.structure import structure_of
 from upcycle_core.progress import Progress
 
-ANSWERS = "answers.json"
-"""Scores, figures, parameters, and of a SIMoE its structure and mean coefficients by task."""
-
 
 def model_of(row: str) -> str:
     """The artifact that holds a row's model."""
@@ -33,21 +31,7 @@ def model_of(row: str) -> str:
 @stage(
     "answers/{tuned}",
     inputs=lambda recipe, row: ["instructions", model_of(row)],
-    params=("tuning.max_new_tokens", "tuning.batch_size", "compute.evaluation"),
-    sources=(
-        "tasks/answers.py",
-        *OWN_MODELS,
-        "upcycle_core/corpora/conversations.py",
-        "upcycle_core/corpora/instructions.py",
-        "upcycle_core/corpora/readers.py",
-        "upcycle_core/corpora/seeded.py",
-        "upcycle_core/evaluation/harness/rouge.py",
-        "upcycle_core/evaluation/instructions/activations.py",
-        "upcycle_core/evaluation/instructions/answers.py",
-        "upcycle_core/evaluation/instructions/scores.py",
-        "upcycle_core/evaluation/instructions/structure.py",
-        "upcycle_core/moe/inspect.py",
-    ),
+    params=("tuning.max_new_tokens", "tuning.batch_size"),
     needed=lambda recipe: recipe.simoe is not None,
 )
 def answers(run: StageRun) -> None:

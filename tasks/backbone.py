@@ -12,14 +12,7 @@ from upcycle_core.progress import Progress
 @stage(
     "backbone",
     inputs=lambda recipe, domain: [f"experts/{name}" for name in recipe.averaged],
-    params=("backbone", "moe.max_shard_bytes"),
-    sources=(
-        "upcycle_core/architectures/families.py",
-        "upcycle_core/architectures/family.py",
-        "upcycle_core/architectures/resolve.py",
-        "upcycle_core/backbone/average.py",
-        "upcycle_core/checkpoints/writer.py",
-    ),
+    params=("moe.max_shard_bytes",),
     needed=lambda recipe: recipe.method == "dume",
 )
 def backbone(run: StageRun) -> None:

@@ -40,7 +40,7 @@ class Champion:
     @property
     def is_own(self) -> bool:
         """Whether it is the workspace's own model, to the byte."""
-        return self.version.tags.get(MODEL_TAG) == self.session.workspace.digest("model")
+        return self.session.workspace.has_digest("model", self.version.tags.get(MODEL_TAG))
 
     def perplexities(self, heldout: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         """On this run's held-out text, per token of this run's tokenizer.

@@ -7,9 +7,9 @@ from typing import Any
 
 from infra.compute import Piece
 from infra.recipe import Recipe
-from tasks.architectures import OWN_MODELS
-from tasks.baselines import SUMMARY
-from tasks.report import heldout_arguments
+from tasks.artifacts import SUMMARY
+from tasks.evaluation import heldout_arguments
+from tasks.params import MEASURING
 from tasks.stage import StageRun, each, stage
 from upcycle_core.baselines.ensemble import evaluate_ensemble
 from upcycle_core.evaluation.comparison import Compared, comparison_metrics
@@ -33,29 +33,15 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
     return [*found, *trained, "model", "report"]
 
 
+def _tokens(recipe: Recipe) -> list[str]:
+    """What the tokens of the experts are counted from."""
+    return ["experts.training"] if recipe.trains_experts else []
+
+
 @stage(
     "comparison",
     inputs=_inputs,
-    params=("evaluation", "baselines", "experts", "compute.evaluation"),
-    sources=(
-        "tasks/comparison.py",
-        *OWN_MODELS,
-        "upcycle_core/backbone/stitch.py",
-        "upcycle_core/baselines/ensemble.py",
-        "upcycle_core/corpora/batches.py",
-        "upcycle_core/corpora/mixture.py",
-        "upcycle_core/corpora/seeded.py",
-        "upcycle_core/evaluation/comparison.py",
-        "upcycle_core/evaluation/perplexity.py",
-        "upcycle_core/evaluation/pieces.py",
-        "upcycle_core/evaluation/results.py",
-        "upcycle_core/evaluation/routing.py",
-        "upcycle_core/evaluation/scores.py",
-        "upcycle_core/evaluation/table.py",
-        "upcycle_core/moe/inspect.py",
-        "upcycle_core/moe/random.py",
-        "upcycle_core/moe/size.py",
-    ),
+    params=lambda recipe, item: (*MEASURING, "baselines", *_tokens(recipe)),
     needed=lambda recipe: recipe.method == "dume" and bool(recipe.baselines),
 )
 def comparison(run: StageRun) -> None:

@@ -8,9 +8,10 @@ from statistics import mean
 from typing import Any
 
 from infra.recipe import Recipe, recipe_yaml
-from tasks.model import CARD_KEYS
+from tasks.artifacts import ORIGINAL, SWEEP
+from tasks.params import dume_keys
 from tasks.stage import StageRun, stage
-from tasks.sweeps import CODE_OF_DERS, ORIGINAL, SWEEP, artifact_of, base_of, sweep_inputs
+from tasks.sweeps import artifact_of, base_of, sweep_inputs
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.ders.compress import compress
 from upcycle_core.ders.config import CodecConfig, CompressionConfig
@@ -33,25 +34,7 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
 @stage(
     "compression",
     inputs=_inputs,
-    params=(*CARD_KEYS, "compression", "baselines", "compute.assembly"),
-    sources=(
-        *CODE_OF_DERS,
-        "tasks/compression.py",
-        "tasks/sweeps.py",
-        "upcycle_core/checkpoints/card.py",
-        "upcycle_core/evaluation/canvas.py",
-        "upcycle_core/evaluation/labels.py",
-        "upcycle_core/evaluation/compression/page.py",
-        "upcycle_core/evaluation/compression/plot.py",
-        "upcycle_core/evaluation/compression/report.py",
-        "upcycle_core/evaluation/compression/results.py",
-        "upcycle_core/evaluation/compression/table.py",
-        "upcycle_core/evaluation/page.py",
-        "upcycle_core/evaluation/results.py",
-        "upcycle_core/evaluation/routing.py",
-        "upcycle_core/evaluation/scores.py",
-        "upcycle_core/evaluation/table.py",
-    ),
+    params=lambda recipe, item: (*dume_keys(recipe), "compression", "baselines"),
     needed=lambda recipe: recipe.compression is not None,
 )
 def compression(run: StageRun) -> None:
@@ -76,7 +59,7 @@ def compression(run: StageRun) -> None:
             compression=recipe.compression,
             max_shard_bytes=recipe.moe.max_shard_bytes,
             title=f"{recipe.name}, {chosen}",
-            recipe=recipe_yaml(recipe, (*CARD_KEYS, "compression")),
+            recipe=recipe_yaml(recipe, [*dume_keys(recipe), "compression"]),
             experts=list(recipe.domains),
         )
     write_compression_report(

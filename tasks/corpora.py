@@ -10,7 +10,6 @@ from upcycle_core.progress import Progress
 @stage(
     "corpora/{domain}",
     inputs=lambda recipe, domain: [f"documents/{domain}", "tokenizer"],
-    sources=("upcycle_core/corpora/shards.py",),
 )
 def corpora(run: StageRun) -> None:
     """Write ``SPLIT/tokens.bin`` and a manifest."""

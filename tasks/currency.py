@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from tasks.sources import sources
 from tasks.stage import Stage
 from tasks.stage_run import Session, StageRun
-from tasks.workspace import PROVENANCE
+from tasks.why import in_one_line
+from tasks.workspace import PROVENANCE, enclosing
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.errors import InputError
 
@@ -58,3 +59,39 @@ def outdated(session: Session, stages: Sequence[Stage]) -> list[str]:
             if not is_current:
                 found.append(stage.label(item))
     return found
+
+
+def explained(
+    session: Session, stages: Sequence[Stage], asked: Stage, items: Sequence[str]
+) -> list[str]:
+    """A line for each item of a stage, and for what would run before it: why it would run.
+
+    Args:
+        session: The recipe at work.
+        stages: All of them, in their order.
+        asked: The stage.
+        items: What it runs for.
+    """
+    recipe = session.recipe
+    makers = {s.artifact(i): (s, i) for s in stages for i in s.items(recipe)}
+    lines: dict[str, str] = {}
+
+    def visit(stage: Stage, item: str) -> None:
+        label = stage.label(item)
+        if label in lines:
+            return
+        for name in stage.inputs(recipe, item):
+            maker = next((makers[n] for n in enclosing(name) if n in makers), None)
+            if maker is not None and not maker[0].always:
+                visit(*maker)
+        try:
+            reasons = stage.reasons(session, item)
+        except InputError as error:
+            reasons = [f"{fault.value} has not been made" for fault in error.faults]
+        lines[label] = f"{label} runs: {in_one_line(reasons)}" if reasons else ""
+
+    for item in items:
+        visit(asked, item)
+    wanted = [asked.label(item) for item in items]
+    current = {label: f"{label}: up to date" for label in wanted}
+    return [line or current[label] for label, line in lines.items() if line or label in current]

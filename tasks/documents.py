@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tasks.sources import folder_of
+from tasks.params import document_keys, draws_text
 from tasks.stage import StageRun, stage
 from upcycle_core.corpora.config import CorpusConfig, Domain
 from upcycle_core.corpora.documents import write_documents
@@ -12,23 +12,7 @@ from upcycle_core.progress import Progress
 @stage(
     "documents/{domain}",
     inputs=lambda recipe, domain: [f"sources/{domain}.json"],
-    params=(
-        "seed",
-        "corpus",
-        "domains.{domain}.train",
-        "domains.{domain}.calibration",
-        "domains.{domain}.heldout",
-        "domains.{domain}.elsewhere",
-    ),
-    sources=(
-        "upcycle_core/corpora/distinct.py",
-        "upcycle_core/corpora/documents.py",
-        "upcycle_core/corpora/harvest.py",
-        "upcycle_core/corpora/readers.py",
-        "upcycle_core/corpora/seeded.py",
-        "upcycle_core/corpora/sources.py",
-        "upcycle_core/corpora/splits.py",
-    ),
+    params=document_keys,
 )
 def documents(run: StageRun) -> None:
     """Write ``SPLIT.parquet`` and a manifest."""
@@ -37,8 +21,8 @@ def documents(run: StageRun) -> None:
         "corpora",
         domain=run.recipe.domains[run.domain],
         config=run.recipe.corpus,
-        seed=run.recipe.seed,
-        folder=folder_of(run.recipe),
+        seed=run.recipe.seed if draws_text(run.recipe, run.domain) else 0,
+        folder=run.recipe.text_folder,
         name=run.domain,
     )
 

@@ -1,17 +1,19 @@
 """The pieces of an evaluation: one model, or one model in several variants."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tasks.architectures import register_architectures
+from tasks.stage_run import StageRun
 from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
 from upcycle_core.dume.config import RouterConfig
-from upcycle_core.dume.router import load_routers, solve_routers
+from upcycle_core.dume.router import solve_routers
+from upcycle_core.dume.router_reader import load_routers
 from upcycle_core.dume.statistics import Statistics
 from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.pieces import (
@@ -40,7 +42,9 @@ def average_piece(
 ) -> Scores:
     """The piece: the average of all experts' weights, MLPs included."""
     write_average([CheckpointReader(path) for path in experts], out, max_shard_bytes=10**9)
-    return evaluate_checkpoint(out, progress=progress, **common)
+    scores = evaluate_checkpoint(out, progress=progress, **common)
+    shutil.rmtree(out)
+    return scores
 
 
 def oracle_piece(
@@ -78,18 +82,15 @@ def routed_piece(
 
 
 def random_piece(
-    *, out: Path, progress: Progress, model: Path, seeds: Sequence[int], **common: Any
+    *, out: Path, progress: Progress, model: Path, seed: int, **common: Any
 ) -> dict[str, Any]:
     """The piece: the MoE with routers that know nothing."""
     shape = CheckpointReader(model).config
-    draw = partial(
-        random_routers,
-        shape["num_hidden_layers"],
-        shape["hidden_size"],
-        len(common["corpora"]),
+    routers = random_routers(
+        shape["num_hidden_layers"], shape["hidden_size"], len(common["corpora"]), seed=seed
     )
-    variants = {str(seed): Variant(routers=draw(seed=seed)) for seed in seeds}
-    return evaluate_moe(model, variants, progress=progress, **common)
+    drawn = {"random": Variant(routers=routers)}
+    return evaluate_moe(model, drawn, progress=progress, **common)["random"]
 
 
 def sweep_piece(
@@ -98,25 +99,24 @@ def sweep_piece(
     progress: Progress,
     model: Path,
     parameter: Parameter,
-    values: Sequence[float],
+    value: float,
     statistics: Mapping[str, Mapping[str, Path]],
     router: RouterConfig,
     **common: Any,
 ) -> dict[str, Any]:
-    """The piece: the MoE with one parameter set to each of ``values`` (the paper's Figure 2)."""
+    """The piece: the MoE with one parameter set to ``value`` (the paper's Figure 2)."""
+    config, window, top_k = router, None, None
+    if parameter == "ridge_lambda":
+        config = replace(router, ridge_lambda=float(value))
+    elif parameter == "window":
+        window = int(value)
+    else:
+        top_k = int(value)
     variants = {}
     for split, files in statistics.items():
         loaded = {domain: Statistics.load(path) for domain, path in files.items()}
-        for value in values:
-            config, window, top_k = router, None, None
-            if parameter == "ridge_lambda":
-                config = replace(router, ridge_lambda=float(value))
-            elif parameter == "window":
-                window = int(value)
-            else:
-                top_k = int(value)
-            solution = solve_routers(loaded, config=config, window=window)
-            variants[f"{ROWS[split]} {value}"] = Variant(routers=solution.weights, top_k=top_k)
+        solution = solve_routers(loaded, config=config, window=window)
+        variants[ROWS[split]] = Variant(routers=solution.weights, top_k=top_k)
     return evaluate_moe(model, variants, progress=progress, **common)
 
 
@@ -148,4 +148,13 @@ def champion_piece(
             ),
         )
         for domain, score in scores.items()
+    }
+
+
+def heldout_arguments(run: StageRun) -> dict[str, Any]:
+    """What every piece that scores a model on the held-out text is given."""
+    return {
+        "corpora": {d: run.path(f"corpora/{d}/heldout") for d in run.recipe.domains},
+        "config": run.recipe.evaluation.measuring,
+        "device": run.device("evaluation"),
     }

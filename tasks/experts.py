@@ -1,9 +1,8 @@
 """Stage ``experts``: one expert a domain, trained from the seed, continued, or given."""
 
-from collections.abc import Iterator
-
 from infra.recipe import Recipe
-from tasks.seed import TRAINING_SOURCES, train_piece
+from tasks.params import expert_keys
+from tasks.seed import train_piece
 from tasks.stage import StageRun, stage
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.checkpoints.fetch import resolve_model
@@ -12,20 +11,14 @@ from upcycle_core.checkpoints.fetch import resolve_model
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
     given = [f"sources/{domain}.json"]
     start = f"parents/{domain}" if domain in recipe.parents else "seed"
-    return [*given, f"corpora/{domain}/train", start] if recipe.trains_experts else given
-
-
-def _params(recipe: Recipe, domain: str) -> Iterator[str]:
-    yield from ("seed", "experts.training", "domains.{domain}.expert", "compute.experts")
-    if domain in recipe.parents:
-        yield "experts.continued"
+    trained = recipe.domains[domain].expert is None
+    return [*given, f"corpora/{domain}/train", start] if trained else given
 
 
 @stage(
     "experts/{domain}",
     inputs=_inputs,
-    params=_params,
-    sources=TRAINING_SOURCES,
+    params=expert_keys,
     needed=lambda recipe: recipe.method == "dume",
 )
 def experts(run: StageRun) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.compute import Piece
+from tasks.artifacts import ALIGNMENT
 from tasks.pairs import groups_of, moment_files, strangers_of
 from tasks.segmentation import union_of
 from tasks.stage import StageRun
@@ -15,7 +16,8 @@ from tasks.vocabulary import union_arguments
 from upcycle_core.backbone.residual import residual_map
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.dume.config import RouterConfig
-from upcycle_core.dume.router import load_routers, save_routers, solve_routers
+from upcycle_core.dume.router import save_routers, solve_routers
+from upcycle_core.dume.router_reader import load_routers
 from upcycle_core.dume.statistics import Statistics, merge_statistics
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.moe.random import random_routers
@@ -35,9 +37,6 @@ from upcycle_core.symphony.config import AlignmentConfig, MergeConfig, SymphonyC
 from upcycle_core.symphony.merge import write_merged_backbone
 from upcycle_core.symphony.moments import head_moments, neuron_moments, residual_moments
 from upcycle_core.symphony.unite import shared_tokens
-
-ALIGNMENT = "alignment.json"
-"""Beside the weights: what the alignment found, model by model and layer by layer."""
 
 
 def harmonise(run: StageRun, config: SymphonyConfig, *, top_k: int) -> Path:

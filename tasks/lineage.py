@@ -89,28 +89,38 @@ def with_parents(
         digest = workspace.digest(f"experts/{name}")
         if domain.expert is not None or digest is None or text not in made_from:
             continue
-        if made_from[text] != workspace.digest(text):
+        if not workspace.has_digest(text, made_from[text]):
             before, led_here = parents.get(name), led.get(name, ())
-            parents[name] = _parent(recipe, name, digest, before=before, led=led_here)
+            names = workspace.digests(f"experts/{name}")
+            has_led = any(n.startswith(tuple(led_here)) for n in names) if led_here else False
+            parents[name] = _parent(
+                recipe, name, digest, before=before, led=led_here, has_led=has_led
+            )
         elif "seed" in made_from:
             parents.pop(name, None)
     return replace(recipe, lineage=replace(recipe.lineage, parents=parents))
 
 
 def _parent(
-    recipe: Recipe, domain: str, digest: str, *, before: str | None, led: Collection[str]
+    recipe: Recipe,
+    domain: str,
+    digest: str,
+    *,
+    before: str | None,
+    led: Collection[str],
+    has_led: bool,
 ) -> str:
     """What the expert that is there, or what that was continued from, is continued from next."""
-    found = [digest] if before is None else [digest, before]
-    for expert in found:
-        if any(expert.startswith(beginning) for beginning in led):
-            return expert
+    if has_led:
+        return digest
+    if before is not None and before.startswith(tuple(led)):
+        return before
     if led and before is not None:
         remedy = "was refused or rolled back, and the champion's expert is not in the workspace; "
         remedy += "move the workspace away and bring that of the champion (flows.restore "
         remedy += f"{recipe.registered_name} champion), or build all anew: flows.dume --rebuild"
         raise InputError(Fault(f"experts/{domain}", digest, remedy))
-    return found[-1]
+    return digest if before is None else before
 
 
 def without_backbone(recipe: Recipe) -> Recipe:
@@ -169,5 +179,5 @@ def _mixed_faults(recipe: Recipe, workspace: Workspace) -> Iterator[Fault]:
     for artifact in ("model", "backbone", *experts, *(["seed"] if recipe.has_seed else [])):
         for name, digest in _inputs(workspace, artifact).items():
             is_built_upon = name in PINNED or name.startswith("experts/")
-            if is_built_upon and workspace.digest(name) != digest:
+            if is_built_upon and not workspace.has_digest(name, digest):
                 yield Fault("workspace", str(workspace.path(artifact)), remedy.format(name))

@@ -4,43 +4,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from infra.recipe import recipe_yaml
+from tasks.params import dume_keys
 from tasks.routers import ROUTERS
 from tasks.stage import StageRun, each, stage
 from upcycle_core.checkpoints.card import write_model_card
-from upcycle_core.dume.router import load_routers
+from upcycle_core.dume.router_reader import load_routers
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.progress import Progress
-
-# What the model card quotes: everything that has a part in the weights.
-CARD_KEYS = (
-    "name",
-    "seed",
-    "domains",
-    "corpus",
-    "tokenizer",
-    "seed_model",
-    "experts",
-    "backbone",
-    "statistics",
-    "router",
-    "moe",
-)
 
 
 @stage(
     "model",
     inputs=lambda recipe, domain: [*each(recipe, "experts/{domain}"), "backbone", "router"],
-    params=CARD_KEYS,
-    sources=(
-        "upcycle_core/architectures/families.py",
-        "upcycle_core/architectures/family.py",
-        "upcycle_core/architectures/resolve.py",
-        "upcycle_core/backbone/average.py",
-        "upcycle_core/checkpoints/card.py",
-        "upcycle_core/checkpoints/writer.py",
-        "upcycle_core/moe/assemble.py",
-        "upcycle_core/moe/plan.py",
-    ),
+    params=lambda recipe, item: dume_keys(recipe),
     needed=lambda recipe: recipe.method == "dume",
 )
 def model(run: StageRun) -> None:
@@ -55,7 +31,7 @@ def model(run: StageRun) -> None:
         top_k=recipe.moe.top_k,
         max_shard_bytes=recipe.moe.max_shard_bytes,
         title=recipe.name,
-        recipe=recipe_yaml(recipe, CARD_KEYS),
+        recipe=recipe_yaml(recipe, dume_keys(recipe)),
     )
 
 

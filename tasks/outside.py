@@ -2,30 +2,18 @@
 
 from pathlib import Path
 
-from tasks.sources import folder_of
+from tasks.artifacts import DOCUMENTS, TOKENS
 from tasks.stage import StageRun, stage
 from upcycle_core.corpora.config import CorpusConfig, Source
 from upcycle_core.corpora.documents import write_heldout
 from upcycle_core.corpora.shards import write_corpus
 from upcycle_core.progress import Progress
 
-DOCUMENTS, TOKENS = "documents", "tokens"
-
 
 @stage(
     "outside/{outside}",
     inputs=lambda recipe, name: [f"sources/outside/{name}.json", "tokenizer"],
-    params=("seed", "corpus", "outside.{outside}"),
-    sources=(
-        "upcycle_core/corpora/distinct.py",
-        "upcycle_core/corpora/documents.py",
-        "upcycle_core/corpora/harvest.py",
-        "upcycle_core/corpora/readers.py",
-        "upcycle_core/corpora/seeded.py",
-        "upcycle_core/corpora/shards.py",
-        "upcycle_core/corpora/sources.py",
-        "upcycle_core/corpora/splits.py",
-    ),
+    params=("seed", "corpus.min_characters", "outside.{outside}"),
     needed=lambda recipe: recipe.method == "symphony",
 )
 def outside(run: StageRun) -> None:
@@ -37,7 +25,7 @@ def outside(run: StageRun) -> None:
         source=run.recipe.outside[run.item],
         config=run.recipe.corpus,
         seed=run.recipe.seed,
-        folder=folder_of(run.recipe),
+        folder=run.recipe.text_folder,
         tokenizer=run.path("tokenizer"),
     )
 

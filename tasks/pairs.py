@@ -16,22 +16,6 @@ from upcycle_core.progress import Progress
 from upcycle_core.symphony.config import CalibrationConfig, SymphonyConfig
 from upcycle_core.symphony.moments import collect_moments, layer_groups
 
-MOMENTS_SOURCES = (
-    "upcycle_core/activations/cross.py",
-    "upcycle_core/activations/moments.py",
-    "upcycle_core/activations/pairs.py",
-    "upcycle_core/architectures/axes.py",
-    "upcycle_core/backbone/average.py",
-    "upcycle_core/backbone/procrustes.py",
-    "upcycle_core/backbone/residual.py",
-    "upcycle_core/backbone/rewrite.py",
-    "upcycle_core/corpora/batches.py",
-    "upcycle_core/corpora/mixture.py",
-    "upcycle_core/corpora/seeded.py",
-    "upcycle_core/symphony/moments.py",
-    "upcycle_core/symphony/texts.py",
-)
-
 
 def config_key(recipe: Recipe, variant: str, *parts: str) -> list[str]:
     """Dotted keys of a variant's settings, or of parts of them; a row may have none at all."""
@@ -67,16 +51,10 @@ def _inputs(recipe: Recipe, pairing: str) -> Iterator[str]:
     yield from (f"documents/{name}" for name in calibrated(recipe, config))
 
 
-def _keys(recipe: Recipe, pairing: str) -> Iterator[str]:
-    yield from config_key(recipe, pairing, "anchor", "models", "calibration")
-    yield "compute.alignment"
-
-
 @stage(
     "pairs/{pairing}",
     inputs=_inputs,
-    params=_keys,
-    sources=("tasks/pairs.py", *MOMENTS_SOURCES),
+    params=lambda recipe, name: config_key(recipe, name, "anchor", "models", "calibration"),
     needed=lambda recipe: recipe.method == "symphony",
 )
 def pairs(run: StageRun) -> None:

@@ -9,7 +9,7 @@ from upcycle_core.errors import Fault, InputError
     "parents/{parent}",
     inputs=lambda recipe, domain: (),
     params=("lineage.parents.{parent}",),
-    sources=(),
+    once=True,  # the expert is another by the time that it has learnt
 )
 def parents(run: StageRun) -> None:
     """Write a copy of the expert that the lineage names.
@@ -19,9 +19,9 @@ def parents(run: StageRun) -> None:
     """
     domain, named = run.item, run.recipe.parents[run.item]
     expert, workspace = f"experts/{domain}", run.session.workspace
-    if workspace.digest(expert) != named or workspace.provenance(expert) is None:
+    if not workspace.has_digest(expert, named) or workspace.provenance(expert) is None:
         remedy = "is the expert that is continued, and it is not in the workspace as it was; bring "
         remedy += "it back (dvc pull --force, or flows.restore), or build all anew: flows.dume "
         remedy += "--rebuild"
         raise InputError(Fault(f"lineage.parents.{domain}", named, remedy))
-    copy_checkpoint(run.path(expert), run.out)
+    copy_checkpoint(workspace.path(expert), run.out)

@@ -5,13 +5,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from infra.recipe import Recipe
+from tasks.params import recorded_setting
 from tasks.workspace import Workspace
 from upcycle_core.errors import Fault
 
 DECIDE = ("seed", "seed_model", "tokenizer")
 """Settings whose change would make another one. The backbone's average is the lineage's."""
-SAME_WEIGHTS = ("log_steps", "checkpoint_steps", "gradient_checkpointing")
-"""Settings of a training that do not change its result."""
 REBUILD = "or build all anew: flows.dume --rebuild"
 
 
@@ -32,7 +31,7 @@ def pinned_faults(
         record: What made it; None if it is absent or damaged.
         asked: {dotted key: value} of the recipe that would decide it now.
     """
-    if record is None or workspace.digest(artifact) != recipe.pinned[artifact]:
+    if record is None or not workspace.has_digest(artifact, recipe.pinned[artifact]):
         remedy = "is built upon and is not there as it was; bring it back (dvc pull --force in the "
         yield Fault("lineage.pinned", artifact, f"{remedy}workspace, or flows.restore), {REBUILD}")
         return
@@ -40,10 +39,15 @@ def pinned_faults(
         return
     made = record.get("params", {})
     for name, value in json.loads(json.dumps(asked)).items():
-        if name.partition(".")[0] in DECIDE and name in made:
-            for key, before, now in _other(name, made[name], value):
-                remedy = f"{artifact} is built upon and was made with {before!r}; put that back, "
-                yield Fault(key, now, remedy + REBUILD)
+        if name.partition(".")[0] not in DECIDE:
+            continue
+        try:
+            recorded = recorded_setting(made, name)
+        except KeyError:  # of another version of the code, and its default
+            continue
+        for key, before, now in _other(name, recorded, value):
+            remedy = f"{artifact} is built upon and was made with {before!r}; put that back, "
+            yield Fault(key, now, remedy + REBUILD)
 
 
 def _other(key: str, made: Any, asked: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -52,7 +56,7 @@ def _other(key: str, made: Any, asked: Any) -> Iterator[tuple[str, Any, Any]]:
     What one of them does not know is of another version of the code, and its default.
     """
     if isinstance(made, dict) and isinstance(asked, dict):
-        for name in sorted((made.keys() & asked.keys()) - {*SAME_WEIGHTS}):
+        for name in sorted(made.keys() & asked.keys()):
             yield from _other(f"{key}.{name}", made[name], asked[name])
     elif made != asked:
         yield key, made, asked

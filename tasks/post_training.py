@@ -5,23 +5,13 @@ from pathlib import Path
 
 from infra.compute import Piece
 from infra.recipe import SYMPHONY, Recipe, recipe_yaml
-from tasks.baselines import train_from
-from tasks.seed import TRAINING_SOURCES
 from tasks.stage import StageRun, each, stage
+from tasks.training import train_from
 from tasks.workspace import take
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.progress import Progress
 
-SOURCES = (
-    *TRAINING_SOURCES,
-    "tasks/baselines.py",
-    "tasks/post_training.py",
-    "upcycle_core/baselines/bam/modeling_bam.py",
-    "upcycle_core/evaluation/canvas.py",
-    "upcycle_core/moe/size.py",
-    "upcycle_core/training/pictures.py",
-)
 # What the model card quotes: everything that has a part in the weights.
 CARD_KEYS = (
     "name",
@@ -53,13 +43,7 @@ def _row_inputs(recipe: Recipe, name: str) -> Iterator[str]:
 @stage(
     "baselines/{baseline}",
     inputs=_row_inputs,
-    params=(
-        "seed",
-        "baselines.{baseline}.training",
-        "baselines.{baseline}.objective",
-        "compute.baselines",
-    ),
-    sources=SOURCES,
+    params=("seed", "baselines.{baseline}.training", "baselines.{baseline}.objective"),
     needed=lambda recipe: recipe.method == "symphony",
 )
 def post_training(run: StageRun) -> None:
@@ -85,8 +69,7 @@ def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
 @stage(
     "model",
     inputs=_inputs,
-    params=(*CARD_KEYS, "compute.post_training"),
-    sources=(*SOURCES, "upcycle_core/checkpoints/card.py"),
+    params=CARD_KEYS,
     needed=lambda recipe: recipe.method == "symphony",
 )
 def symphony(run: StageRun) -> None:

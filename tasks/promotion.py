@@ -4,6 +4,7 @@
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from infra.recipe import Recipe
@@ -43,14 +44,14 @@ class Outcome:
 
 
 def offered(
-    registry: Registry, name: str, digest: str, *, compressed: bool = False
+    registry: Registry, name: str, digests: Collection[str], *, compressed: bool = False
 ) -> Outcome | None:
-    """What became of a model if it is the newest version already; None if it is not.
+    """What became of a model, named by any of ``digests``, if it is the newest version already.
 
     A version that a killed flow left without its aliases gets them now.
     """
     known = newest(registry, name, compressed=compressed)
-    if known is None or known.tags.get(MODEL_TAG) != digest:
+    if known is None or known.tags.get(MODEL_TAG) not in digests:
         return None
     return Outcome(with_aliases(registry, known), False, known.tags.get(DECISION_TAG, ""))
 

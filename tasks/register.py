@@ -15,6 +15,7 @@ from infra.versions import Versions, code_version
 from tasks.champion import CHAMPION, Champion
 from tasks.compression import MODEL, REPORT, row_title
 from tasks.gate import Decision, decide, figures
+from tasks.imports import CODE
 from tasks.promotion import (
     COMPRESSED_TAG,
     DECISION_TAG,
@@ -27,7 +28,7 @@ from tasks.promotion import (
     offered,
     with_aliases,
 )
-from tasks.stage import CODE, Session
+from tasks.stage import Session
 from tasks.workspace import fingerprint
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.evaluation.harness.results import TaskEvaluation
@@ -58,7 +59,7 @@ def register(
     name = recipe.registered_name
     digest = workspace.digest("model")
     assert digest is not None
-    known = offered(registry, name, digest)
+    known = offered(registry, name, workspace.digests("model"))
     if known is not None:
         return known
     metrics = json.loads((workspace.path("report") / "metrics.json").read_text())
@@ -108,7 +109,7 @@ def register_compressed(
     metrics = json.loads((folder / REPORT / "metrics.json").read_text())
     digest = fingerprint(tree_digest(folder / MODEL))
     name = compressed_name(recipe)
-    known = offered(registry, name, digest, compressed=True)
+    known = offered(registry, name, {digest}, compressed=True)
     if known is not None:
         return known
     made = _compressed(session, versions, metrics, digest)

@@ -8,7 +8,8 @@ from infra.recipe import SIMOE
 from infra.registry import Registry
 from infra.tracking import Run
 from infra.versions import Versions
-from tasks.answers import ANSWERS, answer_arguments, answers_piece
+from tasks.answers import answer_arguments, answers_piece
+from tasks.artifacts import ANSWERS
 from tasks.champion import Champion
 from tasks.gate import Decision, decide
 from tasks.promotion import DECISION_TAG, MODEL_TAG, Outcome, offered, with_aliases
@@ -37,7 +38,7 @@ def register_tuned(
     recipe, workspace = session.recipe, session.workspace
     digest = workspace.digest("model")
     assert digest is not None
-    known = offered(registry, recipe.registered_name, digest)
+    known = offered(registry, recipe.registered_name, workspace.digests("model"))
     if known is not None:
         return known
     metrics = json.loads((workspace.path("report") / "metrics.json").read_text())

@@ -1,6 +1,6 @@
 """Stage ``report``: perplexity on held-out text of everything that belongs in the table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,16 @@ from tasks.evaluation import (
     ROWS,
     average_piece,
     dense_piece,
+    heldout_arguments,
     oracle_piece,
     random_piece,
     routed_piece,
     sweep_piece,
 )
+from tasks.params import router_keys
 from tasks.routers import ROUTERS, splits, statistics_files
 from tasks.stage import StageRun, each, stage
+from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.pieces import Scores
 from upcycle_core.evaluation.report import write_report
 from upcycle_core.evaluation.results import Evaluation, Parameter, expert_row
@@ -27,35 +30,32 @@ RANDOM = "random_routing"
 
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
-    patterns = ("experts/{domain}", "corpora/{domain}", "statistics/{domain}")
+    patterns = ["experts/{domain}", "corpora/{domain}/heldout"]
+    if any(_swept(recipe.evaluation).values()):
+        patterns.append("statistics/{domain}")
     found = [name for pattern in patterns for name in each(recipe, pattern)]
     return [*found, "backbone", "router", "model", *(["seed"] if recipe.has_seed else [])]
+
+
+def _params(recipe: Recipe, item: str) -> Iterator[str]:
+    yield "evaluation"
+    if any(_swept(recipe.evaluation).values()):
+        yield from router_keys(recipe)
+
+
+def _swept(config: EvaluationConfig) -> dict[Parameter, Sequence[float]]:
+    """The values of each parameter that is swept."""
+    return {
+        "top_k": config.sweep_top_k,
+        "ridge_lambda": config.sweep_ridge_lambda,
+        "window": config.sweep_window,
+    }
 
 
 @stage(
     "report",
     inputs=_inputs,
-    params=("evaluation", "router", "compute.evaluation", "backbone"),
-    sources=(
-        "tasks/evaluation.py",
-        "tasks/report.py",
-        "upcycle_core/backbone/stitch.py",
-        "upcycle_core/corpora/batches.py",
-        "upcycle_core/corpora/mixture.py",
-        "upcycle_core/corpora/seeded.py",
-        "upcycle_core/evaluation/canvas.py",
-        "upcycle_core/evaluation/page.py",
-        "upcycle_core/evaluation/perplexity.py",
-        "upcycle_core/evaluation/pieces.py",
-        "upcycle_core/evaluation/plots.py",
-        "upcycle_core/evaluation/report.py",
-        "upcycle_core/evaluation/results.py",
-        "upcycle_core/evaluation/routing.py",
-        "upcycle_core/evaluation/scores.py",
-        "upcycle_core/evaluation/table.py",
-        "upcycle_core/moe/inspect.py",
-        "upcycle_core/moe/random.py",
-    ),
+    params=_params,
     needed=lambda recipe: recipe.method == "dume",
 )
 def report(run: StageRun) -> None:
@@ -103,38 +103,35 @@ def _moe_pieces(run: StageRun) -> list[Piece]:
     table = {split: run.path("router") / ROUTERS[split] for split in splits(run.recipe)}
     pieces = [
         Piece(name="routed", function=routed_piece, arguments={"routers": table, **common}),
-        Piece(
-            name=RANDOM,
-            function=random_piece,
-            arguments={"seeds": config.random_routing_seeds, **common},
+        *(
+            Piece(
+                name=f"{RANDOM}-{seed}",
+                function=random_piece,
+                arguments={"seed": seed, **common},
+            )
+            for seed in config.random_routing_seeds
         ),
     ]
-    sweeps: dict[Parameter, Sequence[float]] = {
-        "top_k": config.sweep_top_k,
-        "ridge_lambda": config.sweep_ridge_lambda,
-        "window": config.sweep_window,
-    }
-    for parameter, values in sweeps.items():
-        if not values:
-            continue
+    for parameter, value in _points(config):
         arguments = {
             "parameter": parameter,
-            "values": values,
+            "value": value,
             "statistics": {split: statistics_files(run, split) for split in table},
             "router": run.recipe.router,
             **common,
         }
-        pieces.append(Piece(name=f"sweep_{parameter}", function=sweep_piece, arguments=arguments))
+        name = _point(parameter, value)
+        pieces.append(Piece(name=name, function=sweep_piece, arguments=arguments))
     return pieces
 
 
-def heldout_arguments(run: StageRun) -> dict[str, Any]:
-    """What every piece that scores a model on the held-out text is given."""
-    return {
-        "corpora": {d: run.path(f"corpora/{d}/heldout") for d in run.recipe.domains},
-        "config": run.recipe.evaluation,
-        "device": run.device("evaluation"),
-    }
+def _points(config: EvaluationConfig) -> list[tuple[Parameter, float]]:
+    return [(parameter, value) for parameter, values in _swept(config).items() for value in values]
+
+
+def _point(parameter: Parameter, value: float) -> str:
+    """The piece that measures one point of a sweep."""
+    return f"sweep_{parameter}-{value}"
 
 
 def _collect(recipe: Recipe, done: Mapping[str, Done]) -> Evaluation:
@@ -146,14 +143,17 @@ def _collect(recipe: Recipe, done: Mapping[str, Done]) -> Evaluation:
         domains=tuple(recipe.domains),
         perplexities={row: _perplexities(scores) for row, scores in rows.items()},
         repeats={
-            RANDOM: [_perplexities(found["scores"]) for found in done[RANDOM].result.values()]
+            RANDOM: [
+                _perplexities(done[f"{RANDOM}-{seed}"].result["scores"])
+                for seed in recipe.evaluation.random_routing_seeds
+            ]
         },
         heldout={
             domain: {"tokens": score["tokens"], "bytes": score["bytes"]}
             for domain, score in any_scores.items()
         },
         routing=routed[ROWS["calibration"]]["routing"],
-        sweeps=_sweeps(done),
+        sweeps=_sweeps(recipe, done),
     )
 
 
@@ -161,16 +161,16 @@ def _dense_names(recipe: Recipe) -> set[str]:
     return {"seed", "model_averaging", "oracle", *(expert_row(d) for d in recipe.domains)}
 
 
-def _sweeps(done: Mapping[str, Done]) -> dict[Parameter, dict[str, dict[float, dict[str, float]]]]:
-    found: dict[Parameter, dict[str, dict[float, dict[str, float]]]] = {}
-    parameters: tuple[Parameter, ...] = ("top_k", "ridge_lambda", "window")
-    for parameter in parameters:
-        piece = done.get(f"sweep_{parameter}")
-        for name, result in (piece.result if piece else {}).items():
-            row, value = name.split()
-            points = found.setdefault(parameter, {}).setdefault(row, {})
+def _sweeps(
+    recipe: Recipe, done: Mapping[str, Done]
+) -> dict[Parameter, dict[str, dict[float, dict[str, float]]]]:
+    """{parameter: {row: {value: perplexities}}}."""
+    sweeps: dict[Parameter, dict[str, dict[float, dict[str, float]]]] = {}
+    for parameter, value in _points(recipe.evaluation):
+        for row, result in done[_point(parameter, value)].result.items():
+            points = sweeps.setdefault(parameter, {}).setdefault(row, {})
             points[float(value)] = _perplexities(result["scores"])
-    return found
+    return sweeps
 
 
 def _perplexities(scores: Scores) -> dict[str, float]:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from infra.compute import Piece
 from infra.recipe import Recipe
-from tasks.routers import ROUTERS, splits, statistics_files
+from tasks.params import router_keys
+from tasks.routers import ROUTERS, calibration_splits, splits, statistics_files
 from tasks.sequential import solve_layer_by_layer
 from tasks.stage import StageRun, each, stage
 from upcycle_core.dume.config import RouterConfig
@@ -17,28 +18,19 @@ from upcycle_core.progress import Progress
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
     found = list(each(recipe, "statistics/{domain}"))
     if recipe.router.solve == "sequential":
-        found += [*each(recipe, "experts/{domain}"), *each(recipe, "corpora/{domain}"), "backbone"]
+        found += [*each(recipe, "experts/{domain}"), "backbone"]
+        found += [
+            f"corpora/{name}/{split}"
+            for name in recipe.domains
+            for split in calibration_splits(recipe, name)
+        ]
     return found
 
 
 @stage(
     "router",
     inputs=_inputs,
-    params=("router", "moe.top_k", "statistics", "compute.assembly"),
-    sources=(
-        "tasks/sequential.py",
-        "upcycle_core/activations/capture.py",
-        "upcycle_core/backbone/stitch.py",
-        "upcycle_core/corpora/batches.py",
-        "upcycle_core/corpora/mixture.py",
-        "upcycle_core/corpora/seeded.py",
-        "upcycle_core/dume/collect.py",
-        "upcycle_core/dume/cross_validation.py",
-        "upcycle_core/dume/ridge.py",
-        "upcycle_core/dume/router.py",
-        "upcycle_core/dume/sequential.py",
-        "upcycle_core/moe/inspect.py",
-    ),
+    params=lambda recipe, item: router_keys(recipe),
     needed=lambda recipe: recipe.method == "dume",
 )
 def router(run: StageRun) -> None:

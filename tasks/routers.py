@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from infra.recipe import Recipe
-from tasks.stage import StageRun
-from tasks.statistics import FILE
+from tasks.stage_run import StageRun
 
+STATISTICS = "{split}.safetensors"
+"""Of one calibration text, in a domain's artifact."""
 ROUTERS = {"calibration": "router.safetensors", "elsewhere": "elsewhere.safetensors"}
 
 
@@ -14,10 +15,16 @@ def splits(recipe: Recipe) -> list[str]:
     return ["calibration", "elsewhere"] if recipe.has_elsewhere else ["calibration"]
 
 
+def calibration_splits(recipe: Recipe, domain: str) -> list[str]:
+    """The calibration texts of one domain."""
+    own = recipe.domains[domain]
+    return ["calibration"] if own.elsewhere is None else ["calibration", "elsewhere"]
+
+
 def statistics_files(run: StageRun, split: str) -> dict[str, Path]:
     """Every domain's statistics of a text; the usual ones where a domain has no text elsewhere."""
     return {
         name: run.path(f"statistics/{name}")
-        / FILE.format(split=split if domain.elsewhere is not None else "calibration")
+        / STATISTICS.format(split=split if domain.elsewhere is not None else "calibration")
         for name, domain in run.recipe.domains.items()
     }

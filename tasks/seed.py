@@ -4,34 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.sources import SEED
+from tasks.artifacts import SEED
+from tasks.params import seed_keys
 from tasks.stage import StageRun, each, stage
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.corpora.batches import packed_sequences
-from upcycle_core.corpora.shards import TokenCorpus
+from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.progress import Progress
 from upcycle_core.training.config import LlamaShape, TrainingConfig
 from upcycle_core.training.seed import initialise_model
 from upcycle_core.training.trainer import train
-
-TRAINING_SOURCES = (
-    "upcycle_core/corpora/batches.py",
-    "upcycle_core/corpora/mixture.py",
-    "upcycle_core/corpora/seeded.py",
-    "upcycle_core/moe/inspect.py",
-    "upcycle_core/training/arguments.py",
-    "upcycle_core/training/causal_trainer.py",
-    "upcycle_core/training/extension.py",
-    "upcycle_core/training/groups.py",
-    "upcycle_core/training/losses.py",
-    "upcycle_core/training/objective.py",
-    "upcycle_core/training/rows.py",
-    "upcycle_core/training/trainer.py",
-    "upcycle_core/training/validation.py",
-    "upcycle_core/training/watch.py",
-    "upcycle_core/training/workers.py",
-)
 
 
 @stage(
@@ -41,8 +24,7 @@ TRAINING_SOURCES = (
         if recipe.trains_seed
         else [f"sources/{SEED}.json"]
     ),
-    params=("seed", "seed_model", "compute.seed"),
-    sources=(*TRAINING_SOURCES, "upcycle_core/training/seed.py"),
+    params=lambda recipe, item: seed_keys(recipe),
     needed=lambda recipe: recipe.has_seed,
 )
 def seed(run: StageRun) -> None:

@@ -9,13 +9,8 @@ from infra.compute import Piece
 from tasks.model import assemble_piece
 from tasks.stage import StageRun
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.dume.router import (
-    RouterSolution,
-    choose_lambda,
-    save_routers,
-    solve_routers,
-    solve_sequentially,
-)
+from upcycle_core.dume.router import choose_lambda, save_routers, solve_routers, solve_sequentially
+from upcycle_core.dume.router_reader import RouterSolution
 from upcycle_core.dume.sequential import sequential_statistics
 from upcycle_core.dume.statistics import Statistics, merge_statistics
 from upcycle_core.progress import Progress

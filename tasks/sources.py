@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from infra.recipe import Recipe
+from tasks.artifacts import INSTRUCTIONS, SEED
 from tasks.segmentation import segmentation_faults
 from tasks.stage import StageRun, stage
 from tasks.task_files import task_fingerprint, task_set_faults
@@ -23,8 +24,6 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.training.config import LlamaShape
 
 TEXTS = ("train", "calibration", "heldout", "elsewhere")
-SEED = "seed"
-INSTRUCTIONS = "instructions"
 # What training costs on disk: weights and two moments, in two checkpoints, and the result.
 TRAINING_COPIES = 8
 
@@ -43,7 +42,6 @@ TRAINING_COPIES = 8
         "simoe",
         "instructions",
     ),
-    sources=("tasks/sources.py", "tasks/task_files.py"),
     always=True,
 )
 def sources(run: StageRun) -> None:
@@ -52,7 +50,7 @@ def sources(run: StageRun) -> None:
     recipe = run.recipe
     check(recipe, run.models)
     cache = run.models
-    folder = folder_of(recipe)
+    folder = recipe.text_folder
     for name, domain in recipe.domains.items():
         found: dict[str, object] = {
             part: source_fingerprint(source, folder=folder)
@@ -81,11 +79,6 @@ def sources(run: StageRun) -> None:
         _write(run.out / "tasks" / f"{name}.json", task_fingerprint(recipe, name))
 
 
-def folder_of(recipe: Recipe) -> Path | None:
-    """What ``{folder}`` stands for."""
-    return None if recipe.folder is None else Path(recipe.folder)
-
-
 def check(recipe: Recipe, cache: Path) -> None:
     """Look at everything that the recipe names outside the workspace.
 
@@ -98,13 +91,13 @@ def check(recipe: Recipe, cache: Path) -> None:
     """
     found = [*text_faults(recipe), *model_faults(recipe, cache), *task_set_faults(recipe)]
     if recipe.simoe is not None:
-        found += instruction_faults(recipe.instructions, folder=folder_of(recipe))
+        found += instruction_faults(recipe.instructions, folder=recipe.text_folder)
     raise_faults(found)
 
 
 def text_faults(recipe: Recipe) -> list[Fault]:
     """What is wrong with the texts."""
-    folder = folder_of(recipe)
+    folder = recipe.text_folder
     named = {
         f"domains.{name}.{part}": source
         for name, domain in recipe.domains.items()

@@ -9,20 +9,20 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from infra.cache import drop_linked
 from infra.recipe import Recipe, resolve
 from infra.recorded import Recorded
 from tasks.costs import Cost, write_cost
+from tasks.imports import module_digests, package_versions
+from tasks.params import narrowed, value_at
 from tasks.pinned import pinned_faults
 from tasks.stage_run import Session, StageRun
+from tasks.why import as_recorded_now, differences, in_one_line
 from tasks.workspace import disk_faults, fingerprint
-from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.errors import Fault, InputError, raise_faults
 
-CODE = Path(__file__).resolve().parent.parent
 Inputs = Callable[[Recipe, str], Iterable[str]]
 Params = Sequence[str] | Callable[[Recipe, str], Iterable[str]]
 Per = Literal[
@@ -50,10 +50,11 @@ class Stage:
         inputs: What it reads, below the workspace.
         params: Dotted keys of the recipe that decide its result, with the same words in braces; or
             what gives them for an item.
-        sources: Modules that decide its result, relative to the checkout.
         per: What it runs once for: a domain, a trained baseline, a scored model, ..., the recipe.
         needed: Whether this recipe has it at all.
         always: Whether it looks at the world outside the workspace, and so always runs.
+        once: Whether what it has made for these settings stays, whatever code and packages become:
+            what it was made from may be there no more.
     """
 
     name: str
@@ -61,10 +62,15 @@ class Stage:
     out: str
     inputs: Inputs
     params: Params
-    sources: tuple[str, ...]
     per: Per
     needed: Callable[[Recipe], bool]
     always: bool
+    once: bool
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """{file: sha256} of the modules that decide its result, relative to the checkout."""
+        return module_digests(self.function.__module__)
 
     def items(self, recipe: Recipe) -> list[str]:
         """The domains, baselines, ... it runs for, or one empty name."""
@@ -84,13 +90,14 @@ class Stage:
 
     def keys(self, recipe: Recipe, item: str) -> list[str]:
         """Dotted keys of the recipe that decide the result."""
-        found = self.params(recipe, item) if callable(self.params) else self.params
-        return [named(key, item) for key in found]
+        keys = self.params(recipe, item) if callable(self.params) else self.params
+        deciding = (narrowed(recipe, named(key, item)) for key in keys)
+        return list(dict.fromkeys(key for parts in deciding for key in parts))
 
     def values(self, recipe: Recipe, item: str) -> dict[str, Any]:
         """What the recipe says at those keys."""
         resolved = resolve(recipe)
-        return {key: _value_at(resolved, key) for key in self.keys(recipe, item)}
+        return {key: value_at(resolved, key) for key in self.keys(recipe, item)}
 
     def label(self, item: str) -> str:
         """Its name in DVC: ``experts@law``, ``baselines-btx``, ``task_scores-dume``."""
@@ -103,7 +110,7 @@ class Stage:
         return named(self.out, item)
 
     def made_from(self, session: Session, item: str) -> dict[str, Any]:
-        """What decides the result: digests of inputs, recipe values, digests of modules.
+        """What decides the result: digests of inputs, settings, versions, digests of modules.
 
         Raises:
             InputError: If an input has not been made.
@@ -121,7 +128,8 @@ class Stage:
             "stage": self.label(item),
             "inputs": digests,
             "params": self.values(session.recipe, item),
-            "sources": {source: sha256_file(CODE / source) for source in self.sources},
+            "packages": package_versions(),
+            "sources": self.sources,
         }
 
     def is_current(self, session: Session, item: str = "") -> bool:
@@ -130,6 +138,16 @@ class Stage:
         Raises:
             InputError: An input has not been made, or a pinned artifact is not there as it was.
         """
+        return not self.reasons(session, item)
+
+    def reasons(self, session: Session, item: str = "") -> list[str]:
+        """Why it would run now; nothing where what is published is current.
+
+        Raises:
+            InputError: An input has not been made, or a pinned artifact is not there as it was.
+        """
+        if self.always:
+            return ["it looks at what lies outside the workspace"]
         artifact = self.artifact(item)
         record = _record(session, self.label(item), artifact)
         if artifact in session.recipe.pinned:
@@ -139,9 +157,21 @@ class Stage:
                     session.recipe, session.workspace, artifact, record=record, asked=asked
                 )
             )
-            return True
+            return []
         made_from = self.made_from(session, item)
-        return record is not None and record["fingerprint"] == fingerprint(made_from)
+        if record is None:
+            there = session.workspace.path(artifact).exists()
+            return ["it is not as it was published" if there else "it has not been made"]
+        if self.once and record["params"] == made_from["params"]:
+            return []
+        if record["fingerprint"] == fingerprint(made_from):
+            return []
+        reasons = differences(as_recorded_now(record, made_from, session.workspace), made_from)
+        if not reasons:
+            mark = fingerprint(made_from)
+            session.workspace.take_over(artifact, {**made_from, "fingerprint": mark})
+            session.log(f"{self.label(item)}: taken over; only what is recorded of it is new")
+        return reasons
 
     def ensure(self, session: Session, item: str = "") -> bool:
         """Run the stage unless it is current; returns whether it ran.
@@ -150,9 +180,11 @@ class Stage:
             InputError: An input has not been made, or is damaged.
         """
         label = self.label(item)
-        if not self.always and self.is_current(session, item):
+        reasons = self.reasons(session, item)
+        if not reasons:
             session.log(f"{label}: up to date")
             return False
+        session.log(f"{label} runs: {in_one_line(reasons)}")
         started, made_from = time.monotonic(), self.made_from(session, item)
         raise_faults(_damaged_inputs(session, label, made_from["inputs"]))
         mark = fingerprint(made_from)
@@ -165,6 +197,7 @@ class Stage:
             try:
                 run = StageRun(session, self, item, out=out, mark=mark, recorder=recorder)
                 self.function(run)
+                run.remembered.keep()
                 write_cost(session.workspace, label, Cost.together(run.costs))
                 session.workspace.publish(out, artifact, {**made_from, "fingerprint": mark})
                 session.whole.add(artifact)
@@ -184,9 +217,9 @@ def stage(
     *,
     inputs: Inputs,
     params: Params = (),
-    sources: Sequence[str],
     needed: Callable[[Recipe], bool] = lambda recipe: True,
     always: bool = False,
+    once: bool = False,
 ) -> Callable[[Callable[[StageRun], None]], Stage]:
     """Make a function a stage, named like the function; see ``Stage``.
 
@@ -200,10 +233,10 @@ def stage(
             out=out,
             inputs=inputs,
             params=params,
-            sources=tuple(sorted(set(sources))),
             per=_per(out),
             needed=needed,
             always=always,
+            once=once,
         )
         STAGES[made.name] = made
         return made
@@ -250,9 +283,3 @@ def each(recipe: Recipe, pattern: str) -> Iterator[str]:
 
 def _per(out: str) -> Per:
     return next((kind for kind in get_args(Per) if f"{{{kind}}}" in out), "recipe")
-
-
-def _value_at(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        values = values[part]
-    return values

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from infra.compute import Done, Piece, progress_file, run_pieces
 from infra.recipe import Recipe
 from tasks.costs import Cost, cost_of
+from tasks.remembered import Remembered
 from tasks.reporting import PieceWatch, Recorder, Show
-from tasks.workspace import Workspace, take
+from tasks.workspace import Workspace, enclosing, take
 
 if TYPE_CHECKING:
     from tasks.stage import Stage
@@ -69,6 +70,8 @@ class StageRun:
         self.mark = mark
         self.recorder = recorder
         self.costs: list[Cost] = []
+        self.remembered = Remembered(session.workspace, stage.label(item))
+        self._inputs = frozenset(stage.inputs(session.recipe, item))
 
     @property
     def domain(self) -> str:
@@ -86,7 +89,13 @@ class StageRun:
         return self.session.workspace.root.parent / "models"
 
     def path(self, artifact: str) -> Path:
-        """Where an input is published."""
+        """Where an input, or a part of one, is published.
+
+        Raises:
+            ValueError: The stage does not declare it, so it would decide the result unseen.
+        """
+        if self._inputs.isdisjoint(enclosing(artifact)):
+            raise ValueError(f"{self.stage.label(self.item)} does not declare {artifact}")
         return self.session.workspace.path(artifact)
 
     def run(self, pieces: Sequence[Piece], kind: str) -> dict[str, Done]:
@@ -99,6 +108,11 @@ class StageRun:
             recorder=self.recorder,
             show=self.session.show,
         )
+        recalled = self.remembered.recall(pieces, self.pieces_directory)
+        if recalled:
+            label = self.stage.label(self.item)
+            known = f"{len(recalled)} of {len(pieces)} pieces"
+            self.session.log(f"{label}: {known} are as they were, and are not computed again")
         done = run_pieces(
             pieces,
             directory=self.pieces_directory,
@@ -108,7 +122,7 @@ class StageRun:
         )
         watch(final=True)
         spans = self.session.spent.setdefault(self.stage.name, [])
-        spans += [(piece.started, piece.ended) for piece in done.values()]
+        spans += [(d.started, d.ended) for name, d in done.items() if name not in recalled]
         cpus = getattr(self.recipe.compute, kind).cpus
         self.costs += [cost_of(done[piece.name], cpus * piece.workers) for piece in pieces]
         return done

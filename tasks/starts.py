@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from infra.compute import Piece
 from infra.recipe import SYMPHONY, Recipe
-from tasks.baselines import START_SOURCES, start_piece
 from tasks.harmonise import harmonise
-from tasks.pairs import MOMENTS_SOURCES, config_key
+from tasks.pairs import config_key
 from tasks.stage import StageRun, each, stage
-from tasks.united import ALONE, MERGE_SOURCES, lifted
+from tasks.start import start_piece
+from tasks.united import ALONE, lifted
 from tasks.workspace import take
 
 
@@ -35,7 +35,7 @@ def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
 
 
 def _keys(recipe: Recipe, item: str) -> Iterator[str]:
-    yield from ("seed", "moe", "symphony.segmentation", "compute.assembly", "compute.alignment")
+    yield from ("seed", "moe", "symphony.segmentation")
     yield from ("symphony.anchor", "symphony.models") if item not in recipe.variants else ()
     config = recipe.variants.get(item)
     if config is None:
@@ -47,36 +47,13 @@ def _keys(recipe: Recipe, item: str) -> Iterator[str]:
     if item != SYMPHONY:
         yield f"baselines.{item}.top_k"
     if config.router == "ridge":
-        yield from ("statistics", "router", "compute.statistics")
+        yield from ("statistics", "router")
 
 
 @stage(
     "starts/{variant}",
     inputs=_inputs,
     params=_keys,
-    sources=(
-        *MERGE_SOURCES,
-        *MOMENTS_SOURCES,
-        *START_SOURCES,
-        "tasks/harmonise.py",
-        "tasks/starts.py",
-        "tasks/united.py",
-        "upcycle_core/activations/capture.py",
-        "upcycle_core/backbone/heads.py",
-        "upcycle_core/backbone/stitch.py",
-        "upcycle_core/corpora/batches.py",
-        "upcycle_core/corpora/mixture.py",
-        "upcycle_core/corpora/seeded.py",
-        "upcycle_core/dume/collect.py",
-        "upcycle_core/dume/cross_validation.py",
-        "upcycle_core/dume/ridge.py",
-        "upcycle_core/dume/router.py",
-        "upcycle_core/dume/statistics.py",
-        "upcycle_core/symphony/align.py",
-        "upcycle_core/symphony/assignment.py",
-        "upcycle_core/symphony/remap.py",
-        "upcycle_core/symphony/unite.py",
-    ),
     needed=lambda recipe: recipe.method == "symphony",
 )
 def starts(run: StageRun) -> None:
@@ -98,8 +75,6 @@ def starts(run: StageRun) -> None:
             "baseline": row,
             "experts": {name: run.path("united") / name for name in domains},
             "seed_model": run.path("united") / domains[0],
-            "backbone": run.path("backbone"),
-            "routers": run.path("router"),
             "copies": row.experts(len(domains)),
             "seed": recipe.seed,
             "max_shard_bytes": recipe.moe.max_shard_bytes,

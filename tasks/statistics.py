@@ -3,36 +3,29 @@
 from pathlib import Path
 
 from infra.compute import Piece
+from infra.recipe import Recipe
+from tasks.routers import STATISTICS, calibration_splits
 from tasks.stage import StageRun, stage
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.dume.statistics import domain_statistics, merge_statistics
 from upcycle_core.progress import Progress
 
-FILE = "{split}.safetensors"
+
+def _inputs(recipe: Recipe, domain: str) -> list[str]:
+    texts = [f"corpora/{domain}/{split}" for split in calibration_splits(recipe, domain)]
+    return [*texts, f"experts/{domain}", "backbone"]
 
 
 @stage(
     "statistics/{domain}",
-    inputs=lambda recipe, domain: [f"corpora/{domain}", f"experts/{domain}", "backbone"],
-    params=("statistics", "compute.statistics", "domains.{domain}.elsewhere"),
-    sources=(
-        "upcycle_core/activations/capture.py",
-        "upcycle_core/activations/moments.py",
-        "upcycle_core/backbone/stitch.py",
-        "upcycle_core/corpora/batches.py",
-        "upcycle_core/corpora/mixture.py",
-        "upcycle_core/corpora/seeded.py",
-        "upcycle_core/dume/collect.py",
-        "upcycle_core/dume/statistics.py",
-    ),
+    inputs=_inputs,
+    params=("statistics",),
     needed=lambda recipe: recipe.method == "dume",
 )
 def statistics(run: StageRun) -> None:
     """Write one file a calibration text: ``calibration`` and, where there is one, ``elsewhere``."""
     config = run.recipe.statistics
-    splits = ["calibration"]
-    if run.recipe.domains[run.domain].elsewhere is not None:
-        splits.append("elsewhere")
+    splits = calibration_splits(run.recipe, run.domain)
     pieces = [
         Piece(
             name=f"{split}-{shard}",
@@ -52,7 +45,7 @@ def statistics(run: StageRun) -> None:
     done = run.run(pieces, "statistics")
     for split in splits:
         files = [done[f"{split}-{shard}"].path for shard in range(config.shards)]
-        merge_statistics(files, run.out / FILE.format(split=split))
+        merge_statistics(files, run.out / STATISTICS.format(split=split))
 
 
 def statistics_piece(

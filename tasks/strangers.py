@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,13 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from infra.recipe import Recipe
-from tasks.seed import TRAINING_SOURCES
 from tasks.stage import StageRun, each, stage
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.corpora.batches import packed_sequences
 from upcycle_core.corpora.config import Origin, TokenizerConfig
-from upcycle_core.corpora.documents import read_documents
-from upcycle_core.corpora.shards import TokenCorpus, encoded, write_split
+from upcycle_core.corpora.reader import TokenCorpus, read_documents
+from upcycle_core.corpora.shards import encoded, write_split
 from upcycle_core.corpora.tokenizer import train_tokenizer
 from upcycle_core.progress import Progress
 from upcycle_core.training.config import LlamaShape, TrainingConfig
@@ -27,27 +26,21 @@ from upcycle_core.training.trainer import train
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
     given = [f"sources/{domain}.json"]
-    return [*given, *each(recipe, "documents/{domain}")] if recipe.trains_experts else given
+    trained = recipe.domains[domain].expert is None
+    return [*given, *each(recipe, "documents/{domain}")] if trained else given
+
+
+def _params(recipe: Recipe, domain: str) -> Iterator[str]:
+    yield f"domains.{domain}.expert"
+    if recipe.domains[domain].expert is None:
+        yield from ("seed", "experts.training", f"domains.{domain}.origin")
+        yield from ("seed_model.shape", "tokenizer")
 
 
 @stage(
     "experts/{domain}",
     inputs=_inputs,
-    params=(
-        "seed",
-        "experts",
-        "seed_model.shape",
-        "tokenizer",
-        "domains.{domain}.expert",
-        "domains.{domain}.origin",
-        "compute.experts",
-    ),
-    sources=(
-        *TRAINING_SOURCES,
-        "tasks/strangers.py",
-        "upcycle_core/corpora/tokenizer.py",
-        "upcycle_core/training/seed.py",
-    ),
+    params=_params,
     needed=lambda recipe: recipe.method == "symphony",
 )
 def strangers(run: StageRun) -> None:

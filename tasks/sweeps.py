@@ -9,35 +9,20 @@ from typing import Any
 
 from infra.compute import Piece
 from infra.recipe import Recipe
-from tasks.architectures import MODEL_OF_DERS
-from tasks.report import heldout_arguments
+from tasks.artifacts import ORIGINAL, SWEEP
+from tasks.evaluation import heldout_arguments
+from tasks.params import MEASURING
 from tasks.stage import StageRun, each, stage
 from upcycle_core.ders.compress import compress
-from upcycle_core.ders.config import CodecConfig, CompressionConfig
+from upcycle_core.ders.config import CodecConfig
 from upcycle_core.evaluation.compression.cosine import cosine_similarities
 from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.pieces import Scores, evaluate_checkpoint
 from upcycle_core.moe.size import expert_bytes
 from upcycle_core.progress import Progress
 
-ORIGINAL = "original"
-SWEEP = "sweep.json"
-CODE_OF_DERS = (
-    *MODEL_OF_DERS,
-    "upcycle_core/architectures/dense_of.py",
-    "upcycle_core/backbone/average.py",
-    "upcycle_core/checkpoints/writer.py",
-    "upcycle_core/ders/codecs/low_rank.py",
-    "upcycle_core/ders/codecs/quantised.py",
-    "upcycle_core/ders/codecs/sparse.py",
-    "upcycle_core/ders/codecs/choose.py",
-    "upcycle_core/ders/codecs/codec.py",
-    "upcycle_core/ders/compress.py",
-    "upcycle_core/ders/decompose.py",
-    "upcycle_core/ders/sizes.py",
-    "upcycle_core/moe/random.py",
-)
-"""What decides a compressed model."""
+STORING = tuple(f"compression.{name}" for name in ("codecs", "base", "minimum_cosine", "seed"))
+"""How deltas are stored, in every way that is measured."""
 
 
 def artifact_of(recipe: Recipe, row: str) -> str:
@@ -61,21 +46,7 @@ def sweep_inputs(recipe: Recipe, row: str) -> list[str]:
 @stage(
     "sweeps/{source}",
     inputs=sweep_inputs,
-    params=("compression", "evaluation", "moe.max_shard_bytes", "compute.evaluation"),
-    sources=(
-        *CODE_OF_DERS,
-        "tasks/sweeps.py",
-        "upcycle_core/evaluation/compression/cosine.py",
-        "upcycle_core/corpora/batches.py",
-        "upcycle_core/corpora/mixture.py",
-        "upcycle_core/corpora/seeded.py",
-        "upcycle_core/evaluation/perplexity.py",
-        "upcycle_core/evaluation/pieces.py",
-        "upcycle_core/evaluation/scores.py",
-        "upcycle_core/backbone/stitch.py",
-        "upcycle_core/moe/inspect.py",
-        "upcycle_core/moe/size.py",
-    ),
+    params=(*STORING, *MEASURING, "moe.max_shard_bytes"),
     needed=lambda recipe: recipe.compression is not None,
 )
 def sweeps(run: StageRun) -> None:
@@ -95,7 +66,8 @@ def sweeps(run: StageRun) -> None:
                     **common,
                     **base,
                     "codec": codec,
-                    "compression": recipe.compression,
+                    "minimum_cosine": recipe.compression.minimum_cosine,
+                    "seed": recipe.compression.seed,
                     "max_shard_bytes": recipe.moe.max_shard_bytes,
                 },
             )
@@ -133,7 +105,8 @@ def codec_piece(
     model: Path,
     base: Path | None,
     codec: CodecConfig,
-    compression: CompressionConfig,
+    minimum_cosine: float,
+    seed: int,
     max_shard_bytes: int,
     corpora: Mapping[str, Path],
     config: EvaluationConfig,
@@ -146,13 +119,13 @@ def codec_piece(
         stored,
         config=codec,
         base=base,
-        minimum_cosine=compression.minimum_cosine,
-        seed=compression.seed,
+        minimum_cosine=minimum_cosine,
+        seed=seed,
         max_shard_bytes=max_shard_bytes,
         progress=progress,
     )
     scores: Scores = evaluate_checkpoint(
         stored, corpora, config=config, device=device, progress=progress
     )
-    shutil.rmtree(stored)
+    shutil.rmtree(out)
     return {"scores": scores, "codec": asdict(codec), "report": asdict(report)}

@@ -7,10 +7,9 @@ from typing import Any
 
 from infra.compute import Done, Piece
 from infra.recipe import SYMPHONY, Recipe
-from tasks.baselines import SUMMARY
+from tasks.artifacts import ALIGNMENT, DOCUMENTS, SUMMARY, TOKENS
 from tasks.evaluation import average_piece, champion_piece
-from tasks.harmonise import ALIGNMENT
-from tasks.outside import DOCUMENTS, TOKENS
+from tasks.params import MEASURING
 from tasks.stage import StageRun, each, stage
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.evaluation.ablation import (
@@ -54,30 +53,7 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
 @stage(
     "report",
     inputs=_inputs,
-    params=("evaluation", "baselines", "symphony", "post_training", "moe", "compute.evaluation"),
-    sources=(
-        "tasks/evaluation.py",
-        "tasks/symphony_report.py",
-        "upcycle_core/backbone/stitch.py",
-        "upcycle_core/baselines/bam/modeling_bam.py",
-        "upcycle_core/corpora/batches.py",
-        "upcycle_core/corpora/mixture.py",
-        "upcycle_core/corpora/seeded.py",
-        "upcycle_core/evaluation/ablation.py",
-        "upcycle_core/evaluation/alignment.py",
-        "upcycle_core/evaluation/canvas.py",
-        "upcycle_core/evaluation/page.py",
-        "upcycle_core/evaluation/perplexity.py",
-        "upcycle_core/evaluation/pieces.py",
-        "upcycle_core/evaluation/plots.py",
-        "upcycle_core/evaluation/report.py",
-        "upcycle_core/evaluation/results.py",
-        "upcycle_core/evaluation/routing.py",
-        "upcycle_core/evaluation/scores.py",
-        "upcycle_core/evaluation/table.py",
-        "upcycle_core/moe/inspect.py",
-        "upcycle_core/moe/size.py",
-    ),
+    params=(*MEASURING, "baselines", "symphony", "post_training", "moe"),
     needed=lambda recipe: recipe.method == "symphony",
 )
 def ablation(run: StageRun) -> None:

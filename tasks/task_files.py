@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from infra.recipe import Recipe
-from tasks.stage import CODE
+from tasks.imports import CODE
 from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.errors import Fault
 from upcycle_core.evaluation.harness.definitions import runs_programs, task_faults, task_files

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from infra.recipe import SYMPHONY, Recipe
-from tasks.architectures import OWN_MODELS, register_architectures
+from tasks.architectures import register_architectures
 from tasks.stage import StageRun, each, stage
 from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -39,23 +39,7 @@ def _inputs(recipe: Recipe, model: str) -> Iterable[str]:
 @stage(
     "task_scores/{model}",
     inputs=_inputs,
-    params=("task_evaluation", "compute.evaluation"),
-    sources=(
-        "tasks/task_scores.py",
-        *OWN_MODELS,
-        "upcycle_core/evaluation/harness/adapter.py",
-        "upcycle_core/evaluation/harness/items.py",
-        "upcycle_core/evaluation/harness/memory.py",
-        "upcycle_core/evaluation/harness/rouge.py",
-        "upcycle_core/evaluation/harness/samples.py",
-        "upcycle_core/evaluation/harness/sandbox.py",
-        "upcycle_core/evaluation/harness/sandbox_child.py",
-        "upcycle_core/evaluation/harness/sandbox_filter.py",
-        "upcycle_core/evaluation/harness/score.py",
-        "upcycle_core/evaluation/harness/scoring.py",
-        "upcycle_core/evaluation/harness/tasks.py",
-        "upcycle_core/moe/inspect.py",
-    ),
+    params=("task_evaluation",),
     needed=lambda recipe: bool(recipe.tasks),
 )
 def task_scores(run: StageRun) -> None:

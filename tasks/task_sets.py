@@ -5,9 +5,10 @@ from functools import partial
 from pathlib import Path
 
 from infra.recipe import Recipe
-from tasks.stage import CODE, StageRun, stage
+from tasks.imports import CODE
+from tasks.stage import StageRun, stage
 from tasks.task_files import task_folder
-from upcycle_core.corpora.documents import read_documents
+from upcycle_core.corpora.reader import read_documents
 from upcycle_core.evaluation.harness.config import CodeConfig, EvaluationTask
 from upcycle_core.evaluation.harness.definitions import write_task
 from upcycle_core.progress import Progress
@@ -23,14 +24,6 @@ def _inputs(recipe: Recipe, item: str) -> Iterable[str]:
     "task_sets",
     inputs=_inputs,
     params=("seed", "tasks", "task_evaluation.folder", "task_evaluation.code"),
-    sources=(
-        "tasks/task_sets.py",
-        "upcycle_core/corpora/seeded.py",
-        "upcycle_core/corpora/tuning/prompts.py",
-        "upcycle_core/evaluation/harness/definitions.py",
-        "upcycle_core/evaluation/harness/heldout.py",
-        "upcycle_core/evaluation/harness/superni.py",
-    ),
     needed=lambda recipe: bool(recipe.tasks),
 )
 def task_sets(run: StageRun) -> None:

@@ -1,10 +1,10 @@
 """Stage ``tokenizer``: trained on all domains, or the one that the given models share."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from infra.recipe import Recipe
-from tasks.sources import SEED
+from tasks.artifacts import SEED
 from tasks.stage import StageRun, each, stage
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
@@ -21,11 +21,16 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
     return [f"sources/{next(iter(recipe.domains))}.json"]
 
 
+def _params(recipe: Recipe, item: str) -> Iterator[str]:
+    yield "seed_model.model"
+    if recipe.trains_seed:
+        yield "tokenizer"
+
+
 @stage(
     "tokenizer",
     inputs=_inputs,
-    params=("tokenizer", "seed_model.model"),
-    sources=("upcycle_core/corpora/tokenizer.py",),
+    params=_params,
     needed=lambda recipe: recipe.method in ("dume", "simoe"),
 )
 def tokenizer(run: StageRun) -> None:

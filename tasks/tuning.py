@@ -8,17 +8,10 @@ from typing import Any
 
 from infra.compute import Piece
 from infra.recipe import Recipe, recipe_yaml
-from tasks.architectures import MODEL_OF_SIMOE
-from tasks.baselines import (
-    START_SOURCES,
-    SUMMARY,
-    TRAINING,
-    start_piece,
-    training_result,
-    write_training,
-)
-from tasks.seed import TRAINING_SOURCES
+from tasks.artifacts import SUMMARY, TRAINING
 from tasks.stage import StageRun, stage
+from tasks.start import start_piece
+from tasks.training import training_result, write_training
 from tasks.workspace import take
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.checkpoints.card import write_model_card
@@ -31,19 +24,6 @@ from upcycle_core.training.config import MoEObjective, TrainingConfig
 from upcycle_core.training.trainer import train
 
 INPUTS = ("instructions", "seed")
-DATA_SOURCES = tuple(
-    f"upcycle_core/corpora/{name}.py" for name in ("conversations", "instructions", "readers")
-)
-SIMOE_SOURCES = (
-    *MODEL_OF_SIMOE,
-    "upcycle_core/moe/random.py",
-    "upcycle_core/simoe/checks.py",
-    "upcycle_core/simoe/objective.py",
-    "upcycle_core/simoe/prune.py",
-    "upcycle_core/simoe/sparsity.py",
-    "upcycle_core/simoe/train.py",
-    "upcycle_core/simoe/upcycle.py",
-)
 CARD_KEYS = (
     "name",
     "seed",
@@ -57,26 +37,15 @@ CARD_KEYS = (
 
 
 def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
-    yield from ("seed", "baselines.{baseline}", "moe.max_shard_bytes", "compute.baselines")
+    yield from ("seed", "baselines.{baseline}", "moe.max_shard_bytes")
     if recipe.baselines[name].method == "btx":
-        yield from ("experts", "compute.experts")
+        yield "experts.training"
 
 
 @stage(
     "baselines/{baseline}",
     inputs=lambda recipe, name: INPUTS,
     params=_row_params,
-    sources=(
-        *TRAINING_SOURCES,
-        *START_SOURCES,
-        *DATA_SOURCES,
-        *SIMOE_SOURCES,
-        "tasks/baselines.py",
-        "tasks/tuning.py",
-        "upcycle_core/evaluation/canvas.py",
-        "upcycle_core/moe/size.py",
-        "upcycle_core/training/pictures.py",
-    ),
     needed=lambda recipe: recipe.simoe is not None,
 )
 def tuned(run: StageRun) -> None:
@@ -98,8 +67,6 @@ def tuned(run: StageRun) -> None:
             "baseline": row,
             "experts": _experts(run, labels) if row.method == "btx" else {},
             "seed_model": run.path("seed"),
-            "backbone": run.path("backbone"),
-            "routers": run.path("router"),
             "copies": copies,
             "seed": run.recipe.seed,
             "max_shard_bytes": run.recipe.moe.max_shard_bytes,
@@ -115,14 +82,7 @@ def tuned(run: StageRun) -> None:
 @stage(
     "model",
     inputs=lambda recipe, item: INPUTS,
-    params=(*CARD_KEYS, "compute.post_training"),
-    sources=(
-        *TRAINING_SOURCES,
-        *DATA_SOURCES,
-        *SIMOE_SOURCES,
-        "tasks/tuning.py",
-        "upcycle_core/checkpoints/card.py",
-    ),
+    params=CARD_KEYS,
     needed=lambda recipe: recipe.simoe is not None,
 )
 def simoe(run: StageRun) -> None:

@@ -6,9 +6,9 @@ from dataclasses import fields
 from typing import Any
 
 from infra.recipe import SIMOE, Recipe
-from tasks.answers import ANSWERS, model_of
+from tasks.answers import model_of
+from tasks.artifacts import ANSWERS, SUMMARY
 from tasks.stage import StageRun, stage
-from tasks.tuning import DATA_SOURCES, SUMMARY
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.instructions.activations import Activation
@@ -33,27 +33,6 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
     "report",
     inputs=_inputs,
     params=("baselines", "simoe", "tuning.least_exact_match"),
-    sources=(
-        "tasks/tuning_report.py",
-        *DATA_SOURCES,
-        "upcycle_core/corpora/seeded.py",
-        "upcycle_core/evaluation/canvas.py",
-        "upcycle_core/evaluation/harness/rouge.py",
-        "upcycle_core/evaluation/instructions/activations.py",
-        "upcycle_core/evaluation/instructions/answers.py",
-        "upcycle_core/evaluation/instructions/page.py",
-        "upcycle_core/evaluation/instructions/plots.py",
-        "upcycle_core/evaluation/instructions/report.py",
-        "upcycle_core/evaluation/instructions/results.py",
-        "upcycle_core/evaluation/instructions/scores.py",
-        "upcycle_core/evaluation/instructions/structure.py",
-        "upcycle_core/evaluation/instructions/table.py",
-        "upcycle_core/evaluation/page.py",
-        "upcycle_core/evaluation/results.py",
-        "upcycle_core/evaluation/routing.py",
-        "upcycle_core/evaluation/scores.py",
-        "upcycle_core/evaluation/table.py",
-    ),
     needed=lambda recipe: recipe.simoe is not None,
 )
 def tuning_report(run: StageRun) -> None:

@@ -10,20 +10,12 @@ from pathlib import Path
 from infra.compute import Piece
 from tasks.segmentation import union_of
 from tasks.stage import StageRun, each, stage
-from tasks.vocabulary import UNION_SOURCES, union_arguments
+from tasks.vocabulary import union_arguments
 from upcycle_core.progress import Progress
 from upcycle_core.symphony.config import MergeConfig
 from upcycle_core.symphony.merge import write_merged_backbone
 from upcycle_core.symphony.unite import write_united
 
-MERGE_SOURCES = (
-    *UNION_SOURCES,
-    "tasks/segmentation.py",
-    "upcycle_core/architectures/axes.py",
-    "upcycle_core/backbone/average.py",
-    "upcycle_core/backbone/slerp.py",
-    "upcycle_core/symphony/merge.py",
-)
 MEAN = MergeConfig(embeddings="mean", attention="mean", norms="mean")
 ALONE = MergeConfig(embeddings="anchor", attention="anchor", norms="anchor")
 
@@ -32,7 +24,6 @@ ALONE = MergeConfig(embeddings="anchor", attention="anchor", norms="anchor")
     "united",
     inputs=lambda recipe, item: each(recipe, "experts/{domain}"),
     params=("symphony.segmentation", "moe.max_shard_bytes"),
-    sources=(*MERGE_SOURCES, "tasks/united.py", "upcycle_core/symphony/unite.py"),
     needed=lambda recipe: recipe.method == "symphony",
 )
 def united(run: StageRun) -> None:

@@ -8,18 +8,11 @@ from tasks.stage import StageRun, each, stage
 from upcycle_core.backbone.vocabulary import write_union_tokenizer
 from upcycle_core.progress import Progress
 
-UNION_SOURCES = (
-    "upcycle_core/backbone/tokens.py",
-    "upcycle_core/backbone/vocabulary.py",
-    "upcycle_core/backbone/weights.py",
-)
-
 
 @stage(
     "tokenizer",
     inputs=lambda recipe, item: each(recipe, "experts/{domain}"),
     params=("symphony.segmentation",),
-    sources=("tasks/segmentation.py", "tasks/vocabulary.py", *UNION_SOURCES),
     needed=lambda recipe: recipe.method == "symphony",
 )
 def vocabulary(run: StageRun) -> None:

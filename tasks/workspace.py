@@ -113,9 +113,7 @@ class Workspace:
 
     def artifact_of(self, path: str) -> str | None:
         """The artifact that an input (``corpora/law/train``) is, or lies in; None if in none."""
-        parts = path.split("/")
-        names = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
-        return next((n for n in names if (self.path(n) / PROVENANCE).exists()), None)
+        return next((n for n in enclosing(path) if (self.path(n) / PROVENANCE).exists()), None)
 
     def damaged(self, artifact: str) -> list[Path]:
         """Files of ``artifact`` that are not as they were published."""
@@ -130,13 +128,69 @@ class Workspace:
         return [directory / name for name in found if found[name] != files.get(name)]
 
     def digest(self, path: str) -> str | None:
-        """Identity of an artifact, a folder in it or a file, as an input; None if it is absent."""
+        """Identity of an artifact, a folder in it or a file, as an input; None if it is absent.
+
+        It is that of the bytes, as they were published, whatever made them.
+        """
         full = self.path(path)
-        if (full / PROVENANCE).exists():
-            return sha256_file(full / PROVENANCE)
-        if full.is_dir():
-            return fingerprint(tree_digest(full))
-        return sha256_file(full) if full.exists() else None
+        if not full.exists():
+            return None
+        artifact = self.artifact_of(path)
+        files = self._published(artifact) if artifact is not None else None
+        if artifact is None or files is None:
+            return fingerprint(tree_digest(full)) if full.is_dir() else sha256_file(full)
+        if path == artifact:
+            return fingerprint(files)
+        inside = path.removeprefix(f"{artifact}/")
+        if full.is_file():
+            return files.get(inside) or sha256_file(full)
+        below = {n: file for n, file in files.items() if n.startswith(f"{inside}/")}
+        return fingerprint({n.removeprefix(f"{inside}/"): file for n, file in below.items()})
+
+    def record_digest(self, artifact: str) -> str | None:
+        """sha256 of an artifact's record, its files and what made them; None if it has none.
+
+        Earlier versions called artifacts by it, in lineages and in tags of registered models.
+        """
+        record = self.path(artifact) / PROVENANCE
+        return sha256_file(record) if record.is_file() else None
+
+    def digests(self, artifact: str) -> set[str]:
+        """Every digest that names what is published as ``artifact``: of now, and of earlier."""
+        now = {self.digest(artifact), self.record_digest(artifact)}
+        return {digest for digest in now if digest is not None} | set(self._former(artifact))
+
+    def has_digest(self, artifact: str, digest: str | None) -> bool:
+        """Whether ``digest`` names what is published as ``artifact``."""
+        return digest in self.digests(artifact)
+
+    def take_over(self, artifact: str, provenance: Mapping[str, Any]) -> None:
+        """Record that ``artifact``, whose files are as they were published, is what this makes."""
+        path = self.path(artifact) / PROVENANCE
+        former = [*self._former(artifact), sha256_file(path)]
+        files = json.loads(path.read_text())["files"]
+        record = {**provenance, "files": files, "former_digests": former}
+        partial = self.path(artifact) / f"{PROVENANCE}.partial"
+        partial.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+        _sync_directory(path.parent)
+
+    def _former(self, artifact: str) -> list[str]:
+        try:
+            record = json.loads((self.path(artifact) / PROVENANCE).read_text())
+        except (OSError, ValueError):
+            return []
+        return record.get("former_digests", []) if isinstance(record, dict) else []
+
+    def _published(self, artifact: str) -> dict[str, str] | None:
+        """{file: sha256} as published; None if the record cannot be read."""
+        try:
+            files = json.loads((self.path(artifact) / PROVENANCE).read_text())["files"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return files if isinstance(files, dict) else None
 
     def sweep(self) -> int:
         """Delete the pieces of unfinished stages; returns the bytes freed."""
@@ -169,6 +223,12 @@ class Workspace:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 old.rename(target)
         shutil.rmtree(self.staging)
+
+
+def enclosing(path: str) -> Iterator[str]:
+    """``path`` and all that it lies in, the innermost first."""
+    parts = path.split("/")
+    return ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
 
 
 def fingerprint(parts: Mapping[str, Any]) -> str:

@@ -5,7 +5,8 @@ import pytest
 from flows.session import FlowSession
 from infra.reading import load_recipe
 from tasks import pipeline
-from tasks.stage import CODE, Session
+from tasks.imports import CODE
+from tasks.stage import Session
 from tasks.workspace import Workspace
 
 

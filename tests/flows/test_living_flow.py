@@ -182,7 +182,8 @@ def test_shrinking_computes_the_router_alone_and_takes_the_files(life, shrunk):
 def test_a_shrunk_router_is_that_of_a_build_without_the_domain(life, shrunk, tmp_path):
     """Solved on the same statistics by the library alone."""
     from upcycle_core.dume.config import RouterConfig
-    from upcycle_core.dume.router import load_routers, solve_routers
+    from upcycle_core.dume.router import solve_routers
+    from upcycle_core.dume.router_reader import load_routers
     from upcycle_core.dume.statistics import Statistics
 
     found = load_routers(life.workspace / "router" / "router.safetensors").weights

@@ -8,8 +8,9 @@ from infra.registry import Registry
 from infra.settings import read
 from infra.tracking import Tracker
 from tasks.champion import standing_champion
+from tasks.imports import CODE
 from tasks.promotion import MODEL_TAG
-from tasks.stage import CODE, Session
+from tasks.stage import Session
 from tasks.workspace import Workspace
 
 

@@ -11,7 +11,8 @@ from infra.lineage import Lineage
 from infra.reading import load_recipe
 from infra.recorded import Recorded
 from infra.versions import Versions
-from tasks.stage import CODE, Session, Stage
+from tasks.imports import CODE
+from tasks.stage import Session, Stage
 from tasks.workspace import Workspace
 from upcycle_core.errors import InputError
 
@@ -31,10 +32,10 @@ STAGE = Stage(
     "model",
     inputs=lambda recipe, item: (),
     params=(),
-    sources=(),
     per="recipe",
     needed=lambda recipe: True,
     always=False,
+    once=False,
 )
 
 

@@ -10,6 +10,7 @@ from infra.records import Registration
 from infra.registry import Registry
 from infra.settings import read
 from infra.tracking import Tracker
+from tasks.imports import CODE
 from tasks.promotion import (
     EXPERTS_TAG,
     MODEL_TAG,
@@ -22,7 +23,7 @@ from tasks.promotion import (
     roll_back,
     with_aliases,
 )
-from tasks.stage import CODE, Session
+from tasks.stage import Session
 from tasks.workspace import Workspace
 from upcycle_core.errors import InputError
 

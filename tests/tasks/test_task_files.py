@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from infra.reading import load_recipe
-from tasks.stage import CODE
+from tasks.imports import CODE
 from tasks.task_files import task_fingerprint, task_set_faults
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from upcycle_core.corpora.batches import Paragraphs
-from upcycle_core.corpora.shards import TokenCorpus
+from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.perplexity import score_of, scored_paragraphs, token_losses

@@ -20,13 +20,13 @@ def write_start(
     baseline: Baseline,
     out: Path,
     *,
-    experts: Mapping[str, Path],
-    seed_model: Path,
-    backbone: Path,
-    routers: Mapping[int, torch.Tensor],
     copies: int,
     seed: int,
     max_shard_bytes: int,
+    experts: Mapping[str, Path] | None = None,
+    seed_model: Path | None = None,
+    backbone: Path | None = None,
+    routers: Mapping[int, torch.Tensor] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write what ``baseline.method`` begins with; see the functions that this calls.
@@ -34,13 +34,14 @@ def write_start(
     Args:
         baseline: The settings.
         out: The directory that is written.
-        experts: Domain to its dense expert, in the order of the model's experts.
-        seed_model: The model that the experts began with; read only where the method uses it.
-        backbone: DUME's averaged backbone; read for method ``dume`` alone.
-        routers: DUME's routers, layer to W [H, D]; likewise.
         copies: Experts made of one FFN, where the method copies.
         seed: Decides routers, and neurons that are drawn anew.
         max_shard_bytes: Size of one safetensors file.
+        experts: Domain to its dense expert, in the order of the model's experts; for methods that
+            begin with them (``Baseline.uses_experts``).
+        seed_model: The model that the experts began with; for those of ``Baseline.uses_seed``.
+        backbone: DUME's averaged backbone; for method ``dume``.
+        routers: DUME's routers, layer to W [H, D]; for method ``dume``.
         progress: Hears of every tensor.
 
     Raises:

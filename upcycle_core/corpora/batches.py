@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from upcycle_core.corpora.mixture import Turns, weight_faults, weighted_turns
+from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.seeded import permutation
-from upcycle_core.corpora.shards import TokenCorpus
 from upcycle_core.errors import Fault, raise_faults
 
 SHORTEST_PARAGRAPH = 8

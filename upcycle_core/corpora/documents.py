@@ -1,7 +1,6 @@
 """Documents of one domain, each in one split: distinct, in seeded order, split by document."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 from upcycle_core.checkpoints.hashing import sha256_file
@@ -114,15 +113,6 @@ def domain_faults(domain: Domain, field: str) -> list[Fault]:
         for split in ("calibration", "heldout")
         if getattr(domain, split) is None
     ]
-
-
-def read_documents(path: Path) -> Iterator[str]:
-    """The texts of one split's Parquet file, in order."""
-    import pyarrow.parquet as parquet
-
-    with parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(columns=["text"], batch_size=1024):
-            yield from batch.column(0).to_pylist()
 
 
 def _set_aside(selection: Selection, domain: Domain, config: CorpusConfig, seed: int) -> None:

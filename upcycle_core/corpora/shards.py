@@ -6,7 +6,6 @@ evaluation read each one alone.
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -15,65 +14,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.corpora.config import SPLITS
-from upcycle_core.corpora.documents import read_documents
+from upcycle_core.corpora.reader import TokenCorpus, read_documents
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress, Silent
 
 DOCUMENTS_AT_ONCE = 256
 """Documents tokenised in one call: enough to keep all threads busy."""
-
-
-class TokenCorpus:
-    """The token ids of one split, read from disk as they are needed.
-
-    Args:
-        directory: ``corpora/<domain>/<split>``.
-
-    Raises:
-        InputError: The files are missing or do not fit together.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = Path(directory)
-        try:
-            facts = json.loads((self.directory / "split.json").read_text(encoding="utf-8"))
-            self.offsets: np.ndarray = np.load(self.directory / "offsets.npy")
-            self.byte_offsets: np.ndarray = np.load(self.directory / "bytes.npy")
-            size = (self.directory / "tokens.bin").stat().st_size
-        except OSError as error:
-            remedy = f"it is no tokenised split ({error}); run the corpus stage again"
-            raise InputError(Fault("corpus", str(directory), remedy)) from None
-        self.dtype = np.dtype(facts["dtype"])
-        self.eos_id: int = facts["eos_id"]
-        self.vocabulary_size: int = facts["vocabulary_size"]
-        if size != self.offsets[-1] * self.dtype.itemsize:
-            remedy = f"tokens.bin has {size} bytes for {self.offsets[-1]} tokens of {self.dtype}"
-            raise InputError(
-                Fault("corpus", str(directory), f"{remedy}; run the corpus stage again")
-            )
-
-    @cached_property
-    def tokens(self) -> np.ndarray:
-        """All token ids, ``[T]`` uint16 or uint32, memory-mapped, documents one after another."""
-        if not self.offsets[-1]:
-            return np.empty(0, self.dtype)
-        return np.memmap(self.directory / "tokens.bin", dtype=self.dtype, mode="r")
-
-    @property
-    def bytes(self) -> int:
-        """UTF-8 bytes of all documents."""
-        return int(self.byte_offsets[-1])
-
-    def __len__(self) -> int:
-        """How many documents there are."""
-        return len(self.offsets) - 1
-
-    def document(self, index: int) -> np.ndarray:
-        """Token ids of one document, ``[tokens]``, a view into the file."""
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
-
-    def __reduce__(self):  # workers map the file themselves instead of receiving its content
-        return type(self), (self.directory,)
 
 
 def write_corpus(

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from upcycle_core.corpora.config import TokenizerConfig
-from upcycle_core.corpora.documents import read_documents
+from upcycle_core.corpora.reader import read_documents
 
 END = "<|endoftext|>"
 """Ends a document; also the beginning-of-sequence token."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from upcycle_core.activations.capture import router_inputs
 from upcycle_core.activations.moments import Moments
 from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs, shard_of
-from upcycle_core.corpora.shards import TokenCorpus
+from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.dume.layout import Layout
 from upcycle_core.progress import Progress

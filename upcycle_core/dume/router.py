@@ -5,47 +5,17 @@ Shapes: H hidden size, D domains.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from safetensors import safe_open
 from torch import Tensor
 
-from upcycle_core.checkpoints.tensor_file import read_header, save_atomically
+from upcycle_core.checkpoints.tensor_file import save_atomically
 from upcycle_core.dume.config import RouterConfig
 from upcycle_core.dume.cross_validation import Candidate, best, cross_validate
 from upcycle_core.dume.ridge import NormalEquations, normal_equations, ridge
+from upcycle_core.dume.router_reader import KIND, LambdaChoice, RouterSolution
 from upcycle_core.dume.statistics import Statistics
 from upcycle_core.errors import Fault, raise_faults
-
-KIND = "routers"
-
-
-@dataclass(frozen=True)
-class LambdaChoice:
-    """A lambda and why it is this one."""
-
-    ridge_lambda: float
-    chosen_by: Literal["given", "cross-validation"] = "given"
-    table: tuple[Candidate, ...] = ()
-    """What cross-validation found; empty if lambda was given."""
-
-
-@dataclass(frozen=True)
-class RouterSolution:
-    """The routers of a MoE."""
-
-    weights: Mapping[int, Tensor]
-    """By layer: W [H, D] fp64, columns of norm 1."""
-    domains: tuple[str, ...]
-    """What the columns stand for."""
-    choice: LambdaChoice
-
-    @property
-    def ridge_lambda(self) -> float:
-        """lambda, the same in every layer."""
-        return self.choice.ridge_lambda
 
 
 def solve(
@@ -215,23 +185,3 @@ def _row(candidate: Candidate) -> dict:
     # JSON has no infinity
     losses = {str(k): v if math.isfinite(v) else None for k, v in candidate.losses.items()}
     return {"ridge_lambda": candidate.ridge_lambda, "losses": losses}
-
-
-def load_routers(path: Path) -> RouterSolution:
-    """Read what ``save_routers`` wrote.
-
-    Raises:
-        InputError: it is no such file.
-    """
-    header = read_header(path, kind=KIND)
-    with safe_open(path, "pt") as file:
-        weights = {layer: file.get_tensor(str(layer)) for layer in header["layers"]}
-    table = tuple(
-        Candidate(
-            row["ridge_lambda"],
-            {int(k): math.inf if v is None else v for k, v in row["losses"].items()},
-        )
-        for row in header["table"]
-    )
-    choice = LambdaChoice(header["ridge_lambda"], header["chosen_by"], table)
-    return RouterSolution(weights, tuple(header["domains"]), choice)

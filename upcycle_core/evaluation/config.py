@@ -1,6 +1,6 @@
 """What a recipe says about evaluation."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -26,3 +26,15 @@ class EvaluationConfig:
     """Values of lambda to plot (Figure 2c)."""
     sweep_window: tuple[int, ...] = ()
     """Token windows to plot (Figure 2a); each must be one of `statistics.position_buckets`."""
+
+    @property
+    def measuring(self) -> "EvaluationConfig":
+        """How a model is measured, without what else is."""
+        nothing: tuple = ()
+        return replace(
+            self,
+            random_routing_seeds=nothing,
+            sweep_top_k=nothing,
+            sweep_ridge_lambda=nothing,
+            sweep_window=nothing,
+        )

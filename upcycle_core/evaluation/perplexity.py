@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from upcycle_core.corpora.batches import Batch, Paragraphs, paragraph_batches, paragraphs
-from upcycle_core.corpora.shards import TokenCorpus
+from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.scores import Score

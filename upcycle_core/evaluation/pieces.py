@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.checkpoints.load import load_causal_lm
-from upcycle_core.corpora.documents import read_documents
-from upcycle_core.corpora.shards import TokenCorpus, encoded, write_split
+from upcycle_core.corpora.reader import TokenCorpus, read_documents
+from upcycle_core.corpora.shards import encoded, write_split
 from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.perplexity import check_plain_head, score_model
 from upcycle_core.moe.inspect import (

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from upcycle_core.activations.pairs import PairedBatch
 from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
-from upcycle_core.corpora.documents import read_documents
+from upcycle_core.corpora.reader import read_documents
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.symphony.config import CalibrationConfig
 

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.pico import VOCABULARY, save_pico
 from upcycle_core.baselines.ensemble import estimate_prior, evaluate_ensemble
-from upcycle_core.corpora.shards import TokenCorpus, write_split
+from upcycle_core.corpora.reader import TokenCorpus
+from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
 from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.pieces import evaluate_checkpoint

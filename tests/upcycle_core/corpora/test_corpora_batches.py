@@ -13,8 +13,9 @@ from upcycle_core.corpora.batches import (
     paragraphs,
     shard_of,
 )
+from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.seeded import permutation
-from upcycle_core.corpora.shards import TokenCorpus, write_split
+from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
 
 EOS, PAD = 0, 1

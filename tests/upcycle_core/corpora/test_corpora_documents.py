@@ -4,7 +4,8 @@ import json
 import pytest
 
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source
-from upcycle_core.corpora.documents import domain_faults, read_documents, write_documents
+from upcycle_core.corpora.documents import domain_faults, write_documents
+from upcycle_core.corpora.reader import read_documents
 from upcycle_core.corpora.sources import source_files
 from upcycle_core.errors import InputError
 

@@ -8,8 +8,9 @@ from transformers import AutoTokenizer
 
 from tests.pico import save_pico_tokenizer
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source
-from upcycle_core.corpora.documents import read_documents, write_documents
-from upcycle_core.corpora.shards import TokenCorpus, write_corpus, write_split
+from upcycle_core.corpora.documents import write_documents
+from upcycle_core.corpora.reader import TokenCorpus, read_documents
+from upcycle_core.corpora.shards import write_corpus, write_split
 from upcycle_core.errors import InputError
 
 

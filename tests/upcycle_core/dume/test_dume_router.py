@@ -15,14 +15,13 @@ from tests.upcycle_core.dume.synthetic import (
 )
 from upcycle_core.dume.config import RouterConfig
 from upcycle_core.dume.router import (
-    LambdaChoice,
-    load_routers,
     save_routers,
     solve,
     solve_routers,
     solve_sequentially,
     solve_with_bias,
 )
+from upcycle_core.dume.router_reader import LambdaChoice, load_routers
 from upcycle_core.errors import InputError
 
 

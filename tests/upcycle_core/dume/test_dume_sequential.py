@@ -12,9 +12,11 @@ from tests.pico import save_pico
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.corpora.shards import TokenCorpus, write_split
+from upcycle_core.corpora.reader import TokenCorpus
+from upcycle_core.corpora.shards import write_split
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.dume.router import LambdaChoice, RouterSolution, solve, solve_sequentially
+from upcycle_core.dume.router import solve, solve_sequentially
+from upcycle_core.dume.router_reader import LambdaChoice, RouterSolution
 from upcycle_core.dume.sequential import sequential_statistics
 from upcycle_core.dume.statistics import Statistics, domain_statistics, merge_statistics
 from upcycle_core.errors import InputError

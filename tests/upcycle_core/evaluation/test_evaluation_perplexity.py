@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from tests.pico import VOCABULARY, pico_config
-from upcycle_core.corpora.shards import TokenCorpus, write_split
+from upcycle_core.corpora.reader import TokenCorpus
+from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
 from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.perplexity import check_plain_head, score_model

@@ -14,7 +14,8 @@ from tests.pico import VOCABULARY, save_pico
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.corpora.shards import TokenCorpus, write_split
+from upcycle_core.corpora.reader import TokenCorpus
+from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
 from upcycle_core.evaluation.config import EvaluationConfig
 from upcycle_core.evaluation.perplexity import score_model

@@ -9,7 +9,7 @@ import torch
 
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs
-from upcycle_core.corpora.shards import TokenCorpus
+from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.evaluation.similarity.cka import StreamMoments, compare
 from upcycle_core.evaluation.similarity.collect import (
