@@ -26,10 +26,10 @@ def start_piece(
     write_start(
         baseline,
         out,
-        experts=experts or {},
+        experts=experts,
         seed_model=seed_model,
         backbone=backbone,
-        routers={} if routers is None else load_routers(routers).weights,
+        routers=None if routers is None else load_routers(routers).weights,
         copies=copies,
         seed=seed,
         max_shard_bytes=max_shard_bytes,

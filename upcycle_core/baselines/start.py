@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.ders.upcycle import write_ders_upcycling
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.progress import Progress
+
+Part = TypeVar("Part")
 
 
 def write_start(
@@ -46,22 +48,24 @@ def write_start(
 
     Raises:
         InputError: What the methods' functions raise.
+        ValueError: A model that the method begins with was not given.
     """
     shards: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "progress": progress}
     mixture: dict[str, Any] = {"top_k": baseline.top_k, "router_seed": seed, **shards}
     match baseline.method:
         case "btx" | "bam":
             write = write_btx if baseline.method == "btx" else write_bam
-            seed_expert = seed_model if baseline.seed_expert else None
-            write(experts, out, seed_expert=seed_expert, **mixture)
+            seed_expert = _given(seed_model) if baseline.seed_expert else None
+            write(_given(experts), out, seed_expert=seed_expert, **mixture)
         case "dume":
-            assemble(experts, backbone, routers, out, top_k=baseline.top_k, **shards)
+            parts = (_given(experts), _given(backbone), _given(routers))
+            assemble(*parts, out, top_k=baseline.top_k, **shards)
         case "sparse-upcycling":
-            write_sparse_upcycling(seed_model, out, copies=copies, **mixture)
+            write_sparse_upcycling(_given(seed_model), out, copies=copies, **mixture)
         case "drop-upcycling":
             own = baseline.start == "experts"
             write_drop_upcycling(
-                experts if own else seed_model,
+                _given(experts) if own else _given(seed_model),
                 out,
                 copies=None if own else copies,
                 reinitialised=baseline.reinitialised,
@@ -71,8 +75,14 @@ def write_start(
         case "ders":
             assert baseline.ders is not None  # the recipe's checks let no other row through
             light = {"experts": copies, "top_k": baseline.top_k, "seed": seed, **shards}
-            write_ders_upcycling(seed_model, out, config=baseline.ders, **light)
+            write_ders_upcycling(_given(seed_model), out, config=baseline.ders, **light)
         case "full-finetune":
-            copy_checkpoint(seed_model, out)
+            copy_checkpoint(_given(seed_model), out)
         case "branch-train-merge":
             raise ValueError("branch-train-merge trains nothing; evaluate its ensemble")
+
+
+def _given(model: Part | None) -> Part:
+    if model is None:
+        raise ValueError("the method begins with a model that was not given")
+    return model
