@@ -22,6 +22,8 @@ from upcycle_core.evaluation.results import expert_row
 from upcycle_core.training.checks import shape_faults, training_faults
 from upcycle_core.training.config import TrainingConfig
 
+ON_THE_CPU = ("corpora", "assembly")
+"""Kinds of work that no GPU does."""
 TEXT_METRICS = ("normalised_average", "normalised_worst")
 """Figures of the gate that every run measures."""
 
@@ -37,6 +39,7 @@ def faults(recipe: Recipe) -> list[Fault]:
         *_comparison_faults(recipe),
         *_task_faults(recipe),
         *_gate_faults(recipe),
+        *_compute_faults(recipe),
         *symphony_faults(recipe),
         *ders_faults(recipe),
         *simoe_faults(recipe),
@@ -269,3 +272,11 @@ def _normalising(recipe: Recipe, metric: str) -> list[str]:
         return []
     domains = {task.domain for task in recipe.tasks.values() if task.domain is not None}
     return [expert_row(domain) for domain in sorted(domains)]
+
+
+def _compute_faults(recipe: Recipe) -> Iterator[Fault]:
+    """What would be reserved and stay idle."""
+    for kind in ON_THE_CPU:
+        gpus = getattr(recipe.compute, kind).gpus
+        if gpus > 0:
+            yield Fault(f"compute.{kind}.gpus", gpus, "computes on the CPU alone; remove it")

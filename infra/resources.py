@@ -14,6 +14,11 @@ class Resources:
     gpus: float = field(default=0.0, metadata={"ge": 0})
     """GPUs; with none the piece computes on the CPU."""
 
+    @property
+    def device(self) -> str:
+        """Where the piece computes, as torch calls it."""
+        return "cuda" if self.gpus > 0 else "cpu"
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerResources(Resources):
@@ -34,7 +39,7 @@ class ComputeConfig:
     cpus: int | None = field(default=None, metadata={"ge": 1})
     """CPUs of a local Ray; all of the machine by default. A cluster brings its own."""
     corpora: Resources = field(default_factory=Resources)
-    """Reading, splitting and tokenising one domain."""
+    """Reading, splitting and tokenising one domain, on the CPU."""
     seed: Resources = field(default_factory=Resources)
     """Training the seed model."""
     experts: Resources = field(default_factory=Resources)
@@ -42,9 +47,9 @@ class ComputeConfig:
     statistics: Resources = field(default_factory=Resources)
     """One shard of one domain's statistics."""
     alignment: Resources = field(default_factory=Resources)
-    """Two models over the same text, or one layer's assignment."""
+    """Two models over the same text, or one layer's assignment, which takes no GPU."""
     assembly: Resources = field(default_factory=Resources)
-    """Averaging, router solving and assembly."""
+    """Averaging, router solving and assembly, on the CPU."""
     post_training: WorkerResources = field(default_factory=WorkerResources)
     """Training an assembled model."""
     evaluation: Resources = field(default_factory=Resources)

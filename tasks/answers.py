@@ -46,7 +46,7 @@ def answer_arguments(recipe: Recipe, path: Callable[[str], Path]) -> dict[str, A
         "instructions": path("instructions"),
         "max_new_tokens": recipe.tuning.max_new_tokens,
         "batch_size": recipe.tuning.batch_size,
-        "device": "cuda" if recipe.compute.evaluation.gpus > 0 else "cpu",
+        "device": recipe.compute.evaluation.device,
     }
 
 
@@ -96,7 +96,7 @@ def _structure(
     """Parameters, and what is to be seen in a SIMoE alone."""
     from upcycle_core.simoe.model.modeling_simoe import SimoeForCausalLM, gated_modules
 
-    network = load_causal_lm(model)
+    network = load_causal_lm(model, device="cpu")  # it is looked at, not run
     sizes = {name: p.numel() for name, p in network.named_parameters()}
     found: dict[str, Any] = {"parameters": sum(sizes.values())}
     if isinstance(network, SimoeForCausalLM):

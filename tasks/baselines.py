@@ -46,7 +46,7 @@ def baselines(run: StageRun) -> None:
             **_parts(run, baseline),
         },
     )
-    started = run.run([start], "baselines")["start"]
+    started = run.run([start], "baselines", uses_gpu=False)["start"]
     train_from(
         run,
         started.path,

@@ -55,6 +55,7 @@ class Champion:
             "documents": {d: workspace.path(f"documents/{d}") for d in recipe.domains},
             "corpora": {d: workspace.path(f"corpora/{d}") for d in recipe.domains},
             "config": recipe.evaluation,
+            "device": recipe.compute.evaluation.device,
             "reference": heldout,
         }
         mark = workspace.digest("report")
@@ -67,7 +68,7 @@ class Champion:
             "models": [self.directory],
             "task_sets": {name: workspace.path(f"task_sets/{name}") for name in recipe.tasks},
             "config": recipe.task_evaluation,
-            "device": "cuda" if recipe.compute.evaluation.gpus > 0 else "cpu",
+            "device": recipe.compute.evaluation.device,
         }
         # What this run's own model was scored with decides what the champion's scores are.
         mark = workspace.digest(f"task_scores/{recipe.method}")

@@ -129,17 +129,22 @@ def champion_piece(
     documents: Mapping[str, Path],
     corpora: Mapping[str, Path],
     config: EvaluationConfig,
+    device: str,
     reference: Mapping[str, Mapping[str, float]],
 ) -> dict[str, float]:
     """The piece: another model's perplexity on this text, per token of this run's tokenizer."""
     register_architectures()
     if vocabulary_fingerprint(model) == vocabulary_fingerprint(tokenizer):
         heldout = {domain: path / "heldout" for domain, path in corpora.items()}
-        scores = evaluate_checkpoint(model, heldout, config=config, progress=progress)
+        scores = evaluate_checkpoint(
+            model, heldout, config=config, device=device, progress=progress
+        )
         return {domain: Score.from_dict(score).perplexity for domain, score in scores.items()}
     texts = {domain: path / "heldout.parquet" for domain, path in documents.items()}
     limits = {domain: values["bytes"] for domain, values in reference.items()}
-    scores = evaluate_text(model, texts, config=config, max_bytes=limits, progress=progress)
+    scores = evaluate_text(
+        model, texts, config=config, max_bytes=limits, device=device, progress=progress
+    )
     return {
         domain: perplexity_per_reference_token(
             Score.from_dict(score),

@@ -103,7 +103,7 @@ def _aligned(run: StageRun, config: SymphonyConfig) -> tuple[dict[str, Path], di
         for layer in group
         if alignment.neurons != "none" or alignment.heads == "match"
     }
-    done = run.run(list(pieces.values()), "alignment")
+    done = run.run(list(pieces.values()), "alignment", uses_gpu=False)
     written = [
         Piece(
             name=f"aligned-{name}",

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infra.compute import Done, Piece, progress_file, run_pieces
 from infra.recipe import Recipe
+from infra.resources import Resources
 from tasks.costs import Cost, cost_of
 from tasks.remembered import Remembered
 from tasks.reporting import PieceWatch, Recorder, Show
@@ -98,8 +99,19 @@ class StageRun:
             raise ValueError(f"{self.stage.label(self.item)} does not declare {artifact}")
         return self.session.workspace.path(artifact)
 
-    def run(self, pieces: Sequence[Piece], kind: str) -> dict[str, Done]:
-        """Run ``pieces`` on Ray with the resources that ``compute.KIND`` asks for."""
+    def run(self, pieces: Sequence[Piece], kind: str, *, uses_gpu: bool = True) -> dict[str, Done]:
+        """Run ``pieces`` on Ray with the resources that ``compute.KIND`` asks for.
+
+        Args:
+            pieces: What to run.
+            kind: Of the work.
+            uses_gpu: Whether they compute where ``device(kind)`` says. Pieces that compute on the
+                CPU whatever is asked for are given no GPU: it would be idle, and they would wait
+                for each other's.
+        """
+        resources: Resources = getattr(self.recipe.compute, kind)
+        if not uses_gpu:
+            resources = replace(resources, gpus=0.0)
         watch = PieceWatch(
             {piece.name: progress_file(self.pieces_directory, piece.name) for piece in pieces},
             label=self.stage.name,
@@ -116,15 +128,16 @@ class StageRun:
         done = run_pieces(
             pieces,
             directory=self.pieces_directory,
-            resources=getattr(self.recipe.compute, kind),
+            resources=resources,
             label=self.stage.label(self.item),
             watch=watch,
         )
         watch(final=True)
         spans = self.session.spent.setdefault(self.stage.name, [])
         spans += [(d.started, d.ended) for name, d in done.items() if name not in recalled]
-        cpus = getattr(self.recipe.compute, kind).cpus
-        self.costs += [cost_of(done[piece.name], cpus * piece.workers) for piece in pieces]
+        self.costs += [
+            cost_of(done[piece.name], resources.cpus * piece.workers) for piece in pieces
+        ]
         return done
 
     def run_one(self, function: Callable[..., Any], kind: str, **arguments: Any) -> Any:
@@ -135,4 +148,5 @@ class StageRun:
 
     def device(self, kind: str) -> str:
         """Where pieces of this kind compute."""
-        return "cuda" if getattr(self.recipe.compute, kind).gpus > 0 else "cpu"
+        resources: Resources = getattr(self.recipe.compute, kind)
+        return resources.device

@@ -150,6 +150,7 @@ def _dense_pieces(run: StageRun, heldout: Mapping[str, Mapping[str, float]]) -> 
         "documents": documents,
         "corpora": {name: path.parent for name, path in heldout_texts(run).items()},
         "config": recipe.evaluation,
+        "device": run.device("evaluation"),
         "reference": heldout,
     }
     return [

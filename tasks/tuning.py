@@ -72,7 +72,7 @@ def tuned(run: StageRun) -> None:
             "max_shard_bytes": run.recipe.moe.max_shard_bytes,
         },
     )
-    started = run.run([start], "baselines")["start"]
+    started = run.run([start], "baselines", uses_gpu=False)["start"]
     piece = _piece("tuned", started.path, run, row, kind="baselines", objective=bool(copies))
     done = run.run([piece], "baselines")["tuned"]
     take(done.path, run.out)

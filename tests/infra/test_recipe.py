@@ -64,6 +64,8 @@ def test_all_faults_come_in_one_message(values):
         ({"experts": {"training": {"steps": 5}}}, "experts.training.warmup_steps = 50"),
         ({"statistics": {"sequence_length": 512}}, "statistics.sequence_length = 512: longer"),
         ({"seed_model": {"shape": {"key_value_heads": 3}}}, "seed_model.shape.key_value_heads = 3"),
+        ({"compute": {"corpora": {"gpus": 1}}}, "compute.corpora.gpus = 1.0: computes on the CPU"),
+        ({"compute": {"assembly": {"gpus": 1}}}, "compute.assembly.gpus = 1.0: computes on the"),
     ],
 )
 def test_faults_across_fields_say_what_to_do(values, change, expected):
