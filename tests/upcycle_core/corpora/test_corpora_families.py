@@ -26,7 +26,7 @@ BY_HAND = {
     "count_letters": [({"items": "7 list k k a"}, "3"), ({"items": "7 list 4"}, "0")],
     "count_numbers": [({"items": "7 7 list k 1"}, "3")],
     "count_words": [({"items": "7 list k list"}, "2")],
-    "sign": [({"sum": "12 * 3"}, "*")],
+    "sign": [({"sum": "12 * 3"}, "times"), ({"sum": "0 / 7"}, "over")],
     "add_two_numbers": [
         ({"first": "17", "second": "25"}, "42"),
         ({"first": "20", "second": "11"}, "31"),

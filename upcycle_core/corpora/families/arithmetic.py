@@ -5,6 +5,8 @@ from random import Random
 from upcycle_core.corpora.families.family import Family, Given, Instance, draw_words
 from upcycle_core.corpora.families.words import DIGITS
 
+SIGNS = {"+": "plus", "-": "minus", "*": "times", "/": "over"}
+
 
 def _draw_add(rng: Random) -> Instance:
     first, second = rng.randint(10, 49), rng.randint(10, 49)
@@ -19,8 +21,8 @@ def _draw_even(rng: Random) -> Instance:
 
 
 def _draw_sign(rng: Random) -> Instance:
-    sign = rng.choice("+-*/")
-    return Instance({"sum": f"{rng.randint(0, 99)} {sign} {rng.randint(0, 99)}"}, sign)
+    sign, word = rng.choice(list(SIGNS.items()))
+    return Instance({"sum": f"{rng.randint(0, 99)} {sign} {rng.randint(0, 99)}"}, word)
 
 
 def _draw_largest(rng: Random) -> Instance:
@@ -94,8 +96,8 @@ ARITHMETIC = {
     ),
     "sign": Family(
         domain="arithmetic",
-        phrasings=("Give the sign: {sum}", "Which sign is it: {sum}"),
+        phrasings=("Name the sign: {sum}", "Which word is the sign: {sum}"),
         draw=_draw_sign,
-        solve=lambda given: given["sum"].strip("0123456789 "),
+        solve=lambda given: SIGNS[given["sum"].strip("0123456789 ")],
     ),
 }

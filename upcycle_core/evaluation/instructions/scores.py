@@ -1,6 +1,7 @@
 """How good answers to instructions are: exact match and ROUGE-L, by task category."""
 
 import math
+import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +14,8 @@ Metric = Literal["exact_match", "rouge_l"]
 Split = Literal["seen", "unseen"]
 METRICS: tuple[Metric, ...] = ("exact_match", "rouge_l")
 SPLITS: tuple[Split, ...] = ("seen", "unseen")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_PUNCTUATION = re.compile(rf"(?!(?<!\w)-\d|(?<=\d)\.\d)[{re.escape(string.punctuation)}]")
+"""ASCII punctuation, without the minus before a number and the point within one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +94,24 @@ def exact_match(answer: str, references: Sequence[str]) -> bool:
     """Whether an answer is one of the references, as Super-NaturalInstructions is scored.
 
     Case, ASCII punctuation and the amount of white space make no difference (``normalize_answer``
-    of the published ``compute_metrics.py``, arXiv 2204.07705): ``-5`` and ``5`` are the same.
+    of the published ``compute_metrics.py``, arXiv 2204.07705), with two departures. The published
+    code takes ``-5`` and ``5``, or ``3.5`` and ``35``, for the same; here sign and point belong to
+    a number. There an empty answer is right where a reference is punctuation alone; here such a
+    reference is compared as it stands, and an empty answer is never right.
     """
-    return normalised(answer) in map(normalised, references)
+    return any(_matches(answer, reference) for reference in references)
+
+
+def _matches(answer: str, reference: str) -> bool:
+    expected = normalised(reference)
+    if expected:
+        return normalised(answer) == expected
+    return answer.strip() == reference.strip() != ""
 
 
 def normalised(text: str) -> str:
-    """Lower case, no ASCII punctuation, single blanks."""
-    return " ".join(text.lower().translate(_NO_PUNCTUATION).split())
+    """Lower case, single blanks, no ASCII punctuation but what belongs to a number."""
+    return " ".join(_PUNCTUATION.sub("", text.lower()).split())
 
 
 def score_answers(

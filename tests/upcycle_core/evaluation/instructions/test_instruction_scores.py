@@ -4,8 +4,14 @@ import json
 
 import pytest
 
+from upcycle_core.corpora.families.catalogue import FAMILIES, generate
 from upcycle_core.errors import InputError
-from upcycle_core.evaluation.instructions.scores import SplitScore, exact_match, score_answers
+from upcycle_core.evaluation.instructions.scores import (
+    SplitScore,
+    exact_match,
+    normalised,
+    score_answers,
+)
 
 
 @pytest.mark.parametrize(
@@ -15,7 +21,12 @@ from upcycle_core.evaluation.instructions.scores import SplitScore, exact_match,
         ("  the \n CAT!", ["The cat?"], True),
         ("cat", ["dog", "Cat"], True),
         ("cat", ["the cat"], False),  # articles stay, unlike SQuAD's
-        ("-5", ["5"], True),  # as published: punctuation goes, a minus as well
+        ("5!", ["5."], True),
+        ("-5", ["5"], False),  # published: True
+        ("$-5", ["-5"], True),
+        ("3-5", ["35"], True),  # as published
+        ("3.5", ["35"], False),  # published: True
+        ("3.5.", ["3.5"], True),
         ("1, 2", ["12"], False),
         ("", ["a"], False),
         ("été", ["Été"], True),
@@ -23,6 +34,34 @@ from upcycle_core.evaluation.instructions.scores import SplitScore, exact_match,
 )
 def test_exact_match_is_that_of_super_naturalinstructions(answer, references, expected):
     assert exact_match(answer, references) is expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [("", False), ("...", False), ("-", False), (" + ", True), ("+\n", True)],
+)
+def test_a_reference_of_punctuation_alone_is_compared_as_it_stands(answer, expected):
+    """Without its punctuation it is nothing, and so is an empty answer."""
+    assert exact_match(answer, ["+"]) is expected
+
+
+def test_an_empty_answer_is_never_right():
+    assert not exact_match("", [""])
+    assert not exact_match(" ", ["...", " "])
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_wrong_answers_to_a_generated_family_score_nothing(name):
+    answers = {record["response"] for record in generate(name, 300, seed=0)}
+    assert len(answers) > 1
+    assert all(map(normalised, answers))
+    assert len(set(map(normalised, answers))) == len(answers)
+    for answer in answers:
+        assert exact_match(answer, [answer])
+        wrong = ["", "...", f"-{answer}" if answer.isdecimal() else f"{answer} {answer}"]
+        wrong += sorted(answers - {answer})[:5]
+        rows = [row(name, answer)] * len(wrong)
+        assert score_answers(wrong, rows).exact_match == 0
 
 
 def longest_common(a: list[str], b: list[str]) -> int:
