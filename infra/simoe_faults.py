@@ -27,6 +27,7 @@ def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
     yield from reach_faults(recipe.simoe, recipe.tuning.training, "simoe")
     yield from recipe.instructions.faults("instructions")
     yield from _excluded(recipe)
+    yield from _worker_faults(recipe)
     yield from _length_faults("tuning.training", recipe.tuning.training, recipe)
     if recipe.trains_seed and not recipe.domains:
         remedy = "name a model, or give domains with text to train one on"
@@ -86,6 +87,20 @@ def _excluded(recipe: Recipe) -> Iterator[Fault]:
         if domain.expert is not None or domain.origin is not None:
             remedy = "a recipe with `simoe` has one model, the seed; name it in seed_model.model"
             yield Fault(f"domains.{name}", "expert or origin", remedy)
+
+
+def _worker_faults(recipe: Recipe) -> Iterator[Fault]:
+    """SIMoE's trainer is one process: more of them would be asked for, and never started."""
+    workers = recipe.compute.post_training.workers
+    if workers > 1:
+        remedy = "SIMoE trains on one worker; set it to 1 (rivals have compute.baselines.workers)"
+        yield Fault("compute.post_training.workers", workers, remedy)
+    workers = recipe.compute.baselines.workers
+    alone = [name for name, row in recipe.baselines.items() if row.method == "simoe"]
+    if workers > 1 and alone:
+        remedy = f"the rows {', '.join(alone)} train on one worker, as SIMoE does; set it to 1, or "
+        remedy += "compare them in a run of their own"
+        yield Fault("compute.baselines.workers", workers, remedy)
 
 
 def _length_faults(where: str, config: TrainingConfig, recipe: Recipe) -> Iterator[Fault]:

@@ -86,10 +86,28 @@ def test_a_sound_recipe_has_its_rows():
         ("comparison/tokens", 10**6, "comparison.tokens"),
         ("symphony", {}, "symphony"),
         ("tasks/sums", {"lm_eval": "arithmetic"}, "tasks"),
+        ("compute/post_training", {"workers": 2}, "compute.post_training.workers"),
+        ("compute/baselines", {"workers": 2}, "compute.baselines.workers"),
     ],
 )
 def test_what_does_not_fit_is_named(path, value, field):
     assert field in fields_of(changed(path, value))
+
+
+def test_workers_that_would_stay_away_are_named_with_their_rows():
+    with pytest.raises(InputError) as error:
+        validate(changed("compute/baselines", {"workers": 2}))
+    [fault] = (f for f in error.value.faults if f.field == "compute.baselines.workers")
+    assert fault.value == 2
+    assert "the rows free train on one worker" in str(fault)
+
+
+def test_rivals_share_their_batches_among_workers():
+    values = changed("compute/baselines", {"workers": 2})
+    del values["baselines"]["free"]
+    for name, row in values["baselines"].items():
+        values["baselines"][name] = {**row, "training": {**TRAINING, "gradient_accumulation": 2}}
+    assert validate(values).compute.baselines.workers == 2
 
 
 def test_without_a_method_instructions_say_nothing():
