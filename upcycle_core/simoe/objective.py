@@ -55,7 +55,7 @@ class SimoeObjective:
 
     A gate that is zero gets no gradient from the text, so nothing but lambda's end would keep gates
     that are on their way from closing, and noise would close more of them ever after. Opening the
-    surplus is a projection: sparsity stays at tau once it is reached, and gates may change places.
+    surplus is a projection: sparsity stays at tau once it is reached.
 
     Gradients of the masks are clipped by their own norm: lambda's would shrink all others.
 
