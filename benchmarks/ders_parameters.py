@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import print_result, print_table
+from benchmarks.ders_counts import Added, added_by_copies, added_by_ders
 from upcycle_core.ders.config import DersUpcyclingConfig
-from upcycle_core.ders.parameters import Added, added_by_copies, added_by_ders
 
 EXPERTS = 4
 MODELS: Mapping[str, Mapping[str, Any]] = {

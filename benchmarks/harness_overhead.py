@@ -35,10 +35,10 @@ from benchmarks.common import (
     print_table,
 )
 from upcycle_core.checkpoints.load import quiet_loading
-from upcycle_core.evaluation.harness.adapter import evaluate_tasks
-from upcycle_core.evaluation.harness.config import EvaluationTask, TaskEvaluationConfig
-from upcycle_core.evaluation.harness.definitions import write_task
-from upcycle_core.evaluation.harness.items import read_items, write_items
+from upcycle_core.evaluation.tasks.adapter import evaluate_tasks
+from upcycle_core.evaluation.tasks.config import EvaluationTask, TaskEvaluationConfig
+from upcycle_core.evaluation.tasks.definitions import write_task
+from upcycle_core.evaluation.tasks.items import read_items, write_items
 
 TASK = "words"
 BATCH = 16

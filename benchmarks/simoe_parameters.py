@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import print_result, print_table
+from benchmarks.simoe_counts import count, pruned_config, saved
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
-from upcycle_core.simoe.parameters import count, pruned_config, saved
 
 LIMIT = 0.03
 _LLAMA = {

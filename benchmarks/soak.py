@@ -100,7 +100,9 @@ class Soak:
         file.write_text(yaml.safe_dump({**deployments, "deployments": [nightly]}))
         self.command("infra.services", "up")
         self.command("flows.dume", str(self.recipe))
-        deploy = "from infra.settings import configure; from infra.deployments import deploy; "
+        deploy = (
+            "from infra.settings import configure; from infra.services.deployments import deploy; "
+        )
         deploy += f"from pathlib import Path; deploy(configure(), prefect_file=Path({str(file)!r}))"
         self._python("-c", deploy)
 
@@ -180,7 +182,7 @@ def _recipe(texts: Path) -> dict[str, Any]:
 
 def _family(home: Path) -> list[psutil.Process]:
     """Servers and worker, and whatever they have started and not ended."""
-    from infra.processes import read_records
+    from infra.services.processes import read_records
 
     found = []
     for record in read_records(home / "services" / "state.json").values():
@@ -191,7 +193,7 @@ def _family(home: Path) -> list[psutil.Process]:
 
 def _flows(home: Path) -> list[psutil.Process]:
     """Processes that the worker has started and that have not ended."""
-    from infra.processes import read_records
+    from infra.services.processes import read_records
 
     record = read_records(home / "services" / "state.json")["worker"]
     return psutil.Process(record.pid).children()

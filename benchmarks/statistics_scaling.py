@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from benchmarks.common import alternate, median, print_result, print_table, seconds_of
 from infra import settings as environment
-from infra.resources import Resources
+from infra.recipe.resources import Resources
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -84,8 +84,8 @@ def prepare(folder: Path, count: int) -> None:
 
 def ray_shards(folder: Path, workers: int, settings: environment.Settings) -> float:
     """Seconds of all shards on a Ray of so many CPUs, its worker processes already started."""
-    from infra.compute import Piece, cluster, run_pieces
-    from tasks.statistics import statistics_piece
+    from infra.cluster.compute import Piece, cluster, run_pieces
+    from tasks.dume.statistics import statistics_piece
 
     def run(split: str, directory: Path) -> None:
         pieces = [

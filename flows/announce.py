@@ -13,7 +13,7 @@ import sys
 from prefect.events import Event, Resource
 from prefect.events.clients import get_events_client
 
-from flows.commands import command
+from flows.running.command_line import command
 from infra.settings import configure
 from upcycle_core.errors import Fault, InputError
 

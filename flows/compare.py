@@ -19,21 +19,26 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
-from flows import ablation_page, seeds
-from flows.artifacts import folder_faults, key_of, publish_pictures
-from flows.commands import command, free_workspace, load, rows_parser
-from flows.comparison_page import FOLDER, ROWS, TABLE, statement, write_page
-from flows.session import THREADS, FlowSession, open_session
+from flows import seeds
+from flows.pages import ablation
+from flows.pages.comparison import FOLDER, ROWS, TABLE, statement, write_page
+from flows.pages.model import folder_faults, key_of, publish_pictures
+from flows.running.command_line import command, free_workspace, load, rows_parser
+from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
-from infra.reading import validate
-from infra.recipe import SYMPHONY, Recipe, resolve
+from infra.recipe.reading import validate
+from infra.recipe.schema import SYMPHONY, Recipe, resolve
 from tasks import pipeline
-from tasks.comparison_costs import row_costs
-from tasks.imports import CODE
-from tasks.sources import check
+from tasks.baselines.costs import row_costs
+from tasks.data.sources import check
+from tasks.engine.sources import CODE
 from upcycle_core.errors import Fault, raise_faults
-from upcycle_core.evaluation.comparison import across_seeds, comparison_lines, format_comparison
-from upcycle_core.evaluation.comparison_plot import draw_comparison
+from upcycle_core.evaluation.text.comparison import (
+    across_seeds,
+    comparison_lines,
+    format_comparison,
+)
+from upcycle_core.evaluation.text.comparison_plot import draw_comparison
 
 PLOT = f"{FOLDER}/score-against-compute.png"
 
@@ -53,7 +58,7 @@ def compare(recipe: Recipe) -> None:
                 session.ensure(stage)
         session.finish()
         if recipe.method == SYMPHONY:
-            ablation_page.publish(session)
+            ablation.publish(session)
         else:
             _publish(session)
         session.workspace.sweep()
@@ -159,7 +164,7 @@ def _write_page(chosen: argparse.Namespace, recipe: Recipe, workspaces: Sequence
     files = [chosen.recipe, *chosen.add]
     ran = chosen.seeds or [recipe.seed]
     if recipe.method == SYMPHONY:
-        ablation_page.write_page(
+        ablation.write_page(
             recipe,
             [str(path) for path in files],
             chosen.set,

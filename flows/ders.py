@@ -13,18 +13,18 @@ from pathlib import Path
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from flows.artifacts import folder_faults, key_of, publish_links, publish_pictures
-from flows.commands import command, free_workspace, load, rows_parser
-from flows.compression_page import write_page
-from flows.session import THREADS, FlowSession, open_session
+from flows.pages.compression import write_page
+from flows.pages.model import folder_faults, key_of, publish_links, publish_pictures
+from flows.running.command_line import command, free_workspace, load, rows_parser
+from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
-from infra.reading import validate
-from infra.recipe import Recipe, resolve
+from infra.recipe.reading import validate
+from infra.recipe.schema import Recipe, resolve
 from tasks import pipeline
-from tasks.compression import MODEL, REPORT, row_title
-from tasks.promotion import Outcome
-from tasks.register import register_compressed
-from tasks.sources import check
+from tasks.data.sources import check
+from tasks.ders.compression import MODEL, REPORT, row_title
+from tasks.release.register import register_compressed
+from tasks.release.versions import Outcome
 from upcycle_core.errors import Fault, raise_faults
 
 SUMMARY = "compression.txt"

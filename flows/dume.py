@@ -8,15 +8,15 @@ from dataclasses import replace
 
 from prefect import flow
 
-from flows.artifacts import SUMMARY
-from flows.building import build
-from flows.commands import command, free_workspace, load, recipe_parser
-from flows.session import THREADS, open_session
+from flows.pages.model import SUMMARY
+from flows.running.building import build
+from flows.running.command_line import command, free_workspace, load, recipe_parser
+from flows.running.session import THREADS, open_session
 from infra import settings as environment
-from infra.reading import validate
-from infra.recipe import Recipe, resolve
-from tasks.lineage import forget
-from tasks.sources import check
+from infra.recipe.reading import validate
+from infra.recipe.schema import Recipe, resolve
+from tasks.data.sources import check
+from tasks.living.lineage import forget
 
 
 @flow(name="dume", task_runner=THREADS)

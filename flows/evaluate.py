@@ -10,15 +10,15 @@ import sys
 
 from prefect import flow
 
-from flows.building import publish
-from flows.commands import command, free_workspace, load, rows_parser
-from flows.session import THREADS, open_session
-from flows.task_page import FOLDER
+from flows.pages.tasks import FOLDER
+from flows.running.building import publish
+from flows.running.command_line import command, free_workspace, load, rows_parser
+from flows.running.session import THREADS, open_session
 from infra import settings as environment
-from infra.reading import validate
-from infra.recipe import Recipe, resolve
+from infra.recipe.reading import validate
+from infra.recipe.schema import Recipe, resolve
 from tasks import pipeline
-from tasks.sources import check
+from tasks.data.sources import check
 from upcycle_core.errors import Fault, raise_faults
 
 

@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from flows.commands import command
+from flows.running.command_line import command
 from infra import settings as environment
-from infra.registry import Registry
+from infra.tracking.registry import Registry
 from upcycle_core.errors import Fault, InputError
 
 
@@ -37,7 +37,7 @@ def generate(directory: Path, chosen: argparse.Namespace) -> str:
     import torch
     from transformers import AutoTokenizer
 
-    from tasks.architectures import register_architectures
+    from tasks.scoring.architectures import register_architectures
     from upcycle_core.checkpoints.load import load_causal_lm
 
     register_architectures()

@@ -16,20 +16,20 @@ import yaml
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from flows.artifacts import key_of
-from flows.commands import check_server, command
-from flows.session import log, prepare
-from infra.names import masked, remote_fault, secret_faults
-from infra.reading import validate
-from infra.recipe import Recipe
-from infra.records import Version
-from infra.registry import Registry
+from flows.pages.model import key_of
+from flows.running.command_line import check_server, command
+from flows.running.session import log, prepare
+from infra.recipe.names import masked, remote_fault, secret_faults
+from infra.recipe.reading import validate
+from infra.recipe.schema import Recipe
 from infra.settings import Settings, configure
-from infra.versions import Versions, remote_of
+from infra.tracking.records import Version
+from infra.tracking.registry import Registry
+from infra.versioning.versions import Versions, remote_of
 from tasks import pipeline
-from tasks.lineage import save
-from tasks.promotion import COMPRESSED_TAG, MODEL_TAG
-from tasks.workspace import Workspace
+from tasks.engine.workspace import Workspace
+from tasks.living.lineage import save
+from tasks.release.versions import COMPRESSED_TAG, MODEL_TAG
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 COMMIT_TAG = "git.commit"

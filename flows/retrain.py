@@ -13,20 +13,20 @@ import sys
 from prefect import flow
 from prefect.states import Completed, State
 
-from flows.building import BUILT, build
-from flows.change import begin_change, domain_faults, finish_change, unfinished
-from flows.commands import command, recipe_parser, run_flow
-from flows.session import THREADS, FlowSession, log, open_session
-from infra.reading import validate
-from infra.recipe import Recipe, resolve
-from infra.registry import Registry
+from flows.pages.change import begin_change, domain_faults, finish_change, unfinished
+from flows.running.building import BUILT, build
+from flows.running.command_line import command, recipe_parser, run_flow
+from flows.running.session import THREADS, FlowSession, log, open_session
+from infra.recipe.reading import validate
+from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
+from infra.tracking.registry import Registry
 from tasks import pipeline
-from tasks.currency import news, outdated
-from tasks.lineage import begin, modelled, with_lineage, with_parents
-from tasks.promotion import MODEL_TAG, PENDING_TAG, Outcome, led_experts, newest
-from tasks.stage import Session
-from tasks.workspace import Workspace
+from tasks.engine.stage import Session
+from tasks.engine.workspace import Workspace
+from tasks.living.freshness import news, outdated
+from tasks.living.lineage import begin, modelled, with_lineage, with_parents
+from tasks.release.versions import MODEL_TAG, PENDING_TAG, Outcome, led_experts, newest
 from upcycle_core.errors import Fault, raise_faults
 
 NOTHING = "nothing to do"

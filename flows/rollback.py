@@ -13,11 +13,11 @@ from datetime import UTC, datetime
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from flows.artifacts import key_of
-from flows.commands import check_server, command
-from infra.registry import Registry
+from flows.pages.model import key_of
+from flows.running.command_line import check_server, command
 from infra.settings import configure
-from tasks.promotion import champions, roll_back
+from infra.tracking.registry import Registry
+from tasks.release.versions import champions, roll_back
 
 
 @flow(name="rollback")

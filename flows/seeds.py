@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.commands import command, load, recipe_parser
-from flows.comparison_page import comparison_section
+from flows.pages.comparison import comparison_section
+from flows.running.command_line import command, load, recipe_parser
 from infra import settings as environment
-from infra.recipe import Recipe, recipe_yaml
-from tasks.imports import CODE
-from upcycle_core.evaluation.plots import draw_scores, draw_sweep
-from upcycle_core.evaluation.results import Parameter
-from upcycle_core.evaluation.scores import across_runs, mean_and_deviation
-from upcycle_core.evaluation.table import title
+from infra.recipe.schema import Recipe, recipe_yaml
+from tasks.engine.sources import CODE
+from upcycle_core.evaluation.text.plots import draw_scores, draw_sweep
+from upcycle_core.evaluation.text.results import Parameter
+from upcycle_core.evaluation.text.scores import across_runs, mean_and_deviation
+from upcycle_core.evaluation.text.table import title
 
 SWEEPS: tuple[Parameter, ...] = ("window", "top_k", "ridge_lambda")
 SWEEP_TITLES = {

@@ -14,17 +14,17 @@ from pathlib import Path
 
 from prefect import flow
 
-from flows.artifacts import SUMMARY, folder_faults
-from flows.commands import command, free_workspace, load, rows_parser
-from flows.session import THREADS, open_session
-from flows.tuning_page import publish_tuning, write_page
+from flows.pages.instructions import publish_tuning, write_page
+from flows.pages.model import SUMMARY, folder_faults
+from flows.running.command_line import command, free_workspace, load, rows_parser
+from flows.running.session import THREADS, open_session
 from infra import settings as environment
-from infra.reading import validate
-from infra.recipe import Recipe, resolve
+from infra.recipe.reading import validate
+from infra.recipe.schema import Recipe, resolve
 from tasks import pipeline
-from tasks.champion import standing_champion
-from tasks.register_tuned import register_tuned
-from tasks.sources import check
+from tasks.data.sources import check
+from tasks.release.champion import standing_champion
+from tasks.release.register_tuned import register_tuned
 from upcycle_core.errors import Fault, raise_faults
 
 

@@ -24,18 +24,18 @@ from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 
-from flows.artifacts import key_of
-from flows.commands import check_server, command, load, recipe_parser
-from flows.session import log
+from flows.pages.model import key_of
+from flows.running.command_line import check_server, command, load, recipe_parser
+from flows.running.session import log
 from infra import settings as environment
-from infra.reading import validate
-from infra.recipe import Recipe, resolve
-from infra.registry import Registry
-from infra.retention import Records
-from tasks.lineage import with_lineage
-from tasks.promotion import compressed_name
-from tasks.retention import Spare, spares, table
-from tasks.workspace import Workspace
+from infra.recipe.reading import validate
+from infra.recipe.schema import Recipe, resolve
+from infra.tracking.registry import Registry
+from infra.tracking.retention import Records
+from tasks.engine.workspace import Workspace
+from tasks.living.lineage import with_lineage
+from tasks.living.retention import Spare, spares, table
+from tasks.release.versions import compressed_name
 from upcycle_core.errors import Fault, InputError
 
 PAGE = 200

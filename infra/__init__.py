@@ -1,4 +1,4 @@
-"""What flows and tasks stand on: settings, recipes, and each service behind one module."""
+"""What flows and tasks stand on: settings, recipes, and each service in a room of its own."""
 
 import gc
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.names import masked
-from infra.processes import find, read_records
+from infra.recipe.names import masked
+from infra.services.processes import find, read_records
 from upcycle_core.errors import Fault, raise_faults
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -28,12 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
     name, *rest = chosen.stage[asks_why:] or [""]
     settings = environment.configure()
 
-    from infra.compute import cluster
-    from tasks.currency import explained
-    from tasks.imports import CODE
+    from infra.cluster.compute import cluster
+    from tasks.engine.sources import CODE
+    from tasks.engine.stage import Session
+    from tasks.engine.workspace import Workspace
+    from tasks.living.freshness import explained
     from tasks.pipeline import ORDER
-    from tasks.stage import Session
-    from tasks.workspace import Workspace
     from upcycle_core.errors import Fault, InputError
 
     stages = {stage.name: stage for stage in ORDER}
@@ -67,7 +67,7 @@ def recipe_of(workspace):
     """The recipe that a workspace's params.yaml resolves."""
     import yaml
 
-    from infra.reading import validate
+    from infra.recipe.reading import validate
     from upcycle_core.errors import Fault, InputError
 
     path = workspace.root / "params.yaml"

@@ -15,41 +15,41 @@ from typing import Any
 
 import yaml
 
-from infra.reading import load_recipe
-from infra.recipe import Recipe, recipe_yaml
-from tasks.answers import answers
-from tasks.backbone import backbone
-from tasks.baselines import baselines
-from tasks.comparison import comparison
-from tasks.compression import compression
-from tasks.corpora import corpora
-from tasks.documents import documents
-from tasks.experts import experts
-from tasks.imports import CODE, package_versions
-from tasks.instructions import instructions
-from tasks.model import model
-from tasks.outside import outside
-from tasks.pairs import pairs
-from tasks.parents import parents
-from tasks.post_training import post_training, symphony
-from tasks.report import report
-from tasks.router import router
-from tasks.seed import seed
-from tasks.similarity import similarity
-from tasks.sources import sources
-from tasks.stage import Stage
-from tasks.starts import starts
-from tasks.statistics import statistics
-from tasks.strangers import strangers
-from tasks.sweeps import sweeps
-from tasks.symphony_report import ablation
-from tasks.task_scores import task_scores
-from tasks.task_sets import task_sets
-from tasks.tokenizer import tokenizer
-from tasks.tuning import simoe, tuned
-from tasks.tuning_report import tuning_report
-from tasks.united import united
-from tasks.vocabulary import vocabulary
+from infra.recipe.reading import load_recipe
+from infra.recipe.schema import Recipe, recipe_yaml
+from tasks.baselines.baselines import baselines
+from tasks.baselines.comparison import comparison
+from tasks.data.corpora import corpora
+from tasks.data.documents import documents
+from tasks.data.instructions import instructions
+from tasks.data.outside import outside
+from tasks.data.sources import sources
+from tasks.data.task_sets import task_sets
+from tasks.data.tokenizer import tokenizer
+from tasks.ders.compression import compression
+from tasks.ders.sweeps import sweeps
+from tasks.dume.backbone import backbone
+from tasks.dume.experts import experts
+from tasks.dume.model import model
+from tasks.dume.parents import parents
+from tasks.dume.report import report
+from tasks.dume.router import router
+from tasks.dume.seed import seed
+from tasks.dume.statistics import statistics
+from tasks.engine.sources import CODE, package_versions
+from tasks.engine.stage import Stage
+from tasks.scoring.task_scores import task_scores
+from tasks.simoe.answers import answers
+from tasks.simoe.model import simoe, tuned
+from tasks.simoe.report import tuning_report
+from tasks.symphony.experts import strangers
+from tasks.symphony.initial import starts
+from tasks.symphony.model import post_training, symphony
+from tasks.symphony.pairs import pairs
+from tasks.symphony.report import ablation
+from tasks.symphony.similarity import similarity
+from tasks.symphony.unified import united
+from tasks.symphony.vocabulary import vocabulary
 
 # The order in which data flows. Some are of one method alone.
 ORDER: tuple[Stage, ...] = (

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.compute import Piece
-from tasks.artifacts import SUMMARY, TRAINING
-from tasks.stage_run import StageRun
-from tasks.workspace import take
+from infra.cluster.compute import Piece
+from tasks.engine.artifacts import SUMMARY, TRAINING
+from tasks.engine.stage_run import StageRun
+from tasks.engine.workspace import take
 from upcycle_core.corpora.batches import PackedSequences, packed_sequences
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.moe.size import parameter_counts

@@ -17,17 +17,21 @@ ALLOWED = {
     "flows": {"flows", "tasks", "infra", "upcycle_core"},
 }
 ONLY_IN = {
-    "ray": {"infra/compute.py", "infra/distributed.py"},
-    "mlflow": {"infra/tracking.py", "infra/registry.py", "infra/retention.py"},
-    "dvc": {"infra/versions.py"},
+    "ray": {"infra/cluster/compute.py", "infra/cluster/distributed.py"},
+    "mlflow": {
+        "infra/tracking/runs.py",
+        "infra/tracking/registry.py",
+        "infra/tracking/retention.py",
+    },
+    "dvc": {"infra/versioning/versions.py"},
     "lm_eval": {
-        "upcycle_core/evaluation/harness/adapter.py",
-        "upcycle_core/evaluation/harness/tasks.py",
+        "upcycle_core/evaluation/tasks/adapter.py",
+        "upcycle_core/evaluation/tasks/tasks.py",
     },
 }
 LIBRARY_NEVER = {"prefect", "ray", "mlflow", "dvc", "pydantic", "yaml"}
 # The harness's task definitions are YAML.
-READS_YAML = "upcycle_core/evaluation/harness/definitions.py"
+READS_YAML = "upcycle_core/evaluation/tasks/definitions.py"
 # Files that lie beside weights: transformers finds what else to copy by relative imports alone.
 COPIED = {
     str(file.relative_to(ROOT))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from infra.reading import validate
+from infra.recipe.reading import validate
 from tests.pico import save_pico
 from tests.texts import pico_recipe
 from tests.upcycle_core.training.runs import RandomRows, run, settings
@@ -19,8 +19,8 @@ from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import PICKLE_SUFFIXES, CheckpointReader
 from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
 from upcycle_core.errors import InputError
-from upcycle_core.evaluation.harness.config import EvaluationTask
-from upcycle_core.evaluation.harness.definitions import task_faults
+from upcycle_core.evaluation.tasks.config import EvaluationTask
+from upcycle_core.evaluation.tasks.definitions import task_faults
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("upcycle_core", "tasks", "flows", "infra")
@@ -40,8 +40,8 @@ FORBIDDEN = {
 }
 # A program that a model wrote, in a process that may do nothing; a loader made of the safe one.
 EXCEPTIONS = {
-    "upcycle_core/evaluation/harness/sandbox_child.py": {"exec"},
-    "upcycle_core/evaluation/harness/definitions.py": {"yaml.load"},
+    "upcycle_core/evaluation/tasks/sandbox_child.py": {"exec"},
+    "upcycle_core/evaluation/tasks/definitions.py": {"yaml.load"},
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from served import served_project
 
-from infra.deployments import PREFECT_FILE, deploy
+from infra.services.deployments import PREFECT_FILE, deploy
 
 pytestmark = pytest.mark.faults
 

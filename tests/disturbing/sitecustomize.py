@@ -80,7 +80,7 @@ class Disturber(watching.Watcher):
 
     def exec_module(self, module):
         super().exec_module(module)
-        if module.__name__ == "infra.progress":
+        if module.__name__ == "infra.cluster.progress":
             module.FileProgress.advance = holding(module.FileProgress.advance)
         if module.__name__ == CLIENT:
             for phase, name in HOLDS.items():

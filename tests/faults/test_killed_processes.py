@@ -8,8 +8,8 @@ from killed_servers import mlflow_server, prefect_server
 from project import Project
 from texts import pico_recipe, save_recipe, write_texts
 
-from infra.registry import Registry
 from infra.settings import read
+from infra.tracking.registry import Registry
 
 DOMAINS = ("letters", "numbers")
 # Calls that a kill may cost: what ran just then, a piece on each of the two CPUs.

@@ -10,8 +10,8 @@ from project import Project
 from texts import TRAINING, pico_recipe, save_recipe, write_texts
 
 from flows import ders
-from infra.registry import Registry
 from infra.settings import read
+from infra.tracking.registry import Registry
 
 DOMAINS = ("letters", "numbers")
 EXPERT_TOKENS = 2 * 15 * 4 * 32

@@ -3,10 +3,10 @@
 import pytest
 from served import served_project
 
-from infra.deployments import deploy
-from infra.registry import Registry
+from infra.services.deployments import deploy
+from infra.tracking.registry import Registry
 
-# What the worker runs is tested in tests/infra/test_services.py on a small flow.
+# What the worker runs is tested in tests/infra/services/test_services.py on a small flow.
 pytestmark = pytest.mark.faults
 
 

@@ -9,9 +9,9 @@ from project import Project
 from texts import WORDS, pico_recipe, save_recipe, write_texts
 
 from flows.evaluate import main
-from infra.registry import Registry
 from infra.settings import read
-from upcycle_core.evaluation.harness.items import read_models
+from infra.tracking.registry import Registry
+from upcycle_core.evaluation.tasks.items import read_models
 
 # Every model on every task: minutes.
 pytestmark = pytest.mark.faults

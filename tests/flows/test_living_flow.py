@@ -8,10 +8,10 @@ import pytest
 from project import Project
 from texts import pico_recipe, save_recipe, write_texts
 
-from infra.registry import Registry
 from infra.settings import read
-from tasks.lineage import FILE
-from tasks.promotion import PENDING_TAG
+from infra.tracking.registry import Registry
+from tasks.living.lineage import FILE
+from tasks.release.versions import PENDING_TAG
 from upcycle_core.checkpoints.hashing import tree_digest
 
 OLD, NEW = ("letters", "numbers"), "colours"
@@ -20,7 +20,7 @@ STATE = """
 import sys
 from pathlib import Path
 from flows.retrain import retrain
-from infra.reading import load_recipe
+from infra.recipe.reading import load_recipe
 
 state = retrain(load_recipe(Path(sys.argv[1])), return_state=True)
 print("STATE", state.type.value, state.name)

@@ -10,8 +10,8 @@ from mlflow import MlflowClient
 from project import ROOT, Project
 from texts import TRAINING, WORDS, pico_recipe, save_recipe, write_texts
 
-from infra.registry import Registry
 from infra.settings import read
+from infra.tracking.registry import Registry
 from upcycle_core.evaluation.instructions.scores import score_answers
 
 DOMAINS = ("letters", "numbers")

@@ -8,8 +8,8 @@ import yaml
 from project import Project
 from texts import TRAINING, pico_recipe, save_recipe, write_texts
 
-from infra.registry import Registry
 from infra.settings import read
+from infra.tracking.registry import Registry
 
 DOMAINS = ("letters", "numbers")
 TRAINED = {"training": {**TRAINING, "steps": 6, "learning_rate": 1e-3}}

@@ -14,7 +14,7 @@ from prefect_server import prefect_server
 from texts import DOMAINS, pico_recipe, save_recipe
 
 from flows.tidy import main
-from tasks.workspace import Workspace
+from tasks.engine.workspace import Workspace
 
 HERE = DOMAINS[:2]
 

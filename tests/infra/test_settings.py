@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from infra import settings
-from infra.processes import find, launch, stop, write_records
+from infra.services.processes import find, launch, stop, write_records
 from upcycle_core.errors import InputError
 
 

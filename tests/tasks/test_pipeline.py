@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from infra.lineage import Lineage
-from infra.reading import load_recipe
-from tasks.imports import CODE
+from infra.recipe.lineage import Lineage
+from infra.recipe.reading import load_recipe
+from tasks.engine.sources import CODE
+from tasks.engine.stage import Session
+from tasks.engine.workspace import Workspace
 from tasks.pipeline import ORDER, dvc_yaml, params_yaml
-from tasks.stage import Session
-from tasks.workspace import Workspace
 
 RECIPE = load_recipe(
     CODE / "recipes" / "demo.yaml",

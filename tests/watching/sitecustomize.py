@@ -24,12 +24,16 @@ WATCHED = {
     "upcycle_core.dume.statistics": ("domain_statistics",),
     "upcycle_core.dume.router": ("solve_routers",),
     "upcycle_core.moe.assemble": ("assemble",),
-    "upcycle_core.evaluation.pieces": ("evaluate_checkpoint", "evaluate_moe", "evaluate_stitched"),
-    "upcycle_core.evaluation.harness.adapter": ("evaluate_tasks",),
+    "upcycle_core.evaluation.text.pieces": (
+        "evaluate_checkpoint",
+        "evaluate_moe",
+        "evaluate_stitched",
+    ),
+    "upcycle_core.evaluation.tasks.adapter": ("evaluate_tasks",),
     "upcycle_core.symphony.moments": ("collect_moments",),
     "upcycle_core.ders.compress": ("compress",),
     "upcycle_core.simoe.train": ("train_simoe",),
-    "infra.progress": (),
+    "infra.cluster.progress": (),
 }
 
 
@@ -80,7 +84,7 @@ class Watcher(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.loaders[module.__name__].exec_module(module)
         for name in WATCHED[module.__name__]:
             setattr(module, name, counted(getattr(module, name), name))
-        if module.__name__ == "infra.progress" and "UPCYCLE_TEST_PAUSE" in os.environ:
+        if module.__name__ == "infra.cluster.progress" and "UPCYCLE_TEST_PAUSE" in os.environ:
             module.FileProgress.advance = pausing(module.FileProgress.advance)
 
 

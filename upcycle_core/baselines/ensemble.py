@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from upcycle_core.corpora.batches import Paragraphs
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.errors import Fault, raise_faults
-from upcycle_core.evaluation.config import EvaluationConfig
-from upcycle_core.evaluation.perplexity import score_of, scored_paragraphs, token_losses
-from upcycle_core.evaluation.pieces import PAD_ID, Scores, load_scored
+from upcycle_core.evaluation.text.config import EvaluationConfig
+from upcycle_core.evaluation.text.perplexity import score_of, scored_paragraphs, token_losses
+from upcycle_core.evaluation.text.pieces import PAD_ID, Scores, load_scored
 from upcycle_core.progress import Progress
 
 PRIOR_PARAGRAPHS = 100

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from upcycle_core.errors import Fault, InputError
-from upcycle_core.evaluation.canvas import FAINT, INK, new_figure, save
+from upcycle_core.evaluation.report.canvas import FAINT, INK, new_figure, save
 from upcycle_core.training.watch import loads
 
 _TICKS = 12

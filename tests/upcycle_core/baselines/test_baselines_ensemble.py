@@ -11,8 +11,8 @@ from upcycle_core.baselines.ensemble import estimate_prior, evaluate_ensemble
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
-from upcycle_core.evaluation.config import EvaluationConfig
-from upcycle_core.evaluation.pieces import evaluate_checkpoint
+from upcycle_core.evaluation.text.config import EvaluationConfig
+from upcycle_core.evaluation.text.pieces import evaluate_checkpoint
 
 CONFIG = EvaluationConfig(sequence_length=16, batch_size=3)
 EXPERTS = ("law", "code", "history")

@@ -12,7 +12,7 @@ from upcycle_core.corpora.tuning.prepare import instruction_faults
 from upcycle_core.corpora.tuning.readers import read_records
 from upcycle_core.corpora.tuning.records import Record
 from upcycle_core.errors import Fault
-from upcycle_core.evaluation.harness.superni import superni_items
+from upcycle_core.evaluation.tasks.superni import superni_items
 
 TASK = {
     "Definition": ["Add two numbers", "never read"],

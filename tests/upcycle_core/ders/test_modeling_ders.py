@@ -20,7 +20,7 @@ from transformers import (
 from tests.pico import VOCABULARY, pico_config
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.ders.model import DersConfig, DersForCausalLM
-from upcycle_core.evaluation.perplexity import check_plain_head
+from upcycle_core.evaluation.text.perplexity import check_plain_head
 from upcycle_core.moe.inspect import force_expert, record_routing, routers_of, set_top_k
 from upcycle_core.training.losses import balance_loss, record_routers
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from upcycle_core.evaluation.compression import table
 from upcycle_core.evaluation.compression.results import Sweep
-from upcycle_core.evaluation.page import STYLE, document, html_table, image
+from upcycle_core.evaluation.text.page import STYLE, document, html_table, image
 
 _STYLE = STYLE + "td:nth-child(2) { text-align: left; }\n"
 COSINES = (

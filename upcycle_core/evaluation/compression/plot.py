@@ -6,10 +6,18 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from upcycle_core.evaluation.canvas import ACCENTS, FAINT, GRID, INK, NEUTRAL, new_figure, save
 from upcycle_core.evaluation.compression import results
 from upcycle_core.evaluation.compression.results import Sweep
-from upcycle_core.evaluation.labels import Label, place_labels
+from upcycle_core.evaluation.report.canvas import (
+    ACCENTS,
+    FAINT,
+    GRID,
+    INK,
+    NEUTRAL,
+    new_figure,
+    save,
+)
+from upcycle_core.evaluation.report.labels import Label, place_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from typing import Any
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.compression import page, plot, results, table
 from upcycle_core.evaluation.compression.results import Sweep
-from upcycle_core.evaluation.table import csv_text
+from upcycle_core.evaluation.text.table import csv_text
 
 
 def write_compression_report(

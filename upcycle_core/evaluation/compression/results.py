@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from upcycle_core.errors import Fault
-from upcycle_core.evaluation import scores
+from upcycle_core.evaluation.text import scores
 
 Perplexities = Mapping[str, float]
 """{domain: perplexity}"""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from upcycle_core.evaluation.compression import results
 from upcycle_core.evaluation.compression.results import Sweep
-from upcycle_core.evaluation.table import align, csv_text
+from upcycle_core.evaluation.text.table import align, csv_text
 
 CAPTION = (
     "Size: all weight files in MB (10^6 bytes), in percent of the original's, and base and deltas "

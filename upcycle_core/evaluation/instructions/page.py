@@ -7,7 +7,7 @@ from typing import Any
 
 from upcycle_core.evaluation.instructions import table
 from upcycle_core.evaluation.instructions.table import Table
-from upcycle_core.evaluation.page import STYLE, document, html_table, image
+from upcycle_core.evaluation.text.page import STYLE, document, html_table, image
 
 _STYLE = (
     STYLE

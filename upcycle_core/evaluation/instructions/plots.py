@@ -5,10 +5,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from upcycle_core.evaluation.canvas import ACCENTS, FAINT, GRID, INK, NEUTRAL, new_figure, save
 from upcycle_core.evaluation.instructions.activations import Activation
 from upcycle_core.evaluation.instructions.structure import OUTSIDE, Structure
-from upcycle_core.evaluation.scores import mean_and_deviation
+from upcycle_core.evaluation.report.canvas import (
+    ACCENTS,
+    FAINT,
+    GRID,
+    INK,
+    NEUTRAL,
+    new_figure,
+    save,
+)
+from upcycle_core.evaluation.text.scores import mean_and_deviation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from upcycle_core.evaluation.instructions import page, plots, results, table
 from upcycle_core.evaluation.instructions.activations import Activation
 from upcycle_core.evaluation.instructions.results import InstructionEvaluation
 from upcycle_core.evaluation.instructions.structure import Structure
-from upcycle_core.evaluation.table import csv_text
+from upcycle_core.evaluation.text.table import csv_text
 
 STRUCTURE = (
     "Share of expert parameters whose mask is not zero, by layer type and by depth (Fig. 4 of "

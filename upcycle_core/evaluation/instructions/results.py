@@ -6,7 +6,7 @@ from typing import Any
 
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.instructions.scores import METRICS, SPLITS, Split, SplitScore
-from upcycle_core.evaluation.scores import mean_and_deviation
+from upcycle_core.evaluation.text.scores import mean_and_deviation
 
 COUNTS = ("total_parameters", "trained_parameters", "density_parameters")
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from upcycle_core.errors import Fault, raise_faults
-from upcycle_core.evaluation.harness.rouge import rouge_l
+from upcycle_core.evaluation.tasks.rouge import rouge_l
 
 Metric = Literal["exact_match", "rouge_l"]
 Split = Literal["seen", "unseen"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from upcycle_core.evaluation.instructions.results import best_rows
 from upcycle_core.evaluation.instructions.scores import METRICS, SPLITS, Metric, Split
-from upcycle_core.evaluation.table import align, csv_text
+from upcycle_core.evaluation.text.table import align, csv_text
 
 NOTHING = "–"
 NAMES: dict[Metric, str] = {"exact_match": "exact match", "rouge_l": "ROUGE-L"}

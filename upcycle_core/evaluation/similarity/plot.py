@@ -6,7 +6,15 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from upcycle_core.evaluation.canvas import ACCENTS, FAINT, GRID, INK, NEUTRAL, new_figure, save
+from upcycle_core.evaluation.report.canvas import (
+    ACCENTS,
+    FAINT,
+    GRID,
+    INK,
+    NEUTRAL,
+    new_figure,
+    save,
+)
 from upcycle_core.evaluation.similarity.config import Representation
 from upcycle_core.evaluation.similarity.results import Measure, SimilarityReport, Stage
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from upcycle_core.evaluation.similarity.config import REPRESENTATIONS, Representation
 from upcycle_core.evaluation.similarity.measure import PairSimilarity
-from upcycle_core.evaluation.table import csv_text
+from upcycle_core.evaluation.text.table import csv_text
 
 Measure = Literal["cka", "matched", "best"]
 MEASURES: tuple[Measure, ...] = ("cka", "matched", "best")

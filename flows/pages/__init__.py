@@ -1,0 +1,1 @@
+"""What people look at when a flow has ended."""

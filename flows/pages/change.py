@@ -1,0 +1,159 @@
+"""What flows that change a model show: every domain's score before and after, and how long it took.
+
+The scores before are kept in the workspace until the change is done, so that a flow that was killed
+still knows them when it is run again.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from prefect.artifacts import create_markdown_artifact
+
+from flows.pages.model import SUMMARY, key_of
+from flows.running.session import FlowSession
+from tasks.engine.workspace import Workspace, fingerprint
+from tasks.release.versions import Outcome
+from upcycle_core.checkpoints.hashing import tree_digest
+from upcycle_core.errors import Fault, InputError
+
+UNFINISHED = ".change.json"
+OTHER_TEXT = (
+    "The held-out text of {} has changed: before and after are not of the same text there. Give a "
+    "domain `heldout` text of its own to see what a model gains."
+)
+
+DEPLOYED = "Deployments hold the recipe as it was: if it is deployed, make deploy RECIPE={}."
+"""What to do after a domain came or left."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change at work.
+
+    Args:
+        what: ``grow law``, ``shrink law``, ``retrain python``.
+        before: {domain: perplexity} of the model before it.
+        texts: {domain: digest} of the held-out text that it was measured on.
+    """
+
+    what: str
+    before: Mapping[str, float]
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+def begin_change(session: FlowSession, what: str) -> Change:
+    """Remember the model's scores before it changes.
+
+    Raises:
+        InputError: It has none: the flow that built it did not end.
+    """
+    path = session.workspace.root / UNFINISHED
+    change = unfinished(session.workspace)
+    if change is None or change.what != what:
+        change = Change(what, _scores(session), _texts(session))
+        path.write_text(json.dumps(asdict(change), indent=1))
+    return change
+
+
+def unfinished(workspace: Workspace) -> Change | None:
+    """The change that was not finished, if there is one."""
+    path = workspace.root / UNFINISHED
+    try:
+        return Change(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):  # killed while it was written, before anything changed
+        return None
+
+
+def finish_change(
+    session: FlowSession, change: Change, outcome: Outcome, *, notes: tuple[str, ...] = ()
+) -> None:
+    """Show the table in Prefect, MLflow and the terminal.
+
+    Args:
+        session: The model is registered.
+        change: What was begun.
+        outcome: What became of the model.
+        notes: Sentences under the table.
+    """
+    seconds = time.time() - session.began
+    after = _scores(session)
+    text = table(change.before, after)
+    texts = _texts(session)
+    other = [
+        domain for domain, digest in change.texts.items() if texts.get(domain, digest) != digest
+    ]
+    if other:
+        notes = (*notes, OTHER_TEXT.format(", ".join(other)))
+    verdict = f"`{outcome.version.reference}`: {outcome.decision}"
+    said = "\n\n".join([*notes, verdict, f"{change.what}: {seconds:.0f} s."])
+    session.run.set_tags({"upcycle.change": change.what})
+    session.run.log_metrics({f"before/{name}": value for name, value in change.before.items()})
+    session.run.log_text(f"{text}\n{said}\n", "change.md")
+    create_markdown_artifact(
+        key=key_of(f"{session.recipe.name}-change"),
+        markdown=f"# {change.what}\n\n{text}\n{said}",
+        description="Every domain's perplexity before and after.",
+    )
+    path = session.workspace.root / SUMMARY
+    path.write_text(f"{path.read_text()}\n{change.what}: perplexity on held-out text\n\n{text}\n")
+    if notes:
+        path.write_text(path.read_text() + "\n".join(notes) + "\n")
+    (session.workspace.root / UNFINISHED).unlink(missing_ok=True)
+
+
+def table(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """Every domain's perplexity before and after, as a Markdown table."""
+    lines = ["| domain | before | after | change |", "| --- | ---: | ---: | ---: |"]
+    for name in sorted({*before, *after}):
+        old, new = before.get(name), after.get(name)
+        change = "" if old is None or new is None else f"{100 * (new / old - 1):+.1f} %"
+        lines.append(f"| {name} | {_shown(old)} | {_shown(new)} | {change} |")
+    return "\n".join(lines) + "\n"
+
+
+def domain_faults(where: str, given: Any, wanted: Any) -> list[Fault]:
+    """Where the recipe's domains are not those that the change is about."""
+    given, wanted = set(given), set(wanted)
+    found = []
+    for name in sorted(given - wanted):
+        remedy = "is in the recipe and not in the model; add it first: python -m flows.grow RECIPE "
+        remedy += f"{name}; or take it out of the recipe"
+        found.append(Fault(f"{where}.{name}", name, remedy))
+    for name in sorted(wanted - given):
+        remedy = "is in the model and not in the recipe; name it there too (a deployment holds the "
+        remedy += "recipe as it was: make deploy RECIPE=...); or, if it is to leave the model: "
+        found.append(
+            Fault(f"{where}.{name}", name, f"{remedy}python -m flows.shrink RECIPE {name}")
+        )
+    return found
+
+
+def _scores(session: FlowSession) -> dict[str, float]:
+    path = session.workspace.path("report") / "metrics.json"
+    try:
+        return json.loads(path.read_text())["perplexity"][session.recipe.method]
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        remedy = "the model's scores are not there: the flow that built it did not end; end it "
+        remedy += "first: flows.dume"
+        raise InputError(Fault("workspace", str(path), remedy)) from error
+
+
+def _texts(session: FlowSession) -> dict[str, str]:
+    """{domain: digest of its held-out tokens}, of those that have any yet."""
+    folders = {
+        d: session.workspace.path(f"corpora/{d}") / "heldout" for d in session.recipe.domains
+    }
+    return {
+        domain: fingerprint(tree_digest(folder))
+        for domain, folder in folders.items()
+        if folder.is_dir()
+    }
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

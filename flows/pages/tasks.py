@@ -1,0 +1,62 @@
+"""The page on tasks: in the workspace, in MLflow, in Prefect, and linked from the version."""
+
+import shutil
+
+from prefect.artifacts import create_link_artifact, create_table_artifact
+
+from flows.pages.model import key_of, publish_pictures
+from flows.running.session import FlowSession
+from infra.tracking.records import Version
+from upcycle_core.evaluation.tasks import results, table
+from upcycle_core.evaluation.tasks.report import write_task_report
+from upcycle_core.evaluation.tasks.results import TaskEvaluation
+
+FOLDER = "evaluated"
+"""In the workspace: the page, and every item of every model."""
+PAGE_TAG = "upcycle.tasks"
+"""Of a version: the run whose files hold the page."""
+HEADING = "\n# Task evaluation\n"
+
+
+def publish_tasks(session: FlowSession, version: Version, tasks: TaskEvaluation) -> None:
+    """Write the page of an evaluated version and show it wherever people look."""
+    folder = session.workspace.path(FOLDER)
+    shutil.rmtree(folder, ignore_errors=True)
+    write_task_report(tasks, folder)
+    run, registry, name = session.run, session.registry, session.recipe.name
+    run.log_artifacts(folder, FOLDER)
+    means = {
+        row: {task: score.mean for task, score in own.items()} for row, own in tasks.scores.items()
+    }
+    run.log_metrics(
+        {f"task.{task}/{row}": mean for row, own in means.items() for task, mean in own.items()}
+    )
+    own = {f"task.{task}": mean for task, mean in means[tasks.subject].items()}
+    registry.add_metrics(version, own, run=run)
+    registry.set_tags(version, {PAGE_TAG: run.id})
+    page = run.file_page(f"{FOLDER}/report.html")
+    known = registry.description(version).split(HEADING)[0]
+    text = (folder / "table.md").read_text()
+    link = f"[Page with plots, intervals and items](#{page.partition('#')[2]})"
+    registry.describe(version, f"{known.rstrip()}\n{HEADING}\n{link}\n\n{text}")
+    create_table_artifact(
+        key=key_of(f"{name}-tasks"),
+        table=_rows(tasks),
+        description="Scores on tasks, every model.",
+    )
+    publish_pictures(f"{name}-tasks", [folder / "scores.png"])
+    if session.settings.mlflow_url is not None:
+        create_link_artifact(
+            key=key_of(f"{name}-tasks-page"),
+            link=f"{session.settings.mlflow_url}{page}",
+            link_text=f"scores of {version.reference} on tasks, in MLflow",
+        )
+
+
+def _rows(tasks: TaskEvaluation) -> list[dict[str, str]]:
+    found = results.metrics(tasks)
+    head = table.header(found, tasks.tasks)
+    return [
+        dict(zip(head, [found["titles"][row], *(cell.text for cell in cells)], strict=True))
+        for row, cells in table.score_cells(found).items()
+    ]

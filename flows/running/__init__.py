@@ -1,0 +1,1 @@
+"""What every flow shares: its session, its progress, its command line."""

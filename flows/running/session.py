@@ -1,0 +1,287 @@
+"""What every flow shares: one session over Prefect, Ray, MLflow and DVC."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import StateType
+from prefect.exceptions import MissingContextError
+from prefect.runtime import flow_run
+from prefect.states import Crashed
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from flows.running.progress import ProgressArtifacts
+from infra import settings as environment
+from infra.cluster.compute import cluster
+from infra.recipe.schema import Recipe, resolve
+from infra.services.processes import end_orphans
+from infra.settings import Settings
+from infra.tracking.registry import Registry
+from infra.tracking.runs import Run, Tracker
+from infra.versioning.known import Recorded
+from infra.versioning.versions import Versions, code_version, remote_of
+from tasks.engine.reporting import Recorder
+from tasks.engine.sources import CODE
+from tasks.engine.stage import Session, Stage
+from tasks.engine.workspace import Workspace
+from tasks.living.lineage import save, with_lineage
+from tasks.pipeline import dvc_yaml, params_yaml
+from upcycle_core.errors import Fault, InputError
+
+# A killed flow leaves the Prefect server that it had brought along.
+ORPHAN_SECONDS = 5.0
+# Stages wait for Ray in threads. (Prefect's annotation of task_runner admits no runner of its own.)
+THREADS: Any = ThreadPoolTaskRunner(max_workers=32)
+
+COMMIT_SECONDS = 60.0
+"""What is published within that time goes into one call of DVC, which takes a second to start."""
+
+
+class FlowSession:
+    """A recipe at work, with everything a flow needs.
+
+    Args:
+        settings: Where services and databases are.
+        session: What stages see.
+        run: The flow's MLflow run.
+        registry: The model registry.
+        versions: The workspace's DVC project.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        session: Session,
+        *,
+        run: Run,
+        registry: Registry,
+        versions: Versions,
+    ) -> None:
+        self.settings, self.stages = settings, session
+        self.run, self.registry, self.versions = run, registry, versions
+        self.recipe, self.workspace = session.recipe, session.workspace
+        self.began = time.time()
+        self._committer = ThreadPoolExecutor(max_workers=1)
+        self._commits: list[Future[None]] = []
+        self._committed = time.monotonic()
+        self._published: dict[str, str] = {}
+        self._seen: set[str] = set()
+
+    def adopt(self, recipe: Recipe) -> None:
+        """Go on with a recipe whose lineage has changed, and let the workspace know it."""
+        if recipe.lineage is not None:
+            save(recipe.lineage, self.workspace)
+        self.recipe = self.stages.recipe = recipe
+        prepare(self.versions, recipe)
+
+    def ensure(self, stage: Stage, only: Sequence[str] | None = None) -> None:
+        """Bring a stage up to date, one Prefect task an item, and let DVC record it.
+
+        What lies outside the workspace is looked at once: text that arrives during a flow is the
+        next one's.
+
+        Args:
+            stage: The stage.
+            only: Domains, baselines or models to run it for, of those that it has; all by default.
+
+        Raises:
+            InputError: With the faults of all items.
+        """
+        items = [item for item in stage.items(self.recipe) if only is None or item in only]
+        if stage.always:
+            items = [item for item in items if stage.label(item) not in self._seen]
+            self._seen.update(map(stage.label, items))
+        _wait(self._submit(stage, items))
+        self._record(stage, items)
+
+    def ensure_together(self, *stages: Stage) -> None:
+        """Bring stages up to date that read nothing of each other, all at the same time.
+
+        Raises:
+            InputError: With the faults of all items of all stages.
+        """
+        items = {stage.name: stage.items(self.recipe) for stage in stages}
+        _wait([f for stage in stages for f in self._submit(stage, items[stage.name])])
+        for stage in stages:
+            self._record(stage, items[stage.name])
+
+    def _submit(self, stage: Stage, items: Sequence[str]) -> list[Any]:
+        """One Prefect task an item."""
+        step = task(name=stage.name, cache_policy=NO_CACHE, persist_result=False)(stage.ensure)
+        return [
+            step.with_options(task_run_name=f"{stage.name} {item}".rstrip()).submit(
+                self.stages, item
+            )
+            for item in items
+        ]
+
+    def _record(self, stage: Stage, items: list[str]) -> None:
+        """Let DVC record what a stage has published."""
+        self._published.update({stage.label(d): stage.artifact(d) for d in items})
+        if time.monotonic() - self._committed >= COMMIT_SECONDS:
+            self._submit_commit()
+
+    def _submit_commit(self) -> None:
+        self._committed = time.monotonic()
+        self._commits.append(self._committer.submit(self._commit))
+
+    def finish(self) -> None:
+        """Wait until DVC has recorded everything; push where the recipe names a remote."""
+        self._submit_commit()
+        for commit in self._commits:
+            commit.result()
+        self._commits.clear()
+        if self.recipe.versions.remote is not None:
+            self.versions.push(remote_of(self.recipe.versions.remote, self.settings.home))
+
+    def close(self) -> None:
+        """Let go of the thread that talks to DVC."""
+        self._committer.shutdown(cancel_futures=True)
+
+    def timings(self) -> dict[str, Any]:
+        """Wall time so far, and the time in which pieces ran (union of intervals), in seconds."""
+        fresh = {
+            stage: [span for span in spans if span[0] >= self.began]
+            for stage, spans in self.stages.spent.items()
+        }
+        return {
+            "wall": time.time() - self.began,
+            "pieces": covered([span for spans in fresh.values() for span in spans]),
+            "stages": {stage: covered(spans) for stage, spans in fresh.items()},
+        }
+
+    def _commit(self) -> None:
+        """Record what DVC has not recorded: also what a killed flow published."""
+        published, self._published = self._published, {}
+        if not published:
+            return
+        record = Recorded(self.workspace.root)
+        known = record.known()
+        digests = {label: self.workspace.record_digest(out) for label, out in published.items()}
+        new = [label for label, digest in digests.items() if known.get(label) != digest]
+        self.versions.commit(new)
+        if new:
+            record.add(digests)
+
+
+@contextmanager
+def open_session(flow_name: str, recipe: Recipe) -> Iterator[FlowSession]:
+    """Lock the workspace, start Ray, open the MLflow run; put everything away afterwards.
+
+    The recipe goes on with the lineage of the workspace's model, where that has one.
+
+    Raises:
+        InputError: If another flow holds the workspace.
+    """
+    settings = environment.configure()
+    end_orphans(
+        command="prefect.server.api.server:create_app",
+        environment={"PREFECT_HOME": str(settings.prefect_home)},
+        owner=environment.OWNER,
+        grace=ORPHAN_SECONDS,
+    )
+    workspace = Workspace(settings.home / recipe.name)
+    with workspace.lock(f"the flow {flow_name}"):
+        _close_interrupted(recipe.name)
+        recipe = with_lineage(recipe, workspace)
+        versions = Versions(workspace.root)
+        prepare(versions, recipe)
+        tracker = Tracker(settings, f"upcycle-{recipe.name}")
+        with (
+            tracker.start_run(
+                flow_name, workspace=workspace.root, tags={"git.commit": code_version(CODE)}
+            ) as run,
+            cluster(settings, recipe.compute.cpus, CODE, workspace=workspace.root),
+        ):
+            run.log_params(resolve(recipe))
+            session = Session(
+                recipe,
+                workspace,
+                log=log,
+                record=_recording(tracker, run),
+                show=ProgressArtifacts(recipe.name),
+            )
+            flow_session = FlowSession(
+                settings, session, run=run, registry=Registry(settings), versions=versions
+            )
+            try:
+                yield flow_session
+            finally:
+                flow_session.close()
+
+
+def prepare(versions: Versions, recipe: Recipe) -> None:
+    """Write the recipe's pipeline into its workspace, for DVC."""
+    params = params_yaml(recipe, versions.root)
+    versions.prepare(pipeline=dvc_yaml(recipe), params=params)
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def _recording(
+    tracker: Tracker, parent: Run
+) -> Callable[[str, Mapping[str, Any]], AbstractContextManager[Recorder | None]]:
+    @contextmanager
+    def record(label: str, made_from: Mapping[str, Any]) -> Iterator[Recorder]:
+        with tracker.start_run(label, parent=parent) as run:
+            run.log_params({"params": made_from["params"], "inputs": made_from["inputs"]})
+            yield run
+
+    return record
+
+
+def _wait(futures: list[Any]) -> None:
+    """Wait for all; raise the faults of all that found bad input, or else the first error."""
+    faults: list[Fault] = []
+    errors: list[BaseException] = []
+    for future in futures:
+        try:
+            future.result()
+        except InputError as error:
+            faults += error.faults
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    if faults:
+        raise InputError(*dict.fromkeys(faults))
+
+
+def log(text: str) -> None:
+    """Say a line in the flow's log, or on the terminal where no flow runs."""
+    try:
+        get_run_logger().info(text)
+    except MissingContextError:
+        print(text, flush=True)
+
+
+def _close_interrupted(workspace: str) -> None:
+    """Mark earlier runs on this workspace that never ended: we hold its lock, so they are dead."""
+    running = FlowRunFilter(
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
+    )
+    with get_client(sync_client=True) as client:
+        for run in client.read_flow_runs(flow_run_filter=running):
+            recipe = run.parameters.get("recipe")
+            name = recipe.get("name") if isinstance(recipe, dict) else None
+            if str(run.id) != flow_run.id and name == workspace:
+                client.set_flow_run_state(
+                    run.id, Crashed(message="killed; closed by the next run"), force=True
+                )

@@ -1,0 +1,1 @@
+"""Ray: where pieces run."""

@@ -1,0 +1,289 @@
+"""Ray: where pieces run. It and `infra.cluster.distributed` alone import it.
+
+A piece is one call of the library that can be killed and run again anywhere. It writes into
+``NAME.partial`` and is renamed to ``NAME`` when it is done; ``NAME.json`` then holds its result.
+What it reports on its way stands in ``NAME.progress``, one JSON object a line, so that curves
+survive a kill and a shared file system is all that a cluster needs.
+"""
+
+import fcntl
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from infra.cluster.capacity import room_faults
+from infra.cluster.pieces import Done, Piece, finish, is_finished, read_done, remove
+from infra.cluster.progress import REPORT_SECONDS, FileProgress, ProgressReader, progress_file
+from infra.cluster.shared_storage import look, storage_fault, written_token
+from infra.cluster.worker import GROUP_FILE, TRAIN_ENVIRONMENT, Performed, WorkerLost, perform
+from infra.recipe.resources import Resources
+from infra.settings import Settings, environment_of
+from upcycle_core.errors import Fault, InputError, raise_faults
+
+__all__ = [
+    "Done",
+    "FileProgress",
+    "Piece",
+    "ProgressReader",
+    "cluster",
+    "placements",
+    "progress_file",
+    "run_pieces",
+]
+
+# What ends up on the machines of a cluster, and so what pieces can import there: nothing else that
+# lies in the checkout is looked at. The rules are those of .gitignore files; `!/.` is the checkout.
+SHIPPED = ("infra", "tasks", "upcycle_core")
+EXCLUDED = ["/*", "!/.", *(f"!/{package}" for package in SHIPPED), "__pycache__"]
+# What `infra.settings` sets that pieces heed. A local Ray has the environment of the flow.
+PIECE_VARIABLES = (
+    "DO_NOT_TRACK",
+    "HF_HUB_DISABLE_TELEMETRY",
+    "MPLBACKEND",
+    "TOKENIZERS_PARALLELISM",
+)
+PROBE_SECONDS = 10.0
+ROOM_SECONDS = 120.0
+"""How long a piece may wait for a machine that is gone and may come back."""
+
+
+@contextmanager
+def cluster(
+    settings: Settings, cpus: int | None, code: Path, *, workspace: Path | None = None
+) -> Iterator[None]:
+    """Connect to Ray: a local one of our own, or the one the user named.
+
+    The user's gets the code from here, and each of its machines is asked whether it sees the
+    workspace.
+
+    Args:
+        settings: Name the Ray.
+        cpus: Of a local Ray; a cluster brings its own.
+        code: The checkout.
+        workspace: The folder that all machines must share; the home by default.
+
+    Raises:
+        InputError: If this process is connected to Ray already (Ray would silently ignore these
+            settings), there is no Ray where the user says, or a machine of it does not see the
+            workspace.
+    """
+    if ray.is_initialized():
+        raise InputError(
+            Fault("compute", "ray", "this process is connected to Ray already; call ray.shutdown()")
+        )
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    local = settings.ray_address == "local"
+    if local:
+        quiet |= {"include_dashboard": False, "object_store_memory": 100_000_000}
+        ray.init(address="local", num_cpus=cpus, **quiet)
+    else:
+        _connect(settings, code, quiet)
+    try:
+        if not local:
+            _check_machines(settings.ray_address, workspace or settings.home)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect(settings: Settings, code: Path, quiet: Mapping[str, Any]) -> None:
+    address = settings.ray_address
+    found = environment_of(settings)
+    try:
+        _probe(address)
+        ray.init(
+            address=address,
+            runtime_env={
+                "working_dir": str(code),
+                "excludes": EXCLUDED,
+                "env_vars": {name: found[name] for name in PIECE_VARIABLES},
+            },
+            **quiet,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        ray.shutdown()
+        remedy = (
+            f"no connection ({_brief(error)}); give ray://HOST:10001 from any machine, or "
+            "HOST:6379 on a machine of that Ray. If it asks for a token: put it into "
+            "~/.ray/auth_token and set RAY_AUTH_MODE=token. Unset RAY_ADDRESS to compute here"
+        )
+        raise InputError(Fault("RAY_ADDRESS", address, remedy)) from error
+
+
+def _probe(address: str) -> None:
+    """Knock: where nobody listens, Ray would try for minutes and then end the process."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
+
+
+def _check_machines(address: str, folder: Path) -> None:
+    """Let every machine run our code, and look at a token file with it; all at once."""
+    machines = {node["NodeID"]: node["NodeManagerAddress"] for node in _machines()}
+    faults = []
+    with written_token(folder) as token:
+        for node, reference in [(node, _ask(node).remote(token, node)) for node in machines]:
+            try:
+                hindrance = ray.get(reference)
+                fault = storage_fault(token, node, machines[node], hindrance)
+            except ray.exceptions.RayError as error:
+                remedy = (
+                    f"its node {machines[node]} cannot run our code ({_brief(error)}); make the "
+                    "environment of this checkout on every machine: make env"
+                )
+                fault = Fault("RAY_ADDRESS", address, remedy)
+            faults += [fault] if fault else []
+    raise_faults(faults)
+
+
+def _brief(error: Exception, length: int = 300) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= length else f"{text[: length // 2]} ... {text[-length // 2 :]}"
+
+
+def _ask(node: str) -> Any:
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(look).options(num_cpus=0, scheduling_strategy=there, name="storage")
+
+
+def _machines() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def run_pieces(
+    pieces: Sequence[Piece],
+    *,
+    directory: Path,
+    resources: Resources,
+    label: str,
+    watch: Callable[[], None] = lambda: None,
+) -> dict[str, Done]:
+    """Run what is not finished, wherever Ray has room, and wait for all.
+
+    Args:
+        pieces: What to run; those whose result stands in ``directory`` are not run again.
+        directory: Where their files are kept, on storage that all workers share.
+        resources: What Ray reserves for each, or for each of its workers.
+        label: Prefix of the Ray task's name.
+        watch: Called about twice a second while pieces run.
+
+    Returns:
+        Finished pieces by name, in the order given.
+
+    Raises:
+        InputError: If Ray has no machine for ``resources``; or what a piece raised.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    workers = max((piece.workers for piece in pieces), default=1)
+    raise_faults(_lacking(resources, workers))
+    waiting = [
+        _remote(piece, resources, f"{label}:{piece.name}").remote(directory, piece, resources)
+        for piece in pieces
+        if not is_finished(directory, piece.name)
+    ]
+    try:
+        had_room = time.monotonic()
+        while waiting:
+            ready, waiting = ray.wait(waiting, timeout=REPORT_SECONDS)
+            watch()
+            for reference in ready:
+                _get(reference)
+            lacking = _lacking(resources, workers)
+            if not lacking:
+                had_room = time.monotonic()
+            elif time.monotonic() - had_room > ROOM_SECONDS:
+                raise_faults(lacking)
+    finally:
+        for reference in waiting:
+            ray.cancel(reference, force=True)
+        for piece in pieces:
+            _release(_workers_folder(directory, piece.name))
+    watch()
+    return {piece.name: read_done(directory, piece.name) for piece in pieces}
+
+
+def placements() -> dict[str, list[str]]:
+    """Which worker ran which piece, from Ray's own record of events: worker -> task names."""
+    found: dict[str, list[str]] = {}
+    for event in ray.timeline():
+        if event["cat"].startswith("task::"):
+            found.setdefault(event["tid"], []).append(event["cat"].removeprefix("task::"))
+    return found
+
+
+def _get(reference: ray.ObjectRef) -> None:
+    try:
+        ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, InputError) else error) from None
+
+
+def _lacking(resources: Resources, workers: int) -> list[Fault]:
+    return list(room_faults(resources, workers, [node["Resources"] for node in _machines()]))
+
+
+def _remote(piece: Piece, resources: Resources, name: str) -> Any:
+    """The task of a piece. Several workers are not part of it: they reserve for themselves."""
+    again: dict[str, Any] = {"max_retries": 3, "retry_exceptions": [WorkerLost]}
+    if piece.workers == 1:
+        options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus}
+        return ray.remote(**again)(_run_piece).options(name=name, **options)
+    # What Ray Train leaves behind in the task's process, its controller, ends with that process.
+    return ray.remote(max_calls=1, **again)(_run_piece).options(
+        name=name, num_cpus=0, runtime_env={"env_vars": TRAIN_ENVIRONMENT}
+    )
+
+
+def _run_piece(directory: Path, piece: Piece, resources: Resources) -> None:
+    """In the worker: run, rename, record. A second worker on the same piece waits for the first."""
+    with (directory / f"{piece.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_finished(directory, piece.name):
+            return
+        unfinished = directory / f"{piece.name}.partial"
+        remove(unfinished)
+        remove(directory / piece.name)
+        started = time.time()
+        done = _perform(directory, piece, resources, unfinished)
+        ended = time.time()
+        finish(directory, piece.name, done, unfinished=unfinished, started=started, ended=ended)
+
+
+def _perform(directory: Path, piece: Piece, resources: Resources, out: Path) -> Performed:
+    call = partial(piece.function, out=out, **piece.arguments)
+    report = progress_file(directory, piece.name)
+    if piece.workers == 1:
+        return perform(call, report=report, threads=resources.cpus)
+    from infra.cluster.distributed import perform_together  # takes seconds, and is seldom needed
+
+    folder = _workers_folder(directory, piece.name)
+    _release(folder)
+    folder.mkdir()
+    try:
+        return perform_together(
+            call, workers=piece.workers, resources=resources, report=report, folder=folder
+        )
+    finally:
+        _release(folder)
+
+
+def _release(folder: Path) -> None:
+    """Give back what the workers of a piece held, if a killed task could not do so itself."""
+    group = folder / GROUP_FILE
+    if group.exists():
+        number = ray.PlacementGroupID(bytes.fromhex(group.read_text()))
+        ray.util.remove_placement_group(PlacementGroup(number))
+    remove(folder)
+
+
+def _workers_folder(directory: Path, name: str) -> Path:
+    return directory / f"{name}.workers"

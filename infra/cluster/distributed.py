@@ -1,0 +1,159 @@
+"""One piece on several workers: Ray Train's ``TorchTrainer``, as quiet as every other piece.
+
+Each worker is a process that calls the same function with the same arguments, torch.distributed
+ready: gloo on CPUs, nccl on GPUs.
+"""
+
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch.distributed
+from ray.train.torch import TorchConfig
+from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from ray.train.v2.api.config import LoggingConfig, RunConfig, ScalingConfig
+from ray.train.v2.torch.torch_trainer import TorchTrainer
+
+from infra.cluster.worker import GROUP_FILE, Performed, WorkerLost, perform
+from infra.recipe.resources import Resources
+from upcycle_core.errors import InputError
+
+
+def perform_together(
+    call: Callable[..., Any], *, workers: int, resources: Resources, report: Path, folder: Path
+) -> Performed:
+    """Call ``call`` in several processes at once.
+
+    Args:
+        call: Takes ``progress`` as a keyword argument.
+        workers: How many processes.
+        resources: What Ray reserves for each.
+        report: The file that rank 0's progress goes to; the others are silent.
+        folder: For Ray Train's own files, on storage that all workers share.
+
+    Returns:
+        What rank 0 returned, and the largest memory of any worker.
+
+    Raises:
+        WorkerLost: A worker died.
+        Exception: What a worker raised, an ``InputError`` before all else.
+    """
+
+    def work() -> Any:
+        rank = ray.train.get_context().get_world_rank()
+        if rank == 0:
+            group = ray.util.get_current_placement_group()
+            assert group is not None  # Ray Train made it for these workers
+            (folder / GROUP_FILE).write_text(group.id.hex())
+        result, peak = perform(call, report=report if rank == 0 else None, threads=resources.cpus)
+        (folder / f"{rank}.peak").write_text(str(peak))
+        return result
+
+    alone = ray.util.get_node_ip_address().startswith("127.")
+    trainer = _Trainer(
+        work,
+        torch_config=_Loopback(folder / "meeting") if alone else TorchConfig(),
+        scaling_config=ScalingConfig(
+            num_workers=workers,
+            use_gpu=resources.gpus > 0,
+            resources_per_worker={"CPU": resources.cpus, "GPU": resources.gpus},
+        ),
+        run_config=RunConfig(
+            name="run",
+            storage_path=str(folder),
+            logging_config=LoggingConfig(log_level="ERROR"),
+            worker_runtime_env={"env_vars": _loopback_interface() if alone else {}},
+        ),
+    )
+    try:
+        result: Any = trainer.fit()  # Ray Train's own annotation is that of an older result
+        peaks = [int(file.read_text()) for file in folder.glob("*.peak")]
+        return Performed(result.return_value, max(peaks))
+    except ray.train.WorkerGroupError as error:
+        raise cause(error) from None
+
+
+LOST_PARTNER = re.compile("Connection (closed|reset) by peer|ncclRemoteError")
+"""What gloo and nccl say when another worker is gone."""
+
+
+class _Trainer(TorchTrainer):
+    """Without a detached actor that would give back what Ray reserved.
+
+    ``infra.cluster.compute`` does that.
+
+    It asks Ray's dashboard whether it is needed; our local Ray has none, and it would never end.
+    """
+
+    def _create_default_callbacks(self) -> list:
+        callbacks = super()._create_default_callbacks()
+        return [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
+
+
+class _LoopbackBackend(_TorchBackend):
+    """Ray's, but the workers meet in a file: torch's TCP store listens on every interface."""
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        worker_group.execute(_set_torch_distributed_env_vars)
+        size = len(worker_group)
+        place = f"file://{backend_config.meeting}"
+        ray.get(
+            [
+                worker_group.execute_single_async(i, _join, backend_config.backend, place, i, size)
+                for i in range(size)
+            ]
+        )
+
+
+def _join(backend: str, place: str, rank: int, size: int) -> None:
+    torch.distributed.init_process_group(backend, place, rank=rank, world_size=size)
+
+
+class _Loopback(TorchConfig):
+    """Torch on a Ray that listens on loopback alone.
+
+    Args:
+        meeting: A file in which the workers find each other.
+    """
+
+    def __init__(self, meeting: Path) -> None:
+        super().__init__()
+        self.meeting = meeting
+
+    @property
+    def backend_cls(self) -> type:
+        return _LoopbackBackend
+
+
+def _loopback_interface() -> dict[str, str]:
+    """Left alone, gloo and nccl listen on the interface that the host's name leads to."""
+    name = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
+def cause(error: ray.train.WorkerGroupError) -> Exception:
+    """What went wrong first: a worker whose partner failed fails too, for want of an answer."""
+    failures = list(error.worker_failures.values())
+
+    def lost_partner(failure: Exception) -> bool:
+        return type(failure) is RuntimeError and LOST_PARTNER.search(str(failure)) is not None
+
+    def rank_of(failure: Exception) -> int:
+        kinds = (InputError, WorkerHealthCheckFailedError)
+        for place, kind in enumerate(kinds):
+            if isinstance(failure, kind):
+                return place
+        return len(kinds) + (type(failure) is RuntimeError) + lost_partner(failure)
+
+    first = min(failures, key=rank_of)
+    # A killed worker's partner may notice before Ray does; nobody has failed by itself then.
+    if isinstance(first, WorkerHealthCheckFailedError) or lost_partner(first):
+        return WorkerLost(str(error))
+    first.add_note(str(error))
+    return first

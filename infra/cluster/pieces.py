@@ -1,0 +1,111 @@
+"""What a piece is, and its files: a piece is finished when its result is recorded beside them."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infra.cluster.worker import Performed
+
+FACTS = ("result", "started", "ended", "peak_memory_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One call for Ray.
+
+    Args:
+        name: Unique in its stage; names its files.
+        function: Module-level function; gets ``out: Path``, ``progress`` and ``arguments``, and
+            returns something JSON can hold.
+        arguments: Keyword arguments.
+        workers: How many processes call it at once, torch.distributed ready (gloo on CPUs, nccl on
+            GPUs), each with the resources of a piece. They share ``out``; rank 0 reports, and what
+            it returns is the result.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    workers: int = 1
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished piece.
+
+    Args:
+        path: Where its files are.
+        result: What it returned.
+        started: When it began, epoch seconds.
+        ended: When it ended.
+        peak_memory_bytes: The most memory its process held while it ran, see
+            ``infra.cluster.worker.PeakMemory``; of several workers, the largest.
+    """
+
+    path: Path
+    result: Any
+    started: float
+    ended: float
+    peak_memory_bytes: int
+
+
+def is_finished(directory: Path, name: str) -> bool:
+    """Its result is recorded, and its files were not taken by a stage that was killed then."""
+    record = read_record(directory, name)
+    return record is not None and (not record["left_files"] or (directory / name).exists())
+
+
+def read_record(directory: Path, name: str) -> dict[str, Any] | None:
+    """What ``finish`` recorded; None if that is not there, or not whole."""
+    try:
+        record = json.loads(_result_file(directory, name).read_text())
+    except (OSError, ValueError):  # the power went while it was written
+        return None
+    # An earlier version wrote less.
+    return record if isinstance(record, dict) and record.keys() >= {*FACTS, "left_files"} else None
+
+
+def write_record(directory: Path, name: str, record: Mapping[str, Any]) -> None:
+    """Record a result, whole or not at all."""
+    temporary = directory / f"{name}.json.partial"
+    temporary.write_text(json.dumps(record))
+    os.replace(temporary, _result_file(directory, name))
+
+
+def finish(
+    directory: Path, name: str, done: Performed, *, unfinished: Path, started: float, ended: float
+) -> None:
+    """Give a piece's files their name, then record its result: in this order."""
+    left_files = unfinished.exists()
+    if left_files:
+        unfinished.rename(directory / name)
+    record = {
+        "result": done.result,
+        "left_files": left_files,
+        "started": started,
+        "ended": ended,
+        "peak_memory_bytes": done.peak_memory_bytes,
+    }
+    write_record(directory, name, record)
+
+
+def read_done(directory: Path, name: str) -> Done:
+    """Read what ``finish`` recorded."""
+    record = json.loads(_result_file(directory, name).read_text())
+    return Done(directory / name, **{fact: record[fact] for fact in FACTS})
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _result_file(directory: Path, name: str) -> Path:
+    return directory / f"{name}.json"

@@ -1,0 +1,1 @@
+"""Recipes: schema, reading, and what speaks against one."""

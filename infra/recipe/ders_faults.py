@@ -1,0 +1,68 @@
+"""What is wrong with what a recipe says about DeRS, without reading any file."""
+
+from collections.abc import Iterator
+
+from infra.recipe.schema import Recipe
+from upcycle_core.errors import Fault
+
+COMPRESSIBLE = ("dume", "btx", "sparse-upcycling", "drop-upcycling")
+"""Methods whose models are stock Mixtures-of-Experts that grew from one seed."""
+
+
+def ders_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Every fault of ``compression``, and of baselines whose experts are deltas."""
+    yield from _rank_faults(recipe)
+    compression = recipe.compression
+    if compression is None:
+        return
+    if recipe.symphony is not None:
+        remedy = "experts that share no seed share no base; remove it"
+        yield Fault("compression", "given", remedy)
+    if not compression.codecs:
+        remedy = "no way to store a delta; add one, e.g. {rank-4: {codec: low_rank, rank: 4}}"
+        yield Fault("compression.codecs", {}, remedy)
+    for name, codec in compression.codecs.items():
+        yield from codec.faults(f"compression.codecs.{name}")
+        if name == "original":
+            remedy = "names a row of the table already; rename it"
+            yield Fault(f"compression.codecs.{name}", codec.codec, remedy)
+    if compression.base == "seed" and not recipe.has_seed:
+        remedy = "the recipe has no seed model; name seed_model.model, or use mean"
+        yield Fault("compression.base", "seed", remedy)
+    known = [n for n, row in recipe.baselines.items() if row.method in COMPRESSIBLE]
+    known.insert(0, recipe.method)
+    if not compression.models:
+        yield Fault("compression.models", [], f"nothing to compress; use some of {known}")
+    if len(set(compression.models)) < len(compression.models):
+        remedy = "names a model twice; give each once"
+        yield Fault("compression.models", list(compression.models), remedy)
+    shown = {recipe.method}
+    for name in compression.models:
+        if name not in known:
+            remedy = f"not a Mixture-of-Experts of one seed here; use some of {known}"
+            yield Fault("compression.models", name, remedy)
+        elif name in recipe.baselines:
+            title = recipe.baselines[name].title or name
+            if title.lower() in shown:
+                remedy = "another model of the table is called so; choose another name"
+                yield Fault(f"baselines.{name}.title", title, remedy)
+            shown.add(title.lower())
+
+
+def _rank_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Ranks above the matrices of a model that is made here."""
+    if not recipe.trains_seed:
+        return
+    shape = recipe.seed_model.shape
+    largest = min(shape.hidden_size, shape.intermediate_size)
+    ranks = {
+        f"baselines.{n}.ders.rank": row.ders.rank for n, row in recipe.baselines.items() if row.ders
+    }
+    if recipe.compression is not None:
+        codecs = recipe.compression.codecs.items()
+        ranks |= {f"compression.codecs.{name}.rank": codec.rank for name, codec in codecs}
+    for where, rank in ranks.items():
+        if rank is not None and rank > largest:
+            remedy = f"above the matrices, {shape.hidden_size} by {shape.intermediate_size}; "
+            remedy += f"use at most {largest}"
+            yield Fault(where, rank, remedy)

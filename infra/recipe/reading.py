@@ -1,0 +1,154 @@
+"""Reading recipes: YAML in, frozen dataclasses out, with every fault in one message."""
+
+import copy
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from pydantic import ValidationError
+
+from infra.recipe.budget import budget_faults, with_budget
+from infra.recipe.checks import faults
+from infra.recipe.names import masked
+from infra.recipe.schema import ADAPTER, Recipe
+from upcycle_core.errors import Fault, raise_faults
+
+ADDABLE = ("baselines", "tasks", "compression")
+"""What files beside a recipe add to it."""
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = (), *, added: Sequence[Path] = ()) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        path: YAML file.
+        overrides: ``dotted.key=value`` settings, values in YAML.
+        added: YAML files whose ``baselines``, ``tasks`` or ``compression`` are added to the
+            recipe's own.
+
+    Raises:
+        InputError: With all faults: unknown keys (and the nearest known), values out of bounds,
+            and what ``faults`` finds.
+    """
+    values = _values(path)
+    for file in added:
+        _add(values, file)
+    for override in overrides:
+        _override(values, override)
+    if isinstance(values.get("folder"), str):  # where pieces run, the current folder is another
+        values["folder"] = str(Path(values["folder"]).expanduser().absolute())
+    return validate(values)
+
+
+def validate(values: object) -> Recipe:
+    """Turn plain values into a recipe; see ``load_recipe``."""
+    try:
+        recipe = ADAPTER.validate_python(values)
+    except ValidationError as error:
+        found = [_fault_of(problem) for problem in error.errors()]
+        raise_faults([*found, *_faults_beside(values, error)])
+    raise_faults([*budget_faults(recipe), *faults(recipe)])
+    recipe = with_budget(recipe)
+    # One order everywhere: of sums, of the router's columns, of the experts in the model.
+    return replace(recipe, domains=dict(sorted(recipe.domains.items())))
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """The keys of a YAML file."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise_faults([Fault("recipe", str(path), "no such file; name a YAML recipe")])
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = f"cannot be read ({error}); name a YAML file in UTF-8"
+        raise_faults([Fault("recipe", str(path), remedy)])
+    except yaml.YAMLError as error:
+        raise_faults([Fault("recipe", str(path), f"not YAML ({error}); correct it")])
+    if not isinstance(values, dict):
+        remedy = "holds no keys; start from a copy of recipes/five-domains.yaml"
+        raise_faults([Fault("recipe", str(path), remedy)])
+    return values
+
+
+def _add(values: dict[str, Any], file: Path) -> None:
+    """Add the entries of ``file`` to a recipe's; it may hold nothing else of a recipe.
+
+    Keys that begin with ``.`` are for YAML's anchors.
+    """
+    found = {key: value for key, value in _values(file).items() if not key.startswith(".")}
+    remedy = f"beside the first recipe, a file holds {' or '.join(ADDABLE)}, names and settings"
+    if not found or not all(key in ADDABLE and isinstance(found[key], dict) for key in found):
+        raise_faults([Fault(str(file), sorted(found), remedy)])
+    for key, entries in found.items():
+        own = values.setdefault(key, {})
+        if not isinstance(own, dict):
+            raise_faults([Fault(key, own, "no mapping of names to settings; correct it")])
+        twice = sorted(set(own) & set(entries))
+        raise_faults(
+            Fault(f"{key}.{name}", str(file), "is there already; rename one") for name in twice
+        )
+        own |= entries
+
+
+def _faults_beside(values: object, error: ValidationError) -> list[Fault]:
+    """Faults across fields that would come up once the values ``error`` names are gone."""
+    rest = copy.deepcopy(values)
+    for problem in error.errors():
+        _drop(rest, problem["loc"])
+    try:
+        recipe = ADAPTER.validate_python(rest)
+    except ValidationError:
+        return []
+    return [*budget_faults(recipe), *faults(recipe)]
+
+
+def _drop(values: Any, location: Sequence[int | str]) -> None:
+    """Delete what stands at ``location``; a whole list if it is a part of one."""
+    key, *deeper = location
+    if not isinstance(values, dict) or key not in values:
+        return
+    if deeper and isinstance(values[key], dict):
+        _drop(values[key], deeper)
+    else:
+        del values[key]
+
+
+def _override(values: Any, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise_faults([Fault("--set", override, "write dotted.key=value")])
+    *path, last = key.split(".")
+    for part in path:
+        values = values.setdefault(part, {})
+        if not isinstance(values, dict):
+            raise_faults([Fault("--set", override, f"{part} is no section; write {part}=VALUE")])
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise_faults([Fault("--set", override, f"the value is not YAML ({error}); correct it")])
+
+
+def _fault_of(problem: Mapping[str, Any]) -> Fault:
+    location = ".".join(str(part) for part in problem["loc"])
+    key = str(problem["loc"][-1]) if problem["loc"] else ""
+    shown = masked(problem["input"], key)
+    if problem["type"] != "unexpected_keyword_argument":
+        return Fault(location, shown, f"{problem['msg']}; correct it")
+    known = _keys_at(problem["loc"][:-1])
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    hint = f"did you mean {nearest[0]}?" if nearest else ""
+    return Fault(location, shown, f"no such key; {hint}")
+
+
+def _keys_at(location: Sequence[str | int]) -> list[str]:
+    """Field names of the dataclass at ``location`` in a recipe."""
+    here: Any = Recipe
+    for part in location:
+        here = get_type_hints(here).get(str(part)) if is_dataclass(here) else get_args(here)[-1]
+        options = [option for option in get_args(here) if is_dataclass(option)]
+        if not is_dataclass(here) and options and type(None) in get_args(here):
+            here = options[0]
+    return [f.name for f in fields(here)] if is_dataclass(here) else []

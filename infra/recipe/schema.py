@@ -1,0 +1,304 @@
+"""Recipes: the library's frozen dataclasses put together; ``infra.recipe.reading`` reads them."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter
+
+from infra.recipe.keep import KeepConfig
+from infra.recipe.lineage import Lineage
+from infra.recipe.resources import ComputeConfig
+from infra.recipe.tuning import TuningConfig
+from upcycle_core.baselines.config import Baseline, ComparisonConfig
+from upcycle_core.corpora.config import CorpusConfig, Domain, Source, TokenizerConfig
+from upcycle_core.corpora.tuning.config import InstructionsConfig
+from upcycle_core.ders.config import CompressionConfig
+from upcycle_core.dume.config import BackboneConfig, MoEConfig, RouterConfig, StatisticsConfig
+from upcycle_core.evaluation.similarity.config import SimilarityConfig
+from upcycle_core.evaluation.tasks.config import EvaluationTask, TaskEvaluationConfig
+from upcycle_core.evaluation.text.config import EvaluationConfig
+from upcycle_core.evaluation.text.results import expert_row
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
+from upcycle_core.symphony.config import PostTrainingConfig, SymphonyConfig
+from upcycle_core.training.config import ExpertsConfig, SeedConfig
+
+SYMPHONY = "symphony"
+"""The recipe's own way of joining strangers, among the variants of its baselines."""
+SIMOE = "simoe"
+"""The recipe's own model where it is found by instruction tuning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateConfig:
+    """When a new version becomes champion.
+
+    Figures are points, higher is better: `normalised_average` and `normalised_worst` of the
+    perplexity on held-out text; `perplexity.DOMAIN`, negated; `task_average`, normalised over the
+    tasks that have a domain; and `task.NAME`, a task's own metric (rates in percent, metrics where
+    less is better negated). After instruction tuning: `exact_match_unseen`, `rouge_l_unseen`,
+    `exact_match_seen`, `rouge_l_seen`, in percent, means over categories.
+    """
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    metric: str = "normalised_average"
+    """The figure that decides."""
+    margin: float = 0.0
+    """Points by which the challenger must beat the champion; negative values tolerate a loss."""
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    """Further figures, each with the points that the challenger may lose in it."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Every figure that the gate looks at."""
+        return (self.metric, *self.tolerances)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegistryConfig:
+    """Where the assembled model is registered."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    model: str | None = None
+    """Name of the registered MLflow model; `upcycle-NAME` by default."""
+    gate: GateConfig = field(default_factory=GateConfig)
+    """Who becomes champion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionsConfig:
+    """Where DVC keeps what was published."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    remote: str | None = "remote"
+    """DVC remote to push to at the end of a run: a directory, seen from UPCYCLE_HOME, or a URL
+    (`s3://...` with the extra `s3`); null for none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides what a run makes."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    name: str
+    """Name of the workspace: lower-case letters, digits, - and _."""
+    seed: int = field(default=0, metadata={"ge": 0})
+    """Seed of every random choice."""
+    folder: str | None = None
+    """What `{folder}` stands for in the paths below."""
+    domains: Mapping[str, Domain] = field(default_factory=dict)
+    """The domains, by name; at least two."""
+    corpus: CorpusConfig = field(default_factory=CorpusConfig)
+    """How text is split."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """The tokenizer, where none is given."""
+    seed_model: SeedConfig = field(default_factory=SeedConfig)
+    """The model that experts start from."""
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    """Training of the experts."""
+    backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    """Averaging of what is not an MLP."""
+    statistics: StatisticsConfig = field(default_factory=StatisticsConfig)
+    """The pass over calibration text."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """The ridge regression."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """The assembled model."""
+    symphony: SymphonyConfig | None = None
+    """Join models that share no seed, with Symphony-MoE; without it, experts of one seed, with
+    DUME."""
+    post_training: PostTrainingConfig | None = None
+    """Training of what Symphony-MoE has joined; none by default."""
+    similarity: SimilarityConfig | None = None
+    """Compare the experts of joined models with each other, layer by layer; not by default."""
+    outside: Mapping[str, Source] = field(default_factory=dict)
+    """Texts of domains that no model, alignment or training sees, to judge models on."""
+    simoe: SimoeUpcyclingConfig | None = None
+    """Find sparse experts in the seed by instruction tuning, with SIMoE; the domains then are what
+    the seed is trained on."""
+    instructions: InstructionsConfig = field(default_factory=InstructionsConfig)
+    """What is tuned on and judged by, with `simoe`."""
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    """How it is tuned, with `simoe`."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Perplexity on held-out text."""
+    baselines: Mapping[str, Baseline] = field(default_factory=dict)
+    """Published ways of upcycling to compare with, by name (`flows.compare`)."""
+    comparison: ComparisonConfig = field(default_factory=ComparisonConfig)
+    """What every row of a comparison is given."""
+    compression: CompressionConfig | None = None
+    """Store experts as a shared base and light deltas, with DeRS; not by default."""
+    tasks: Mapping[str, EvaluationTask] = field(default_factory=dict)
+    """Tasks that models are scored on, by name; none by default (`flows.evaluate`)."""
+    task_evaluation: TaskEvaluationConfig = field(default_factory=TaskEvaluationConfig)
+    """How models are scored on tasks."""
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    """The MLflow registry."""
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    """Resources."""
+    versions: VersionsConfig = field(default_factory=VersionsConfig)
+    """DVC."""
+    keep: KeepConfig = field(default_factory=KeepConfig)
+    """What `flows.tidy` leaves."""
+    lineage: Lineage | None = None
+    """What is built upon as it is, after a domain came, left or learnt; flows write it."""
+
+    @property
+    def text_folder(self) -> Path | None:
+        """What ``{folder}`` stands for."""
+        return None if self.folder is None else Path(self.folder)
+
+    @property
+    def registered_name(self) -> str:
+        """Name of the registered model."""
+        return self.registry.model or f"upcycle-{self.name}"
+
+    @property
+    def method(self) -> str:
+        """How experts are joined; the row of the result in tables."""
+        if self.simoe is not None:
+            return SIMOE
+        return "dume" if self.symphony is None else SYMPHONY
+
+    @property
+    def trains_seed(self) -> bool:
+        """Whether the seed model is made here."""
+        return self.has_seed and self.seed_model.model is None
+
+    @property
+    def trains_shape(self) -> bool:
+        """Whether any model begins with random weights here."""
+        if self.symphony is None:
+            return self.trains_seed
+        own = (d.origin for d in self.domains.values() if d.expert is None)
+        return any(origin is None or origin.model is None for origin in own)
+
+    @property
+    def trains_experts(self) -> bool:
+        """Whether any expert is made here."""
+        return any(domain.expert is None for domain in self.domains.values())
+
+    @property
+    def has_seed(self) -> bool:
+        """Whether there is a seed model, made here or given."""
+        if self.symphony is not None:
+            return False
+        return self.simoe is not None or self.trains_experts or self.seed_model.model is not None
+
+    @property
+    def expert_tokens(self) -> int:
+        """Tokens that all experts were trained on here; unknown, and not counted, if given."""
+        trained = sum(domain.expert is None for domain in self.domains.values())
+        return trained * self.experts.training.tokens
+
+    @property
+    def own_models(self) -> tuple[str, ...]:
+        """Rows of the report that are models of their own, beside baselines."""
+        if self.simoe is not None:
+            return ("seed", SIMOE)
+        seed = ("seed",) if self.has_seed else ()
+        before = ("harmonised",) if self.post_training is not None else ()
+        return (*map(expert_row, self.domains), *seed, "model_averaging", *before, self.method)
+
+    @property
+    def variants(self) -> dict[str, SymphonyConfig]:
+        """Every way in which strangers are joined by Symphony-MoE: the recipe's, and its rows'."""
+        if self.symphony is None:
+            return {}
+        rows = {n: row.symphony for n, row in self.baselines.items() if row.method == SYMPHONY}
+        return {SYMPHONY: self.symphony, **{n: v or SymphonyConfig() for n, v in rows.items()}}
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """What strangers are joined to before training: the recipe's own way, and every row's."""
+        return () if self.symphony is None else (SYMPHONY, *self.baselines)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Rows that can be scored on tasks: those, and the baselines that are trained."""
+        trained = (name for name, row in self.baselines.items() if row.trains)
+        return (*self.own_models, *trained)
+
+    @property
+    def tuned(self) -> tuple[str, ...]:
+        """Rows of the table of instruction tuning: the seed, its rivals, its ablations, itself."""
+        return () if self.simoe is None else ("seed", *self.baselines, SIMOE)
+
+    @property
+    def compressed(self) -> tuple[str, ...]:
+        """Rows whose experts are stored as a shared base and deltas."""
+        return () if self.compression is None else self.compression.models
+
+    @property
+    def scored_models(self) -> tuple[str, ...]:
+        """Rows that are scored on tasks."""
+        chosen = self.task_evaluation.models
+        return self.models if chosen is None else tuple(m for m in self.models if m in chosen)
+
+    @property
+    def pairings(self) -> dict[str, str]:
+        """{variant: the first variant that compares the same models on the same text}.
+
+        Variants that learn nothing from activations are left out.
+        """
+        first: dict[object, str] = {}
+        found = {}
+        for name, variant in self.variants.items():
+            if variant.alignment.uses_activations:
+                key = (self.anchor_of(variant), variant.calibration)
+                found[name] = first.setdefault(key, name)
+        return found
+
+    def anchor_of(self, variant: SymphonyConfig) -> str:
+        """The domain whose model the others are aligned to."""
+        return variant.anchor or (variant.models or tuple(self.domains))[0]
+
+    @property
+    def averaged(self) -> tuple[str, ...]:
+        """Domains whose experts' backbones are averaged."""
+        if "backbone" in self.pinned:
+            assert self.lineage is not None
+            return self.lineage.backbone
+        return self.backbone.experts or tuple(self.domains)
+
+    @property
+    def pinned(self) -> Mapping[str, str]:
+        """Artifacts that are not made again, each with its sha256."""
+        return {} if self.lineage is None else self.lineage.pinned
+
+    @property
+    def parents(self) -> Mapping[str, str]:
+        """Domains whose expert is continued from an earlier one, with that one's sha256."""
+        return {} if self.lineage is None else self.lineage.parents
+
+    @property
+    def has_elsewhere(self) -> bool:
+        """Whether a second router is solved from calibration text of another origin."""
+        return any(domain.elsewhere is not None for domain in self.domains.values())
+
+
+ADAPTER: TypeAdapter[Recipe] = TypeAdapter(Recipe)
+
+
+def resolve(recipe: Recipe) -> dict[str, Any]:
+    """The recipe with every default written out, as plain values."""
+    return ADAPTER.dump_python(recipe, mode="json")
+
+
+def recipe_yaml(recipe: Recipe, keys: Sequence[str] | None = None) -> str:
+    """The resolved recipe as YAML text; all of it, or some top-level ``keys``."""
+    values = {k: v for k, v in resolve(recipe).items() if keys is None or k in keys}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    """sha256 of the resolved recipe."""
+    return hashlib.sha256(json.dumps(resolve(recipe), sort_keys=True).encode()).hexdigest()

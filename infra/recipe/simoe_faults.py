@@ -1,0 +1,121 @@
+"""What is wrong in a recipe that tunes on instructions, without reading any file."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from infra.recipe.schema import SIMOE, Recipe
+from infra.recipe.tuning import TuningConfig
+from upcycle_core.corpora.tuning.config import InstructionsConfig
+from upcycle_core.errors import Fault
+from upcycle_core.simoe.checks import reach_faults
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
+from upcycle_core.training.checks import training_faults
+from upcycle_core.training.config import TrainingConfig
+
+METHODS = ("full-finetune", "sparse-upcycling", "drop-upcycling", "btx", "simoe")
+"""Rows that can be tuned on instructions."""
+FIGURES = ("exact_match_unseen", "rouge_l_unseen", "exact_match_seen", "rouge_l_seen")
+"""Figures of the gate that every run with instructions measures, in percent."""
+
+
+def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Every fault of the fields that SIMoE adds."""
+    if recipe.simoe is None:
+        yield from _unused(recipe)
+        return
+    yield from recipe.simoe.faults("simoe")
+    yield from reach_faults(recipe.simoe, recipe.tuning.training, "simoe")
+    yield from recipe.instructions.faults("instructions")
+    yield from _excluded(recipe)
+    yield from _worker_faults(recipe)
+    yield from _length_faults("tuning.training", recipe.tuning.training, recipe)
+    if recipe.trains_seed and not recipe.domains:
+        remedy = "name a model, or give domains with text to train one on"
+        yield Fault("seed_model.model", None, remedy)
+    for name, row in recipe.baselines.items():
+        where = f"baselines.{name}"
+        if row.method not in METHODS:
+            remedy = f"cannot be tuned on instructions here; use one of {', '.join(METHODS)}"
+            yield Fault(f"{where}.method", row.method, remedy)
+        if row.method in ("sparse-upcycling", "drop-upcycling") and row.copies is None:
+            remedy = "say how many experts are made of the seed's FFN, e.g. 4"
+            yield Fault(f"{where}.copies", None, remedy)
+        if row.simoe is not None and row.method != "simoe":
+            yield Fault(f"{where}.simoe", "given", f"says nothing for {row.method}; remove it")
+        if row.method == "simoe":
+            own = row.simoe or SimoeUpcyclingConfig()
+            yield from own.faults(f"{where}.simoe")
+            yield from reach_faults(own, row.training, f"{where}.simoe")
+        if row.objective.domain_weights:
+            remedy = "every instruction is read once an epoch; remove them"
+            given = dict(row.objective.domain_weights)
+            yield Fault(f"{where}.objective.domain_weights", given, remedy)
+        if name in ("seed", SIMOE):
+            yield Fault(where, name, "names a row of the table already; rename it")
+        yield from _length_faults(f"{where}.training", row.training, recipe)
+    if any(row.method == "btx" for row in recipe.baselines.values()):
+        yield from _length_faults("experts.training", recipe.experts.training, recipe)
+
+
+def _unused(recipe: Recipe) -> Iterator[Fault]:
+    remedy = "is for instruction tuning; add a `simoe` section, or remove it"
+    if recipe.instructions != InstructionsConfig():
+        yield Fault("instructions", "given", remedy)
+    if recipe.tuning != TuningConfig():
+        given = [f.name for f in fields(TuningConfig)]
+        yield Fault("tuning", given, remedy)
+    for name, row in recipe.baselines.items():
+        if row.method == "simoe":
+            yield Fault(f"baselines.{name}.method", row.method, remedy)
+
+
+def _excluded(recipe: Recipe) -> Iterator[Fault]:
+    """Sections of other methods."""
+    given = {
+        "symphony": recipe.symphony,
+        "compression": recipe.compression,
+        "post_training": recipe.post_training,
+        "similarity": recipe.similarity,
+        "outside": recipe.outside or None,
+        "tasks": recipe.tasks or None,
+        "comparison.tokens": recipe.comparison.tokens,
+    }
+    for field, value in given.items():
+        if value is not None:
+            yield Fault(field, "given", "has no part in a recipe with `simoe`; remove one of them")
+    for name, domain in recipe.domains.items():
+        if domain.expert is not None or domain.origin is not None:
+            remedy = "a recipe with `simoe` has one model, the seed; name it in seed_model.model"
+            yield Fault(f"domains.{name}", "expert or origin", remedy)
+
+
+def _worker_faults(recipe: Recipe) -> Iterator[Fault]:
+    """SIMoE's trainer is one process: more of them would be asked for, and never started."""
+    workers = recipe.compute.post_training.workers
+    if workers > 1:
+        remedy = "SIMoE trains on one worker; set it to 1 (rivals have compute.baselines.workers)"
+        yield Fault("compute.post_training.workers", workers, remedy)
+    workers = recipe.compute.baselines.workers
+    alone = [name for name, row in recipe.baselines.items() if row.method == "simoe"]
+    if workers > 1 and alone:
+        remedy = f"the rows {', '.join(alone)} train on one worker, as SIMoE does; set it to 1, or "
+        remedy += "compare them in a run of their own"
+        yield Fault("compute.baselines.workers", workers, remedy)
+
+
+def _length_faults(where: str, config: TrainingConfig, recipe: Recipe) -> Iterator[Fault]:
+    if where == "tuning.training":
+        yield from training_faults(config, where)
+        if config.warmup_steps >= config.steps:
+            remedy = "the peak learning rate is never reached; use less than steps = "
+            yield Fault(f"{where}.warmup_steps", config.warmup_steps, f"{remedy}{config.steps}")
+    if config.evaluation_steps is not None:
+        remedy = "no validation rows are set aside from the instructions; remove it"
+        yield Fault(f"{where}.evaluation_steps", config.evaluation_steps, remedy)
+    longest = recipe.seed_model.shape.max_positions
+    if where == "tuning.training" and recipe.trains_shape:
+        needed = config.sequence_length + recipe.tuning.max_new_tokens
+        if needed > longest:
+            remedy = f"a prompt of sequence_length tokens and an answer are {needed}, more than "
+            remedy += f"seed_model.shape.max_positions = {longest}; shorten one or raise that"
+            yield Fault("tuning.max_new_tokens", recipe.tuning.max_new_tokens, remedy)

@@ -1,0 +1,171 @@
+"""What is wrong in a recipe that joins models of different origin, without reading any file."""
+
+from collections.abc import Iterator, Mapping
+
+from infra.recipe.schema import SYMPHONY, Recipe
+from upcycle_core.corpora.config import Domain
+from upcycle_core.errors import Fault
+from upcycle_core.symphony.config import SymphonyConfig
+from upcycle_core.training.checks import objective_faults, training_faults
+
+METHODS = ("symphony", "btx", "bam", "drop-upcycling", "full-finetune")
+"""Rows that can begin with models that share no seed; the last is the dense anchor, trained."""
+
+
+def symphony_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Every fault of the fields that Symphony-MoE adds."""
+    if recipe.symphony is None:
+        yield from _unused(recipe)
+        return
+    for name, domain in recipe.domains.items():
+        yield from _origin_faults(recipe, name, domain)
+    for name, variant in recipe.variants.items():
+        where = "symphony" if name == SYMPHONY else f"baselines.{name}.symphony"
+        yield from _variant_faults(recipe, variant, where)
+    yield from _vocabulary_faults(recipe)
+    for name, row in recipe.baselines.items():
+        if row.method not in METHODS:
+            remedy = f"begins with one seed, and these models have none; use one of {METHODS}"
+            yield Fault(f"baselines.{name}.method", row.method, remedy)
+        family = recipe.seed_model.shape.family
+        if row.method == "bam" and recipe.trains_shape and family != "llama":
+            remedy = f"has no stock attention to build on for {family}; remove the row"
+            yield Fault(f"baselines.{name}.method", row.method, remedy)
+        if row.method == "drop-upcycling" and row.start == "seed":
+            remedy = "these models have no seed; use start: experts"
+            yield Fault(f"baselines.{name}.start", row.start, remedy)
+        if name in (SYMPHONY, "harmonised", "model_averaging"):
+            yield Fault(f"baselines.{name}", name, "names a row of the report already; rename it")
+    if recipe.seed_model.model is not None:
+        remedy = "these models share no seed; name it as a domain's origin.model, or remove it"
+        yield Fault("seed_model.model", recipe.seed_model.model, remedy)
+    yield from _post_training_faults(recipe)
+    for name in recipe.outside:
+        if name in recipe.domains:
+            yield Fault(f"outside.{name}", name, "is a domain as well; rename one")
+
+
+def _unused(recipe: Recipe) -> Iterator[Fault]:
+    """Fields that say nothing without Symphony-MoE."""
+    remedy = "is for models that share no seed; add a `symphony` section, or remove it"
+    for name, domain in recipe.domains.items():
+        if domain.origin is not None:
+            yield Fault(f"domains.{name}.origin", domain.origin, remedy)
+    if recipe.post_training is not None:
+        yield Fault("post_training", "given", remedy)
+    for name in recipe.outside:
+        yield Fault(f"outside.{name}", "given", remedy)
+    for name, row in recipe.baselines.items():
+        if row.method == SYMPHONY:
+            yield Fault(f"baselines.{name}.method", row.method, remedy)
+
+
+def _origin_faults(recipe: Recipe, name: str, domain: Domain) -> Iterator[Fault]:
+    where, origin = f"domains.{name}", domain.origin
+    if domain.elsewhere is not None:
+        remedy = "is read for DUME's second router alone; remove it"
+        yield Fault(f"{where}.elsewhere", "given", remedy)
+    if origin is None:
+        return
+    if domain.expert is not None:
+        yield Fault(f"{where}.origin", domain.expert, "the domain has a ready expert; remove one")
+    if origin.model is not None:
+        given = {"initialisation": origin.initialisation, "vocabulary_size": origin.vocabulary_size}
+        for field, value in given.items():
+            if value is not None:
+                remedy = "the model brings its own; remove it, or the model"
+                yield Fault(f"{where}.origin.{field}", value, remedy)
+    for other, share in origin.mixture.items():
+        if other not in recipe.domains:
+            remedy = f"not a domain; the domains are {list(recipe.domains)}"
+            yield Fault(f"{where}.origin.mixture", other, remedy)
+        elif recipe.domains[other].train is None and share:
+            remedy = f"domains.{other} has no training text; give it some, or remove the share"
+            yield Fault(f"{where}.origin.mixture.{other}", share, remedy)
+        if share < 0:
+            yield Fault(f"{where}.origin.mixture.{other}", share, "must not be negative")
+    if origin.mixture and not any(share > 0 for share in origin.mixture.values()):
+        yield Fault(f"{where}.origin.mixture", dict(origin.mixture), "one must be more than 0")
+
+
+def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Iterator[Fault]:
+    chosen, texts = config.models or tuple(recipe.domains), config.calibration.domains
+    named: Mapping[str, tuple[str, ...]] = {
+        "models": config.models or (),
+        "anchor": (config.anchor,) if config.anchor else (),
+        "segmentation": (config.segmentation,) if config.segmentation else (),
+        "merge.weights": tuple(config.merge.weights),
+        "calibration.domains": () if texts == "anchor" else texts or (),
+    }
+    for field, names in named.items():
+        for name in names:
+            if name not in recipe.domains:
+                remedy = f"not a domain; the domains are {list(recipe.domains)}"
+                yield Fault(f"{where}.{field}", name, remedy)
+    if len(chosen) != len(set(chosen)) or len(chosen) < 2:
+        yield Fault(f"{where}.models", list(chosen), "name two models or more, each once")
+    for field, value in (("anchor", config.anchor), ("segmentation", config.segmentation)):
+        if value is not None and value in recipe.domains and value not in chosen:
+            remedy = f"is not among {where}.models; use one of {list(chosen)}"
+            yield Fault(f"{where}.{field}", value, remedy)
+    if texts is not None and not texts:
+        yield Fault(f"{where}.calibration.domains", [], "no text at all; name a domain")
+    weights = [config.merge.weights.get(name, 1.0) for name in chosen]
+    if any(weight < 0 for weight in weights) or not any(weights):
+        remedy = "must be at least 0, and one of them more"
+        yield Fault(f"{where}.merge.weights", dict(config.merge.weights), remedy)
+    assert recipe.symphony is not None  # or there were no variants
+    if where != SYMPHONY and config.segmentation not in (None, recipe.symphony.segmentation):
+        remedy = "all rows share one tokenizer; say it in symphony.segmentation"
+        yield Fault(f"{where}.segmentation", config.segmentation, remedy)
+    if config.router == "ridge" and len(chosen) < len(recipe.domains):
+        remedy = "a ridge router has one expert a domain; use random, or all models"
+        yield Fault(f"{where}.router", config.router, remedy)
+
+
+def _vocabulary_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Tokenizers that are trained here and will cut text by different rules."""
+    assert recipe.symphony is not None
+    if recipe.symphony.segmentation is not None:
+        return
+    kinds = set()
+    for name, domain in recipe.domains.items():
+        origin = domain.origin
+        if domain.expert is None and (origin is None or origin.model is None):
+            own = origin is not None and origin.vocabulary_size is not None
+            mixture = (
+                tuple(sorted((origin.mixture or {name: 1.0}).items())) if own and origin else ()
+            )
+            kinds.add((origin.vocabulary_size if origin else None, mixture))
+    if len(kinds) > 1:
+        remedy = "the models cut text by different rules; name the domain whose tokenizer the "
+        remedy += f"result uses: one of {list(recipe.domains)}"
+        yield Fault("symphony.segmentation", None, remedy)
+
+
+def _post_training_faults(recipe: Recipe) -> Iterator[Fault]:
+    post, where = recipe.post_training, "post_training"
+    if post is None:
+        return
+    yield from training_faults(post.training, f"{where}.training")
+    yield from objective_faults(post.objective, f"{where}.objective")
+    if post.training.warmup_steps >= post.training.steps:
+        remedy = "the peak learning rate is never reached; use less than steps = "
+        remedy += str(post.training.steps)
+        yield Fault(f"{where}.training.warmup_steps", post.training.warmup_steps, remedy)
+    if recipe.moe.top_k == 1 and {"router", "all"} & set(post.objective.trainable):
+        remedy = "a renormalised top-1 weight is always 1, so the text's loss gives the router no "
+        remedy += "gradient; use moe.top_k >= 2 (the paper's 2)"
+        yield Fault("moe.top_k", 1, remedy)
+    for name in post.objective.domain_weights:
+        if name not in recipe.domains:
+            remedy = f"not a domain; the domains are {list(recipe.domains)}"
+            yield Fault(f"{where}.objective.domain_weights", name, remedy)
+    without = [name for name, domain in recipe.domains.items() if domain.train is None]
+    if without:
+        remedy = f"is done on all domains, and {without} have no training text"
+        yield Fault(where, "given", remedy)
+    accumulated, workers = post.training.gradient_accumulation, recipe.compute.post_training.workers
+    if accumulated % workers:
+        remedy = f"must be a multiple of compute.post_training.workers = {workers}"
+        yield Fault(f"{where}.training.gradient_accumulation", accumulated, remedy)

@@ -1,0 +1,1 @@
+"""Servers, ports, processes, deployments."""

@@ -1,0 +1,261 @@
+"""The servers and the worker: ``python -m infra.services up|deploy|down|status``.
+
+Everything listens on loopback only. What is started is remembered by process id and start time, and
+nothing else is ever stopped.
+"""
+
+import argparse
+import fcntl
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from infra.recipe.names import masked
+from infra.services.deployments import DeploymentError, deploy
+from infra.services.ports import HOST, answers, is_free, worker_is_online
+from infra.services.processes import ProcessRecord, find, launch, read_records, stop, write_records
+from infra.settings import REPOSITORY, Settings, configure, environment_of
+from upcycle_core.errors import Fault, InputError, raise_faults
+
+WORK_POOL = "local"
+START_SECONDS = 300.0
+STOP_SECONDS = 20.0
+POLL_SECONDS = 0.25
+LOG_LINES = 20
+
+
+class ServiceError(RuntimeError):
+    """A service did not start or did not do as it was told; the message ends with its log."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """A process that ``up`` starts.
+
+    Args:
+        name: Of its log and its record.
+        arguments: Of the Python interpreter.
+        ready: Whether it works by now.
+        url: What people open; empty for the worker.
+        environment: What it gets beside the settings. Passwords stand here, and not in
+            ``arguments``: those are recorded, and every user of the machine can list them.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    ready: Callable[[], bool]
+    url: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def up(settings: Settings) -> None:
+    """Start the two servers, then the worker, and print where they are.
+
+    Raises:
+        InputError: A port is in use, or MLflow's database is not ours to serve.
+        ServiceError: Something did not start. Nothing that was started is left.
+    """
+    services = [_prefect(settings), _mlflow(settings), _worker(settings)]
+    with _lock(settings):
+        if running(settings).keys() >= {service.name for service in services}:
+            print("Already up.")
+        else:
+            _stop_all(settings)
+            raise_faults(_faults(settings))
+            _create_database(settings)
+            try:
+                _start(settings, services[:2])
+                _start(settings, services[2:])
+            except BaseException:
+                _stop_all(settings)
+                raise
+        _print_running(settings)
+
+
+def down(settings: Settings) -> None:
+    """Stop what ``up`` started, the worker's flows included, and nothing else."""
+    with _lock(settings):
+        names = _stop_all(settings)
+    print(f"Stopped {', '.join(names)}." if names else "Nothing is running.")
+
+
+def status(settings: Settings) -> None:
+    """Print what runs and where."""
+    if running(settings):
+        _print_running(settings)
+    else:
+        print("Nothing is running. Start it: make up")
+
+
+def running(settings: Settings) -> dict[str, ProcessRecord]:
+    """Return what ``up`` started and still runs, by name."""
+    records = read_records(settings.services_state)
+    return {name: record for name, record in records.items() if find(record) is not None}
+
+
+def _create_database(settings: Settings) -> None:
+    # It imports MLflow, which the other commands do without.
+    from infra.tracking.runs import open_database
+
+    open_database(settings)
+
+
+def _prefect(settings: Settings) -> Service:
+    url = f"http://{HOST}:{settings.prefect_port}"
+    place = ("--host", HOST, "--port", str(settings.prefect_port))
+    return Service(
+        "prefect",
+        ("-m", "prefect", "server", "start", *place),
+        lambda: answers(f"{url}/api/health"),
+        url,
+    )
+
+
+def _mlflow(settings: Settings) -> Service:
+    url = f"http://{HOST}:{settings.mlflow_port}"
+    files = str(settings.mlflow_artifacts)
+    place = ("--host", HOST, "--port", str(settings.mlflow_port), "--workers", "1")
+    storage = ("--artifacts-destination", files, "--serve-artifacts")
+    return Service(
+        "mlflow",
+        ("-m", "mlflow", "server", *place, *storage),
+        lambda: answers(f"{url}/health"),
+        url,
+        {"MLFLOW_BACKEND_STORE_URI": settings.mlflow_tracking_uri},
+    )
+
+
+def _worker(settings: Settings) -> Service:
+    api = f"http://{HOST}:{settings.prefect_port}/api"
+    # One flow at a time: each takes the whole machine. The pool is made if it is missing.
+    pool = ("--pool", WORK_POOL, "--type", "process", "--limit", "1")
+    return Service(
+        "worker",
+        ("-m", "prefect", "worker", "start", *pool),
+        lambda: worker_is_online(api, WORK_POOL),
+    )
+
+
+def _start(settings: Settings, services: Sequence[Service]) -> None:
+    """Start ``services`` side by side and wait until all are ready."""
+    api = f"http://{HOST}:{settings.prefect_port}/api"
+    for service in services:
+        record = launch(
+            (sys.executable, *service.arguments),
+            log=_log(settings, service.name),
+            directory=REPOSITORY,
+            environment=environment_of(
+                settings,
+                PREFECT_API_URL=api,
+                PYTHONPATH=str(REPOSITORY),
+                **service.environment,
+            ),
+            url=service.url,
+        )
+        records = read_records(settings.services_state)
+        write_records(settings.services_state, records | {service.name: record})
+    deadline = time.monotonic() + START_SECONDS
+    for service in services:
+        _wait(settings, service, deadline)
+
+
+def _wait(settings: Settings, service: Service, deadline: float) -> None:
+    while not service.ready():
+        if service.name not in running(settings):
+            problem = "ended while it started"
+        elif time.monotonic() > deadline:
+            problem = f"did not answer within {START_SECONDS:.0f} s"
+        else:
+            time.sleep(POLL_SECONDS)
+            continue
+        log = _log(settings, service.name)
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+        raise ServiceError(f"{service.name} {problem}. The end of {log}:\n{tail}")
+
+
+def _stop_all(settings: Settings) -> list[str]:
+    """Stop the worker first, so that its flows can still report to the server."""
+    records = read_records(settings.services_state)
+    stopped = []
+    for name in sorted(records, key=lambda name: name != "worker"):
+        process = find(records[name])
+        if process is not None:
+            stop(process, grace=STOP_SECONDS)
+            stopped.append(name)
+    settings.services_state.unlink(missing_ok=True)
+    return stopped
+
+
+def _faults(settings: Settings) -> Iterator[Fault]:
+    ports = {
+        "UPCYCLE_PREFECT_PORT": settings.prefect_port,
+        "UPCYCLE_MLFLOW_PORT": settings.mlflow_port,
+    }
+    for name, port in ports.items():
+        if not is_free(port):
+            yield Fault(
+                name,
+                port,
+                f"in use by another program; stop that, or choose: make up {name}=PORT",
+            )
+    if settings.prefect_port == settings.mlflow_port:
+        yield Fault("UPCYCLE_MLFLOW_PORT", settings.mlflow_port, "is Prefect's too; choose another")
+    database = settings.mlflow_tracking_uri
+    if database.startswith("http"):
+        remedy = "names a server, so there is no database to serve here; unset it"
+        yield Fault("MLFLOW_TRACKING_URI", masked(database), remedy)
+    if database.startswith("postgresql") and find_spec("psycopg2") is None:
+        remedy = "needs a driver; install it: pip install -c constraints.txt -e '.[postgres]'"
+        yield Fault("MLFLOW_TRACKING_URI", masked(database), remedy)
+
+
+@contextmanager
+def _lock(settings: Settings) -> Iterator[None]:
+    """Let one ``up`` or ``down`` work at a time."""
+    settings.services.mkdir(parents=True, exist_ok=True)
+    with (settings.services / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _log(settings: Settings, name: str) -> Path:
+    return settings.services / f"{name}.log"
+
+
+def _print_running(settings: Settings) -> None:
+    records = running(settings)
+    print(f"Logs    {settings.services}")
+    print(f"Worker  {'ready for deployed flows' if 'worker' in records else 'not running'}")
+    for name, title in {"prefect": "Prefect", "mlflow": "MLflow"}.items():
+        print(f"{title:7} {records[name].url if name in records else 'not running'}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Do what the command line says; end with a message and code 1 if that is not possible."""
+    parser = argparse.ArgumentParser(prog="python -m infra.services", description=__doc__)
+    parser.add_argument("command", choices=["up", "deploy", "down", "status"])
+    parser.add_argument("recipe", nargs="?", type=Path, help="deploy: for the embedded default")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    chosen = parser.parse_args(arguments)
+    command = chosen.command
+    try:
+        settings = configure()
+        if command == "deploy":
+            _deploy(settings, chosen.recipe, chosen.set)
+        else:
+            {"up": up, "down": down, "status": status}[command](settings)
+    except (InputError, ServiceError, DeploymentError) as error:
+        sys.exit(str(error))
+
+
+def _deploy(settings: Settings, recipe: Path | None, changes: Sequence[str]) -> None:
+    names = deploy(settings, recipe=recipe, changes=changes)
+    for name in names:
+        print(f"Deployed {name}")
+    print("Run one:")
+    run = f"{sys.executable} -m prefect deployment run {names[0]}"
+    print(f"  PREFECT_API_URL={settings.prefect_api_url} {run}")

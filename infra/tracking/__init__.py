@@ -1,0 +1,1 @@
+"""MLflow: what came of it."""

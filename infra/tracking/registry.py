@@ -1,0 +1,222 @@
+"""Registered models in MLflow, which this module and ``infra.tracking.runs`` alone import."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlflow.artifacts import download_artifacts, load_text
+from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+
+from infra.recipe.names import masked
+from infra.settings import Settings
+from infra.tracking.records import Registration, Version, flatten, local_folder
+from infra.tracking.runs import METRICS_PER_CALL, PARAM_LENGTH, Run, milliseconds, open_database
+from upcycle_core.errors import Fault, InputError
+
+MODEL_SCHEME = "models:/"
+PROVENANCE_FOLDER = "upcycle"
+DESCRIPTION = """`champion` is the version to use, `challenger` the newest one. Each says what
+made it, and why it is champion or not. To take a champion back: `python -m flows.rollback {}`.
+"""
+
+
+class Registry:
+    """Registered models: their versions, and the aliases that point at them.
+
+    Args:
+        settings: Names the database and the folder of files.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._uri = settings.mlflow_tracking_uri
+        self._client = open_database(settings)
+
+    def register(
+        self, name: str, directory: Path, registration: Registration, *, run: Run
+    ) -> Version:
+        """Copy a checkpoint into MLflow and make it a new version of a registered model.
+
+        A version appears only when its files are complete.
+
+        Args:
+            name: The registered model; created if it does not exist.
+            directory: The checkpoint.
+            registration: What is recorded with it.
+            run: The run that made it.
+
+        Returns:
+            The version. No alias points at it yet.
+        """
+        model_id = self._store_model(name, directory, registration, run)
+        if not self._client.search_registered_models(f"name = '{name}'"):
+            self._client.create_registered_model(name, description=DESCRIPTION.format(name))
+        created = self._client.create_model_version(
+            name,
+            source=f"{MODEL_SCHEME}{model_id}",
+            run_id=run.id,
+            model_id=model_id,
+            tags={**registration.tags, **registration.marks},
+            description=registration.description,
+        )
+        # What links the model's page to its version.
+        link = json.dumps([{"name": name, "version": int(created.version)}])
+        self._client.set_logged_model_tags(model_id, {"mlflow.modelVersions": link})
+        return self._version(created)
+
+    def set_alias(self, version: Version, alias: str) -> None:
+        """Let ``alias`` point at ``version``, and no longer at another."""
+        self._client.set_registered_model_alias(version.name, alias, str(version.number))
+
+    def set_tags(self, version: Version, tags: Mapping[str, str]) -> None:
+        """Set tags of ``version``."""
+        for key, value in tags.items():
+            self._client.set_model_version_tag(version.name, str(version.number), key, value)
+
+    def remove_tag(self, version: Version, key: str) -> None:
+        """Remove a tag that ``version`` has."""
+        self._client.delete_model_version_tag(version.name, str(version.number), key)
+
+    def describe(self, version: Version, markdown: str) -> None:
+        """Set what the page of ``version`` shows on top."""
+        self._client.update_model_version(version.name, str(version.number), markdown)
+
+    def description(self, version: Version) -> str:
+        """What the page of ``version`` shows now."""
+        return self._client.get_model_version(version.name, str(version.number)).description or ""
+
+    def add_metrics(self, version: Version, metrics: Mapping[str, float], *, run: Run) -> None:
+        """Add scores to the model of ``version``, measured in ``run``."""
+        self._log_scores(version.model_id, metrics, run)
+
+    def find(self, name: str, alias: str) -> Version | None:
+        """Return the version that ``alias`` points at, or ``None`` if there is none."""
+        return next((v for v in self.versions(name) if alias in v.aliases), None)
+
+    def versions(self, name: str) -> list[Version]:
+        """Return every version of the registered model, oldest first; none of one there is not."""
+        if "'" in name:  # which would end the name in MLflow's query
+            return []
+        found = self._client.search_model_versions(f"name = '{name}'")
+        return sorted((self._version(v) for v in found), key=lambda version: version.number)
+
+    def text(self, version: Version, file: str) -> str | None:
+        """What is kept beside the checkpoint as ``file`` (``dvc.lock``); None if nothing is.
+
+        Raises:
+            InputError: The files of the version cannot be read.
+        """
+        path = f"{PROVENANCE_FOLDER}/{file}"
+        try:
+            listed = self._client.list_logged_model_artifacts(version.model_id, PROVENANCE_FOLDER)
+            if path not in {entry.path for entry in listed}:
+                return None
+            location = self._client.get_logged_model(version.model_id).artifact_location
+            return load_text(f"{location}/{path}")
+        except (MlflowException, OSError) as error:
+            said = masked(str(error))
+            remedy = f"its {file} cannot be read ({said}); see that MLflow's files are there"
+            raise InputError(Fault("version", version.reference, remedy)) from error
+
+    def download(self, reference: str, destination: Path) -> Path:
+        """Copy a registered checkpoint to ``destination``, all of it or nothing.
+
+        Args:
+            reference: ``models:/NAME@ALIAS`` or ``models:/NAME/NUMBER``.
+            destination: A path where nothing lies yet.
+
+        Returns:
+            ``destination``.
+
+        Raises:
+            InputError: There is no such version, or something lies at ``destination``.
+        """
+        if destination.exists():
+            raise InputError(Fault("destination", str(destination), "exists; name a new folder"))
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".download-", dir=destination.parent))
+        try:
+            folder = download_artifacts(
+                reference, dst_path=str(staging), tracking_uri=self._uri, registry_uri=self._uri
+            )
+            Path(folder).rename(destination)
+        except MlflowException as error:
+            remedy = f"not in the registry ({masked(str(error))}); name a version: "
+            remedy += "models:/NAME@champion or models:/NAME/NUMBER"
+            raise InputError(Fault("model", reference, remedy)) from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        return destination
+
+    def _store_model(self, name: str, directory: Path, registration: Registration, run: Run) -> str:
+        client = self._client
+        model = client.create_logged_model(
+            run.experiment_id,
+            name=name,
+            source_run_id=run.id,
+            tags=dict(registration.tags),
+            params=flatten(registration.params, length=PARAM_LENGTH),
+            model_type="transformers",
+        )
+        try:
+            self._copy_files(model.model_id, directory, registration.files)
+        except BaseException:
+            client.finalize_logged_model(model.model_id, "FAILED")
+            _remove_files(model)
+            raise
+        client.finalize_logged_model(model.model_id, "READY")
+        self._log_scores(model.model_id, registration.metrics, run)
+        client.log_outputs(run.id, [LoggedModelOutput(model.model_id, step=0)])
+        return model.model_id
+
+    def _log_scores(self, model_id: str, metrics: Mapping[str, float], run: Run) -> None:
+        now = milliseconds()
+        scores = [
+            Metric(key, float(value), now, 0, model_id=model_id, run_id=run.id)
+            for key, value in metrics.items()
+        ]
+        for start in range(0, len(scores), METRICS_PER_CALL):
+            self._client.log_batch(run.id, metrics=scores[start : start + METRICS_PER_CALL])
+
+    def _copy_files(self, model_id: str, directory: Path, files: Mapping[str, str]) -> None:
+        if not directory.is_dir():  # MLflow would copy nothing and call it done
+            raise NotADirectoryError(directory)
+        self._client.log_model_artifacts(model_id, str(directory))
+        with tempfile.TemporaryDirectory() as folder:
+            for file, text in files.items():
+                (Path(folder) / file).write_text(text)
+            self._client.log_model_artifacts(model_id, folder, PROVENANCE_FOLDER)
+
+    def _version(self, found: ModelVersion) -> Version:
+        # A search does not return the aliases.
+        entity = self._client.get_model_version(found.name, str(found.version))
+        model = self._logged_model(entity)
+        return Version(
+            name=entity.name,
+            number=int(entity.version),
+            run_id=entity.run_id or "",
+            model_id=model.model_id if model else "",
+            description=entity.description or "",
+            aliases=tuple(entity.aliases),
+            tags=dict(entity.tags),
+            params=dict(model.params) if model else {},
+            metrics={metric.key: metric.value for metric in (model and model.metrics) or ()},
+        )
+
+    def _logged_model(self, entity: ModelVersion) -> LoggedModel | None:
+        # The database keeps the model's id in the source alone. A version that was not made by
+        # ``register`` may have another source.
+        source = entity.source or ""
+        if not source.startswith(MODEL_SCHEME):
+            return None
+        return self._client.get_logged_model(source.removeprefix(MODEL_SCHEME))
+
+
+def _remove_files(model: LoggedModel) -> None:
+    """Remove what was copied of a model, which may be what filled the disk."""
+    folder = local_folder(model.artifact_location)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)

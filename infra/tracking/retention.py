@@ -1,0 +1,192 @@
+"""What MLflow holds of a workspace's past: what ``keep`` leaves of it, and how the rest goes."""
+
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import LoggedModel
+from mlflow.entities import Run as RunEntity
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+from mlflow.tracking._tracking_service.utils import _get_store
+
+from infra.recipe.keep import KeepConfig
+from infra.settings import Settings
+from infra.tracking.records import Version, local_folder
+from infra.tracking.registry import MODEL_SCHEME, Registry
+from infra.tracking.runs import open_database
+
+PARENT = "mlflow.parentRunId"
+OURS = "upcycle.recipe"
+"""A tag of every model that a flow has stored."""
+UNFINISHED = frozenset({"RUNNING", "SCHEDULED"})
+
+
+@dataclass(frozen=True)
+class Past:
+    """What MLflow holds of one workspace.
+
+    Args:
+        kept: Versions that stay.
+        versions: Versions that go.
+        models: Ids of stored models that no version names: what a killed registration leaves.
+        runs: Ids of runs that go, children before their parents.
+    """
+
+    kept: tuple[Version, ...]
+    versions: tuple[Version, ...]
+    models: tuple[str, ...]
+    runs: tuple[str, ...]
+
+
+class Records:
+    """The MLflow records of one experiment.
+
+    Removal goes so that a kill on the way leaves nothing that cannot be found again: files first,
+    the record last.
+
+    Args:
+        settings: Names the database.
+        experiment: Under which name the runs are listed.
+    """
+
+    def __init__(self, settings: Settings, experiment: str) -> None:
+        self._client = open_database(settings)
+        self._registry = Registry(settings)
+        self._store = _get_store(settings.mlflow_tracking_uri)
+        found = self._client.get_experiment_by_name(experiment)
+        self._experiment = None if found is None else found.experiment_id
+
+    def past(self, keep: KeepConfig, name: str, *, previous: str) -> Past:
+        """What goes, and what stays.
+
+        A version that any alias points at stays, and the one before the champion. So does every
+        run that made a version that stays or measured its model, with its parent and children, and
+        what has not ended.
+
+        Args:
+            keep: How much stays.
+            name: The workspace's registered model; others that its runs registered count as well.
+            previous: The tag of a champion that holds the number of the champion before.
+        """
+        if self._experiment is None:
+            return Past((), (), (), ())
+        models = {model.model_id: model for model in self._models()}
+        every = self._pages(self._client.search_model_versions)
+        held = {(v.source or "").removeprefix(MODEL_SCHEME): v for v in every}
+        names = {name, *(held[model].name for model in models.keys() & held.keys())}
+        kept, gone = [], []
+        for registered in sorted(names):
+            mine = [v for v in self._registry.versions(registered) if v.model_id in models]
+            before = {v.tags.get(previous) for v in mine if v.aliases}
+            named = [v for v in mine if v.aliases or str(v.number) in before]
+            spare = [v for v in mine if v not in named][: -keep.versions]
+            gone += spare
+            kept += [v for v in mine if v not in spare]
+        runs = self._pages(self._client.search_runs, [self._experiment])
+        unfinished = {run.info.run_id for run in runs if run.info.status in UNFINISHED}
+        orphans = sorted(
+            id_
+            for id_, model in models.items()
+            if id_ not in held and OURS in model.tags and model.source_run_id not in unfinished
+        )
+        leaving = {v.model_id for v in gone} | set(orphans)
+        needed = {v.run_id for v in every if v.source.removeprefix(MODEL_SCHEME) not in leaving}
+        for model in models.values():
+            if model.model_id not in leaving:
+                needed |= {metric.run_id for metric in model.metrics or ()}
+        expired = _expired(runs, needed, keep.runs)
+        return Past(tuple(kept), tuple(gone), tuple(orphans), tuple(expired))
+
+    def model_files(self, model_id: str) -> list[Path]:
+        """Files of a stored model on this machine."""
+        return _files(self._client.get_logged_model(model_id).artifact_location)
+
+    def run_files(self, run_id: str) -> list[Path]:
+        """Files of a run on this machine."""
+        return _files(self._client.get_run(run_id).info.artifact_uri or "")
+
+    def delete_version(self, version: Version) -> bool:
+        """Delete ``version`` and its model for good; not if an alias points at it by now."""
+        now = self._client.get_model_version(version.name, str(version.number))
+        if now.aliases:
+            return False
+        self._client.delete_model_version(version.name, str(version.number))
+        self.delete_model(version.model_id)
+        return True
+
+    def delete_model(self, model_id: str) -> None:
+        """Delete a stored model and its files for good."""
+        _remove_files(self._client.get_logged_model(model_id).artifact_location)
+        self._delete(model_id, "_hard_delete_logged_model", self._client.delete_logged_model)
+
+    def delete_run(self, run_id: str) -> None:
+        """Delete a run and its files for good."""
+        _remove_files(self._client.get_run(run_id).info.artifact_uri or "")
+        self._delete(run_id, "_hard_delete_run", self._client.delete_run)
+
+    def _delete(self, id_: str, hard: str, soft: Callable[[str], None]) -> None:
+        # `mlflow gc` does no other; by itself it would empty everybody's bin. A server takes no
+        # such order: what it holds is marked, until `mlflow gc` runs there.
+        getattr(self._store, hard, soft)(id_)
+
+    def _models(self) -> Sequence[LoggedModel]:
+        return self._pages(self._client.search_logged_models, [self._experiment])
+
+    @staticmethod
+    def _pages(search: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """All that a search finds."""
+        found: list[Any] = []
+        token = None
+        while True:
+            page = search(*arguments, page_token=token)
+            found += page
+            token = page.token
+            if not token:
+                return found
+
+
+def _expired(runs: Sequence[RunEntity], needed: set[str], keep: int) -> list[str]:
+    """Ids of ended flows' runs beyond the newest ``keep``, each after its children."""
+    known = {run.info.run_id: run for run in runs}
+    children: dict[str | None, list[RunEntity]] = defaultdict(list)
+    roots: list[RunEntity] = []
+    for run in runs:
+        parent = run.data.tags.get(PARENT)
+        (children[parent] if parent in known else roots).append(run)
+
+    def family(run: RunEntity) -> Iterator[RunEntity]:
+        for child in children[run.info.run_id]:
+            yield from family(child)
+        yield run
+
+    families = [list(family(root)) for root in sorted(roots, key=_age)]
+    spare = [
+        [run.info.run_id for run in members]
+        for members in families
+        if all(r.info.run_id not in needed and r.info.status not in UNFINISHED for r in members)
+    ]
+    return [run_id for ids in spare[:-keep] for run_id in ids]
+
+
+def _age(run: RunEntity) -> tuple[int, str]:
+    return run.info.start_time, run.info.run_id
+
+
+def _files(location: str) -> list[Path]:
+    folder = local_folder(location)
+    return [] if folder is None else [file for file in folder.rglob("*") if file.is_file()]
+
+
+def _remove_files(location: str) -> None:
+    folder = local_folder(location)
+    if folder is None:
+        get_artifact_repository(location).delete_artifacts()
+        return
+    with suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+    with suppress(OSError):  # MLflow gives each a folder of its own
+        folder.parent.rmdir()

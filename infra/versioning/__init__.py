@@ -1,0 +1,1 @@
+"""DVC: versions of data and models."""

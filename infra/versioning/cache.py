@@ -1,0 +1,106 @@
+"""The DVC cache of a workspace: which of its objects nothing names any more, and their removal.
+
+With ``infra.versioning.versions`` the only module that calls DVC.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from upcycle_core.errors import Fault, InputError
+
+Output = Mapping[str, Any]
+"""An output as dvc.lock names it: ``path``, ``md5``, ..."""
+REMOVING = re.compile(r"^Removing (/.*)$", re.MULTILINE)
+CONFIG = '[core]\n    no_scm = True\n    analytics = false\n    site_cache_dir = "{site}"\n'
+CACHE = '[cache]\n    dir = "{cache}"\n'
+
+
+def outputs(lock: str) -> dict[str, list[Output]]:
+    """{stage: its outputs} of a dvc.lock's text."""
+    stages = (yaml.safe_load(lock) or {}).get("stages", {})
+    return {name: entry.get("outs", []) for name, entry in stages.items()}
+
+
+def drop_linked(root: Path, damaged: Iterable[Path]) -> None:
+    """Remove from the cache what shares its bytes with damaged files.
+
+    DVC links what it keeps to the workspace, and takes a read-only object for a whole one: damage
+    would come back from the cache.
+
+    Args:
+        root: The workspace, whose lock is held.
+        damaged: Files that are not what they were when DVC recorded them.
+    """
+    linked = {_inode(file) for file in damaged if file.exists() and file.stat().st_nlink > 1}
+    for kept in (root / ".dvc" / "cache").rglob("*") if linked else ():
+        if kept.is_file() and _inode(kept) in linked:
+            kept.unlink()
+
+
+def _inode(file: Path) -> tuple[int, int]:
+    found = file.stat()
+    return found.st_dev, found.st_ino
+
+
+class Cache:
+    """What DVC has kept of a workspace.
+
+    DVC's own collector decides: it is given a project of its own over the same cache, which names
+    what is to stay. So neither the workspace's dvc.yaml nor how old versions were made matters. A
+    cache that projects share lies elsewhere, and stays as it is.
+
+    Args:
+        root: The workspace, whose lock is held.
+        scratch: A folder for that project; nothing lies there yet.
+    """
+
+    def __init__(self, root: Path, scratch: Path) -> None:
+        self.root, self.scratch = root, scratch
+        self.directory = root / ".dvc" / "cache"
+
+    def unused(self, kept: Iterable[Output]) -> list[Path]:
+        """Objects that are not of ``kept``. Changes nothing."""
+        if not self.directory.is_dir():
+            return []
+        return [Path(path) for path in REMOVING.findall(self._collect(kept, "--dry"))]
+
+    def collect(self, kept: Iterable[Output]) -> None:
+        """Remove every object that is not of ``kept``."""
+        self._collect(kept)
+
+    def _collect(self, kept: Iterable[Output], *options: str) -> str:
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        (self.scratch / ".dvc").mkdir(parents=True)
+        try:
+            config = CONFIG.format(site=self.scratch / "site") + CACHE.format(cache=self.directory)
+            (self.scratch / ".dvc" / "config").write_text(config)
+            outs = list({out["md5"]: out for out in kept if "md5" in out}.values())
+            pipeline = {f"kept-{i}": {"cmd": "true", "outs": [f"{i}"]} for i in range(len(outs))}
+            lock = {
+                f"kept-{i}": {"cmd": "true", "outs": [{**out, "path": f"{i}"}]}
+                for i, out in enumerate(outs)
+            }
+            # As JSON, which is YAML: DVC must not read the digest 12e34 as a number.
+            (self.scratch / "dvc.yaml").write_text(json.dumps({"stages": pipeline}))
+            (self.scratch / "dvc.lock").write_text(json.dumps({"schema": "2.0", "stages": lock}))
+            return self._dvc("gc", "--workspace", "--force", *options, cwd=self.scratch)
+        finally:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _dvc(self, *arguments: str, cwd: Path) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "dvc", *arguments], cwd=cwd, capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            detail = " ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
+            remedy = f"failed for {self.directory}: {detail}; nothing that is named was removed"
+            raise InputError(Fault("versions", f"dvc {' '.join(arguments)}", remedy))
+        return done.stdout

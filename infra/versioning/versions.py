@@ -1,0 +1,147 @@
+"""DVC: versions of what stages publish. The only module that calls it.
+
+Every workspace is a DVC project of its own: its ``dvc.yaml`` and ``params.yaml`` are written from
+the stages and the resolved recipe, its ``dvc.lock`` from what was published.
+"""
+
+import configparser
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from infra.recipe.names import masked
+from upcycle_core.errors import Fault, InputError
+
+# Not "reflink" first: DVC would take every file away for a moment to link it anew, while pieces
+# read it. So it links what it finds, where the disk can.
+SETTINGS = {"core": {"no_scm": "True"}, "cache": {"type": "hardlink, copy"}}
+REMOTE = "upcycle"
+
+
+class Versions:
+    """The DVC project in one workspace. Calls are serialised: DVC holds one lock a project.
+
+    Args:
+        root: The workspace.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._config = root / ".dvc" / "config"
+        self._lock = threading.Lock()
+
+    def prepare(self, *, pipeline: str, params: str) -> None:
+        """Make the project if there is none, and write ``dvc.yaml`` and ``params.yaml``."""
+        self._configure(SETTINGS)
+        _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n")
+        _write_if_changed(self.root / "params.yaml", params)
+        _write_if_changed(self.root / "dvc.yaml", pipeline)
+
+    def commit(self, stages: Sequence[str]) -> None:
+        """Record the published outputs of ``stages`` (``experts@law``) in cache and dvc.lock."""
+        if stages:
+            self._dvc("commit", "--force", *stages)
+
+    def push(self, remote: str) -> None:
+        """Send everything that dvc.lock names to ``remote``, an absolute directory or a URL."""
+        self._use(remote)
+        self._dvc("push")
+
+    def pull(self, lock: str, remote: str, stages: Collection[str]) -> None:
+        """Bring the outputs of stages from a remote to their places.
+
+        DVC holds every file against the hash that the lock names.
+
+        Args:
+            lock: Text of a dvc.lock. It may know stages of domains that have left.
+            remote: An absolute directory, or a URL.
+            stages: Those of the recipe; what its flow did not run stands in no lock.
+
+        Raises:
+            InputError: Something is not there, or not as it was.
+        """
+        (self.root / "dvc.lock").write_text(lock)
+        self._use(remote, verify=True)
+        locked = yaml.safe_load(lock).get("stages", {})
+        self._dvc("pull", *(stage for stage in stages if stage in locked))
+
+    def _use(self, remote: str, *, verify: bool = False) -> None:
+        place = {"url": _quoted(remote), **({"verify": "True"} if verify else {})}
+        self._configure({"core": {"remote": REMOTE}, f"'remote \"{REMOTE}\"'": place})
+
+    def _configure(self, settings: Mapping[str, Mapping[str, str]]) -> None:
+        """Add to the project's settings. Each command of DVC takes two seconds to do it, and none
+        of them can write a place with letters beyond ASCII in its name.
+        """
+        self._config.parent.mkdir(parents=True, exist_ok=True)
+        config = configparser.ConfigParser(interpolation=None)
+        try:
+            config.read(self._config, encoding="utf-8")
+        except configparser.Error as error:
+            remedy = f"cannot be read ({error}); mend it, or remove it to have it written anew"
+            raise InputError(Fault("versions", str(self._config), remedy)) from error
+        before = {name: dict(section) for name, section in config.items()}
+        config.read_dict(settings)
+        if before != {name: dict(section) for name, section in config.items()}:
+            partial = self._config.with_suffix(".partial")
+            with partial.open("w", encoding="utf-8") as file:
+                config.write(file)
+            partial.replace(self._config)
+
+    def lock_text(self) -> str:
+        """Content of dvc.lock; empty before the first commit."""
+        lock = self.root / "dvc.lock"
+        return lock.read_text() if lock.exists() else ""
+
+    def _dvc(self, *arguments: str) -> None:
+        with self._lock:
+            done = subprocess.run(
+                [sys.executable, "-m", "dvc", *arguments],
+                cwd=self.root,
+                capture_output=True,
+                text=True,
+            )
+        if done.returncode != 0:
+            detail = masked(" ".join((done.stderr or done.stdout).strip().splitlines()[-6:]))
+            remedy = f"failed in {self.root}: {detail}; mend what it says and run the same again"
+            raise InputError(Fault("versions", f"dvc {arguments[0]}", remedy))
+
+
+def remote_of(remote: str, home: Path) -> str:
+    """A remote as DVC finds it from any folder; a relative directory is seen from ``home``."""
+    return remote if "://" in remote else str((home / Path(remote).expanduser()).resolve())
+
+
+def _quoted(place: str) -> str:
+    """A place as DVC's settings hold it."""
+    quote = "'" if '"' in place else '"'
+    if quote in place:
+        remedy = "holds both ' and \"; rename it"
+        raise InputError(Fault("versions.remote", masked(place), remedy))
+    return f"{quote}{place}{quote}"
+
+
+def _write_if_changed(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def code_version(root: Path) -> str:
+    """Git commit of the checkout, ``-modified`` if its files differ; ``unknown`` without Git."""
+    commit = _git(root, "rev-parse", "HEAD")
+    if commit is None:
+        return "unknown"
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}-modified" if changed else commit
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

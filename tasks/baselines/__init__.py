@@ -1,0 +1,1 @@
+"""What is trained and scored beside a method, and what it costs."""

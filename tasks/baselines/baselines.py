@@ -1,0 +1,70 @@
+"""Stage ``baselines``: one published way of upcycling, built and trained, a row of a comparison."""
+
+from typing import Any
+
+from infra.cluster.compute import Piece
+from infra.recipe.schema import Recipe
+from tasks.baselines.start import start_piece
+from tasks.dume.files import ROUTERS
+from tasks.engine.stage import StageRun, each, stage
+from tasks.training import train_from
+from upcycle_core.baselines.config import Baseline
+
+
+def _inputs(recipe: Recipe, name: str) -> list[str]:
+    baseline = recipe.baselines[name]
+    found = list(each(recipe, "corpora/{domain}/train"))
+    if baseline.training.evaluation_steps is not None:
+        found += each(recipe, "corpora/{domain}/calibration")
+    if baseline.uses_experts:
+        found += each(recipe, "experts/{domain}")
+    if baseline.uses_seed:
+        found.append("seed")
+    if baseline.method == "dume":
+        found += ["backbone", "router"]
+    return found
+
+
+@stage(
+    "baselines/{baseline}",
+    inputs=_inputs,
+    params=("seed", "baselines.{baseline}", "moe.max_shard_bytes"),
+    needed=lambda recipe: recipe.method == "dume",
+)
+def baselines(run: StageRun) -> None:
+    """Write the trained checkpoint, and beside it what its training came to."""
+    recipe, baseline = run.recipe, run.recipe.baselines[run.item]
+    domains = list(recipe.domains)
+    start = Piece(
+        name="start",
+        function=start_piece,
+        arguments={
+            "baseline": baseline,
+            "copies": baseline.experts(len(domains)),
+            "seed": recipe.seed,
+            "max_shard_bytes": recipe.moe.max_shard_bytes,
+            **_parts(run, baseline),
+        },
+    )
+    started = run.run([start], "baselines", uses_gpu=False)["start"]
+    train_from(
+        run,
+        started.path,
+        training=baseline.training,
+        # A dense model has neither routers nor experts.
+        objective=baseline.objective if baseline.experts(len(domains)) else None,
+        kind="baselines",
+    )
+
+
+def _parts(run: StageRun, baseline: Baseline) -> dict[str, Any]:
+    """The models that its start is made of."""
+    parts: dict[str, Any] = {}
+    if baseline.uses_experts:
+        parts["experts"] = {d: run.path(f"experts/{d}") for d in run.recipe.domains}
+    if baseline.uses_seed:
+        parts["seed_model"] = run.path("seed")
+    if baseline.method == "dume":
+        routers = run.path("router") / ROUTERS["calibration"]
+        parts |= {"backbone": run.path("backbone"), "routers": routers}
+    return parts

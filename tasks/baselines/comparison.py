@@ -1,0 +1,122 @@
+"""Stage ``comparison``: every way of upcycling on the same held-out text, in one table."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infra.cluster.compute import Piece
+from infra.recipe.schema import Recipe
+from tasks.engine.artifacts import SUMMARY
+from tasks.engine.params import MEASURING
+from tasks.engine.stage import StageRun, each, stage
+from tasks.scoring.evaluation import heldout_arguments
+from upcycle_core.baselines.ensemble import evaluate_ensemble
+from upcycle_core.evaluation.text.comparison import Compared, comparison_metrics
+from upcycle_core.evaluation.text.pieces import Scores, evaluate_checkpoint
+from upcycle_core.evaluation.text.results import expert_row
+from upcycle_core.evaluation.text.scores import Score
+from upcycle_core.evaluation.text.table import title
+from upcycle_core.moe.size import Counts, parameter_counts
+from upcycle_core.progress import Progress
+
+REPORTED = ("seed", "model_averaging", "random_routing", "dume", "oracle")
+"""Rows of the DUME report that a comparison takes over; the experts normalise all of them."""
+MERGED = ("random_routing", "dume", "oracle")
+"""Of these, the ones that are the assembled model with one router or another."""
+
+
+def _inputs(recipe: Recipe, item: str) -> list[str]:
+    patterns = ("experts/{domain}", "corpora/{domain}/heldout")
+    found = [name for pattern in patterns for name in each(recipe, pattern)]
+    trained = [f"baselines/{name}" for name, row in recipe.baselines.items() if row.trains]
+    return [*found, *trained, "model", "report"]
+
+
+def _tokens(recipe: Recipe) -> list[str]:
+    """What the tokens of the experts are counted from."""
+    return ["experts.training"] if recipe.trains_experts else []
+
+
+@stage(
+    "comparison",
+    inputs=_inputs,
+    params=lambda recipe, item: (*MEASURING, "baselines", *_tokens(recipe)),
+    needed=lambda recipe: recipe.method == "dume" and bool(recipe.baselines),
+)
+def comparison(run: StageRun) -> None:
+    """Write metrics.json: scores, parameters and tokens of every row."""
+    report = json.loads((run.path("report") / "metrics.json").read_text())
+    done = run.run([_piece(run, name) for name in run.recipe.baselines], "evaluation")
+    rows = {name: _reported(run, name, report) for name in REPORTED if name in report["perplexity"]}
+    for name, piece in done.items():
+        rows[name] = _baseline(run, name, piece.result)
+    experts = {
+        domain: report["perplexity"][expert_row(domain)][domain] for domain in run.recipe.domains
+    }
+    metrics = comparison_metrics(experts, rows)
+    (run.out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+
+
+def _piece(run: StageRun, name: str) -> Piece:
+    common = heldout_arguments(run)
+    if run.recipe.baselines[name].trains:
+        arguments = {"model": run.path(f"baselines/{name}"), **common}
+        return Piece(name=name, function=baseline_piece, arguments=arguments)
+    experts = {domain: run.path(f"experts/{domain}") for domain in run.recipe.domains}
+    return Piece(name=name, function=ensemble_piece, arguments={"experts": experts, **common})
+
+
+def baseline_piece(*, out: Path, progress: Progress, model: Path, **common: Any) -> Scores:
+    """The piece: a trained baseline."""
+    return evaluate_checkpoint(model, progress=progress, **common)
+
+
+def ensemble_piece(
+    *, out: Path, progress: Progress, experts: Mapping[str, Path], **common: Any
+) -> Scores:
+    """The piece: the experts' ensemble, nothing merged."""
+    return evaluate_ensemble(experts, progress=progress, **common)
+
+
+def _reported(run: StageRun, name: str, report: Mapping[str, Any]) -> Compared:
+    """A row that the report has measured; nothing is trained for it after the experts."""
+    model = run.path("model" if name in MERGED else f"experts/{next(iter(run.recipe.domains))}")
+    counts = parameter_counts(model)
+    return Compared(
+        title=title(name, run.recipe.domains),
+        perplexities=report["perplexity"][name],
+        trained_parameters=0,
+        active_parameters=counts.active,
+        total_parameters=counts.total,
+        tokens=0 if name == "seed" else run.recipe.expert_tokens,
+    )
+
+
+def _baseline(run: StageRun, name: str, scores: Mapping[str, Mapping[str, float]]) -> Compared:
+    baseline = run.recipe.baselines[name]
+    tokens = run.recipe.expert_tokens if baseline.uses_experts else 0
+    trained = 0
+    if baseline.trains:
+        summary = json.loads((run.path(f"baselines/{name}") / SUMMARY).read_text())
+        counts = Counts(total=summary["total_parameters"], active=summary["active_parameters"])
+        trained, tokens = summary["trained_parameters"], tokens + summary["tokens"]
+    else:
+        counts = _ensemble([run.path(f"experts/{d}") for d in run.recipe.domains])
+    return Compared(
+        title=baseline.title or name,
+        perplexities={d: Score.from_dict(score).perplexity for d, score in scores.items()},
+        trained_parameters=trained,
+        active_parameters=counts.active,
+        total_parameters=counts.total,
+        tokens=tokens,
+    )
+
+
+def _ensemble(experts: list[Path]) -> Counts:
+    """Every token passes through every expert."""
+    each_one = [parameter_counts(path) for path in experts]
+    return Counts(
+        total=sum(counts.total for counts in each_one),
+        active=sum(counts.active for counts in each_one),
+    )

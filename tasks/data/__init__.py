@@ -1,0 +1,1 @@
+"""From sources to what models read: documents, tokenizer, corpora, tasks."""

@@ -1,0 +1,60 @@
+"""Stage ``task_sets``: every task of the recipe made whole on disk, its data beside it."""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+from infra.recipe.schema import Recipe
+from tasks.data.task_files import task_folder
+from tasks.engine.sources import CODE
+from tasks.engine.stage import StageRun, stage
+from upcycle_core.corpora.reader import read_documents
+from upcycle_core.evaluation.tasks.config import CodeConfig, EvaluationTask
+from upcycle_core.evaluation.tasks.definitions import write_task
+from upcycle_core.progress import Progress
+
+
+def _inputs(recipe: Recipe, item: str) -> Iterable[str]:
+    read = {task.domain for task in recipe.tasks.values() if task.heldout is not None}
+    yield from (f"documents/{domain}" for domain in recipe.domains if domain in read)
+    yield from (f"sources/tasks/{name}.json" for name in recipe.tasks)
+
+
+@stage(
+    "task_sets",
+    inputs=_inputs,
+    params=("seed", "tasks", "task_evaluation.folder", "task_evaluation.code"),
+    needed=lambda recipe: bool(recipe.tasks),
+)
+def task_sets(run: StageRun) -> None:
+    """Write ``TASK/``: definition, data and settings."""
+    run.run_one(
+        write_task_sets,
+        "evaluation",
+        tasks=run.recipe.tasks,
+        documents={d: run.path(f"documents/{d}/heldout.parquet") for d in run.recipe.domains},
+        folder=task_folder(run.recipe),
+        seed=run.recipe.seed,
+        code=run.recipe.task_evaluation.code,
+    )
+
+
+def write_task_sets(
+    *,
+    out: Path,
+    progress: Progress,
+    tasks: Mapping[str, EvaluationTask],
+    documents: Mapping[str, Path],
+    folder: Path | None,
+    seed: int,
+    code: CodeConfig,
+) -> None:
+    """The piece: all tasks. Each is loaded once, so that missing data are found here."""
+    from upcycle_core.evaluation.tasks.tasks import check_tasks  # imports the harness: seconds
+
+    progress.start("making tasks", len(tasks), "tasks")
+    for name, task in tasks.items():
+        texts = partial(read_documents, documents[task.domain]) if task.domain else tuple
+        write_task(task, out / name, folder=folder, root=CODE, seed=seed, texts=texts)
+        progress.advance(1)
+    check_tasks({name: out / name for name in tasks}, code=code)

@@ -1,0 +1,62 @@
+"""Stage ``tokenizer``: trained on all domains, or the one that the given models share."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from infra.recipe.schema import Recipe
+from tasks.engine.artifacts import SEED
+from tasks.engine.stage import StageRun, each, stage
+from upcycle_core.checkpoints.fetch import resolve_model
+from upcycle_core.checkpoints.tokenizer import copy_tokenizer
+from upcycle_core.corpora.config import TokenizerConfig
+from upcycle_core.corpora.tokenizer import train_tokenizer
+from upcycle_core.progress import Progress
+
+
+def _inputs(recipe: Recipe, domain: str) -> list[str]:
+    if recipe.trains_seed:
+        return list(each(recipe, "documents/{domain}"))
+    if recipe.seed_model.model is not None:
+        return [f"sources/{SEED}.json"]
+    return [f"sources/{next(iter(recipe.domains))}.json"]
+
+
+def _params(recipe: Recipe, item: str) -> Iterator[str]:
+    yield "seed_model.model"
+    if recipe.trains_seed:
+        yield "tokenizer"
+
+
+@stage(
+    "tokenizer",
+    inputs=_inputs,
+    params=_params,
+    needed=lambda recipe: recipe.method in ("dume", "simoe"),
+)
+def tokenizer(run: StageRun) -> None:
+    """Write the tokenizer's files."""
+    recipe = run.recipe
+    if not recipe.trains_seed:
+        reference = recipe.seed_model.model or next(iter(recipe.domains.values())).expert
+        assert reference is not None
+        copy_tokenizer(resolve_model(reference, run.models), run.out)
+        return
+    run.run_one(
+        learn_vocabulary,
+        "corpora",
+        documents={name: run.path(f"documents/{name}") for name in recipe.domains},
+        config=recipe.tokenizer,
+    )
+
+
+def learn_vocabulary(
+    *,
+    out: Path,
+    progress: Progress,
+    documents: Mapping[str, Path],
+    config: TokenizerConfig,
+) -> None:
+    """The piece."""
+    progress.start("training the tokenizer", 1, "vocabularies")
+    train_tokenizer(documents, out, config=config)
+    progress.advance()

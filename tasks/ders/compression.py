@@ -1,0 +1,137 @@
+"""Stage ``compression``: quality against size, and the smallest model that is good enough."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from infra.recipe.schema import Recipe, recipe_yaml
+from tasks.ders.sweeps import artifact_of, base_of, sweep_inputs
+from tasks.engine.artifacts import ORIGINAL, SWEEP
+from tasks.engine.params import dume_keys
+from tasks.engine.stage import StageRun, stage
+from upcycle_core.checkpoints.card import write_model_card
+from upcycle_core.ders.compress import compress
+from upcycle_core.ders.config import CodecConfig, CompressionConfig
+from upcycle_core.evaluation.compression.report import write_compression_report
+from upcycle_core.evaluation.compression.results import Point, Sweep, smallest_within
+from upcycle_core.evaluation.text.results import expert_row
+from upcycle_core.evaluation.text.scores import Score
+from upcycle_core.evaluation.text.table import title
+from upcycle_core.progress import Progress
+
+REPORT, MODEL = "report", "model"
+"""Folders below the artifact; the chosen checkpoint's is not there if no way is good enough."""
+
+
+def _inputs(recipe: Recipe, item: str) -> list[str]:
+    first = sweep_inputs(recipe, recipe.compressed[0])
+    return [*first, *(f"sweeps/{row}" for row in recipe.compressed), "report"]
+
+
+@stage(
+    "compression",
+    inputs=_inputs,
+    params=lambda recipe, item: (*dume_keys(recipe), "compression", "baselines"),
+    needed=lambda recipe: recipe.compression is not None,
+)
+def compression(run: StageRun) -> None:
+    """Write ``report/``, and in ``model/`` the smallest checkpoint within the tolerance."""
+    recipe = run.recipe
+    assert recipe.compression is not None
+    report = json.loads((run.path("report") / "metrics.json").read_text())
+    experts = {d: report["perplexity"][expert_row(d)][d] for d in recipe.domains}
+    found = {
+        row: json.loads((run.path(f"sweeps/{row}") / SWEEP).read_text())
+        for row in recipe.compressed
+    }
+    sweeps = [_sweep(recipe, row, values, experts) for row, values in found.items()]
+    chosen = smallest_within(sweeps[0], recipe.compression.tolerance)
+    if chosen is not None:
+        run.run_one(
+            chosen_piece,
+            "assembly",
+            model=run.path(artifact_of(recipe, recipe.compressed[0])),
+            base=base_of(run),
+            codec=recipe.compression.codecs[chosen],
+            compression=recipe.compression,
+            max_shard_bytes=recipe.moe.max_shard_bytes,
+            title=f"{recipe.name}, {chosen}",
+            recipe=recipe_yaml(recipe, [*dume_keys(recipe), "compression"]),
+            experts=list(recipe.domains),
+        )
+    write_compression_report(
+        run.out / REPORT,
+        sweeps,
+        {row_title(recipe, row): values[ORIGINAL]["cosines"] for row, values in found.items()},
+        tolerance=recipe.compression.tolerance,
+    )
+
+
+def row_title(recipe: Recipe, row: str) -> str:
+    """What people call a row that is compressed."""
+    baseline = recipe.baselines.get(row)
+    if baseline is None:
+        return title(row, ())
+    return baseline.title or row
+
+
+def _sweep(
+    recipe: Recipe, row: str, found: Mapping[str, Any], experts: Mapping[str, float]
+) -> Sweep:
+    reports = {name: values["report"] for name, values in found.items() if name != ORIGINAL}
+    original = found[ORIGINAL]
+    return Sweep(
+        source=row_title(recipe, row),
+        domains=tuple(recipe.domains),
+        experts=experts,
+        original=_perplexities(original),
+        original_bytes=next(iter(reports.values()))["bytes_of_original"],
+        original_expert_bytes=original["expert_bytes"],
+        points={
+            name: Point(
+                codec=found[name]["codec"],
+                bytes=report["bytes_on_disk"],
+                perplexity=_perplexities(found[name]),
+                formula_bytes=report["bytes_by_formula"],
+                relative_error=mean(report["relative_errors"].values()),
+            )
+            for name, report in reports.items()
+        },
+    )
+
+
+def _perplexities(found: Mapping[str, Any]) -> dict[str, float]:
+    return {d: Score.from_dict(score).perplexity for d, score in found["scores"].items()}
+
+
+def chosen_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    model: Path,
+    base: Path | None,
+    codec: CodecConfig,
+    compression: CompressionConfig,
+    max_shard_bytes: int,
+    title: str,
+    recipe: str,
+    experts: list[str],
+) -> dict[str, Any]:
+    """The piece: the checkpoint that is kept."""
+    report = compress(
+        model,
+        out / MODEL,
+        config=codec,
+        base=base,
+        minimum_cosine=compression.minimum_cosine,
+        seed=compression.seed,
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+    )
+    write_model_card(
+        out / MODEL, title=title, recipe_text=recipe, method="DUME, DeRS", experts=experts
+    )
+    return asdict(report)

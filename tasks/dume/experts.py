@@ -1,0 +1,41 @@
+"""Stage ``experts``: one expert a domain, trained from the seed, continued, or given."""
+
+from infra.recipe.schema import Recipe
+from tasks.dume.seed import train_piece
+from tasks.engine.params import expert_keys
+from tasks.engine.stage import StageRun, stage
+from upcycle_core.checkpoints.copy import copy_checkpoint
+from upcycle_core.checkpoints.fetch import resolve_model
+
+
+def _inputs(recipe: Recipe, domain: str) -> list[str]:
+    given = [f"sources/{domain}.json"]
+    start = f"parents/{domain}" if domain in recipe.parents else "seed"
+    trained = recipe.domains[domain].expert is None
+    return [*given, f"corpora/{domain}/train", start] if trained else given
+
+
+@stage(
+    "experts/{domain}",
+    inputs=_inputs,
+    params=expert_keys,
+    needed=lambda recipe: recipe.method == "dume",
+)
+def experts(run: StageRun) -> None:
+    """Write the expert's checkpoint."""
+    recipe = run.recipe
+    given = recipe.domains[run.domain].expert
+    if given is not None:
+        copy_checkpoint(resolve_model(given, run.models), run.out)
+        return
+    is_continued = run.domain in recipe.parents
+    run.run_one(
+        train_piece,
+        "experts",
+        start=run.path(f"parents/{run.domain}" if is_continued else "seed"),
+        shape=None,
+        corpora=[run.path(f"corpora/{run.domain}/train")],
+        config=recipe.experts.continuing if is_continued else recipe.experts.training,
+        seed=recipe.seed,
+        device=run.device("experts"),
+    )

@@ -1,0 +1,130 @@
+"""``router.solve: sequential``: layer by layer, L passes (the ablation of DUME's section 2.3)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from infra.cluster.compute import Piece
+from tasks.dume.model import assemble_piece
+from tasks.engine.stage import StageRun
+from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.router import choose_lambda, save_routers, solve_routers, solve_sequentially
+from upcycle_core.dume.router_reader import RouterSolution
+from upcycle_core.dume.sequential import sequential_statistics
+from upcycle_core.dume.statistics import Statistics, merge_statistics
+from upcycle_core.progress import Progress
+
+
+def solve_layer_by_layer(
+    run: StageRun, split: str, statistics: Mapping[str, Path], out: Path
+) -> None:
+    """Solve each router from inputs that the routers before it have shaped.
+
+    Args:
+        run: The router stage's run; its pieces are (layer, domain, shard).
+        split: The calibration text.
+        statistics: Files of the joint pass by domain; lambda is chosen on them.
+        out: File to write the routers to.
+    """
+    joint = {name: Statistics.load(path) for name, path in statistics.items()}
+    config = run.recipe.router
+    moe = _assembled(run, split, solve_routers(joint, config=config))
+
+    def gather(layer: int, routers: Mapping[int, Tensor]) -> dict[str, Statistics]:
+        return _layer_statistics(run, split, moe, layer, routers)
+
+    solution = solve_sequentially(
+        next(iter(joint.values())).layout.layers,
+        gather,
+        choice=choose_lambda(joint, config=config),
+        domain_weights=config.domain_weights,
+    )
+    save_routers(solution, out)
+
+
+def _assembled(run: StageRun, split: str, solution: RouterSolution) -> Path:
+    """A MoE to send tokens through; its routers are replaced as they are solved."""
+    recipe = run.recipe
+    routers = run.out / f"{split}.joint"
+    save_routers(solution, routers)
+    piece = Piece(
+        name=f"{split}-moe",
+        function=assemble_piece,
+        arguments={
+            "experts": {name: run.path(f"experts/{name}") for name in recipe.domains},
+            "backbone": run.path("backbone"),
+            "routers": routers,
+            "top_k": recipe.moe.top_k,
+            "max_shard_bytes": recipe.moe.max_shard_bytes,
+            "title": recipe.name,
+            "recipe": "",
+        },
+    )
+    done = run.run([piece], "assembly")
+    routers.unlink()
+    return done[piece.name].path
+
+
+def _layer_statistics(
+    run: StageRun, split: str, moe: Path, layer: int, routers: Mapping[int, Tensor]
+) -> dict[str, Statistics]:
+    recipe = run.recipe
+    shards = range(recipe.statistics.shards)
+    pieces = {
+        (domain, shard): Piece(
+            name=f"{split}-{layer}-{domain}-{shard}",
+            function=layer_piece,
+            arguments={
+                "moe": moe,
+                "routers": dict(routers),
+                "layer": layer,
+                "corpus": _text(run, domain, split),
+                "config": recipe.statistics,
+                "shard": shard,
+                "device": run.device("statistics"),
+            },
+        )
+        for domain in recipe.domains
+        for shard in shards
+    }
+    done = run.run(list(pieces.values()), "statistics")
+    found = {}
+    for domain in recipe.domains:
+        merged = run.pieces_directory / f"{split}-{layer}-{domain}.merged"
+        files = [done[pieces[domain, shard].name].path for shard in shards]
+        merge_statistics(files, merged)
+        found[domain] = Statistics.load(merged)
+    return found
+
+
+def _text(run: StageRun, domain: str, split: str) -> Path:
+    has_it = split == "calibration" or run.recipe.domains[domain].elsewhere is not None
+    return run.path(f"corpora/{domain}/{split if has_it else 'calibration'}")
+
+
+def layer_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    moe: Path,
+    routers: Mapping[int, Tensor],
+    layer: int,
+    corpus: Path,
+    config: StatisticsConfig,
+    shard: int,
+    device: str,
+) -> None:
+    """The piece: one layer's router inputs on one shard of one text."""
+    sequential_statistics(
+        moe,
+        routers,
+        layer,
+        corpus,
+        out,
+        config=config,
+        shard=shard,
+        device=device,
+        progress=progress,
+        what=f"statistics of layer {layer}",
+    )

@@ -1,0 +1,1 @@
+"""What every stage shares: fingerprint, workspace, pieces, records, costs."""

@@ -1,0 +1,62 @@
+"""What is built upon as it is: whether it is there as it was, and is what the recipe asks for."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from infra.recipe.schema import Recipe
+from tasks.engine.params import recorded_setting
+from tasks.engine.workspace import Workspace
+from upcycle_core.errors import Fault
+
+DECIDE = ("seed", "seed_model", "tokenizer")
+"""Settings whose change would make another one. The backbone's average is the lineage's."""
+REBUILD = "or build all anew: flows.dume --rebuild"
+
+
+def pinned_faults(
+    recipe: Recipe,
+    workspace: Workspace,
+    artifact: str,
+    *,
+    record: Mapping[str, Any] | None,
+    asked: Mapping[str, Any],
+) -> Iterator[Fault]:
+    """Hold an artifact against the recipe's lineage, and what it was made by against the recipe.
+
+    Args:
+        recipe: At work.
+        workspace: Where the artifact is.
+        artifact: ``seed``.
+        record: What made it; None if it is absent or damaged.
+        asked: {dotted key: value} of the recipe that would decide it now.
+    """
+    if record is None or not workspace.has_digest(artifact, recipe.pinned[artifact]):
+        remedy = "is built upon and is not there as it was; bring it back (dvc pull --force in the "
+        yield Fault("lineage.pinned", artifact, f"{remedy}workspace, or flows.restore), {REBUILD}")
+        return
+    if not recipe.trains_seed:  # it was given, and copied
+        return
+    made = record.get("params", {})
+    for name, value in json.loads(json.dumps(asked)).items():
+        if name.partition(".")[0] not in DECIDE:
+            continue
+        try:
+            recorded = recorded_setting(made, name)
+        except KeyError:  # of another version of the code, and its default
+            continue
+        for key, before, now in _other(name, recorded, value):
+            remedy = f"{artifact} is built upon and was made with {before!r}; put that back, "
+            yield Fault(key, now, remedy + REBUILD)
+
+
+def _other(key: str, made: Any, asked: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Where two settings differ: key, and both values.
+
+    What one of them does not know is of another version of the code, and its default.
+    """
+    if isinstance(made, dict) and isinstance(asked, dict):
+        for name in sorted(made.keys() & asked.keys()):
+            yield from _other(f"{key}.{name}", made[name], asked[name])
+    elif made != asked:
+        yield key, made, asked

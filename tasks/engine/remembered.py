@@ -1,0 +1,109 @@
+"""Results of pieces that outlive a stage's fingerprint: of those that left no files.
+
+A stage that is run again, because one of many things that it measures is new, asks that one alone.
+They lie in ``.results/`` beside the artifacts, and are no more than a memory: without them the
+pieces run again.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.cluster.pieces import Piece, read_record, write_record
+from tasks.engine.sources import module_digests, package_versions
+from tasks.engine.workspace import Workspace, fingerprint
+
+FOLDER = ".results"
+
+
+class Remembered:
+    """What is remembered of one stage's pieces.
+
+    Args:
+        workspace: The stage's.
+        label: The stage's, with its item.
+    """
+
+    def __init__(self, workspace: Workspace, label: str) -> None:
+        self._workspace = workspace
+        self._path = workspace.root / FOLDER / f"{label}.json"
+        self._marks: dict[str, tuple[str, Path]] = {}
+
+    def recall(self, pieces: Sequence[Piece], directory: Path) -> list[str]:
+        """Let pieces count as finished whose results are known; returns their names."""
+        known = self._known()
+        recalled = []
+        for piece in pieces:
+            mark = self._mark(piece)
+            if mark is None:
+                continue
+            self._marks[mark] = (piece.name, directory)
+            if mark in known and read_record(directory, piece.name) is None:
+                directory.mkdir(parents=True, exist_ok=True)
+                write_record(directory, piece.name, known[mark])
+                recalled.append(piece.name)
+        return recalled
+
+    def keep(self) -> None:
+        """Remember this run's results in the place of the last one's."""
+        records = {
+            mark: record
+            for mark, (name, directory) in self._marks.items()
+            if (record := read_record(directory, name)) is not None and not record["left_files"]
+        }
+        if records:
+            self._path.parent.mkdir(exist_ok=True)
+            partial = self._path.with_suffix(".partial")
+            partial.write_text(json.dumps(records, sort_keys=True))
+            partial.replace(self._path)
+
+    def _known(self) -> dict[str, Any]:
+        try:
+            known = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return known if isinstance(known, dict) else {}
+
+    def _mark(self, piece: Piece) -> str | None:
+        """What decides its result; None if that cannot be said."""
+        try:
+            arguments = self._plain(piece.arguments)
+        except ValueError:
+            return None
+        return fingerprint(
+            {
+                "function": f"{piece.function.__module__}.{piece.function.__qualname__}",
+                "arguments": arguments,
+                "sources": module_digests(piece.function.__module__),
+                "packages": package_versions(),
+            }
+        )
+
+    def _plain(self, value: Any) -> Any:
+        """An argument as JSON holds it; an artifact by its digest.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, Path):
+            return self._digest(value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return [type(value).__name__, self._plain(asdict(value))]
+        if isinstance(value, Mapping):
+            return [[str(key), self._plain(part)] for key, part in value.items()]
+        if isinstance(value, list | tuple):
+            return [self._plain(part) for part in value]
+        raise ValueError(f"{type(value)} has no digest")
+
+    def _digest(self, path: Path) -> list[str | None]:
+        """Of a path in a published artifact."""
+        if not path.is_relative_to(self._workspace.root):
+            raise ValueError(f"{path} is no artifact")
+        name = path.relative_to(self._workspace.root).as_posix()
+        if name.startswith(".") or self._workspace.artifact_of(name) is None:
+            raise ValueError(f"{path} is in no published artifact")
+        return ["artifact", self._workspace.digest(name)]

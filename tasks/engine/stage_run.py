@@ -1,0 +1,152 @@
+"""What the function of a stage sees: the recipe at work, its inputs, and Ray for its pieces."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infra.cluster.compute import Done, Piece, progress_file, run_pieces
+from infra.recipe.resources import Resources
+from infra.recipe.schema import Recipe
+from tasks.engine.costs import Cost, cost_of
+from tasks.engine.remembered import Remembered
+from tasks.engine.reporting import PieceWatch, Recorder, Show
+from tasks.engine.workspace import Workspace, enclosing, take
+
+if TYPE_CHECKING:
+    from tasks.engine.stage import Stage
+
+
+@dataclass
+class Session:
+    """One recipe at work in one workspace.
+
+    Args:
+        recipe: What to make.
+        workspace: Where.
+        log: Takes a line for people.
+        record: Opens the record of a stage's curves; gets the stage's label and what made it.
+        show: Takes how far a stage is: its label, percent, and a line about it.
+        spent: When pieces ran (start, end; epoch seconds), by stage.
+        whole: Artifacts whose files were held against their hashes in this session.
+    """
+
+    recipe: Recipe
+    workspace: Workspace
+    log: Callable[[str], None]
+    record: Callable[[str, Mapping[str, Any]], AbstractContextManager[Recorder | None]] = (
+        lambda label, made_from: nullcontext(None)
+    )
+    show: Show = lambda label, share, line: None
+    spent: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
+
+
+class StageRun:
+    """What the function of a stage sees.
+
+    Args:
+        session: The recipe at work.
+        stage: The stage.
+        item: Its domain, baseline, ...; empty for a stage that runs once.
+        out: Empty directory to fill; it is published afterwards.
+        mark: Fingerprint of this run.
+        recorder: Where curves go.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        stage: "Stage",
+        item: str,
+        *,
+        out: Path,
+        mark: str,
+        recorder: Recorder | None,
+    ) -> None:
+        self.session, self.stage, self.item = session, stage, item
+        self.recipe = session.recipe
+        self.out = out
+        self.mark = mark
+        self.recorder = recorder
+        self.costs: list[Cost] = []
+        self.remembered = Remembered(session.workspace, stage.label(item))
+        self._inputs = frozenset(stage.inputs(session.recipe, item))
+
+    @property
+    def domain(self) -> str:
+        """The domain that a stage of one domain runs for."""
+        return self.item
+
+    @property
+    def pieces_directory(self) -> Path:
+        """Where this run's pieces are kept until it is published."""
+        return self.session.workspace.pieces / self.mark
+
+    @property
+    def models(self) -> Path:
+        """Where models from a hub are kept, for all workspaces."""
+        return self.session.workspace.root.parent / "models"
+
+    def path(self, artifact: str) -> Path:
+        """Where an input, or a part of one, is published.
+
+        Raises:
+            ValueError: The stage does not declare it, so it would decide the result unseen.
+        """
+        if self._inputs.isdisjoint(enclosing(artifact)):
+            raise ValueError(f"{self.stage.label(self.item)} does not declare {artifact}")
+        return self.session.workspace.path(artifact)
+
+    def run(self, pieces: Sequence[Piece], kind: str, *, uses_gpu: bool = True) -> dict[str, Done]:
+        """Run ``pieces`` on Ray with the resources that ``compute.KIND`` asks for.
+
+        Args:
+            pieces: What to run.
+            kind: Of the work.
+            uses_gpu: Whether they compute where ``device(kind)`` says. Pieces that compute on the
+                CPU whatever is asked for are given no GPU: it would be idle, and they would wait
+                for each other's.
+        """
+        resources: Resources = getattr(self.recipe.compute, kind)
+        if not uses_gpu:
+            resources = replace(resources, gpus=0.0)
+        watch = PieceWatch(
+            {piece.name: progress_file(self.pieces_directory, piece.name) for piece in pieces},
+            label=self.stage.name,
+            item=self.item,
+            log=self.session.log,
+            recorder=self.recorder,
+            show=self.session.show,
+        )
+        recalled = self.remembered.recall(pieces, self.pieces_directory)
+        if recalled:
+            label = self.stage.label(self.item)
+            known = f"{len(recalled)} of {len(pieces)} pieces"
+            self.session.log(f"{label}: {known} are as they were, and are not computed again")
+        done = run_pieces(
+            pieces,
+            directory=self.pieces_directory,
+            resources=resources,
+            label=self.stage.label(self.item),
+            watch=watch,
+        )
+        watch(final=True)
+        spans = self.session.spent.setdefault(self.stage.name, [])
+        spans += [(d.started, d.ended) for name, d in done.items() if name not in recalled]
+        self.costs += [
+            cost_of(done[piece.name], resources.cpus * piece.workers) for piece in pieces
+        ]
+        return done
+
+    def run_one(self, function: Callable[..., Any], kind: str, **arguments: Any) -> Any:
+        """Run one piece that fills ``self.out``; returns its result."""
+        done = self.run([Piece(name="whole", function=function, arguments=arguments)], kind)
+        take(done["whole"].path, self.out)
+        return done["whole"].result
+
+    def device(self, kind: str) -> str:
+        """Where pieces of this kind compute."""
+        resources: Resources = getattr(self.recipe.compute, kind)
+        return resources.device

@@ -1,0 +1,116 @@
+"""Why a stage runs: what is not as it was when its artifact was made, in words."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from tasks.engine.params import recorded_setting
+from tasks.engine.workspace import Workspace, enclosing
+
+SHOWN = 3
+"""Differences that one line tells."""
+
+
+def differences(record: Mapping[str, Any], made_from: Mapping[str, Any]) -> list[str]:
+    """What differs between a published artifact and what would be made now.
+
+    Args:
+        record: What the artifact's ``provenance.json`` says.
+        made_from: What ``Stage.made_from`` says.
+
+    Returns:
+        Inputs first, then settings, packages, and code; empty if nothing differs.
+    """
+    return [
+        *_named(record, made_from, "inputs"),
+        *_settings(record.get("params", {}), made_from["params"]),
+        *_versions(record["packages"], made_from["packages"]),
+        *_code(record.get("sources", {}), made_from["sources"]),
+    ]
+
+
+def as_recorded_now(
+    record: Mapping[str, Any], made_from: Mapping[str, Any], workspace: Workspace
+) -> Mapping[str, Any]:
+    """A record of an earlier version, whose list of modules was typed, in the words of this one.
+
+    What it did not write down counts as unchanged: packages, and modules beside those that both
+    lists name; none in common is as good as all changed.
+
+    Args:
+        record: What the artifact's ``provenance.json`` says.
+        made_from: What would make it now.
+        workspace: Knows by which digests its artifacts have been called.
+    """
+    if "packages" in record:
+        return record
+    sources, listed = made_from["sources"], record.get("sources", {})
+    common = sources.keys() & listed.keys()
+    return {
+        "inputs": {
+            name: digest if _had(record["inputs"], name, workspace) else "another"
+            for name, digest in made_from["inputs"].items()
+        },
+        "params": dict(_known(record["params"], made_from["params"])),
+        "packages": made_from["packages"],
+        "sources": {**sources, **{name: listed[name] for name in common}} if common else {},
+    }
+
+
+def _known(params: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """What recorded ``params`` say at those ``keys`` that they know."""
+    for key in keys:
+        with suppress(KeyError):
+            yield key, recorded_setting(params, key)
+
+
+def _had(inputs: Mapping[str, str], name: str, workspace: Workspace) -> bool:
+    """Whether an input, or the artifact that holds it, was what it is now."""
+    known = next((within for within in enclosing(name) if within in inputs), None)
+    return known is not None and workspace.has_digest(known, inputs[known])
+
+
+def in_one_line(reasons: list[str]) -> str:
+    """The first of them, and how many there are beside."""
+    more = len(reasons) - SHOWN
+    return "; ".join(reasons[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _named(record: Mapping[str, Any], made_from: Mapping[str, Any], part: str) -> Iterator[str]:
+    before, now = record.get(part, {}), made_from[part]
+    for name in sorted({*before, *now}):
+        if name not in before:
+            yield f"{name} is read as well now"
+        elif name not in now:
+            yield f"{name} is read no more"
+        elif before[name] != now[name]:
+            yield f"{name} changed"
+
+
+def _settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for key in sorted(before.keys() & now.keys()):
+        yield from _changed(key, before[key], now[key])
+    yield from (f"{key} decides as well now" for key in sorted(now.keys() - before.keys()))
+    yield from (f"{key} decides no more" for key in sorted(before.keys() - now.keys()))
+
+
+def _changed(key: str, before: Any, now: Any) -> Iterator[str]:
+    """Both values of every setting that differs."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for name in sorted({*before, *now}):
+            yield from _changed(f"{key}.{name}", before.get(name), now.get(name))
+    elif before != now:
+        yield f"{key} {before} -> {now}"
+
+
+def _versions(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    for package in sorted({*before, *now}):
+        if before.get(package) != now.get(package):
+            yield f"{package} {before.get(package)} -> {now.get(package)}"
+
+
+def _code(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    if changed:
+        others = f" and {len(changed) - 1} other modules" if len(changed) > 1 else ""
+        yield f"its code changed: {changed[0]}{others}"

@@ -1,0 +1,1 @@
+"""A model's life after its birth: lineage, freshness, retention."""

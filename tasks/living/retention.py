@@ -1,0 +1,227 @@
+"""What a workspace keeps of its past, and what may go: found first, shown, and then removed.
+
+Whatever champion and challenger need stays. Every step can be killed: what is left is whole, and
+the next time finds the rest.
+"""
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infra.recipe.keep import KeepConfig
+from infra.recipe.schema import Recipe
+from infra.tracking.records import Version
+from infra.tracking.registry import Registry
+from infra.tracking.retention import OURS, Past, Records
+from infra.versioning.cache import Cache, Output, outputs
+from infra.versioning.known import Recorded
+from tasks.engine.workspace import PROVENANCE, Workspace
+from tasks.living.lineage import modelled
+from tasks.pipeline import ORDER
+from tasks.release.versions import PREVIOUS_TAG
+from upcycle_core.errors import Fault, InputError
+from upcycle_core.evaluation.text.results import expert_row
+
+BY_DOMAIN = {stage.out.partition("/")[0] for stage in ORDER if stage.per in ("domain", "parent")}
+"""Folders with an artifact a domain."""
+SCORES = "task_scores"
+KEPT = "kept"
+
+
+@dataclass(frozen=True)
+class Spare:
+    """Something that may go.
+
+    Args:
+        what: Its name, for people.
+        why: Why it may go.
+        count: Of how many.
+        bytes: What its removal frees on the disk; None where that cannot be told.
+        free: Removes it.
+    """
+
+    what: str
+    why: str
+    count: int
+    bytes: int | None
+    free: Callable[[], object]
+
+
+class Disk:
+    """Counts bytes that are freed when files go: once, and only with a file's last name."""
+
+    def __init__(self) -> None:
+        self._gone: Counter[tuple[int, int]] = Counter()
+
+    def freed(self, files: Iterable[Path]) -> int:
+        """Bytes that go with ``files``, after all that were asked for before."""
+        total = 0
+        for file in files:
+            found = file.lstat()
+            inode = (found.st_dev, found.st_ino)
+            self._gone[inode] += 1
+            if self._gone[inode] == found.st_nlink:
+                total += found.st_size
+        return total
+
+
+def spares(
+    recipe: Recipe, workspace: Workspace, records: Records, registry: Registry
+) -> Iterator[Spare]:
+    """All that may go, in the order in which it is to go. Changes nothing until it is freed.
+
+    Args:
+        recipe: Says what stays; with the workspace's lineage.
+        workspace: Locked.
+        records: Of the workspace's flows in MLflow.
+        registry: Where versions carry what they were made from.
+
+    Raises:
+        InputError: What a version that stays was made from cannot be read.
+    """
+    disk = Disk()
+    # A deployment may hold the recipe of before a domain was grown.
+    domains = {*recipe.domains, *modelled(workspace)}
+    past = records.past(recipe.keep, recipe.registered_name, previous=PREVIOUS_TAG)
+    yield from _artifacts(domains, workspace, disk)
+    yield from _pieces(workspace, disk)
+    yield from _models(past, records, recipe.keep, disk)
+    yield from _runs(past, records, recipe.keep, disk)
+    named = [out for version in past.kept for out in _of_version(version, registry)]
+    yield from _cache(domains, workspace, named, disk)
+
+
+def has_left(artifact: str, domains: Iterable[str]) -> bool:
+    """Whether ``artifact`` (``experts/law``) is of a domain that is not among ``domains``."""
+    folder, _, name = artifact.partition("/")
+    if folder == SCORES:
+        return name.startswith(expert_row("")) and name not in map(expert_row, domains)
+    return folder in BY_DOMAIN and name not in domains
+
+
+def table(found: Sequence[Spare]) -> list[dict[str, Any]]:
+    """Rows for people, with the sum."""
+    rows = [_row(s.what, s.why, s.count, s.bytes) for s in found]
+    total = sum(spare.bytes or 0 for spare in found)
+    return [*rows, _row("all", "", sum(spare.count for spare in found), total)]
+
+
+def _row(what: str, why: str, count: int, size: int | None) -> dict[str, Any]:
+    return {"what": what, "why": why, "count": count, "bytes": "" if size is None else f"{size:,}"}
+
+
+def _artifacts(domains: Iterable[str], workspace: Workspace, disk: Disk) -> Iterator[Spare]:
+    folders = sorted(BY_DOMAIN | {SCORES})
+    records = [r for f in folders for r in sorted(workspace.path(f).glob(f"*/{PROVENANCE}"))]
+    for directory in (record.parent for record in records):
+        artifact = str(directory.relative_to(workspace.root))
+        if has_left(artifact, domains):
+            yield Spare(
+                artifact,
+                "its domain is no longer in the model",
+                1,
+                disk.freed(_files(directory)),
+                partial(_take_away, workspace, artifact),
+            )
+
+
+def _take_away(workspace: Workspace, artifact: str) -> None:
+    """Remove a published artifact, whole: the next lock clears away what a kill leaves of it."""
+    leaving = workspace.stage(artifact)
+    workspace.path(artifact).rename(leaving)
+    shutil.rmtree(leaving)
+
+
+def _pieces(workspace: Workspace, disk: Disk) -> Iterator[Spare]:
+    stages = list(workspace.pieces.glob("*"))
+    if stages:
+        yield Spare(
+            "finished pieces",
+            "of stages that did not end; what they had done is done again",
+            len(stages),
+            disk.freed(_files(workspace.pieces)),
+            workspace.sweep,
+        )
+
+
+def _models(past: Past, records: Records, keep: KeepConfig, disk: Disk) -> Iterator[Spare]:
+    for version in past.versions:
+        yield Spare(
+            version.reference,
+            f"no alias points at it, and {keep.versions} such versions are newer",
+            1,
+            disk.freed(records.model_files(version.model_id)),
+            partial(records.delete_version, version),
+        )
+    for model in past.models:
+        yield Spare(
+            f"models:/{model}",
+            "no version names it: its registration did not end",
+            1,
+            disk.freed(records.model_files(model)),
+            partial(records.delete_model, model),
+        )
+
+
+def _runs(past: Past, records: Records, keep: KeepConfig, disk: Disk) -> Iterator[Spare]:
+    def free() -> None:
+        for run in past.runs:
+            records.delete_run(run)
+
+    if past.runs:
+        yield Spare(
+            "MLflow runs",
+            f"made no version that stays, and {keep.runs} flows ran later",
+            len(past.runs),
+            disk.freed(file for run in past.runs for file in records.run_files(run)),
+            free,
+        )
+
+
+def _cache(
+    domains: Iterable[str],
+    workspace: Workspace,
+    named: Sequence[Output],
+    disk: Disk,
+) -> Iterator[Spare]:
+    cache = Cache(workspace.root, workspace.staging / KEPT)
+    lock = workspace.root / "dvc.lock"
+    here = outputs(lock.read_text()) if lock.exists() else {}
+    left = {s for s, outs in here.items() if any(has_left(o["path"], domains) for o in outs)}
+    kept = [*named, *(out for stage, outs in here.items() if stage not in left for out in outs)]
+    unused = cache.unused(kept)
+
+    def free() -> None:
+        Recorded(workspace.root).forget(left)  # what comes back is recorded anew
+        cache.collect(kept)
+
+    if unused:
+        yield Spare(
+            "DVC cache",
+            "named neither by the workspace nor by a version that stays",
+            len(unused),
+            disk.freed(unused),
+            free,
+        )
+
+
+def _of_version(version: Version, registry: Registry) -> list[Output]:
+    """What ``version`` is restored from."""
+    lock, recipe = (registry.text(version, file) for file in ("dvc.lock", "recipe.yaml"))
+    if OURS in version.tags and (lock is None or recipe is None):
+        remedy = "stays, and its dvc.lock or recipe.yaml is not with it, so that what it needs "
+        remedy += "cannot be told; bring MLflow's files back, or delete the version"
+        raise InputError(Fault("version", version.reference, remedy))
+    domains = (yaml.safe_load(recipe or "") or {}).get("domains", {})
+    every = [out for outs in outputs(lock or "").values() for out in outs]
+    return [out for out in every if not has_left(out["path"], domains)]
+
+
+def _files(directory: Path) -> list[Path]:
+    return [file for file in directory.rglob("*") if file.is_file()]

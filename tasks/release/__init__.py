@@ -1,0 +1,1 @@
+"""From a report to a registered version: gate, champion, registration."""

@@ -1,0 +1,101 @@
+"""The champion at work: judged in this run, on the same text and the same tasks."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.cluster.compute import Done, Piece, run_pieces
+from infra.tracking.records import Version
+from infra.tracking.registry import Registry
+from tasks.engine.stage import Session
+from tasks.release.versions import MODEL_TAG
+from tasks.scoring.evaluation import champion_piece
+from tasks.scoring.task_scores import read_scores, score_model
+from upcycle_core.evaluation.tasks.items import Item
+from upcycle_core.evaluation.tasks.score import TaskScore
+
+CHAMPION = "champion"
+"""Its row in tables."""
+
+
+@dataclass(frozen=True)
+class Champion:
+    """The registered version that a new model has to beat.
+
+    Args:
+        session: The recipe at work.
+        registry: Where its files are.
+        version: Its version.
+        directory: Where its files are copied when they are needed.
+    """
+
+    session: Session
+    registry: Registry
+    version: Version
+    directory: Path
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the workspace's own model, to the byte."""
+        return self.session.workspace.has_digest("model", self.version.tags.get(MODEL_TAG))
+
+    def perplexities(self, heldout: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """On this run's held-out text, per token of this run's tokenizer.
+
+        Args:
+            heldout: {domain: scored tokens and bytes} of this run's own models.
+        """
+        recipe, workspace = self.session.recipe, self.session.workspace
+        arguments = {
+            "model": self.directory,
+            "tokenizer": workspace.path("tokenizer"),
+            "documents": {d: workspace.path(f"documents/{d}") for d in recipe.domains},
+            "corpora": {d: workspace.path(f"corpora/{d}/heldout") for d in recipe.domains},
+            "config": recipe.evaluation,
+            "device": recipe.compute.evaluation.device,
+            "reference": heldout,
+        }
+        mark = workspace.digest("report")
+        return self.run("champion", champion_piece, arguments, f"{mark}").result
+
+    def tasks(self) -> tuple[dict[str, TaskScore], list[Item]]:
+        """Its scores on this run's tasks, and every item."""
+        recipe, workspace = self.session.recipe, self.session.workspace
+        arguments = {
+            "models": [self.directory],
+            "task_sets": {name: workspace.path(f"task_sets/{name}") for name in recipe.tasks},
+            "config": recipe.task_evaluation,
+            "device": recipe.compute.evaluation.device,
+        }
+        # What this run's own model was scored with decides what the champion's scores are.
+        mark = workspace.digest(f"task_scores/{recipe.method}")
+        return read_scores(self.run("tasks", score_model, arguments, f"{mark}").path)
+
+    def run(self, name: str, function: Any, arguments: Mapping[str, Any], mark: str) -> Done:
+        """Run a piece on a copy of its files; ``mark`` names what decides the result."""
+        workspace = self.session.workspace
+        if not self.directory.exists():
+            self.registry.download(self.version.reference, self.directory)
+        self.session.log(f"evaluating the champion, {self.version.reference}, beside this model")
+        done = run_pieces(
+            [Piece(name=name, function=function, arguments=arguments)],
+            directory=workspace.pieces / f"champion-{self.version.number}-{mark}",
+            resources=self.session.recipe.compute.evaluation,
+            label="register",
+        )
+        return done[name]
+
+
+@contextmanager
+def standing_champion(session: Session, registry: Registry) -> Iterator[Champion | None]:
+    """The champion, if there is one; its copy is gone afterwards."""
+    version = registry.find(session.recipe.registered_name, "champion")
+    directory = session.workspace.staging / "champion"
+    shutil.rmtree(directory, ignore_errors=True)
+    try:
+        yield None if version is None else Champion(session, registry, version, directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,104 @@
+"""The promotion gate: whether a challenger becomes champion, and why."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from infra.recipe.schema import GateConfig
+from upcycle_core.evaluation.tasks import results
+from upcycle_core.evaluation.tasks.results import TaskEvaluation
+from upcycle_core.evaluation.text.scores import normalised, normalised_average, worst_domain
+
+PERPLEXITY = "perplexity."
+Figures = Mapping[str, float | None]
+"""{metric: points, higher is better}; None where it is undefined."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the gate decided.
+
+    Args:
+        promoted: Whether the challenger becomes champion.
+        reason: Why, with all figures.
+        challenger: The challenger's figure; higher is better, None if undefined.
+        champion: The champion's; None if there is none.
+    """
+
+    promoted: bool
+    reason: str
+    challenger: float | None
+    champion: float | None
+
+
+def decide(gate: GateConfig, *, challenger: Figures, champion: Figures | None) -> Decision:
+    """Compare figures that were measured on the same text and tasks in the same run.
+
+    The champion is replaced if the gate's metric is better by more than its margin and no other
+    metric that the gate names is worse by more than its tolerance. What is undefined keeps it.
+
+    Args:
+        gate: The metrics, the margin and the tolerances.
+        challenger: Every metric of the gate.
+        champion: The same of the current champion; None if there is none.
+    """
+    mine = challenger[gate.metric]
+    if champion is None:
+        return Decision(True, f"{gate.metric} {_shown(mine)}; there was no champion", mine, None)
+    theirs = champion[gate.metric]
+    promoted = mine is not None and theirs is not None and mine > theirs + gate.margin
+    reason = (
+        f"{gate.metric} {_shown(mine)} of the challenger "
+        f"{'beats' if promoted else 'does not beat'} {_shown(theirs)} of the champion"
+        + (f" by more than {gate.margin:g}" if gate.margin else "")
+    )
+    for metric, points in gate.tolerances.items():
+        new, old = challenger[metric], champion[metric]
+        kept = new is not None and old is not None and old - new <= points
+        promoted = promoted and kept
+        reason += (
+            f"; {metric} {_shown(new)} against {_shown(old)} "
+            f"{'stays within' if kept else 'loses more than'} the tolerance of {points:g}"
+        )
+    return Decision(promoted, reason, mine, theirs)
+
+
+def figures(
+    gate: GateConfig,
+    row: str,
+    *,
+    perplexities: Mapping[str, float],
+    experts: Mapping[str, float],
+    tasks: TaskEvaluation | None,
+) -> Figures:
+    """Every figure that ``gate`` looks at, of one model.
+
+    Args:
+        gate: Names the metrics.
+        row: The model's row in ``tasks``.
+        perplexities: Its perplexity by domain.
+        experts: Perplexity of each domain's dense expert, which normalises them.
+        tasks: All models' scores on tasks; None if the recipe has no tasks.
+    """
+    found: dict[str, float | None] = {}
+    for metric in gate.metrics:
+        if metric == "normalised_average":
+            found[metric] = normalised_average(perplexities, experts)
+        elif metric == "normalised_worst":
+            found[metric] = worst_domain(normalised(perplexities, experts))[1]
+        elif metric.startswith(PERPLEXITY):
+            found[metric] = -perplexities[metric.removeprefix(PERPLEXITY)]
+        else:
+            found[metric] = _task_figure(metric, row, tasks)
+    return found
+
+
+def _task_figure(metric: str, row: str, tasks: TaskEvaluation | None) -> float | None:
+    assert tasks is not None  # the recipe's checks let no other gate through
+    if metric == "task_average":
+        return results.metrics(tasks)["normalised_average"][row]
+    score = tasks.scores[row][metric.removeprefix("task.")]
+    return 100 * score.mean if score.higher_is_better else -score.mean
+
+
+def _shown(figure: float | None) -> str:
+    return "undefined" if figure is None else f"{figure:.2f}"

@@ -1,0 +1,145 @@
+"""The registry's versions of a model: their aliases, and which was champion when.
+
+``champion`` is the version to use, ``challenger`` the newest one.
+"""
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from infra.recipe.schema import Recipe
+from infra.tracking.records import Version
+from infra.tracking.registry import Registry
+from tasks.engine.stage import Session
+from upcycle_core.errors import Fault, InputError
+
+MODEL_TAG = "upcycle.model"
+"""Of a version: the digest of its files."""
+DECISION_TAG = "upcycle.decision"
+PREVIOUS_TAG = "upcycle.previous_champion"
+"""Of a version that became champion: the number of the one before it, or ``none``."""
+ROLLED_BACK_TAG = "upcycle.rolled_back"
+"""Of a version that was champion and should not have been: why."""
+EXPERTS_TAG = "upcycle.experts"
+"""Of a version: the digests of its experts, {domain: the beginning of one}."""
+PENDING_TAG = "upcycle.pending"
+"""Of a version: the highest alias it is to get; gone when it has it."""
+COMPRESSED_TAG = "upcycle.compressed"
+"""Of a version that stores another model's experts as base and deltas: in which way."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the model.
+
+    Args:
+        version: Its version in the registry.
+        is_new: Whether this run registered it.
+        decision: What the gate said, and why.
+    """
+
+    version: Version
+    is_new: bool
+    decision: str
+
+
+def offered(
+    registry: Registry, name: str, digests: Collection[str], *, compressed: bool = False
+) -> Outcome | None:
+    """What became of a model, named by any of ``digests``, if it is the newest version already.
+
+    A version that a killed flow left without its aliases gets them now.
+    """
+    known = newest(registry, name, compressed=compressed)
+    if known is None or known.tags.get(MODEL_TAG) not in digests:
+        return None
+    return Outcome(with_aliases(registry, known), False, known.tags.get(DECISION_TAG, ""))
+
+
+def with_aliases(registry: Registry, version: Version) -> Version:
+    """A new version as ``challenger``, and as ``champion`` if it was promoted.
+
+    Every step may be done again: whoever was killed between them leaves what says how to go on.
+    """
+    if PENDING_TAG not in version.tags:
+        return version
+    registry.set_alias(version, "challenger")
+    if version.tags[PENDING_TAG] == "champion" and "champion" not in version.aliases:
+        before = registry.find(version.name, "champion")
+        tag = "none" if before is None else str(before.number)
+        registry.set_tags(version, {PREVIOUS_TAG: tag})
+        registry.set_alias(version, "champion")
+    registry.remove_tag(version, PENDING_TAG)
+    [current] = [v for v in registry.versions(version.name) if v.number == version.number]
+    return current
+
+
+def roll_back(registry: Registry, name: str, reason: str) -> tuple[Version, Version]:
+    """Make the champion before the champion the champion again.
+
+    Args:
+        registry: The registry.
+        name: The registered model.
+        reason: Kept with the version that is taken back.
+
+    Returns:
+        The version that is champion no more, and the one that is.
+
+    Raises:
+        InputError: There is no such model, no champion, or none before it.
+    """
+    champion, before = champions(registry, name)
+    registry.set_tags(champion, {ROLLED_BACK_TAG: reason})
+    registry.set_alias(before, "champion")
+    return champion, before
+
+
+def champions(registry: Registry, name: str) -> tuple[Version, Version]:
+    """The champion of a registered model, and the one before it.
+
+    Raises:
+        InputError: There is no such model, no champion, or none before it.
+    """
+    versions = {version.number: version for version in registry.versions(name)}
+    champion = next((v for v in versions.values() if "champion" in v.aliases), None)
+    if champion is None:
+        remedy = "is no registered model with a champion; see the names in MLflow (make up)"
+        raise InputError(Fault("name", name, remedy))
+    tag = champion.tags.get(PREVIOUS_TAG, "none")
+    before = versions.get(int(tag)) if tag.isdecimal() else None
+    if before is None:
+        remedy = "has no champion before it that is still registered; nothing was changed. Set the "
+        remedy += "alias in MLflow (make up) if another version is to be it"
+        raise InputError(Fault("champion", champion.reference, remedy))
+    return champion, before
+
+
+def expert_digests(session: Session) -> dict[str, str]:
+    """The beginning of the digest of every domain's expert that is in the workspace."""
+    found = {d: session.workspace.digest(f"experts/{d}") for d in session.recipe.domains}
+    return {domain: digest[:16] for domain, digest in found.items() if digest is not None}
+
+
+def led_experts(registry: Registry, name: str) -> dict[str, set[str]]:
+    """{domain: the beginnings of the digests of its experts that have been in a champion}.
+
+    That of now counts, by whomever it was made champion; one that was rolled back does not.
+    """
+    led: dict[str, set[str]] = {}
+    for version in registry.versions(name):
+        has_led = PREVIOUS_TAG in version.tags and ROLLED_BACK_TAG not in version.tags
+        if has_led or "champion" in version.aliases:
+            for domain, digest in json.loads(version.tags.get(EXPERTS_TAG, "{}")).items():
+                led.setdefault(domain, set()).add(digest)
+    return led
+
+
+def compressed_name(recipe: Recipe) -> str:
+    """The registered model whose experts are stored as base and deltas (DeRS)."""
+    return f"{recipe.registered_name}-ders"
+
+
+def newest(registry: Registry, name: str, *, compressed: bool = False) -> Version | None:
+    """The newest version of either kind. (Compressed ones once had no name of their own.)"""
+    kind = [v for v in registry.versions(name) if (COMPRESSED_TAG in v.tags) == compressed]
+    return kind[-1] if kind else None

@@ -1,0 +1,1 @@
+"""Scores of finished models: perplexity and tasks."""

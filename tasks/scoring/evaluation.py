@@ -1,0 +1,164 @@
+"""The pieces of an evaluation: one model, or one model in several variants."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tasks.engine.stage_run import StageRun
+from tasks.scoring.architectures import register_architectures
+from upcycle_core.backbone.average import write_average
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
+from upcycle_core.dume.config import RouterConfig
+from upcycle_core.dume.router import solve_routers
+from upcycle_core.dume.router_reader import load_routers
+from upcycle_core.dume.statistics import Statistics
+from upcycle_core.evaluation.text.config import EvaluationConfig
+from upcycle_core.evaluation.text.pieces import (
+    Scores,
+    Variant,
+    evaluate_checkpoint,
+    evaluate_moe,
+    evaluate_stitched,
+    evaluate_text,
+)
+from upcycle_core.evaluation.text.results import Parameter
+from upcycle_core.evaluation.text.scores import Score, perplexity_per_reference_token
+from upcycle_core.moe.random import random_routers
+from upcycle_core.progress import Progress
+
+ROWS = {"calibration": "dume", "elsewhere": "dume_ood"}
+
+
+def dense_piece(*, out: Path, progress: Progress, model: Path, **common: Any) -> Scores:
+    """The piece: one dense checkpoint."""
+    return evaluate_checkpoint(model, progress=progress, **common)
+
+
+def average_piece(
+    *, out: Path, progress: Progress, experts: Sequence[Path], **common: Any
+) -> Scores:
+    """The piece: the average of all experts' weights, MLPs included."""
+    write_average([CheckpointReader(path) for path in experts], out, max_shard_bytes=10**9)
+    scores = evaluate_checkpoint(out, progress=progress, **common)
+    shutil.rmtree(out)
+    return scores
+
+
+def oracle_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    backbone: Path,
+    experts: Mapping[str, Path],
+    corpora: Mapping[str, Path],
+    config: EvaluationConfig,
+    device: str,
+) -> Scores:
+    """The piece: every domain's tokens through its own expert."""
+    scores: Scores = {}
+    for domain, expert in experts.items():
+        scores |= evaluate_stitched(
+            backbone,
+            expert,
+            {domain: corpora[domain]},
+            config=config,
+            device=device,
+            progress=progress,
+        )
+    return scores
+
+
+def routed_piece(
+    *, out: Path, progress: Progress, model: Path, routers: Mapping[str, Path], **common: Any
+) -> dict[str, Any]:
+    """The piece: the MoE with the router of each calibration text."""
+    variants = {
+        ROWS[split]: Variant(routers=load_routers(path).weights) for split, path in routers.items()
+    }
+    return evaluate_moe(model, variants, progress=progress, **common)
+
+
+def random_piece(
+    *, out: Path, progress: Progress, model: Path, seed: int, **common: Any
+) -> dict[str, Any]:
+    """The piece: the MoE with routers that know nothing."""
+    shape = CheckpointReader(model).config
+    routers = random_routers(
+        shape["num_hidden_layers"], shape["hidden_size"], len(common["corpora"]), seed=seed
+    )
+    drawn = {"random": Variant(routers=routers)}
+    return evaluate_moe(model, drawn, progress=progress, **common)["random"]
+
+
+def sweep_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    model: Path,
+    parameter: Parameter,
+    value: float,
+    statistics: Mapping[str, Mapping[str, Path]],
+    router: RouterConfig,
+    **common: Any,
+) -> dict[str, Any]:
+    """The piece: the MoE with one parameter set to ``value`` (the paper's Figure 2)."""
+    config, window, top_k = router, None, None
+    if parameter == "ridge_lambda":
+        config = replace(router, ridge_lambda=float(value))
+    elif parameter == "window":
+        window = int(value)
+    else:
+        top_k = int(value)
+    variants = {}
+    for split, files in statistics.items():
+        loaded = {domain: Statistics.load(path) for domain, path in files.items()}
+        solution = solve_routers(loaded, config=config, window=window)
+        variants[ROWS[split]] = Variant(routers=solution.weights, top_k=top_k)
+    return evaluate_moe(model, variants, progress=progress, **common)
+
+
+def champion_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    model: Path,
+    tokenizer: Path,
+    documents: Mapping[str, Path],
+    corpora: Mapping[str, Path],
+    config: EvaluationConfig,
+    device: str,
+    reference: Mapping[str, Mapping[str, float]],
+) -> dict[str, float]:
+    """The piece: another model's perplexity on this text, per token of this run's tokenizer."""
+    register_architectures()
+    if vocabulary_fingerprint(model) == vocabulary_fingerprint(tokenizer):
+        scores = evaluate_checkpoint(
+            model, corpora, config=config, device=device, progress=progress
+        )
+        return {domain: Score.from_dict(score).perplexity for domain, score in scores.items()}
+    texts = {domain: path / "heldout.parquet" for domain, path in documents.items()}
+    limits = {domain: values["bytes"] for domain, values in reference.items()}
+    scores = evaluate_text(
+        model, texts, config=config, max_bytes=limits, device=device, progress=progress
+    )
+    return {
+        domain: perplexity_per_reference_token(
+            Score.from_dict(score),
+            Score(
+                nll=0.0, tokens=int(reference[domain]["tokens"]), bytes=reference[domain]["bytes"]
+            ),
+        )
+        for domain, score in scores.items()
+    }
+
+
+def heldout_arguments(run: StageRun) -> dict[str, Any]:
+    """What every piece that scores a model on the held-out text is given."""
+    return {
+        "corpora": {d: run.path(f"corpora/{d}/heldout") for d in run.recipe.domains},
+        "config": run.recipe.evaluation.measuring,
+        "device": run.device("evaluation"),
+    }

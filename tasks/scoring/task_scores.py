@@ -1,0 +1,90 @@
+"""Stage ``task_scores``: one model on every task."""
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from infra.recipe.schema import SYMPHONY, Recipe
+from tasks.engine.stage import StageRun, each, stage
+from tasks.scoring.architectures import register_architectures
+from upcycle_core.backbone.average import write_average
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.tokenizer import copy_tokenizer
+from upcycle_core.evaluation.tasks.adapter import evaluate_tasks
+from upcycle_core.evaluation.tasks.config import TaskEvaluationConfig
+from upcycle_core.evaluation.tasks.items import Item, read_items, write_items
+from upcycle_core.evaluation.tasks.score import TaskScore
+from upcycle_core.evaluation.text.results import expert_row
+from upcycle_core.progress import Progress
+
+SCORES, ITEMS = "scores.json", "items.parquet"
+
+
+def _models(recipe: Recipe, model: str) -> list[str]:
+    """The checkpoints that a row is made of: one, or all that are averaged."""
+    own = {expert_row(domain): f"experts/{domain}" for domain in recipe.domains}
+    own |= {"seed": "seed", recipe.method: "model", "harmonised": f"starts/{SYMPHONY}"}
+    if model == "model_averaging":
+        united = recipe.method == SYMPHONY
+        return list(each(recipe, "united/{domain}" if united else "experts/{domain}"))
+    return [own.get(model, f"baselines/{model}")]
+
+
+def _inputs(recipe: Recipe, model: str) -> Iterable[str]:
+    yield from _models(recipe, model)
+    yield from (f"task_sets/{name}" for name in recipe.tasks)
+
+
+@stage(
+    "task_scores/{model}",
+    inputs=_inputs,
+    params=("task_evaluation",),
+    needed=lambda recipe: bool(recipe.tasks),
+)
+def task_scores(run: StageRun) -> None:
+    """Write ``scores.json`` and ``items.parquet``: every item's prompt, answer and score."""
+    run.run_one(
+        score_model,
+        "evaluation",
+        models=[run.path(artifact) for artifact in _models(run.recipe, run.item)],
+        task_sets={name: run.path(f"task_sets/{name}") for name in run.recipe.tasks},
+        config=run.recipe.task_evaluation,
+        device=run.device("evaluation"),
+    )
+
+
+def score_model(
+    *,
+    out: Path,
+    progress: Progress,
+    models: Sequence[Path],
+    task_sets: Mapping[str, Path],
+    config: TaskEvaluationConfig,
+    device: str,
+) -> None:
+    """The piece: one checkpoint, or the average of several."""
+    register_architectures()
+    out.mkdir()
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        model = models[0] if len(models) == 1 else _average(models, Path(folder))
+        scores, items = evaluate_tasks(
+            model, task_sets, config=config, device=device, progress=progress
+        )
+    values = {task: score.to_dict() for task, score in scores.items()}
+    (out / SCORES).write_text(json.dumps(values, indent=1) + "\n")
+    write_items(items, out / ITEMS)
+
+
+def read_scores(directory: Path) -> tuple[dict[str, TaskScore], list[Item]]:
+    """What ``score_model`` wrote."""
+    values = json.loads((directory / SCORES).read_text())
+    scores = {task: TaskScore.from_dict(score) for task, score in values.items()}
+    return scores, read_items(directory / ITEMS)
+
+
+def _average(models: Sequence[Path], out: Path) -> Path:
+    """The average of all weights, MLPs included, with the first one's tokenizer."""
+    write_average([CheckpointReader(path) for path in models], out, max_shard_bytes=10**9)
+    copy_tokenizer(models[0], out)
+    return out

@@ -1,0 +1,1 @@
+"""The stages of SIMoE: instruction tuning that finds sparse experts."""

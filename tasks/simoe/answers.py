@@ -1,0 +1,111 @@
+"""Stage ``answers``: what a model answers to instructions that were held out, and its structure."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from infra.recipe.schema import SIMOE, Recipe
+from tasks.engine.artifacts import ANSWERS
+from tasks.engine.stage import StageRun, stage
+from tasks.scoring.architectures import register_architectures
+from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.evaluation.instructions.activations import expert_activations
+from upcycle_core.evaluation.instructions.answers import answer
+from upcycle_core.evaluation.instructions.scores import (
+    METRICS,
+    SPLITS,
+    SplitScore,
+    references_of,
+    score_answers,
+)
+from upcycle_core.evaluation.instructions.structure import structure_of
+from upcycle_core.progress import Progress
+
+
+def model_of(row: str) -> str:
+    """The artifact that holds a row's model."""
+    return {"seed": "seed", SIMOE: "model"}.get(row, f"baselines/{row}")
+
+
+@stage(
+    "answers/{tuned}",
+    inputs=lambda recipe, row: ["instructions", model_of(row)],
+    params=("tuning.max_new_tokens", "tuning.batch_size"),
+    needed=lambda recipe: recipe.simoe is not None,
+)
+def answers(run: StageRun) -> None:
+    """Write ``answers.json`` and, an instance a line, ``seen.jsonl`` and ``unseen.jsonl``."""
+    arguments = answer_arguments(run.recipe, run.path)
+    run.run_one(answers_piece, "evaluation", **arguments, model=run.path(model_of(run.item)))
+
+
+def answer_arguments(recipe: Recipe, path: Callable[[str], Path]) -> dict[str, Any]:
+    """What ``answers_piece`` is given for every model; ``path`` finds an artifact."""
+    return {
+        "instructions": path("instructions"),
+        "max_new_tokens": recipe.tuning.max_new_tokens,
+        "batch_size": recipe.tuning.batch_size,
+        "device": recipe.compute.evaluation.device,
+    }
+
+
+def answers_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    model: Path,
+    instructions: Path,
+    max_new_tokens: int,
+    batch_size: int,
+    device: str,
+) -> None:
+    """The piece: one model."""
+    register_architectures()
+    out.mkdir()
+    common: dict[str, Any] = {"batch_size": batch_size, "device": device, "progress": progress}
+    scores: dict[str, SplitScore] = {}
+    rows: list[Mapping[str, Any]] = []
+    for split in SPLITS:
+        own = [json.loads(line) for line in (instructions / f"{split}.jsonl").open()]
+        if not own:
+            continue
+        found = answer(model, own, max_new_tokens=max_new_tokens, **common)
+        scores[split] = score_answers(found.texts, own, truncated=found.truncated)
+        with (out / f"{split}.jsonl").open("w") as file:
+            for row, text in zip(own, found.texts, strict=True):
+                said = {"id": row["id"], "category": row["category"], "prompt": row["prompt"]}
+                said |= {"references": references_of(row), "answer": text}
+                file.write(json.dumps(said, ensure_ascii=False) + "\n")
+        rows += own
+    values = {
+        "scores": {split: score.to_dict() for split, score in scores.items()},
+        "figures": {
+            f"{metric}_{split}": 100 * getattr(score, metric)
+            for split, score in scores.items()
+            for metric in METRICS
+        },
+        **_structure(model, rows, common),
+    }
+    (out / ANSWERS).write_text(json.dumps(values, indent=1) + "\n")
+
+
+def _structure(
+    model: Path, rows: list[Mapping[str, Any]], common: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Parameters, and what is to be seen in a SIMoE alone."""
+    from upcycle_core.simoe.model.modeling_simoe import SimoeForCausalLM, gated_modules
+
+    network = load_causal_lm(model, device="cpu")  # it is looked at, not run
+    sizes = {name: p.numel() for name, p in network.named_parameters()}
+    found: dict[str, Any] = {"parameters": sum(sizes.values())}
+    if isinstance(network, SimoeForCausalLM):
+        structure = structure_of(gated_modules(network))
+        found["structure"] = structure.to_dict()
+        own = [n for n in sizes if n.endswith(".delta") or n.startswith("router.")]
+        dense = found["parameters"] - sum(sizes[name] for name in own)
+        found["density_parameters"] = round(dense + structure.density * structure.parameters)
+        del network
+        activations = expert_activations(model, rows, **common)
+        found["activations"] = [activation.to_dict() for activation in activations]
+    return found

@@ -1,0 +1,249 @@
+"""Stages ``tuned`` and ``simoe``: one model tuned on the instructions; a row of their table."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from infra.cluster.compute import Piece
+from infra.recipe.schema import Recipe, recipe_yaml
+from tasks.baselines.start import start_piece
+from tasks.engine.artifacts import SUMMARY, TRAINING
+from tasks.engine.stage import StageRun, stage
+from tasks.engine.workspace import take
+from tasks.training import training_result, write_training
+from upcycle_core.baselines.config import Baseline
+from upcycle_core.checkpoints.card import write_model_card
+from upcycle_core.corpora.instructions import InstructionRows
+from upcycle_core.errors import InputError
+from upcycle_core.progress import Progress
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
+from upcycle_core.simoe.train import SimoeResult, train_simoe
+from upcycle_core.training.config import MoEObjective, TrainingConfig
+from upcycle_core.training.trainer import train
+
+INPUTS = ("instructions", "seed")
+CARD_KEYS = (
+    "name",
+    "seed",
+    "domains",
+    "instructions",
+    "tokenizer",
+    "seed_model",
+    "simoe",
+    "tuning",
+)
+
+
+def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
+    yield from ("seed", "baselines.{baseline}", "moe.max_shard_bytes")
+    if recipe.baselines[name].method == "btx":
+        yield "experts.training"
+
+
+@stage(
+    "baselines/{baseline}",
+    inputs=lambda recipe, name: INPUTS,
+    params=_row_params,
+    needed=lambda recipe: recipe.simoe is not None,
+)
+def tuned(run: StageRun) -> None:
+    """Write a rival's or an ablation's checkpoint, and beside it what its training came to."""
+    row = run.recipe.baselines[run.item]
+    if row.method == "simoe":
+        try:
+            tune_simoe(run, row.simoe or SimoeUpcyclingConfig(), row.training, "baselines")
+        except InputError as error:  # of masks that did not close: said of the row
+            own = [replace(f, field=f"baselines.{run.item}.{f.field}") for f in error.faults]
+            raise InputError(*own) from None
+        return
+    labels = _labels(run)
+    copies = row.experts(len(labels))
+    start = Piece(
+        name="start",
+        function=start_piece,
+        arguments={
+            "baseline": row,
+            "experts": _experts(run, labels) if row.method == "btx" else {},
+            "seed_model": run.path("seed"),
+            "copies": copies,
+            "seed": run.recipe.seed,
+            "max_shard_bytes": run.recipe.moe.max_shard_bytes,
+        },
+    )
+    started = run.run([start], "baselines", uses_gpu=False)["start"]
+    piece = _piece("tuned", started.path, run, row, kind="baselines", objective=bool(copies))
+    done = run.run([piece], "baselines")["tuned"]
+    take(done.path, run.out)
+    write_training(run, done.result, row.training, is_moe=bool(copies))
+
+
+@stage(
+    "model",
+    inputs=lambda recipe, item: INPUTS,
+    params=CARD_KEYS,
+    needed=lambda recipe: recipe.simoe is not None,
+)
+def simoe(run: StageRun) -> None:
+    """Write the recipe's model: the seed, with the sparse experts that tuning has found."""
+    recipe = run.recipe
+    assert recipe.simoe is not None
+    tune_simoe(run, recipe.simoe, recipe.tuning.training, "post_training")
+    write_model_card(
+        run.out,
+        title=recipe.name,
+        recipe_text=recipe_yaml(recipe, CARD_KEYS),
+        method="SIMoE",
+    )
+
+
+def tune_simoe(
+    run: StageRun, config: SimoeUpcyclingConfig, training: TrainingConfig, kind: str
+) -> None:
+    """Write a SIMoE's checkpoint into ``run.out``, with what its training came to."""
+    run.run_one(
+        simoe_piece,
+        kind,
+        start=run.path("seed"),
+        instructions=run.path("instructions"),
+        config=training,
+        simoe=config,
+        seed=run.recipe.seed,
+        device=run.device(kind),
+    )
+    if run.recorder is not None:
+        run.recorder.log_artifacts(run.out / TRAINING, TRAINING)
+
+
+def _labels(run: StageRun) -> list[str]:
+    """The domains that instructions are labelled with."""
+    return sorted(file.stem for file in (run.path("instructions") / "train").glob("*.jsonl"))
+
+
+def _experts(run: StageRun, labels: list[str]) -> dict[str, Path]:
+    """Branch-Train-MiX's experts, one a label, from the seed."""
+    row = Baseline(method="full-finetune", training=run.recipe.experts.training)
+    pieces = [
+        _piece(f"expert-{label}", run.path("seed"), run, row, label=label) for label in labels
+    ]
+    done = run.run(pieces, "experts")
+    return {label: done[f"expert-{label}"].path for label in labels}
+
+
+def _piece(
+    name: str,
+    start: Path,
+    run: StageRun,
+    row: Baseline,
+    *,
+    kind: str = "experts",
+    label: str = "*",
+    objective: bool = False,
+) -> Piece:
+    return Piece(
+        name=name,
+        function=tune_piece,
+        workers=getattr(getattr(run.recipe.compute, kind), "workers", 1),
+        arguments={
+            "start": start,
+            "files": sorted((run.path("instructions") / "train").glob(f"{label}.jsonl")),
+            "config": row.training,
+            "objective": row.objective if objective else None,
+            "seed": run.recipe.seed,
+            "device": run.device(kind),
+        },
+    )
+
+
+def rows_of(
+    files: list[Path], tokenizer: Path, config: TrainingConfig, seed: int, tasks: tuple[str, ...]
+) -> InstructionRows:
+    """The rows of a training, and nothing but them."""
+    count = config.steps * config.batch_size * config.gradient_accumulation
+    return InstructionRows(
+        files,
+        tokenizer,
+        sequence_length=config.sequence_length,
+        count=count,
+        seed=seed,
+        tasks=tasks,
+    )
+
+
+def tune_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    start: Path,
+    files: list[Path],
+    config: TrainingConfig,
+    objective: MoEObjective | None,
+    seed: int,
+    device: str,
+) -> dict[str, Any]:
+    """The piece, in each of its workers: instruction tuning of a dense model or a MoE."""
+    rows = rows_of(files, start, config, seed, ())
+    result = train(
+        start,
+        rows,
+        out,
+        config=config,
+        seed=seed,
+        checkpoints=out.with_suffix(".checkpoints"),
+        progress=progress,
+        device=device,
+        objective=objective,
+    )
+    return {**training_result(result), "rows": _counts(rows)}
+
+
+def simoe_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    start: Path,
+    instructions: Path,
+    config: TrainingConfig,
+    simoe: SimoeUpcyclingConfig,
+    seed: int,
+    device: str,
+) -> dict[str, Any]:
+    """The piece: experts are found, and what no expert uses is pruned."""
+    tasks: tuple[str, ...] = ()
+    if simoe.routing == "task":
+        tasks = tuple(json.loads((instructions / "manifest.json").read_text())["train_tasks"])
+    rows = rows_of(sorted((instructions / "train").glob("*.jsonl")), start, config, seed, tasks)
+    result = train_simoe(
+        start,
+        rows,
+        out,
+        config=config,
+        simoe=simoe,
+        seed=seed,
+        checkpoints=out.with_suffix(".checkpoints"),
+        progress=progress,
+        device=device,
+        tasks=tasks,
+    )
+    folder = out / TRAINING
+    folder.mkdir()
+    summary = _summary(result) | _counts(rows)
+    (out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+    return {"loss": result.training.final_loss, "seconds": result.training.seconds}
+
+
+def _counts(rows: InstructionRows) -> dict[str, int]:
+    return {"records": rows.records, "cut": rows.cut, "left_out": rows.left_out}
+
+
+def _summary(result: SimoeResult) -> dict[str, Any]:
+    """What the training came to; nothing that depends on the machine's speed."""
+    found = asdict(result)
+    training = found.pop("training")
+    own = {
+        "loss": training["final_loss"],
+        "tokens": training["tokens"],
+        "trained_parameters": training["trained_parameters"],
+    }
+    return {**own, **found}

@@ -1,0 +1,1 @@
+"""The stages of Symphony-MoE: models that share no seed, brought together."""

@@ -1,0 +1,139 @@
+"""Stage ``strangers``: one model a domain that shares no seed with the others, trained or given."""
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from infra.recipe.schema import Recipe
+from tasks.engine.stage import StageRun, each, stage
+from upcycle_core.checkpoints.copy import copy_checkpoint
+from upcycle_core.checkpoints.fetch import resolve_model
+from upcycle_core.corpora.batches import packed_sequences
+from upcycle_core.corpora.config import Origin, TokenizerConfig
+from upcycle_core.corpora.reader import TokenCorpus, read_documents
+from upcycle_core.corpora.shards import encoded, write_split
+from upcycle_core.corpora.tokenizer import train_tokenizer
+from upcycle_core.progress import Progress
+from upcycle_core.training.config import LlamaShape, TrainingConfig
+from upcycle_core.training.seed import initialise_model
+from upcycle_core.training.trainer import train
+
+
+def _inputs(recipe: Recipe, domain: str) -> list[str]:
+    given = [f"sources/{domain}.json"]
+    trained = recipe.domains[domain].expert is None
+    return [*given, *each(recipe, "documents/{domain}")] if trained else given
+
+
+def _params(recipe: Recipe, domain: str) -> Iterator[str]:
+    yield f"domains.{domain}.expert"
+    if recipe.domains[domain].expert is None:
+        yield from ("seed", "experts.training", f"domains.{domain}.origin")
+        yield from ("seed_model.shape", "tokenizer")
+
+
+@stage(
+    "experts/{domain}",
+    inputs=_inputs,
+    params=_params,
+    needed=lambda recipe: recipe.method == "symphony",
+)
+def strangers(run: StageRun) -> None:
+    """Write the model's checkpoint, with its own tokenizer."""
+    recipe, domain = run.recipe, run.recipe.domains[run.domain]
+    if domain.expert is not None:
+        copy_checkpoint(resolve_model(domain.expert, run.models), run.out)
+        return
+    origin = domain.origin or Origin()
+    start = None if origin.model is None else resolve_model(origin.model, run.models)
+    run.run_one(
+        stranger_piece,
+        "experts",
+        name=run.domain,
+        documents={name: run.path(f"documents/{name}") for name in recipe.domains},
+        origin=origin,
+        start=start,
+        shape=recipe.seed_model.shape,
+        vocabulary=recipe.tokenizer,
+        config=recipe.experts.training,
+        seed=recipe.seed,
+        device=run.device("experts"),
+    )
+
+
+def stranger_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    name: str,
+    documents: Mapping[str, Path],
+    origin: Origin,
+    start: Path | None,
+    shape: LlamaShape,
+    vocabulary: TokenizerConfig,
+    config: TrainingConfig,
+    seed: int,
+    device: str,
+) -> dict[str, Any]:
+    """The piece: train from ``start``, or from random weights with a tokenizer of their own.
+
+    Checkpoints lie beside ``out``; a piece that was killed continues from the last whole one.
+    """
+    beside = out.with_suffix("")
+    shares = {domain: origin.mixture.get(domain, 0.0) for domain in documents}
+    mixture = {domain: share for domain, share in shares.items() if share} or {name: 1.0}
+    if start is None:
+        start, words = _fresh(beside, ".initial"), _fresh(beside, ".tokenizer")
+        read = documents
+        if origin.vocabulary_size is not None:
+            vocabulary = replace(vocabulary, vocabulary_size=origin.vocabulary_size)
+            read = {domain: documents[domain] for domain in mixture}
+        train_tokenizer(read, words, config=vocabulary)
+        initialise_model(shape, words, start, seed=initialisation(origin, name, seed))
+    texts = _fresh(beside, ".tokens")
+    encoder = AutoTokenizer.from_pretrained(start, local_files_only=True, trust_remote_code=False)
+    for domain in mixture:
+        write_split(
+            texts / domain,
+            encoded(read_documents(documents[domain] / "train.parquet"), encoder),
+            eos_id=encoder.eos_token_id,
+            vocabulary_size=len(encoder),
+        )
+    dataset = packed_sequences(
+        [TokenCorpus(texts / domain) for domain in mixture],
+        sequence_length=config.sequence_length,
+        count=config.tokens // config.sequence_length,
+        seed=seed,
+        weights=list(mixture.values()),
+    )
+    result = train(
+        start,
+        dataset,
+        out,
+        config=config,
+        seed=seed,
+        checkpoints=beside.with_suffix(".checkpoints"),
+        progress=progress,
+        device=device,
+    )
+    return {"loss": result.final_loss, "tokens_per_second": result.tokens_per_second}
+
+
+def initialisation(origin: Origin, name: str, seed: int) -> int:
+    """The seed of a domain's random weights: the origin's own, or drawn from seed and name."""
+    if origin.initialisation is not None:
+        return origin.initialisation
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:4], "big")
+
+
+def _fresh(beside: Path, suffix: str) -> Path:
+    """An empty folder, whatever a killed attempt has left there."""
+    folder = beside.with_suffix(suffix)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder

@@ -1,0 +1,281 @@
+"""Harmonising strangers: alignment, backbone, router and assembly, piece by piece."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from infra.cluster.compute import Piece
+from tasks.dume.statistics import statistics_piece
+from tasks.engine.artifacts import ALIGNMENT
+from tasks.engine.stage import StageRun
+from tasks.symphony.pairs import groups_of, moment_files, strangers_of
+from tasks.symphony.segmentation import union_of
+from tasks.symphony.vocabulary import union_arguments
+from upcycle_core.backbone.residual import residual_map
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.dume.config import RouterConfig
+from upcycle_core.dume.router import save_routers, solve_routers
+from upcycle_core.dume.router_reader import load_routers
+from upcycle_core.dume.statistics import Statistics, merge_statistics
+from upcycle_core.moe.assemble import assemble
+from upcycle_core.moe.random import random_routers
+from upcycle_core.progress import Progress
+from upcycle_core.symphony.align import (
+    Alignment,
+    LayerAlignment,
+    align_layer,
+    alignment_facts,
+    embedding_rotation,
+    load_alignment,
+    save_alignment,
+    write_aligned,
+    write_folded,
+)
+from upcycle_core.symphony.config import AlignmentConfig, MergeConfig, SymphonyConfig
+from upcycle_core.symphony.merge import write_merged_backbone
+from upcycle_core.symphony.moments import head_moments, neuron_moments, residual_moments
+from upcycle_core.symphony.unite import shared_tokens
+
+
+def harmonise(run: StageRun, config: SymphonyConfig, *, top_k: int) -> Path:
+    """Join the strangers as ``config`` says; returns where the checkpoint lies."""
+    recipe = run.recipe
+    chosen = config.models or tuple(recipe.domains)
+    aligned, facts = _aligned(run, config)
+    everyone = {name: aligned.get(name, run.path(f"experts/{name}")) for name in recipe.domains}
+    weights = {name: config.merge.weights.get(name, 1.0) for name in recipe.domains}
+    # A model that is no expert has no part in the mean, but for tokens that nobody else has.
+    weights = {name: weight if name in chosen else 0.0 for name, weight in weights.items()}
+    merged = Piece(
+        name="backbone",
+        function=backbone_piece,
+        arguments={
+            "aligned": everyone,
+            "config": replace(config.merge, weights=weights),
+            "anchor": recipe.anchor_of(config),
+            "max_shard_bytes": recipe.moe.max_shard_bytes,
+            **union_arguments(run),
+        },
+    )
+    backbone = run.run([merged], "assembly")["backbone"].path
+    experts = {name: everyone[name] for name in chosen}
+    routers = None if config.router == "random" else _ridge_routers(run, backbone, experts)
+    assembled = Piece(
+        name="assembled",
+        function=assemble_piece,
+        arguments={
+            "experts": experts,
+            "backbone": backbone,
+            "routers": routers,
+            "seed": recipe.seed,
+            "top_k": top_k,
+            "max_shard_bytes": recipe.moe.max_shard_bytes,
+        },
+    )
+    path = run.run([assembled], "assembly")["assembled"].path
+    (path / ALIGNMENT).write_text(json.dumps(facts, indent=1) + "\n")
+    return path
+
+
+def _aligned(run: StageRun, config: SymphonyConfig) -> tuple[dict[str, Path], dict[str, Any]]:
+    """Checkpoints in the anchor's coordinates, of those that change, and what was found."""
+    recipe, alignment = run.recipe, config.alignment
+    anchor, others = recipe.anchor_of(config), strangers_of(recipe, config)
+    folded = alignment.residual != "none"
+    if not folded and alignment.neurons == "none" and alignment.heads == "none":
+        return {}, {}
+    layers = groups_of(run.path(f"experts/{anchor}"), config.calibration)
+    files = {}
+    if alignment.uses_activations:
+        pairs = run.path(f"pairs/{recipe.pairings[run.item]}")
+        files = {name: moment_files(pairs, name, layers) for name in others}
+    shape = {"anchor": run.path(f"experts/{anchor}"), "config": alignment}
+    pieces = {
+        (name, layer): Piece(
+            name=f"align-{name}-{layer:04d}",
+            function=align_piece,
+            arguments={"file": files[name][index], "layer": layer, **shape},
+        )
+        for name in files
+        for index, group in enumerate(layers)
+        for layer in group
+        if alignment.neurons != "none" or alignment.heads == "match"
+    }
+    done = run.run(list(pieces.values()), "alignment", uses_gpu=False)
+    written = [
+        Piece(
+            name=f"aligned-{name}",
+            function=write_piece,
+            arguments={
+                "name": name,
+                "parts": [done[p.name].path for (n, _), p in pieces.items() if n == name],
+                "files": files.get(name, []),
+                "max_shard_bytes": recipe.moe.max_shard_bytes,
+                **shape,
+                **union_arguments(run),
+            },
+        )
+        for name in ([anchor, *others] if folded else others)
+    ]
+    made = run.run(written, "assembly")
+    found = {name.removeprefix("aligned-"): piece for name, piece in made.items()}
+    facts = {name: piece.result for name, piece in found.items() if name != anchor}
+    return {name: piece.path for name, piece in found.items()}, facts
+
+
+def align_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    anchor: Path,
+    file: Path,
+    layer: int,
+    config: AlignmentConfig,
+) -> None:
+    """The piece: one layer of one model, one assignment problem."""
+    progress.start("assignment", 1, "layers")
+    shape = CheckpointReader(anchor).config
+    found = align_layer(
+        neuron_moments(file, layer) if config.neurons != "none" else None,
+        head_moments(file, layer) if config.heads == "match" else None,
+        config=config,
+        heads_count=shape["num_attention_heads"],
+        groups=shape["num_key_value_heads"],
+    )
+    save_alignment(out, Alignment(layers={layer: found}, residual=None))
+    progress.advance()
+
+
+def write_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    anchor: Path,
+    name: str,
+    parts: Sequence[Path],
+    files: Sequence[Path],
+    config: AlignmentConfig,
+    max_shard_bytes: int,
+    models: Mapping[str, Path],
+    segmentation: str | None,
+) -> dict[str, Any]:
+    """The piece: one model written anew in the anchor's coordinates."""
+    progress.start("writing in the anchor's coordinates", 1, "models")
+    if models[name] == anchor:
+        write_folded(anchor, out, max_shard_bytes=max_shard_bytes)
+        progress.advance()
+        return {}
+    layers: dict[int, LayerAlignment] = {}
+    for part in parts:
+        layers |= load_alignment(part).layers
+    residual = None
+    if config.residual == "procrustes":
+        residual = residual_map(residual_moments(files))
+    elif config.residual == "embeddings":
+        names, union = list(models), union_of(models, segmentation)
+        first = next(index for index, path in enumerate(models.values()) if path == anchor)
+        tokens = shared_tokens(union, first, names.index(name))
+        residual = embedding_rotation(anchor, models[name], tokens)
+    alignment = Alignment(layers=layers, residual=residual)
+    write_aligned(models[name], alignment, out, max_shard_bytes=max_shard_bytes)
+    progress.advance()
+    return alignment_facts(alignment)
+
+
+def backbone_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    aligned: Mapping[str, Path],
+    models: Mapping[str, Path],
+    segmentation: str | None,
+    config: MergeConfig,
+    anchor: str,
+    max_shard_bytes: int,
+) -> None:
+    """The piece: everything that is no FFN, merged."""
+    write_merged_backbone(
+        aligned,
+        union_of(models, segmentation),
+        out,
+        config=config,
+        anchor=anchor,
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+    )
+
+
+def assemble_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    experts: Mapping[str, Path],
+    backbone: Path,
+    routers: Path | None,
+    seed: int,
+    top_k: int,
+    max_shard_bytes: int,
+) -> None:
+    """The piece: the stock MoE, with routers from ``routers`` or random ones."""
+    if routers is None:
+        shape = CheckpointReader(backbone).config
+        layers, hidden = shape["num_hidden_layers"], shape["hidden_size"]
+        weights = random_routers(layers, hidden, len(experts), seed=seed)
+    else:
+        weights = dict(load_routers(routers).weights)
+    assemble(
+        experts,
+        backbone,
+        weights,
+        out,
+        top_k=top_k,
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+    )
+
+
+def _ridge_routers(run: StageRun, backbone: Path, experts: Mapping[str, Path]) -> Path:
+    """DUME's routers on the harmonised model; returns their file."""
+    recipe = run.recipe
+    shards = range(recipe.statistics.shards)
+    pieces = [
+        Piece(
+            name=f"statistics-{name}-{shard}",
+            function=statistics_piece,
+            arguments={
+                "backbone": backbone,
+                "expert": expert,
+                "corpus": run.path(f"corpora/{name}/calibration"),
+                "config": recipe.statistics,
+                "shard": shard,
+                "device": run.device("statistics"),
+            },
+        )
+        for name, expert in experts.items()
+        for shard in shards
+    ]
+    done = run.run(pieces, "statistics")
+    files = {name: [done[f"statistics-{name}-{s}"].path for s in shards] for name in experts}
+    arguments = {"shards": files, "config": recipe.router}
+    solved = Piece(name="routers", function=routers_piece, arguments=arguments)
+    return run.run([solved], "assembly")["routers"].path
+
+
+def routers_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    shards: Mapping[str, Sequence[Path]],
+    config: RouterConfig,
+) -> None:
+    """The piece: ridge regression of all layers."""
+    progress.start("solving the routers", 1, "models")
+    statistics = {}
+    for name, files in shards.items():
+        merged = out.with_suffix(f".{name}")
+        merge_statistics(files, merged)
+        statistics[name] = Statistics.load(merged)  # read when it is needed
+    save_routers(solve_routers(statistics, config=config), out)
+    progress.advance()

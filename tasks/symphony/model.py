@@ -1,0 +1,99 @@
+"""Stages ``post_training`` and ``symphony``: joined strangers, trained on all domains' text."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from infra.cluster.compute import Piece
+from infra.recipe.schema import SYMPHONY, Recipe, recipe_yaml
+from tasks.engine.stage import StageRun, each, stage
+from tasks.engine.workspace import take
+from tasks.training import train_from
+from upcycle_core.checkpoints.card import write_model_card
+from upcycle_core.checkpoints.copy import copy_checkpoint
+from upcycle_core.progress import Progress
+
+# What the model card quotes: everything that has a part in the weights.
+CARD_KEYS = (
+    "name",
+    "seed",
+    "domains",
+    "corpus",
+    "tokenizer",
+    "experts",
+    "symphony",
+    "statistics",
+    "router",
+    "moe",
+    "post_training",
+)
+
+
+def _texts(recipe: Recipe, validated: bool) -> Iterator[str]:
+    yield from each(recipe, "corpora/{domain}/train")
+    if validated:
+        yield from each(recipe, "corpora/{domain}/calibration")
+
+
+def _row_inputs(recipe: Recipe, name: str) -> Iterator[str]:
+    yield f"starts/{name}"
+    validated = recipe.baselines[name].training.evaluation_steps is not None
+    yield from _texts(recipe, validated)
+
+
+@stage(
+    "baselines/{baseline}",
+    inputs=_row_inputs,
+    params=("seed", "baselines.{baseline}.training", "baselines.{baseline}.objective"),
+    needed=lambda recipe: recipe.method == "symphony",
+)
+def post_training(run: StageRun) -> None:
+    """Write a row's trained checkpoint, and beside it what its training came to."""
+    row = run.recipe.baselines[run.item]
+    train_from(
+        run,
+        run.path(f"starts/{run.item}"),
+        training=row.training,
+        # A dense model has neither routers nor experts.
+        objective=row.objective if row.experts(len(run.recipe.domains)) else None,
+        kind="baselines",
+    )
+
+
+def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
+    yield f"starts/{SYMPHONY}"
+    if recipe.post_training is not None:
+        validated = recipe.post_training.training.evaluation_steps is not None
+        yield from _texts(recipe, validated)
+
+
+@stage(
+    "model",
+    inputs=_inputs,
+    params=CARD_KEYS,
+    needed=lambda recipe: recipe.method == "symphony",
+)
+def symphony(run: StageRun) -> None:
+    """Write the recipe's model: trained, or as it was joined where the recipe trains nothing."""
+    recipe, start = run.recipe, run.path(f"starts/{SYMPHONY}")
+    if recipe.post_training is None:
+        copied = Piece(name="copied", function=copy_piece, arguments={"start": start})
+        take(run.run([copied], "assembly")["copied"].path, run.out)
+    else:
+        post = recipe.post_training
+        train_from(
+            run, start, training=post.training, objective=post.objective, kind="post_training"
+        )
+    assert recipe.symphony is not None
+    write_model_card(
+        run.out,
+        title=recipe.name,
+        recipe_text=recipe_yaml(recipe, CARD_KEYS),
+        method="Symphony-MoE",
+        experts=list(recipe.symphony.models or recipe.domains),
+    )
+
+
+def copy_piece(*, out: Path, progress: Progress, start: Path) -> None:
+    """The piece: nothing is trained."""
+    out.mkdir()
+    copy_checkpoint(start, out)

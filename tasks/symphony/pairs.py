@@ -1,0 +1,120 @@
+"""Stage ``pairs``: the anchor and each other model over the same text (Symphony-MoE, step 1).
+
+Pieces are (model, group of layers): one set of sums each, to which every domain's text is added in
+place. Variants that compare the same models on the same text share them.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from infra.cluster.compute import Piece
+from infra.recipe.schema import SYMPHONY, Recipe
+from tasks.engine.stage import StageRun, each, stage
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.progress import Progress
+from upcycle_core.symphony.config import CalibrationConfig, SymphonyConfig
+from upcycle_core.symphony.moments import collect_moments, layer_groups
+
+
+def config_key(recipe: Recipe, variant: str, *parts: str) -> list[str]:
+    """Dotted keys of a variant's settings, or of parts of them; a row may have none at all."""
+    key = SYMPHONY if variant == SYMPHONY else f"baselines.{variant}.symphony"
+    written = variant == SYMPHONY or recipe.baselines[variant].symphony is not None
+    return [f"{key}.{part}" for part in parts] if parts and written else [key]
+
+
+def calibrated(recipe: Recipe, config: SymphonyConfig) -> tuple[str, ...]:
+    """The domains whose calibration text is read."""
+    chosen = config.calibration.domains
+    return (recipe.anchor_of(config),) if chosen == "anchor" else chosen or tuple(recipe.domains)
+
+
+def strangers_of(recipe: Recipe, config: SymphonyConfig) -> list[str]:
+    """The models that are compared with the anchor."""
+    return [name for name in recipe.domains if name != recipe.anchor_of(config)]
+
+
+def moment_files(directory: Path, model: str, layers: Sequence[tuple[int, ...]]) -> list[Path]:
+    """Where the sums of a model lie, a file a group of layers."""
+    return [directory / model / f"{group[0]:04d}.safetensors" for group in layers]
+
+
+def groups_of(model: Path, config: CalibrationConfig) -> list[tuple[int, ...]]:
+    """The layers of each piece."""
+    return layer_groups(CheckpointReader(model).config["num_hidden_layers"], config.layers)
+
+
+def _inputs(recipe: Recipe, pairing: str) -> Iterator[str]:
+    config = recipe.variants[pairing]
+    yield from each(recipe, "experts/{domain}")
+    yield from (f"documents/{name}" for name in calibrated(recipe, config))
+
+
+@stage(
+    "pairs/{pairing}",
+    inputs=_inputs,
+    params=lambda recipe, name: config_key(recipe, name, "anchor", "models", "calibration"),
+    needed=lambda recipe: recipe.method == "symphony",
+)
+def pairs(run: StageRun) -> None:
+    """Write one file of sums a model and group of layers."""
+    recipe = run.recipe
+    config = recipe.variants[run.item]
+    anchor = recipe.anchor_of(config)
+    groups = groups_of(run.path(f"experts/{anchor}"), config.calibration)
+    texts = {
+        name: run.path(f"documents/{name}") / "calibration.parquet"
+        for name in calibrated(recipe, config)
+    }
+    pieces = [
+        Piece(
+            name=f"{name}-{group[0]:04d}",
+            function=pairs_piece,
+            arguments={
+                "anchor": run.path(f"experts/{anchor}"),
+                "model": run.path(f"experts/{name}"),
+                "names": (anchor, name),
+                "texts": texts,
+                "config": config.calibration,
+                "layers": group,
+                "device": run.device("alignment"),
+            },
+        )
+        for name in strangers_of(recipe, config)
+        for group in groups
+    ]
+    done = run.run(pieces, "alignment")
+    for name in strangers_of(recipe, config):
+        (run.out / name).mkdir()
+        for group, target in zip(groups, moment_files(run.out, name, groups), strict=True):
+            done[f"{name}-{group[0]:04d}"].path.rename(target)
+
+
+def pairs_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    anchor: Path,
+    model: Path,
+    names: tuple[str, str],
+    texts: dict[str, Path],
+    config: CalibrationConfig,
+    layers: Sequence[int],
+    device: str,
+) -> dict[str, Any]:
+    """The piece: one model's group of layers."""
+    return collect_moments(
+        anchor,
+        model,
+        texts,
+        out,
+        names=names,
+        config=config,
+        layers=layers,
+        residual=True,
+        heads=True,
+        neurons=True,
+        device=device,
+        progress=progress,
+    )

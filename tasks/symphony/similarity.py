@@ -1,0 +1,155 @@
+"""Stage ``similarity``: how alike experts are, layer by layer, before and after they are joined."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from infra.cluster.compute import Piece
+from infra.recipe.schema import SYMPHONY, Recipe
+from tasks.engine.stage import StageRun, each, stage
+from upcycle_core.evaluation.similarity.collect import PairedBatch
+from upcycle_core.evaluation.similarity.config import SimilarityConfig
+from upcycle_core.evaluation.similarity.measure import (
+    PairSimilarity,
+    dense_similarity,
+    moe_similarity,
+)
+from upcycle_core.evaluation.similarity.report import write_report
+from upcycle_core.evaluation.similarity.results import SimilarityReport, Stage
+from upcycle_core.progress import Progress
+from upcycle_core.symphony.config import AlignmentConfig, CalibrationConfig
+from upcycle_core.symphony.texts import paired_texts
+
+STATES = {"before": "before post-training", "after": "after post-training"}
+
+
+def compared(recipe: Recipe) -> dict[str, str]:
+    """{variant: what the page calls its experts}: the first of each kind of alignment."""
+    found: dict[str, str] = {}
+    for name, variant in recipe.variants.items():
+        title = _title(variant.alignment)
+        whole = variant.models is None or len(variant.models) == len(recipe.domains)
+        if whole and title not in found.values():
+            found[name] = title
+    return {name: found[name] for name in sorted(found, key=lambda n: len(found[n]))}
+
+
+def _title(alignment: AlignmentConfig) -> str:
+    parts = {
+        "neurons": alignment.neurons != "none",
+        "residual": alignment.residual != "none",
+        "heads": alignment.heads != "none",
+    }
+    named = [part for part, is_on in parts.items() if is_on]
+    return f"aligned {' + '.join(named)}" if named else "unaligned"
+
+
+def _models(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """Key, title and artifact of every MoE that is looked at."""
+    for name, title in compared(recipe).items():
+        yield f"{name}.before", f"{title}, {STATES['before']}", f"starts/{name}"
+        if name != SYMPHONY:
+            yield f"{name}.after", f"{title}, {STATES['after']}", f"baselines/{name}"
+        elif recipe.post_training is not None:
+            yield f"{name}.after", f"{title}, {STATES['after']}", "model"
+
+
+def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
+    for pattern in ("experts/{domain}", "documents/{domain}", "corpora/{domain}/calibration"):
+        yield from each(recipe, pattern)
+    yield from (artifact for _, _, artifact in _models(recipe))
+
+
+@stage(
+    "similarity",
+    inputs=_inputs,
+    params=("similarity", "symphony", "baselines", "post_training"),
+    needed=lambda recipe: recipe.method == SYMPHONY and recipe.similarity is not None,
+)
+def similarity(run: StageRun) -> None:
+    """Write ``similarity.{json,csv,md,png}`` and a picture a representation."""
+    recipe = run.recipe
+    common = {"config": recipe.similarity, "device": run.device("evaluation")}
+    pieces = [
+        Piece(
+            name=f"{first}.{second}",
+            function=dense_piece,
+            arguments={
+                "models": {name: run.path(f"experts/{name}") for name in (first, second)},
+                "texts": {
+                    name: run.path(f"documents/{name}") / "calibration.parquet"
+                    for name in recipe.domains
+                },
+                **common,
+            },
+        )
+        for first, second in combinations(recipe.domains, 2)
+    ]
+    corpora = [run.path(f"corpora/{name}/calibration") for name in recipe.domains]
+    pieces += [
+        Piece(
+            name=key,
+            function=moe_piece,
+            arguments={
+                "model": run.path(artifact),
+                "corpora": corpora,
+                "names": list(recipe.domains),
+                **common,
+            },
+        )
+        for key, _, artifact in _models(recipe)
+    ]
+    done = {name: _pairs(piece.result) for name, piece in run.run(pieces, "evaluation").items()}
+    dense = [pair for name in combinations(recipe.domains, 2) for pair in done[".".join(name)]]
+    stages = {"dense": Stage(title="original dense models", inputs="own", pairs=dense)}
+    for key, title, _ in _models(recipe):
+        stages[key] = Stage(title=title, inputs="shared", pairs=done[key])
+    write_report(SimilarityReport(stages=stages), run.out)
+
+
+def dense_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    models: Mapping[str, Path],
+    texts: Mapping[str, Path],
+    config: SimilarityConfig,
+    device: str,
+) -> list[dict[str, Any]]:
+    """The piece: two dense models on the same text, each with its own tokenizer."""
+    read = CalibrationConfig(
+        tokens=config.tokens, sequence_length=config.sequence_length, batch_size=config.batch_size
+    )
+    paired = paired_texts(texts, *models.values(), config=read)
+    batches = (
+        PairedBatch(
+            input_ids=(batch.first_ids, batch.second_ids),
+            attention_mask=(batch.first_mask, batch.second_mask),
+            rows=(batch.first_rows, batch.second_rows),
+        )
+        for batch in paired.batches()
+    )
+    progress.start("comparing dense models", sum(paired.pairs.values()), "tokens")
+    found = dense_similarity(models, batches, config=config, device=device, progress=progress)
+    return [asdict(pair) for pair in found]
+
+
+def moe_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    model: Path,
+    corpora: Sequence[Path],
+    names: Sequence[str],
+    config: SimilarityConfig,
+    device: str,
+) -> list[dict[str, Any]]:
+    """The piece: the experts of one MoE, all on the input of their layer."""
+    found = moe_similarity(model, corpora, names, config=config, device=device, progress=progress)
+    return [asdict(pair) for pair in found]
+
+
+def _pairs(values: Sequence[Mapping[str, Any]]) -> list[PairSimilarity]:
+    return [PairSimilarity(**value) for value in values]

@@ -1,0 +1,54 @@
+"""The pages of a comparison over several seeds."""
+
+import json
+from pathlib import Path
+
+import pytest
+from texts import TRAINING, pico_recipe
+
+from flows.pages.comparison import comparison_section, write_page
+from infra.recipe.reading import validate
+
+ROW = {"title": "BTX", "trained_parameters": 0, "active_parameters": 10**6}
+ROW |= {"total_parameters": 10**6, "tokens": 0, "core_seconds": 60.0, "peak_memory_bytes": 10**9}
+
+
+def run(btx, dume):
+    def row(title, score):
+        scores = {"normalised": {"law": score}, "normalised_average": score}
+        return {**ROW, "title": title, **scores}
+
+    return {"dume": row("DUME", dume), "btx": row("BTX", btx)}
+
+
+@pytest.fixture
+def out(tmp_path):
+    values = pico_recipe(tmp_path, domains=("a", "b"))
+    values["baselines"] = {"btx": {"method": "btx", "training": TRAINING}}
+    files = [Path("pico.yaml"), Path("rows.yaml")]
+    runs = [run(80.0, 90.0), run(84.0, 91.0)]
+    write_page(validate(values), files, [0, 1], runs, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_page_shows_means_and_deviations_over_seeds(out):
+    page = (out / "pico-comparison.md").read_text()
+    assert "| BTX | 82.0 ± 2.8 | 82.0 ± 2.8 |" in page
+    assert "python -m flows.compare pico.yaml rows.yaml --seeds 0 1" in page
+
+
+def test_page_states_dume_against_btx_as_it_comes_out(out):
+    page = (out / "pico-comparison.md").read_text()
+    assert "reaches 90.5; BTX, trained, 82.0 (+8.5 for DUME)" in page
+
+
+def test_every_seed_is_kept(out):
+    content = json.loads((out / "pico-comparison.json").read_text())
+    assert [r["btx"]["normalised_average"] for r in content["runs"]] == [80.0, 84.0]
+
+
+def test_another_page_of_the_recipe_gains_the_rows(out, tmp_path):
+    section = comparison_section("pico", out)
+    assert "| BTX | 82.0 ± 2.8 | 82.0 ± 2.8 |" in section
+    assert "(pico-comparison.md)" in section
+    assert comparison_section("pico", tmp_path) == ""

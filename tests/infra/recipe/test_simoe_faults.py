@@ -1,0 +1,123 @@
+"""What is wrong with instruction tuning in a recipe, found without any file."""
+
+import copy
+
+import pytest
+
+from infra.recipe.reading import validate
+from infra.recipe.schema import SIMOE
+from upcycle_core.errors import InputError
+
+TRAINING = {"steps": 20, "warmup_steps": 2, "sequence_length": 64}
+VALID = {
+    "name": "tuned",
+    "domains": {"text": {"train": {"files": ["text.txt"]}}},
+    "seed_model": {"shape": {"max_positions": 128}, "training": {**TRAINING}},
+    "experts": {"training": TRAINING},
+    "instructions": {"sources": {"families": {"generate": "families"}}},
+    "tuning": {"training": TRAINING, "max_new_tokens": 8},
+    "simoe": {"experts": 4, "mask_learning_rate": 0.5},
+    "baselines": {
+        "dense": {"method": "full-finetune", "training": TRAINING},
+        "copies": {"method": "sparse-upcycling", "copies": 4, "training": TRAINING},
+        "btx": {"method": "btx", "training": TRAINING},
+        "free": {"method": "simoe", "simoe": {"masks": "real"}, "training": TRAINING},
+    },
+    "evaluation": {"sequence_length": 64},
+    "statistics": {"sequence_length": 64},
+    "registry": {"gate": {"metric": "rouge_l_unseen"}},
+}
+
+
+def changed(path, value):
+    values = copy.deepcopy(VALID)
+    *parents, last = path.split("/")
+    place = values
+    for parent in parents:
+        place = place.setdefault(parent, {})
+    place[last] = value
+    return values
+
+
+def fields_of(values):
+    with pytest.raises(InputError) as error:
+        validate(values)
+    return {fault.field for fault in error.value.faults}
+
+
+def test_a_sound_recipe_has_its_rows():
+    recipe = validate(VALID)
+    assert recipe.method == SIMOE
+    assert recipe.tuned == ("seed", "dense", "copies", "btx", "free", SIMOE)
+    assert recipe.has_seed
+    assert recipe.trains_seed
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        ("simoe/tau", 1.0, "simoe.tau"),
+        ("simoe/tau", -0.1, "simoe.tau"),
+        ("simoe/mask_learning_rate", 0.01, "simoe.mask_learning_rate"),
+        ("baselines/free/simoe", {}, "baselines.free.simoe.mask_learning_rate"),
+        ("simoe/experts", 1, "simoe.experts"),
+        ("baselines/free/simoe", {"experts": 1}, "baselines.free.simoe.experts"),
+        (
+            "baselines/free/simoe",
+            {"masks": "real", "sparsity": "union"},
+            "baselines.free.simoe.sparsity",
+        ),
+        ("instructions/sources", {}, "instructions.sources"),
+        ("instructions/train_categories", ["smallest"], "instructions.train_categories"),
+        ("baselines/copies/copies", None, "baselines.copies.copies"),
+        ("baselines/dense/method", "branch-train-merge", "baselines.dense.method"),
+        ("baselines/dense/simoe", {}, "baselines.dense.simoe"),
+        ("baselines/simoe", {"method": "full-finetune", "training": TRAINING}, "baselines.simoe"),
+        (
+            "baselines/btx/objective",
+            {"domain_weights": {"text": 2.0}},
+            "baselines.btx.objective.domain_weights",
+        ),
+        ("tuning/training/warmup_steps", 20, "tuning.training.warmup_steps"),
+        ("tuning/max_new_tokens", 100, "tuning.max_new_tokens"),
+        ("tuning/training/evaluation_steps", 200, "tuning.training.evaluation_steps"),
+        ("registry/gate/metric", "normalised_average", "registry.gate"),
+        ("domains", {}, "seed_model.model"),
+        ("comparison/tokens", 10**6, "comparison.tokens"),
+        ("symphony", {}, "symphony"),
+        ("tasks/sums", {"lm_eval": "arithmetic"}, "tasks"),
+        ("compute/post_training", {"workers": 2}, "compute.post_training.workers"),
+        ("compute/baselines", {"workers": 2}, "compute.baselines.workers"),
+    ],
+)
+def test_what_does_not_fit_is_named(path, value, field):
+    assert field in fields_of(changed(path, value))
+
+
+def test_workers_that_would_stay_away_are_named_with_their_rows():
+    with pytest.raises(InputError) as error:
+        validate(changed("compute/baselines", {"workers": 2}))
+    [fault] = (f for f in error.value.faults if f.field == "compute.baselines.workers")
+    assert fault.value == 2
+    assert "the rows free train on one worker" in str(fault)
+
+
+def test_rivals_share_their_batches_among_workers():
+    values = changed("compute/baselines", {"workers": 2})
+    del values["baselines"]["free"]
+    for name, row in values["baselines"].items():
+        values["baselines"][name] = {**row, "training": {**TRAINING, "gradient_accumulation": 2}}
+    assert validate(values).compute.baselines.workers == 2
+
+
+def test_without_a_method_instructions_say_nothing():
+    values = changed("simoe", None)
+    values["domains"]["more"] = values["domains"]["text"]
+    values["registry"] = {}
+    assert {"instructions", "tuning", "baselines.free.method"} <= fields_of(values)
+
+
+def test_a_given_model_needs_no_text():
+    values = changed("seed_model", {"model": "somewhere/model"})
+    values["domains"] = {}
+    assert validate(values).trains_seed is False

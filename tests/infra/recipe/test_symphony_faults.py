@@ -1,0 +1,153 @@
+"""What is wrong in a recipe that joins models of different origin, found without any file."""
+
+import copy
+
+import pytest
+
+from infra.recipe.reading import validate
+from upcycle_core.errors import InputError
+
+TEXT = {"files": ["text.txt"]}
+VALID = {
+    "name": "strangers",
+    "domains": {
+        "code": {"train": TEXT, "origin": {"mixture": {"code": 3, "law": 1}}},
+        "law": {"train": TEXT, "origin": {"initialisation": 7}},
+        "physics": {"train": TEXT},
+    },
+    "outside": {"medicine": TEXT},
+    "symphony": {"anchor": "law"},
+    "moe": {"top_k": 2},
+    "post_training": {},
+    "baselines": {
+        "paper": {"method": "symphony", "symphony": {"alignment": {"neurons": "cosine"}}}
+    },
+}
+
+
+def fields_of(values):
+    with pytest.raises(InputError) as error:
+        validate(values)
+    return {fault.field for fault in error.value.faults}
+
+
+def changed(path, value):
+    values = copy.deepcopy(VALID)
+    *parents, last = path.split(".")
+    place = values
+    for part in parents:
+        place = place.setdefault(part, {})
+    place[last] = value
+    return values
+
+
+def test_a_valid_recipe_has_no_fault():
+    recipe = validate(VALID)
+    assert recipe.method == "symphony"
+    assert list(recipe.variants) == ["symphony", "paper"]
+    assert recipe.models == (
+        "expert_code",
+        "expert_law",
+        "expert_physics",
+        "model_averaging",
+        "harmonised",
+        "symphony",
+        "paper",
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        ("domains.code.origin.mixture", {"tax": 1}, "domains.code.origin.mixture"),
+        ("domains.code.origin.mixture", {"law": -1}, "domains.code.origin.mixture.law"),
+        ("domains.code.origin.mixture", {"law": 0}, "domains.code.origin.mixture"),
+        ("domains.code.expert", "models/code", "domains.code.origin"),
+        ("domains.law.origin.model", "models/law", "domains.law.origin.initialisation"),
+        ("domains.law.elsewhere", TEXT, "domains.law.elsewhere"),
+        ("domains.law.origin.vocabulary_size", 400, "symphony.segmentation"),
+        ("symphony.anchor", "tax", "symphony.anchor"),
+        ("symphony.models", ["law"], "symphony.models"),
+        ("symphony.models", ["law", "law"], "symphony.models"),
+        ("symphony.models", ["code", "physics"], "symphony.anchor"),
+        ("symphony.merge", {"weights": {"tax": 1}}, "symphony.merge.weights"),
+        ("symphony.merge", {"weights": {"law": -1}}, "symphony.merge.weights"),
+        (
+            "symphony.merge",
+            {"weights": dict.fromkeys(VALID["domains"], 0)},
+            "symphony.merge.weights",
+        ),
+        ("symphony.calibration", {"domains": ["tax"]}, "symphony.calibration.domains"),
+        ("symphony.calibration", {"domains": []}, "symphony.calibration.domains"),
+        ("baselines.paper.symphony.anchor", "tax", "baselines.paper.symphony.anchor"),
+        ("baselines.paper.symphony.segmentation", "law", "baselines.paper.symphony.segmentation"),
+        ("baselines.seeded", {"method": "sparse-upcycling"}, "baselines.seeded.method"),
+        ("baselines.drop", {"method": "drop-upcycling"}, "baselines.drop.start"),
+        ("baselines.harmonised", {"method": "btx"}, "baselines.harmonised"),
+        ("seed_model.model", "models/seed", "seed_model.model"),
+        ("moe.top_k", 1, "moe.top_k"),
+        (
+            "post_training.training",
+            {"steps": 10, "warmup_steps": 10},
+            "post_training.training.warmup_steps",
+        ),
+        (
+            "post_training.objective",
+            {"domain_weights": {"tax": 1}},
+            "post_training.objective.domain_weights",
+        ),
+        ("compute.post_training", {"workers": 2}, "post_training.training.gradient_accumulation"),
+        ("outside.law", TEXT, "outside.law"),
+        ("outside.medicine", {}, "outside.medicine"),
+        ("symphony.calibration", {"sequence_length": 2048}, "symphony.calibration.sequence_length"),
+    ],
+)
+def test_each_fault_names_its_field(path, value, field):
+    assert field in fields_of(changed(path, value))
+
+
+def test_bam_has_no_counterpart_for_qwen2():
+    values = changed("baselines.bam", {"method": "bam"})
+    validate(values)
+    values["seed_model"] = {"shape": {"family": "qwen2"}}
+    assert fields_of(values) == {"baselines.bam.method"}
+
+
+def test_all_faults_come_in_one_message():
+    values = changed("symphony.anchor", "tax")
+    values["moe"]["top_k"] = 1
+    values["domains"]["law"]["elsewhere"] = TEXT
+    assert {"symphony.anchor", "moe.top_k", "domains.law.elsewhere"} <= fields_of(values)
+
+
+def test_without_a_symphony_section_its_fields_are_no_use():
+    values = {**VALID, "symphony": None}
+    assert {
+        "domains.code.origin",
+        "domains.law.origin",
+        "post_training",
+        "outside.medicine",
+        "baselines.paper.method",
+    } <= fields_of(values)
+
+
+def test_variants_on_the_same_text_and_anchor_share_what_is_collected():
+    values = copy.deepcopy(VALID)
+    paper = values["baselines"]["paper"]["symphony"]
+    rows = {
+        "same": {**paper, "anchor": "law"},
+        "other-anchor": {**paper, "anchor": "code"},
+        "other-text": {**paper, "anchor": "law", "calibration": {"domains": "anchor"}},
+        "nothing": {"anchor": "law", "alignment": {"neurons": "none"}},
+        "without-data": {
+            "anchor": "law",
+            "alignment": {"neurons": "none", "residual": "embeddings"},
+        },
+    }
+    values["baselines"] = {n: {"method": "symphony", "symphony": row} for n, row in rows.items()}
+    assert validate(values).pairings == {
+        "symphony": "symphony",
+        "same": "symphony",
+        "other-anchor": "other-anchor",
+        "other-text": "other-text",
+    }

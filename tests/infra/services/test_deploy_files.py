@@ -1,0 +1,185 @@
+"""The files of `infra/services/deploy`, each checked by the schema of the program that reads it."""
+
+import importlib
+import json
+import shlex
+import tomllib
+from importlib import resources
+
+import click
+import jsonschema
+import pytest
+import ray
+import yaml
+from mlflow.cli import cli as mlflow
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.scripts.scripts import cli as ray_command
+
+from infra.recipe.reading import load_recipe
+from infra.recipe.schema import resolve
+from infra.settings import REPOSITORY
+
+DEPLOY = REPOSITORY / "infra" / "services" / "deploy"
+
+
+@pytest.fixture(scope="module")
+def compose():
+    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    return yaml.safe_load((DEPLOY / "ray-cluster.yaml").read_text())
+
+
+def faults_of(content, schema):
+    """Where `content` departs from `schema`."""
+    validator = jsonschema.validators.validator_for(schema)
+    found = validator(schema).iter_errors(content)
+    return [f"{error.json_path}: {error.message}" for error in found]
+
+
+def commands_of(service):
+    """The program calls of a service, as lists of words."""
+    command = service.get("command", "")
+    text = command if isinstance(command, str) else command[-1]
+    calls = text.replace("&& ", "\n").split("\n")
+    return [shlex.split(call.removeprefix("exec ")) for call in calls]
+
+
+def parse(program, words):
+    """What a program makes of its arguments, without running it; unknown ones are an error."""
+    *groups, command = [word for word in words if not word.startswith("-")][: depth(program, words)]
+    for name in groups:
+        program = program.commands[name]
+    options = words[words.index(command) + 1 :]
+    return program.commands[command].make_context(command, options, resilient_parsing=False).params
+
+
+def depth(program, words):
+    """How many words name the command."""
+    count = 0
+    while isinstance(program, click.Group):
+        program = program.commands[words[count]]
+        count += 1
+    return count
+
+
+def test_compose_accepts_its_file(compose):
+    schemas = resources.files("check_jsonschema") / "builtin_schemas" / "vendor"
+    schema = json.loads((schemas / "compose-spec.json").read_text())
+    assert not faults_of(compose, schema)
+    (fault,) = faults_of({"services": {"a": {"image": "x", "port": ["1:1"]}}}, schema)
+    assert "port" in fault
+
+
+def test_containers_are_published_on_loopback_only_and_wait_for_what_they_need(compose):
+    services = compose["services"]
+    assert set(services) == {"postgres", "prefect", "mlflow", "ray-head", "ray-worker", "worker"}
+    ports = [port for service in services.values() for port in service.get("ports", [])]
+    assert ports == ["127.0.0.1:4200:4200", "127.0.0.1:5000:5000"]
+    for service in services.values():
+        for needed in service.get("depends_on", {}):
+            assert "healthcheck" in services[needed]
+        for volume in service["volumes"]:
+            assert volume.partition(":")[0] in compose["volumes"]
+
+
+def test_containers_share_the_workspaces_and_the_databases_are_on_postgresql(compose):
+    services = compose["services"]
+    homes = {name for name, s in services.items() if "home:/home/upcycle" in s["volumes"]}
+    assert homes == set(services) - {"postgres"}
+    image = services["prefect"]["build"]["dockerfile_inline"]
+    assert "UPCYCLE_HOME=/home/upcycle " in image
+    places = {
+        services["prefect"]["environment"]["PREFECT_API_DATABASE_CONNECTION_URL"],
+        services["mlflow"]["environment"]["MLFLOW_BACKEND_STORE_URI"],
+    }
+    assert places == {
+        "postgresql+asyncpg://upcycle:${POSTGRES_PASSWORD}@postgres/prefect",
+        "postgresql://upcycle:${POSTGRES_PASSWORD}@postgres/mlflow",
+    }
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert "'.[pipeline,postgres]'" in image
+    assert any("psycopg2" in need for need in extras["optional-dependencies"]["postgres"])
+
+
+def test_no_secret_stands_in_a_file_or_a_command(compose):
+    text = (DEPLOY / "compose.yaml").read_text()
+    assert "POSTGRES_PASSWORD: ${POSTGRES_PASSWORD:?" in text
+    assert "RAY_AUTH_TOKEN: ${RAY_AUTH_TOKEN:?" in text
+    for service in compose["services"].values():
+        words = str(service.get("command", "")).replace("${MLFLOW_PUBLIC_HOST:-localhost}", "")
+        assert "$" not in words
+    for name in (".gitignore", ".dockerignore"):
+        ignored = (REPOSITORY / name).read_text().split()
+        assert {".env", "ray-token"} <= {entry.removeprefix("/") for entry in ignored}
+
+
+def test_containers_call_their_programs_with_options_that_exist(compose):
+    calls = [words for service in compose["services"].values() for words in commands_of(service)]
+    ours = [words for words in calls if words and words[0] in ("ray", "mlflow")]
+    assert [words[0] for words in ours] == ["mlflow", "ray", "ray"]
+    server, head, other = [
+        parse({"ray": ray_command, "mlflow": mlflow}[words[0]], words[1:]) for words in ours
+    ]
+    assert server["host"] == "0.0.0.0"
+    assert head["head"]
+    assert head["port"] == 6379
+    assert head["num_cpus"] == 0  # or the machine would be counted twice
+    assert (other["address"], other["num_cpus"]) == ("ray-head:6379", None)
+
+
+def test_flows_in_containers_use_the_ray_that_runs_there(compose):
+    worker = compose["services"]["worker"]["environment"]
+    assert worker["RAY_ADDRESS"] == "ray://ray-head:10001"
+    rays = [compose["services"][name] for name in ("ray-head", "ray-worker", "worker")]
+    assert all(service["environment"]["RAY_AUTH_MODE"] == "token" for service in rays)
+
+
+def test_ray_accepts_the_cluster_file(ray_cluster):
+    schema = resources.files(ray) / "autoscaler" / "ray-schema.json"
+    assert not faults_of(ray_cluster, json.loads(schema.read_text()))
+    validate_config(prepare_config(ray_cluster))
+    assert ray_cluster["max_workers"] == len(ray_cluster["provider"]["worker_ips"])
+
+
+def test_the_cluster_file_starts_ray_with_options_that_exist_and_a_token(ray_cluster):
+    for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+        _, start = ray_cluster[key]
+        assert "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=/shared/upcycle/ray-token" in start
+        program, options = start.split(".venv/bin/ray ")
+        found = parse(ray_command, shlex.split(options))
+        assert program.endswith("/shared/upcycle/")
+        assert found["head"] == (key == "head_start_ray_commands")
+
+
+def test_every_deployment_names_files_that_exist_and_the_pool_that_up_starts():
+    content = yaml.safe_load((DEPLOY / "prefect.yaml").read_text())
+    for deployment in content["deployments"]:
+        for path in deployment["parameters"].get("recipe", "").split():
+            assert (REPOSITORY / path).is_file()
+        assert (REPOSITORY / deployment["entrypoint"].partition(":")[0]).is_file()
+        assert deployment["work_pool"]["name"] == "local"
+        # What writes into a workspace waits for its turn there.
+        if "recipe" in deployment["parameters"]:
+            assert deployment["concurrency_limit"]["limit"] == 1
+
+
+def deployments():
+    return yaml.safe_load((DEPLOY / "prefect.yaml").read_text())["deployments"]
+
+
+@pytest.mark.parametrize("deployment", deployments(), ids=lambda deployment: deployment["name"])
+def test_every_deployment_names_a_flow_and_what_it_takes(deployment):
+    module, _, name = deployment["entrypoint"].removesuffix(".py").partition(".py:")
+    flow = getattr(importlib.import_module(module.replace("/", ".")), name)
+    given = dict(deployment.get("parameters", {}))
+    changes = given.pop("set", [])
+    if isinstance(given.get("recipe"), str):
+        first, *others = [REPOSITORY / path for path in given["recipe"].split()]
+        given["recipe"] = resolve(load_recipe(first, changes, added=others))
+    asked = dict.fromkeys(set(flow.parameters.required or ()) - given.keys(), "law")
+    assert asked.keys() <= {"domain"}  # the form asks for it
+    assert given.keys() <= flow.parameters.properties.keys()
+    flow.validate_parameters(given | asked)

@@ -1,0 +1,126 @@
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from infra.services.processes import end_orphans, find, launch, read_records, stop, write_records
+
+# A parent that has a child, which has a child; each says who it is and how it ended.
+FAMILY = """
+import pathlib, signal, subprocess, sys, time
+name, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+below = {"parent": "child", "child": "grandchild"}.get(name)
+def end(*_):
+    (folder / f"{name}.ended").write_text(str(time.monotonic()))
+    time.sleep(0.3)
+    sys.exit()
+signal.signal(signal.SIGTERM, signal.SIG_IGN if name == "grandchild" else end)
+if below:
+    subprocess.Popen([sys.executable, __file__, below, str(folder)])
+(folder / f"{name}.pid").write_text(str(__import__("os").getpid()))
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def family(tmp_path):
+    program = tmp_path / "family.py"
+    program.write_text(FAMILY)
+    record = launch(
+        (sys.executable, str(program), "parent", str(tmp_path)),
+        log=tmp_path / "log",
+        directory=tmp_path,
+        environment=os.environ,
+        url="",
+    )
+    pids = [tmp_path / f"{name}.pid" for name in ("parent", "child", "grandchild")]
+    deadline = time.monotonic() + 30
+    while not all(path.exists() and path.read_text() for path in pids):
+        assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    members = [psutil.Process(int(path.read_text())) for path in pids]
+    yield record, members
+    for member in members:
+        if member.is_running():
+            member.kill()
+
+
+def test_a_process_is_found_again_by_its_record(family):
+    record, (parent, *_) = family
+    found = find(record)
+    assert found is not None
+    assert found.pid == parent.pid
+
+
+def test_a_reused_process_id_is_a_stranger(family):
+    record, _ = family
+    assert find(dataclasses.replace(record, started=record.started - 60)) is None
+    assert find(dataclasses.replace(record, command=("python", "-m", "other"))) is None
+
+
+def test_a_process_is_found_after_the_clock_was_set_back(family, monkeypatch):
+    """The kernel then says that the machine started earlier, and every process with it."""
+    before = psutil.boot_time()
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: before - 3600)
+    assert family[1][0].create_time() < time.time() - 3000
+    assert find(family[0]) is not None
+
+
+def test_a_process_of_an_earlier_start_of_the_machine_is_a_stranger(family):
+    assert find(dataclasses.replace(family[0], boot="another")) is None
+
+
+def test_a_process_without_a_command_line_yet_is_found(family, monkeypatch):
+    """Between the start of a program and its first instruction there is none."""
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda self: [])
+    assert find(family[0]) is not None
+
+
+def test_stopping_ends_the_whole_family_children_first(family, tmp_path):
+    record, members = family
+    stop(find(record), grace=2)
+    assert not any(m.is_running() and m.status() != psutil.STATUS_ZOMBIE for m in members)
+    parent, child = (float((tmp_path / f"{n}.ended").read_text()) for n in ("parent", "child"))
+    assert child + 0.3 <= parent
+    assert find(record) is None
+
+
+def test_records_survive_a_round_trip_and_a_torn_file_holds_none(family, tmp_path):
+    record, _ = family
+    path = tmp_path / "state" / "state.json"
+    assert read_records(path) == {}
+    write_records(path, {"parent": record})
+    assert read_records(path) == {"parent": record}
+    path.write_text(path.read_text()[:-10])
+    assert read_records(path) == {}
+
+
+def test_only_processes_whose_owner_is_gone_are_orphans(tmp_path):
+    def sleeper(owner, home):
+        return subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)", "a-server-of-ours"],
+            env={**os.environ, "OWNER_OF_TEST": str(owner), "HOME_OF_TEST": str(home)},
+        )
+
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    orphan = sleeper(gone.pid, tmp_path)
+    others = [sleeper(os.getpid(), tmp_path), sleeper(gone.pid, tmp_path / "another")]
+    try:
+        count = end_orphans(
+            command="a-server-of-ours",
+            environment={"HOME_OF_TEST": str(tmp_path)},
+            owner="OWNER_OF_TEST",
+            grace=5,
+        )
+        assert count == 1
+        assert orphan.wait(timeout=5) is not None
+        assert all(other.poll() is None for other in others)
+    finally:
+        for process in (orphan, *others):
+            process.kill()
+            process.wait()

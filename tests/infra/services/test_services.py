@@ -1,0 +1,339 @@
+"""Real servers on free ports, once for the whole file; the last test stops them."""
+
+import dataclasses
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from flows.announce import main
+from infra import settings
+from infra.services import servers
+from infra.services.deployments import PREFECT_FILE, deploy
+from infra.services.processes import find, launch, read_records, write_records
+from infra.tracking.records import Registration
+from infra.tracking.registry import Registry
+from infra.tracking.runs import Tracker
+from upcycle_core.errors import InputError
+
+FLOW = '''
+from infra import settings
+
+SETTINGS = settings.configure()
+
+from pathlib import Path
+
+from prefect import flow
+
+from infra.recipe.schema import Recipe
+from infra.tracking.records import Registration
+from infra.tracking.registry import Registry
+from infra.tracking.runs import Tracker
+
+
+@flow
+def hello(recipe: Recipe | None = None, name: str = ""):
+    """A flow that does nothing but register its own source."""
+    workspace = SETTINGS.home / recipe.name
+    with Tracker(SETTINGS, "hello").start_run(recipe.name, workspace=workspace) as run:
+        registration = Registration(params={"api": SETTINGS.prefect_api_url, "cwd": Path.cwd()})
+        version = Registry(SETTINGS).register("hello", FOLDER, registration, run=run)
+    Registry(SETTINGS).set_alias(version, "champion")
+
+
+FOLDER = Path(__file__).parent
+if __name__ == "__main__":
+    from infra.recipe.reading import load_recipe
+
+    hello(load_recipe(settings.REPOSITORY / "recipes" / "demo.yaml"))
+'''
+DEPLOYED = ("demo", "nightly", "comparison")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment_for(home: Path) -> dict[str, str]:
+    """The session's environment with a home of its own, so that nothing else shares its servers."""
+    ours = ("PREFECT_", "MLFLOW_TRACKING_URI", "UPCYCLE_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return {
+        **inherited,
+        "UPCYCLE_HOME": str(home),
+        "UPCYCLE_PREFECT_PORT": str(free_port()),
+        "UPCYCLE_MLFLOW_PORT": str(free_port()),
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
+        "PYTHONPATH": str(settings.REPOSITORY),
+    }
+
+
+def python(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        cwd=settings.REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def service(command: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return python("-m", "infra.services", command, environment=environment)
+
+
+def ask(url: str, body: object = None) -> object:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """A home in which one flow ran on its own, and then everything was started."""
+    folder = tmp_path_factory.mktemp("services")
+    environment = environment_for(folder / "home")
+    (folder / "flow").mkdir()
+    (folder / "flow" / "hello.py").write_text(FLOW)
+    try:
+        alone = python(str(folder / "flow" / "hello.py"), environment=environment)
+        assert alone.returncode == 0, alone.stderr
+        started = service("up", environment)
+        assert started.returncode == 0, started.stderr
+        yield environment
+    finally:
+        service("down", environment)
+
+
+@pytest.fixture
+def place(environment):
+    return settings.read(environment)
+
+
+@pytest.fixture
+def prefect(environment):
+    return f"http://127.0.0.1:{environment['UPCYCLE_PREFECT_PORT']}"
+
+
+@pytest.fixture
+def mlflow(environment):
+    return f"http://127.0.0.1:{environment['UPCYCLE_MLFLOW_PORT']}"
+
+
+def test_what_ran_before_the_servers_is_in_them_afterwards(prefect, mlflow):
+    (flow_run,) = ask(f"{prefect}/api/flow_runs/filter", {})
+    assert flow_run["state_type"] == "COMPLETED"
+    experiment = ask(f"{mlflow}/api/2.0/mlflow/experiments/get-by-name?experiment_name=hello")
+    runs = ask(
+        f"{mlflow}/api/2.0/mlflow/runs/search",
+        {"experiment_ids": [experiment["experiment"]["experiment_id"]]},
+    )
+    assert [run["info"]["status"] for run in runs["runs"]] == ["FINISHED"]
+    alias = ask(f"{mlflow}/api/2.0/mlflow/registered-models/alias?name=hello&alias=champion")
+    assert int(alias["model_version"]["version"]) == 1
+
+
+def test_starting_again_says_so_and_starts_nothing(environment, place, prefect, mlflow):
+    before = read_records(place.services_state)
+    again = service("up", environment)
+    assert again.returncode == 0
+    assert again.stdout.splitlines()[0] == "Already up."
+    assert again.stdout.splitlines()[-2:] == [f"Prefect {prefect}", f"MLflow  {mlflow}"]
+    assert read_records(place.services_state) == before
+    assert service("status", environment).stdout.splitlines()[-2:] == [
+        f"Prefect {prefect}",
+        f"MLflow  {mlflow}",
+    ]
+
+
+def listening_addresses(pids: set[int]) -> set[str]:
+    """Addresses, in the kernel's hexadecimal, of the sockets on which ``pids`` listen."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(descriptor))
+            inodes |= {found[1]} if found else set()
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    listen = "0A"
+    return {line[1].partition(":")[0] for line in lines if line[3] == listen and line[9] in inodes}
+
+
+def test_everything_listens_on_loopback_only(place):
+    processes = [psutil.Process(r.pid) for r in read_records(place.services_state).values()]
+    family = {child.pid for p in processes for child in [p, *p.children(recursive=True)]}
+    assert listening_addresses(family) == {"0100007F"}
+
+
+def test_a_deployed_flow_reaches_the_registry_through_the_worker(environment, place, prefect):
+    content = yaml.safe_load(PREFECT_FILE.read_text())
+    # Each takes seconds; that all of them are well-formed is tested beside the files.
+    content["deployments"] = [d for d in content["deployments"] if d["name"] in DEPLOYED]
+    source = place.home.parent / "flow" / "hello.py"
+    for deployment in content["deployments"]:
+        deployment["entrypoint"] = f"{source}:hello"
+    prefect_file = place.home.parent / "prefect.yaml"
+    prefect_file.write_text(yaml.safe_dump(content))
+    assert deploy(place, prefect_file=prefect_file) == [f"hello/{name}" for name in DEPLOYED]
+
+    command = ("-m", "prefect", "deployment", "run", "hello/demo", "--watch")
+    done = python(*command, environment={**environment, "PREFECT_API_URL": f"{prefect}/api"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    version = Registry(place).find("hello", "champion")
+    assert version.number == 2
+    assert version.params == {"api": f"{prefect}/api", "cwd": str(settings.REPOSITORY)}
+
+
+def test_the_comparison_is_offered_with_its_rows_and_their_budget(prefect):
+    comparison = ask(f"{prefect}/api/deployments/name/hello/comparison")
+    recipe = comparison["parameters"]["recipe"]
+    assert recipe["baselines"]["btx"]["method"] == "btx"
+    assert recipe["comparison"]["tokens"] == 2252800
+
+
+def test_the_nightly_deployment_has_a_schedule_and_runs_that_never_overlap(prefect):
+    nightly = ask(f"{prefect}/api/deployments/name/hello/nightly")
+    (schedule,) = nightly["schedules"]
+    assert schedule["active"]
+    assert schedule["schedule"]["cron"] == "0 3 * * *"
+    assert nightly["global_concurrency_limit"]["limit"] == 1
+    assert nightly["parameters"]["recipe"]["router"]["ridge_lambda"] == 0.01
+    deadline = time.monotonic() + 60
+    query = {
+        "deployments": {"id": {"any_": [nightly["id"]]}},
+        "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
+    }
+    while not ask(f"{prefect}/api/flow_runs/filter", query):
+        assert time.monotonic() < deadline, "the scheduler made no run"
+        time.sleep(0.5)
+
+
+def test_the_form_says_what_a_value_means_and_its_limits(prefect):
+    schema = ask(f"{prefect}/api/deployments/name/hello/demo")["parameter_openapi_schema"]
+    training = schema["definitions"]["TrainingConfig"]["properties"]
+    assert training["steps"]["description"] == "Optimizer steps. At least 1."
+    assert training["adam_beta2"]["description"].endswith("moment. At least 0, less than 1.")
+    assert training["evaluation_steps"]["description"].endswith("`checkpoint_steps`. At least 1.")
+    assert training["schedule"]["description"] == "What the learning rate does after warm-up."
+
+
+def test_new_data_starts_the_retraining(environment, prefect):
+    nightly = ask(f"{prefect}/api/deployments/name/hello/nightly")
+    sent = python("-m", "flows.announce", "a file of law", environment=environment)
+    assert sent.returncode == 0, sent.stderr
+    query = {"deployments": {"id": {"any_": [nightly["id"]]}}}
+    deadline = time.monotonic() + 120
+    while True:
+        runs = ask(f"{prefect}/api/flow_runs/filter", query)
+        started = [run for run in runs if run["created_by"]["type"] == "AUTOMATION"]
+        if [run["state_type"] for run in started] == ["COMPLETED"]:
+            break
+        assert time.monotonic() < deadline, "the automation brought no run to its end"
+        time.sleep(0.5)
+    assert started[0]["parameters"]["recipe"]["name"] == "demo"
+
+
+def test_new_data_without_a_server_is_said_in_one_line(capsys):
+    assert main([]) == 2
+    expected = "server = None: no Prefect server is running; start it: make up\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_runs_and_registry_work_through_a_server_too(place, mlflow, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    remote = dataclasses.replace(place, mlflow_tracking_uri=mlflow)
+    with Tracker(remote, "remote").start_run("flow") as run:
+        # One more than a server takes in one call.
+        run.log_metrics({f"metric{i}": i for i in range(1001)})
+        run.log_params({f"param{i}": i for i in range(101)})
+        registration = Registration(metrics={"score": 0.5})
+        version = Registry(remote).register("remote", tmp_path / "model", registration, run=run)
+    Registry(remote).set_alias(version, "champion")
+    assert Registry(remote).find("remote", "champion").metrics == {"score": 0.5}
+    folder = Registry(remote).download("models:/remote@champion", tmp_path / "back")
+    assert (folder / "config.json").read_text() == "{}"
+
+
+def test_down_stops_all_of_it(environment, place):
+    records = read_records(place.services_state)
+    leaders = [psutil.Process(record.pid) for record in records.values()]
+    family = [child for p in leaders for child in [p, *p.children(recursive=True)]]
+    assert len(leaders) == 3
+    stopped = service("down", environment)
+    assert (stopped.returncode, stopped.stdout) == (0, "Stopped worker, prefect, mlflow.\n")
+    assert not any(process.is_running() for process in family)
+    for port in (place.prefect_port, place.mlflow_port):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+    again = service("down", environment)
+    assert (again.returncode, again.stdout) == (0, "Nothing is running.\n")
+    with pytest.raises(InputError, match="make up"):
+        deploy(settings.read(environment))
+
+
+def test_a_port_in_use_is_told_before_anything_starts(tmp_path):
+    environment = environment_for(tmp_path / "home")
+    port = environment["UPCYCLE_MLFLOW_PORT"]
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", int(port)))
+        other.listen()
+        refused = service("up", environment)
+    assert refused.returncode == 1
+    assert f"UPCYCLE_MLFLOW_PORT = {port}: in use" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert [path.name for path in (tmp_path / "home" / "services").iterdir()] == ["lock"]
+
+
+def test_down_leaves_a_stranger_with_the_same_process_id_alone(tmp_path):
+    environment = environment_for(tmp_path / "home")
+    place = settings.read(environment)
+    command = (sys.executable, "-c", "import time; time.sleep(60)")
+    stranger = launch(
+        command, log=tmp_path / "log", directory=tmp_path, environment=os.environ, url=""
+    )
+    earlier = dataclasses.replace(stranger, started=stranger.started - 3600)
+    write_records(place.services_state, {"prefect": earlier})
+    try:
+        assert service("down", environment).stdout == "Nothing is running.\n"
+        assert find(stranger) is not None
+    finally:
+        psutil.Process(stranger.pid).kill()
+
+
+def test_a_service_that_does_not_start_takes_the_others_with_it(tmp_path, monkeypatch):
+    place = settings.read(environment_for(tmp_path / "home"))
+    sleeping = servers.Service("prefect", ("-c", "import time; time.sleep(60)"), lambda: True)
+    broken = servers.Service("mlflow", ("-c", "raise SystemExit('no luck')"), lambda: False)
+    seen = []
+
+    def start(settings, wanted, original=servers._start):
+        try:
+            original(settings, wanted)
+        finally:
+            seen.extend(read_records(settings.services_state).values())
+
+    monkeypatch.setattr(servers, "_prefect", lambda settings: sleeping)
+    monkeypatch.setattr(servers, "_mlflow", lambda settings: broken)
+    monkeypatch.setattr(servers, "_start", start)
+    with pytest.raises(servers.ServiceError, match=r"mlflow ended while(.|\n)*no luck"):
+        servers.up(place)
+    assert [record.command[-1] for record in seen] == [sleeping.arguments[-1], broken.arguments[-1]]
+    assert [find(record) for record in seen] == [None, None]
+    assert not place.services_state.exists()

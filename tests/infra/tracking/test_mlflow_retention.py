@@ -1,0 +1,106 @@
+"""Which MLflow runs and versions may go, on a real database."""
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import ViewType
+
+from infra import settings
+from infra.recipe.keep import KeepConfig
+from infra.tracking.records import Registration
+from infra.tracking.registry import Registry
+from infra.tracking.retention import Records
+from infra.tracking.runs import Tracker
+
+ONE = KeepConfig(versions=1, runs=1)
+
+
+class Place:
+    """An experiment and a registered model of one name, in a database that tests share."""
+
+    def __init__(self, home, name):
+        self.settings = settings.read({"UPCYCLE_HOME": str(home)})
+        self.name = name
+        self.tracker = Tracker(self.settings, name)
+        self.registry = Registry(self.settings)
+        self.client = MlflowClient(self.settings.mlflow_tracking_uri)
+        self.checkpoint = home / "checkpoint"
+        self.checkpoint.mkdir(exist_ok=True)
+        (self.checkpoint / "config.json").write_text("{}")
+
+    def run(self, name="flow", **options):
+        with self.tracker.start_run(name, **options) as run:
+            run.log_text("x", "x.txt")
+        return run
+
+    def version(self, run, name=None):
+        made = Registration(tags={"upcycle.recipe": "r"})
+        return self.registry.register(name or self.name, self.checkpoint, made, run=run)
+
+    def records(self):
+        return Records(self.settings, self.name)
+
+    def past(self):
+        return self.records().past(ONE, self.name, previous="before")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def place(home, request):
+    return Place(home, request.node.name[5:])
+
+
+def test_runs_that_made_or_measured_a_kept_version_stay_with_their_families(place):
+    maker, judge, idle, _newest = (place.run(name) for name in ("a", "b", "c", "d"))
+    stage = place.run("stage", parent=maker)
+    step = place.run("step", parent=stage)
+    idle_stage = place.run("stage", parent=idle)
+    version = place.version(step)
+    place.registry.add_metrics(version, {"task": 1.0}, run=judge)
+    with place.tracker.start_run("at work"):
+        assert place.past().runs == (idle_stage.id, idle.id)
+
+
+def test_deleting_a_run_takes_its_files_and_no_other_run_in_the_bin(place):
+    binned, gone = place.run(), place.run()
+    place.client.delete_run(binned.id)
+    records = place.records()
+    assert len(records.run_files(gone.id)) == 1
+    folder = records.run_files(gone.id)[0].parent.parent
+    records.delete_run(gone.id)
+    assert not folder.exists()
+    found = place.client.search_runs([gone.experiment_id], run_view_type=ViewType.ALL)
+    assert [run.info.run_id for run in found] == [binned.id]
+
+
+def test_versions_of_other_names_of_the_same_flows_are_counted_by_name(place):
+    run = place.run()
+    main = [place.version(run) for _ in range(3)]
+    other = [place.version(run, f"{place.name}-ders") for _ in range(2)]
+    place.registry.set_alias(main[0], "champion")
+    assert [v.reference for v in place.past().versions] == [main[1].reference, other[0].reference]
+    assert {v.reference for v in place.past().kept} == {
+        v.reference for v in (main[0], main[2], other[1])
+    }
+
+
+def test_a_neighbour_s_versions_are_left_alone(place):
+    with Tracker(place.settings, "another").start_run("flow") as theirs:
+        pass
+    for _ in range(3):
+        place.version(theirs)
+    place.run()
+    assert place.past().versions == ()
+    assert place.past().models == ()
+
+
+def test_the_champion_before_stays_for_a_rollback(place):
+    run = place.run()
+    versions = [place.version(run) for _ in range(4)]
+    place.registry.set_alias(versions[2], "champion")
+    place.registry.set_tags(versions[2], {"before": "2"})
+    assert [version.number for version in place.past().versions] == [1]
+    assert [version.number for version in place.past().kept] == [2, 3, 4]

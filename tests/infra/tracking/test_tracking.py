@@ -1,0 +1,270 @@
+import multiprocessing
+import os
+import signal
+import sqlite3
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from mlflow import MlflowClient
+
+from infra import settings
+from infra.tracking.records import DatasetRecord, Registration, flatten
+from infra.tracking.registry import Registry
+from infra.tracking.runs import Tracker, open_database
+from upcycle_core.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return settings.read({"UPCYCLE_HOME": str(tmp_path_factory.mktemp("home"))})
+
+
+@pytest.fixture(scope="module")
+def tracker(place):
+    return Tracker(place, "flows")
+
+
+@pytest.fixture
+def registry(place, tracker):
+    return Registry(place)
+
+
+@pytest.fixture
+def client(place):
+    """MLflow's own view of what was recorded."""
+    return MlflowClient(place.mlflow_tracking_uri)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "mixtral"}')
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 100)
+    return folder
+
+
+def test_a_run_keeps_params_curves_inputs_files_and_description(tracker, client, tmp_path):
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "table.md").write_text("| DUME | 0.98 |")
+    with tracker.start_run("demo", tags={"git_commit": "abc"}) as run:
+        assert run.page.startswith(f"/#/experiments/{run.experiment_id}/runs/{run.id}")
+        run.log_params({"router": {"ridge_lambda": 0.01, "solve": "joint"}, "domains": ["a", "b"]})
+        for step, loss in enumerate([3.0, 2.0, 1.5]):
+            run.log_metrics({"loss": loss}, step)
+        run.log_inputs([DatasetRecord("a/train", "f" * 64, "/data/a", "training", {"tokens": 7})])
+        run.log_artifacts(tmp_path / "report", "report")
+        run.log_text("x: 1", "recipe.yaml")
+        run.describe("# Scores")
+    found = client.get_run(run.id)
+    assert found.info.status == "FINISHED"
+    assert found.data.params == {
+        "router.ridge_lambda": "0.01",
+        "router.solve": "joint",
+        "domains": '["a", "b"]',
+    }
+    curve = client.get_metric_history(run.id, "loss")
+    assert [(p.step, p.value) for p in curve] == [(0, 3.0), (1, 2.0), (2, 1.5)]
+    (dataset,) = found.inputs.dataset_inputs
+    assert (dataset.dataset.name, dataset.dataset.digest) == ("a/train", "f" * 36)
+    assert "f" * 64 in dataset.dataset.profile
+    assert dataset.tags[0].value == "training"
+    assert {file.path for file in client.list_artifacts(run.id)} == {"report", "recipe.yaml"}
+    assert found.data.tags["mlflow.note.content"] == "# Scores"
+    assert found.data.tags["git_commit"] == "abc"
+
+
+def test_stages_in_parallel_threads_become_children_with_their_own_curves(tracker, client):
+    def stage(number):
+        with tracker.start_run(f"expert {number}", parent=parent) as run:
+            for step in range(10):
+                run.log_metrics({"loss": number * 100 + step}, step)
+        return run.id
+
+    with tracker.start_run("flow") as parent, ThreadPoolExecutor(8) as pool:
+        ids = list(pool.map(stage, range(8)))
+    for number, run_id in enumerate(ids):
+        child = client.get_run(run_id)
+        assert child.data.tags["mlflow.parentRunId"] == parent.id
+        assert child.info.status == "FINISHED"
+        values = [point.value for point in client.get_metric_history(run_id, "loss")]
+        assert values == [number * 100 + step for step in range(10)]
+
+
+def test_threads_use_the_database_one_after_another(place, monkeypatch):
+    """A pool of connections that runs dry on a busy machine would fail the run that is late."""
+    inside, most = [], []
+    create_run = MlflowClient.create_run
+
+    def slow(self, *arguments, **options):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.02)
+        created = create_run(self, *arguments, **options)
+        inside.pop()
+        return created
+
+    monkeypatch.setattr(MlflowClient, "create_run", slow)
+    trackers = [Tracker(place, "busy"), Tracker(place, "busy")]
+
+    def stage(index):
+        with trackers[index % 2].start_run(f"stage {index}") as run:
+            run.log_metrics({"loss": 1.0})
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        list(pool.map(stage, range(8)))
+    assert len(most) == 8
+    assert max(most) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(RuntimeError, "FAILED"), (KeyboardInterrupt, "KILLED")]
+)
+def test_a_run_that_breaks_off_says_how(tracker, client, error, status):
+    with pytest.raises(error), tracker.start_run("broken") as run:
+        raise error
+    assert client.get_run(run.id).info.status == status
+
+
+def _die_during_a_run(place, workspace, folder):
+    tracker = Tracker(place, "flows")
+    with (
+        tracker.start_run("flow", workspace=workspace) as parent,
+        tracker.start_run("stage", parent=parent) as child,
+    ):
+        (folder / "ids").write_text(f"{parent.id} {child.id}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_runs_of_a_killed_flow_are_marked_at_the_next_start(place, tracker, client, tmp_path):
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    ids = {}
+    for workspace in (here, elsewhere):
+        workspace.mkdir()
+        process = multiprocessing.get_context("spawn").Process(
+            target=_die_during_a_run, args=(place, workspace, workspace)
+        )
+        process.start()
+        process.join(timeout=120)
+        ids[workspace] = (workspace / "ids").read_text().split()
+        assert [client.get_run(i).info.status for i in ids[workspace]] == ["RUNNING"] * 2
+    with tracker.start_run("flow", workspace=here) as run:
+        assert [client.get_run(i).info.status for i in ids[here]] == ["KILLED"] * 2
+        assert [client.get_run(i).info.status for i in ids[elsewhere]] == ["RUNNING"] * 2
+        assert client.get_run(run.id).info.status == "RUNNING"
+
+
+def test_two_versions_with_aliases_scores_and_files(tracker, registry, client, checkpoint):
+    assert registry.find("moe", "champion") is None
+    assert registry.versions("moe") == []
+    with tracker.start_run("flow") as run:
+        for score in (0.91, 0.97):
+            registration = Registration(
+                params={"moe": {"top_k": 1}},
+                metrics={"normalised_average.dume": score},
+                tags={"git_commit": "abc"},
+                files={"recipe.yaml": "name: demo", "dvc.lock": "schema: '2.0'"},
+                description="| DUME |",
+            )
+            version = registry.register("moe", checkpoint, registration, run=run)
+            registry.set_alias(version, "challenger")
+    first, second = registry.versions("moe")
+    registry.set_alias(first, "champion")
+    registry.set_tags(first, {"decision": "there was no champion"})
+
+    champion = registry.find("moe", "champion")
+    assert (champion.number, champion.run_id, champion.aliases) == (1, run.id, ("champion",))
+    assert champion.metrics == {"normalised_average.dume": 0.91}
+    assert champion.params == {"moe.top_k": "1"}
+    assert champion.tags == {"git_commit": "abc", "decision": "there was no champion"}
+    assert champion.description == "| DUME |"
+    assert (second.number, second.aliases) == (2, ("challenger",))
+
+    registry.set_alias(second, "champion")
+    assert registry.find("moe", "champion").number == 2
+    assert registry.find("moe", "challenger").number == 2
+    outputs = client.get_run(run.id).outputs.model_outputs
+    assert {output.model_id for output in outputs} == {first.model_id, second.model_id}
+
+
+def test_a_registered_checkpoint_comes_back_byte_for_byte(tracker, registry, checkpoint, tmp_path):
+    with tracker.start_run("flow") as run:
+        files = {"recipe.yaml": "name: demo"}
+        version = registry.register("back", checkpoint, Registration(files=files), run=run)
+    registry.set_alias(version, "champion")
+    for reference in ("models:/back@champion", "models:/back/1"):
+        folder = registry.download(reference, tmp_path / reference.replace("/", "_"))
+        copied = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
+        assert set(copied) == {"config.json", "model.safetensors", "upcycle/recipe.yaml"}
+        for name in ("config.json", "model.safetensors"):
+            assert copied[name].read_bytes() == (checkpoint / name).read_bytes()
+        assert copied["upcycle/recipe.yaml"].read_text() == "name: demo"
+
+
+def test_a_download_is_refused_where_something_lies_or_nothing_is_known(registry, tmp_path):
+    with pytest.raises(InputError, match="exists; name a new folder"):
+        registry.download("models:/back/1", tmp_path)
+    with pytest.raises(InputError, match="models:/nobody@champion"):
+        registry.download("models:/nobody@champion", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_cannot_be_copied_leaves_no_version_and_no_files(
+    place, tracker, registry, checkpoint, tmp_path
+):
+    before = set(place.mlflow_artifacts.rglob("*.safetensors"))
+    (checkpoint / "zz.safetensors").symlink_to(tmp_path / "nothing")
+    for directory in (checkpoint, tmp_path / "absent"):
+        with pytest.raises(OSError, match=directory.name), tracker.start_run("flow") as run:
+            registry.register("absent", directory, Registration(), run=run)
+    assert registry.versions("absent") == []
+    assert set(place.mlflow_artifacts.rglob("*.safetensors")) == before
+
+
+def test_a_version_that_others_registered_is_read_too(tracker, registry, client, checkpoint):
+    client.create_registered_model("foreign")
+    client.create_model_version("foreign", source=str(checkpoint))
+    (version,) = registry.versions("foreign")
+    assert (version.number, version.model_id, version.metrics) == (1, "", {})
+
+
+def _open(place, barrier):
+    barrier.wait()
+    open_database(place)
+
+
+def test_processes_that_create_the_database_at_once_do_not_break_it(tmp_path):
+    place = settings.read({"UPCYCLE_HOME": str(tmp_path)})
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(2)
+    processes = [context.Process(target=_open, args=(place, barrier)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    with sqlite3.connect(tmp_path / "mlflow" / "mlflow.db") as database:
+        assert database.execute("select count(*) from alembic_version").fetchone() == (1,)
+
+
+def test_nested_values_become_dotted_text_and_long_text_is_cut():
+    values = {"a": {"b": {"c": 1}}, "d": None, "e": [1, {"f": 2}], "g": "x" * 20, "h": {}}
+    assert flatten(values, length=10) == {
+        "a.b.c": "1",
+        "d": "None",
+        "e": '[1, {"f":…',
+        "g": "x" * 9 + "…",
+    }
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "odd://me:s3/cret@host/x"])
+def test_a_database_that_does_not_answer_is_named_without_its_password(
+    tmp_path, monkeypatch, address
+):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    place = settings.read({"UPCYCLE_HOME": str(tmp_path), "MLFLOW_TRACKING_URI": address})
+    with pytest.raises(InputError, match=r"MLFLOW_TRACKING_URI = .*cannot be opened") as caught:
+        Tracker(place, "test")
+    assert "cret" not in "".join(traceback.format_exception(caught.value))

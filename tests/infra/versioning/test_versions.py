@@ -1,0 +1,99 @@
+"""What is published comes back from a DVC remote, whatever its place is called."""
+
+import configparser
+import shutil
+import stat
+
+import pytest
+
+from infra import settings
+from infra.versioning.versions import Versions
+from upcycle_core.errors import InputError
+
+PIPELINE = "stages:\n  model: {cmd: 'true', outs: [model]}\n"
+PLACES = ("plain", "Bücher & Rechte #2, 100% 'neu'")
+
+
+def pushed(folder, remote, pipeline=PIPELINE):
+    """A project whose model lies in a remote, and another that has none yet."""
+    here, there = (Versions(folder / side) for side in ("here", "there"))
+    for versions in (here, there):
+        versions.prepare(pipeline=pipeline, params="")
+    (here.root / "model").mkdir()
+    (here.root / "model" / "weights").write_text("weights")
+    here.commit(["model"])
+    here.push(str(remote))
+    return here, there
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_was_pushed_comes_back_elsewhere(tmp_path, place):
+    remote = tmp_path / place
+    here, there = pushed(tmp_path / f"in {place}", remote)
+    shutil.rmtree(here.root / ".dvc" / "cache")
+    there.pull(here.lock_text(), str(remote), ["model"])
+    assert (there.root / "model" / "weights").read_text() == "weights"
+
+
+def test_a_stage_that_was_not_run_is_left_out(tmp_path):
+    pipeline = f"{PIPELINE}  comparison: {{cmd: 'true', outs: [comparison]}}\n"
+    here, there = pushed(tmp_path, tmp_path / "remote", pipeline)
+    there.pull(here.lock_text(), str(tmp_path / "remote"), ["comparison", "model"])
+    assert (there.root / "model" / "weights").exists()
+
+
+def test_what_was_changed_in_a_remote_does_not_come_back(tmp_path):
+    here, there = pushed(tmp_path, tmp_path / "remote")
+    files = [f for f in (tmp_path / "remote").rglob("*") if f.is_file()]
+    [kept] = [file for file in files if file.read_text() == "weights"]
+    kept.chmod(0o644)
+    kept.write_text("Weights")
+    with pytest.raises(InputError, match=r"dvc pull.*Checkout failed .* model"):
+        there.pull(here.lock_text(), str(tmp_path / "remote"), ["comparison", "model"])
+    assert not (there.root / "model").exists()
+
+
+def test_what_dvc_remembers_lies_where_no_one_else_writes(tmp_path, monkeypatch):
+    """It is read as pickles."""
+    environment = {"UPCYCLE_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    settings.configure(environment)
+    monkeypatch.setenv("DVC_SITE_CACHE_DIR", environment["DVC_SITE_CACHE_DIR"])
+    versions = Versions(tmp_path / "here")
+    versions.prepare(pipeline=PIPELINE, params="")
+    (versions.root / "model").mkdir()
+    versions.commit(["model"])
+    own = tmp_path / "upcycle" / "dvc"
+    assert list(own.rglob("*.db"))
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+
+
+def test_settings_of_others_stay_and_the_file_is_written_for_changes_alone(tmp_path):
+    versions = Versions(tmp_path)
+    config = tmp_path / ".dvc" / "config"
+    versions.prepare(pipeline=PIPELINE, params="")
+    with config.open("a") as file:
+        file.write("['remote \"upcycle\"']\n    endpointurl = http://127.0.0.1:9\n")
+    versions._use("s3://bucket/models")
+    versions.prepare(pipeline=PIPELINE, params="")
+    written = configparser.ConfigParser()
+    written.read(config)
+    assert dict(written["'remote \"upcycle\"'"]) == {
+        "url": '"s3://bucket/models"',
+        "endpointurl": "http://127.0.0.1:9",
+    }
+    assert written["cache"]["type"] == "hardlink, copy"
+    before = config.stat()
+    versions._use("s3://bucket/models")
+    assert config.stat().st_ino == before.st_ino
+
+
+def test_settings_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / ".dvc" / "config").write_text("[core]\nremote = a\nremote = b\n")
+    with pytest.raises(InputError, match=r"\.dvc/config'?: cannot be read"):
+        Versions(tmp_path).prepare(pipeline=PIPELINE, params="")
+
+
+def test_a_place_that_dvc_cannot_be_told_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"versions\.remote"):
+        Versions(tmp_path).push("""a "b" 'c'""")

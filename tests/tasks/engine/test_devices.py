@@ -1,0 +1,186 @@
+"""Where pieces compute: on what the recipe reserves for their kind."""
+
+import ast
+import importlib
+import inspect
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import tasks.pipeline  # noqa: F401  (every stage is known from here on)
+from infra.cluster.compute import Done
+from infra.recipe.reading import load_recipe
+from infra.recipe.resources import Resources
+from infra.tracking.records import Version
+from tasks.engine.sources import CODE
+from tasks.engine.stage import STAGES, Session
+from tasks.engine.stage_run import StageRun
+from tasks.engine.workspace import Workspace
+from tasks.release.champion import Champion
+
+KINDS = ("seed", "experts", "statistics", "alignment", "post_training", "evaluation", "baselines")
+"""Kinds of work that a GPU does."""
+DUME = ("demo", "baselines", "compression", "tasks")
+SYMPHONY = ("symphony",)
+SIMOE = ("simoe", "simoe-rivals")
+
+
+def name_of(file):
+    return ".".join(file.relative_to(CODE).with_suffix("").parts)
+
+
+@pytest.fixture(autouse=True)
+def layers(monkeypatch):
+    """Two groups of layers, without a checkpoint to count them in."""
+    for module in ("tasks.symphony.harmonise", "tasks.symphony.pairs"):
+        monkeypatch.setattr(f"{module}.groups_of", lambda model, config: [(0, 1), (2, 3)])
+
+
+class Enough(Exception):
+    """The stage has handed over the pieces that were asked for."""
+
+
+class Watched(StageRun):
+    """Runs nothing: keeps what the stage hands over, until the ``wanted``-th call."""
+
+    def __init__(self, *args, wanted, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.wanted, self.calls = wanted, []
+
+    def run(self, pieces, kind, *, uses_gpu=True):
+        self.calls.append((pieces, kind, uses_gpu))
+        if len(self.calls) == self.wanted:
+            raise Enough
+        score = {name: {"tokens": 1, "bytes": 1} for name in self.recipe.domains}
+        return {piece.name: Done(self.out, score, 0.0, 0.0, 0) for piece in pieces}
+
+
+def recipe_on_gpus(files):
+    first, *added = (CODE / "recipes" / f"{name}.yaml" for name in files)
+    changes = [f"compute.{kind}.gpus=1" for kind in KINDS]
+    if files == SYMPHONY:
+        changes.append("similarity={}")
+    return load_recipe(first, changes, added=added)
+
+
+def handed_over(tmp_path, files, name, item, *, calls=1):
+    """The pieces of a stage's ``calls``-th call, their kind, and whether they are given a GPU."""
+    recipe = recipe_on_gpus(files)
+    session = Session(recipe, Workspace(tmp_path / recipe.name), log=lambda text: None)
+    report = session.workspace.path("report")
+    report.mkdir(parents=True)
+    (report / "metrics.json").write_text(json.dumps({"perplexity": {}}))
+    out = tmp_path / "out"
+    out.mkdir()
+    run = Watched(session, STAGES[name], item, out=out, mark="m", recorder=None, wanted=calls)
+    with pytest.raises(Enough):
+        STAGES[name].function(run)
+    return run.calls[-1]
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "item", "calls"),
+    [
+        (DUME, "seed", "", 1),
+        (DUME, "experts", "python", 1),
+        (DUME, "statistics", "python", 1),
+        (DUME, "report", "", 1),
+        (DUME, "comparison", "", 1),
+        (DUME, "sweeps", "dume", 1),
+        (DUME, "task_scores", "dume", 1),
+        (DUME, "baselines", "full-finetune", 2),
+        (SYMPHONY, "strangers", "python", 1),
+        (SYMPHONY, "pairs", "symphony", 1),
+        (SYMPHONY, "similarity", "", 1),
+        (SYMPHONY, "ablation", "", 1),
+        (SYMPHONY, "ablation", "", 2),  # each dense model with its own tokenizer
+        (SIMOE, "answers", "simoe", 1),
+        (SIMOE, "simoe", "", 1),
+        (SIMOE, "tuned", "full-finetune", 2),
+    ],
+)
+def test_pieces_compute_on_the_device_that_is_reserved(tmp_path, files, name, item, calls):
+    pieces, kind, uses_gpu = handed_over(tmp_path, files, name, item, calls=calls)
+    assert pieces
+    assert kind in KINDS
+    assert uses_gpu
+    assert {piece.name: piece.arguments.get("device") for piece in pieces} == {
+        piece.name: "cuda" for piece in pieces
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "item"),
+    [
+        (DUME, "baselines", "btx"),
+        (SIMOE, "tuned", "sparse-upcycling"),
+        (SYMPHONY, "starts", "symphony"),
+    ],
+)
+def test_pieces_that_know_no_device_are_given_no_gpu(tmp_path, files, name, item):
+    """Else assignments, one a layer, would stand in line for the only GPU and not use it."""
+    pieces, kind, uses_gpu = handed_over(tmp_path, files, name, item)
+    assert kind in KINDS
+    assert not uses_gpu
+    assert not any("device" in inspect.signature(piece.function).parameters for piece in pieces)
+
+
+@pytest.mark.parametrize("uses_gpu", [True, False])
+def test_a_gpu_is_reserved_for_pieces_that_use_it(tmp_path, monkeypatch, uses_gpu):
+    recipe = recipe_on_gpus(DUME)
+    session = Session(recipe, Workspace(tmp_path / recipe.name), log=lambda text: None)
+    run = StageRun(session, STAGES["baselines"], "btx", out=tmp_path, mark="m", recorder=None)
+    reserved = []
+
+    def run_pieces(pieces, *, resources, **_):
+        reserved.append(resources)
+        return {}
+
+    monkeypatch.setattr("tasks.engine.stage_run.run_pieces", run_pieces)
+    run.run([], "baselines", uses_gpu=uses_gpu)
+    assert reserved == [replace(recipe.compute.baselines, gpus=1.0 if uses_gpu else 0.0)]
+
+
+def champion_of(tmp_path, files, monkeypatch):
+    """A champion of another run, and the list that its pieces and resources go to."""
+    recipe = recipe_on_gpus(files)
+    session = Session(recipe, Workspace(tmp_path / recipe.name), log=lambda text: None)
+    handed = []
+
+    def run_pieces(pieces, *, resources, **_):
+        handed.extend((piece, resources) for piece in pieces)
+        return {piece.name: Done(tmp_path, {}, 0.0, 0.0, 0) for piece in pieces}
+
+    monkeypatch.setattr("tasks.release.champion.run_pieces", run_pieces)
+    monkeypatch.setattr("tasks.release.champion.read_scores", lambda path: ({}, []))
+    version = Version("m", 1, "run", "model", "", aliases=(), tags={}, params={}, metrics={})
+    return Champion(session, None, version, tmp_path), handed
+
+
+@pytest.mark.parametrize("judge", ["perplexities", "tasks"])
+def test_the_champion_is_judged_on_the_device_that_is_reserved(tmp_path, monkeypatch, judge):
+    champion, handed = champion_of(tmp_path, DUME, monkeypatch)
+    champion.perplexities({}) if judge == "perplexities" else champion.tasks()
+    [(piece, resources)] = handed
+    assert resources.gpus == 1
+    assert piece.arguments["device"] == "cuda"
+
+
+def test_without_a_gpu_pieces_compute_on_the_cpu():
+    assert Resources().device == "cpu"
+    assert Resources(gpus=0.5).device == "cuda"
+
+
+@pytest.mark.parametrize("file", sorted(Path(CODE / "tasks").rglob("*.py")), ids=name_of)
+def test_no_call_leaves_the_device_to_a_default(file):
+    """A library function that can be told where to compute is told: its default is the CPU."""
+    module = importlib.import_module(name_of(file))
+    for node in ast.walk(ast.parse(file.read_text())):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+            continue
+        function = getattr(module, node.func.id, None)
+        if inspect.isfunction(function) and "device" in inspect.signature(function).parameters:
+            given = {keyword.arg for keyword in node.keywords}
+            assert given & {"device", None}, f"{file.name}:{node.lineno} {node.func.id}"

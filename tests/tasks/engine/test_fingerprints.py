@@ -1,0 +1,322 @@
+"""What decides whether a stage runs: its code, found by nobody's list; its settings, no more."""
+
+import json
+import shutil
+from contextlib import contextmanager
+from dataclasses import replace
+from modulefinder import ModuleFinder
+from pathlib import Path
+
+import pytest
+from texts import pico_recipe, write_texts
+
+from infra.recipe.reading import load_recipe, validate
+from tasks import __main__ as command
+from tasks.engine.sources import CODE, LEFT_OUT, deciding_modules, module_digests, package_versions
+from tasks.engine.stage import Session, Stage
+from tasks.engine.stage_run import StageRun
+from tasks.engine.workspace import PROVENANCE, Workspace, fingerprint
+from tasks.pipeline import ORDER
+
+OURS = ("infra", "tasks", "upcycle_core")
+MODULES = sorted({stage.function.__module__ for stage in ORDER})
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of our code that may be changed, every folder of it a package."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for package in OURS:
+        shutil.copytree(CODE / package, folder / package, ignore=shutil.ignore_patterns("*.pyc"))
+    for directory in [d for package in OURS for d in (folder / package).rglob("*") if d.is_dir()]:
+        (directory / "__init__.py").touch()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def used(checkout, tmp_path_factory):
+    """{module of a stage: files that Python's own finder reaches from it}, by their bytecode."""
+    plain = tmp_path_factory.mktemp("plain") / "code"
+    shutil.copytree(checkout, plain)
+    for file in plain.rglob("*.py"):  # the compiler drops what is for type checkers alone
+        file.write_text(file.read_text().replace("if TYPE_CHECKING:", "if False:"))
+    return {module: reached(module, plain) for module in MODULES}
+
+
+def reached(module, code):
+    left_out = [name.removesuffix(".py").rstrip("/").replace("/", ".") for name in LEFT_OUT]
+    finder = ModuleFinder(path=[str(code)], excludes=left_out)
+    finder.import_hook(module)
+    files = {Path(m.__file__) for m in finder.modules.values() if m.__file__}
+    # Finding tasks.x finds all of its packages; what they import counts as well.
+    return {file.relative_to(code).as_posix() for file in files}
+
+
+def digests(module, checkout):
+    return module_digests.__wrapped__(module, code=checkout)
+
+
+@contextmanager
+def changed(checkout, names):
+    """One more line in each of these files."""
+    texts = {name: (checkout / name).read_text() for name in names}
+    for name, text in texts.items():
+        (checkout / name).write_text(text + "\n# changed\n")
+    yield
+    for name, text in texts.items():
+        (checkout / name).write_text(text)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_changed_line_counts_where_the_module_is_used_and_nowhere_else(module, checkout, used):
+    before = digests(module, checkout)
+    files = {f.relative_to(checkout).as_posix() for p in OURS for f in (checkout / p).rglob("*.py")}
+    assert len(files) > 200
+    assert module.replace(".", "/") + ".py" in used[module]
+    with changed(checkout, files - used[module]):
+        assert digests(module, checkout) == before
+    for name in used[module]:
+        with changed(checkout, [name]):
+            after = digests(module, checkout)
+        assert {n for n in after if after[n] != before.get(n)} == {name}
+
+
+def test_a_stage_names_its_own_module_and_the_pieces_it_runs():
+    for stage in ORDER:
+        own = stage.function.__module__.replace(".", "/") + ".py"
+        assert own in stage.sources
+    by_name = {stage.name: stage for stage in ORDER}
+    assert "upcycle_core/dume/collect.py" in by_name["statistics"].sources
+    assert "upcycle_core/training/trainer.py" in by_name["experts"].sources
+
+
+def test_imports_inside_functions_and_of_packages_count(checkout):
+    # register_architectures imports three packages, each of which registers its model's code.
+    answers = deciding_modules("tasks.simoe.answers", code=checkout)
+    assert "upcycle_core/simoe/model/layers_simoe.py" in answers
+    assert "upcycle_core/ders/model/__init__.py" in answers
+
+
+def test_what_is_left_out_is_there():
+    for name in LEFT_OUT:
+        assert (CODE / name).exists(), name
+
+
+def test_the_packages_that_decide_bytes_are_recorded(tmp_path):
+    stage = next(stage for stage in ORDER if stage.name == "backbone")
+    recipe = with_ready_experts(tmp_path)
+    workspace = Workspace(tmp_path / "home" / "pico")
+    publish(workspace, "experts/letters", "experts/numbers")
+    made_from = stage.made_from(Session(recipe, workspace, log=print), "")
+    assert set(made_from["packages"]) >= {"torch", "transformers", "tokenizers", "datasets"}
+
+
+def with_ready_experts(folder, **changes):
+    """A recipe of two given experts, whose texts are named for their use."""
+    values = pico_recipe(folder, domains=("letters", "numbers"))
+    for name, domain in values["domains"].items():
+        del domain["train"]
+        domain |= {"expert": f"/models/{name}", "calibration": {"files": ["/texts/c.txt"]}}
+    return validate({**values, **changes})
+
+
+def publish(workspace, *artifacts):
+    for artifact in artifacts:
+        staged = workspace.stage(artifact)
+        (staged / "file").write_text(artifact)
+        workspace.publish(staged, artifact, {"inputs": {}, "params": {}, "fingerprint": ""})
+
+
+def settings_of(recipe):
+    return {
+        stage.label(item): stage.values(recipe, item)
+        for stage in ORDER
+        for item in stage.items(recipe)
+        if not stage.always
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 5},
+        {"experts": {"training": {"steps": 7, "warmup_steps": 1}}},
+        {"seed_model": {"training": {"steps": 7, "warmup_steps": 1}}},
+        {"compute": {"statistics": {"cpus": 8}, "evaluation": {"cpus": 8}}},
+        {"tokenizer": {"vocabulary_size": 500}},
+        {"corpus": {"calibration_share": 0.3}},
+        {"keep": {"runs": 3}},
+        {"registry": {"gate": {"margin": 1.0}}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_with_ready_experts_what_only_training_reads_decides_nothing(tmp_path, change):
+    before, after = with_ready_experts(tmp_path), with_ready_experts(tmp_path, **change)
+    assert before != after
+    assert settings_of(before) == settings_of(after)
+
+
+def test_settings_that_leave_the_weights_alone_do_not_train_again(tmp_path):
+    values = pico_recipe(tmp_path)
+    before = validate(values)
+    training = before.experts.training
+    after = replace(
+        before, experts=replace(before.experts, training=replace(training, log_steps=7))
+    )
+    assert settings_of(before) == settings_of(after)
+    longer = replace(training, steps=training.steps + 1)
+    taught = settings_of(replace(before, experts=replace(before.experts, training=longer)))
+    changed = {label for label, own in settings_of(before).items() if own != taught[label]}
+    assert changed == {"experts@letters", "experts@numbers", "experts@colours", "model"}
+
+
+def test_resources_decide_nothing():
+    for recipe in (CODE / "recipes").glob("*.yaml"):
+        if not recipe.read_text().startswith("name:") and "\nname:" not in recipe.read_text():
+            continue  # a file that is added to a recipe
+        for own in settings_of(load_recipe(recipe, ["folder=/texts"])).values():
+            assert not [key for key in own if key.startswith("compute")]
+
+
+class Life:
+    """A workspace with one input, and a stage that reads it."""
+
+    def __init__(self, folder):
+        write_texts(folder / "texts")
+        self.recipe = validate(pico_recipe(folder / "texts"))
+        self.workspace = Workspace(folder / "home" / "pico")
+        self.lines = []
+        self.give("one")
+
+    def give(self, text):
+        staged = self.workspace.stage("input")
+        (staged / "text").write_text(text)
+        self.workspace.publish(staged, "input", {"inputs": {}, "params": {}, "fingerprint": text})
+
+    def session(self):
+        return Session(self.recipe, self.workspace, log=self.lines.append)
+
+    def ensure(self, stage):
+        self.lines.clear()
+        ran = stage.ensure(self.session())
+        return self.lines[0] if ran else None
+
+
+def copy(run):
+    (run.out / "copy").write_text((run.path("input") / "text").read_text())
+
+
+STAGE = Stage(
+    "copied",
+    copy,
+    "copied",
+    inputs=lambda recipe, item: ["input"],
+    params=("seed", "experts.training"),
+    per="recipe",
+    needed=lambda recipe: True,
+    always=False,
+    once=False,
+)
+
+
+@pytest.fixture
+def life(tmp_path):
+    life = Life(tmp_path)
+    assert life.ensure(STAGE) == "copied runs: it has not been made"
+    assert life.ensure(STAGE) is None
+    return life
+
+
+def test_a_stage_says_why_it_runs(life, monkeypatch):
+    life.give("two")
+    assert life.ensure(STAGE) == "copied runs: input changed"
+    life.recipe = replace(life.recipe, seed=3)
+    assert life.ensure(STAGE) == "copied runs: seed 0 -> 3"
+    newer = {**package_versions(), "transformers": "99.0.0"}
+    monkeypatch.setattr("tasks.engine.stage.package_versions", lambda: newer)
+    now = package_versions()["transformers"]
+    assert life.ensure(STAGE) == f"copied runs: transformers {now} -> 99.0.0"
+    monkeypatch.setattr(Stage, "sources", {"tasks/dume/router.py": "1", "tasks/dume/model.py": "2"})
+    reason = "copied runs: its code changed: tasks/dume/model.py and 1 other modules"
+    assert life.ensure(STAGE) == reason
+    (life.workspace.path("copied") / "copy").write_text("damaged")
+    assert life.ensure(STAGE) == "copied runs: it is not as it was published"
+
+
+def test_the_same_bytes_made_another_way_are_the_same_input(life):
+    life.give("one")
+    staged = life.workspace.stage("input")
+    (staged / "text").write_text("one")
+    life.workspace.publish(staged, "input", {"inputs": {}, "params": {}, "fingerprint": "other"})
+    assert life.ensure(STAGE) is None
+
+
+def test_a_stage_reads_what_it_declares_and_nothing_else(life):
+    run = StageRun(life.session(), STAGE, "", out=life.workspace.root, mark="", recorder=None)
+    assert run.path("input/text").read_text() == "one"
+    for name in ("experts/letters", "inputs", "inp", "copied"):
+        with pytest.raises(ValueError, match="copied does not declare"):
+            run.path(name)
+
+
+def of_before(life, **changes):
+    """Rewrite the record as versions wrote it whose lists of modules were typed."""
+    path = life.workspace.path("copied") / PROVENANCE
+    record = json.loads(path.read_text())
+    del record["packages"]
+    record["inputs"] = {"input": life.workspace.record_digest("input")}
+    record["params"] = {"seed": 0, "experts": record_of(life), "compute.experts": {"cpus": 1}}
+    record["sources"] = {"tasks/dume/router.py": "1"}
+    record |= changes
+    record["fingerprint"] = fingerprint(record)
+    path.write_text(json.dumps(record))
+
+
+def record_of(life):
+    from infra.recipe.schema import resolve
+
+    return resolve(life.recipe)["experts"]
+
+
+def test_what_an_earlier_version_made_is_taken_over_where_only_its_list_is_new(life, monkeypatch):
+    monkeypatch.setattr(Stage, "sources", {"tasks/dume/router.py": "1", "tasks/copied.py": "2"})
+    of_before(life)
+    before = life.workspace.record_digest("copied")
+    assert life.ensure(STAGE) is None
+    assert life.lines[0].startswith("copied: taken over")
+    assert life.workspace.has_digest("copied", before)
+    assert life.ensure(STAGE) is None
+    assert life.lines == ["copied: up to date"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sources": {"tasks/dume/router.py": "other"}}, "its code changed"),
+        ({"sources": {}}, "its code changed"),
+        ({"inputs": {"input": "another"}}, "input changed"),
+        ({"params": {"seed": 1}}, "seed 1 -> 0"),
+    ],
+    ids=["code", "unknown code", "input", "setting"],
+)
+def test_what_an_earlier_version_made_otherwise_is_made_again(life, monkeypatch, changes, reason):
+    monkeypatch.setattr(Stage, "sources", {"tasks/dume/router.py": "1", "tasks/copied.py": "2"})
+    of_before(life, **changes)
+    assert reason in life.ensure(STAGE)
+
+
+def test_why_says_what_would_run_and_runs_nothing(tmp_path, capsys):
+    recipe = with_ready_experts(tmp_path)
+    workspace = Workspace(tmp_path / "pico")
+    publish(workspace, "experts/letters", "experts/numbers")
+    from tasks.pipeline import params_yaml
+
+    (workspace.root / "params.yaml").write_text(params_yaml(recipe, workspace.root))
+    assert command.main(["why", "backbone", "--workspace", str(workspace.root)]) == 0
+    said = capsys.readouterr().out
+    assert "backbone runs: it has not been made" in said
+    assert not workspace.path("backbone").exists()
+    assert command.main(["why", "router", "--workspace", str(workspace.root)]) == 0
+    said = capsys.readouterr().out
+    assert "statistics@letters" in said
+    assert "has not been made" in said

@@ -1,0 +1,123 @@
+"""DVC's cache links to what is published: once on the disk, and damage in place heals."""
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from infra.recipe.lineage import Lineage
+from infra.recipe.reading import load_recipe
+from infra.versioning.known import Recorded
+from infra.versioning.versions import Versions
+from tasks.engine.sources import CODE
+from tasks.engine.stage import Session, Stage
+from tasks.engine.workspace import Workspace
+from upcycle_core.errors import InputError
+
+LABEL = "model"
+PIPELINE = f"stages:\n  {LABEL}: {{cmd: 'true', outs: [model]}}\n"
+TEXT = "weights " * 100
+
+
+def make(run):
+    (run.out / "weights").write_text(TEXT)
+    (run.out / "config").write_text("whole")
+
+
+STAGE = Stage(
+    LABEL,
+    make,
+    "model",
+    inputs=lambda recipe, item: (),
+    params=(),
+    per="recipe",
+    needed=lambda recipe: True,
+    always=False,
+    once=False,
+)
+
+
+READER = replace(
+    STAGE, name="report", function=make, out="report", inputs=lambda recipe, item: ["model/weights"]
+)
+
+
+class Life:
+    """A workspace with one stage, and what a flow does about it."""
+
+    def __init__(self, folder):
+        self.workspace = Workspace(folder / "demo")
+        self.versions = Versions(self.workspace.root)
+        self.versions.prepare(pipeline=PIPELINE, params="")
+        recipe = load_recipe(CODE / "recipes" / "demo.yaml")
+        self.session = Session(recipe, self.workspace, log=lambda text: None)
+        self.record = Recorded(self.workspace.root)
+        self.weights = self.workspace.path("model") / "weights"
+
+    def run(self):
+        with self.workspace.lock("test"):
+            ran = STAGE.ensure(self.session)
+            if LABEL not in self.record.known():
+                self.versions.commit([LABEL])
+                self.record.add({LABEL: self.workspace.digest("model")})
+        return ran
+
+    def kept(self):
+        """{content: inode} of what the cache holds."""
+        files = (self.workspace.root / ".dvc" / "cache").rglob("*")
+        return {file.read_text(): file.stat().st_ino for file in files if file.is_file()}
+
+
+@pytest.fixture
+def life(tmp_path):
+    made = Life(tmp_path)
+    assert made.run()
+    return made
+
+
+def test_a_published_file_is_on_the_disk_once(life):
+    assert life.kept()[TEXT] == life.weights.stat().st_ino
+    assert not life.run()
+
+
+def test_damage_in_place_is_made_good_in_the_cache_too(life):
+    life.weights.chmod(0o644)
+    life.weights.write_text("damaged")
+    life.weights.chmod(0o444)  # as DVC leaves it, and trusts it
+    assert "damaged" in life.kept()
+    assert life.run()
+    assert life.weights.read_text() == TEXT
+    assert TEXT in life.kept()
+    assert "damaged" not in life.kept()
+    assert "whole" in life.kept()
+    assert not life.run()
+
+
+def test_what_is_built_upon_is_not_brought_back_damaged(life, tmp_path):
+    life.versions.push(str(tmp_path / "remote"))
+    pinned = {"model": life.workspace.digest("model")}
+    domains = tuple(life.session.recipe.domains)
+    lineage = Lineage(pinned=pinned, backbone=domains, parents={})
+    life.session.recipe = replace(life.session.recipe, lineage=lineage)
+    life.weights.chmod(0o644)
+    life.weights.write_text("damaged")
+    life.weights.chmod(0o444)
+    with pytest.raises(InputError, match="dvc pull --force"):
+        life.run()
+    command = [sys.executable, "-m", "dvc", "pull", "--force"]
+    subprocess.run(command, cwd=life.workspace.root, check=True, capture_output=True)
+    assert life.weights.read_text() == TEXT
+    assert not life.run()
+
+
+def test_nothing_is_made_from_what_is_damaged(life):
+    """Also where a flow does not look at the stage that made it."""
+    life.run()
+    assert READER.ensure(life.session)
+    shutil.rmtree(life.workspace.path("report"))
+    life.weights.write_text("damaged")
+    with pytest.raises(InputError, match=r"report needs = 'model': is not as it was published"):
+        READER.ensure(Session(life.session.recipe, life.workspace, log=lambda text: None))
+    assert not life.workspace.path("report").exists()

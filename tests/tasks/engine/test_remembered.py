@@ -1,0 +1,127 @@
+"""A stage that measures one thing more computes that alone, on a real Ray."""
+
+import os
+import sys
+from dataclasses import replace
+
+import pytest
+from texts import pico_recipe, write_texts
+
+from infra.cluster.compute import cluster
+from infra.recipe.reading import validate
+from infra.settings import read
+from tasks.engine.remembered import FOLDER
+from tasks.engine.sources import CODE
+from tasks.engine.stage import Session, Stage
+from tasks.engine.workspace import Workspace
+from upcycle_core.corpora.config import CorpusConfig
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:  # workers import this file's pieces
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        with cluster(read(os.environ), 1, CODE, workspace=tmp_path_factory.getbasetemp()):
+            yield
+
+
+class Sweep:
+    """A stage of one piece a value; each piece writes down that it was called."""
+
+    def __init__(self, folder):
+        write_texts(folder / "texts")
+        self.recipe = validate(pico_recipe(folder / "texts"))
+        self.workspace = Workspace(folder / "home" / "pico")
+        self.calls = folder / "calls"
+        self.calls.touch()
+        self.values = [1, 2]
+        self.lines = []
+        self.give("one")
+
+    def give(self, text):
+        staged = self.workspace.stage("input")
+        (staged / "text").write_text(text)
+        self.workspace.publish(staged, "input", {"inputs": {}, "params": {}, "fingerprint": text})
+
+    def run(self, **arguments):
+        """Ensure the stage; returns the values that were computed, and all results."""
+        from infra.cluster.pieces import Piece
+
+        def measure(run):
+            pieces = [
+                Piece(
+                    name=f"value-{value}",
+                    function=counted,
+                    arguments={
+                        "text": run.path("input"),
+                        "config": CorpusConfig(),
+                        "value": value,
+                        "calls": str(self.calls),
+                        **arguments,
+                    },
+                )
+                for value in self.values
+            ]
+            done = run.run(pieces, "evaluation")
+            results = {name: piece.result for name, piece in done.items()}
+            (run.out / "results").write_text(str(results))
+
+        stage = Stage(
+            "measured",
+            measure,
+            "measured",
+            inputs=lambda recipe, item: ["input"],
+            params=("seed",),
+            per="recipe",
+            needed=lambda recipe: True,
+            always=False,
+            once=False,
+        )
+        self.calls.write_text("")
+        self.recipe = replace(self.recipe, seed=self.recipe.seed + 1)
+        self.lines.clear()
+        stage.ensure(Session(self.recipe, self.workspace, log=self.lines.append))
+        results = (self.workspace.path("measured") / "results").read_text()
+        return self.calls.read_text().split(), results
+
+
+def counted(*, out, progress, text, config, value, calls, leaves=False, **more):
+    with open(calls, "a") as file:
+        file.write(f"{value}\n")
+    if leaves:
+        out.write_text("a file")
+    return f"{(text / 'text').read_text()} {value}"
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    return Sweep(tmp_path)
+
+
+def test_one_value_more_is_computed_alone(sweep):
+    assert sorted(sweep.run()[0]) == ["1", "2"]
+    assert sweep.run() == ([], str({"value-1": "one 1", "value-2": "one 2"}))
+    sweep.values.append(3)
+    computed, results = sweep.run()
+    assert computed == ["3"]
+    assert results == str({f"value-{n}": f"one {n}" for n in (1, 2, 3)})
+    assert "measured: 2 of 3 pieces are as they were, and are not computed again" in sweep.lines
+
+
+def test_another_input_or_argument_is_computed_anew(sweep):
+    sweep.run()
+    sweep.give("two")
+    computed, results = sweep.run()
+    assert sorted(computed) == ["1", "2"]
+    assert results == str({"value-1": "two 1", "value-2": "two 2"})
+    assert sorted(sweep.run(config=CorpusConfig(min_characters=3))[0]) == ["1", "2"]
+    assert sorted(sweep.run(more=1)[0]) == ["1", "2"]
+
+
+def test_pieces_that_leave_files_and_unreadable_memories_are_computed_anew(sweep):
+    sweep.run(leaves=True)
+    assert sorted(sweep.run(leaves=True)[0]) == ["1", "2"]
+    sweep.run()
+    for damage in ("", "[]", "{"):
+        (sweep.workspace.root / FOLDER / "measured.json").write_text(damage)
+        assert sorted(sweep.run()[0]) == ["1", "2"]

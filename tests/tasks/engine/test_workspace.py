@@ -1,0 +1,210 @@
+import errno
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from ray.exceptions import RayTaskError
+from safetensors import SafetensorError
+
+from tasks.engine.workspace import Workspace, disk_faults, take
+from upcycle_core.errors import InputError
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    return Workspace(tmp_path / "demo")
+
+
+def carried_by_ray(error):
+    """What ``ray.get`` raises where a worker has raised ``error``."""
+    return RayTaskError("piece", "traceback", error).as_instanceof_cause()
+
+
+def publish(workspace, text="one", artifact="experts/law"):
+    staged = workspace.stage(artifact)
+    (staged / "weights").write_text(text)
+    workspace.publish(staged, artifact, {"fingerprint": text})
+
+
+def test_published_artifact_carries_what_made_it(workspace):
+    publish(workspace)
+    assert workspace.provenance("experts/law")["fingerprint"] == "one"
+    assert list(workspace.provenance("experts/law")["files"]) == ["weights"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: (d / "weights").write_text("other"),
+        lambda d: (d / "weights").unlink(),
+        lambda d: (d / "more").write_text("x"),
+    ],
+    ids=["changed", "missing", "added"],
+)
+def test_artifact_that_is_not_as_published_has_no_provenance(workspace, damage):
+    publish(workspace)
+    damage(workspace.path("experts/law"))
+    assert workspace.provenance("experts/law") is None
+
+
+def test_publishing_again_replaces_and_leaves_no_staging(workspace):
+    publish(workspace, "one")
+    publish(workspace, "two")
+    assert (workspace.path("experts/law") / "weights").read_text() == "two"
+    assert list(workspace.staging.iterdir()) == []
+
+
+def test_digest_changes_with_content(workspace):
+    publish(workspace, "one")
+    first = workspace.digest("experts/law")
+    publish(workspace, "two")
+    assert workspace.digest("experts/law") not in (first, None)
+    assert workspace.digest("experts/none") is None
+
+
+def test_kill_between_the_two_moves_gives_the_old_artifact_back(workspace):
+    publish(workspace, "one")
+    old = workspace.staging / "experts@law.old"
+    workspace.path("experts/law").rename(old)
+    (workspace.stage("experts/law") / "weights").write_text("half")
+    with workspace.lock("a test"):
+        assert workspace.provenance("experts/law")["fingerprint"] == "one"
+        assert not workspace.staging.exists()
+
+
+def test_kill_after_the_second_move_keeps_the_new_artifact(workspace):
+    publish(workspace, "one")
+    kept = workspace.path("experts/law")
+    old = workspace.staging / "experts@law.old"
+    kept.rename(old)
+    staged = workspace.stage("experts/law")
+    (staged / "weights").write_text("two")
+    staged.rename(kept)
+    with workspace.lock("a test"):
+        assert (kept / "weights").read_text() == "two"
+        assert not workspace.staging.exists()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from tasks.engine.workspace import Workspace
+with Workspace(Path(sys.argv[1])).lock("the other flow"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_workspace_is_held_by_one_process_until_it_dies(workspace):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(workspace.root)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with (
+            pytest.raises(InputError, match=f"held by the other flow, process {holder.pid}"),
+            workspace.lock("a test"),
+        ):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            with workspace.lock("a test"):
+                return
+        except InputError:
+            time.sleep(0.1)
+    pytest.fail("the lock of a dead process still holds")
+
+
+def test_full_disk_is_said_with_what_to_do(tmp_path):
+    with (
+        pytest.raises(InputError, match=r"the disk is full .* finished pieces are kept"),
+        disk_faults("experts@law", tmp_path),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EFBIG, os.strerror(errno.EFBIG)),
+        SafetensorError("Error while serializing: I/O error: No space left (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
+        OSError("100000 requested and 6250 written"),
+        carried_by_ray(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+    ],
+    ids=["limit", "safetensors", "torch", "numpy", "worker"],
+)
+def test_full_disk_is_told_wherever_it_shows(tmp_path, error):
+    with (
+        pytest.raises(InputError, match="the disk is full"),
+        disk_faults("experts@law", tmp_path),
+    ):
+        raise error
+
+
+@pytest.mark.parametrize("place", ["experts", "experts/law", ".pieces", ".lock", "params.yaml"])
+def test_link_out_of_the_workspace_is_refused_before_anything_is_written(
+    workspace, tmp_path, place
+):
+    outside = tmp_path / "outside"
+    is_file = place in (".lock", "params.yaml")
+    outside.write_text("kept") if is_file else outside.mkdir()
+    link = workspace.root / place
+    link.parent.mkdir(parents=True)
+    link.symlink_to(outside)
+    with (
+        pytest.raises(InputError, match=rf"{link}.*a symbolic link out of the workspace"),
+        workspace.lock("a test"),
+    ):
+        pass
+    assert outside.read_text() == "kept" if is_file else not list(outside.iterdir())
+
+
+def test_workspace_that_is_a_link_is_refused_and_a_link_above_or_inside_is_not(tmp_path):
+    (tmp_path / "elsewhere" / "demo").mkdir(parents=True)
+    (tmp_path / "demo").symlink_to(tmp_path / "elsewhere" / "demo")
+    with (
+        pytest.raises(InputError, match=r"demo.*a symbolic link to .*UPCYCLE_HOME"),
+        Workspace(tmp_path / "demo").lock("a test"),
+    ):
+        pass
+    (tmp_path / "home").symlink_to(tmp_path / "elsewhere")
+    inside = Workspace(tmp_path / "home" / "demo")
+    (inside.root / "link").symlink_to(inside.root / ".dvc")
+    with inside.lock("a test"):
+        pass
+
+
+def test_other_errors_pass_through(tmp_path):
+    with pytest.raises(PermissionError), disk_faults("experts@law", tmp_path):
+        raise PermissionError(errno.EACCES, "no")
+
+
+def test_a_kill_while_files_are_taken_leaves_no_half_of_them(tmp_path, monkeypatch):
+    """A piece counts as finished while its folder is there: it must not be there half-empty."""
+    source, target = tmp_path / "piece", tmp_path / "out"
+    source.mkdir()
+    target.mkdir()
+    for name in ("a", "b"):
+        (source / name).write_text(name)
+
+    def killed(entry, place):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tasks.engine.workspace.shutil.move", killed)
+        with pytest.raises(KeyboardInterrupt):
+            take(source, target)
+    assert not source.exists()
+    source.mkdir()  # the piece is run again
+    (source / "a").write_text("again")
+    take(source, target)
+    assert [path.name for path in target.iterdir()] == ["a"]
+    assert (target / "a").read_text() == "again"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,150 @@
+"""Champions in a row, and the way back."""
+
+import json
+from contextlib import suppress
+
+import pytest
+
+from infra.recipe.reading import load_recipe
+from infra.settings import read
+from infra.tracking.records import Registration
+from infra.tracking.registry import Registry
+from infra.tracking.runs import Tracker
+from tasks.engine.sources import CODE
+from tasks.engine.stage import Session
+from tasks.engine.workspace import Workspace
+from tasks.release.versions import (
+    EXPERTS_TAG,
+    MODEL_TAG,
+    PENDING_TAG,
+    PREVIOUS_TAG,
+    ROLLED_BACK_TAG,
+    expert_digests,
+    led_experts,
+    offered,
+    roll_back,
+    with_aliases,
+)
+from upcycle_core.errors import InputError
+
+NAME = "upcycle-demo"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def registry(home):
+    return Registry(read({"UPCYCLE_HOME": str(home)}))
+
+
+@pytest.fixture(scope="module")
+def session(home):
+    workspace = Workspace(home / "demo")
+    for domain in ("python", "cpp"):
+        out = workspace.stage(f"experts/{domain}")
+        (out / "config.json").write_text(json.dumps(domain))
+        workspace.publish(out, f"experts/{domain}", {"fingerprint": domain})
+    return Session(load_recipe(CODE / "recipes" / "demo.yaml"), workspace, log=print)
+
+
+@pytest.fixture(scope="module")
+def history(home, registry, session):
+    """Version 1 was champion, 2 refused, 3 is champion; 3 has another expert of cpp."""
+    tracker = Tracker(read({"UPCYCLE_HOME": str(home)}), "test")
+    own = expert_digests(session)
+    folder = session.workspace.path("experts/python")
+    with tracker.start_run("test", workspace=home) as run:
+        for promoted, cpp in ((True, own["cpp"]), (False, "refused"), (True, "third")):
+            tags = {EXPERTS_TAG: json.dumps({**own, "cpp": cpp})}
+            marks = {PENDING_TAG: "champion" if promoted else "challenger"}
+            made = registry.register(NAME, folder, Registration(tags=tags, marks=marks), run=run)
+            with_aliases(registry, made)
+    return registry
+
+
+def champion(registry):
+    return registry.find(NAME, "champion").number
+
+
+def test_an_expert_that_led_is_told_from_one_that_did_not(history, session):
+    own = expert_digests(session)
+    led = {"python": {own["python"]}, "cpp": {own["cpp"], "third"}}
+    assert led_experts(history, NAME) == led
+
+
+def test_the_way_back_is_that_of_the_champions(history, session):
+    """Over version 2, which never was one; the next step finds nobody."""
+    assert champion(history) == 3
+    left, now = roll_back(history, NAME, "it was worse")
+    assert (left.number, now.number) == (3, 1)
+    assert champion(history) == 1
+    [third] = [version for version in history.versions(NAME) if version.number == 3]
+    assert third.tags[ROLLED_BACK_TAG] == "it was worse"
+    with pytest.raises(InputError, match="no champion before it"):
+        roll_back(history, NAME, "again")
+    assert champion(history) == 1
+
+
+def test_experts_of_a_version_that_was_rolled_back_do_not_count(history):
+    """Those of a champion that a person made do."""
+    [first] = [version for version in history.versions(NAME) if version.number == 1]
+    history.set_tags(first, {ROLLED_BACK_TAG: "it too"})
+    [second] = [version for version in history.versions(NAME) if version.number == 2]
+    history.set_alias(second, "champion")
+    assert led_experts(history, NAME)["cpp"] == {"refused"}
+
+
+def test_a_model_without_champion_has_no_way_back(registry):
+    for name in ("nobody", "o'brien", "x' or name = 'y"):
+        with pytest.raises(InputError, match="is no registered model with a champion"):
+            roll_back(registry, name, "why")
+
+
+class Killed(BaseException):
+    """Ends a registration as SIGKILL would, between two calls of the registry."""
+
+
+@pytest.mark.parametrize("calls", range(5))
+def test_a_registration_killed_between_its_steps_is_finished_by_the_next(
+    tmp_path, session, monkeypatch, calls
+):
+    """Version 2 is to be champion after version 1, whichever call was the last one made."""
+    settings = read({"UPCYCLE_HOME": str(tmp_path)})
+    registry = Registry(settings)
+    folder = session.workspace.path("experts/python")
+
+    def offer(digest):
+        found = offered(registry, NAME, digest)
+        if found is not None:
+            return found.version
+        made = Registration(tags={MODEL_TAG: digest}, marks={PENDING_TAG: "champion"})
+        with Tracker(settings, "test").start_run("test", workspace=tmp_path) as run:
+            return with_aliases(registry, registry.register(NAME, folder, made, run=run))
+
+    offer("first")
+    left = iter(range(calls))
+
+    def stopped(name, method):
+        def call(*arguments):
+            if next(left, None) is None:
+                raise Killed(name)
+            return method(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for name in ("set_alias", "set_tags", "remove_tag"):
+            patched.setattr(registry, name, stopped(name, getattr(registry, name)))
+        with suppress(Killed):
+            offer("second")
+        if calls < 4:
+            [second] = registry.versions(NAME)[1:]
+            assert PENDING_TAG in second.tags
+    done = offer("second")
+    assert (done.number, set(done.aliases)) == (2, {"champion", "challenger"})
+    assert done.tags[PREVIOUS_TAG] == "1"
+    assert PENDING_TAG not in done.tags
+    assert len(registry.versions(NAME)) == 2

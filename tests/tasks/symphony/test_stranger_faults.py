@@ -1,0 +1,87 @@
+"""What speaks against joining given models, found from their files before any weight is used."""
+
+import json
+import shutil
+
+import pytest
+from pico import save_pico
+from vocabularies import CODE, NATURE, byte_level
+
+from infra.recipe.reading import validate
+from tasks.data.sources import check
+from upcycle_core.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two models that fit each other, with their own texts and the same tokenizer."""
+    folder = tmp_path_factory.mktemp("strangers")
+    for number, name in enumerate(("code", "law")):
+        save_pico(folder / name, seed=number)
+        (folder / f"{name}.txt").write_text("text of some length\n<|doc|>\nmore of it\n" * 20)
+    return folder
+
+
+def recipe_of(folder, **experts):
+    experts = {"code": folder / "code", "law": folder / "law", **experts}
+    text = {name: {"files": [str(folder / f"{name}.txt")]} for name in ("code", "law")}
+    return {
+        "name": "strangers",
+        "domains": {
+            name: {"expert": str(path), "train": text["code" if name == "code" else "law"]}
+            for name, path in experts.items()
+        },
+        "symphony": {},
+        "moe": {"top_k": 2},
+    }
+
+
+def faults_of(values, cache):
+    with pytest.raises(InputError) as error:
+        check(validate(values), cache)
+    return {fault.field: fault.remedy for fault in error.value.faults}
+
+
+def test_models_that_fit_pass(models, tmp_path):
+    check(validate(recipe_of(models)), tmp_path / "models")
+
+
+def test_every_difference_of_every_model_is_in_one_message(models, tmp_path):
+    save_pico(tmp_path / "wide", seed=2, hidden_size=64, intermediate_size=96)
+    save_pico(tmp_path / "deep", seed=3, num_hidden_layers=3, hidden_act="gelu")
+    values = recipe_of(models, physics=tmp_path / "wide", tax=tmp_path / "deep")
+    found = faults_of(values, tmp_path / "models")
+    assert {
+        "domains.physics.expert.config.hidden_size",
+        "domains.physics.expert.config.intermediate_size",
+        "domains.tax.expert.config.num_hidden_layers",
+        "domains.tax.expert.config.hidden_act",
+    } <= set(found)
+
+
+def test_a_model_that_is_given_twice_is_named(models, tmp_path):
+    shutil.copytree(models / "law", tmp_path / "copy")
+    found = faults_of(recipe_of(models, tax=tmp_path / "copy"), tmp_path / "models")
+    assert any(field.startswith("domains.tax.expert") for field in found)
+
+
+def test_other_merge_rules_ask_whose_segmentation_the_result_has(models, tmp_path):
+    for name, text in (("one", NATURE), ("other", CODE)):
+        byte_level(tmp_path / f"{name}.tokenizer", text, merges=20)
+        tokens = json.loads((tmp_path / f"{name}.tokenizer/tokenizer.json").read_text())
+        size = max(tokens["model"]["vocab"].values()) + 2
+        save_pico(tmp_path / name, seed=len(name), vocab_size=size)
+        shutil.copytree(tmp_path / f"{name}.tokenizer", tmp_path / name, dirs_exist_ok=True)
+    values = recipe_of(models, code=tmp_path / "one", law=tmp_path / "other")
+    found = faults_of(values, tmp_path / "models")
+    assert [remedy for remedy in found.values() if "symphony.segmentation" in remedy]
+    values["symphony"] = {"segmentation": "code"}
+    check(validate(values), tmp_path / "models")
+
+
+def test_a_given_model_must_fit_those_that_are_trained_here(models, tmp_path):
+    values = recipe_of(models)
+    values["domains"]["tax"] = {"train": values["domains"]["law"]["train"], "origin": {}}
+    values["symphony"] = {"segmentation": "code"}
+    found = faults_of(values, tmp_path / "models")
+    assert "seed_model.shape has 128" in found["domains.code.expert.config.hidden_size"]

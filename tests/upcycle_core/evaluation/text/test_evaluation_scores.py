@@ -1,0 +1,90 @@
+import math
+
+import pytest
+
+from upcycle_core.errors import InputError
+from upcycle_core.evaluation.text import scores
+from upcycle_core.evaluation.text.scores import Score
+
+EXPERTS = {"law": 10.0, "code": 4.0}
+
+
+def test_normalised_perplexity_is_the_paper_s_formula():
+    found = scores.normalised({"law": 12.5, "code": 5.0}, EXPERTS)
+    assert found == {"law": pytest.approx(80.0), "code": pytest.approx(80.0)}
+    # 100/2 (10/20 + 4/4): not 100 times the ratio of mean perplexities (58.3).
+    assert scores.normalised_average({"code": 4.0, "law": 20.0}, EXPERTS) == pytest.approx(75.0)
+
+
+def test_an_expert_scores_exactly_100_on_its_own_domain():
+    for perplexity in (2.74, 11.21, 42.48):  # 100 p / p is not 100 here in floating point
+        assert scores.normalised({"law": perplexity}, {"law": perplexity}) == {"law": 100.0}
+
+
+def test_measures_where_more_is_better_are_inverted():
+    found = scores.normalised({"law": 5.0, "code": 6.0}, EXPERTS, better="higher")
+    assert found == {"law": pytest.approx(50.0), "code": pytest.approx(150.0)}
+
+
+def test_normalising_names_every_missing_domain_and_bad_number():
+    with pytest.raises(InputError) as caught:
+        scores.normalised({"law": math.nan, "history": 3.0}, EXPERTS)
+    message = str(caught.value)
+    assert "code" in message
+    assert "history" in message
+    assert "law" in message
+
+
+def test_worst_domain_is_the_lowest_normalised_score():
+    assert scores.worst_domain({"a": 90.0, "b": 70.0, "c": 110.0}) == ("b", 70.0)
+
+
+def test_deviation_is_the_sample_s():
+    mean, deviation = scores.mean_and_deviation([1.0, 2.0, 6.0])
+    assert mean == pytest.approx(3.0)
+    assert deviation == pytest.approx(math.sqrt((4 + 1 + 9) / 2))
+    assert scores.mean_and_deviation([5.0]) == (5.0, 0.0)
+
+
+def test_mean_perplexity_normalises_to_the_mean_of_normalised_scores():
+    runs = [{"law": 11.0, "code": 5.0}, {"law": 17.0, "code": 9.0}]
+    mean = scores.normalised(scores.mean_perplexity(runs), EXPERTS)
+    for domain in EXPERTS:
+        each = [scores.normalised(run, EXPERTS)[domain] for run in runs]
+        assert mean[domain] == pytest.approx(sum(each) / 2, rel=1e-14)
+
+
+def test_across_runs_keeps_cells_apart():
+    runs = [{"dume": {"law": 1.0, "code": 5.0}}, {"dume": {"law": 3.0, "code": 5.0}}]
+    assert scores.across_runs(runs) == {
+        "dume": {"law": (2.0, pytest.approx(math.sqrt(2))), "code": (5.0, 0.0)}
+    }
+
+
+def test_score_survives_json_and_knows_perplexity_and_bits():
+    score = Score(nll=20 * math.log(8), tokens=20, bytes=80.0)
+    assert score.perplexity == pytest.approx(8.0)
+    assert score.bits_per_byte == pytest.approx(20 * 3 / 80)
+    assert Score.from_dict(score.to_dict()) == score
+
+
+def test_a_hopeless_model_s_perplexity_is_infinite_not_an_error():
+    assert Score(nll=1e6, tokens=10, bytes=10.0).perplexity == math.inf
+
+
+def test_perplexity_on_another_tokenizer_s_scale():
+    reference = Score(nll=1.0, tokens=100, bytes=400.0)  # four bytes a token
+    same_tokenizer = Score(nll=230.0, tokens=100, bytes=400.0)
+    assert scores.perplexity_per_reference_token(same_tokenizer, reference) == pytest.approx(
+        same_tokenizer.perplexity
+    )
+    # Half as many tokens, each twice as hard: the same loss a byte.
+    coarser = Score(nll=230.0, tokens=50, bytes=400.0)
+    assert scores.perplexity_per_reference_token(coarser, reference) == pytest.approx(
+        same_tokenizer.perplexity
+    )
+    # The same loss a byte measured on half of the text.
+    shorter = Score(nll=115.0, tokens=25, bytes=200.0)
+    assert scores.perplexity_per_reference_token(shorter, reference) == pytest.approx(
+        same_tokenizer.perplexity
+    )

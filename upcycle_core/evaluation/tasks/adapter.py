@@ -1,0 +1,164 @@
+"""The lm-evaluation-harness as a library.
+
+Prompts, stop strings, filters and metrics are the harness's. What is ours: the model is loaded
+strictly, the batch fits the memory, programs run confined, progress leaves through one door, and
+every item's prompt, answer and score is kept.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, set_seed
+
+from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.evaluation.tasks.config import TaskEvaluationConfig
+from upcycle_core.evaluation.tasks.items import Item
+from upcycle_core.evaluation.tasks.memory import fitting_batch_size
+from upcycle_core.evaluation.tasks.samples import (
+    category_means,
+    chosen_metric,
+    is_truncated,
+    items_of,
+)
+from upcycle_core.evaluation.tasks.score import TaskScore
+from upcycle_core.evaluation.tasks.tasks import HarnessTask
+from upcycle_core.progress import Progress, Silent
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def evaluate_tasks(
+    directory: Path,
+    task_sets: Mapping[str, Path],
+    *,
+    config: TaskEvaluationConfig,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> tuple[dict[str, TaskScore], list[Item]]:
+    """Score a checkpoint on tasks.
+
+    Args:
+        directory: The checkpoint, dense or MoE, with its tokenizer.
+        task_sets: {task: what ``definitions.write_task`` wrote}.
+        config: Seeds, batch size, chat template, whether programs may run.
+        device: Where the model runs.
+        progress: Told of requests as they are answered.
+
+    Returns:
+        {task: its score}, one value a seed; and every item of every task and seed.
+
+    Raises:
+        InputError: A task's data are missing, a metric is unknown, an answer leaves no room for
+            its prompt, or the tokenizer has no chat template. Tasks are loaded before the model.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        tasks = [
+            HarnessTask(name, path, code=config.code, cache=Path(cache))
+            for name, path in task_sets.items()
+        ]
+        model = _load_model(directory, config, device)
+        raise_faults(fault for task in tasks for fault in task.room_faults(model.max_length))
+        scores: dict[str, TaskScore] = {}
+        items: list[Item] = []
+        for task in tasks:
+            runs = [_run(model, task, config, seed, progress or Silent()) for seed in config.seeds]
+            own = [item for run in runs for item in run.items]
+            scores[task.name] = TaskScore(
+                metric=runs[0].metric,
+                higher_is_better=runs[0].higher_is_better,
+                values=tuple(run.value for run in runs),
+                items=len(runs[0].items),
+                categories=category_means(own),
+                truncated=runs[0].truncated,
+            )
+            items += own
+    return scores, items
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """One task with one seed."""
+
+    metric: str
+    higher_is_better: bool
+    value: float
+    items: list[Item]
+    truncated: int
+
+
+def _run(
+    model: Any, task: HarnessTask, config: TaskEvaluationConfig, seed: int, progress: Progress
+) -> _Run:
+    from lm_eval import evaluate
+
+    set_seed(seed)
+    for part in task.tasks.values():
+        part.set_fewshot_seed(seed)
+    model.set_cache_hook(_Counter(task, progress))
+    results: Any = evaluate(
+        model,
+        task.loaded,
+        limit=task.settings["limit"],
+        bootstrap_iters=0,
+        apply_chat_template=config.chat_template,
+        fewshot_as_multiturn=config.chat_template,
+    )
+    metric, chosen = chosen_metric(task, results["samples"])
+    samples = [
+        (subtask, sample)
+        for subtask, found in results["samples"].items()
+        for sample in found
+        if sample["filter"] == chosen
+    ]
+    items = items_of(samples, task, metric=metric, seed=seed)
+    return _Run(
+        metric=metric,
+        higher_is_better=results["higher_is_better"][samples[0][0]].get(metric) is not False,
+        value=_value(task, results, f"{metric},{chosen}", items),
+        items=items,
+        truncated=sum(is_truncated(sample, model) for _, sample in samples),
+    )
+
+
+def _value(task: HarnessTask, results: Any, key: str, items: list[Item]) -> float:
+    """The harness's own figure; of a group that defines none, the mean over its items."""
+    figures = [results.get("groups", {}).get(name, {}) for name in task.groups]
+    if len(task.tasks) == 1:
+        figures += [results["results"][name] for name in task.tasks]
+    known = [float(found[key]) for found in figures if key in found]
+    return known[0] if known else sum(item.score for item in items) / len(items)
+
+
+class _Counter:
+    """Counts answers: the harness tells them to whoever would keep them in a cache."""
+
+    def __init__(self, task: HarnessTask, progress: Progress) -> None:
+        self.progress = progress
+        progress.start(f"answering {task.name}", task.requests, "requests")
+
+    def add_partial(self, kind: str, request: object, answer: object) -> None:
+        """One more request is answered."""
+        self.progress.advance(1)
+
+
+def _load_model(directory: Path, config: TaskEvaluationConfig, device: str) -> Any:
+    """The harness's own class for Hugging Face models, around a model that is loaded strictly."""
+    from lm_eval.models.huggingface import HFLM
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    )
+    if config.chat_template and tokenizer.chat_template is None:
+        remedy = f"the tokenizer of {directory} has no chat template; set it to false"
+        raise InputError(Fault("task_evaluation.chat_template", True, remedy))
+    model: Any = load_causal_lm(directory, dtype=DTYPES[config.precision], device=device)
+    return HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=config.batch_size or fitting_batch_size(model, device),
+    )

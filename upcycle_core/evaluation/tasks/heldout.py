@@ -1,0 +1,198 @@
+"""Tasks that any held-out text gives: a base model of any size is scored without a benchmark."""
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice, zip_longest
+from typing import Any, NamedTuple
+
+from upcycle_core.corpora.seeded import permutation
+from upcycle_core.errors import Fault, InputError
+from upcycle_core.evaluation.tasks.config import HeldoutKind
+
+_CHOICES = 4
+_PASSAGE = 300  # characters at most; at least four fifths of it
+_CONTINUATION = 60  # characters
+_TEXT = 2000  # characters at most; at least a tenth of it
+
+# A passage starts and ends with whole words. Its continuation starts with the white space, because
+# tokenizers attach a space to the word that follows it.
+_CONTINUED = re.compile(rf"(?<!\S)(\S.{{238,{_PASSAGE - 2}}}\S)(\s.{{{_CONTINUATION - 1}}})", re.S)
+_NEXT_WORD = re.compile(r"(?<=\S) (\w{3,16})(?!\w)")
+_WORD_START = re.compile(r"(?<!\S)\S")
+_CHUNK = re.compile(rf"(?<!\S)\S.{{198,{_TEXT - 2}}}\S(?!\S)", re.S)
+
+
+class _Passage(NamedTuple):
+    document: int
+    start: int
+    text: str
+    following: str
+
+
+def heldout_items(
+    texts: Iterable[str], *, kind: HeldoutKind, count: int, seed: int
+) -> list[dict[str, Any]]:
+    """Questions about held-out text whose answers are the text itself.
+
+    - ``continuation``: about 300 characters and four continuations of 60 characters, the true one
+      and three from other documents. Chance is 25 %.
+    - ``last_word``: about 300 characters and the word after them, which occurred in them before: it
+      can be read off the context, as in LAMBADA (arXiv 1606.06031). Its 3 to 16 characters fit
+      into few tokens.
+    - ``text``: up to 2000 characters, scored by their likelihood.
+
+    Documents give items in turn, so that few come from each. Passages do not overlap, and none
+    occurs twice.
+
+    Args:
+        texts: Documents. Those that are too short are passed over.
+        kind: What is asked.
+        count: Items to make.
+        seed: Decides which passages are taken, and the order of choices.
+
+    Returns:
+        ``count`` items. All have ``id`` (document and offset, in order of ``texts``); then
+        ``prompt``, ``choices`` (4 strings) and ``answer`` (an index), or ``prompt`` and ``answer``
+        (a word), or ``text``.
+
+    Raises:
+        InputError: The text gives fewer items.
+    """
+    documents = [list(_PASSAGES[kind](index, text)) for index, text in enumerate(texts)]
+    passages = _in_turn(documents, kind, seed)
+    items = list(islice(_ITEMS[kind](passages, seed), count))
+    if len(items) < count:
+        remedy = f"the held-out text gives {len(items)} items of kind {kind!r}; ask for fewer"
+        raise InputError(Fault("items", count, f"{remedy}, or give more or longer documents"))
+    return items
+
+
+def heldout_definition(kind: HeldoutKind) -> dict[str, Any]:
+    """How lm-evaluation-harness asks and scores the items of a kind.
+
+    Returns:
+        Fields of its task configuration, without those that name the task and its data.
+    """
+    # Fields by name, never as templates: a template's result is read as a Python literal where it
+    # looks like one ("[1, 2]", "7"), and source code often does.
+    if kind == "continuation":
+        return {
+            "output_type": "multiple_choice",
+            "doc_to_text": "prompt",
+            "doc_to_choice": "choices",
+            "doc_to_target": "answer",
+            "target_delimiter": "",
+            "metric_list": [_metric("acc"), _metric("acc_norm")],
+            "num_fewshot": 0,
+        }
+    if kind == "last_word":
+        first_word = {"function": "regex", "regex_pattern": r"^\s*(\w+)"}
+        return {
+            "output_type": "generate_until",
+            "doc_to_text": "prompt",
+            "doc_to_target": "answer",
+            "target_delimiter": " ",
+            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "do_sample": False},
+            "filter_list": [
+                {"name": "first-word", "filter": [first_word, {"function": "take_first"}]}
+            ],
+            "metric_list": [_metric("exact_match")],
+            "num_fewshot": 0,
+        }
+    return {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "text",
+        "metric_list": [
+            _metric("bits_per_byte", "bits_per_byte", higher_is_better=False),
+            _metric("byte_perplexity", "weighted_perplexity", higher_is_better=False),
+        ],
+        "num_fewshot": 0,
+    }
+
+
+def _metric(
+    name: str, aggregation: str = "mean", *, higher_is_better: bool = True
+) -> dict[str, Any]:
+    return {"metric": name, "aggregation": aggregation, "higher_is_better": higher_is_better}
+
+
+def _in_turn(documents: list[list[_Passage]], kind: HeldoutKind, seed: int) -> list[_Passage]:
+    """One passage of every document, then a second one of every document, and so on."""
+    queues = []
+    for index in permutation(len(documents), seed, kind, "documents"):
+        order = permutation(len(documents[index]), seed, kind, int(index))
+        queues.append([documents[index][i] for i in order])
+    distinct: dict[str, _Passage] = {}
+    for turn in zip_longest(*queues):
+        for passage in turn:
+            if passage is not None:
+                distinct.setdefault(passage.text, passage)
+    return list(distinct.values())
+
+
+def _continued(document: int, text: str) -> Iterator[_Passage]:
+    for match in _CONTINUED.finditer(text):
+        following = match[2]
+        # Rules, tables of numbers and blank lines tell nothing about what comes next.
+        if 2 * sum(map(str.isalpha, following)) >= _CONTINUATION:
+            yield _Passage(document, match.start(), match[1], following)
+
+
+def _repeating(document: int, text: str) -> Iterator[_Passage]:
+    end = 0
+    for match in _NEXT_WORD.finditer(text):
+        first = _WORD_START.search(text, max(end, match.start() - _PASSAGE), match.start())
+        if first is None or match.start() - first.start() < 4 * _PASSAGE // 5:
+            continue
+        passage = text[first.start() : match.start()]
+        if match[1] in re.findall(r"\w+", passage):
+            yield _Passage(document, first.start(), passage, match[1])
+            end = match.end()
+
+
+def _chunks(document: int, text: str) -> Iterator[_Passage]:
+    for match in _CHUNK.finditer(text):
+        yield _Passage(document, match.start(), match[0], "")
+
+
+def _choice_items(passages: list[_Passage], seed: int) -> Iterator[dict[str, Any]]:
+    for passage in passages:
+        choices = [passage.following]
+        for other in _others(passage, passages, seed):
+            if other not in choices:
+                choices.append(other)
+            if len(choices) == _CHOICES:
+                order = permutation(_CHOICES, seed, "choices", _id(passage))
+                yield {
+                    "id": _id(passage),
+                    "prompt": passage.text,
+                    "choices": [choices[i] for i in order],
+                    "answer": order.tolist().index(0),
+                }
+                break
+
+
+def _others(passage: _Passage, passages: list[_Passage], seed: int) -> Iterator[str]:
+    """Continuations in other documents, in an order of the passage's own."""
+    for index in permutation(len(passages), seed, "others", _id(passage)):
+        if passages[index].document != passage.document:
+            yield passages[index].following
+
+
+def _word_items(passages: list[_Passage], seed: int) -> Iterator[dict[str, Any]]:
+    for passage in passages:
+        yield {"id": _id(passage), "prompt": passage.text, "answer": passage.following}
+
+
+def _text_items(passages: list[_Passage], seed: int) -> Iterator[dict[str, Any]]:
+    for passage in passages:
+        yield {"id": _id(passage), "text": passage.text}
+
+
+def _id(passage: _Passage) -> str:
+    return f"{passage.document}-{passage.start}"
+
+
+_PASSAGES = {"continuation": _continued, "last_word": _repeating, "text": _chunks}
+_ITEMS = {"continuation": _choice_items, "last_word": _word_items, "text": _text_items}

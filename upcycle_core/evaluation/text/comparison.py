@@ -1,0 +1,148 @@
+"""Several ways of making one model, side by side: what each scores, holds and was trained on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from upcycle_core.evaluation.text import scores
+from upcycle_core.evaluation.text.table import align
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One row: a model, and how it came about.
+
+    Args:
+        title: What people call it.
+        perplexities: {domain: perplexity}.
+        trained_parameters: Parameters that were trained after assembly, once; 0 without training.
+        active_parameters: Parameters that one token meets.
+        total_parameters: Parameters of the model, of all models for an ensemble.
+        tokens: Training tokens after the seed, those of the experts it began with included.
+    """
+
+    title: str
+    perplexities: Mapping[str, float]
+    trained_parameters: int
+    active_parameters: int
+    total_parameters: int
+    tokens: int
+
+
+def comparison_metrics(
+    experts: Mapping[str, float], rows: Mapping[str, Compared]
+) -> dict[str, dict[str, Any]]:
+    """Everything about each row, as plain values: the content of metrics.json.
+
+    Args:
+        experts: {domain: perplexity of its own dense expert}, what rows are normalised by.
+        rows: {name: row}, in the order they are shown.
+
+    Returns:
+        {name: {"title", "perplexity", "normalised", "normalised_average", "trained_parameters",
+        "active_parameters", "total_parameters", "tokens"}}.
+
+    Raises:
+        InputError: A domain or a finite perplexity is missing.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, row in rows.items():
+        normalised = scores.normalised(row.perplexities, experts)
+        found[name] = {
+            "title": row.title,
+            "perplexity": {domain: row.perplexities[domain] for domain in experts},
+            "normalised": normalised,
+            "normalised_average": scores.average(normalised),
+            "trained_parameters": row.trained_parameters,
+            "active_parameters": row.active_parameters,
+            "total_parameters": row.total_parameters,
+            "tokens": row.tokens,
+        }
+    return found
+
+
+def across_seeds(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Runs of one comparison with several seeds as one: {row: {column: (mean, deviation), ...}}.
+
+    Args:
+        runs: One ``comparison_metrics`` a seed, with "core_seconds" and "peak_memory_bytes" added
+            to the rows whose cost is known.
+
+    Returns:
+        {row: {"title", "scores": {domain or "average": (mean, sample standard deviation)}, the
+        parameters and tokens of the first run, "core_seconds": mean or None, "peak_memory_bytes":
+        largest or None}}.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, first in runs[0].items():
+        every = [run[name] for run in runs]
+        columns = {
+            domain: scores.mean_and_deviation([row["normalised"][domain] for row in every])
+            for domain in first["normalised"]
+        }
+        averages = [row["normalised_average"] for row in every]
+        seconds = [row["core_seconds"] for row in every if "core_seconds" in row]
+        memory = [row["peak_memory_bytes"] for row in every if "peak_memory_bytes" in row]
+        kept = ("title", "trained_parameters", "active_parameters", "total_parameters", "tokens")
+        found[name] = {
+            **{key: first[key] for key in kept},
+            "scores": {**columns, "average": scores.mean_and_deviation(averages)},
+            "core_seconds": sum(seconds) / len(runs) if len(seconds) == len(runs) else None,
+            "peak_memory_bytes": max(memory) if len(memory) == len(runs) else None,
+        }
+    return found
+
+
+def comparison_lines(rows: Mapping[str, Mapping[str, Any]], *, seeds: int) -> list[list[str]]:
+    """The table as cells, its header first; deviations where there are several seeds.
+
+    Args:
+        rows: What ``across_seeds`` gave.
+        seeds: How many runs that was.
+    """
+    domains = list(next(iter(rows.values()))["scores"])
+    lines = [["Method", *domains, "Trained", "Active", "All", "Tokens", "Core time", "Peak memory"]]
+    for row in rows.values():
+        shown = [_score(row["scores"][column], seeds) for column in domains]
+        counts = [row[f"{kind}_parameters"] for kind in ("trained", "active", "total")]
+        lines.append(
+            [
+                row["title"],
+                *shown,
+                *(_amount(count) for count in [*counts, row["tokens"]]),
+                _time(row["core_seconds"]),
+                _memory(row["peak_memory_bytes"]),
+            ]
+        )
+    return lines
+
+
+def format_comparison(rows: Mapping[str, Mapping[str, Any]], *, seeds: int = 1) -> str:
+    """The table for a terminal."""
+    return align(comparison_lines(rows, seeds=seeds))
+
+
+def markdown_comparison(rows: Mapping[str, Mapping[str, Any]], *, seeds: int = 1) -> str:
+    """The table in Markdown."""
+    head, *body = comparison_lines(rows, seeds=seeds)
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _score(cell: tuple[float, float], seeds: int) -> str:
+    mean, deviation = cell
+    return f"{mean:.1f}" if seeds == 1 else f"{mean:.1f} ± {deviation:.1f}"
+
+
+def _amount(count: int) -> str:
+    if not count:
+        return "0"
+    return f"{count / 1e6:.2f} M" if count >= 100_000 else f"{count / 1e3:.1f} k"
+
+
+def _time(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds / 60:.1f} min"
+
+
+def _memory(size: int | None) -> str:
+    return f"{size / 1e9:.2f} GB" if size else "–"

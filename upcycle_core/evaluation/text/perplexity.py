@@ -1,0 +1,166 @@
+"""Perplexity of a causal language model on held-out text.
+
+Shapes: B paragraphs, S positions, N scored tokens, H hidden size, V vocabulary.
+"""
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from upcycle_core.corpora.batches import Batch, Paragraphs, paragraph_batches, paragraphs
+from upcycle_core.corpora.reader import TokenCorpus
+from upcycle_core.errors import Fault, InputError
+from upcycle_core.evaluation.text.config import EvaluationConfig
+from upcycle_core.evaluation.text.scores import Score
+from upcycle_core.progress import Progress, Silent
+
+_TOKENS_AT_ONCE = 512
+"""Tokens whose logits [N, V] exist at one time: 0.25 GB in fp32 where V is 128 k."""
+
+
+def score_model(
+    model: PreTrainedModel,
+    corpus: TokenCorpus,
+    *,
+    config: EvaluationConfig,
+    pad_id: int,
+    progress: Progress | None = None,
+    what: str = "evaluating",
+) -> Score:
+    """Score every token of the text, cut into paragraphs, but each paragraph's first.
+
+    The result depends neither on the batch size nor on what stands in the padding, beyond the
+    rounding of the forward pass: losses are summed in fp64 and padding is left out.
+
+    Args:
+        model: In evaluation mode, with a head that ``check_plain_head`` accepts; runs in the type
+            of its weights, on the device they are on.
+        corpus: The text, tokenised for this model.
+        config: How the text is cut and how much of it is scored.
+        pad_id: A token id to fill shorter paragraphs with.
+        progress: Told of tokens as they are scored.
+        what: How progress names this.
+
+    Raises:
+        InputError: No token to score, or a loss that is not finite.
+    """
+    pieces = scored_paragraphs(corpus, config)
+    nll = 0.0
+    for _, losses_N in token_losses(
+        model, corpus, pieces, config=config, pad_id=pad_id, progress=progress, what=what
+    ):
+        nll += losses_N.sum().item()
+    return score_of(nll, corpus, pieces)
+
+
+def scored_paragraphs(corpus: TokenCorpus, config: EvaluationConfig) -> Paragraphs:
+    """The paragraphs that are scored, each but for its first token, which nothing predicts.
+
+    Raises:
+        InputError: No token to score.
+    """
+    pieces = paragraphs(corpus, sequence_length=config.sequence_length, max_tokens=config.tokens)
+    if not _scored_tokens(pieces).sum():
+        raise InputError(Fault("corpus", str(corpus.directory), "no token to score; add text"))
+    return pieces
+
+
+def token_losses(
+    model: PreTrainedModel,
+    corpus: TokenCorpus,
+    pieces: Paragraphs,
+    *,
+    config: EvaluationConfig,
+    pad_id: int,
+    progress: Progress | None = None,
+    what: str = "evaluating",
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Yield each batch with the losses of its scored tokens, [N] fp64 in nats.
+
+    Tokens stand paragraph after paragraph: batch.lengths - 1 of each. Batches and their order
+    depend on text and configuration alone, not on the model. Arguments as ``score_model``.
+
+    Raises:
+        InputError: A loss that is not finite.
+    """
+    progress = progress or Silent()
+    progress.start(what, int(_scored_tokens(pieces).sum()), "tokens")
+    nll, done, began = 0.0, 0, time.monotonic()
+    for batch in paragraph_batches(corpus, pieces, config.batch_size, pad_id):
+        losses_N = _batch_losses(model, batch)
+        nll += losses_N.sum().item()
+        if not np.isfinite(nll):
+            remedy = "its loss is not finite; it is broken"
+            raise InputError(Fault("model", model.name_or_path, remedy))
+        done += len(losses_N)
+        rate = done / max(time.monotonic() - began, 1e-9)
+        progress.advance(len(losses_N), loss=nll / done, tokens_per_second=rate)
+        yield batch, losses_N
+
+
+def score_of(nll: float, corpus: TokenCorpus, pieces: Paragraphs) -> Score:
+    """The score of a loss in nats over all scored tokens of ``pieces``."""
+    tokens = int(_scored_tokens(pieces).sum())
+    return Score(nll=nll, tokens=tokens, bytes=_scored_bytes(corpus, pieces))
+
+
+def check_plain_head(model: PreTrainedModel) -> None:
+    """Refuse models that scale or cap their logits: the head alone would give another loss.
+
+    Raises:
+        InputError: The model's logits are not its head's product with the last hidden state.
+    """
+    input_BS = torch.arange(4, device=model.device)[None]
+    mask_BS = torch.ones_like(input_BS)
+    head = model.get_output_embeddings()
+    with torch.inference_mode():
+        if head is not None:
+            plain = head(_hidden_states(model, input_BS, mask_BS))
+            own = model(input_ids=input_BS, attention_mask=mask_BS, use_cache=False).logits
+            if torch.allclose(plain.float(), own.float(), rtol=1e-2, atol=1e-2, equal_nan=True):
+                return
+    remedy = "its logits are not those of a plain linear head; such models are not supported"
+    raise InputError(Fault("model", type(model).__name__, remedy))
+
+
+@torch.inference_mode()
+def _batch_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Losses of a batch, [N] fp64: token t is predicted from the hidden state at t - 1."""
+    input_BS = batch.input_ids.to(model.device)
+    mask_BS = batch.attention_mask.to(model.device)
+    hidden_BSH = _hidden_states(model, input_BS, mask_BS)
+    scored_BS = mask_BS[:, 1:].bool()  # padding is on the right: its predecessor is real as well
+    hidden_NH, target_N = hidden_BSH[:, :-1][scored_BS], input_BS[:, 1:][scored_BS]
+    losses = []
+    for h_NH, t_N in zip(
+        hidden_NH.split(_TOKENS_AT_ONCE), target_N.split(_TOKENS_AT_ONCE), strict=True
+    ):
+        logits_NV = _at_least_fp32(model.get_output_embeddings()(h_NH))
+        losses.append(functional.cross_entropy(logits_NV, t_N, reduction="none").double())
+    return torch.cat(losses)
+
+
+def _hidden_states(model: PreTrainedModel, input_BS: Tensor, mask_BS: Tensor) -> Tensor:
+    decoder = model.base_model
+    return decoder(input_ids=input_BS, attention_mask=mask_BS, use_cache=False).last_hidden_state
+
+
+def _at_least_fp32(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _scored_tokens(pieces: Paragraphs) -> np.ndarray:
+    """Scored tokens of each paragraph: the first has nothing before it. [paragraphs] int64."""
+    return pieces.rows[:, 2] - 1
+
+
+def _scored_bytes(corpus: TokenCorpus, pieces: Paragraphs) -> float:
+    """Each document's bytes, times the share of its tokens that are scored; fp64."""
+    documents = pieces.rows[:, 0]
+    bytes_per_token = np.diff(corpus.byte_offsets)[documents] / np.diff(corpus.offsets)[documents]
+    return float(np.sum(bytes_per_token * _scored_tokens(pieces)))

@@ -1,0 +1,274 @@
+"""The units of evaluation work: paths and numbers in, JSON-able numbers out.
+
+Each call loads one model and scores it on every domain it is given; a MoE may be scored with other
+routers and other k without loading it again.
+"""
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from upcycle_core.backbone.stitch import load_stitched
+from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.corpora.reader import TokenCorpus, read_documents
+from upcycle_core.corpora.shards import encoded, write_split
+from upcycle_core.evaluation.text.config import EvaluationConfig
+from upcycle_core.evaluation.text.perplexity import check_plain_head, score_model
+from upcycle_core.moe.inspect import (
+    force_expert,
+    record_routing,
+    routers_of,
+    set_routers,
+    set_top_k,
+)
+from upcycle_core.progress import Progress
+
+Scores = dict[str, dict[str, float]]
+"""{domain: what ``Score.to_dict`` gives}"""
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PAD_ID = 0  # any token does: padding is not scored, and on the right nothing sees it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A MoE as it is to be scored.
+
+    Args:
+        routers: {layer: W [H, D]}; layers that are not named keep the router they were saved with.
+        top_k: Experts a token passes through; the saved number by default.
+    """
+
+    routers: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    top_k: int | None = None
+
+
+def evaluate_checkpoint(
+    directory: Path,
+    corpora: Mapping[str, Path],
+    *,
+    config: EvaluationConfig,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Scores:
+    """Score a checkpoint, dense or MoE, as it is.
+
+    Args:
+        directory: The checkpoint.
+        corpora: {domain: its held-out split's directory}, tokenised for this model.
+        config: What is scored, and in which arithmetic.
+        device: Where the model runs.
+        progress: Told of tokens as they are scored.
+
+    Returns:
+        {domain: score}.
+
+    Raises:
+        InputError: The checkpoint or a corpus cannot be used.
+    """
+    model = load_scored(directory, config, device)
+    return _evaluate(model, corpora, config, progress)
+
+
+def evaluate_stitched(
+    backbone: Path,
+    expert: Path,
+    corpora: Mapping[str, Path],
+    *,
+    config: EvaluationConfig,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Scores:
+    """Score the averaged backbone with one expert's FFNs: what the oracle runs on that domain.
+
+    A MoE whose tokens all go to one expert computes this dense model (DUME's Oracle row).
+
+    Args:
+        backbone: The averaged backbone.
+        expert: The dense expert whose FFNs are used.
+        corpora: {domain: its held-out split's directory}; for the oracle, the expert's own alone.
+        config: What is scored, and in which arithmetic.
+        device: Where the model runs.
+        progress: Told of tokens as they are scored.
+
+    Returns:
+        {domain: score}.
+
+    Raises:
+        InputError: A checkpoint or a corpus cannot be used.
+    """
+    model = load_stitched(backbone, expert, dtype=_DTYPES[config.precision], device=device)
+    return _evaluate(model, corpora, config, progress)
+
+
+def evaluate_moe(
+    directory: Path,
+    variants: Mapping[str, Variant],
+    corpora: Mapping[str, Path],
+    *,
+    config: EvaluationConfig,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Score one MoE with several routers or several k, loading it once.
+
+    Args:
+        directory: The MoE's checkpoint.
+        variants: What is scored, by name; each starts from the checkpoint's own routers and k.
+        corpora: {domain: its held-out split's directory}.
+        config: What is scored, and in which arithmetic.
+        device: Where the model runs.
+        progress: Told of tokens as they are scored.
+
+    Returns:
+        {variant: {"scores": {domain: score}, "routing": {domain: counts [L][D]}}}. All tokens of
+        the paragraphs are counted, k times each; padding is not.
+
+    Raises:
+        InputError: The checkpoint, a router, a k or a corpus cannot be used.
+    """
+    model = load_scored(directory, config, device)
+    k = model.config.num_experts_per_tok
+    saved = {
+        layer: router.weight.detach().T.clone() for layer, router in enumerate(routers_of(model))
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for name, variant in variants.items():
+        set_routers(model, {**saved, **variant.routers})
+        set_top_k(model, variant.top_k or k)
+        scores: Scores = {}
+        routing: dict[str, list[list[int]]] = {}
+        for domain, corpus in corpora.items():
+            with record_routing(model.base_model) as counts_LD:
+                scores |= _evaluate(model, {domain: corpus}, config, progress, f"{name} on ")
+            routing[domain] = counts_LD.tolist()
+        found[name] = {"scores": scores, "routing": routing}
+    return found
+
+
+def evaluate_own_experts(
+    directory: Path,
+    experts: Mapping[str, int],
+    corpora: Mapping[str, Path],
+    *,
+    config: EvaluationConfig,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Scores:
+    """Score each domain with all its tokens sent to one expert: no router has a part in it.
+
+    Args:
+        directory: The MoE's checkpoint.
+        experts: {domain: index of its expert}.
+        corpora: {domain: its held-out split's directory}, of those domains at least.
+        config: What is scored, and in which arithmetic.
+        device: Where the model runs.
+        progress: Told of tokens as they are scored.
+
+    Returns:
+        {domain: score}.
+
+    Raises:
+        InputError: The checkpoint, an index or a corpus cannot be used.
+    """
+    model = load_scored(directory, config, device)
+    scores: Scores = {}
+    for domain, index in experts.items():
+        text = {domain: corpora[domain]}
+        with force_expert(model.base_model, index):
+            scores |= _evaluate(model, text, config, progress, "own expert on ")
+    return scores
+
+
+def evaluate_text(
+    directory: Path,
+    documents: Mapping[str, Path],
+    *,
+    config: EvaluationConfig,
+    max_bytes: Mapping[str, float] | None = None,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Scores:
+    """Score a checkpoint with its own tokenizer, for models that do not share the corpus's.
+
+    Make the result comparable with ``scores.perplexity_per_reference_token``.
+
+    Args:
+        directory: The checkpoint and its tokenizer.
+        documents: {domain: Parquet file of held-out documents (column ``text``)}.
+        config: What is scored; ``tokens`` is left aside, for it counts another tokenizer's.
+        max_bytes: {domain: UTF-8 bytes of text to read}, in document order; all by default.
+        device: Where the model runs.
+        progress: Told of tokens as they are scored.
+
+    Returns:
+        {domain: score}.
+
+    Raises:
+        InputError: The checkpoint or a text cannot be used.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    )
+    model = load_scored(directory, config, device)
+    whole = replace(config, tokens=None)
+    with tempfile.TemporaryDirectory() as folder:
+        corpora = {}
+        for index, (domain, path) in enumerate(documents.items()):
+            texts = read_documents(path)
+            if max_bytes is not None:
+                texts = _first_bytes(texts, int(max_bytes[domain]))
+            corpora[domain] = Path(folder) / str(index)
+            write_split(
+                corpora[domain],
+                encoded(texts, tokenizer),
+                eos_id=tokenizer.eos_token_id or 0,
+                vocabulary_size=len(tokenizer),
+            )
+        return _evaluate(model, corpora, whole, progress)
+
+
+def load_scored(directory: Path, config: EvaluationConfig, device: str) -> PreTrainedModel:
+    """Load a checkpoint in the arithmetic that ``config`` asks for, ready for ``score_model``.
+
+    Raises:
+        InputError: It cannot be loaded, or it does something to its logits that scoring leaves out.
+    """
+    model = load_causal_lm(directory, dtype=_DTYPES[config.precision], device=device)
+    check_plain_head(model)
+    return model
+
+
+def _evaluate(
+    model: PreTrainedModel,
+    corpora: Mapping[str, Path],
+    config: EvaluationConfig,
+    progress: Progress | None,
+    what: str = "",
+) -> Scores:
+    return {
+        domain: score_model(
+            model,
+            TokenCorpus(corpus),
+            config=config,
+            pad_id=PAD_ID,
+            progress=progress,
+            what=f"evaluating {what}{domain}",
+        ).to_dict()
+        for domain, corpus in corpora.items()
+    }
+
+
+def _first_bytes(texts: Iterable[str], limit: int) -> Iterator[str]:
+    """Texts until ``limit`` UTF-8 bytes; the last one is cut between characters."""
+    for text in texts:
+        if limit <= 0:
+            return
+        data = text.encode()
+        yield data[:limit].decode(errors="ignore")
+        limit -= len(data)
