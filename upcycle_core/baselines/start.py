@@ -42,13 +42,12 @@ def write_start(
         experts: Domain to its dense expert, in the order of the model's experts; for methods that
             begin with them (``Baseline.uses_experts``).
         seed_model: The model that the experts began with; for those of ``Baseline.uses_seed``.
-        backbone: DUME's averaged backbone; for method ``dume``.
-        routers: DUME's routers, layer to W [H, D]; for method ``dume``.
-        progress: Hears of every tensor.
+        backbone: DUME's averaged backbone; for method ``dume``, as is
+        routers: DUME's routers, layer to W [H, D].
+        progress: Told of every tensor.
 
     Raises:
         InputError: What the methods' functions raise.
-        ValueError: A model that the method begins with was not given.
     """
     shards: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "progress": progress}
     mixture: dict[str, Any] = {"top_k": baseline.top_k, "router_seed": seed, **shards}
@@ -58,24 +57,20 @@ def write_start(
             seed_expert = _given(seed_model) if baseline.seed_expert else None
             write(_given(experts), out, seed_expert=seed_expert, **mixture)
         case "dume":
-            parts = (_given(experts), _given(backbone), _given(routers))
-            assemble(*parts, out, top_k=baseline.top_k, **shards)
+            begun = (_given(experts), _given(backbone), _given(routers))
+            assemble(*begun, out, top_k=baseline.top_k, **shards)
         case "sparse-upcycling":
             write_sparse_upcycling(_given(seed_model), out, copies=copies, **mixture)
         case "drop-upcycling":
-            own = baseline.start == "experts"
-            write_drop_upcycling(
-                _given(experts) if own else _given(seed_model),
-                out,
-                copies=None if own else copies,
-                reinitialised=baseline.reinitialised,
-                seed=seed,
-                **mixture,
-            )
+            drawn = {"reinitialised": baseline.reinitialised, "seed": seed, **mixture}
+            if baseline.start == "experts":
+                write_drop_upcycling(_given(experts), out, copies=None, **drawn)
+            else:
+                write_drop_upcycling(_given(seed_model), out, copies=copies, **drawn)
         case "ders":
             assert baseline.ders is not None  # the recipe's checks let no other row through
-            light = {"experts": copies, "top_k": baseline.top_k, "seed": seed, **shards}
-            write_ders_upcycling(_given(seed_model), out, config=baseline.ders, **light)
+            light = {"config": baseline.ders, "top_k": baseline.top_k, "seed": seed, **shards}
+            write_ders_upcycling(_given(seed_model), out, experts=copies, **light)
         case "full-finetune":
             copy_checkpoint(_given(seed_model), out)
         case "branch-train-merge":
