@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import median, print_result, print_table, repeat
-from infra.recipe.reading import load_recipe
+from tasks.recipes import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -26,12 +26,12 @@ from flows.pages.model import folder_faults, key_of, publish_pictures
 from flows.running.command_line import command, free_workspace, load, rows_parser
 from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
-from infra.recipe.reading import validate
 from infra.recipe.schema import SYMPHONY, Recipe, resolve
-from tasks import pipeline
 from tasks.baselines.costs import row_costs
 from tasks.data.sources import check
 from tasks.engine.sources import CODE
+from tasks.methods import TASKS, stages_of
+from tasks.recipes import validate
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.text.comparison import (
     across_seeds,
@@ -53,8 +53,8 @@ def compare(recipe: Recipe) -> None:
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
     with open_session("compare", recipe) as session:
-        for stage in pipeline.ORDER:
-            if stage not in pipeline.ON_TASKS:
+        for stage in stages_of(recipe):
+            if stage not in TASKS.stages:
                 session.ensure(stage)
         session.finish()
         if recipe.method == SYMPHONY:

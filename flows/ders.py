@@ -18,11 +18,13 @@ from flows.pages.model import folder_faults, key_of, publish_links, publish_pict
 from flows.running.command_line import command, free_workspace, load, rows_parser
 from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
-from infra.recipe.reading import validate
 from infra.recipe.schema import Recipe, resolve
-from tasks import pipeline
+from tasks.baselines.baselines import baselines
 from tasks.data.sources import check
-from tasks.ders.compression import MODEL, REPORT, row_title
+from tasks.ders.compression import MODEL, REPORT, compression, row_title
+from tasks.ders.sweeps import sweeps
+from tasks.dume.method import METHOD as DUME
+from tasks.recipes import validate
 from tasks.release.register import register_compressed
 from tasks.release.versions import Outcome
 from upcycle_core.errors import Fault, raise_faults
@@ -43,11 +45,11 @@ def ders(recipe: Recipe) -> str | None:
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
     with open_session("ders", recipe) as session:
-        for stage in pipeline.ORDER:
-            if stage is pipeline.baselines:
-                session.ensure(stage, [row for row in recipe.compressed if row in recipe.baselines])
-            elif stage not in (*pipeline.ON_TASKS, pipeline.comparison):
-                session.ensure(stage)
+        for stage in DUME.stages:
+            session.ensure(stage)
+        session.ensure(baselines, [row for row in recipe.compressed if row in recipe.baselines])
+        session.ensure(sweeps)
+        session.ensure(compression)
         session.finish()
         outcome = register_compressed(
             session.stages, session.registry, session.versions, session.run

@@ -10,16 +10,16 @@ import sys
 
 from prefect import flow
 
+from flows.dume import build
 from flows.pages.change import DEPLOYED, begin_change, domain_faults, finish_change, unfinished
-from flows.running.building import build
 from flows.running.command_line import command, recipe_parser, run_flow
 from flows.running.session import THREADS, open_session
-from infra.recipe.reading import validate
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
 from tasks.data.sources import check
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import begin, modelled, without_backbone
+from tasks.recipes import validate
 from upcycle_core.errors import Fault, raise_faults
 
 

@@ -20,15 +20,15 @@ from flows.pages.model import key_of
 from flows.running.command_line import check_server, command
 from flows.running.session import log, prepare
 from infra.recipe.names import masked, remote_fault, secret_faults
-from infra.recipe.reading import validate
 from infra.recipe.schema import Recipe
 from infra.settings import Settings, configure
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
 from infra.versioning.versions import Versions, remote_of
-from tasks import pipeline
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import save
+from tasks.methods import stages_of
+from tasks.recipes import validate
 from tasks.release.versions import COMPRESSED_TAG, MODEL_TAG
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -61,7 +61,7 @@ def restore(
                 save(recipe.lineage, workspace)
             log(f"fetching {found.reference} from {masked(source)}")
             lock = registry.text(found, "dvc.lock") or ""
-            stages = [s.label(item) for s in pipeline.ORDER for item in s.items(recipe)]
+            stages = [s.label(item) for s in stages_of(recipe) for item in s.items(recipe)]
             versions.pull(lock, remote_of(source, settings.home), stages)
             artifacts = _check(recipe, workspace, found)
     except BaseException:
@@ -144,7 +144,7 @@ def _check(recipe: Recipe, workspace: Workspace, version: Version) -> int:
     """
     needed = [
         stage.artifact(item)
-        for stage in pipeline.ORDER
+        for stage in stages_of(recipe)
         for item in stage.items(recipe)
         if workspace.path(stage.artifact(item)).exists()
     ]

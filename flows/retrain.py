@@ -13,19 +13,21 @@ import sys
 from prefect import flow
 from prefect.states import Completed, State
 
+from flows.dume import build, built
 from flows.pages.change import begin_change, domain_faults, finish_change, unfinished
-from flows.running.building import BUILT, build
 from flows.running.command_line import command, recipe_parser, run_flow
 from flows.running.session import THREADS, FlowSession, log, open_session
-from infra.recipe.reading import validate
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
 from infra.tracking.registry import Registry
-from tasks import pipeline
+from tasks.data.corpora import corpora
+from tasks.data.documents import documents
+from tasks.data.sources import sources
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.living.freshness import news, outdated
 from tasks.living.lineage import begin, modelled, with_lineage, with_parents
+from tasks.recipes import validate
 from tasks.release.versions import MODEL_TAG, PENDING_TAG, Outcome, led_experts, newest
 from upcycle_core.errors import Fault, raise_faults
 
@@ -77,7 +79,11 @@ def look(recipe: Recipe, workspace: Workspace) -> str | None:
 def _is_up_to_date(recipe: Recipe, workspace: Workspace) -> bool:
     """Whether the registered model is what this recipe and what lies outside make."""
     session = Session(with_lineage(recipe, workspace), workspace, log=lambda text: None)
-    if unfinished(workspace) is not None or news(session).any or outdated(session, BUILT):
+    if (
+        unfinished(workspace) is not None
+        or news(session).any
+        or outdated(session, built(session.recipe))
+    ):
         return False
     known = newest(Registry(configure()), recipe.registered_name)
     if known is None or PENDING_TAG in known.tags:
@@ -92,7 +98,7 @@ def _learn(session: FlowSession) -> Outcome:
     what = " ".join(["retrain", *news(session.stages).domains])
     change = begin_change(session, what if going_on is None else going_on.what)
     session.adopt(begun)
-    for stage in (pipeline.sources, pipeline.documents, pipeline.corpora):
+    for stage in (sources, documents, corpora):
         session.ensure(stage)
     led = led_experts(session.registry, session.recipe.registered_name)
     session.adopt(with_parents(session.recipe, session.workspace, led=led))

@@ -12,16 +12,16 @@ from dataclasses import replace
 
 from prefect import flow
 
+from flows.dume import build
 from flows.pages.change import DEPLOYED, begin_change, domain_faults, finish_change, unfinished
-from flows.running.building import build
 from flows.running.command_line import command, recipe_parser, run_flow
 from flows.running.session import THREADS, open_session
-from infra.recipe.reading import validate
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
-from tasks import pipeline
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import begin, modelled, without_backbone
+from tasks.methods import every_stage
+from tasks.recipes import validate
 from upcycle_core.errors import Fault, raise_faults
 
 
@@ -82,8 +82,8 @@ def look(recipe: Recipe, workspace: Workspace, domain: str) -> None:
 
 def _remove(workspace: Workspace, domain: str) -> None:
     """Delete what was published for the domain alone."""
-    for stage in pipeline.ORDER:
-        if stage.per in ("domain", "parent"):
+    for stage in every_stage():
+        if stage.by_domain:
             shutil.rmtree(workspace.path(stage.artifact(domain)), ignore_errors=True)
 
 

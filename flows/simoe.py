@@ -19,12 +19,13 @@ from flows.pages.model import SUMMARY, folder_faults
 from flows.running.command_line import command, free_workspace, load, rows_parser
 from flows.running.session import THREADS, open_session
 from infra import settings as environment
-from infra.recipe.reading import validate
 from infra.recipe.schema import Recipe, resolve
-from tasks import pipeline
 from tasks.data.sources import check
+from tasks.methods import stages_of
+from tasks.recipes import validate
 from tasks.release.champion import standing_champion
 from tasks.release.register_tuned import register_tuned
+from tasks.simoe.model import baselines, model
 from upcycle_core.errors import Fault, raise_faults
 
 
@@ -41,10 +42,10 @@ def simoe(recipe: Recipe) -> str:
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
     with open_session("simoe", recipe) as session:
-        for stage in pipeline.ORDER:
-            if stage is pipeline.tuned:  # the recipe's own model is one more of the trainings
-                session.ensure_together(pipeline.simoe, stage)
-            elif stage is not pipeline.simoe:
+        for stage in stages_of(recipe):
+            if stage is baselines:  # the recipe's own model is one more of the trainings
+                session.ensure_together(model, stage)
+            elif stage is not model:
                 session.ensure(stage)
         session.finish()
         with standing_champion(session.stages, session.registry) as champion:

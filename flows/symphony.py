@@ -15,10 +15,10 @@ from flows.running.building import publish
 from flows.running.command_line import command, free_workspace, load, rows_parser
 from flows.running.session import THREADS, open_session
 from infra import settings as environment
-from infra.recipe.reading import validate
 from infra.recipe.schema import SYMPHONY, Recipe, resolve
-from tasks import pipeline
 from tasks.data.sources import check
+from tasks.methods import stages_of
+from tasks.recipes import validate
 from upcycle_core.errors import Fault, raise_faults
 
 
@@ -35,7 +35,7 @@ def symphony(recipe: Recipe) -> str:
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
     with open_session("symphony", recipe) as session:
-        for stage in pipeline.ORDER:
+        for stage in stages_of(recipe):
             session.ensure(stage)
         session.finish()
         outcome = publish(session, recipe.scored_models)

@@ -28,13 +28,13 @@ from flows.pages.model import key_of
 from flows.running.command_line import check_server, command, load, recipe_parser
 from flows.running.session import log
 from infra import settings as environment
-from infra.recipe.reading import validate
 from infra.recipe.schema import Recipe, resolve
 from infra.tracking.registry import Registry
 from infra.tracking.retention import Records
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import with_lineage
 from tasks.living.retention import Spare, spares, table
+from tasks.recipes import validate
 from tasks.release.versions import compressed_name
 from upcycle_core.errors import Fault, InputError
 

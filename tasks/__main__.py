@@ -33,17 +33,17 @@ def main(arguments: list[str] | None = None) -> int:
     from tasks.engine.stage import Session
     from tasks.engine.workspace import Workspace
     from tasks.living.freshness import explained
-    from tasks.pipeline import ORDER
+    from tasks.methods import stages_of
     from upcycle_core.errors import Fault, InputError
 
-    stages = {stage.name: stage for stage in ORDER}
     workspace = Workspace(chosen.workspace)
     try:
+        recipe = recipe_of(workspace)
+        stages = {stage.name: stage for stage in stages_of(recipe)}
         if name not in (*stages, "sweep") or len(rest) > 1:
             raise InputError(
                 Fault("stage", " ".join(chosen.stage), f"not a stage; use one of {list(stages)}")
             )
-        recipe = recipe_of(workspace)
         with workspace.lock(f"python -m tasks {' '.join(chosen.stage)}"):
             if name == "sweep":
                 print(f"{workspace.sweep() / 1e6:.1f} MB freed")
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
             session = Session(recipe, workspace, log=lambda text: print(text, flush=True))
             items = rest or stage.items(recipe)
             if asks_why:
-                print("\n".join(explained(session, ORDER, stage, items)))
+                print("\n".join(explained(session, stages_of(recipe), stage, items)))
                 return 0
             with cluster(settings, recipe.compute.cpus, CODE, workspace=workspace.root):
                 for item in items:
@@ -67,7 +67,7 @@ def recipe_of(workspace):
     """The recipe that a workspace's params.yaml resolves."""
     import yaml
 
-    from infra.recipe.reading import validate
+    from tasks.recipes import validate
     from upcycle_core.errors import Fault, InputError
 
     path = workspace.root / "params.yaml"

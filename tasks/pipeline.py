@@ -15,81 +15,11 @@ from typing import Any
 
 import yaml
 
-from infra.recipe.reading import load_recipe
 from infra.recipe.schema import Recipe, recipe_yaml
-from tasks.baselines.baselines import baselines
-from tasks.baselines.comparison import comparison
-from tasks.data.corpora import corpora
-from tasks.data.documents import documents
-from tasks.data.instructions import instructions
-from tasks.data.outside import outside
-from tasks.data.sources import sources
-from tasks.data.task_sets import task_sets
-from tasks.data.tokenizer import tokenizer
-from tasks.ders.compression import compression
-from tasks.ders.sweeps import sweeps
-from tasks.dume.backbone import backbone
-from tasks.dume.experts import experts
-from tasks.dume.model import model
-from tasks.dume.parents import parents
-from tasks.dume.report import report
-from tasks.dume.router import router
-from tasks.dume.seed import seed
-from tasks.dume.statistics import statistics
 from tasks.engine.sources import CODE, package_versions
 from tasks.engine.stage import Stage
-from tasks.scoring.task_scores import task_scores
-from tasks.simoe.answers import answers
-from tasks.simoe.model import simoe, tuned
-from tasks.simoe.report import tuning_report
-from tasks.symphony.experts import strangers
-from tasks.symphony.initial import starts
-from tasks.symphony.model import post_training, symphony
-from tasks.symphony.pairs import pairs
-from tasks.symphony.report import ablation
-from tasks.symphony.similarity import similarity
-from tasks.symphony.unified import united
-from tasks.symphony.vocabulary import vocabulary
-
-# The order in which data flows. Some are of one method alone.
-ORDER: tuple[Stage, ...] = (
-    sources,
-    documents,
-    task_sets,
-    strangers,
-    vocabulary,
-    tokenizer,
-    corpora,
-    outside,
-    seed,
-    instructions,
-    parents,
-    experts,
-    backbone,
-    statistics,
-    router,
-    model,
-    report,
-    baselines,
-    comparison,
-    sweeps,
-    compression,
-    united,
-    pairs,
-    starts,
-    post_training,
-    symphony,
-    ablation,
-    similarity,
-    tuned,
-    simoe,
-    answers,
-    tuning_report,
-    task_scores,
-)
-
-# What scores models on tasks, beside the perplexity that every flow measures.
-ON_TASKS = (task_sets, task_scores)
+from tasks.methods import stages_of
+from tasks.recipes import load_recipe
 
 KEY = "${key}"
 """A domain's name, in an entry for all of them."""
@@ -103,9 +33,8 @@ HEADER = """\
 def dvc_yaml(recipe: Recipe) -> str:
     """The pipeline of ``recipe`` as text of a dvc.yaml that lies in its workspace."""
     stages: dict[str, Any] = {}
-    for stage in ORDER:
-        if stage.needed(recipe):
-            stages |= _entries(stage, recipe)
+    for stage in stages_of(recipe):
+        stages |= _entries(stage, recipe)
     reports = {"metrics": ["report/metrics.json"]}
     return HEADER + yaml.safe_dump({"stages": stages, **reports}, sort_keys=False, width=100)
 
@@ -118,7 +47,7 @@ def params_yaml(recipe: Recipe, workspace: Path) -> str:
 
 
 def _entries(stage: Stage, recipe: Recipe) -> dict[str, Any]:
-    if stage.per == "domain":
+    if stage.out.endswith("{domain}"):
         return {stage.name: _for_each_domain(stage, recipe)}
     return {stage.label(item): _command(stage, recipe, item) for item in stage.items(recipe)}
 
@@ -174,7 +103,7 @@ def _command(stage: Stage, recipe: Recipe, key: str) -> dict[str, Any]:
     }
     if stage.always:
         entry["always_changed"] = True
-    if is_pinned or stage is parents:
+    if is_pinned or stage.once:
         entry["frozen"] = True  # what is built upon is not made again
     return {name: value for name, value in entry.items() if value}
 

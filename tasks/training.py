@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from infra.cluster.compute import Piece
+from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import SUMMARY, TRAINING
 from tasks.engine.stage_run import StageRun
 from tasks.engine.workspace import take
@@ -19,6 +20,11 @@ from upcycle_core.training.trainer import TrainingResult, train
 
 VALIDATION_ROWS = 64
 """Sequences of calibration text that ``evaluation_steps`` measures the loss on."""
+
+
+def trained_rows(recipe: Recipe) -> list[str]:
+    """Rows of a comparison that are trained."""
+    return [name for name, row in recipe.baselines.items() if row.trains]
 
 
 def train_from(

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from infra.recipe.reading import validate
+from tasks.recipes import validate
 from tests.pico import save_pico
 from tests.texts import pico_recipe
 from tests.upcycle_core.training.runs import RandomRows, run, settings

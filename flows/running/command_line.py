@@ -13,9 +13,9 @@ from typing import Any
 from flows.pages.model import SUMMARY
 from infra import settings as environment
 from infra.recipe.names import masked
-from infra.recipe.reading import load_recipe
 from infra.recipe.schema import Recipe
 from tasks.engine.workspace import Workspace
+from tasks.recipes import load_recipe
 from upcycle_core.errors import Fault, InputError
 
 SERVER_SECONDS = 30

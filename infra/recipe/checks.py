@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from infra.recipe.ders_faults import ders_faults
 from infra.recipe.names import (
     BESIDE_DOMAINS,
     BESIDE_WORKSPACES,
@@ -12,13 +11,10 @@ from infra.recipe.names import (
     secret_faults,
 )
 from infra.recipe.schema import Recipe, resolve
-from infra.recipe.simoe_faults import FIGURES, simoe_faults
-from infra.recipe.symphony_faults import symphony_faults
 from upcycle_core.baselines.checks import baseline_faults
 from upcycle_core.corpora.config import Source
 from upcycle_core.errors import Fault
 from upcycle_core.evaluation.tasks.config import KINDS
-from upcycle_core.evaluation.text.results import expert_row
 from upcycle_core.training.checks import shape_faults, training_faults
 from upcycle_core.training.config import TrainingConfig
 
@@ -29,7 +25,7 @@ TEXT_METRICS = ("normalised_average", "normalised_worst")
 
 
 def faults(recipe: Recipe) -> list[Fault]:
-    """Every fault of ``recipe``."""
+    """Every fault that is no method's own."""
     return [
         *_name_faults(recipe),
         *_domain_faults(recipe),
@@ -38,11 +34,7 @@ def faults(recipe: Recipe) -> list[Fault]:
         *_training_faults(recipe),
         *_comparison_faults(recipe),
         *_task_faults(recipe),
-        *_gate_faults(recipe),
         *_compute_faults(recipe),
-        *symphony_faults(recipe),
-        *ders_faults(recipe),
-        *simoe_faults(recipe),
     ]
 
 
@@ -241,37 +233,9 @@ def _task_faults(recipe: Recipe) -> Iterator[Fault]:
         yield Fault("task_evaluation.seeds", [], "no run at all; give at least one seed")
 
 
-def _gate_faults(recipe: Recipe) -> Iterator[Fault]:
-    gate = recipe.registry.gate
-    if recipe.simoe is not None:
-        for metric in (m for m in gate.metrics if m not in FIGURES):
-            yield Fault("registry.gate", metric, f"not measured; use one of {list(FIGURES)}")
-        return
-    on_text = [*TEXT_METRICS, *(f"perplexity.{name}" for name in recipe.domains)]
-    known = [*on_text, *(f"task.{name}" for name in recipe.tasks)]
-    if any(task.domain is not None for task in recipe.tasks.values()):
-        known.append("task_average")
-    for metric in gate.metrics:
-        where = "metric" if metric == gate.metric else "tolerances"
-        if metric not in known:
-            yield Fault(f"registry.gate.{where}", metric, f"not measured; use one of {known}")
-        elif metric not in on_text:
-            needed = [recipe.method, *_normalising(recipe, metric)]
-            missing = [model for model in needed if model not in recipe.scored_models]
-            if missing:
-                remedy = f"the gate's {metric} needs {missing} as well; add them"
-                yield Fault("task_evaluation.models", list(recipe.scored_models), remedy)
-    for metric, points in gate.tolerances.items():
-        if points < 0:
-            yield Fault(f"registry.gate.tolerances.{metric}", points, "must not be negative")
-
-
-def _normalising(recipe: Recipe, metric: str) -> list[str]:
-    """The experts whose scores a task figure is divided by."""
-    if metric != "task_average":
-        return []
-    domains = {task.domain for task in recipe.tasks.values() if task.domain is not None}
-    return [expert_row(domain) for domain in sorted(domains)]
+def text_figures(recipe: Recipe) -> list[str]:
+    """Figures that a report of perplexity on held-out text holds."""
+    return [*TEXT_METRICS, *(f"perplexity.{name}" for name in recipe.domains)]
 
 
 def _compute_faults(recipe: Recipe) -> Iterator[Fault]:

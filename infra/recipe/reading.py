@@ -2,7 +2,7 @@
 
 import copy
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -13,14 +13,23 @@ from pydantic import ValidationError
 from infra.recipe.budget import budget_faults, with_budget
 from infra.recipe.checks import faults
 from infra.recipe.names import masked
-from infra.recipe.schema import ADAPTER, Recipe
+from infra.recipe.schema import ADAPTER, Recipe, with_method
 from upcycle_core.errors import Fault, raise_faults
 
 ADDABLE = ("baselines", "tasks", "compression")
 """What files beside a recipe add to it."""
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = (), *, added: Sequence[Path] = ()) -> Recipe:
+Checks = Callable[[Recipe], Iterable[Fault]]
+
+
+def load_recipe(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    added: Sequence[Path] = (),
+    checks: Checks = lambda recipe: (),
+) -> Recipe:
     """Read a recipe.
 
     Args:
@@ -28,6 +37,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, added: Sequence[Pa
         overrides: ``dotted.key=value`` settings, values in YAML.
         added: YAML files whose ``baselines``, ``tasks`` or ``compression`` are added to the
             recipe's own.
+        checks: What is wrong with a recipe beside what ``faults`` finds.
 
     Raises:
         InputError: With all faults: unknown keys (and the nearest known), values out of bounds,
@@ -40,17 +50,17 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, added: Sequence[Pa
         _override(values, override)
     if isinstance(values.get("folder"), str):  # where pieces run, the current folder is another
         values["folder"] = str(Path(values["folder"]).expanduser().absolute())
-    return validate(values)
+    return validate(values, checks=checks)
 
 
-def validate(values: object) -> Recipe:
+def validate(values: object, *, checks: Checks = lambda recipe: ()) -> Recipe:
     """Turn plain values into a recipe; see ``load_recipe``."""
     try:
-        recipe = ADAPTER.validate_python(values)
+        recipe = with_method(ADAPTER.validate_python(values))
     except ValidationError as error:
         found = [_fault_of(problem) for problem in error.errors()]
-        raise_faults([*found, *_faults_beside(values, error)])
-    raise_faults([*budget_faults(recipe), *faults(recipe)])
+        raise_faults([*found, *_faults_beside(values, error, checks)])
+    raise_faults([*budget_faults(recipe), *faults(recipe), *checks(recipe)])
     recipe = with_budget(recipe)
     # One order everywhere: of sums, of the router's columns, of the experts in the model.
     return replace(recipe, domains=dict(sorted(recipe.domains.items())))
@@ -93,16 +103,16 @@ def _add(values: dict[str, Any], file: Path) -> None:
         own |= entries
 
 
-def _faults_beside(values: object, error: ValidationError) -> list[Fault]:
+def _faults_beside(values: object, error: ValidationError, checks: Checks) -> list[Fault]:
     """Faults across fields that would come up once the values ``error`` names are gone."""
     rest = copy.deepcopy(values)
     for problem in error.errors():
         _drop(rest, problem["loc"])
     try:
-        recipe = ADAPTER.validate_python(rest)
+        recipe = with_method(ADAPTER.validate_python(rest))
     except ValidationError:
         return []
-    return [*budget_faults(recipe), *faults(recipe)]
+    return [*budget_faults(recipe), *faults(recipe), *checks(recipe)]
 
 
 def _drop(values: Any, location: Sequence[int | str]) -> None:

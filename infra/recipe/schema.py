@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.symphony.config import PostTrainingConfig, SymphonyConfig
 from upcycle_core.training.config import ExpertsConfig, SeedConfig
 
+DUME = "dume"
+"""How experts of one seed are joined where a recipe says nothing else."""
 SYMPHONY = "symphony"
 """The recipe's own way of joining strangers, among the variants of its baselines."""
 SIMOE = "simoe"
@@ -90,6 +92,10 @@ class Recipe:
 
     name: str
     """Name of the workspace: lower-case letters, digits, - and _."""
+    method: str = ""
+    """How the model is made; by default the method whose section is given, else `dume`."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What a method is told that has no section of its own here."""
     seed: int = field(default=0, metadata={"ge": 0})
     """Seed of every random choice."""
     folder: str | None = None
@@ -160,13 +166,6 @@ class Recipe:
     def registered_name(self) -> str:
         """Name of the registered model."""
         return self.registry.model or f"upcycle-{self.name}"
-
-    @property
-    def method(self) -> str:
-        """How experts are joined; the row of the result in tables."""
-        if self.simoe is not None:
-            return SIMOE
-        return "dume" if self.symphony is None else SYMPHONY
 
     @property
     def trains_seed(self) -> bool:
@@ -283,6 +282,15 @@ class Recipe:
     def has_elsewhere(self) -> bool:
         """Whether a second router is solved from calibration text of another origin."""
         return any(domain.elsewhere is not None for domain in self.domains.values())
+
+
+def with_method(recipe: Recipe) -> Recipe:
+    """The recipe with its method's name: also the row of the result in tables."""
+    if recipe.simoe is not None:
+        return replace(recipe, method=SIMOE)
+    if recipe.symphony is not None:
+        return replace(recipe, method=SYMPHONY)
+    return replace(recipe, method=recipe.method or DUME)
 
 
 ADAPTER: TypeAdapter[Recipe] = TypeAdapter(Recipe)

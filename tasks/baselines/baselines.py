@@ -7,7 +7,7 @@ from infra.recipe.schema import Recipe
 from tasks.baselines.start import start_piece
 from tasks.dume.files import ROUTERS
 from tasks.engine.stage import StageRun, each, stage
-from tasks.training import train_from
+from tasks.training import train_from, trained_rows
 from upcycle_core.baselines.config import Baseline
 
 
@@ -29,7 +29,7 @@ def _inputs(recipe: Recipe, name: str) -> list[str]:
     "baselines/{baseline}",
     inputs=_inputs,
     params=("seed", "baselines.{baseline}", "moe.max_shard_bytes"),
-    needed=lambda recipe: recipe.method == "dume",
+    each=trained_rows,
 )
 def baselines(run: StageRun) -> None:
     """Write the trained checkpoint, and beside it what its training came to."""

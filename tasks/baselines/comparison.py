@@ -42,7 +42,6 @@ def _tokens(recipe: Recipe) -> list[str]:
     "comparison",
     inputs=_inputs,
     params=lambda recipe, item: (*MEASURING, "baselines", *_tokens(recipe)),
-    needed=lambda recipe: recipe.method == "dume" and bool(recipe.baselines),
 )
 def comparison(run: StageRun) -> None:
     """Write metrics.json: scores, parameters and tokens of every row."""

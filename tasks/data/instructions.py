@@ -13,7 +13,6 @@ from upcycle_core.progress import Progress
     INSTRUCTIONS,
     inputs=lambda recipe, item: [f"sources/{INSTRUCTIONS}.json"],
     params=("seed", "folder", "instructions"),
-    needed=lambda recipe: recipe.simoe is not None,
 )
 def instructions(run: StageRun) -> None:
     """Write ``train/DOMAIN.jsonl``, ``seen.jsonl``, ``unseen.jsonl`` and a manifest."""

@@ -14,7 +14,7 @@ from upcycle_core.progress import Progress
     "outside/{outside}",
     inputs=lambda recipe, name: [f"sources/outside/{name}.json", "tokenizer"],
     params=("seed", "corpus.min_characters", "outside.{outside}"),
-    needed=lambda recipe: recipe.method == "symphony",
+    each=lambda recipe: recipe.outside,
 )
 def outside(run: StageRun) -> None:
     """Write ``documents/heldout.parquet`` and ``tokens/heldout``."""

@@ -24,7 +24,6 @@ def _inputs(recipe: Recipe, item: str) -> Iterable[str]:
     "task_sets",
     inputs=_inputs,
     params=("seed", "tasks", "task_evaluation.folder", "task_evaluation.code"),
-    needed=lambda recipe: bool(recipe.tasks),
 )
 def task_sets(run: StageRun) -> None:
     """Write ``TASK/``: definition, data and settings."""

@@ -31,7 +31,6 @@ def _params(recipe: Recipe, item: str) -> Iterator[str]:
     "tokenizer",
     inputs=_inputs,
     params=_params,
-    needed=lambda recipe: recipe.method in ("dume", "simoe"),
 )
 def tokenizer(run: StageRun) -> None:
     """Write the tokenizer's files."""

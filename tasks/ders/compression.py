@@ -35,7 +35,6 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
     "compression",
     inputs=_inputs,
     params=lambda recipe, item: (*dume_keys(recipe), "compression", "baselines"),
-    needed=lambda recipe: recipe.compression is not None,
 )
 def compression(run: StageRun) -> None:
     """Write ``report/``, and in ``model/`` the smallest checkpoint within the tolerance."""

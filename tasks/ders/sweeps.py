@@ -47,7 +47,7 @@ def sweep_inputs(recipe: Recipe, row: str) -> list[str]:
     "sweeps/{source}",
     inputs=sweep_inputs,
     params=(*STORING, *MEASURING, "moe.max_shard_bytes"),
-    needed=lambda recipe: recipe.compression is not None,
+    each=lambda recipe: recipe.compressed,
 )
 def sweeps(run: StageRun) -> None:
     """Write sweep.json: scores, sizes and errors of every way to store the deltas."""

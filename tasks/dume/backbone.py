@@ -13,7 +13,6 @@ from upcycle_core.progress import Progress
     "backbone",
     inputs=lambda recipe, domain: [f"experts/{name}" for name in recipe.averaged],
     params=("moe.max_shard_bytes",),
-    needed=lambda recipe: recipe.method == "dume",
 )
 def backbone(run: StageRun) -> None:
     """Write the averaged tensors."""

@@ -1,7 +1,7 @@
 """Stage ``experts``: one expert a domain, trained from the seed, continued, or given."""
 
 from infra.recipe.schema import Recipe
-from tasks.dume.seed import train_piece
+from tasks.data.seed import train_piece
 from tasks.engine.params import expert_keys
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.checkpoints.copy import copy_checkpoint
@@ -19,7 +19,6 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
     "experts/{domain}",
     inputs=_inputs,
     params=expert_keys,
-    needed=lambda recipe: recipe.method == "dume",
 )
 def experts(run: StageRun) -> None:
     """Write the expert's checkpoint."""

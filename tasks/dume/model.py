@@ -17,7 +17,6 @@ from upcycle_core.progress import Progress
     "model",
     inputs=lambda recipe, domain: [*each(recipe, "experts/{domain}"), "backbone", "router"],
     params=lambda recipe, item: dume_keys(recipe),
-    needed=lambda recipe: recipe.method == "dume",
 )
 def model(run: StageRun) -> None:
     """Write the checkpoint."""

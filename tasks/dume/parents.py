@@ -8,6 +8,7 @@ from upcycle_core.errors import Fault, InputError
 @stage(
     "parents/{parent}",
     inputs=lambda recipe, domain: (),
+    each=lambda recipe: recipe.parents,
     params=("lineage.parents.{parent}",),
     once=True,  # the expert is another by the time that it has learnt
 )

@@ -56,7 +56,6 @@ def _swept(config: EvaluationConfig) -> dict[Parameter, Sequence[float]]:
     "report",
     inputs=_inputs,
     params=_params,
-    needed=lambda recipe: recipe.method == "dume",
 )
 def report(run: StageRun) -> None:
     """Write metrics.json, tables, pictures and the CSV behind them."""

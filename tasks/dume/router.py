@@ -31,7 +31,6 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
     "router",
     inputs=_inputs,
     params=lambda recipe, item: router_keys(recipe),
-    needed=lambda recipe: recipe.method == "dume",
 )
 def router(run: StageRun) -> None:
     """Write one file a calibration text: ``router`` and, where there is one, ``elsewhere``."""

@@ -20,7 +20,6 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
     "statistics/{domain}",
     inputs=_inputs,
     params=("statistics",),
-    needed=lambda recipe: recipe.method == "dume",
 )
 def statistics(run: StageRun) -> None:
     """Write one file a calibration text: ``calibration`` and, where there is one, ``elsewhere``."""

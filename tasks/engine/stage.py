@@ -5,11 +5,12 @@ its fingerprint is not the one on disk, whoever asks: a Prefect flow, or ``pytho
 for DVC. Nothing else decides what is up to date.
 """
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from infra.recipe.schema import Recipe, resolve
 from infra.versioning.cache import drop_linked
@@ -25,18 +26,9 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 
 Inputs = Callable[[Recipe, str], Iterable[str]]
 Params = Sequence[str] | Callable[[Recipe, str], Iterable[str]]
-Per = Literal[
-    "domain",
-    "parent",
-    "baseline",
-    "model",
-    "variant",
-    "pairing",
-    "outside",
-    "source",
-    "tuned",
-    "recipe",
-]
+Items = Callable[[Recipe], Iterable[str]]
+PLACE = re.compile(r"\{\w+\}")
+"""Where an item's name stands in what a stage publishes, and in keys of the recipe."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +36,35 @@ class Stage:
     """A stage: what it reads, what decides its result, and what it publishes.
 
     Args:
-        name: As in dvc.yaml.
         function: Fills ``StageRun.out``.
-        out: What it publishes, below the workspace; it names its ``per`` in braces.
+        out: What it publishes, below the workspace, the item in braces: ``experts/{domain}``.
         inputs: What it reads, below the workspace.
         params: Dotted keys of the recipe that decide its result, with the same words in braces; or
             what gives them for an item.
-        per: What it runs once for: a domain, a trained baseline, a scored model, ..., the recipe.
-        needed: Whether this recipe has it at all.
+        each: What it runs once for: the domains, the baselines that are trained, ...; one empty
+            name for a stage that runs once, nothing where a recipe has no need of it.
         always: Whether it looks at the world outside the workspace, and so always runs.
         once: Whether what it has made for these settings stays, whatever code and packages become:
             what it was made from may be there no more.
     """
 
-    name: str
     function: Callable[[StageRun], None]
     out: str
     inputs: Inputs
     params: Params
-    per: Per
-    needed: Callable[[Recipe], bool]
-    always: bool
-    once: bool
+    each: Items
+    always: bool = False
+    once: bool = False
+
+    @property
+    def name(self) -> str:
+        """As in dvc.yaml: a stage is named by what it publishes."""
+        return self.out.partition("/")[0]
+
+    @property
+    def by_domain(self) -> bool:
+        """Whether it publishes something that is one domain's alone."""
+        return self.out.endswith(("{domain}", "{parent}"))
 
     @property
     def sources(self) -> dict[str, str]:
@@ -74,19 +73,7 @@ class Stage:
 
     def items(self, recipe: Recipe) -> list[str]:
         """The domains, baselines, ... it runs for, or one empty name."""
-        found: dict[Per, Iterable[str]] = {
-            "domain": recipe.domains,
-            "parent": recipe.parents,
-            "baseline": (name for name, row in recipe.baselines.items() if row.trains),
-            "model": recipe.scored_models,
-            "variant": recipe.starts,
-            "pairing": dict.fromkeys(recipe.pairings.values()),
-            "outside": recipe.outside,
-            "source": recipe.compressed,
-            "tuned": recipe.tuned,
-            "recipe": [""],
-        }
-        return list(found[self.per]) if self.needed(recipe) else []
+        return list(self.each(recipe))
 
     def keys(self, recipe: Recipe, item: str) -> list[str]:
         """Dotted keys of the recipe that decide the result."""
@@ -102,7 +89,7 @@ class Stage:
     def label(self, item: str) -> str:
         """Its name in DVC: ``experts@law``, ``baselines-btx``, ``task_scores-dume``."""
         # DVC writes @ for the items of one entry; baselines read different things: an entry each.
-        mark = "@" if self.per == "domain" else "-"
+        mark = "@" if self.out.endswith("{domain}") else "-"
         return f"{self.name}{mark}{item}" if item else self.name
 
     def artifact(self, item: str) -> str:
@@ -209,39 +196,43 @@ class Stage:
         return True
 
 
-STAGES: dict[str, Stage] = {}
-
-
 def stage(
     out: str,
     *,
     inputs: Inputs,
     params: Params = (),
-    needed: Callable[[Recipe], bool] = lambda recipe: True,
+    each: Items | None = None,
     always: bool = False,
     once: bool = False,
 ) -> Callable[[Callable[[StageRun], None]], Stage]:
-    """Make a function a stage, named like the function; see ``Stage``.
+    """Make a function a stage; see ``Stage``.
 
-    A stage whose ``out`` names ``{domain}``, ``{baseline}``, ... runs once for each.
+    One whose ``out`` names ``{domain}`` runs once a domain where ``each`` does not say otherwise.
     """
 
-    def register(function: Callable[[StageRun], None]) -> Stage:
-        made = Stage(
-            name=function.__name__,
+    def made(function: Callable[[StageRun], None]) -> Stage:
+        default = of_each_domain if "{domain}" in out else of_the_recipe
+        return Stage(
             function=function,
             out=out,
             inputs=inputs,
             params=params,
-            per=_per(out),
-            needed=needed,
+            each=each or default,
             always=always,
             once=once,
         )
-        STAGES[made.name] = made
-        return made
 
-    return register
+    return made
+
+
+def of_each_domain(recipe: Recipe) -> Iterable[str]:
+    """A stage runs once a domain."""
+    return recipe.domains
+
+
+def of_the_recipe(recipe: Recipe) -> Iterable[str]:
+    """A stage runs once."""
+    return [""]
 
 
 def _record(session: Session, label: str, artifact: str) -> dict[str, Any] | None:
@@ -273,13 +264,9 @@ def _damaged_inputs(session: Session, label: str, inputs: Iterable[str]) -> Iter
 
 def named(pattern: str, item: str) -> str:
     """``pattern`` with ``item`` for its ``{domain}``, ``{baseline}``, ..."""
-    return pattern.format(**dict.fromkeys(get_args(Per), item))
+    return PLACE.sub(lambda place: item, pattern)
 
 
 def each(recipe: Recipe, pattern: str) -> Iterator[str]:
     """``pattern`` with every domain's name."""
     return (pattern.format(domain=domain) for domain in recipe.domains)
-
-
-def _per(out: str) -> Per:
-    return next((kind for kind in get_args(Per) if f"{{{kind}}}" in out), "recipe")

@@ -23,12 +23,12 @@ from infra.versioning.cache import Cache, Output, outputs
 from infra.versioning.known import Recorded
 from tasks.engine.workspace import PROVENANCE, Workspace
 from tasks.living.lineage import modelled
-from tasks.pipeline import ORDER
+from tasks.methods import every_stage
 from tasks.release.versions import PREVIOUS_TAG
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.text.results import expert_row
 
-BY_DOMAIN = {stage.out.partition("/")[0] for stage in ORDER if stage.per in ("domain", "parent")}
+BY_DOMAIN = {stage.name for stage in every_stage() if stage.by_domain}
 """Folders with an artifact a domain."""
 SCORES = "task_scores"
 KEPT = "kept"

@@ -40,7 +40,7 @@ def _inputs(recipe: Recipe, model: str) -> Iterable[str]:
     "task_scores/{model}",
     inputs=_inputs,
     params=("task_evaluation",),
-    needed=lambda recipe: bool(recipe.tasks),
+    each=lambda recipe: recipe.scored_models,
 )
 def task_scores(run: StageRun) -> None:
     """Write ``scores.json`` and ``items.parquet``: every item's prompt, answer and score."""

@@ -32,7 +32,7 @@ def model_of(row: str) -> str:
     "answers/{tuned}",
     inputs=lambda recipe, row: ["instructions", model_of(row)],
     params=("tuning.max_new_tokens", "tuning.batch_size"),
-    needed=lambda recipe: recipe.simoe is not None,
+    each=lambda recipe: recipe.tuned,
 )
 def answers(run: StageRun) -> None:
     """Write ``answers.json`` and, an instance a line, ``seen.jsonl`` and ``unseen.jsonl``."""

@@ -12,7 +12,7 @@ from tasks.baselines.start import start_piece
 from tasks.engine.artifacts import SUMMARY, TRAINING
 from tasks.engine.stage import StageRun, stage
 from tasks.engine.workspace import take
-from tasks.training import training_result, write_training
+from tasks.training import trained_rows, training_result, write_training
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.corpora.instructions import InstructionRows
@@ -44,11 +44,11 @@ def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
 
 @stage(
     "baselines/{baseline}",
+    each=trained_rows,
     inputs=lambda recipe, name: INPUTS,
     params=_row_params,
-    needed=lambda recipe: recipe.simoe is not None,
 )
-def tuned(run: StageRun) -> None:
+def baselines(run: StageRun) -> None:
     """Write a rival's or an ablation's checkpoint, and beside it what its training came to."""
     row = run.recipe.baselines[run.item]
     if row.method == "simoe":
@@ -83,9 +83,8 @@ def tuned(run: StageRun) -> None:
     "model",
     inputs=lambda recipe, item: INPUTS,
     params=CARD_KEYS,
-    needed=lambda recipe: recipe.simoe is not None,
 )
-def simoe(run: StageRun) -> None:
+def model(run: StageRun) -> None:
     """Write the recipe's model: the seed, with the sparse experts that tuning has found."""
     recipe = run.recipe
     assert recipe.simoe is not None

@@ -33,9 +33,8 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
     "report",
     inputs=_inputs,
     params=("baselines", "simoe", "tuning.least_exact_match"),
-    needed=lambda recipe: recipe.simoe is not None,
 )
-def tuning_report(run: StageRun) -> None:
+def report(run: StageRun) -> None:
     """Write metrics.json, tables, the paper's three pictures and the CSV behind them.
 
     Raises:

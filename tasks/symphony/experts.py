@@ -41,9 +41,8 @@ def _params(recipe: Recipe, domain: str) -> Iterator[str]:
     "experts/{domain}",
     inputs=_inputs,
     params=_params,
-    needed=lambda recipe: recipe.method == "symphony",
 )
-def strangers(run: StageRun) -> None:
+def experts(run: StageRun) -> None:
     """Write the model's checkpoint, with its own tokenizer."""
     recipe, domain = run.recipe, run.recipe.domains[run.domain]
     if domain.expert is not None:

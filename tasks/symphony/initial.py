@@ -54,7 +54,7 @@ def _keys(recipe: Recipe, item: str) -> Iterator[str]:
     "starts/{variant}",
     inputs=_inputs,
     params=_keys,
-    needed=lambda recipe: recipe.method == "symphony",
+    each=lambda recipe: recipe.starts,
 )
 def starts(run: StageRun) -> None:
     """Write the checkpoint that training starts from."""

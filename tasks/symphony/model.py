@@ -7,7 +7,7 @@ from infra.cluster.compute import Piece
 from infra.recipe.schema import SYMPHONY, Recipe, recipe_yaml
 from tasks.engine.stage import StageRun, each, stage
 from tasks.engine.workspace import take
-from tasks.training import train_from
+from tasks.training import train_from, trained_rows
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.progress import Progress
@@ -42,11 +42,11 @@ def _row_inputs(recipe: Recipe, name: str) -> Iterator[str]:
 
 @stage(
     "baselines/{baseline}",
+    each=trained_rows,
     inputs=_row_inputs,
     params=("seed", "baselines.{baseline}.training", "baselines.{baseline}.objective"),
-    needed=lambda recipe: recipe.method == "symphony",
 )
-def post_training(run: StageRun) -> None:
+def baselines(run: StageRun) -> None:
     """Write a row's trained checkpoint, and beside it what its training came to."""
     row = run.recipe.baselines[run.item]
     train_from(
@@ -70,9 +70,8 @@ def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
     "model",
     inputs=_inputs,
     params=CARD_KEYS,
-    needed=lambda recipe: recipe.method == "symphony",
 )
-def symphony(run: StageRun) -> None:
+def model(run: StageRun) -> None:
     """Write the recipe's model: trained, or as it was joined where the recipe trains nothing."""
     recipe, start = run.recipe, run.path(f"starts/{SYMPHONY}")
     if recipe.post_training is None:

@@ -55,7 +55,7 @@ def _inputs(recipe: Recipe, pairing: str) -> Iterator[str]:
     "pairs/{pairing}",
     inputs=_inputs,
     params=lambda recipe, name: config_key(recipe, name, "anchor", "models", "calibration"),
-    needed=lambda recipe: recipe.method == "symphony",
+    each=lambda recipe: dict.fromkeys(recipe.pairings.values()),
 )
 def pairs(run: StageRun) -> None:
     """Write one file of sums a model and group of layers."""

@@ -55,9 +55,8 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
     "report",
     inputs=_inputs,
     params=(*MEASURING, "baselines", "symphony", "post_training", "moe"),
-    needed=lambda recipe: recipe.method == "symphony",
 )
-def ablation(run: StageRun) -> None:
+def report(run: StageRun) -> None:
     """Write metrics.json, tables, pictures and the CSV behind them."""
     merged = run.run(_merged_pieces(run), "evaluation")
     heldout = {

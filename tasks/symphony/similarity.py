@@ -66,7 +66,7 @@ def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
     "similarity",
     inputs=_inputs,
     params=("similarity", "symphony", "baselines", "post_training"),
-    needed=lambda recipe: recipe.method == SYMPHONY and recipe.similarity is not None,
+    each=lambda recipe: [""] if recipe.similarity is not None else [],
 )
 def similarity(run: StageRun) -> None:
     """Write ``similarity.{json,csv,md,png}`` and a picture a representation."""

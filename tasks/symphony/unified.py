@@ -24,7 +24,6 @@ ALONE = MergeConfig(embeddings="anchor", attention="anchor", norms="anchor")
     "united",
     inputs=lambda recipe, item: each(recipe, "experts/{domain}"),
     params=("symphony.segmentation", "moe.max_shard_bytes"),
-    needed=lambda recipe: recipe.method == "symphony",
 )
 def united(run: StageRun) -> None:
     """Write ``DOMAIN/``, a checkpoint each."""

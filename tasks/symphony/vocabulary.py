@@ -13,9 +13,8 @@ from upcycle_core.progress import Progress
     "tokenizer",
     inputs=lambda recipe, item: each(recipe, "experts/{domain}"),
     params=("symphony.segmentation",),
-    needed=lambda recipe: recipe.method == "symphony",
 )
-def vocabulary(run: StageRun) -> None:
+def tokenizer(run: StageRun) -> None:
     """Write the union's tokenizer."""
     run.run_one(union_piece, "assembly", **union_arguments(run))
 

@@ -19,9 +19,9 @@ from disturbed import Disturbed, kill_flow, kill_worker
 from project import ROOT, Project
 from texts import pico_recipe, save_recipe, write_texts
 
-from infra.recipe.reading import load_recipe
 from infra.settings import read
 from infra.tracking.registry import Registry
+from tasks.recipes import load_recipe
 from upcycle_core.checkpoints.hashing import tree_digest
 
 DOMAINS = ("letters", "numbers")

@@ -20,7 +20,7 @@ STATE = """
 import sys
 from pathlib import Path
 from flows.retrain import retrain
-from infra.recipe.reading import load_recipe
+from tasks.recipes import load_recipe
 
 state = retrain(load_recipe(Path(sys.argv[1])), return_state=True)
 print("STATE", state.type.value, state.name)

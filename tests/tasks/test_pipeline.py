@@ -7,11 +7,12 @@ import pytest
 import yaml
 
 from infra.recipe.lineage import Lineage
-from infra.recipe.reading import load_recipe
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
-from tasks.pipeline import ORDER, dvc_yaml, params_yaml
+from tasks.methods import every_stage, stages_of
+from tasks.pipeline import dvc_yaml, params_yaml
+from tasks.recipes import load_recipe
 
 RECIPE = load_recipe(
     CODE / "recipes" / "demo.yaml",
@@ -35,7 +36,7 @@ LIVING = replace(
     lineage=Lineage(pinned=PINNED, backbone=tuple(RECIPE.domains), parents={"python": "4"}),
 )
 RECIPES = {"dume": RECIPE, "symphony": STRANGERS, "simoe": TUNED, "living": LIVING}
-STAGES = [(name, stage) for name, recipe in RECIPES.items() for stage in ORDER]
+STAGES = [(name, stage) for name, recipe in RECIPES.items() for stage in stages_of(recipe)]
 STAGES = [(name, stage) for name, stage in STAGES if stage.items(RECIPES[name])]
 
 
@@ -47,7 +48,7 @@ ITEM = re.compile(r"\$\{item\.(\w+)\[(\d+)\]\}")
 
 
 def test_every_stage_belongs_to_a_method():
-    assert {stage.name for _, stage in STAGES} == {stage.name for stage in ORDER}
+    assert {id(stage) for _, stage in STAGES} == set(map(id, every_stage()))
 
 
 @pytest.mark.parametrize(("name", "stage"), STAGES, ids=label)
@@ -63,7 +64,7 @@ def test_dvc_lists_what_the_fingerprint_is_made_from(name, stage, tmp_path):
             if not path.exists():
                 path.write_text(name) if path.suffix else path.mkdir()
         made_from = stage.made_from(session, item)
-        entry = entries[stage.name if stage.per == "domain" else stage.label(item)]
+        entry = entries[stage.name if stage.out.endswith("{domain}") else stage.label(item)]
         given = entry["foreach"][item] if isinstance(entry.get("foreach"), dict) else {}
         entry = entry.get("do", entry)
 
@@ -101,7 +102,7 @@ def test_a_backbone_that_averages_a_domain_that_left_reads_only_what_is_there():
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
 def test_every_input_is_made_by_an_earlier_stage(recipe):
     made = set()
-    for stage in ORDER:
+    for stage in stages_of(recipe):
         for item in stage.items(recipe):
             for name in stage.inputs(recipe, item):
                 assert any(name == m or name.startswith(f"{m}/") for m in made), (stage.name, name)

@@ -6,7 +6,7 @@ import pytest
 
 from flows.pages.ablation import SIMILARITY, write_page
 from flows.pages.comparison import FOLDER, ROWS
-from infra.recipe.reading import validate
+from tasks.recipes import validate
 from upcycle_core.evaluation.text.ablation import LEGEND, Joined, ablation_metrics
 
 TEXT = {"files": ["{folder}/x.txt"]}

@@ -7,7 +7,7 @@ import pytest
 from texts import TRAINING, pico_recipe
 
 from flows.pages.comparison import comparison_section, write_page
-from infra.recipe.reading import validate
+from tasks.recipes import validate
 
 ROW = {"title": "BTX", "trained_parameters": 0, "active_parameters": 10**6}
 ROW |= {"total_parameters": 10**6, "tokens": 0, "core_seconds": 60.0, "peak_memory_bytes": 10**9}

@@ -3,11 +3,12 @@
 import pytest
 
 from flows.running.session import FlowSession
-from infra.recipe.reading import load_recipe
-from tasks import pipeline
+from tasks.data.documents import documents
+from tasks.data.sources import sources
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
+from tasks.recipes import load_recipe
 
 
 @pytest.fixture
@@ -30,6 +31,6 @@ def test_what_lies_outside_is_looked_at_once(asked):
     """Text that arrives during a flow would be learnt by an expert whose parent nobody chose."""
     session, counts = asked
     for _ in range(2):
-        session.ensure(pipeline.sources)
-        session.ensure(pipeline.documents)
+        session.ensure(sources)
+        session.ensure(documents)
     assert counts == {"sources": [1, 0], "documents": [4, 4]}

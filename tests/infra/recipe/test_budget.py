@@ -3,7 +3,7 @@
 import pytest
 from texts import pico_recipe
 
-from infra.recipe.reading import validate
+from tasks.recipes import validate
 from upcycle_core.errors import InputError
 
 DOMAINS = ("letters", "numbers")

@@ -4,8 +4,8 @@ import pytest
 import yaml
 from texts import pico_recipe, save_recipe
 
-from infra.recipe.reading import load_recipe, validate
 from infra.recipe.schema import recipe_digest, resolve
+from tasks.recipes import load_recipe, validate
 from upcycle_core.errors import InputError
 
 

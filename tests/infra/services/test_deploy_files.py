@@ -15,9 +15,9 @@ from mlflow.cli import cli as mlflow
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import cli as ray_command
 
-from infra.recipe.reading import load_recipe
 from infra.recipe.schema import resolve
 from infra.settings import REPOSITORY
+from tasks.recipes import load_recipe
 
 DEPLOY = REPOSITORY / "infra" / "services" / "deploy"
 

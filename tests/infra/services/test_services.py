@@ -52,7 +52,7 @@ def hello(recipe: Recipe | None = None, name: str = ""):
 
 FOLDER = Path(__file__).parent
 if __name__ == "__main__":
-    from infra.recipe.reading import load_recipe
+    from tasks.recipes import load_recipe
 
     hello(load_recipe(settings.REPOSITORY / "recipes" / "demo.yaml"))
 '''

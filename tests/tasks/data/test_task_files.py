@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from infra.recipe.reading import load_recipe
 from tasks.data.task_files import task_fingerprint, task_set_faults
 from tasks.engine.sources import CODE
+from tasks.recipes import load_recipe
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from pathlib import Path
 from texts import pico_recipe
 
 from infra.cluster.compute import Done
-from infra.recipe.reading import validate
 from tasks.baselines.costs import row_costs
 from tasks.engine.costs import Cost, cost_of, read_cost, write_cost
 from tasks.engine.workspace import Workspace
+from tasks.recipes import validate
 
 TRAINING = {"warmup_steps": 2, "sequence_length": 32}
 

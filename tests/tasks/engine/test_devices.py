@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-import tasks.pipeline  # noqa: F401  (every stage is known from here on)
 from infra.cluster.compute import Done
-from infra.recipe.reading import load_recipe
 from infra.recipe.resources import Resources
 from infra.tracking.records import Version
+from tasks.baselines.baselines import baselines
 from tasks.engine.sources import CODE
-from tasks.engine.stage import STAGES, Session
+from tasks.engine.stage import Session
 from tasks.engine.stage_run import StageRun
 from tasks.engine.workspace import Workspace
+from tasks.methods import stages_of
+from tasks.recipes import load_recipe
 from tasks.release.champion import Champion
 
 KINDS = ("seed", "experts", "statistics", "alignment", "post_training", "evaluation", "baselines")
@@ -74,9 +75,10 @@ def handed_over(tmp_path, files, name, item, *, calls=1):
     (report / "metrics.json").write_text(json.dumps({"perplexity": {}}))
     out = tmp_path / "out"
     out.mkdir()
-    run = Watched(session, STAGES[name], item, out=out, mark="m", recorder=None, wanted=calls)
+    stage = next(stage for stage in stages_of(recipe) if stage.name == name)
+    run = Watched(session, stage, item, out=out, mark="m", recorder=None, wanted=calls)
     with pytest.raises(Enough):
-        STAGES[name].function(run)
+        stage.function(run)
     return run.calls[-1]
 
 
@@ -91,14 +93,14 @@ def handed_over(tmp_path, files, name, item, *, calls=1):
         (DUME, "sweeps", "dume", 1),
         (DUME, "task_scores", "dume", 1),
         (DUME, "baselines", "full-finetune", 2),
-        (SYMPHONY, "strangers", "python", 1),
+        (SYMPHONY, "experts", "python", 1),
         (SYMPHONY, "pairs", "symphony", 1),
         (SYMPHONY, "similarity", "", 1),
-        (SYMPHONY, "ablation", "", 1),
-        (SYMPHONY, "ablation", "", 2),  # each dense model with its own tokenizer
+        (SYMPHONY, "report", "", 1),
+        (SYMPHONY, "report", "", 2),  # each dense model with its own tokenizer
         (SIMOE, "answers", "simoe", 1),
-        (SIMOE, "simoe", "", 1),
-        (SIMOE, "tuned", "full-finetune", 2),
+        (SIMOE, "model", "", 1),
+        (SIMOE, "baselines", "full-finetune", 2),
     ],
 )
 def test_pieces_compute_on_the_device_that_is_reserved(tmp_path, files, name, item, calls):
@@ -115,7 +117,7 @@ def test_pieces_compute_on_the_device_that_is_reserved(tmp_path, files, name, it
     ("files", "name", "item"),
     [
         (DUME, "baselines", "btx"),
-        (SIMOE, "tuned", "sparse-upcycling"),
+        (SIMOE, "baselines", "sparse-upcycling"),
         (SYMPHONY, "starts", "symphony"),
     ],
 )
@@ -131,7 +133,7 @@ def test_pieces_that_know_no_device_are_given_no_gpu(tmp_path, files, name, item
 def test_a_gpu_is_reserved_for_pieces_that_use_it(tmp_path, monkeypatch, uses_gpu):
     recipe = recipe_on_gpus(DUME)
     session = Session(recipe, Workspace(tmp_path / recipe.name), log=lambda text: None)
-    run = StageRun(session, STAGES["baselines"], "btx", out=tmp_path, mark="m", recorder=None)
+    run = StageRun(session, baselines, "btx", out=tmp_path, mark="m", recorder=None)
     reserved = []
 
     def run_pieces(pieces, *, resources, **_):

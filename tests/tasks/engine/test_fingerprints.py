@@ -10,16 +10,19 @@ from pathlib import Path
 import pytest
 from texts import pico_recipe, write_texts
 
-from infra.recipe.reading import load_recipe, validate
 from tasks import __main__ as command
+from tasks.dume.backbone import backbone
+from tasks.dume.experts import experts
+from tasks.dume.statistics import statistics
 from tasks.engine.sources import CODE, LEFT_OUT, deciding_modules, module_digests, package_versions
-from tasks.engine.stage import Session, Stage
+from tasks.engine.stage import Session, Stage, of_the_recipe
 from tasks.engine.stage_run import StageRun
 from tasks.engine.workspace import PROVENANCE, Workspace, fingerprint
-from tasks.pipeline import ORDER
+from tasks.methods import every_stage, stages_of
+from tasks.recipes import load_recipe, validate
 
 OURS = ("infra", "tasks", "upcycle_core")
-MODULES = sorted({stage.function.__module__ for stage in ORDER})
+MODULES = sorted({stage.function.__module__ for stage in every_stage()})
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +85,11 @@ def test_a_changed_line_counts_where_the_module_is_used_and_nowhere_else(module,
 
 
 def test_a_stage_names_its_own_module_and_the_pieces_it_runs():
-    for stage in ORDER:
+    for stage in every_stage():
         own = stage.function.__module__.replace(".", "/") + ".py"
         assert own in stage.sources
-    by_name = {stage.name: stage for stage in ORDER}
-    assert "upcycle_core/dume/collect.py" in by_name["statistics"].sources
-    assert "upcycle_core/training/trainer.py" in by_name["experts"].sources
+    assert "upcycle_core/dume/collect.py" in statistics.sources
+    assert "upcycle_core/training/trainer.py" in experts.sources
 
 
 def test_imports_inside_functions_and_of_packages_count(checkout):
@@ -103,11 +105,10 @@ def test_what_is_left_out_is_there():
 
 
 def test_the_packages_that_decide_bytes_are_recorded(tmp_path):
-    stage = next(stage for stage in ORDER if stage.name == "backbone")
     recipe = with_ready_experts(tmp_path)
     workspace = Workspace(tmp_path / "home" / "pico")
     publish(workspace, "experts/letters", "experts/numbers")
-    made_from = stage.made_from(Session(recipe, workspace, log=print), "")
+    made_from = backbone.made_from(Session(recipe, workspace, log=print), "")
     assert set(made_from["packages"]) >= {"torch", "transformers", "tokenizers", "datasets"}
 
 
@@ -130,7 +131,7 @@ def publish(workspace, *artifacts):
 def settings_of(recipe):
     return {
         stage.label(item): stage.values(recipe, item)
-        for stage in ORDER
+        for stage in stages_of(recipe)
         for item in stage.items(recipe)
         if not stage.always
     }
@@ -207,15 +208,11 @@ def copy(run):
 
 
 STAGE = Stage(
-    "copied",
     copy,
     "copied",
     inputs=lambda recipe, item: ["input"],
     params=("seed", "experts.training"),
-    per="recipe",
-    needed=lambda recipe: True,
-    always=False,
-    once=False,
+    each=of_the_recipe,
 )
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from infra.recipe.lineage import Lineage
-from infra.recipe.reading import load_recipe
 from infra.versioning.known import Recorded
 from infra.versioning.versions import Versions
 from tasks.engine.sources import CODE
-from tasks.engine.stage import Session, Stage
+from tasks.engine.stage import Session, Stage, of_the_recipe
 from tasks.engine.workspace import Workspace
+from tasks.recipes import load_recipe
 from upcycle_core.errors import InputError
 
 LABEL = "model"
@@ -27,21 +27,15 @@ def make(run):
 
 
 STAGE = Stage(
-    LABEL,
     make,
     "model",
     inputs=lambda recipe, item: (),
     params=(),
-    per="recipe",
-    needed=lambda recipe: True,
-    always=False,
-    once=False,
+    each=of_the_recipe,
 )
 
 
-READER = replace(
-    STAGE, name="report", function=make, out="report", inputs=lambda recipe, item: ["model/weights"]
-)
+READER = replace(STAGE, function=make, out="report", inputs=lambda recipe, item: ["model/weights"])
 
 
 class Life:

@@ -8,12 +8,12 @@ import pytest
 from texts import pico_recipe, write_texts
 
 from infra.cluster.compute import cluster
-from infra.recipe.reading import validate
 from infra.settings import read
 from tasks.engine.remembered import FOLDER
 from tasks.engine.sources import CODE
-from tasks.engine.stage import Session, Stage
+from tasks.engine.stage import Session, Stage, of_the_recipe
 from tasks.engine.workspace import Workspace
+from tasks.recipes import validate
 from upcycle_core.corpora.config import CorpusConfig
 
 
@@ -67,15 +67,11 @@ class Sweep:
             (run.out / "results").write_text(str(results))
 
         stage = Stage(
-            "measured",
             measure,
             "measured",
             inputs=lambda recipe, item: ["input"],
             params=("seed",),
-            per="recipe",
-            needed=lambda recipe: True,
-            always=False,
-            once=False,
+            each=of_the_recipe,
         )
         self.calls.write_text("")
         self.recipe = replace(self.recipe, seed=self.recipe.seed + 1)

@@ -8,8 +8,10 @@ import pytest
 from texts import pico_recipe
 
 from infra.recipe.lineage import Lineage
-from infra.recipe.reading import validate
 from infra.recipe.schema import resolve
+from tasks.data.seed import seed
+from tasks.dume.backbone import backbone
+from tasks.dume.parents import parents
 from tasks.engine.stage_run import Session
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import (
@@ -21,7 +23,7 @@ from tasks.living.lineage import (
     with_parents,
     without_backbone,
 )
-from tasks.pipeline import backbone, parents, seed
+from tasks.recipes import validate
 from upcycle_core.errors import InputError
 
 DOMAINS = ("letters", "numbers")

@@ -18,7 +18,6 @@ from texts import pico_recipe, save_recipe
 
 from infra import settings
 from infra.recipe.keep import KeepConfig
-from infra.recipe.reading import validate
 from infra.recipe.schema import recipe_yaml
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
@@ -28,6 +27,7 @@ from infra.versioning.known import Recorded
 from infra.versioning.versions import Versions
 from tasks.engine.workspace import Workspace
 from tasks.living.retention import has_left, spares, table
+from tasks.recipes import validate
 from upcycle_core.errors import InputError
 
 NAME = "upcycle-pico"

@@ -2,7 +2,6 @@
 
 import pytest
 
-from infra.recipe.reading import load_recipe
 from infra.settings import read
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
@@ -10,6 +9,7 @@ from infra.tracking.runs import Tracker
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
+from tasks.recipes import load_recipe
 from tasks.release.champion import standing_champion
 from tasks.release.versions import MODEL_TAG
 

@@ -5,7 +5,6 @@ from contextlib import suppress
 
 import pytest
 
-from infra.recipe.reading import load_recipe
 from infra.settings import read
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
@@ -13,6 +12,7 @@ from infra.tracking.runs import Tracker
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
+from tasks.recipes import load_recipe
 from tasks.release.versions import (
     EXPERTS_TAG,
     MODEL_TAG,

@@ -7,8 +7,8 @@ import pytest
 from pico import save_pico
 from vocabularies import CODE, NATURE, byte_level
 
-from infra.recipe.reading import validate
 from tasks.data.sources import check
+from tasks.recipes import validate
 from upcycle_core.errors import InputError
 
 

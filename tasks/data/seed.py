@@ -25,7 +25,7 @@ from upcycle_core.training.trainer import train
         else [f"sources/{SEED}.json"]
     ),
     params=lambda recipe, item: seed_keys(recipe),
-    needed=lambda recipe: recipe.has_seed,
+    each=lambda recipe: [""] if recipe.has_seed else [],
 )
 def seed(run: StageRun) -> None:
     """Write the seed checkpoint."""

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
-from infra.recipe.reading import validate
 from infra.recipe.schema import SIMOE
+from tasks.recipes import validate
 from upcycle_core.errors import InputError
 
 TRAINING = {"steps": 20, "warmup_steps": 2, "sequence_length": 64}
@@ -81,7 +81,7 @@ def test_a_sound_recipe_has_its_rows():
         ("tuning/training/warmup_steps", 20, "tuning.training.warmup_steps"),
         ("tuning/max_new_tokens", 100, "tuning.max_new_tokens"),
         ("tuning/training/evaluation_steps", 200, "tuning.training.evaluation_steps"),
-        ("registry/gate/metric", "normalised_average", "registry.gate"),
+        ("registry/gate/metric", "normalised_average", "registry.gate.metric"),
         ("domains", {}, "seed_model.model"),
         ("comparison/tokens", 10**6, "comparison.tokens"),
         ("symphony", {}, "symphony"),

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from infra.recipe.reading import validate
+from tasks.recipes import validate
 from upcycle_core.errors import InputError
 
 TEXT = {"files": ["text.txt"]}

@@ -1,0 +1,51 @@
+"""Every method there is, what runs on a finished model, and the stages of a recipe."""
+
+from collections.abc import Mapping
+
+from infra.recipe.schema import Recipe
+from tasks.baselines.baselines import baselines
+from tasks.baselines.comparison import comparison
+from tasks.data.task_sets import task_sets
+from tasks.ders.checks import ders_faults
+from tasks.ders.compression import compression
+from tasks.ders.sweeps import sweeps
+from tasks.dume import method as dume
+from tasks.engine.method import Addition, Method
+from tasks.engine.stage import Stage
+from tasks.scoring.task_scores import task_scores
+from tasks.simoe import method as simoe
+from tasks.symphony import method as symphony
+
+METHODS: Mapping[str, Method] = {
+    method.name: method for method in (dume.METHOD, symphony.METHOD, simoe.METHOD)
+}
+"""How a model is made. A method is a line here, a folder beside this file, and one in the library:
+see docs/adding-a-method.md."""
+COMPARISON = Addition(
+    name="comparison",
+    stages=(baselines, comparison),
+    asked=lambda recipe: recipe.method == dume.METHOD.name and bool(recipe.baselines),
+)
+COMPRESSION = Addition(
+    name="DeRS",
+    stages=(sweeps, compression),
+    asked=lambda recipe: recipe.compression is not None,
+    checks=ders_faults,
+)
+TASKS = Addition(
+    name="tasks", stages=(task_sets, task_scores), asked=lambda recipe: bool(recipe.tasks)
+)
+ADDITIONS = (COMPARISON, COMPRESSION, TASKS)
+"""What runs on a model that is finished, in this order."""
+
+
+def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
+    """Every stage of a recipe, in the order in which data flows."""
+    asked = (addition for addition in ADDITIONS if addition.asked(recipe))
+    return (*METHODS[recipe.method].stages, *(s for addition in asked for s in addition.stages))
+
+
+def every_stage() -> tuple[Stage, ...]:
+    """Every stage that there is, once."""
+    parts: tuple[Method | Addition, ...] = (*METHODS.values(), *ADDITIONS)
+    return tuple({id(stage): stage for part in parts for stage in part.stages}.values())
