@@ -14,6 +14,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from flows.pages.model import SUMMARY, key_of
 from flows.running.session import FlowSession
+from infra.durable import write_atomically
 from tasks.engine.workspace import Workspace, fingerprint
 from tasks.release.versions import Outcome
 from upcycle_core.checkpoints.hashing import tree_digest
@@ -54,7 +55,7 @@ def begin_change(session: FlowSession, what: str) -> Change:
     change = unfinished(session.workspace)
     if change is None or change.what != what:
         change = Change(what, _scores(session), _texts(session))
-        path.write_text(json.dumps(asdict(change), indent=1))
+        write_atomically(path, json.dumps(asdict(change), indent=1))
     return change
 
 
@@ -63,9 +64,7 @@ def unfinished(workspace: Workspace) -> Change | None:
     path = workspace.root / UNFINISHED
     try:
         return Change(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError):  # killed while it was written, before anything changed
+    except (OSError, ValueError, TypeError):  # none, or a disk has damaged it
         return None
 
 

@@ -166,9 +166,13 @@ class FlowSession:
         if not published:
             return
         record = Recorded(self.workspace.root)
-        known = record.known()
+        known, kept = record.known(), self.versions.recorded()
         digests = {label: self.workspace.record_digest(out) for label, out in published.items()}
-        new = [label for label, digest in digests.items() if known.get(label) != digest]
+        new = [
+            label
+            for label, digest in digests.items()
+            if known.get(label) != digest or label not in kept
+        ]
         self.versions.commit(new)
         if new:
             record.add(digests)

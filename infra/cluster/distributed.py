@@ -21,6 +21,7 @@ from ray.train.v2.api.config import LoggingConfig, RunConfig, ScalingConfig
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from infra.cluster.worker import GROUP_FILE, Performed, WorkerLost, perform
+from infra.durable import write_atomically
 from infra.recipe.resources import Resources
 from upcycle_core.errors import InputError
 
@@ -50,7 +51,7 @@ def perform_together(
         if rank == 0:
             group = ray.util.get_current_placement_group()
             assert group is not None  # Ray Train made it for these workers
-            (folder / GROUP_FILE).write_text(group.id.hex())
+            write_atomically(folder / GROUP_FILE, group.id.hex())
         result, peak = perform(call, report=report if rank == 0 else None, threads=resources.cpus)
         (folder / f"{rank}.peak").write_text(str(peak))
         return result

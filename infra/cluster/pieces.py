@@ -1,7 +1,6 @@
 """What a piece is, and its files: a piece is finished when its result is recorded beside them."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from infra.cluster.worker import Performed
+from infra.durable import sync_tree, write_atomically
 
 FACTS = ("result", "started", "ended", "peak_memory_bytes")
+LEFT_FILES = "left_files"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,29 +64,28 @@ def read_record(directory: Path, name: str) -> dict[str, Any] | None:
     """What ``finish`` recorded; None if that is not there, or not whole."""
     try:
         record = json.loads(_result_file(directory, name).read_text())
-    except (OSError, ValueError):  # the power went while it was written
+    except (OSError, ValueError):  # a disk has damaged it
         return None
-    # An earlier version wrote less.
-    return record if isinstance(record, dict) and record.keys() >= {*FACTS, "left_files"} else None
+    # Damaged too, or an earlier version wrote less.
+    return record if isinstance(record, dict) and record.keys() >= {*FACTS, LEFT_FILES} else None
 
 
 def write_record(directory: Path, name: str, record: Mapping[str, Any]) -> None:
     """Record a result, whole or not at all."""
-    temporary = directory / f"{name}.json.partial"
-    temporary.write_text(json.dumps(record))
-    os.replace(temporary, _result_file(directory, name))
+    write_atomically(_result_file(directory, name), json.dumps(record))
 
 
 def finish(
     directory: Path, name: str, done: Performed, *, unfinished: Path, started: float, ended: float
 ) -> None:
-    """Give a piece's files their name, then record its result: in this order."""
+    """Give a piece's files their name, then record its result: in this order, on the disk too."""
     left_files = unfinished.exists()
     if left_files:
+        sync_tree(unfinished)
         unfinished.rename(directory / name)
     record = {
         "result": done.result,
-        "left_files": left_files,
+        LEFT_FILES: left_files,
         "started": started,
         "ended": ended,
         "peak_memory_bytes": done.peak_memory_bytes,

@@ -7,6 +7,12 @@ from pathlib import Path
 from typing import Any
 
 REPORT_SECONDS = 0.5
+EVENTS = (
+    {"start", "total", "unit", "time"},
+    {"done", "shown", "time"},
+    {"metrics", "step", "time"},
+)
+"""What a line may hold."""
 
 
 class FileProgress:
@@ -50,14 +56,26 @@ class ProgressReader:
         self.offset = 0
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """New events, oldest first; a line that is still being written waits."""
+        """New events, oldest first; a line that is still being written waits.
+
+        One that a disk has damaged is left out.
+        """
         if not self.path.exists():
             return
-        with self.path.open() as file:
+        with self.path.open(errors="replace") as file:
             file.seek(self.offset)
             while (line := file.readline()).endswith("\n"):
                 self.offset = file.tell()
-                yield json.loads(line)
+                if (event := _event(line)) is not None:
+                    yield event
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and event.keys() in EVENTS else None
 
 
 def progress_file(directory: Path, name: str) -> Path:

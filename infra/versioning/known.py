@@ -5,6 +5,8 @@ import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from infra.durable import write_atomically
+
 FILE = ".committed.json"
 _lock = threading.Lock()
 
@@ -20,8 +22,12 @@ class Recorded:
         self._path = root / FILE
 
     def known(self) -> dict[str, str]:
-        """What is recorded."""
-        return json.loads(self._path.read_text()) if self._path.exists() else {}
+        """What is recorded; nothing if that cannot be read: DVC is asked again then."""
+        try:
+            digests = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return digests if isinstance(digests, dict) else {}
 
     def add(self, digests: Mapping[str, str | None]) -> None:
         """Note what DVC has recorded by now."""
@@ -36,6 +42,4 @@ class Recorded:
                 self._write({s: digest for s, digest in known.items() if s not in stages})
 
     def _write(self, digests: Mapping[str, str | None]) -> None:
-        partial = self._path.with_suffix(".partial")  # a kill must not leave half of it
-        partial.write_text(json.dumps(digests, indent=1, sort_keys=True))
-        partial.replace(self._path)
+        write_atomically(self._path, json.dumps(digests, indent=1, sort_keys=True))

@@ -5,6 +5,7 @@ the stages and the resolved recipe, its ``dvc.lock`` from what was published.
 """
 
 import configparser
+import re
 import subprocess
 import sys
 import threading
@@ -14,12 +15,15 @@ from pathlib import Path
 import yaml
 
 from infra.recipe.names import masked
+from infra.versioning.cache import DELETE_LOCK, recorded_outputs
 from upcycle_core.errors import Fault, InputError
 
 # Not "reflink" first: DVC would take every file away for a moment to link it anew, while pieces
 # read it. So it links what it finds, where the disk can.
 SETTINGS = {"core": {"no_scm": "True"}, "cache": {"type": "hardlink, copy"}}
 REMOTE = "upcycle"
+LOCK_FAULT = re.compile(r"dvc\.lock' validation failed|unable to read: '[^']*dvc\.lock'")
+"""What DVC says of a dvc.lock that is YAML, and nothing that it has written."""
 
 
 class Versions:
@@ -35,11 +39,24 @@ class Versions:
         self._lock = threading.Lock()
 
     def prepare(self, *, pipeline: str, params: str) -> None:
-        """Make the project if there is none, and write ``dvc.yaml`` and ``params.yaml``."""
+        """Make the project if there is none, and write ``dvc.yaml`` and ``params.yaml``.
+
+        Raises:
+            InputError: What DVC would read there cannot be read.
+        """
         self._configure(SETTINGS)
         _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n")
         _write_if_changed(self.root / "params.yaml", params)
         _write_if_changed(self.root / "dvc.yaml", pipeline)
+        self.recorded()
+
+    def recorded(self) -> set[str]:
+        """Stages that dvc.lock names.
+
+        Raises:
+            InputError: It cannot be read.
+        """
+        return set(recorded_outputs(self.root))
 
     def commit(self, stages: Sequence[str]) -> None:
         """Record the published outputs of ``stages`` (``experts@law``) in cache and dvc.lock."""
@@ -81,7 +98,7 @@ class Versions:
         config = configparser.ConfigParser(interpolation=None)
         try:
             config.read(self._config, encoding="utf-8")
-        except configparser.Error as error:
+        except (configparser.Error, UnicodeDecodeError) as error:
             remedy = f"cannot be read ({error}); mend it, or remove it to have it written anew"
             raise InputError(Fault("versions", str(self._config), remedy)) from error
         before = {name: dict(section) for name, section in config.items()}
@@ -106,8 +123,12 @@ class Versions:
                 text=True,
             )
         if done.returncode != 0:
-            detail = masked(" ".join((done.stderr or done.stdout).strip().splitlines()[-6:]))
-            remedy = f"failed in {self.root}: {detail}; mend what it says and run the same again"
+            lines = (done.stderr or done.stdout).strip().splitlines()
+            detail = masked(" ".join(lines[-6:]))
+            mend = "mend what it says and run the same again"
+            if any(LOCK_FAULT.search(line) for line in lines):
+                mend = f"dvc.lock is damaged; {DELETE_LOCK}"
+            remedy = f"failed in {self.root}: {detail}; {mend}"
             raise InputError(Fault("versions", f"dvc {arguments[0]}", remedy))
 
 
@@ -126,8 +147,8 @@ def _quoted(place: str) -> str:
 
 
 def _write_if_changed(path: Path, text: str) -> None:
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
+    if not path.exists() or path.read_bytes() != text.encode():
+        path.write_bytes(text.encode())
 
 
 def code_version(root: Path) -> str:

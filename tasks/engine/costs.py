@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from infra.cluster.compute import Done
+from infra.durable import write_atomically
 from tasks.engine.workspace import Workspace
 
 FOLDER = ".costs"
@@ -44,10 +45,14 @@ def write_cost(workspace: Workspace, label: str, cost: Cost) -> None:
     """Remember what the stage ``label`` cost when it last ran."""
     folder = workspace.path(FOLDER)
     folder.mkdir(exist_ok=True)
-    (folder / f"{label}.json").write_text(json.dumps(asdict(cost)) + "\n")
+    write_atomically(folder / f"{label}.json", json.dumps(asdict(cost)) + "\n")
 
 
 def read_cost(workspace: Workspace, label: str) -> Cost | None:
-    """What ``label`` cost; None where its result came from elsewhere."""
+    """What ``label`` cost; None where its result came from elsewhere, or a disk damaged this."""
     path = workspace.path(FOLDER) / f"{label}.json"
-    return Cost(**json.loads(path.read_text())) if path.exists() else None
+    try:
+        values = json.loads(path.read_text())
+        return Cost(values["core_seconds"], values["peak_memory_bytes"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

@@ -27,6 +27,7 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 Inputs = Callable[[Recipe, str], Iterable[str]]
 Params = Sequence[str] | Callable[[Recipe, str], Iterable[str]]
 Items = Callable[[Recipe], Iterable[str]]
+DAMAGED = "its record is not as it was written"
 PLACE = re.compile(r"\{\w+\}")
 """Where an item's name stands in what a stage publishes, and in keys of the recipe."""
 
@@ -149,16 +150,20 @@ class Stage:
         if record is None:
             there = session.workspace.path(artifact).exists()
             return ["it is not as it was published" if there else "it has not been made"]
-        if self.once and record["params"] == made_from["params"]:
+        if self.once and record.get("params") == made_from["params"]:
             return []
-        if record["fingerprint"] == fingerprint(made_from):
+        mark = fingerprint(made_from)
+        expected = {**made_from, "fingerprint": mark}
+        if expected.items() <= record.items():
             return []
+        if record.get("fingerprint") == mark:
+            return [DAMAGED]
         reasons = differences(as_recorded_now(record, made_from, session.workspace), made_from)
-        if not reasons:
-            mark = fingerprint(made_from)
-            session.workspace.take_over(artifact, {**made_from, "fingerprint": mark})
-            session.log(f"{self.label(item)}: taken over; only what is recorded of it is new")
-        return reasons
+        if reasons or "packages" in record:
+            return reasons or [DAMAGED]
+        session.workspace.take_over(artifact, expected)
+        session.log(f"{self.label(item)}: taken over; only what is recorded of it is new")
+        return []
 
     def ensure(self, session: Session, item: str = "") -> bool:
         """Run the stage unless it is current; returns whether it ran.

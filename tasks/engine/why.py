@@ -48,10 +48,10 @@ def as_recorded_now(
     common = sources.keys() & listed.keys()
     return {
         "inputs": {
-            name: digest if _had(record["inputs"], name, workspace) else "another"
+            name: digest if _had(record.get("inputs", {}), name, workspace) else "another"
             for name, digest in made_from["inputs"].items()
         },
-        "params": dict(_known(record["params"], made_from["params"])),
+        "params": dict(_known(record.get("params", {}), made_from["params"])),
         "packages": made_from["packages"],
         "sources": {**sources, **{name: listed[name] for name in common}} if common else {},
     }

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from infra.cluster.pieces import remove
+from infra.durable import sync, sync_tree, write_atomically
 from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -83,15 +85,14 @@ class Workspace:
         files = tree_digest(staged, exclude=(PROVENANCE,))
         record = json.dumps({**provenance, "files": files}, indent=1, sort_keys=True)
         (staged / PROVENANCE).write_text(record + "\n")
-        _sync_tree(staged)
+        sync_tree(staged)
         target, old = self.path(artifact), self._old(artifact)
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
             target.rename(old)
         staged.rename(target)
-        _sync_directory(target.parent)
-        if old.exists():
-            shutil.rmtree(old)
+        sync(target.parent)
+        remove(old)
 
     def stage(self, artifact: str) -> Path:
         """An empty directory to make ``artifact`` in."""
@@ -101,15 +102,24 @@ class Workspace:
         staged.mkdir(parents=True)
         return staged
 
+    def record(self, artifact: str) -> dict[str, Any] | None:
+        """What was written beside ``artifact`` when it was published, whatever became of its files.
+
+        None if it is absent, or a disk left anything else in its place.
+        """
+        try:
+            record = json.loads((self.path(artifact) / PROVENANCE).read_text())
+            return record if isinstance(record["files"], dict) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
     def provenance(self, artifact: str) -> dict[str, Any] | None:
         """What made ``artifact``; None if it is absent or not as it was published."""
-        directory = self.path(artifact)
-        try:
-            record = json.loads((directory / PROVENANCE).read_text())
-        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        record = self.record(artifact)
+        if record is None:
             return None
-        found = tree_digest(directory, exclude=(PROVENANCE,))
-        return record if found == record["files"] else None
+        files = tree_digest(self.path(artifact), exclude=(PROVENANCE,))
+        return record if files == record["files"] else None
 
     def artifact_of(self, path: str) -> str | None:
         """The artifact that an input (``corpora/law/train``) is, or lies in; None if in none."""
@@ -120,12 +130,11 @@ class Workspace:
         directory = self.path(artifact)
         if not directory.is_dir():
             return []
-        try:
-            files = json.loads((directory / PROVENANCE).read_text())["files"]
-        except (FileNotFoundError, json.JSONDecodeError):
+        record = self.record(artifact)
+        if record is None:
             return [directory / PROVENANCE]
-        found = tree_digest(directory, exclude=(PROVENANCE,))
-        return [directory / name for name in found if found[name] != files.get(name)]
+        files = tree_digest(directory, exclude=(PROVENANCE,))
+        return [directory / name for name in files if files[name] != record["files"].get(name)]
 
     def digest(self, path: str) -> str | None:
         """Identity of an artifact, a folder in it or a file, as an input; None if it is absent.
@@ -136,9 +145,10 @@ class Workspace:
         if not full.exists():
             return None
         artifact = self.artifact_of(path)
-        files = self._published(artifact) if artifact is not None else None
-        if artifact is None or files is None:
+        record = None if artifact is None else self.record(artifact)
+        if artifact is None or record is None:
             return fingerprint(tree_digest(full)) if full.is_dir() else sha256_file(full)
+        files = record["files"]
         if path == artifact:
             return fingerprint(files)
         inside = path.removeprefix(f"{artifact}/")
@@ -166,31 +176,15 @@ class Workspace:
 
     def take_over(self, artifact: str, provenance: Mapping[str, Any]) -> None:
         """Record that ``artifact``, whose files are as they were published, is what this makes."""
-        path = self.path(artifact) / PROVENANCE
-        former = [*self._former(artifact), sha256_file(path)]
-        files = json.loads(path.read_text())["files"]
-        record = {**provenance, "files": files, "former_digests": former}
-        partial = self.path(artifact) / f"{PROVENANCE}.partial"
-        partial.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-        _sync_directory(path.parent)
+        record = self.record(artifact)
+        assert record is not None  # whose files were just held against it
+        former = [*self._former(artifact), *filter(None, [self.record_digest(artifact)])]
+        values = {**provenance, "files": record["files"], "former_digests": former}
+        text = json.dumps(values, indent=1, sort_keys=True) + "\n"
+        write_atomically(self.path(artifact) / PROVENANCE, text)
 
     def _former(self, artifact: str) -> list[str]:
-        try:
-            record = json.loads((self.path(artifact) / PROVENANCE).read_text())
-        except (OSError, ValueError):
-            return []
-        return record.get("former_digests", []) if isinstance(record, dict) else []
-
-    def _published(self, artifact: str) -> dict[str, str] | None:
-        """{file: sha256} as published; None if the record cannot be read."""
-        try:
-            files = json.loads((self.path(artifact) / PROVENANCE).read_text())["files"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return files if isinstance(files, dict) else None
+        return (self.record(artifact) or {}).get("former_digests", [])
 
     def sweep(self) -> int:
         """Delete the pieces of unfinished stages; returns the bytes freed."""
@@ -284,21 +278,3 @@ def take(source: Path, target: Path) -> None:
 
 def _flat(artifact: str) -> str:
     return artifact.replace("/", "@")
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sync_tree(directory: Path) -> None:
-    for file in directory.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-        else:
-            _sync_directory(file)
-    _sync_directory(directory)

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from infra.durable import write_atomically
 from infra.recipe.lineage import Lineage
 from infra.recipe.schema import Recipe
 from tasks.engine.workspace import Workspace
-from upcycle_core.checkpoints.writer import sync_directory, sync_file
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 FILE = "lineage.json"
@@ -139,12 +139,8 @@ def modelled(workspace: Workspace) -> tuple[str, ...]:
 
 def save(lineage: Lineage, workspace: Workspace) -> None:
     """Write it beside the artifacts; it is on the disk when this returns."""
-    path = workspace.root / FILE
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(lineage), indent=1, sort_keys=True) + "\n")
-    sync_file(partial)
-    partial.replace(path)
-    sync_directory(workspace.root)
+    text = json.dumps(asdict(lineage), indent=1, sort_keys=True) + "\n"
+    write_atomically(workspace.root / FILE, text)
 
 
 def forget(workspace: Workspace) -> None:
@@ -158,18 +154,14 @@ def _load(path: Path) -> Lineage:
         return Lineage(
             pinned=values["pinned"], backbone=tuple(values["backbone"]), parents=values["parents"]
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = f"cannot be read ({error}); bring it back, or delete it and build all anew"
         raise InputError(Fault("lineage", str(path), remedy)) from error
 
 
 def _inputs(workspace: Workspace, artifact: str) -> dict[str, str]:
     """{input: sha256} that a published artifact was made from; none if that cannot be read."""
-    record = workspace.path(artifact) / "provenance.json"
-    try:
-        return json.loads(record.read_text())["inputs"]
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-        return {}
+    return (workspace.record(artifact) or {}).get("inputs", {})
 
 
 def _mixed_faults(recipe: Recipe, workspace: Workspace) -> Iterator[Fault]:

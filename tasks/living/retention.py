@@ -19,7 +19,7 @@ from infra.recipe.schema import Recipe
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
 from infra.tracking.retention import OURS, Past, Records
-from infra.versioning.cache import Cache, Output, outputs
+from infra.versioning.cache import Cache, Output, outputs, recorded_outputs
 from infra.versioning.known import Recorded
 from tasks.engine.workspace import PROVENANCE, Workspace
 from tasks.living.lineage import modelled
@@ -191,8 +191,7 @@ def _cache(
     disk: Disk,
 ) -> Iterator[Spare]:
     cache = Cache(workspace.root, workspace.staging / KEPT)
-    lock = workspace.root / "dvc.lock"
-    here = outputs(lock.read_text()) if lock.exists() else {}
+    here = recorded_outputs(workspace.root)
     left = {s for s, outs in here.items() if any(has_left(o["path"], domains) for o in outs)}
     kept = [*named, *(out for stage, outs in here.items() if stage not in left for out in outs)]
     unused = cache.unused(kept)

@@ -72,6 +72,30 @@ def test_truncated_artifacts_are_made_again_and_nothing_else(undisturbed):
     assert set(made) == {"train", "domain_statistics", "solve_routers"}
 
 
+def test_records_that_cannot_be_read_are_made_again_with_what_they_are_of(undisturbed):
+    workspace = undisturbed.workspace
+    (workspace / "router" / "provenance.json").write_bytes(b"\xff\xfe")
+    (workspace / "model" / "provenance.json").unlink()
+    (workspace / "model" / "provenance.json").mkdir()
+    (workspace / ".committed.json").write_bytes(b"")
+    undisturbed.flow()
+    assert undisturbed.digests() == undisturbed.all_digests
+    assert set(undisturbed.calls()) == {"solve_routers", "assemble"}
+
+
+def test_a_lock_of_dvc_that_cannot_be_read_is_named_and_written_again(undisturbed):
+    lock = undisturbed.workspace / "dvc.lock"
+    before = lock.read_text()
+    lock.write_bytes(b"stages: [")
+    refused = undisturbed.flow(check=False)
+    assert refused.returncode == 2, refused.stderr[-4000:]
+    assert "dvc.lock': cannot be read" in refused.stderr
+    assert "delete it: the next run writes it again" in refused.stderr
+    lock.unlink()
+    undisturbed.flow()
+    assert lock.read_text() == before
+
+
 def test_second_flow_on_a_workspace_is_refused_and_the_first_goes_on(undisturbed, texts, tmp_path):
     project = project_in(tmp_path, texts)
     first = project.start("experts")

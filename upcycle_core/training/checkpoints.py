@@ -1,8 +1,10 @@
 """Checkpoints that survive a kill: one counts only once its completion marker is on the disk.
 
-The marker holds the size of every file, so that one that a disk has cut off later counts no more.
+The marker holds the size of every file, the hash of those that hold JSON, and its own: one that a
+disk has cut off or damaged later counts no more. (Weights are too large to be hashed every time.)
 """
 
+import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -10,11 +12,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.checkpoints.writer import sync_directory, sync_file
 
 MARKER = "complete.json"
 PREFIX = "checkpoint-"
-SIZES = "sizes"
+SIZES, DIGESTS, SEAL = "sizes", "sha256", "seal"
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,9 @@ def mark_complete(directory: Path, record: dict[str, Any]) -> None:
     sync_directory(directory)
     sync_directory(directory.parent)
     unfinished = directory / f"{MARKER}.tmp"
-    whole = {**record, SIZES: _sizes(directory)}
-    unfinished.write_text(json.dumps(whole, indent=2, sort_keys=True))
+    whole = {**record, SIZES: _sizes(directory), DIGESTS: _digests(directory)}
+    marker = {**whole, SEAL: _seal(whole)}
+    unfinished.write_text(json.dumps(marker, indent=2, sort_keys=True))
     sync_file(unfinished)
     unfinished.replace(directory / MARKER)
     sync_directory(directory)
@@ -81,10 +85,31 @@ def keep_newest(checkpoints: Path, *, count: int, spare: int | None = None) -> N
 
 
 def _whole(directory: Path) -> Checkpoint | None:
-    """A marked checkpoint, or None if its files have not the size that they had."""
-    record = json.loads((directory / MARKER).read_text())
-    sizes = record.pop(SIZES, {})  # a checkpoint of an older version has none
-    return Checkpoint(directory, record) if sizes.items() <= _sizes(directory).items() else None
+    """A marked checkpoint, or None if its marker or its files are not what they were."""
+    record = _read_marker(directory)
+    if record is None:
+        return None
+    # A checkpoint of an older version has none of them.
+    sizes, digests = record.pop(SIZES, {}), record.pop(DIGESTS, {})
+    if not sizes.items() <= _sizes(directory).items():
+        return None
+    return Checkpoint(directory, record) if digests.items() <= _digests(directory).items() else None
+
+
+def _read_marker(directory: Path) -> dict[str, Any] | None:
+    """What ``mark_complete`` wrote; None if a disk has damaged it."""
+    try:
+        marker = json.loads((directory / MARKER).read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(marker, dict):
+        return None
+    seal = marker.pop(SEAL, None)  # as above
+    return marker if seal in (None, _seal(marker)) else None
+
+
+def _seal(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _marked(checkpoints: Path) -> list[Path]:
@@ -97,6 +122,15 @@ def _sizes(directory: Path) -> dict[str, int]:
         str(path.relative_to(directory)): path.stat().st_size
         for path in directory.rglob("*")
         if path.is_file() and path.name not in (MARKER, f"{MARKER}.tmp")
+    }
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    """{file: sha256} of those that hold JSON, all but the marker."""
+    return {
+        str(path.relative_to(directory)): sha256_file(path)
+        for path in directory.rglob("*.json")
+        if path.is_file() and path.name != MARKER
     }
 
 

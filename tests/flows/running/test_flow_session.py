@@ -1,10 +1,15 @@
 """What a flow asks of its stages."""
 
+from dataclasses import replace
+
 import pytest
 
 from flows.running.session import FlowSession
+from infra.versioning.versions import Versions
 from tasks.data.documents import documents
+from tasks.data.seed import seed
 from tasks.data.sources import sources
+from tasks.data.tokenizer import tokenizer
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
@@ -34,3 +39,37 @@ def test_what_lies_outside_is_looked_at_once(asked):
         session.ensure(sources)
         session.ensure(documents)
     assert counts == {"sources": [1, 0], "documents": [4, 4]}
+
+
+class Remembering(Versions):
+    """DVC as far as a session sees it: what is committed stands in the lock."""
+
+    def commit(self, stages):
+        self.commits = list(stages)
+        if stages:
+            entries = {name: {"cmd": "true"} for name in {*self.recorded(), *stages}}
+            (self.root / "dvc.lock").write_text(str({"stages": entries}))
+
+
+def test_what_a_lost_lock_named_is_recorded_again(tmp_path):
+    recipe = load_recipe(CODE / "recipes/demo.yaml")
+    recipe = replace(recipe, versions=replace(recipe.versions, remote=None))
+    workspace, versions = Workspace(tmp_path), Remembering(tmp_path)
+    for name in ("tokenizer", "seed"):
+        (workspace.stage(name) / "file").write_text(name)
+        workspace.publish(workspace.staging / name, name, {})
+
+    def commits():
+        stages = Session(recipe, workspace, log=print)
+        session = FlowSession(None, stages, run=None, registry=None, versions=versions)
+        for stage in (tokenizer, seed):
+            session._record(stage, [""])
+        session.finish()
+        session.close()
+        return versions.commits
+
+    assert commits() == ["tokenizer", "seed"]
+    assert commits() == []
+    (tmp_path / "dvc.lock").unlink()
+    assert commits() == ["tokenizer", "seed"]
+    assert commits() == []

@@ -94,6 +94,47 @@ def test_settings_that_cannot_be_read_are_named(tmp_path):
         Versions(tmp_path).prepare(pipeline=PIPELINE, params="")
 
 
+@pytest.mark.parametrize("left", [b"[core]\nurl = \xff\n", b"\0\xff"])
+def test_settings_that_are_no_text_are_named(tmp_path, left):
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / ".dvc" / "config").write_bytes(left)
+    with pytest.raises(InputError, match=r"\.dvc/config'?: cannot be read"):
+        Versions(tmp_path).prepare(pipeline=PIPELINE, params="")
+
+
+def test_files_that_are_written_anew_may_hold_anything(tmp_path):
+    for name in ("dvc.yaml", "params.yaml", ".dvcignore"):
+        (tmp_path / name).write_bytes(b"\xff")
+    Versions(tmp_path).prepare(pipeline=PIPELINE, params="")
+    assert (tmp_path / "dvc.yaml").read_text() == PIPELINE
+
+
+@pytest.mark.parametrize("left", [b"\xff\xfe", b"stages: [", b"- model\n", b"stages: 3\n", None])
+def test_a_lock_that_cannot_be_read_is_named_before_anything_is_done(tmp_path, left):
+    lock = tmp_path / "dvc.lock"
+    lock.mkdir() if left is None else lock.write_bytes(left)
+    with pytest.raises(InputError, match=r"dvc\.lock'?: cannot be read .*; delete it: the next"):
+        Versions(tmp_path).prepare(pipeline=PIPELINE, params="")
+
+
+@pytest.mark.parametrize(("word", "damaged"), [("outs", "oups"), ("schema", "schemb")])
+def test_a_lock_that_dvc_refuses_is_written_again_once_it_is_deleted(tmp_path, word, damaged):
+    versions = Versions(tmp_path)
+    versions.prepare(pipeline=PIPELINE, params="")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_text("weights")
+    versions.commit(["model"])
+    before = versions.lock_text()
+    (tmp_path / "dvc.lock").write_text(before.replace(word, damaged))
+    with pytest.raises(InputError, match=r"dvc commit'.*dvc\.lock is damaged; delete it: the next"):
+        versions.commit(["model"])
+    (tmp_path / "dvc.lock").unlink()
+    assert versions.recorded() == set()
+    versions.commit(["model"])
+    assert versions.lock_text() == before
+    assert versions.recorded() == {"model"}
+
+
 def test_a_place_that_dvc_cannot_be_told_is_named(tmp_path):
     with pytest.raises(InputError, match=r"versions\.remote"):
         Versions(tmp_path).push("""a "b" 'c'""")

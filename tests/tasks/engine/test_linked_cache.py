@@ -89,6 +89,18 @@ def test_damage_in_place_is_made_good_in_the_cache_too(life):
     assert not life.run()
 
 
+def test_a_damaged_provenance_is_made_good_in_the_cache_too(life):
+    record = life.workspace.path("model") / "provenance.json"
+    before = record.read_text()
+    record.chmod(0o644)
+    record.write_bytes(b"\xff" + record.read_bytes()[1:])
+    record.chmod(0o444)
+    assert life.run()
+    assert record.read_text() == before
+    assert before in life.kept()  # which reads every object as text
+    assert not life.run()
+
+
 def test_what_is_built_upon_is_not_brought_back_damaged(life, tmp_path):
     life.versions.push(str(tmp_path / "remote"))
     pinned = {"model": life.workspace.digest("model")}

@@ -1,3 +1,5 @@
+import json
+import random
 import shutil
 
 import pytest
@@ -15,6 +17,7 @@ def _fill(checkpoints, step, *, marked):
     directory = checkpoints / f"checkpoint-{step}"
     directory.mkdir(parents=True)
     (directory / "weights").write_bytes(b"w")
+    (directory / "state.json").write_text('{"step": 2}')
     if marked:
         mark_complete(directory, {"at": step})
     return directory
@@ -73,6 +76,51 @@ def test_a_checkpoint_that_lost_a_file_does_not_count(tmp_path):
     assert newest_complete(tmp_path) is None
 
 
+FORMS = {
+    "empty": b"",
+    "torn": b'{"at": 4, "si',
+    "no text": b"\xff\xfe",
+    "list": b"[]",
+    "null": b"null",
+    "folder": None,
+}
+
+
+@pytest.mark.parametrize("file", [MARKER, "state.json"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_whose_json_a_disk_has_damaged_does_not_count(tmp_path, form, file):
+    for step in (2, 4):
+        _fill(tmp_path, step, marked=True)
+    path = tmp_path / "checkpoint-4" / file
+    path.unlink()
+    path.mkdir() if FORMS[form] is None else path.write_bytes(FORMS[form])
+    assert newest_complete(tmp_path).step == 2
+    discard_incomplete(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("file", [MARKER, "state.json"])
+def test_a_checkpoint_with_any_flipped_bit_in_its_json_does_not_count(tmp_path, file):
+    path = _fill(tmp_path, 2, marked=True) / file
+    before, draw = path.read_bytes(), random.Random(0)
+    for _ in range(200):
+        place = draw.randrange(8 * len(before))
+        damaged = bytearray(before)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        newest = newest_complete(tmp_path)
+        # The name of the seal itself may be hit: then all that it sealed is there as it was.
+        assert newest is None or newest.record.items() >= {"at": 2}.items()
+        assert newest is None or (file == MARKER and b'"seal"' not in damaged)
+
+
+def test_a_checkpoint_of_before_there_were_seals_counts(tmp_path):
+    marker = _fill(tmp_path, 2, marked=True) / MARKER
+    content = json.loads(marker.read_text())
+    marker.write_text(json.dumps({"at": 2, "sizes": content["sizes"]}))
+    assert newest_complete(tmp_path).record == {"at": 2}
+
+
 def test_keep_newest_keeps_by_steps(tmp_path):
     for step in (8, 10, 9, 100):
         _fill(tmp_path, step, marked=True)
@@ -107,6 +155,6 @@ def test_everything_is_on_the_disk_before_the_marker_has_its_name(tmp_path, monk
     monkeypatch.setattr("upcycle_core.training.checkpoints.sync_file", record)
     monkeypatch.setattr("upcycle_core.training.checkpoints.sync_directory", record)
     mark_complete(directory, {})
-    inner = {directory / name for name in ("weights", "folder", "folder/inner")}
+    inner = {directory / name for name in ("weights", "state.json", "folder", "folder/inner")}
     assert inner <= set(synced)
     assert synced[-2:] == [directory / f"{MARKER}.tmp", directory]
