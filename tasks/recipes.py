@@ -34,6 +34,9 @@ def faults(recipe: Recipe) -> Iterator[Fault]:
 
 def _gate_faults(recipe: Recipe) -> Iterator[Fault]:
     gate = recipe.registry.gate
+    for metric, points in gate.tolerances.items():
+        if points < 0:
+            yield Fault(f"registry.gate.tolerances.{metric}", points, "must not be negative")
     on_text = METHODS[recipe.method].figures(recipe)
     known = [*on_text, *(f"task.{name}" for name in recipe.tasks)]
     if any(task.domain is not None for task in recipe.tasks.values()):
@@ -48,9 +51,6 @@ def _gate_faults(recipe: Recipe) -> Iterator[Fault]:
             if missing:
                 remedy = f"the gate's {metric} needs {missing} as well; add them"
                 yield Fault("task_evaluation.models", list(recipe.scored_models), remedy)
-    for metric, points in gate.tolerances.items():
-        if points < 0:
-            yield Fault(f"registry.gate.tolerances.{metric}", points, "must not be negative")
 
 
 def _normalising(recipe: Recipe, metric: str) -> list[str]:

@@ -1,6 +1,6 @@
 """What is wrong across the fields of a recipe, found without reading any file."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from infra.recipe.names import (
     BESIDE_DOMAINS,
@@ -12,10 +12,11 @@ from infra.recipe.names import (
 )
 from infra.recipe.schema import Recipe, resolve
 from upcycle_core.baselines.checks import baseline_faults
+from upcycle_core.config import SEEDS
 from upcycle_core.corpora.config import Source
 from upcycle_core.errors import Fault
 from upcycle_core.evaluation.tasks.config import KINDS
-from upcycle_core.training.checks import shape_faults, training_faults
+from upcycle_core.training.checks import shape_faults, training_faults, weight_faults
 from upcycle_core.training.config import TrainingConfig
 
 ON_THE_CPU = ("corpora", "assembly")
@@ -31,6 +32,7 @@ def faults(recipe: Recipe) -> list[Fault]:
         *_domain_faults(recipe),
         *_router_faults(recipe),
         *_evaluation_faults(recipe),
+        *_bound_faults(recipe),
         *_training_faults(recipe),
         *_comparison_faults(recipe),
         *_task_faults(recipe),
@@ -117,6 +119,33 @@ def _router_faults(recipe: Recipe) -> Iterator[Fault]:
                 name,
                 f"not a domain; the domains are {list(recipe.domains)}",
             )
+    weights = recipe.router.domain_weights
+    yield from weight_faults(weights, recipe.domains, "router.domain_weights")
+
+
+def _bound_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Numbers in lists, which the bounds of their fields do not reach."""
+    evaluation = recipe.evaluation
+    least: dict[str, tuple[Sequence[float], int]] = {
+        "statistics.position_buckets": (recipe.statistics.position_buckets, 1),
+        "router.lambda_grid": (recipe.router.lambda_grid, 0),
+        "evaluation.sweep_top_k": (evaluation.sweep_top_k, 1),
+        "evaluation.sweep_ridge_lambda": (evaluation.sweep_ridge_lambda, 0),
+    }
+    for where, (values, bound) in least.items():
+        for value in (value for value in values if value < bound):
+            yield Fault(where, value, f"use {bound} or more")
+    seeds = {
+        "evaluation.random_routing_seeds": evaluation.random_routing_seeds,
+        "task_evaluation.seeds": recipe.task_evaluation.seeds,
+    }
+    for where, chosen in seeds.items():
+        if not chosen:
+            yield Fault(where, [], "no run at all; give at least one seed")
+        for seed in (seed for seed in chosen if not 0 <= seed < SEEDS):
+            yield Fault(where, seed, f"use 0 to {SEEDS - 1}")
+    if recipe.router.ridge_lambda == "cross-validate" and not recipe.router.lambda_grid:
+        yield Fault("router.lambda_grid", [], "nothing to choose from; give at least one lambda")
 
 
 def _evaluation_faults(recipe: Recipe) -> Iterator[Fault]:
@@ -229,8 +258,6 @@ def _task_faults(recipe: Recipe) -> Iterator[Fault]:
         if model not in recipe.models:
             remedy = f"not a model of this recipe; use some of {list(recipe.models)}"
             yield Fault("task_evaluation.models", model, remedy)
-    if not recipe.task_evaluation.seeds:
-        yield Fault("task_evaluation.seeds", [], "no run at all; give at least one seed")
 
 
 def text_figures(recipe: Recipe) -> list[str]:

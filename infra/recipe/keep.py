@@ -1,17 +1,17 @@
 """What a workspace keeps of its past; ``flows.tidy`` takes away the rest."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from upcycle_core.config import config
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class KeepConfig:
     """What stays when `flows.tidy` clears up.
 
     Of each registered model the versions `champion` and `challenger` always stay, with the data,
     experts and statistics that they were made from and the runs that made them.
     """
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     versions: int = field(default=3, metadata={"ge": 1})
     """Newest registered versions that stay beside champion and challenger."""

@@ -1,17 +1,17 @@
 """What a model keeps while its domains come, go and learn."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from upcycle_core.config import config
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Lineage:
     """What later models of a workspace are built upon as it is. Flows write it; people read it.
 
     An artifact is named by the sha256 of its ``provenance.json``: of what made it, and its files.
     """
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     pinned: Mapping[str, str] = field(default_factory=dict)
     """Artifacts that are not made again, each with its sha256: tokenizer, seed, backbone."""

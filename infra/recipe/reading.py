@@ -2,7 +2,7 @@
 
 import copy
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from infra.recipe.budget import budget_faults, with_budget
 from infra.recipe.checks import faults
 from infra.recipe.names import masked
-from infra.recipe.schema import ADAPTER, Recipe, with_method
-from upcycle_core.errors import Fault, raise_faults
+from infra.recipe.schema import ADAPTER, Recipe, resolve, with_method
+from infra.recipe.strict_yaml import read_yaml
+from upcycle_core.errors import Fault, InputError, raise_faults
 
 ADDABLE = ("baselines", "tasks", "compression")
 """What files beside a recipe add to it."""
@@ -40,8 +41,8 @@ def load_recipe(
         checks: What is wrong with a recipe beside what ``faults`` finds.
 
     Raises:
-        InputError: With all faults: unknown keys (and the nearest known), values out of bounds,
-            and what ``faults`` finds.
+        InputError: With all faults: unknown keys (and the nearest known), keys that stand twice,
+            values out of bounds, and what ``faults`` finds.
     """
     values = _values(path)
     for file in added:
@@ -49,7 +50,7 @@ def load_recipe(
     for override in overrides:
         _override(values, override)
     if isinstance(values.get("folder"), str):  # where pieces run, the current folder is another
-        values["folder"] = str(Path(values["folder"]).expanduser().absolute())
+        values["folder"] = _absolute(values["folder"])
     return validate(values, checks=checks)
 
 
@@ -60,7 +61,7 @@ def validate(values: object, *, checks: Checks = lambda recipe: ()) -> Recipe:
     except ValidationError as error:
         found = [_fault_of(problem) for problem in error.errors()]
         raise_faults([*found, *_faults_beside(values, error, checks)])
-    raise_faults([*budget_faults(recipe), *faults(recipe), *checks(recipe)])
+    raise_faults(_faults_across(values, recipe, checks))
     recipe = with_budget(recipe)
     # One order everywhere: of sums, of the router's columns, of the experts in the model.
     return replace(recipe, domains=dict(sorted(recipe.domains.items())))
@@ -69,12 +70,14 @@ def validate(values: object, *, checks: Checks = lambda recipe: ()) -> Recipe:
 def _values(path: Path) -> dict[str, Any]:
     """The keys of a YAML file."""
     try:
-        values = yaml.safe_load(path.read_text())
+        text = path.read_text()
     except FileNotFoundError:
         raise_faults([Fault("recipe", str(path), "no such file; name a YAML recipe")])
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # no text, or a zero in the path
         remedy = f"cannot be read ({error}); name a YAML file in UTF-8"
         raise_faults([Fault("recipe", str(path), remedy)])
+    try:
+        values = read_yaml(text, str(path))
     except yaml.YAMLError as error:
         raise_faults([Fault("recipe", str(path), f"not YAML ({error}); correct it")])
     if not isinstance(values, dict):
@@ -88,15 +91,15 @@ def _add(values: dict[str, Any], file: Path) -> None:
 
     Keys that begin with ``.`` are for YAML's anchors.
     """
-    found = {key: value for key, value in _values(file).items() if not key.startswith(".")}
+    found = {k: value for k, value in _values(file).items() if not str(k).startswith(".")}
     remedy = f"beside the first recipe, a file holds {' or '.join(ADDABLE)}, names and settings"
     if not found or not all(key in ADDABLE and isinstance(found[key], dict) for key in found):
-        raise_faults([Fault(str(file), sorted(found), remedy)])
+        raise_faults([Fault(str(file), sorted(map(str, found)), remedy)])
     for key, entries in found.items():
         own = values.setdefault(key, {})
         if not isinstance(own, dict):
             raise_faults([Fault(key, own, "no mapping of names to settings; correct it")])
-        twice = sorted(set(own) & set(entries))
+        twice = [name for name in entries if name in own]
         raise_faults(
             Fault(f"{key}.{name}", str(file), "is there already; rename one") for name in twice
         )
@@ -112,7 +115,39 @@ def _faults_beside(values: object, error: ValidationError, checks: Checks) -> li
         recipe = with_method(ADAPTER.validate_python(rest))
     except ValidationError:
         return []
-    return [*budget_faults(recipe), *faults(recipe), *checks(recipe)]
+    return _faults_across(rest, recipe, checks)
+
+
+def _faults_across(values: object, recipe: Recipe, checks: Checks) -> list[Fault]:
+    """Faults of values that each are of the right kind."""
+    return [
+        *_booleans_as_numbers(values, resolve(recipe)),
+        *budget_faults(recipe),
+        *faults(recipe),
+        *checks(recipe),
+    ]
+
+
+def _booleans_as_numbers(given: object, read: object, where: str = "") -> Iterator[Fault]:
+    """What was given as true or false and read as a number, which pydantic allows.
+
+    Texts may be numbers: YAML has one for ``2e-4``.
+    """
+    if isinstance(given, Mapping) and isinstance(read, Mapping):
+        for key in filter(read.__contains__, given):
+            yield from _booleans_as_numbers(given[key], read[key], f"{where}.{key}".lstrip("."))
+    elif isinstance(given, list | tuple) and isinstance(read, list):
+        for value, number in zip(given, read, strict=True):
+            yield from _booleans_as_numbers(value, number, where)
+    elif isinstance(given, bool) and type(read) in (int, float):
+        yield Fault(where, given, "is no number; write the number that is meant")
+
+
+def _absolute(folder: str) -> str:
+    try:
+        return str(Path(folder).expanduser().absolute())
+    except RuntimeError as error:  # ~nobody
+        raise InputError(Fault("folder", folder, f"{error} Write the whole path")) from error
 
 
 def _drop(values: Any, location: Sequence[int | str]) -> None:
@@ -136,7 +171,7 @@ def _override(values: Any, override: str) -> None:
         if not isinstance(values, dict):
             raise_faults([Fault("--set", override, f"{part} is no section; write {part}=VALUE")])
     try:
-        values[last] = yaml.safe_load(text)
+        values[last] = read_yaml(text, override, key)
     except yaml.YAMLError as error:
         raise_faults([Fault("--set", override, f"the value is not YAML ({error}); correct it")])
 

@@ -1,13 +1,13 @@
 """What Ray reserves for the pieces, by kind of work."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from upcycle_core.config import config
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Resources:
     """What Ray reserves for one piece. A piece computes with as many threads as it has CPUs."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     cpus: int = field(default=1, metadata={"ge": 1})
     """CPU cores, and threads."""
@@ -20,21 +20,17 @@ class Resources:
         return "cuda" if self.gpus > 0 else "cpu"
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class WorkerResources(Resources):
     """What Ray reserves for one worker of a training, and how many workers share its batches."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     workers: int = field(default=1, metadata={"ge": 1})
     """Data-parallel workers; `gradient_accumulation` is divided among them."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class ComputeConfig:
     """Resources of the heavy pieces, by kind. Results depend on threads, not on the workers."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     cpus: int | None = field(default=None, metadata={"ge": 1})
     """CPUs of a local Ray; all of the machine by default. A cluster brings its own."""

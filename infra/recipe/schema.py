@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from infra.recipe.lineage import Lineage
 from infra.recipe.resources import ComputeConfig
 from infra.recipe.tuning import TuningConfig
 from upcycle_core.baselines.config import Baseline, ComparisonConfig
+from upcycle_core.config import SEEDS, config
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source, TokenizerConfig
 from upcycle_core.corpora.tuning.config import InstructionsConfig
 from upcycle_core.ders.config import CompressionConfig
@@ -35,7 +36,7 @@ SIMOE = "simoe"
 """The recipe's own model where it is found by instruction tuning."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class GateConfig:
     """When a new version becomes champion.
 
@@ -45,8 +46,6 @@ class GateConfig:
     less is better negated). After instruction tuning: `exact_match_unseen`, `rouge_l_unseen`,
     `exact_match_seen`, `rouge_l_seen`, in percent, means over categories.
     """
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     metric: str = "normalised_average"
     """The figure that decides."""
@@ -61,11 +60,9 @@ class GateConfig:
         return (self.metric, *self.tolerances)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class RegistryConfig:
     """Where the assembled model is registered."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     model: str | None = None
     """Name of the registered MLflow model; `upcycle-NAME` by default."""
@@ -73,22 +70,18 @@ class RegistryConfig:
     """Who becomes champion."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class VersionsConfig:
     """Where DVC keeps what was published."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     remote: str | None = "remote"
     """DVC remote to push to at the end of a run: a directory, seen from UPCYCLE_HOME, or a URL
     (`s3://...` with the extra `s3`); null for none."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Recipe:
     """Everything that decides what a run makes."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     name: str
     """Name of the workspace: lower-case letters, digits, - and _."""
@@ -96,7 +89,7 @@ class Recipe:
     """How the model is made; by default the method whose section is given, else `dume`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What a method is told that has no section of its own here."""
-    seed: int = field(default=0, metadata={"ge": 0})
+    seed: int = field(default=0, metadata={"ge": 0, "lt": SEEDS})
     """Seed of every random choice."""
     folder: str | None = None
     """What `{folder}` stands for in the paths below."""

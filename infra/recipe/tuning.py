@@ -1,15 +1,14 @@
 """What a recipe says about instruction tuning: training, answers, and what is expected of them."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from upcycle_core.config import config
 from upcycle_core.training.config import TrainingConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class TuningConfig:
     """Instruction tuning of the recipe's model, and how all models answer."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Training on the instructions, with loss on the responses alone."""

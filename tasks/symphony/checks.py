@@ -6,7 +6,7 @@ from infra.recipe.schema import SYMPHONY, Recipe
 from upcycle_core.corpora.config import Domain
 from upcycle_core.errors import Fault
 from upcycle_core.symphony.config import SymphonyConfig
-from upcycle_core.training.checks import objective_faults, training_faults
+from upcycle_core.training.checks import objective_faults, training_faults, weight_faults
 
 METHODS = ("symphony", "btx", "bam", "drop-upcycling", "full-finetune")
 """Rows that can begin with models that share no seed; the last is the dense anchor, trained."""
@@ -110,10 +110,7 @@ def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Itera
             yield Fault(f"{where}.{field}", value, remedy)
     if texts is not None and not texts:
         yield Fault(f"{where}.calibration.domains", [], "no text at all; name a domain")
-    weights = [config.merge.weights.get(name, 1.0) for name in chosen]
-    if any(weight < 0 for weight in weights) or not any(weights):
-        remedy = "must be at least 0, and one of them more"
-        yield Fault(f"{where}.merge.weights", dict(config.merge.weights), remedy)
+    yield from weight_faults(config.merge.weights, chosen, f"{where}.merge.weights")
     assert recipe.symphony is not None  # or there were no variants
     if where != SYMPHONY and config.segmentation not in (None, recipe.symphony.segmentation):
         remedy = "all rows share one tokenizer; say it in symphony.segmentation"
@@ -161,6 +158,8 @@ def _post_training_faults(recipe: Recipe) -> Iterator[Fault]:
         if name not in recipe.domains:
             remedy = f"not a domain; the domains are {list(recipe.domains)}"
             yield Fault(f"{where}.objective.domain_weights", name, remedy)
+    weights = post.objective.domain_weights
+    yield from weight_faults(weights, recipe.domains, f"{where}.objective.domain_weights")
     without = [name for name, domain in recipe.domains.items() if domain.train is None]
     if without:
         remedy = f"is done on all domains, and {without} have no training text"

@@ -3,10 +3,10 @@
 import os
 
 import pytest
-from infra.cluster.pieces import finish
-from infra.cluster.worker import Performed
 
 from infra import durable
+from infra.cluster.pieces import finish
+from infra.cluster.worker import Performed
 from infra.durable import sync_tree, write_atomically
 
 

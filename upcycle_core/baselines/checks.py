@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.errors import Fault
-from upcycle_core.training.checks import objective_faults
+from upcycle_core.training.checks import objective_faults, weight_faults
 
 
 def baseline_faults(baseline: Baseline, domains: Collection[str], field: str) -> Iterator[Fault]:
@@ -55,11 +55,8 @@ def baseline_faults(baseline: Baseline, domains: Collection[str], field: str) ->
         if name not in domains:
             remedy = f"not a domain; the domains are {sorted(domains)}"
             yield Fault(f"{field}.objective.domain_weights", name, remedy)
-    weights = [baseline.objective.domain_weights.get(name, 1.0) for name in domains]
-    if any(weight < 0 for weight in weights) or not any(weights):
-        remedy = "must be at least 0, and one of them more"
-        given = dict(baseline.objective.domain_weights)
-        yield Fault(f"{field}.objective.domain_weights", given, remedy)
+    weights = baseline.objective.domain_weights
+    yield from weight_faults(weights, domains, f"{field}.objective.domain_weights")
 
 
 def _renormalises(baseline: Baseline) -> bool:

@@ -1,8 +1,9 @@
 """What a recipe says about a baseline: a published way of upcycling, to compare with."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
+from upcycle_core.config import config
 from upcycle_core.ders.config import DersUpcyclingConfig
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.symphony.config import SymphonyConfig
@@ -34,11 +35,9 @@ COPYING: frozenset[Method] = frozenset({"sparse-upcycling", "drop-upcycling", "d
 """Methods whose experts are made of one FFN."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Baseline:
     """One row of a comparison."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     method: Method
     """`btx`: Branch-Train-MiX; `dume`: routers finetuned from the ridge solution (DUME+);
@@ -97,11 +96,9 @@ class Baseline:
         return domains + self.seed_expert
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class ComparisonConfig:
     """What every row of a comparison is given."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     tokens: int | None = field(default=None, metadata={"ge": 1})
     """Training tokens a row may see after the seed, those of the experts it begins with included.

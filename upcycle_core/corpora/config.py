@@ -1,8 +1,10 @@
 """What a recipe says about text."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
+
+from upcycle_core.config import SEEDS, config
 
 Harvest = Literal[
     "python",
@@ -18,11 +20,9 @@ Split = Literal["train", "calibration", "heldout", "elsewhere"]
 SPLITS: tuple[Split, ...] = ("train", "calibration", "heldout", "elsewhere")
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Source:
     """Where documents are read from: exactly one of ``harvest``, ``files`` and ``dataset``."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     harvest: Harvest | None = None
     """Text of the Python installation itself, read in place."""
@@ -42,7 +42,7 @@ class Source:
     """Read documents in seeded order until this many UTF-8 bytes are reached; all by default."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Origin:
     """Where the model of one domain begins, if it is no child of the recipe's one seed.
 
@@ -50,11 +50,9 @@ class Origin:
     text, with a vocabulary of its own or the recipe's.
     """
 
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
-
     model: str | None = None
     """Directory or hub id of the model that is trained further."""
-    initialisation: int | None = field(default=None, metadata={"ge": 0})
+    initialisation: int | None = field(default=None, metadata={"ge": 0, "lt": SEEDS})
     """Seed of the random weights; drawn from the recipe's seed and the domain's name by default."""
     mixture: Mapping[str, float] = field(default_factory=dict)
     """Share of each domain's training text; the domain's own alone by default."""
@@ -62,11 +60,9 @@ class Origin:
     """Entries of a tokenizer of its own, trained on its mixture; by default it has the recipe's."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Domain:
     """One domain: its texts and, if it exists already, its expert."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     train: Source | None = None
     """Training text. Needed unless `expert` is given together with `calibration` and `heldout`."""
@@ -82,11 +78,9 @@ class Domain:
     """Where its model begins if it shares no seed with the others (`symphony` recipes)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class CorpusConfig:
     """How text becomes documents, and documents become the splits."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     calibration_share: float = field(default=0.1, metadata={"gt": 0, "lt": 1})
     """Share of the training bytes set aside for statistics where no calibration text is named."""
@@ -97,11 +91,9 @@ class CorpusConfig:
     """Shorter documents are left out."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class TokenizerConfig:
     """The tokenizer that is trained where no seed model or expert brings one."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     vocabulary_size: int = field(default=2048, metadata={"ge": 300})
     """Entries of the byte-level BPE vocabulary, special tokens included."""

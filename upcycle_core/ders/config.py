@@ -1,9 +1,10 @@
 """What a recipe says about DeRS: a shared base, light deltas, for compression and for training."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, get_args
 
+from upcycle_core.config import SEEDS, config
 from upcycle_core.errors import Fault
 
 Kind = Literal["sparse", "quantised", "low_rank"]
@@ -15,11 +16,9 @@ BITS = (1, 2, 4, 8)
 """Widths of a quantised entry."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class CodecConfig:
     """How the deltas of a finished model are stored."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     codec: Kind
     """`sparse` and `quantised` are the paper's, `low_rank` is not."""
@@ -71,11 +70,9 @@ class CodecConfig:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class CompressionConfig:
     """Deltas of a finished model, stored in several ways, and which of them is kept."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     models: tuple[str, ...] = ("dume",)
     """Rows that are compressed: `dume`, and baselines that are Mixture-of-Experts."""
@@ -89,15 +86,13 @@ class CompressionConfig:
     tolerance: float = field(default=1.0, metadata={"ge": 0})
     """Percent of the original's normalised score that the smallest file may lose and still be the
     one that is registered."""
-    seed: int = field(default=0, metadata={"ge": 0})
+    seed: int = field(default=0, metadata={"ge": 0, "lt": SEEDS})
     """Decides which entries a random drop keeps."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class DersUpcyclingConfig:
     """A dense model's FFN as the shared base of experts that are light deltas."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     codec: Literal["sparse", "low_rank"] = "low_rank"
     """`sparse`: a vector of values at fixed random places (DeRS-SM); `low_rank`: B A (DeRS-LM)."""

@@ -1,25 +1,23 @@
 """What a recipe says about DUME: backbone, statistics, router."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
+from upcycle_core.config import config
 
-@dataclass(frozen=True, kw_only=True)
+
+@config
 class BackboneConfig:
     """Which experts' non-MLP weights are averaged."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     experts: tuple[str, ...] | None = None
     """Domains whose experts are averaged; all of them by default. Kept when domains come or go."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class StatisticsConfig:
     """The one pass over calibration text that router solving needs."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     tokens: int | None = field(default=None, metadata={"gt": 0})
     """Calibration tokens a domain; all there are by default."""
@@ -39,11 +37,9 @@ class StatisticsConfig:
     """Arithmetic of the forward pass. Sums across batches are fp64 always."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class RouterConfig:
     """The ridge regression behind the routers."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     ridge_lambda: float | Literal["cross-validate"] = 0.01
     """Tikhonov regularisation, added raw to the Gram matrix's diagonal; or chosen over folds."""
@@ -55,11 +51,9 @@ class RouterConfig:
     """Factor on a domain's statistics; 1 where none is given."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class MoEConfig:
     """The assembled model."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     top_k: int = field(default=1, metadata={"ge": 1})
     """Experts a token passes through."""

@@ -1,19 +1,18 @@
 """What a recipe says about SIMoE (arXiv 2506.12597): sparse interpolated experts."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
+from upcycle_core.config import config
 from upcycle_core.errors import Fault
 
 Masks = Literal["neurons", "parameters", "real"]
 Routing = Literal["instance", "token", "task"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class SimoeUpcyclingConfig:
     """Experts that instruction tuning finds inside every linear layer and norm of a dense model."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     experts: int = field(default=8, metadata={"ge": 2})
     """M, experts a layer."""

@@ -1,20 +1,19 @@
 """What a recipe says about Symphony-MoE: how disparate models are brought together."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
+from upcycle_core.config import config
 from upcycle_core.training.config import MoEObjective, TrainingConfig
 
 Merge = Literal["mean", "slerp", "anchor"]
 Measure = Literal["none", "cosine", "correlation", "l2"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class MergeConfig:
     """How the weights that are not experts become one backbone, by kind of tensor."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     embeddings: Literal["mean", "naive", "slerp", "anchor"] = "mean"
     """Embeddings and lm_head, token by token. `mean`: rows of shared tokens are averaged, rows that
@@ -28,11 +27,9 @@ class MergeConfig:
     """A model's weight in every mean; equal by default (the paper's 1/N)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class AlignmentConfig:
     """How each model is brought into the anchor's coordinates before anything is merged."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     neurons: Measure = "correlation"
     """Likeness of FFN neurons that the assignment maximises: `cosine` is the paper's Eq. 2 on unit
@@ -53,11 +50,9 @@ class AlignmentConfig:
         return self.neurons != "none" or self.residual == "procrustes" or self.heads == "match"
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class CalibrationConfig:
     """The pass of the anchor and each other model over the same text."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     tokens: int = field(default=100_000, metadata={"ge": 1})
     """Tokens a domain, counted by the anchor's tokenizer; the same of every domain."""
@@ -76,11 +71,9 @@ class CalibrationConfig:
     """Layers whose sums one piece of work holds at a time: I x I fp64 numbers each."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class SymphonyConfig:
     """Stage 1 of Symphony-MoE: harmonise without training."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     models: tuple[str, ...] | None = None
     """Domains whose models become experts; all of them by default."""
@@ -98,11 +91,9 @@ class SymphonyConfig:
     """Random as in the paper, or DUME's ridge regression on the harmonised model."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class PostTrainingConfig:
     """Stage 2 of Symphony-MoE: the assembled model is trained on the text of all domains."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Steps, batches, optimizer."""

@@ -1,6 +1,6 @@
 """Faults of training settings across fields, found without importing torch or reading a file."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
 
 from upcycle_core.errors import Fault
@@ -42,6 +42,15 @@ def objective_faults(objective: MoEObjective, field: str = "objective") -> Itera
     for group in objective.trainable:
         if group not in known:
             yield Fault(f"{field}.trainable", group, f"no such group; choose {', '.join(known)}")
+
+
+def weight_faults(
+    weights: Mapping[str, float], names: Iterable[str], field: str
+) -> Iterator[Fault]:
+    """Weights of ``names``, each 1 where ``weights`` has none, that take away or leave nothing."""
+    given = [weights.get(name, 1.0) for name in names]
+    if any(weight < 0 for weight in given) or (given and not any(given)):
+        yield Fault(field, dict(weights), "must be at least 0, and one of them more")
 
 
 def routing_faults(

@@ -1,17 +1,17 @@
 """What a recipe says about training."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
+
+from upcycle_core.config import config
 
 Group = Literal["router", "experts", "expert_gates", "shared_base", "backbone", "all"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class TrainingConfig:
     """Language-model training with AdamW."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     steps: int = field(default=1000, metadata={"ge": 1})
     """Optimizer steps."""
@@ -59,11 +59,9 @@ class TrainingConfig:
         return self.steps * self.step_tokens
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class MoEObjective:
     """What is trained of a Mixture-of-Experts, on what, and with which losses beside the text's."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     trainable: tuple[Group, ...] = ("all",)
     """Exact modules: `router`, `experts`, `shared_base` (what the experts of DeRS are deltas of),
@@ -79,11 +77,9 @@ class MoEObjective:
     """Optimizer steps between points of load, router entropy and gradient norms, layer by layer."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class LlamaShape:
     """A model that is trained from random weights, where the recipe names none to start from."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     family: Literal["llama", "qwen2"] = "llama"
     """Architecture. Qwen2 has biases of q, k and v, which start at zero; no sliding window."""
@@ -106,11 +102,9 @@ class LlamaShape:
     """Share the input embedding with the output head."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class SeedConfig:
     """The model that all experts start from: trained here, or an existing one."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     model: str | None = None
     """Directory or hub id of a seed model with its tokenizer. Without it one is trained."""
@@ -120,11 +114,9 @@ class SeedConfig:
     """Training of the seed on the training text of all domains."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class ExpertsConfig:
     """Training of one expert a domain, from the seed."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """The same for every domain."""

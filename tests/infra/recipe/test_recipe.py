@@ -1,12 +1,20 @@
+import copy
+import math
+import re
+from dataclasses import FrozenInstanceError, fields, is_dataclass
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import yaml
 from texts import pico_recipe, save_recipe
 
-from infra.recipe.schema import recipe_digest, resolve
+from infra.recipe.schema import Recipe, recipe_digest, resolve
 from tasks.recipes import load_recipe, validate
+from upcycle_core.config import RULES
 from upcycle_core.errors import InputError
+
+DOMAINS = ("colours", "letters", "numbers")
 
 
 @pytest.fixture
@@ -70,6 +78,155 @@ def test_all_faults_come_in_one_message(values):
 )
 def test_faults_across_fields_say_what_to_do(values, change, expected):
     assert expected in message({**values, **change})
+
+
+def with_value(values, key, value):
+    """A copy of ``values`` with ``value`` at a dotted key."""
+    changed = copy.deepcopy(values)
+    *path, last = key.split(".")
+    section = changed
+    for part in path:
+        section = section.setdefault(part, {})
+    section[last] = value
+    return changed
+
+
+FLOATS = [
+    "registry.gate.margin",
+    "router.ridge_lambda",
+    "experts.training.learning_rate",
+    "experts.training.weight_decay",
+    "experts.training.max_gradient_norm",
+    "post_training.objective.balance_coefficient",
+    "baselines.btx.objective.z_coefficient",
+    "simoe.beta",
+    "simoe.mask_learning_rate",
+    "compute.experts.gpus",
+    "corpus.heldout_share",
+    "compression.tolerance",
+    "task_evaluation.code.seconds",
+]
+IN_MAPPINGS = [
+    "registry.gate.tolerances.normalised_worst",
+    "router.domain_weights.letters",
+    "baselines.btx.objective.domain_weights.letters",
+    "domains.letters.origin.mixture.letters",
+    "symphony.merge.weights.letters",
+]
+IN_LISTS = ["router.lambda_grid", "evaluation.sweep_ridge_lambda"]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, "nan"], ids=str)
+@pytest.mark.parametrize("key", [*FLOATS, *IN_MAPPINGS, *IN_LISTS])
+def test_a_number_that_compares_with_none_is_refused(values, key, number):
+    """A margin that is NaN would stop every promotion, without a word."""
+    given = [number] if key in IN_LISTS else number
+    found = message(with_value(values, key, given))
+    wanted = rf"^{key}(\.\w+)? = .*: Input should be a finite number; correct it$"
+    assert re.search(wanted, found, re.MULTILINE)
+
+
+def sections(kind=Recipe):
+    """Every dataclass that a recipe is made of."""
+    found = {kind}
+    for hint in get_type_hints(kind).values():
+        for part in (hint, *get_args(hint), *(a for b in get_args(hint) for a in get_args(b))):
+            if is_dataclass(part) and part not in found:
+                found |= sections(part)
+    return found
+
+
+def test_every_section_of_a_recipe_is_read_by_the_same_rules():
+    assert len(sections()) > 35
+    for section in sections():
+        assert section.__pydantic_config__ == RULES, section
+        with pytest.raises(FrozenInstanceError):
+            section.__setattr__(object.__new__(section), fields(section)[0].name, 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("router.domain_weights", {"letters": -1}, "{'letters': -1.0}: must be at least 0"),
+        ("router.domain_weights", dict.fromkeys(DOMAINS, 0), "0.0}: must be at least 0, and one"),
+        ("router.lambda_grid", [1.0, -1.0], "-1.0: use 0 or more"),
+        ("evaluation.sweep_ridge_lambda", [-5], "-5.0: use 0 or more"),
+        ("evaluation.sweep_top_k", [0], "0: use 1 or more"),
+        ("evaluation.sweep_top_k", [1, -3], "-3: use 1 or more"),
+        ("evaluation.sweep_top_k", [4], "4: more than the 3 experts"),
+        ("statistics.position_buckets", [0, 2], "0: use 1 or more"),
+        ("evaluation.random_routing_seeds", [-1], "-1: use 0 to 4294967295"),
+        ("evaluation.random_routing_seeds", [0, 2**32], "4294967296: use 0 to 4294967295"),
+        ("evaluation.random_routing_seeds", [10**30], f"{10**30}: use 0 to 4294967295"),
+        ("evaluation.random_routing_seeds", [], "[]: no run at all"),
+        ("task_evaluation.seeds", [-1], "-1: use 0 to 4294967295"),
+        ("task_evaluation.seeds", [2**32], "4294967296: use 0 to 4294967295"),
+        ("seed", 2**32, "4294967296: Input should be less than 4294967296"),
+        ("compression.seed", 2**32, "4294967296: Input should be less than 4294967296"),
+    ],
+)
+def test_numbers_that_would_be_found_wrong_after_hours_are_refused_at_once(
+    values, key, value, expected
+):
+    found = message(with_value(values, key, value))
+    assert re.search(rf"^{key} = .*{re.escape(expected)}", found, re.M)
+
+
+def test_lambda_chosen_from_nothing_is_refused(values):
+    values["router"] = {"ridge_lambda": "cross-validate", "lambda_grid": []}
+    assert "router.lambda_grid = []: nothing to choose from" in message(values)
+
+
+@pytest.mark.parametrize("mixture", [{"letters": 0}, {"letters": -1, "numbers": 2}], ids=str)
+def test_a_mixture_of_nothing_or_less_is_refused(values, mixture):
+    values["symphony"] = {}
+    found = message(with_value(values, "domains.letters.origin", {"mixture": mixture}))
+    assert "domains.letters.origin.mixture" in found
+
+
+@pytest.mark.parametrize("weights", [{"letters": -1}, dict.fromkeys(DOMAINS, 0)], ids=str)
+def test_weights_of_nothing_or_less_are_refused_after_joining_too(values, weights):
+    values["symphony"] = {}
+    values["post_training"] = {"objective": {"domain_weights": weights}}
+    found = message(values)
+    assert "post_training.objective.domain_weights = {" in found
+    assert "must be at least 0, and one of them more" in found
+
+
+def test_a_gate_of_tuned_models_tolerates_no_negative_loss():
+    changes = ["registry.gate.tolerances={rouge_l_seen: -1}"]
+    with pytest.raises(InputError, match=r"tolerances\.rouge_l_seen = -1\.0: must not be negative"):
+        load_recipe(Path("recipes/simoe.yaml"), changes)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", True),
+        ("moe.top_k", True),
+        ("experts.training.learning_rate", True),
+        ("router.ridge_lambda", False),
+        ("statistics.tokens", True),
+        ("router.domain_weights.letters", True),
+        ("evaluation.sweep_top_k", [1, True]),
+    ],
+)
+def test_true_is_no_number(values, key, value):
+    """Beside faults of the same recipe, and alone."""
+    found = message(with_value(values, key, value))
+    assert re.fullmatch(rf"{key} = (True|False): is no number; write the number .*", found)
+    both = message(with_value({**values, "statistic": {}}, key, value))
+    assert found in both
+    assert "statistic = {}" in both
+
+
+def test_whole_numbers_and_numbers_without_a_point_are_numbers_still(values, tmp_path):
+    changes = ["experts.training.learning_rate=2e-4", "router.ridge_lambda=1", "moe.top_k=2.0"]
+    recipe = load_recipe(save_recipe(tmp_path / "recipe.yaml", values), changes)
+    assert recipe.experts.training.learning_rate == 2e-4
+    assert recipe.router.ridge_lambda == 1.0
+    assert recipe.moe.top_k == 2
+    assert type(recipe.moe.top_k) is int
 
 
 def test_fewer_than_two_domains_are_refused(values):

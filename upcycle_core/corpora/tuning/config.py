@@ -3,9 +3,10 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
+from upcycle_core.config import config
 from upcycle_core.corpora.families.catalogue import FAMILIES, UNSEEN
 from upcycle_core.errors import Fault
 
@@ -14,11 +15,9 @@ LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """A domain's label, which names a file."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class InstructionSource:
     """Where instructions are read from: exactly one of `generate`, `files` and `dataset`."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     generate: Literal["families"] | None = None
     """The embedded families of tasks, generated with verified answers."""
@@ -93,11 +92,9 @@ _USES = {
 """Which sources use a field that others have no use for."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class InstructionsConfig:
     """What is tuned on, and what held-out instances models are judged by."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     sources: Mapping[str, InstructionSource] = field(default_factory=dict)
     """Where instructions come from, by name; at least one."""

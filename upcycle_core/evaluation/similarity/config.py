@@ -1,17 +1,17 @@
 """What a recipe says about comparing experts with each other."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, get_args
+
+from upcycle_core.config import config
 
 Representation = Literal["neurons", "outputs"]
 REPRESENTATIONS: tuple[Representation, ...] = get_args(Representation)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class SimilarityConfig:
     """Which text experts are compared on, and how."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     tokens: int = field(default=20_000, metadata={"ge": 1})
     """Tokens a domain. CKA of few tokens is too high: take many times the neurons of a layer."""

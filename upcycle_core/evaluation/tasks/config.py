@@ -1,18 +1,18 @@
 """What a recipe says about tasks: which ones models are scored on, and how."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
+
+from upcycle_core.config import config
 
 HeldoutKind = Literal["continuation", "last_word", "text"]
 KINDS = ("harness", "definition", "heldout", "superni")
 """A task is exactly one of these."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class SuperNI:
     """Super-NaturalInstructions from two local files, as published (Wang et al. 2022)."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     instances: str
     """JSON lines with `id`, `task`, `category`, `split`, `prompt`, `answer`."""
@@ -26,11 +26,9 @@ class SuperNI:
     """Rows of each task, the first ones; 100 as published."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class EvaluationTask:
     """One task: exactly one of `harness`, `definition`, `heldout` and `superni` says which."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     harness: str | None = None
     """A task or a group of the lm-evaluation-harness, by its name; its data come from a hub."""
@@ -57,11 +55,9 @@ class EvaluationTask:
     """Longest answer; the task's own by default."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class CodeConfig:
     """Programs that models write (HumanEval, MBPP): they run in a confined process, if at all."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     allow: bool = False
     """Whether such programs may run on the machines that evaluate."""
@@ -71,11 +67,9 @@ class CodeConfig:
     """Most memory of one program."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class TaskEvaluationConfig:
     """How models are scored on tasks."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     models: tuple[str, ...] | None = None
     """Rows: `expert_DOMAIN`, `seed`, `model_averaging`, `dume`, or a baseline that is trained; all

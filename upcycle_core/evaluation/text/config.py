@@ -1,14 +1,14 @@
 """What a recipe says about evaluation."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Literal
 
+from upcycle_core.config import config
 
-@dataclass(frozen=True, kw_only=True)
+
+@config
 class EvaluationConfig:
     """Perplexity on held-out text, normalised by each domain's own expert."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
 
     tokens: int | None = field(default=None, metadata={"gt": 0})
     """Held-out tokens a domain; all there are by default."""
