@@ -9,9 +9,8 @@ from dataclasses import replace
 
 from prefect import flow
 
-from flows.pages.model import SUMMARY
-from flows.running.building import publish
-from flows.running.command_line import command, free_workspace, load, recipe_parser
+from flows.making.building import publish
+from flows.running.command_line import SUMMARY, command, free_workspace, load, recipe_parser
 from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve

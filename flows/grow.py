@@ -11,7 +11,7 @@ import sys
 from prefect import flow
 
 from flows.dume import build
-from flows.pages.change import DEPLOYED, begin_change, domain_faults, finish_change, unfinished
+from flows.making.change import DEPLOYED, begin_change, domain_faults, finish_change, unfinished
 from flows.running.command_line import command, recipe_parser, run_flow
 from flows.running.session import THREADS, open_session
 from infra.recipe.schema import Recipe, resolve

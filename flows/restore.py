@@ -16,8 +16,8 @@ import yaml
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from flows.pages.model import key_of
 from flows.running.command_line import check_server, command
+from flows.running.progress import key_of
 from flows.running.session import log, prepare
 from infra.recipe.names import masked, remote_fault, secret_faults
 from infra.recipe.schema import Recipe

@@ -14,7 +14,7 @@ from prefect import flow
 from prefect.states import Completed, State
 
 from flows.dume import build, built
-from flows.pages.change import begin_change, domain_faults, finish_change, unfinished
+from flows.making.change import begin_change, domain_faults, finish_change, unfinished
 from flows.running.command_line import command, recipe_parser, run_flow
 from flows.running.session import THREADS, FlowSession, log, open_session
 from infra.recipe.schema import Recipe, resolve

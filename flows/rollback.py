@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from flows.pages.model import key_of
 from flows.running.command_line import check_server, command
+from flows.running.progress import key_of
 from infra.settings import configure
 from infra.tracking.registry import Registry
 from tasks.release.versions import champions, roll_back

@@ -15,8 +15,8 @@ from pathlib import Path
 from prefect import flow
 
 from flows.pages.instructions import publish_tuning, write_page
-from flows.pages.model import SUMMARY, folder_faults
-from flows.running.command_line import command, free_workspace, load, rows_parser
+from flows.pages.model import folder_faults
+from flows.running.command_line import SUMMARY, command, free_workspace, load, rows_parser
 from flows.running.session import THREADS, open_session
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve

@@ -10,9 +10,8 @@ import sys
 
 from prefect import flow
 
-from flows.pages.model import SUMMARY
-from flows.running.building import publish
-from flows.running.command_line import command, free_workspace, load, rows_parser
+from flows.making.building import publish
+from flows.running.command_line import SUMMARY, command, free_workspace, load, rows_parser
 from flows.running.session import THREADS, open_session
 from infra import settings as environment
 from infra.recipe.schema import SYMPHONY, Recipe, resolve

@@ -24,8 +24,8 @@ from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 
-from flows.pages.model import key_of
 from flows.running.command_line import check_server, command, load, recipe_parser
+from flows.running.progress import key_of
 from flows.running.session import log
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve

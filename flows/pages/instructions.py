@@ -8,7 +8,8 @@ from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
 
-from flows.pages.model import SUMMARY, key_of, publish_links, publish_pictures
+from flows.pages.model import key_of, publish_links, publish_pictures
+from flows.running.command_line import SUMMARY
 from flows.running.session import FlowSession
 from infra.recipe.schema import SIMOE, Recipe, recipe_yaml
 from infra.tracking.records import DatasetRecord

@@ -2,10 +2,9 @@
 
 import base64
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefect.artifacts import (
     create_image_artifact,
@@ -14,15 +13,12 @@ from prefect.artifacts import (
     create_table_artifact,
 )
 
+from flows.running.progress import key_of
+from flows.running.session import FlowSession
 from infra.tracking.records import DatasetRecord, Version
 from tasks.release.versions import Outcome
 from upcycle_core.errors import Fault
 
-if TYPE_CHECKING:
-    # It shows how far stages are, by flows.running.progress.
-    from flows.running.session import FlowSession
-
-SUMMARY = "summary.txt"
 SPLIT_CONTEXT = {
     "train": "training",
     "calibration": "calibration",
@@ -39,11 +35,6 @@ PICTURES = {
 }
 
 
-def key_of(name: str) -> str:
-    """``name`` as Prefect wants the key of an artifact: lower-case letters, digits, dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
 def folder_faults(out: Path | None) -> list[Fault]:
     """What keeps a page from being written into ``out``, said before anything runs."""
     if out is None or not out.exists() or out.is_dir():
@@ -51,7 +42,7 @@ def folder_faults(out: Path | None) -> list[Fault]:
     return [Fault("--out", str(out), "is a file; name a folder")]
 
 
-def publish_artifacts(session: "FlowSession", outcome: Outcome) -> None:
+def publish_artifacts(session: FlowSession, outcome: Outcome) -> None:
     """Log the report to MLflow and show it in the Prefect UI."""
     report = session.workspace.path("report")
     metrics = json.loads((report / "metrics.json").read_text())
@@ -71,7 +62,7 @@ def publish_artifacts(session: "FlowSession", outcome: Outcome) -> None:
     publish_links(session, outcome.version)
 
 
-def publish_links(session: "FlowSession", version: Version) -> None:
+def publish_links(session: FlowSession, version: Version) -> None:
     """Show the way to the run and to the registered version in MLflow, where its server runs."""
     for key, (link, text) in _pages(session, version).items():
         create_link_artifact(
@@ -93,7 +84,7 @@ def publish_pictures(name: str, pictures: Sequence[Path]) -> None:
         )
 
 
-def summary(session: "FlowSession", outcome: Outcome) -> str:
+def summary(session: FlowSession, outcome: Outcome) -> str:
     """The last thing a run prints: scores, where everything lies, and what to type next."""
     report = session.workspace.path("report")
     version = outcome.version
@@ -121,7 +112,7 @@ Generate text:        .venv/bin/python -m flows.generate {version.name}@{alias} 
 """
 
 
-def _pages(session: "FlowSession", version: Version) -> dict[str, tuple[str, str]]:
+def _pages(session: FlowSession, version: Version) -> dict[str, tuple[str, str]]:
     """Addresses in MLflow and what they show; none where its server does not run."""
     url = session.settings.mlflow_url
     if url is None:
@@ -133,7 +124,7 @@ def _pages(session: "FlowSession", version: Version) -> dict[str, tuple[str, str
     }
 
 
-def _page(session: "FlowSession", outcome: Outcome) -> str:
+def _page(session: FlowSession, outcome: Outcome) -> str:
     """What became of the model, on one page: the verdict, where to look, the table."""
     version = outcome.version
     aliases = " and ".join(sorted(version.aliases)) or "neither champion nor challenger"
@@ -150,7 +141,7 @@ def _page(session: "FlowSession", outcome: Outcome) -> str:
 
 
 def _log_to_mlflow(
-    session: "FlowSession", outcome: Outcome, report: Path, metrics: dict[str, Any]
+    session: FlowSession, outcome: Outcome, report: Path, metrics: dict[str, Any]
 ) -> None:
     run, timings = session.run, session.timings()
     router = timings["stages"].get("router", 0.0)
@@ -179,7 +170,7 @@ def _log_to_mlflow(
     run.describe(f"{(report / 'table.md').read_text()}\n`{version}`: {outcome.decision}")
 
 
-def _datasets(session: "FlowSession") -> list[DatasetRecord]:
+def _datasets(session: FlowSession) -> list[DatasetRecord]:
     records = []
     for domain in session.recipe.domains:
         manifest = json.loads(

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flows.pages.model import SUMMARY
 from infra import settings as environment
 from infra.recipe.names import masked
 from infra.recipe.schema import Recipe
@@ -18,6 +17,8 @@ from tasks.engine.workspace import Workspace
 from tasks.recipes import load_recipe
 from upcycle_core.errors import Fault, InputError
 
+SUMMARY = "summary.txt"
+"""What a flow leaves in its workspace for its command to print."""
 SERVER_SECONDS = 30
 
 

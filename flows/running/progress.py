@@ -1,6 +1,7 @@
 """How far stages are: Prefect artifacts that fill up while pieces run."""
 
 import logging
+import re
 from typing import cast
 from uuid import UUID
 
@@ -8,9 +9,12 @@ from prefect.artifacts import create_progress_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
-from flows.pages.model import key_of
-
 _logger = logging.getLogger(__name__)
+
+
+def key_of(name: str) -> str:
+    """``name`` as Prefect wants the key of an artifact: lower-case letters, digits, dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 class ProgressArtifacts:

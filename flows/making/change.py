@@ -12,7 +12,8 @@ from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
 
-from flows.pages.model import SUMMARY, key_of
+from flows.running.command_line import SUMMARY
+from flows.running.progress import key_of
 from flows.running.session import FlowSession
 from infra.durable import write_atomically
 from tasks.engine.workspace import Workspace, fingerprint

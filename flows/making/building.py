@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from flows.pages.model import SUMMARY, publish_artifacts, summary
+from flows.pages.model import publish_artifacts, summary
 from flows.pages.tasks import publish_tasks
+from flows.running.command_line import SUMMARY
 from flows.running.session import FlowSession
 from tasks.release.champion import standing_champion
 from tasks.release.register import register
