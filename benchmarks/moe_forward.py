@@ -22,7 +22,7 @@ from benchmarks.common import (
     print_table,
     seconds_of,
 )
-from upcycle_core.moe.inspect import choose_experts_implementation
+from upcycle_core.checkpoints.load import choose_experts_implementation
 
 SHAPE = {
     "vocab_size": 2048,

@@ -37,7 +37,7 @@ from benchmarks.common import (
     print_table,
 )
 from benchmarks.training_run import Way, make_models, run
-from upcycle_core.moe.inspect import choose_experts_implementation
+from upcycle_core.checkpoints.load import choose_experts_implementation
 
 SHAPE = {
     "hidden_size": 256,

@@ -8,8 +8,8 @@ import torch
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, RECOMPUTED, Family
 from upcycle_core.architectures.resolve import stock_faults
-from upcycle_core.backbone.tokens import read_vocabulary
 from upcycle_core.checkpoints.reader import CheckpointReader, chunks, first_non_finite
+from upcycle_core.checkpoints.vocabulary import read_vocabulary
 from upcycle_core.errors import Fault, InputError
 
 # What must be equal, and the word for it. The rest (special tokens, dropout, cache) may differ.

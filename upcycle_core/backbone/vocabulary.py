@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upcycle_core.backbone.tokens import (
+from upcycle_core.backbone.weights import checked_weights
+from upcycle_core.checkpoints.reader import CHUNK
+from upcycle_core.checkpoints.vocabulary import (
     Key,
     Vocabulary,
     read_vocabulary,
     rule_faults,
     spell,
 )
-from upcycle_core.backbone.weights import checked_weights
-from upcycle_core.checkpoints.reader import CHUNK
 from upcycle_core.checkpoints.writer import sync_directory, write_json, write_text
 from upcycle_core.errors import Fault, InputError, raise_faults
 

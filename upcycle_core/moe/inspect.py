@@ -6,7 +6,7 @@ H hidden size, D experts, L layers, T tokens, k experts a token.
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,31 +14,7 @@ from transformers import PreTrainedModel
 
 from upcycle_core.errors import Fault, InputError, raise_faults
 
-_FASTEST: Mapping[tuple[str, str], Literal["eager", "grouped_mm"]] = {
-    ("cpu", "fp32"): "eager",
-    ("cpu", "bf16"): "eager",
-}
 RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def choose_experts_implementation(
-    device: str | torch.device, precision: Literal["fp32", "bf16"], *, training: bool = False
-) -> Literal["eager", "grouped_mm"]:
-    """The fastest way transformers has to run experts here.
-
-    Forward on a CPU ``eager`` wins (``benchmarks.moe_forward``): by a few percent in fp32, twofold
-    under bf16 autocast, where ``grouped_mm`` casts its input to the type of the weights and
-    multiplies in fp32. In training ``grouped_mm`` wins in both, and holds half the memory under
-    bf16 (``benchmarks.training_step``). A GPU has a kernel for it.
-
-    Args:
-        device: Where the model runs (``cpu``, ``cuda:0``).
-        precision: Arithmetic of the forward pass; bf16 is autocast or bf16 weights.
-        training: Whether there is a backward pass.
-    """
-    if training:
-        return "grouped_mm"
-    return _FASTEST.get((torch.device(device).type, precision), "grouped_mm")
 
 
 def routers_of(model: nn.Module) -> list[Any]:

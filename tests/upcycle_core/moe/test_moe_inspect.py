@@ -4,10 +4,9 @@ import torch
 from tests.pico import save_pico
 from tests.upcycle_core.moe.joined import join
 from upcycle_core.checkpoints import load
-from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.checkpoints.load import choose_experts_implementation, load_causal_lm
 from upcycle_core.errors import InputError
 from upcycle_core.moe.inspect import (
-    choose_experts_implementation,
     force_expert,
     record_routing,
     routers_of,
