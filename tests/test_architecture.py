@@ -1,6 +1,9 @@
 """The rules of the house: who may import whom, and how large things may grow."""
 
 import ast
+from collections import defaultdict
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = sorted((ROOT / "upcycle_core").rglob("*.py"))
 PACKAGES = ("upcycle_core", "tasks", "flows", "infra", "benchmarks")
 SOURCES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+KNOWN = frozenset(SOURCES)
 PAPERS = ("dume", "symphony", "ders", "simoe")
 ALLOWED = {
     "upcycle_core": {"upcycle_core"},
@@ -38,6 +42,8 @@ COPIED = {
     for paper in ("ders", "simoe")
     for file in (ROOT / "upcycle_core" / paper / "model").glob(f"*_{paper}.py")
 }
+# Folders whose own folders are rooms.
+FLOORS = ("flows", "infra", "tasks", "upcycle_core", "upcycle_core/evaluation")
 LINES = 400
 FUNCTION_LINES = 60
 
@@ -46,10 +52,15 @@ def name_of(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
 
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def imports(file: Path) -> set[str]:
     """Dotted names of every module that ``file`` imports, at the top or inside functions."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -59,6 +70,31 @@ def imports(file: Path) -> set[str]:
             assert node.level == 0, f"{file}: relative import"
             found.add(node.module)
     return found
+
+
+@cache
+def imported_files(file: Path) -> dict[str, int]:
+    """Files of ours that ``file`` imports, and where: inside functions and for type checkers too.
+
+    A package that is imported for a module of it does not count: it holds its modules.
+    """
+    places: dict[str, int] = {}
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Import):
+            candidates = [(ROOT / alias.name.replace(".", "/"), None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = file.parents[node.level - 1] if node.level else ROOT
+            module = start / (node.module or "").replace(".", "/")
+            candidates = [(module / alias.name, module) for alias in node.names]
+        else:
+            continue
+        for paths in candidates:
+            modules = [path.with_suffix(".py") for path in paths if path is not None]
+            modules += [path / "__init__.py" for path in paths if path is not None]
+            target = next((path for path in modules if path in KNOWN and path != file), None)
+            if target is not None:
+                places.setdefault(name_of(target), node.lineno)
+    return places
 
 
 def roots(file: Path) -> set[str]:
@@ -72,6 +108,32 @@ def test_imports_run_one_way(package):
         assert not foreign, f"{name_of(file)} imports {foreign}"
 
 
+def test_no_circle_of_files():
+    try:
+        TopologicalSorter({name_of(f): set(imported_files(f)) for f in SOURCES}).prepare()
+    except CycleError as error:
+        circle = error.args[1][::-1]
+        pytest.fail(f"a circle of imports: {' -> '.join(circle)}", pytrace=False)
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_no_two_rooms_point_at_each_other(floor):
+    arrows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for file in SOURCES:
+        for target, line in imported_files(file).items():
+            rooms = (room_of(name_of(file), floor), room_of(target, floor))
+            if None not in rooms and rooms[0] != rooms[1]:
+                arrows[rooms].append(f"{name_of(file)}:{line} imports {target}")
+    both_ways = [
+        line
+        for (here, there), lines in sorted(arrows.items())
+        if (there, here) in arrows
+        for line in (f"{floor}/{here} points at {floor}/{there} and back:", *lines)
+    ]
+    if both_ways:
+        pytest.fail("\n".join(both_ways), pytrace=False)
+
+
 @pytest.mark.parametrize("module", sorted(ONLY_IN))
 def test_each_service_is_imported_in_one_place(module):
     users = {
@@ -80,6 +142,12 @@ def test_each_service_is_imported_in_one_place(module):
         if module in roots(file) and not name_of(file).startswith("benchmarks")
     }
     assert users <= ONLY_IN[module]
+
+
+def room_of(name: str, floor: str) -> str | None:
+    """The direct folder of ``floor`` that a file lies in, if it lies in one."""
+    inside, _, file = name.removeprefix(f"{floor}/").partition("/")
+    return inside if name.startswith(f"{floor}/") and file else None
 
 
 def reads_environment(node: ast.AST) -> bool:
@@ -96,7 +164,7 @@ def test_library_knows_no_service_and_no_environment():
         assert not roots(file) & LIBRARY_NEVER - allowed, name_of(file)
         calls = [
             node
-            for node in ast.walk(ast.parse(file.read_text()))
+            for node in ast.walk(tree_of(file))
             if (isinstance(node, ast.Name) and node.id == "print") or reads_environment(node)
         ]
         assert not calls, f"{name_of(file)}:{calls[0].lineno}"
@@ -104,7 +172,7 @@ def test_library_knows_no_service_and_no_environment():
 
 def test_only_settings_read_the_environment():
     for file in SOURCES:
-        readers = [n for n in ast.walk(ast.parse(file.read_text())) if reads_environment(n)]
+        readers = [n for n in ast.walk(tree_of(file)) if reads_environment(n)]
         allowed = name_of(file) == "infra/settings.py" or name_of(file).startswith("benchmarks")
         assert allowed or not readers, name_of(file)
 
@@ -119,9 +187,8 @@ def test_papers_do_not_import_each_other():
 
 def test_files_and_functions_stay_small():
     for file in SOURCES:
-        text = file.read_text()
-        assert len(text.splitlines()) <= LINES, name_of(file)
-        for node in ast.walk(ast.parse(text)):
+        assert len(file.read_text().splitlines()) <= LINES, name_of(file)
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = node.end_lineno - node.lineno + 1
                 assert length <= FUNCTION_LINES, f"{name_of(file)}:{node.lineno} {node.name}"
