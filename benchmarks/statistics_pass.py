@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.common import alternate, median, median_ratio, print_result, print_table, seconds_of
+from upcycle_core.checkpoints.load import DTYPES
 from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.shards import write_split
-from upcycle_core.dume.collect import DTYPES, PAD_ID, collect
+from upcycle_core.dume.collect import collect
 from upcycle_core.dume.layout import Layout
 from upcycle_core.progress import Silent
 
@@ -81,7 +82,7 @@ def batches(folder: Path, ragged: bool, batch_size: int) -> list[Batch]:
         write_split(folder, texts, eos_id=0, vocabulary_size=VOCABULARY)
     corpus = TokenCorpus(folder)
     pieces = paragraphs(corpus, sequence_length=LENGTH)
-    return list(paragraph_batches(corpus, pieces, batch_size, PAD_ID, folds=2))
+    return list(paragraph_batches(corpus, pieces, batch_size, folds=2))
 
 
 def measure(

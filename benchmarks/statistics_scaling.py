@@ -31,7 +31,6 @@ from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs, shard_of
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.shards import write_split
-from upcycle_core.dume.collect import PAD_ID
 from upcycle_core.dume.config import StatisticsConfig
 
 SHARDS = 8
@@ -150,7 +149,7 @@ def shard_batches(split: Path, shard: int) -> list[Batch]:
     """What the statistics pass forwards for a shard."""
     corpus = TokenCorpus(split)
     pieces = shard_of(paragraphs(corpus, sequence_length=LENGTH), shard, SHARDS)
-    return list(paragraph_batches(corpus, pieces, CONFIG.batch_size, PAD_ID, folds=CONFIG.folds))
+    return list(paragraph_batches(corpus, pieces, CONFIG.batch_size, folds=CONFIG.folds))
 
 
 def report(seconds: Mapping[str, list[float]], count: int) -> None:

@@ -19,7 +19,7 @@ from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.perplexity import score_of, scored_paragraphs, token_losses
-from upcycle_core.evaluation.text.pieces import PAD_ID, Scores, load_scored
+from upcycle_core.evaluation.text.pieces import Scores, load_scored
 from upcycle_core.progress import Progress
 
 PRIOR_PARAGRAPHS = 100
@@ -146,7 +146,6 @@ class _Text:
             self.corpus,
             self.pieces,
             config=config,
-            pad_id=PAD_ID,
             progress=progress,
             what=what,
         ):

@@ -11,6 +11,12 @@ from transformers.utils import logging
 
 from upcycle_core.errors import Fault, raise_faults
 
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp64": torch.float64,
+}
+"""Types of weights by the precisions that recipes name."""
 _FASTEST: Mapping[tuple[str, str], Literal["eager", "grouped_mm"]] = {
     ("cpu", "fp32"): "eager",
     ("cpu", "bf16"): "eager",

@@ -13,7 +13,7 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-DTYPES = {
+FLOAT_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -68,7 +68,7 @@ class CheckpointReader:
     ) -> None:
         self.directory = Path(directory)
         self.field = field
-        self._dtypes = DTYPES | INTEGER_DTYPES if integers else DTYPES
+        self._dtypes = FLOAT_DTYPES | INTEGER_DTYPES if integers else FLOAT_DTYPES
         self.config, faults = _read_config(self.directory, field)
         self._files: dict[str, safe_open] = {}
         found = {}

@@ -10,9 +10,9 @@ from typing import BinaryIO
 
 import torch
 
-from upcycle_core.checkpoints.reader import DTYPES, INDEX_FILE, INTEGER_DTYPES, SINGLE_FILE
+from upcycle_core.checkpoints.reader import FLOAT_DTYPES, INDEX_FILE, INTEGER_DTYPES, SINGLE_FILE
 
-DTYPE_NAMES = {dtype: name for name, dtype in (DTYPES | INTEGER_DTYPES).items()}
+DTYPE_NAMES = {dtype: name for name, dtype in (FLOAT_DTYPES | INTEGER_DTYPES).items()}
 # The safetensors format aligns the first tensor by padding the header with spaces.
 ALIGNMENT = 8
 

@@ -18,6 +18,8 @@ from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.seeded import permutation
 from upcycle_core.errors import Fault, raise_faults
 
+PAD_ID = 0
+"""Stands right of shorter texts. Any token does: nothing sees it there, and it is not counted."""
 SHORTEST_PARAGRAPH = 8
 """Tokens. A shorter rest of a document is left out: its states have next to no context."""
 
@@ -268,7 +270,12 @@ class Batch:
 
 
 def paragraph_batches(
-    corpus: TokenCorpus, pieces: Paragraphs, batch_size: int, pad_id: int, *, folds: int = 1
+    corpus: TokenCorpus,
+    pieces: Paragraphs,
+    batch_size: int,
+    pad_id: int = PAD_ID,
+    *,
+    folds: int = 1,
 ) -> Iterator[Batch]:
     """Batches of similar length, long ones first, each within one fold.
 

@@ -20,10 +20,6 @@ from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.dume.layout import Layout
 from upcycle_core.progress import Progress
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-# any token does: padding is never counted, and on the right nothing sees it
-PAD_ID = 0
-
 
 class Counted(NamedTuple):
     """Which tokens of a batch are counted where."""
@@ -71,7 +67,7 @@ def collect_shard(
     )
     pieces = shard_of(everything, shard, config.shards)
     progress.start(what, pieces.tokens, "tokens")
-    batches = paragraph_batches(tokens, pieces, config.batch_size, PAD_ID, folds=config.folds)
+    batches = paragraph_batches(tokens, pieces, config.batch_size, folds=config.folds)
     return layout, collect(model, batches, layout, device=model.device, progress=progress)
 
 

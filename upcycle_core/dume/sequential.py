@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from upcycle_core.checkpoints.load import load_causal_lm
-from upcycle_core.dume.collect import DTYPES, collect_shard
+from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
+from upcycle_core.dume.collect import collect_shard
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.dume.statistics import save_statistics
 from upcycle_core.errors import Fault, InputError

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from upcycle_core.activations.moments import PARTS, Moments
 from upcycle_core.backbone.stitch import load_stitched
+from upcycle_core.checkpoints.load import DTYPES
 from upcycle_core.checkpoints.tensor_file import read_header, save_atomically
-from upcycle_core.dume.collect import DTYPES, collect_shard
+from upcycle_core.dume.collect import collect_shard
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.dume.layout import Layout
 from upcycle_core.errors import Fault, InputError

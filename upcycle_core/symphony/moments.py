@@ -26,7 +26,7 @@ from upcycle_core.activations.pairs import (
 )
 from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.residual import unit_rows
-from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tensor_file import save_atomically
 from upcycle_core.errors import Fault, InputError
@@ -37,7 +37,6 @@ from upcycle_core.symphony.texts import paired_texts
 KIND = "cross-moments"
 RESIDUAL = "residual"
 KINDS = (RESIDUAL, "heads", "neurons")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def layer_groups(layers_total: int, per_group: int) -> list[tuple[int, ...]]:

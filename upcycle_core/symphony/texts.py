@@ -17,12 +17,10 @@ from transformers import AutoTokenizer
 
 from upcycle_core.activations.pairs import PairedBatch
 from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
+from upcycle_core.corpora.batches import PAD_ID
 from upcycle_core.corpora.reader import read_documents
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.symphony.config import CalibrationConfig
-
-# Any token does: padding is never counted, and on the right nothing sees it.
-PAD_ID = 0
 
 
 class Window(NamedTuple):

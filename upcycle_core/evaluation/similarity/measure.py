@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
 from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -20,8 +18,6 @@ from upcycle_core.evaluation.similarity.collect import (
 )
 from upcycle_core.evaluation.similarity.config import Representation, SimilarityConfig
 from upcycle_core.progress import Progress, Silent
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +62,7 @@ def split_batches(corpora: Sequence[Path], config: SimilarityConfig) -> Iterator
     return (
         batch
         for corpus, pieces in cut
-        for batch in paragraph_batches(corpus, pieces, config.batch_size, pad_id=0)
+        for batch in paragraph_batches(corpus, pieces, config.batch_size)
     )
 
 
@@ -102,7 +98,7 @@ def moe_similarity(
     progress = progress or Silent()
     tokens = sum(pieces.tokens for _, pieces in _cut(corpora, config))
     progress.start("expert similarity", tokens, "tokens")
-    loaded = load_causal_lm(checkpoint, dtype=_DTYPES[config.precision], device=device)
+    loaded = load_causal_lm(checkpoint, dtype=DTYPES[config.precision], device=device)
     model: Any = loaded.base_model
     with_experts = [
         layer
@@ -157,7 +153,7 @@ def dense_similarity(
         InputError: Models of different shapes, an unknown layer, no text, or features that are not
             finite.
     """
-    dtype = _DTYPES[config.precision]
+    dtype = DTYPES[config.precision]
     models: list[Any] = [
         load_causal_lm(path, dtype=dtype, device=device).base_model for path in checkpoints.values()
     ]

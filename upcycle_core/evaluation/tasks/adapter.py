@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer, set_seed
 
-from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.evaluation.tasks.config import TaskEvaluationConfig
 from upcycle_core.evaluation.tasks.items import Item
@@ -28,8 +27,6 @@ from upcycle_core.evaluation.tasks.samples import (
 from upcycle_core.evaluation.tasks.score import TaskScore
 from upcycle_core.evaluation.tasks.tasks import HarnessTask
 from upcycle_core.progress import Progress, Silent
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def evaluate_tasks(

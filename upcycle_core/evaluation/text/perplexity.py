@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from upcycle_core.corpora.batches import Batch, Paragraphs, paragraph_batches, paragraphs
+from upcycle_core.corpora.batches import PAD_ID, Batch, Paragraphs, paragraph_batches, paragraphs
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.text.config import EvaluationConfig
@@ -28,7 +28,7 @@ def score_model(
     corpus: TokenCorpus,
     *,
     config: EvaluationConfig,
-    pad_id: int,
+    pad_id: int = PAD_ID,
     progress: Progress | None = None,
     what: str = "evaluating",
 ) -> Score:
@@ -76,7 +76,7 @@ def token_losses(
     pieces: Paragraphs,
     *,
     config: EvaluationConfig,
-    pad_id: int,
+    pad_id: int = PAD_ID,
     progress: Progress | None = None,
     what: str = "evaluating",
 ) -> Iterator[tuple[Batch, Tensor]]:

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from upcycle_core.backbone.stitch import load_stitched
-from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
 from upcycle_core.corpora.reader import TokenCorpus, read_documents
 from upcycle_core.corpora.shards import encoded, write_split
 from upcycle_core.evaluation.text.config import EvaluationConfig
@@ -30,9 +30,6 @@ from upcycle_core.progress import Progress
 
 Scores = dict[str, dict[str, float]]
 """{domain: what ``Score.to_dict`` gives}"""
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PAD_ID = 0  # any token does: padding is not scored, and on the right nothing sees it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +99,7 @@ def evaluate_stitched(
     Raises:
         InputError: A checkpoint or a corpus cannot be used.
     """
-    model = load_stitched(backbone, expert, dtype=_DTYPES[config.precision], device=device)
+    model = load_stitched(backbone, expert, dtype=DTYPES[config.precision], device=device)
     return _evaluate(model, corpora, config, progress)
 
 
@@ -239,7 +236,7 @@ def load_scored(directory: Path, config: EvaluationConfig, device: str) -> PreTr
     Raises:
         InputError: It cannot be loaded, or it does something to its logits that scoring leaves out.
     """
-    model = load_causal_lm(directory, dtype=_DTYPES[config.precision], device=device)
+    model = load_causal_lm(directory, dtype=DTYPES[config.precision], device=device)
     check_plain_head(model)
     return model
 
@@ -256,7 +253,6 @@ def _evaluate(
             model,
             TokenCorpus(corpus),
             config=config,
-            pad_id=PAD_ID,
             progress=progress,
             what=f"evaluating {what}{domain}",
         ).to_dict()
