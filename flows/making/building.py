@@ -8,8 +8,8 @@ from flows.running.command_line import SUMMARY
 from flows.running.session import FlowSession
 from tasks.release.champion import standing_champion
 from tasks.release.register import register
+from tasks.release.task_table import task_table
 from tasks.release.versions import Outcome
-from tasks.scoring.task_table import task_table
 
 
 def publish(session: FlowSession, models: Sequence[str]) -> Outcome:

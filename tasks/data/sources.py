@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from infra.recipe.schema import Recipe
+from tasks.data.segmentation import segmentation_faults
 from tasks.data.task_files import task_fingerprint, task_set_faults
 from tasks.engine.artifacts import INSTRUCTIONS, SEED
 from tasks.engine.stage import StageRun, stage
-from tasks.symphony.segmentation import segmentation_faults
 from upcycle_core.architectures.compare import compare_experts, compare_strangers
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.checkpoints.hashing import tree_digest

@@ -1,10 +1,10 @@
 """What the function of a stage sees: the recipe at work, its inputs, and Ray for its pieces."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from infra.cluster.compute import Done, Piece, progress_file, run_pieces
 from infra.recipe.resources import Resources
@@ -14,8 +14,20 @@ from tasks.engine.remembered import Remembered
 from tasks.engine.reporting import PieceWatch, Recorder, Show
 from tasks.engine.workspace import Workspace, enclosing, take
 
-if TYPE_CHECKING:
-    from tasks.engine.stage import Stage
+
+class Declared(Protocol):
+    """What a run knows of its stage."""
+
+    @property
+    def name(self) -> str:
+        """As in dvc.yaml."""
+
+    @property
+    def inputs(self) -> Callable[[Recipe, str], Iterable[str]]:
+        """What it reads, below the workspace."""
+
+    def label(self, item: str) -> str:
+        """Its name with its item."""
 
 
 @dataclass
@@ -58,7 +70,7 @@ class StageRun:
     def __init__(
         self,
         session: Session,
-        stage: "Stage",
+        stage: Declared,
         item: str,
         *,
         out: Path,

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from infra.cluster.compute import Piece
+from tasks.data.segmentation import union_of
 from tasks.dume.statistics import statistics_piece
 from tasks.engine.artifacts import ALIGNMENT
 from tasks.engine.stage import StageRun
 from tasks.symphony.pairs import groups_of, moment_files, strangers_of
-from tasks.symphony.segmentation import union_of
 from tasks.symphony.vocabulary import union_arguments
 from upcycle_core.backbone.residual import residual_map
 from upcycle_core.checkpoints.reader import CheckpointReader

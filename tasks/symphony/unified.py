@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infra.cluster.compute import Piece
+from tasks.data.segmentation import union_of
 from tasks.engine.stage import StageRun, each, stage
-from tasks.symphony.segmentation import union_of
 from tasks.symphony.vocabulary import union_arguments
 from upcycle_core.progress import Progress
 from upcycle_core.symphony.config import MergeConfig

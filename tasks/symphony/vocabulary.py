@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from tasks.data.segmentation import union_of
 from tasks.engine.stage import StageRun, each, stage
-from tasks.symphony.segmentation import union_of
 from upcycle_core.backbone.vocabulary import write_union_tokenizer
 from upcycle_core.progress import Progress
 
