@@ -5,10 +5,10 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from infra.recipe.budget import budget_faults, with_budget
 from infra.recipe.checks import faults
@@ -17,6 +17,7 @@ from infra.recipe.schema import ADAPTER, Recipe, resolve, with_method
 from infra.recipe.strict_yaml import read_yaml
 from upcycle_core.errors import Fault, InputError, raise_faults
 
+Section = TypeVar("Section")
 ADDABLE = ("baselines", "tasks", "compression")
 """What files beside a recipe add to it."""
 
@@ -104,6 +105,27 @@ def _add(values: dict[str, Any], file: Path) -> None:
             Fault(f"{key}.{name}", str(file), "is there already; rename one") for name in twice
         )
         own |= entries
+
+
+def settings_of(recipe: Recipe, kind: type[Section]) -> Section:
+    """A recipe's ``settings`` as the config class of its method.
+
+    Raises:
+        InputError: Unknown keys, and values of another kind or out of bounds.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(dict(recipe.settings))
+    except ValidationError as error:
+        known = [f.name for f in fields(kind)] if is_dataclass(kind) else []
+        raise_faults(
+            Fault(
+                ".".join(["settings", *map(str, problem["loc"])]),
+                masked(problem["input"]),
+                f"{problem['msg']}; the settings are {known}",
+            )
+            for problem in error.errors()
+        )
+        raise
 
 
 def _faults_beside(values: object, error: ValidationError, checks: Checks) -> list[Fault]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -295,9 +295,23 @@ def resolve(recipe: Recipe) -> dict[str, Any]:
 
 
 def recipe_yaml(recipe: Recipe, keys: Sequence[str] | None = None) -> str:
-    """The resolved recipe as YAML text; all of it, or some top-level ``keys``."""
-    values = {k: v for k, v in resolve(recipe).items() if keys is None or k in keys}
+    """The resolved recipe as YAML text; all of it, or what stands at some dotted ``keys``."""
+    values = resolve(recipe)
+    if keys is not None:
+        values = _chosen(values, {tuple(key.split(".")) for key in keys})
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _chosen(values: Mapping[str, Any], keys: Collection[tuple[str, ...]]) -> dict[str, Any]:
+    """What stands at ``keys`` in nested ``values``, in the order of ``values``."""
+    chosen: dict[str, Any] = {}
+    for name, value in values.items():
+        below = {key[1:] for key in keys if key[0] == name}
+        if () in below:
+            chosen[name] = value
+        elif below:
+            chosen[name] = _chosen(value, below)
+    return chosen
 
 
 def recipe_digest(recipe: Recipe) -> str:

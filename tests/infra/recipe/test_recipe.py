@@ -9,7 +9,7 @@ import pytest
 import yaml
 from texts import pico_recipe, save_recipe
 
-from infra.recipe.schema import Recipe, recipe_digest, resolve
+from infra.recipe.schema import Recipe, recipe_digest, recipe_yaml, resolve
 from tasks.recipes import load_recipe, validate
 from upcycle_core.config import RULES
 from upcycle_core.errors import InputError
@@ -368,3 +368,15 @@ def test_a_gate_needs_the_models_that_its_figure_is_made_from():
     changes = ["registry.gate.metric=task_average", "task_evaluation.models=[dume, expert_python]"]
     with pytest.raises(InputError, match=r"needs \['expert_cpp', 'expert_documentation'"):
         load_recipe(Path("recipes/demo.yaml"), changes, added=[Path("recipes/tasks.yaml")])
+
+
+def test_a_card_quotes_what_stands_at_its_keys():
+    recipe = load_recipe(Path("recipes") / "demo.yaml")
+    keys = ["name", "domains.python.train", "domains.cpp.train", "moe"]
+    values = yaml.safe_load(recipe_yaml(recipe, keys))
+    whole = resolve(recipe)
+    assert list(values) == ["name", "domains", "moe"]
+    assert values["moe"] == whole["moe"]
+    assert values["domains"] == {
+        name: {"train": whole["domains"][name]["train"]} for name in ("cpp", "python")
+    }

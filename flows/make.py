@@ -1,0 +1,53 @@
+"""Any method end to end: a recipe in, its model and report made, judged and registered.
+
+``python -m flows.make RECIPE [FILES ...] [--set dotted.key=value ...]``
+
+The recipe's ``method`` says how its model is made. Methods with more to say on the command line have
+flows of their own: ``flows.dume``, ``flows.symphony``, ``flows.simoe``.
+"""
+
+import sys
+
+from prefect import flow
+
+from flows.making.building import publish
+from flows.running.command_line import SUMMARY, command, free_workspace, load, rows_parser
+from flows.running.session import THREADS, open_session
+from infra import settings as environment
+from infra.recipe.schema import Recipe, resolve
+from tasks.data.sources import check
+from tasks.methods import stages_of
+from tasks.recipes import validate
+
+
+@flow(name="make", task_runner=THREADS)
+def make(recipe: Recipe) -> str:
+    """Make the recipe's model by its method, and register it in MLflow.
+
+    Args:
+        recipe: What to make.
+
+    Returns:
+        The registered version, ``models:/NAME/NUMBER``.
+    """
+    recipe = validate(resolve(recipe))
+    with open_session("make", recipe) as session:
+        for stage in stages_of(recipe):
+            session.ensure(stage)
+        session.finish()
+        outcome = publish(session, recipe.scored_models)
+    return outcome.version.reference
+
+
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Run the flow on recipe files."""
+    recipe = load(rows_parser("flows.make", __doc__).parse_args(arguments))
+    check(recipe, environment.configure().home / "models")
+    workspace = free_workspace(recipe).root
+    make(recipe)
+    print((workspace / SUMMARY).read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
