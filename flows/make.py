@@ -2,8 +2,8 @@
 
 ``python -m flows.make RECIPE [FILES ...] [--set dotted.key=value ...]``
 
-The recipe's ``method`` says how its model is made. Methods with more to say on the command line have
-flows of their own: ``flows.dume``, ``flows.symphony``, ``flows.simoe``.
+The recipe's ``method`` says how its model is made. Methods with more to say on their command line
+have flows of their own: ``flows.dume``, ``flows.symphony``, ``flows.simoe``.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""docs/adding-a-method.md, done as it is written: a new method lives after the files that it names."""
+"""docs/adding-a-method.md, done as it is written: the new method lives after the files it names."""
 
 import json
 import os
