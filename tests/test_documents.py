@@ -1,15 +1,47 @@
-"""What people read: links lead somewhere, and results have their numbers."""
+"""What people read: links lead somewhere, commands exist, recipes load, numbers are the code's."""
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
+from transformers import MistralConfig
+
+from infra.recipe.reading import load_recipe
+from upcycle_core.activations.moments import triangle_size
+from upcycle_core.architectures.families import family_of
+from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.layout import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 RESULTS = ROOT / "docs" / "results"
+README_BYTES = 12_288
+CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
+FOLDERS = "upcycle_core|tasks|flows|infra|tests|benchmarks|recipes|docs"
+OWN_PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*-]*")
+MODULE = re.compile(r"python -m ((?:flows|tasks|infra|benchmarks)\b[\w.]*)((?:[^`\n\\]|\\\n)*)")
+FLAG = re.compile(r"(?<!\S)--[a-z-]+")
+TARGET = re.compile(r"(?:^|[`$&] ?|=\S+ )make ([a-z-]+)", re.MULTILINE)
+RECIPE = re.compile(r"^```yaml\n(name: .*?)^```$", re.DOTALL | re.MULTILINE)
+RECIPES = [
+    (document, text) for document in DOCUMENTS for text in RECIPE.findall(document.read_text())
+]
+
+
+MADE = re.compile(r"^`((?:\w+/)+\w+\.\w+)`:$", re.MULTILINE)
+"""Files whose text a page gives."""
+
+
+def name_of(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+def code_of(document: Path) -> list[str]:
+    """What a document sets as code: blocks, and words between backticks."""
+    return CODE.findall(document.read_text())
 
 
 def anchors(document: Path) -> set[str]:
@@ -18,7 +50,7 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_lead_somewhere(document):
     for link in LINK.findall(document.read_text()):
         if link.startswith(("http://", "https://")):
@@ -27,6 +59,89 @@ def test_links_lead_somewhere(document):
         target = (document.parent / name).resolve() if name else document
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_readme_is_a_short_door():
+    assert len((ROOT / "README.md").read_bytes()) <= README_BYTES
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_paths_exist(document):
+    """Words in capitals stand for names, ``*`` for any; a page may have one make its own files."""
+    made = tuple(MADE.findall(document.read_text()))
+    for code in code_of(document):
+        for path in OWN_PATH.findall(code):
+            if path.startswith(made):
+                continue
+            pattern = re.sub(r"\b[A-Z]{2,}\b", "*", path.rstrip("./"))
+            assert any(ROOT.glob(pattern)), path
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_commands_exist(document):
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    shared = (ROOT / "flows" / "running" / "command_line.py").read_text()
+    for code in code_of(document):
+        for target in TARGET.findall(code):
+            assert target in targets, f"make {target}"
+        for module, arguments in MODULE.findall(code):
+            path = ROOT / module.rstrip(".").replace(".", "/")
+            files = (path.with_suffix(".py"), path / "__main__.py", path / "servers.py")
+            source = "".join(file.read_text() for file in files if file.exists())
+            assert source, f"python -m {module}"
+            for flag in FLAG.findall(arguments):
+                assert f'"{flag}"' in source + shared, f"python -m {module} {flag}"
+
+
+@pytest.mark.parametrize(("document", "text"), RECIPES, ids=[name_of(d) for d, _ in RECIPES])
+def test_recipes_are_read(document, text, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    assert load_recipe(recipe).name == text.split()[1]
+
+
+def test_readme_shows_a_recipe_of_ready_experts():
+    assert ROOT / "README.md" in dict(RECIPES)
+
+
+def test_every_result_is_listed():
+    listed = (RESULTS / "README.md").read_text()
+    links = {(RESULTS / link.partition("#")[0]).resolve() for link in LINK.findall(listed)}
+    pages = {page.resolve() for page in RESULTS.rglob("*.md")} - {RESULTS / "README.md"}
+    assert not {name_of(page) for page in pages - links}
+
+
+def test_what_three_models_cost_is_what_the_code_makes():
+    """Sizes in docs/dume.md, "What it costs", in GB: bf16 weights, fp64 sums of four folds."""
+    config = MistralConfig(num_key_value_heads=8, head_dim=128, vocab_size=32768).to_dict()
+    family, experts, gigabyte = family_of(config), 3, 1e9
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    dense = sum(map(math.prod, family.tensors(config).values()))
+    backbone = sum(map(math.prod, family.tensors(config, ffn=False).values()))
+    moe = backbone + experts * (dense - backbone) + layers * hidden * experts
+    layout = Layout(hidden, tuple(range(layers)), StatisticsConfig().folds)
+    index = 8 * layers * triangle_size(hidden)
+    sums = layout.cell_count * index
+    headless = dense - config["vocab_size"] * hidden
+    made = 2 * (experts * dense + backbone + moe) + experts * sums
+    rows = {
+        "experts, copied": [2 * experts * dense],
+        "backbone |": [2 * backbone],
+        "statistics |": [experts * sums],
+        "MoE (18.5 billion": [2 * moe],
+        "the workspace, sum": [made],
+        "one shard of statistics": [2 * headless + sums + index, 4 * headless + sums + index],
+        "adding up the shards": [experts * (sums + index)] * 2,
+        "evaluating the MoE": [2 * moe, 4 * moe],
+    }
+    text = (ROOT / "docs" / "dume.md").read_text()
+    for start, sizes in rows.items():
+        [row] = re.findall(rf"^\| {re.escape(start)}.*$", text, re.MULTILINE)
+        printed = re.findall(r"([\d.]+) GB", row)
+        assert printed == [f"{size / gigabyte:.1f}" for size in sizes]
+    readme = (ROOT / "README.md").read_text()
+    total = (2 * made + 2 * moe) / gigabyte
+    assert f"{total:.0f} GB: workspace {made / gigabyte:.0f}" in readme
 
 
 def test_the_table_of_simoe_has_the_numbers_of_its_files():
