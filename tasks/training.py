@@ -1,7 +1,8 @@
-"""Training a checkpoint on all domains, and what it came to: for baselines and joined models."""
+"""The one piece that trains, whatever is trained on what, and what a training came to."""
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,12 +12,13 @@ from tasks.engine.artifacts import SUMMARY, TRAINING
 from tasks.engine.stage_run import StageRun
 from tasks.engine.workspace import take
 from upcycle_core.corpora.batches import PackedSequences, packed_sequences
+from upcycle_core.corpora.instructions import InstructionRows
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.moe.size import parameter_counts
 from upcycle_core.progress import Progress
 from upcycle_core.training.config import MoEObjective, TrainingConfig
 from upcycle_core.training.pictures import write_load
-from upcycle_core.training.trainer import TrainingResult, train
+from upcycle_core.training.trainer import train
 
 VALIDATION_ROWS = 64
 """Sequences of calibration text that ``evaluation_steps`` measures the loss on."""
@@ -45,17 +47,20 @@ def train_from(
         kind: Of the resources.
     """
     weights = {} if objective is None else objective.domain_weights
-    splits = ["train"] if training.evaluation_steps is None else ["train", "calibration"]
+    validated = training.evaluation_steps is not None
     piece = Piece(
         name="trained",
         function=train_piece,
         workers=getattr(run.recipe.compute, kind).workers,
         arguments={
             "start": start,
-            "texts": {split: _texts(run, split) for split in splits},
+            "data": Texts(
+                train=_texts(run, "train"),
+                weights=[weights.get(d, 1.0) for d in run.recipe.domains],
+                validation=_texts(run, "calibration") if validated else (),
+            ),
             "config": training,
             "objective": objective,
-            "weights": [weights.get(d, 1.0) for d in run.recipe.domains],
             "seed": run.recipe.seed,
             "device": run.device(kind),
         },
@@ -76,7 +81,7 @@ def write_training(
 
     Args:
         run: The stage; its ``out`` holds the checkpoint.
-        result: As ``training_result``; ``rows``, where there is one, is written too.
+        result: As of ``train_piece``; ``rows``, where there are any, is written too.
         training: For its tokens.
         is_moe: Whether experts have loads.
     """
@@ -99,35 +104,83 @@ def write_training(
         run.recorder.log_artifacts(folder, TRAINING)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Rows of tokenised texts, packed.
+
+    Args:
+        train: A corpus split each.
+        weights: Their shares; equal by default.
+        validation: The splits that ``evaluation_steps`` measures the loss on.
+    """
+
+    train: Sequence[Path]
+    weights: Sequence[float] | None = None
+    validation: Sequence[Path] = ()
+
+    def rows(self, paths: Sequence[Path], *, length: int, count: int, seed: int) -> PackedSequences:
+        """``count`` sequences of ``length`` tokens, in seeded order."""
+        return packed_sequences(
+            [TokenCorpus(path) for path in paths],
+            sequence_length=length,
+            count=count,
+            seed=seed,
+            weights=self.weights,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instructions:
+    """Rows of instructions, with loss on the responses alone.
+
+    Args:
+        files: JSON lines of records.
+        tasks: Tasks whose index goes with each row, where a model routes by it.
+    """
+
+    files: Sequence[Path]
+    tasks: tuple[str, ...] = ()
+
+    def rows(self, tokenizer: Path, *, config: TrainingConfig, seed: int) -> InstructionRows:
+        """All that a training of ``config`` reads."""
+        return InstructionRows(
+            list(self.files),
+            tokenizer,
+            sequence_length=config.sequence_length,
+            count=config.tokens // config.sequence_length,
+            seed=seed,
+            tasks=self.tasks,
+        )
+
+
 def train_piece(
     *,
     out: Path,
     progress: Progress,
     start: Path,
-    texts: Mapping[str, Sequence[Path]],
+    data: Texts | Instructions,
     config: TrainingConfig,
-    objective: MoEObjective | None,
-    weights: list[float],
     seed: int,
     device: str,
+    objective: MoEObjective | None = None,
 ) -> dict[str, Any]:
-    """The piece, in each of its workers: train on the mixture of all domains."""
+    """The piece of every training, in each of its workers.
 
-    def rows(split: str, count: int) -> PackedSequences:
-        return packed_sequences(
-            [TokenCorpus(path) for path in texts[split]],
-            sequence_length=config.sequence_length,
-            count=count,
-            seed=seed,
-            weights=weights,
-        )
-
+    Checkpoints lie beside ``out``; a piece that was killed continues from the last whole one.
+    """
+    rows: PackedSequences | InstructionRows
     validation = None
-    if config.evaluation_steps is not None:
-        validation = rows("calibration", VALIDATION_ROWS)
+    if isinstance(data, Instructions):
+        rows = data.rows(start, config=config, seed=seed)
+    else:
+        length, count = config.sequence_length, config.tokens // config.sequence_length
+        rows = data.rows(data.train, length=length, count=count, seed=seed)
+        if config.evaluation_steps is not None:
+            held = data.validation
+            validation = data.rows(held, length=length, count=VALIDATION_ROWS, seed=seed)
     result = train(
         start,
-        rows("train", config.tokens // config.sequence_length),
+        rows,
         out,
         config=config,
         seed=seed,
@@ -137,12 +190,7 @@ def train_piece(
         objective=objective,
         validation=validation,
     )
-    return training_result(result)
-
-
-def training_result(result: TrainingResult) -> dict[str, Any]:
-    """What a piece that trains hands back, for the log and for ``write_training``."""
-    return {
+    summary = {
         "loss": result.final_loss,
         "validation_loss": result.validation_loss,
         "seconds": result.seconds,
@@ -150,3 +198,9 @@ def training_result(result: TrainingResult) -> dict[str, Any]:
         "trained_parameters": result.trained_parameters,
         "curves": result.curves,
     }
+    return summary | ({"rows": row_counts(rows)} if isinstance(rows, InstructionRows) else {})
+
+
+def row_counts(rows: InstructionRows) -> dict[str, int]:
+    """How many records there were, were cut, and were left out."""
+    return {"records": rows.records, "cut": rows.cut, "left_out": rows.left_out}

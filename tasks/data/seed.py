@@ -1,20 +1,17 @@
 """Stage ``seed``: the model that all experts start from, and training pieces."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tasks.engine.artifacts import SEED
 from tasks.engine.params import seed_keys
 from tasks.engine.stage import StageRun, each, stage
+from tasks.training import Texts, train_piece
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.checkpoints.fetch import resolve_model
-from upcycle_core.corpora.batches import packed_sequences
-from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.progress import Progress
-from upcycle_core.training.config import LlamaShape, TrainingConfig
+from upcycle_core.training.config import LlamaShape
 from upcycle_core.training.seed import initialise_model
-from upcycle_core.training.trainer import train
 
 
 @stage(
@@ -34,52 +31,27 @@ def seed(run: StageRun) -> None:
         copy_checkpoint(resolve_model(recipe.seed_model.model, run.models), run.out)
         return
     run.run_one(
-        train_piece,
+        seed_piece,
         "seed",
-        start=run.path("tokenizer"),
+        tokenizer=run.path("tokenizer"),
         shape=recipe.seed_model.shape,
-        corpora=[run.path(f"corpora/{name}/train") for name in recipe.domains],
+        data=Texts(train=[run.path(f"corpora/{name}/train") for name in recipe.domains]),
         config=recipe.seed_model.training,
         seed=recipe.seed,
         device=run.device("seed"),
     )
 
 
-def train_piece(
+def seed_piece(
     *,
     out: Path,
     progress: Progress,
-    start: Path,
-    shape: LlamaShape | None,
-    corpora: Sequence[Path],
-    config: TrainingConfig,
+    tokenizer: Path,
+    shape: LlamaShape,
     seed: int,
-    device: str,
+    **training: Any,
 ) -> dict[str, Any]:
-    """The piece: train from the checkpoint ``start``, or a new Llama with the tokenizer ``start``.
-
-    Checkpoints lie beside ``out``; a piece that was killed continues from the last whole one.
-    """
-    beside = out.with_suffix("")
-    if shape is not None:
-        initial = beside.with_suffix(".initial")
-        initialise_model(shape, start, initial, seed=seed)
-        start = initial
-    sequences = config.steps * config.batch_size * config.gradient_accumulation
-    dataset = packed_sequences(
-        [TokenCorpus(path) for path in corpora],
-        sequence_length=config.sequence_length,
-        count=sequences,
-        seed=seed,
-    )
-    result = train(
-        start,
-        dataset,
-        out,
-        config=config,
-        seed=seed,
-        checkpoints=beside.with_suffix(".checkpoints"),
-        progress=progress,
-        device=device,
-    )
-    return {"loss": result.final_loss, "tokens_per_second": result.tokens_per_second}
+    """The piece: a new Llama with this tokenizer, trained."""
+    initial = out.with_suffix(".initial")
+    initialise_model(shape, tokenizer, initial, seed=seed)
+    return train_piece(out=out, progress=progress, start=initial, seed=seed, **training)

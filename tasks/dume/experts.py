@@ -1,9 +1,9 @@
 """Stage ``experts``: one expert a domain, trained from the seed, continued, or given."""
 
 from infra.recipe.schema import Recipe
-from tasks.data.seed import train_piece
 from tasks.engine.params import expert_keys
 from tasks.engine.stage import StageRun, stage
+from tasks.training import Texts, train_piece
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.checkpoints.fetch import resolve_model
 
@@ -32,8 +32,7 @@ def experts(run: StageRun) -> None:
         train_piece,
         "experts",
         start=run.path(f"parents/{run.domain}" if is_continued else "seed"),
-        shape=None,
-        corpora=[run.path(f"corpora/{run.domain}/train")],
+        data=Texts(train=[run.path(f"corpora/{run.domain}/train")]),
         config=recipe.experts.continuing if is_continued else recipe.experts.training,
         seed=recipe.seed,
         device=run.device("experts"),

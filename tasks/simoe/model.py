@@ -12,16 +12,14 @@ from tasks.baselines.start import start_piece
 from tasks.engine.artifacts import SUMMARY, TRAINING
 from tasks.engine.stage import StageRun, stage
 from tasks.engine.workspace import take
-from tasks.training import trained_rows, training_result, write_training
+from tasks.training import Instructions, row_counts, train_piece, trained_rows, write_training
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.checkpoints.card import write_model_card
-from upcycle_core.corpora.instructions import InstructionRows
 from upcycle_core.errors import InputError
 from upcycle_core.progress import Progress
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.train import SimoeResult, train_simoe
-from upcycle_core.training.config import MoEObjective, TrainingConfig
-from upcycle_core.training.trainer import train
+from upcycle_core.training.config import TrainingConfig
 
 INPUTS = ("instructions", "seed")
 CARD_KEYS = (
@@ -142,59 +140,17 @@ def _piece(
 ) -> Piece:
     return Piece(
         name=name,
-        function=tune_piece,
+        function=train_piece,
         workers=getattr(getattr(run.recipe.compute, kind), "workers", 1),
         arguments={
             "start": start,
-            "files": sorted((run.path("instructions") / "train").glob(f"{label}.jsonl")),
+            "data": Instructions(files=_files(run.path("instructions"), label)),
             "config": row.training,
             "objective": row.objective if objective else None,
             "seed": run.recipe.seed,
             "device": run.device(kind),
         },
     )
-
-
-def rows_of(
-    files: list[Path], tokenizer: Path, config: TrainingConfig, seed: int, tasks: tuple[str, ...]
-) -> InstructionRows:
-    """The rows of a training, and nothing but them."""
-    count = config.steps * config.batch_size * config.gradient_accumulation
-    return InstructionRows(
-        files,
-        tokenizer,
-        sequence_length=config.sequence_length,
-        count=count,
-        seed=seed,
-        tasks=tasks,
-    )
-
-
-def tune_piece(
-    *,
-    out: Path,
-    progress: Progress,
-    start: Path,
-    files: list[Path],
-    config: TrainingConfig,
-    objective: MoEObjective | None,
-    seed: int,
-    device: str,
-) -> dict[str, Any]:
-    """The piece, in each of its workers: instruction tuning of a dense model or a MoE."""
-    rows = rows_of(files, start, config, seed, ())
-    result = train(
-        start,
-        rows,
-        out,
-        config=config,
-        seed=seed,
-        checkpoints=out.with_suffix(".checkpoints"),
-        progress=progress,
-        device=device,
-        objective=objective,
-    )
-    return {**training_result(result), "rows": _counts(rows)}
 
 
 def simoe_piece(
@@ -212,7 +168,8 @@ def simoe_piece(
     tasks: tuple[str, ...] = ()
     if simoe.routing == "task":
         tasks = tuple(json.loads((instructions / "manifest.json").read_text())["train_tasks"])
-    rows = rows_of(sorted((instructions / "train").glob("*.jsonl")), start, config, seed, tasks)
+    data = Instructions(files=_files(instructions), tasks=tasks)
+    rows = data.rows(start, config=config, seed=seed)
     result = train_simoe(
         start,
         rows,
@@ -227,13 +184,14 @@ def simoe_piece(
     )
     folder = out / TRAINING
     folder.mkdir()
-    summary = _summary(result) | _counts(rows)
+    summary = _summary(result) | row_counts(rows)
     (out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     return {"loss": result.training.final_loss, "seconds": result.training.seconds}
 
 
-def _counts(rows: InstructionRows) -> dict[str, int]:
-    return {"records": rows.records, "cut": rows.cut, "left_out": rows.left_out}
+def _files(instructions: Path, label: str = "*") -> list[Path]:
+    """The training instructions of a label, or of all."""
+    return sorted((instructions / "train").glob(f"{label}.jsonl"))
 
 
 def _summary(result: SimoeResult) -> dict[str, Any]:

@@ -11,17 +11,16 @@ from transformers import AutoTokenizer
 
 from infra.recipe.schema import Recipe
 from tasks.engine.stage import StageRun, each, stage
+from tasks.training import Texts, train_piece
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.checkpoints.fetch import resolve_model
-from upcycle_core.corpora.batches import packed_sequences
 from upcycle_core.corpora.config import Origin, TokenizerConfig
-from upcycle_core.corpora.reader import TokenCorpus, read_documents
+from upcycle_core.corpora.reader import read_documents
 from upcycle_core.corpora.shards import encoded, write_split
 from upcycle_core.corpora.tokenizer import train_tokenizer
 from upcycle_core.progress import Progress
 from upcycle_core.training.config import LlamaShape, TrainingConfig
 from upcycle_core.training.seed import initialise_model
-from upcycle_core.training.trainer import train
 
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
@@ -79,10 +78,7 @@ def stranger_piece(
     seed: int,
     device: str,
 ) -> dict[str, Any]:
-    """The piece: train from ``start``, or from random weights with a tokenizer of their own.
-
-    Checkpoints lie beside ``out``; a piece that was killed continues from the last whole one.
-    """
+    """The piece: train from ``start``, or from random weights with a tokenizer of their own."""
     beside = out.with_suffix("")
     shares = {domain: origin.mixture.get(domain, 0.0) for domain in documents}
     mixture = {domain: share for domain, share in shares.items() if share} or {name: 1.0}
@@ -103,24 +99,15 @@ def stranger_piece(
             eos_id=encoder.eos_token_id,
             vocabulary_size=len(encoder),
         )
-    dataset = packed_sequences(
-        [TokenCorpus(texts / domain) for domain in mixture],
-        sequence_length=config.sequence_length,
-        count=config.tokens // config.sequence_length,
-        seed=seed,
-        weights=list(mixture.values()),
-    )
-    result = train(
-        start,
-        dataset,
-        out,
+    return train_piece(
+        out=out,
+        progress=progress,
+        start=start,
+        data=Texts(train=[texts / domain for domain in mixture], weights=list(mixture.values())),
         config=config,
         seed=seed,
-        checkpoints=beside.with_suffix(".checkpoints"),
-        progress=progress,
         device=device,
     )
-    return {"loss": result.final_loss, "tokens_per_second": result.tokens_per_second}
 
 
 def initialisation(origin: Origin, name: str, seed: int) -> int:
