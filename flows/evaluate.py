@@ -10,14 +10,13 @@ import sys
 
 from prefect import flow
 
-from flows.making.building import publish
+from flows.making.building import made
 from flows.pages.tasks import FOLDER
 from flows.running.command_line import command, free_workspace, load, rows_parser
-from flows.running.session import THREADS, open_session
+from flows.running.session import THREADS
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
 from tasks.data.sources import check
-from tasks.methods import stages_of
 from tasks.recipes import validate
 from upcycle_core.errors import Fault, raise_faults
 
@@ -34,12 +33,7 @@ def evaluate(recipe: Recipe) -> str:
     """
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
-    with open_session("evaluate", recipe) as session:
-        for stage in stages_of(recipe):
-            session.ensure(stage)
-        session.finish()
-        outcome = publish(session, recipe.scored_models)
-    return outcome.version.reference
+    return made("evaluate", recipe)
 
 
 def _faults(recipe: Recipe) -> list[Fault]:

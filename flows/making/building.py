@@ -5,11 +5,30 @@ from collections.abc import Sequence
 from flows.pages.model import publish_artifacts, summary
 from flows.pages.tasks import publish_tasks
 from flows.running.command_line import SUMMARY
-from flows.running.session import FlowSession
+from flows.running.session import FlowSession, open_session
+from infra.recipe.schema import Recipe
+from tasks.methods import stages_of
 from tasks.release.champion import standing_champion
 from tasks.release.register import register
 from tasks.release.task_table import task_table
 from tasks.release.versions import Outcome
+
+
+def made(flow_name: str, recipe: Recipe) -> str:
+    """Bring every stage of a recipe up to date, and register its model.
+
+    Args:
+        flow_name: The flow's, for MLflow.
+        recipe: What to make.
+
+    Returns:
+        The registered version, ``models:/NAME/NUMBER``.
+    """
+    with open_session(flow_name, recipe) as session:
+        for stage in stages_of(recipe):
+            session.ensure(stage)
+        session.finish()
+        return publish(session, recipe.scored_models).version.reference
 
 
 def publish(session: FlowSession, models: Sequence[str]) -> Outcome:
