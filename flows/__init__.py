@@ -3,7 +3,11 @@
 import sys
 
 from infra import settings
+from infra.services import stopping
 from upcycle_core.errors import InputError
+
+if sys.argv[0] == "-m":  # Python looks for one of these modules, to run it as a program
+    stopping.end_at_once()
 
 # Before any module of this package imports prefect, ray or mlflow: they read the environment once.
 try:

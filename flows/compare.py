@@ -9,7 +9,6 @@ own (``NAME-seed-0``, ...), the ones that ``flows.seeds`` makes.
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from flows.running.command_line import command, free_workspace, load, rows_parse
 from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
 from infra.recipe.schema import SYMPHONY, Recipe, resolve
+from infra.services.stopping import run_command
 from tasks.baselines.costs import row_costs
 from tasks.data.sources import check
 from tasks.engine.sources import CODE
@@ -155,7 +155,7 @@ def _run_apart(chosen: argparse.Namespace, recipe: Recipe, seed: int, home: Path
     settings = [*chosen.set, f"seed={seed}", f"name={name}"]
     options = [part for change in settings for part in ("--set", change)]
     files = [str(path.resolve()) for path in (chosen.recipe, *chosen.add)]
-    subprocess.run([sys.executable, "-m", "flows.compare", *files, *options], cwd=CODE, check=True)
+    run_command([sys.executable, "-m", "flows.compare", *files, *options], directory=CODE)
     return home / name
 
 

@@ -16,7 +16,7 @@ import yaml
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from flows.running.command_line import check_server, command
+from flows.running.command_line import command, reach_server
 from flows.running.progress import key_of
 from flows.running.session import log, prepare
 from infra.recipe.names import masked, remote_fault, secret_faults
@@ -168,8 +168,8 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     asked = (chosen.name, chosen.version, chosen.into, chosen.remote)
     settings = configure()
-    check_server(settings)
     look(settings, *asked)  # said before Prefect records a run that cannot begin
+    reach_server(settings)
     print(restore(*asked))
 
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from flows.running.command_line import check_server, command
+from flows.running.command_line import command, reach_server
 from flows.running.progress import key_of
 from infra.settings import configure
 from infra.tracking.registry import Registry
@@ -50,9 +50,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--because", default="", metavar="REASON", help="is kept with the version")
     chosen = parser.parse_args(arguments)
     settings = configure()
-    check_server(settings)
     # Said before Prefect records a run that cannot begin.
     left, _ = champions(Registry(settings), chosen.name)
+    reach_server(settings)
     print(f"champion: {rollback(chosen.name, chosen.because)}")
     print(f"{left.reference} is champion no more; a workspace that holds it keeps its files")
 

@@ -10,7 +10,6 @@ import json
 import math
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from flows.pages.comparison import comparison_section
 from flows.running.command_line import command, load, recipe_parser
 from infra import settings as environment
 from infra.recipe.schema import Recipe, recipe_yaml
+from infra.services.stopping import run_command
 from tasks.engine.sources import CODE
 from upcycle_core.evaluation.text.plots import draw_scores, draw_sweep
 from upcycle_core.evaluation.text.results import Parameter
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
         if chosen.add:
             options += ["--add", *(str(path.resolve()) for path in chosen.add)]
         words = [sys.executable, "-m", "flows.dume", str(chosen.recipe.resolve()), *options]
-        subprocess.run(words, cwd=CODE, check=True)
+        run_command(words, directory=CODE)
         workspaces.append(home / name)
     write_page(recipe, chosen.recipe, chosen.seeds, workspaces, chosen.out)
 

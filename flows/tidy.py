@@ -24,7 +24,7 @@ from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 
-from flows.running.command_line import check_server, command, load, recipe_parser
+from flows.running.command_line import command, load, reach_server, recipe_parser
 from flows.running.progress import key_of
 from flows.running.session import log
 from infra import settings as environment
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     recipe = load(chosen)
     settings = environment.configure()
     with find_workspace(settings.home / recipe.name).lock("the start of a flow"):
-        check_server(settings)  # said in one line, before Prefect records a run that cannot begin
+        reach_server(settings)  # said in one line, before Prefect records a run that cannot begin
     print(tidy(recipe, apply=chosen.apply))
 
 

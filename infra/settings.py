@@ -31,6 +31,8 @@ DEFAULTS = {
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Left alone, a call of Ray that comes after its end starts another one.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # Ray's socket paths stay below 108 characters: neither TMPDIR nor the workspace will do.
     "RAY_TMPDIR": "/tmp",
@@ -44,6 +46,8 @@ DEFAULTS = {
 
 # Which process a child works for, so that one that outlives it can be told.
 OWNER = "UPCYCLE_OWNER"
+# Of a command that another one runs, which says for both that they stop.
+INNER = "UPCYCLE_INNER_COMMAND"
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,11 @@ def read(environment: Mapping[str, str]) -> Settings:
 def environment_of(settings: Settings, **changes: str) -> dict[str, str]:
     """Return the environment of a program that shares ``settings``, with ``changes``."""
     return {**DEFAULTS, **os.environ, **_derived(settings), **changes}
+
+
+def is_inner() -> bool:
+    """Whether another command runs this one."""
+    return INNER in os.environ
 
 
 _DEFAULT_PORTS = {"UPCYCLE_PREFECT_PORT": "4200", "UPCYCLE_MLFLOW_PORT": "5000"}

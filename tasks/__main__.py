@@ -6,11 +6,11 @@ The recipe is the workspace's params.yaml, so DVC and the flows read the same va
 """
 
 import argparse
-import contextlib
 import sys
 from pathlib import Path
 
 from infra import settings as environment
+from infra.services.stopping import run_stoppable
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -86,5 +86,4 @@ def recipe_of(workspace):
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
+    sys.exit(run_stoppable(main))

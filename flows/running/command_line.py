@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import gc
 import sys
 import urllib.error
 import urllib.request
@@ -10,9 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from prefect.settings import PREFECT_API_URL
+
 from infra import settings as environment
 from infra.recipe.names import masked
 from infra.recipe.schema import Recipe
+from infra.services.stopping import out_of_reach, run_stoppable
 from tasks.engine.workspace import Workspace
 from tasks.recipes import load_recipe
 from upcycle_core.errors import Fault, InputError
@@ -25,20 +27,20 @@ SERVER_SECONDS = 30
 def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
     """A command line that ends with exit code 2 and every fault named after bad input.
 
-    What it leaves in memory is frozen: the interpreter would look through all that torch and MLflow
-    have made once more as it ends, and take two seconds for it.
+    A signal stops it; see ``run_stoppable``.
     """
 
-    @functools.wraps(main)
-    def run(arguments: list[str] | None = None) -> int:
+    def attempt(arguments: list[str] | None) -> int:
         try:
             main(arguments)
         except InputError as error:
             print(error, file=sys.stderr)
             return 2
-        finally:
-            gc.freeze()
         return 0
+
+    @functools.wraps(main)
+    def run(arguments: list[str] | None = None) -> int:
+        return run_stoppable(functools.partial(attempt, arguments))
 
     return run
 
@@ -66,14 +68,19 @@ def load(chosen: argparse.Namespace) -> Recipe:
     return load_recipe(chosen.recipe, chosen.set, added=chosen.add)
 
 
-def check_server(settings: environment.Settings) -> None:
+def reach_server(settings: environment.Settings) -> None:
     """Knock at the server that the user has named: Prefect would end in a traceback.
+
+    Where there is none, start the one that Prefect would start for the flow, but out of reach of
+    Ctrl-C: it keeps the record of how the flow has ended.
 
     Raises:
         InputError: It does not answer.
     """
     api = settings.prefect_api_url
     if api is None:
+        if PREFECT_API_URL.value() is None:  # nor does Prefect's own profile name one
+            _start_server()
         return
     try:
         with urllib.request.urlopen(f"{api.rstrip('/')}/health", timeout=SERVER_SECONDS):
@@ -86,8 +93,15 @@ def check_server(settings: environment.Settings) -> None:
         raise InputError(Fault("PREFECT_API_URL", masked(api), remedy)) from error
 
 
+def _start_server() -> None:
+    from prefect.server.api.server import SubprocessASGIServer  # all of the server's code
+
+    with out_of_reach():
+        SubprocessASGIServer().start()
+
+
 def free_workspace(recipe: Recipe) -> Workspace:
-    """The recipe's workspace, in which no flow works.
+    """The recipe's workspace, in which no flow works; and a Prefect server to work with.
 
     Asked before Prefect records a run that cannot begin.
 
@@ -95,10 +109,11 @@ def free_workspace(recipe: Recipe) -> Workspace:
         InputError: A flow is at work there, or the Prefect server that is named does not answer.
     """
     settings = environment.configure()
-    check_server(settings)
     workspace = Workspace(settings.home / recipe.name)
     with workspace.lock("the start of a flow"):
-        return workspace
+        pass
+    reach_server(settings)
+    return workspace
 
 
 def run_flow(
@@ -125,7 +140,7 @@ def run_flow(
     if said is not None:
         print(said)
         return
-    check_server(settings)
+    reach_server(settings)
     run(recipe)
     print((workspace.root / SUMMARY).read_text())
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -43,6 +43,9 @@ ORPHAN_SECONDS = 5.0
 # Stages wait for Ray in threads. (Prefect's annotation of task_runner admits no runner of its own.)
 THREADS: Any = ThreadPoolTaskRunner(max_workers=32)
 
+STOP_SECONDS = 2.0
+"""How long stages are waited for as the session ends early: they look at it twice a second."""
+
 COMMIT_SECONDS = 60.0
 """What is published within that time goes into one call of DVC, which takes a second to start."""
 
@@ -71,6 +74,7 @@ class FlowSession:
         self.run, self.registry, self.versions = run, registry, versions
         self.recipe, self.workspace = session.recipe, session.workspace
         self.began = time.time()
+        self._submitted: list[Any] = []
         self._committer = ThreadPoolExecutor(max_workers=1)
         self._commits: list[Future[None]] = []
         self._committed = time.monotonic()
@@ -118,12 +122,14 @@ class FlowSession:
     def _submit(self, stage: Stage, items: Sequence[str]) -> list[Any]:
         """One Prefect task an item."""
         step = task(name=stage.name, cache_policy=NO_CACHE, persist_result=False)(stage.ensure)
-        return [
+        futures = [
             step.with_options(task_run_name=f"{stage.name} {item}".rstrip()).submit(
                 self.stages, item
             )
             for item in items
         ]
+        self._submitted += futures
+        return futures
 
     def _record(self, stage: Stage, items: list[str]) -> None:
         """Let DVC record what a stage has published."""
@@ -145,7 +151,9 @@ class FlowSession:
             self.versions.push(remote_of(self.recipe.versions.remote, self.settings.home))
 
     def close(self) -> None:
-        """Let go of the thread that talks to DVC."""
+        """Let go of all threads: of stages still at work, before their Ray ends, and of DVC's."""
+        self.stages.stopping.set()
+        wait([future.wrapped_future for future in self._submitted], STOP_SECONDS)
         self._committer.shutdown(cancel_futures=True)
 
     def timings(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from infra.cluster.progress import REPORT_SECONDS, FileProgress, ProgressReader,
 from infra.cluster.shared_storage import look, storage_fault, written_token
 from infra.cluster.worker import GROUP_FILE, TRAIN_ENVIRONMENT, Performed, WorkerLost, perform
 from infra.recipe.resources import Resources
+from infra.services.stopping import handlers_kept
 from infra.settings import Settings, environment_of
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -84,7 +85,8 @@ def cluster(
     local = settings.ray_address == "local"
     if local:
         quiet |= {"include_dashboard": False, "object_store_memory": 100_000_000}
-        ray.init(address="local", num_cpus=cpus, **quiet)
+        with handlers_kept():  # at SIGTERM Ray would end before its pieces
+            ray.init(address="local", num_cpus=cpus, **quiet)
     else:
         _connect(settings, code, quiet)
     try:
@@ -100,15 +102,16 @@ def _connect(settings: Settings, code: Path, quiet: Mapping[str, Any]) -> None:
     found = environment_of(settings)
     try:
         _probe(address)
-        ray.init(
-            address=address,
-            runtime_env={
-                "working_dir": str(code),
-                "excludes": EXCLUDED,
-                "env_vars": {name: found[name] for name in PIECE_VARIABLES},
-            },
-            **quiet,
-        )
+        with handlers_kept():
+            ray.init(
+                address=address,
+                runtime_env={
+                    "working_dir": str(code),
+                    "excludes": EXCLUDED,
+                    "env_vars": {name: found[name] for name in PIECE_VARIABLES},
+                },
+                **quiet,
+            )
     except (OSError, RuntimeError, ValueError) as error:
         ray.shutdown()
         remedy = (

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol
 
 from infra.cluster.compute import Done, Piece, progress_file, run_pieces
@@ -42,6 +43,7 @@ class Session:
         show: Takes how far a stage is: its label, percent, and a line about it.
         spent: When pieces ran (start, end; epoch seconds), by stage.
         whole: Artifacts whose files were held against their hashes in this session.
+        stopping: Set when the session ends: stages stop as they look at their pieces.
     """
 
     recipe: Recipe
@@ -53,6 +55,16 @@ class Session:
     show: Show = lambda label, share, line: None
     spent: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
+    stopping: Event = field(default_factory=Event)
+
+    def check(self) -> None:
+        """End the stage that calls, as Ctrl-C ends the main thread.
+
+        Raises:
+            KeyboardInterrupt: The session ends.
+        """
+        if self.stopping.is_set():
+            raise KeyboardInterrupt
 
 
 class StageRun:
@@ -121,6 +133,7 @@ class StageRun:
                 CPU whatever is asked for are given no GPU: it would be idle, and they would wait
                 for each other's.
         """
+        self.session.check()
         resources: Resources = getattr(self.recipe.compute, kind)
         if not uses_gpu:
             resources = replace(resources, gpus=0.0)
@@ -137,12 +150,17 @@ class StageRun:
             label = self.stage.label(self.item)
             known = f"{len(recalled)} of {len(pieces)} pieces"
             self.session.log(f"{label}: {known} are as they were, and are not computed again")
+
+        def look() -> None:
+            self.session.check()
+            watch()
+
         done = run_pieces(
             pieces,
             directory=self.pieces_directory,
             resources=resources,
             label=self.stage.label(self.item),
-            watch=watch,
+            watch=look,
         )
         watch(final=True)
         spans = self.session.spent.setdefault(self.stage.name, [])

@@ -1,0 +1,160 @@
+"""Ctrl-C, SIGTERM and a closed terminal end a command within seconds, with one line.
+
+What a command has begun is put away as the ``KeyboardInterrupt`` travels up. That is a courtesy:
+everything can be killed at any moment, so what takes too long, or a second signal, kills the rest.
+"""
+
+import gc
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread, current_thread, main_thread
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from infra.settings import INNER, configure, environment_of, is_inner
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LINE = "Stopping; the same command goes on where it was."
+GRACE_SECONDS = 4.0
+"""How long things may take to be put away."""
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+def end_at_once() -> None:
+    """From now on a signal ends this process with ``LINE``: for as long as it has begun nothing.
+
+    Python's own way is a traceback through whatever is being imported.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        _say()
+        _end(number)
+
+    _handle(end)
+
+
+def run_stoppable(call: Callable[[], int]) -> int:
+    """Call ``call`` in the main thread; a signal raises ``KeyboardInterrupt`` in it.
+
+    What it leaves in memory is frozen: the interpreter would look through all that torch and MLflow
+    have made once more as it ends, and take two seconds for it.
+
+    Args:
+        call: Returns an exit code.
+
+    Returns:
+        That exit code; 128 and the signal's number if one came, as shells have it.
+    """
+    signals: SimpleQueue[int] = SimpleQueue()  # a handler may put into it, whatever it interrupts
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if not received:
+            _say()
+        signals.put(number)
+        received.append(number)
+        logging.disable()  # what was asked to stop has no errors to report
+        raise KeyboardInterrupt
+
+    Thread(target=_end_late, args=(signals,), name="stopping", daemon=True).start()
+    before = _handle(stop)
+    try:
+        return call()
+    except BaseException:
+        if not received:
+            raise
+        return 128 + received[0]
+    finally:
+        gc.freeze()
+        if not received:
+            signals.put(0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def run_command(words: Sequence[str], *, directory: Path) -> None:
+    """Run another command that can be stopped; what stops this one stops it too.
+
+    Args:
+        words: Program and arguments.
+        directory: Where it runs.
+
+    Raises:
+        CalledProcessError: It failed.
+    """
+    environment = environment_of(configure(), **{INNER: "1"})
+    process = subprocess.Popen(words, cwd=directory, env=environment, start_new_session=True)
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)  # of a session of its own, it has heard nothing
+        process.wait()
+        raise
+    if status:
+        raise subprocess.CalledProcessError(status, words)
+
+
+@contextmanager
+def out_of_reach() -> Iterator[None]:
+    """Keep Ctrl-C and a closed terminal from what is started meanwhile; from the main thread only.
+
+    The terminal sends them to all processes. This one still hears of them, in its other threads,
+    and decides when that what it has started ends.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Leave signals with whom they are, whoever takes them meanwhile; where that can be done."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        if current_thread() is main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _handle(handler: Handler) -> dict[signal.Signals, Any]:
+    """Handle all that is not ignored, as it is below nohup; returns what did so before."""
+    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heeded}
+
+
+def _end_late(signals: "SimpleQueue[int]") -> None:
+    """Wait for a signal; end the process at the next one, or when time is up."""
+    number = signals.get()
+    if number:
+        with suppress(Empty):
+            signals.get(timeout=GRACE_SECONDS)
+        _end(number)
+
+
+def _end(number: int) -> None:
+    """End all that this process has started, and then this process."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
+    os._exit(128 + number)
+
+
+def _say() -> None:
+    """Past Python's own streams, which may be at work just then; a terminal has echoed ``^C``."""
+    if is_inner():
+        return
+    with suppress(OSError):  # a terminal that was closed
+        os.write(2, f"{chr(10) if os.isatty(2) else ''}{LINE}\n".encode())

@@ -1,0 +1,209 @@
+"""Signals to a command, at any moment of its life."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from project import ROOT
+from terminal import CTRL_C, Terminal, processes
+
+from infra.services.stopping import LINE, SIGNALS, run_command, run_stoppable
+
+MARK = "UPCYCLE_TEST_MARK"
+PROGRAM = """
+import logging, os, signal, subprocess, sys, threading, time
+from infra.services import stopping
+
+def start_child():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+
+def deaf():
+    print("begun", flush=True)
+    while True:
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            pass
+
+def call():
+    {work}
+
+{first}
+stopping.GRACE_SECONDS = {grace}
+sys.exit(stopping.run_stoppable(call))
+"""
+SLEEP = """
+    print("begun", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Starts a command that does ``work``, and waits until it has begun."""
+    running = []
+
+    def start(work, *, grace=600.0, first=""):
+        program = tmp_path / "program.py"
+        program.write_text(PROGRAM.format(work=work.strip(), grace=grace, first=first))
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), MARK: str(tmp_path)}
+        running.append(Terminal(str(program), environment=environment))
+        running[-1].wait_for(lambda: "begun" in running[-1].shown)
+        return running[-1]
+
+    yield start
+    for terminal in running:
+        terminal.close()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_a_command_with_one_line(begin, number):
+    command = begin(SLEEP)
+    assert command.send(number).split() == LINE.split()
+    assert command.process.returncode == 128 + number
+
+
+def test_ctrl_c_puts_away_what_was_begun_and_logs_nothing_more(begin):
+    command = begin("""
+    try:
+        print("begun", flush=True)
+        time.sleep(600)
+    finally:
+        logging.error("crash detected")
+        print("put away")
+    """)
+    assert command.press(CTRL_C).splitlines() == ["^C", LINE, "put away"]
+    assert command.process.returncode == 130
+
+
+def test_what_comes_of_a_signal_is_no_error_of_its_own(begin):
+    command = begin("""
+    try:
+        print("begun", flush=True)
+        time.sleep(600)
+    finally:
+        raise RuntimeError("nobody answers any more")
+    """)
+    assert command.press(CTRL_C).splitlines() == ["^C", LINE]
+    assert command.process.returncode == 130
+
+
+@pytest.mark.parametrize(
+    "work",
+    ["start_child(); deaf()", "start_child(); threading.Thread(target=deaf).start(); deaf()"],
+    ids=["call", "thread"],
+)
+def test_what_does_not_end_is_killed_with_its_children(begin, tmp_path, work):
+    command = begin(work, grace=0.2)
+    assert len(processes(MARK, str(tmp_path))) == 2
+    assert command.press(CTRL_C).splitlines() == ["^C", LINE]
+    assert command.process.returncode == 130
+    assert not processes(MARK, str(tmp_path))
+
+
+def test_a_thread_that_does_not_end_is_killed_after_the_command(begin):
+    command = begin("threading.Thread(target=deaf).start(); time.sleep(600)", grace=0.2)
+    assert command.press(CTRL_C).splitlines() == ["^C", LINE]
+    assert command.process.returncode == 130
+
+
+def test_a_second_ctrl_c_ends_at_once(begin):
+    command = begin("deaf()")
+    command.type(CTRL_C)
+    command.wait_for(lambda: LINE in command.shown)
+    assert command.press(CTRL_C).strip() == "^C"
+    assert command.process.returncode == 130
+
+
+def test_a_signal_that_is_ignored_stays_so(begin):
+    """As below nohup, or where a script has started the command in the background."""
+    command = begin(
+        """
+    print("begun", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    return 7
+    """,
+        first="signal.signal(signal.SIGINT, signal.SIG_IGN)",
+    )
+    assert command.process.wait() == 7
+
+
+def test_what_is_out_of_reach_hears_no_ctrl_c_and_its_command_does(begin, tmp_path):
+    command = begin("""
+    try:
+        with stopping.out_of_reach():
+            child = subprocess.Popen([sys.executable, "-c", "input()"])
+            print("begun", flush=True)
+            while True:
+                time.sleep(0.05)
+    finally:
+        try:
+            child.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            print("the child goes on")
+        child.kill()
+    """)
+    assert command.press(CTRL_C).splitlines() == ["^C", LINE, "the child goes on"]
+
+
+def test_a_command_within_a_command_is_put_away_too(begin, tmp_path):
+    inner = tmp_path / "inner.py"
+    work = """
+    try:
+        print("inner begun", flush=True)
+        time.sleep(600)
+    finally:
+        time.sleep(0.5)
+        print("inner put away")
+    """
+    inner.write_text(PROGRAM.format(work=work.strip(), grace=600, first=""))
+    command = begin(f"""
+    try:
+        stopping.run_command([sys.executable, {str(inner)!r}], directory=".")
+    finally:
+        print("outer put away")
+    """)
+    shown = command.press(CTRL_C).splitlines()
+    assert shown == ["^C", LINE, "inner put away", "outer put away"]
+    assert command.process.returncode == 130
+
+
+def test_a_command_within_a_command_that_fails_is_an_error():
+    with pytest.raises(subprocess.CalledProcessError):
+        run_command([sys.executable, "-c", "raise SystemExit(3)"], directory=ROOT)
+
+
+def test_a_command_leaves_nothing_behind_and_lets_errors_through():
+    before = [signal.getsignal(number) for number in SIGNALS], threading.active_count()
+    assert run_stoppable(lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        run_stoppable(lambda: 1 // 0)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.name == "stopping":
+            thread.join(timeout=10)
+    assert ([signal.getsignal(number) for number in SIGNALS], threading.active_count()) == before
+
+
+MODULES = sorted(
+    f"flows.{path.stem}" for path in (ROOT / "flows").glob("*.py") if "@command" in path.read_text()
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_ctrl_c_during_start_up_ends_every_flow_with_one_line(tmp_path, module):
+    """The imports of some seconds are held, and end as those in C do that are interrupted."""
+    (tmp_path / "prefect").mkdir()
+    (tmp_path / "prefect" / "__init__.py").write_text(
+        "import time\ntry:\n    print('begun', flush=True)\n    time.sleep(600)\n"
+        "except BaseException:\n    raise ImportError('initialization failed')\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    with Terminal("-m", module, environment=environment) as command:
+        command.wait_for(lambda: "begun" in command.shown)
+        shown = command.press(CTRL_C).splitlines()
+        assert [line for line in shown if line] == ["^C", LINE]  # "begun" may end its line late
+        assert command.process.returncode == 130
