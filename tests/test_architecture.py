@@ -1,6 +1,7 @@
 """The rules of the house: who may import whom, and how large things may grow."""
 
 import ast
+import re
 from collections import defaultdict
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -21,11 +22,16 @@ ALLOWED = {
     "flows": {"flows", "tasks", "infra", "upcycle_core"},
 }
 ONLY_IN = {
-    "ray": {"infra/cluster/compute.py", "infra/cluster/distributed.py"},
+    "ray": {
+        "infra/cluster/compute.py",
+        "infra/cluster/distributed.py",
+        "infra/cluster/private.py",
+    },
     "mlflow": {
-        "infra/tracking/runs.py",
+        "infra/tracking/private.py",
         "infra/tracking/registry.py",
         "infra/tracking/retention.py",
+        "infra/tracking/runs.py",
     },
     "dvc": {"infra/versioning/versions.py"},
     "lm_eval": {
@@ -33,6 +39,9 @@ ONLY_IN = {
         "upcycle_core/evaluation/tasks/tasks.py",
     },
 }
+# Names that start with an underscore, or that are no part's public face.
+PRIVATE = re.compile(r"(ray|mlflow)(\.\w+)*\.(_\w*|v2)(\.|$)")
+PRIVATE_IN = {"infra/cluster/private.py", "infra/tracking/private.py"}
 LIBRARY_NEVER = {"prefect", "ray", "mlflow", "dvc", "pydantic", "yaml"}
 # The harness's task definitions are YAML.
 READS_YAML = "upcycle_core/evaluation/tasks/definitions.py"
@@ -142,6 +151,25 @@ def test_each_service_is_imported_in_one_place(module):
         if module in roots(file) and not name_of(file).startswith("benchmarks")
     }
     assert users <= ONLY_IN[module]
+
+
+def dotted(node: ast.AST) -> str:
+    """``a.b.c`` of an expression that is one, or nothing."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def test_private_names_of_services_are_in_one_place_each():
+    for file in SOURCES:
+        used = {dotted(node) for node in ast.walk(tree_of(file)) if isinstance(node, ast.Attribute)}
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.Import):
+                used |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                used |= {f"{node.module}.{alias.name}" for alias in node.names}
+        found = sorted(filter(PRIVATE.match, used))
+        assert not found or name_of(file) in PRIVATE_IN, f"{name_of(file)} names {found}"
 
 
 def room_of(name: str, floor: str) -> str | None:

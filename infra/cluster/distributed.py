@@ -12,14 +12,16 @@ from typing import Any
 
 import ray
 import ray.train
-import torch.distributed
 from ray.train.torch import TorchConfig
-from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
-from ray.train.v2.api.config import LoggingConfig, RunConfig, ScalingConfig
-from ray.train.v2.torch.torch_trainer import TorchTrainer
 
+from infra.cluster.private import (
+    LoggingConfig,
+    LoopbackConfig,
+    QuietTrainer,
+    RunConfig,
+    ScalingConfig,
+    WorkerHealthCheckFailedError,
+)
 from infra.cluster.worker import GROUP_FILE, Performed, WorkerLost, perform
 from infra.durable import write_atomically
 from infra.recipe.resources import Resources
@@ -57,9 +59,9 @@ def perform_together(
         return result
 
     alone = ray.util.get_node_ip_address().startswith("127.")
-    trainer = _Trainer(
+    trainer = QuietTrainer(
         work,
-        torch_config=_Loopback(folder / "meeting") if alone else TorchConfig(),
+        torch_config=LoopbackConfig(folder / "meeting") if alone else TorchConfig(),
         scaling_config=ScalingConfig(
             num_workers=workers,
             use_gpu=resources.gpus > 0,
@@ -82,54 +84,6 @@ def perform_together(
 
 LOST_PARTNER = re.compile("Connection (closed|reset) by peer|ncclRemoteError")
 """What gloo and nccl say when another worker is gone."""
-
-
-class _Trainer(TorchTrainer):
-    """Without a detached actor that would give back what Ray reserved.
-
-    ``infra.cluster.compute`` does that.
-
-    It asks Ray's dashboard whether it is needed; our local Ray has none, and it would never end.
-    """
-
-    def _create_default_callbacks(self) -> list:
-        callbacks = super()._create_default_callbacks()
-        return [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
-
-
-class _LoopbackBackend(_TorchBackend):
-    """Ray's, but the workers meet in a file: torch's TCP store listens on every interface."""
-
-    def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        worker_group.execute(_set_torch_distributed_env_vars)
-        size = len(worker_group)
-        place = f"file://{backend_config.meeting}"
-        ray.get(
-            [
-                worker_group.execute_single_async(i, _join, backend_config.backend, place, i, size)
-                for i in range(size)
-            ]
-        )
-
-
-def _join(backend: str, place: str, rank: int, size: int) -> None:
-    torch.distributed.init_process_group(backend, place, rank=rank, world_size=size)
-
-
-class _Loopback(TorchConfig):
-    """Torch on a Ray that listens on loopback alone.
-
-    Args:
-        meeting: A file in which the workers find each other.
-    """
-
-    def __init__(self, meeting: Path) -> None:
-        super().__init__()
-        self.meeting = meeting
-
-    @property
-    def backend_cls(self) -> type:
-        return _LoopbackBackend
 
 
 def _loopback_interface() -> dict[str, str]:

@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mlflow.entities import LoggedModel
 from mlflow.entities import Run as RunEntity
-from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-from mlflow.tracking._tracking_service.utils import _get_store
 
 from infra.recipe.keep import KeepConfig
 from infra.settings import Settings
+from infra.tracking.private import delete_files, deletion
 from infra.tracking.records import Version, local_folder
 from infra.tracking.registry import MODEL_SCHEME, Registry
 from infra.tracking.runs import open_database
@@ -56,7 +55,7 @@ class Records:
     def __init__(self, settings: Settings, experiment: str) -> None:
         self._client = open_database(settings)
         self._registry = Registry(settings)
-        self._store = _get_store(settings.mlflow_tracking_uri)
+        self._uri = settings.mlflow_tracking_uri
         found = self._client.get_experiment_by_name(experiment)
         self._experiment = None if found is None else found.experiment_id
 
@@ -121,17 +120,19 @@ class Records:
     def delete_model(self, model_id: str) -> None:
         """Delete a stored model and its files for good."""
         _remove_files(self._client.get_logged_model(model_id).artifact_location)
-        self._delete(model_id, "_hard_delete_logged_model", self._client.delete_logged_model)
+        self._delete(model_id, "logged_model", self._client.delete_logged_model)
 
     def delete_run(self, run_id: str) -> None:
         """Delete a run and its files for good."""
         _remove_files(self._client.get_run(run_id).info.artifact_uri or "")
-        self._delete(run_id, "_hard_delete_run", self._client.delete_run)
+        self._delete(run_id, "run", self._client.delete_run)
 
-    def _delete(self, id_: str, hard: str, soft: Callable[[str], None]) -> None:
-        # `mlflow gc` does no other; by itself it would empty everybody's bin. A server takes no
-        # such order: what it holds is marked, until `mlflow gc` runs there.
-        getattr(self._store, hard, soft)(id_)
+    def _delete(
+        self, id_: str, kind: Literal["run", "logged_model"], mark: Callable[[str], None]
+    ) -> None:
+        # `mlflow gc` does no other; by itself it would empty everybody's bin. What a server holds
+        # is marked, until `mlflow gc` runs there.
+        (deletion(self._uri, kind) or mark)(id_)
 
     def _models(self) -> Sequence[LoggedModel]:
         return self._pages(self._client.search_logged_models, [self._experiment])
@@ -184,7 +185,7 @@ def _files(location: str) -> list[Path]:
 def _remove_files(location: str) -> None:
     folder = local_folder(location)
     if folder is None:
-        get_artifact_repository(location).delete_artifacts()
+        delete_files(location)
         return
     with suppress(FileNotFoundError):
         shutil.rmtree(folder)

@@ -13,12 +13,12 @@ import ray
 import torch
 from pico import VOCABULARY, save_pico_tokenizer
 from ray.train import WorkerGroupError
-from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from torch.utils.data import Dataset
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from infra.cluster.compute import Piece, cluster, progress_file, run_pieces
 from infra.cluster.distributed import cause
+from infra.cluster.private import WorkerHealthCheckFailedError
 from infra.cluster.worker import WorkerLost
 from infra.recipe.resources import Resources
 from infra.settings import read
