@@ -33,7 +33,7 @@ ONLY_IN = {
         "infra/tracking/retention.py",
         "infra/tracking/runs.py",
     },
-    "dvc": {"infra/versioning/versions.py"},
+    "dvc": set(),
     "lm_eval": {
         "upcycle_core/evaluation/tasks/adapter.py",
         "upcycle_core/evaluation/tasks/tasks.py",
@@ -42,6 +42,8 @@ ONLY_IN = {
 # Names that start with an underscore, or that are no part's public face.
 PRIVATE = re.compile(r"(ray|mlflow)(\.\w+)*\.(_\w*|v2)(\.|$)")
 PRIVATE_IN = {"infra/cluster/private.py", "infra/tracking/private.py"}
+# What is run as a command, in the only room that may.
+COMMANDS = {"dvc": "infra/versioning/", "git": "infra/versioning/"}
 LIBRARY_NEVER = {"prefect", "ray", "mlflow", "dvc", "pydantic", "yaml"}
 # The harness's task definitions are YAML.
 READS_YAML = "upcycle_core/evaluation/tasks/definitions.py"
@@ -170,6 +172,31 @@ def test_private_names_of_services_are_in_one_place_each():
                 used |= {f"{node.module}.{alias.name}" for alias in node.names}
         found = sorted(filter(PRIVATE.match, used))
         assert not found or name_of(file) in PRIVATE_IN, f"{name_of(file)} names {found}"
+
+
+def commands_in(file: Path) -> dict[str, int]:
+    """Programs and modules that ``file`` starts, and where: the beginning of an argument list."""
+    places = {}
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.List | ast.Tuple) and node.elts:
+            words = [ast.unparse(word).strip("'\"") for word in node.elts]
+            module = words[2] if words[1:2] == ["-m"] and len(words) > 2 else None
+            places |= {words[0]: node.lineno} | ({module: node.lineno} if module else {})
+        elif isinstance(node, ast.Call) and dotted(node.func) in {"os.system", "subprocess.run"}:
+            text = ast.unparse(node.args[0]).strip("'\"") if node.args else ""
+            places[text.split(" ")[0]] = node.lineno
+    return places
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_each_command_is_called_in_one_room(command):
+    callers = [
+        f"{name_of(file)}:{commands_in(file)[command]}"
+        for file in SOURCES
+        if command in commands_in(file)
+    ]
+    assert callers, f"nobody calls {command}: this test looks for it in another way than it is run"
+    assert all(caller.startswith(COMMANDS[command]) for caller in callers), callers
 
 
 def room_of(name: str, floor: str) -> str | None:

@@ -1,1 +1,1 @@
-"""Ray: where pieces run."""
+"""Ray: where pieces run. Nothing outside this room imports it."""

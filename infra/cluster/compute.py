@@ -1,4 +1,4 @@
-"""Ray: where pieces run. It and `infra.cluster.distributed` alone import it.
+"""Ray: where pieces run.
 
 A piece is one call of the library that can be killed and run again anywhere. It writes into
 ``NAME.partial`` and is renamed to ``NAME`` when it is done; ``NAME.json`` then holds its result.

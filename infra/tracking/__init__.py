@@ -1,1 +1,1 @@
-"""MLflow: what came of it."""
+"""MLflow: what came of it. Nothing outside this room imports it."""

@@ -1,4 +1,4 @@
-"""Registered models in MLflow, which this module and ``infra.tracking.runs`` alone import."""
+"""Registered models in MLflow."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Runs in MLflow, which this module and ``infra.tracking.registry`` alone import.
+"""Runs in MLflow.
 
 Every call names its run: MLflow's fluent interface keeps a current run per process, over which
 Prefect's threads would fight.

@@ -1,1 +1,1 @@
-"""DVC: versions of data and models."""
+"""DVC: versions of data and models. Nothing outside this room calls it, or Git."""

@@ -1,7 +1,4 @@
-"""The DVC cache of a workspace: which of its objects nothing names any more, and their removal.
-
-With ``infra.versioning.versions`` the only module that calls DVC.
-"""
+"""The DVC cache of a workspace: which of its objects nothing names any more, and their removal."""
 
 import json
 import re

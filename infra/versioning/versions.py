@@ -1,4 +1,4 @@
-"""DVC: versions of what stages publish. The only module that calls it.
+"""DVC: versions of what stages publish.
 
 Every workspace is a DVC project of its own: its ``dvc.yaml`` and ``params.yaml`` are written from
 the stages and the resolved recipe, its ``dvc.lock`` from what was published.
