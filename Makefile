@@ -10,7 +10,7 @@ TASKS ?= recipes/tasks.yaml
 
 RUN := $(VENV)/bin/python
 # A benchmark is a module that can be run; the others are what benchmarks share.
-BENCHMARKS = $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
+BENCHMARKS = $(basename $(notdir $(shell grep -l "^if __name__" benchmarks/*.py)))
 
 .PHONY: help env demo demo-symphony demo-ders demo-simoe compare evaluate test test-faults bench up deploy down status lint
 .DEFAULT_GOAL := help

@@ -9,26 +9,33 @@ which neighbours on the machine disturb less, stands beside it. Then assignment 
 layers, one after another and by one process a core, and one model written in its new order.
 """
 
-import argparse
 import multiprocessing
 import os
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.pool import Pool
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet as parquet
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.common import alternate, median, median_ratio, print_result, print_table, seconds_of
+from benchmarks.common import (
+    Clocks,
+    alternate,
+    median,
+    median_ratio,
+    parser_of,
+    print_result,
+    print_table,
+    seconds_of,
+    time_in_turns,
+)
+from benchmarks.models import SHAPE, VOCABULARY, save_word_tokenizer
 from upcycle_core.activations.cross import CrossMoments, similarity
 from upcycle_core.activations.pairs import (
     PairedBatch,
@@ -50,16 +57,9 @@ from upcycle_core.symphony.remap import permute_neurons
 from upcycle_core.symphony.texts import paired_texts
 
 GOAL = 1.25
-VOCABULARY, LENGTH, BATCHES = 2048, 256, 1
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-}
-LAYERS = tuple(range(SHAPE["num_hidden_layers"]))
+LENGTH, BATCHES = 256, 1
+MODEL = {**SHAPE, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+LAYERS = tuple(range(MODEL["num_hidden_layers"]))
 FAMILY = FAMILIES["llama"]
 # What is counted beside the bare forward, and in which type.
 WAYS = {
@@ -71,11 +71,8 @@ WAYS = {
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = parser_of(__doc__, repeats=7, device=True)
     parser.add_argument("--threads", type=int, default=1)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     # a small model on a GPU must have enough tokens at once to be more than its kernel launches
@@ -90,24 +87,19 @@ def main() -> None:
 
 def make(folder: Path, batch_size: int) -> CalibrationConfig:
     """Two models with one tokenizer of words, and one domain's text."""
-    words = {f"w{index}": index for index in range(VOCABULARY)}
-    core = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     for seed, name in enumerate("ab"):
         torch.manual_seed(seed)
         with quiet_loading():
-            AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).save_pretrained(folder / name)
-        PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(folder / name)
+            AutoModelForCausalLM.from_config(LlamaConfig(**MODEL)).save_pretrained(folder / name)
+        save_word_tokenizer(folder / name, end=None)
     drawn = np.random.default_rng(0).integers(VOCABULARY, size=(BATCHES * batch_size, LENGTH))
     texts = pyarrow.array([" ".join(f"w{index}" for index in row) for row in drawn])
     parquet.write_table(pyarrow.table({"text": texts}), folder / "text.parquet")
     return CalibrationConfig(tokens=drawn.size, sequence_length=LENGTH, batch_size=batch_size)
 
 
-def measure_passes(
-    folder: Path, config: CalibrationConfig, device: str, repeats: int
-) -> dict[str, list[tuple[float, float]]]:
-    """Wall and CPU seconds of each way, in turns."""
+def measure_passes(folder: Path, config: CalibrationConfig, device: str, repeats: int) -> Clocks:
+    """What each way takes, in turns."""
     both = [load_causal_lm(folder / name, device=device).get_decoder() for name in "ab"]
     paired = paired_texts(
         {"text": folder / "text.parquet"}, folder / "a", folder / "b", config=config
@@ -116,16 +108,7 @@ def measure_passes(
     calls: dict[str, Callable[[], object]] = {"forward": partial(forward, both, batches)}
     for way, (everything, dtype) in WAYS.items():
         calls[way] = partial(collect, both, batches, everything, dtype)
-    for call in calls.values():  # the first run pays for kernels and memory
-        call()
-    return alternate({way: partial(timing, call, device) for way, call in calls.items()}, repeats)
-
-
-def timing(call: Callable[[], object], device: str) -> tuple[float, float]:
-    """Wall and CPU seconds of one call."""
-    start = time.process_time()
-    wall = seconds_of(call, device=device)
-    return wall, time.process_time() - start
+    return time_in_turns(calls, repeats, device=device)
 
 
 @torch.no_grad()
@@ -143,11 +126,11 @@ def collect(
     """The pass of ``symphony.moments``, without reading models and writing sums."""
     device = next(both[0].parameters()).device
     stream = residual_readers(FAMILY, LAYERS) if everything else []
-    sums = dict.fromkeys(stream, CrossMoments(SHAPE["hidden_size"], device=device))
+    sums = dict.fromkeys(stream, CrossMoments(MODEL["hidden_size"], device=device))
     for layer in LAYERS:
         if everything:
-            sums[head_reader(layer)] = CrossMoments(SHAPE["hidden_size"], device=device)
-        size = SHAPE["intermediate_size"]
+            sums[head_reader(layer)] = CrossMoments(MODEL["hidden_size"], device=device)
+        size = MODEL["intermediate_size"]
         sums[neuron_reader(FAMILY, layer)] = CrossMoments(size, device=device)
 
     def change(path: str, x: Tensor) -> Tensor:
@@ -201,13 +184,13 @@ def write(folder: Path, orders: Mapping[int, Tensor]) -> None:
 
 
 def report(
-    passes: Mapping[str, list[tuple[float, float]]],
+    passes: Clocks,
     steps: Mapping[str, list[float]],
     device: str,
     batch_size: int,
 ) -> None:
     """Print the tables and the result."""
-    wall, cpu = ({way: [t[k] for t in times] for way, times in passes.items()} for k in (0, 1))
+    wall, cpu = passes.wall, passes.cpu
     over = {
         kind: {way: median_ratio(found[way], found["forward"]) for way in WAYS}
         for kind, found in (("wall", wall), ("cpu", cpu))
@@ -241,7 +224,7 @@ def report(
             "cpu_s": cpu,
             "cpu_ratios": over["cpu"],
             "steps_s": steps,
-            "shape": SHAPE,
+            "shape": MODEL,
             "batch": [batch_size, LENGTH],
         },
     )

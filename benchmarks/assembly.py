@@ -8,24 +8,16 @@ every file to the disk; the peer takes the first model's as it is. Memory is ano
 mapped files) above that of a process that only imports.
 """
 
-import argparse
 import importlib
 import json
 import subprocess
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
-from benchmarks.common import (
-    ChildFigures,
-    alternate,
-    measure_child,
-    median,
-    median_ratio,
-    print_result,
-    print_table,
-)
+from benchmarks.children import ChildFigures, child_command, measure_child
+from benchmarks.common import alternate, median, median_ratio, parser_of, print_result, print_table
 
 SHARD_BYTES = 100_000_000
 SHAPE = {
@@ -43,25 +35,18 @@ WAYS = {"streamed": "benchmarks.assembly_streamed", "load-all": "benchmarks.asse
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser = parser_of(__doc__, repeats=5)
     parser.add_argument("--peer", help="an interpreter that has mergekit 0.1.5")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--run", choices=[*WAYS, "make"], help=argparse.SUPPRESS)
-    parser.add_argument("--imports-only", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.run:
-        run_way(options.run, options.folder, imports_only=options.imports_only)
-        return
     with tempfile.TemporaryDirectory(prefix="assembly-") as name:
         compare(Path(name), options.peer, options.repeats)
 
 
 def compare(folder: Path, peer: str | None, repeats: int) -> None:
     """Make the models, measure every way in turns, print."""
-    measure_child(_own("make", folder))
-    commands = {way: _own(way, folder) for way in WAYS}
-    baselines = {way: [*command, "--imports-only"] for way, command in commands.items()}
+    measure_child(child_command(make_models, folder))
+    commands = {way: child_command(run_way, way, folder) for way in WAYS}
+    baselines = {way: child_command(import_way, way) for way in WAYS}
     if peer:
         commands["mergekit-moe"] = _peer(peer, folder)
         baselines["mergekit-moe"] = [peer, "-c", "import mergekit.scripts.moe"]
@@ -100,15 +85,19 @@ def summary(runs: list[ChildFigures], imports: list[ChildFigures]) -> dict[str, 
     }
 
 
-def run_way(way: str, folder: Path, *, imports_only: bool) -> None:
+def make_models(folder: Path) -> None:
+    """What a child process does first."""
+    import_way("load-all").make_models(folder, SHAPE)
+
+
+def run_way(way: str, folder: Path) -> None:
     """What a child process does."""
-    module = importlib.import_module(WAYS.get(way, "benchmarks.assembly_plain"))
-    if imports_only:
-        return
-    if way == "make":
-        module.make_models(folder, SHAPE)
-    else:
-        module.run(folder, folder / way, max_shard_bytes=SHARD_BYTES)
+    import_way(way).run(folder, folder / way, max_shard_bytes=SHARD_BYTES)
+
+
+def import_way(way: str) -> ModuleType:
+    """The module of a way; what a child process does to show what imports cost."""
+    return importlib.import_module(WAYS[way])
 
 
 def _above(runs: list[ChildFigures], imports: list[ChildFigures]) -> list[float]:
@@ -131,10 +120,6 @@ def _time_ratios(
         )
         for what in ("cpu", "wall")
     }
-
-
-def _own(way: str, folder: Path) -> list[str]:
-    return [sys.executable, "-m", "benchmarks.assembly", "--run", way, "--folder", str(folder)]
 
 
 def _peer(python: str, folder: Path) -> list[str]:

@@ -5,17 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     MixtralConfig,
     MixtralForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 from benchmarks.assembly_streamed import NAMES, random_router
+from benchmarks.models import save_word_tokenizer
 from upcycle_core.architectures.families import FAMILIES
 from upcycle_core.checkpoints.writer import TensorSpec, write_sharded
 
@@ -36,11 +35,7 @@ def make_models(folder: Path, shape: Mapping[str, int]) -> None:
             return (0.02 * torch.randn(tensors[key])).to(torch.bfloat16)
 
         write_sharded(folder / name, specs, produce, max_shard_bytes=10**10)
-        words = {f"w{index}": index for index in range(shape["vocab_size"])}
-        core = Tokenizer(models.WordLevel(words, unk_token="w0"))
-        PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w0").save_pretrained(
-            folder / name
-        )
+        save_word_tokenizer(folder / name, words=shape["vocab_size"])
 
 
 def run(folder: Path, out: Path, *, max_shard_bytes: int) -> None:

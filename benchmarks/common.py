@@ -1,19 +1,20 @@
-"""What every benchmark shares: repeats, child processes measured from outside, tables, the result.
+"""What every benchmark shares: its command line, repeats, clocks, tables, the result.
 
 A benchmark prints a table for people and, as its last line, one JSON object: ``ratio`` (a number or
 an object of numbers, medians over the repeats), the figures behind it, versions and machine.
 """
 
+import argparse
 import importlib.metadata
 import json
 import os
 import platform
 import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,58 +22,24 @@ import torch
 
 Result = TypeVar("Result")
 VERSIONS = ("torch", "transformers", "safetensors", "numpy", "scipy")
-# How often a child's memory is looked at. A tensor of 10 MB takes longer than this to write.
-SAMPLE_SECONDS = 0.002
 
 
-@dataclass(frozen=True)
-class ChildFigures:
-    """One process, from start to end.
-
-    Args:
-        wall_s: Seconds on the clock.
-        cpu_s: Seconds of CPU time, user and system, with its own children.
-        peak_anonymous_mb: Largest RssAnon seen, in MB: what it holds itself, mapped files aside.
-    """
-
-    wall_s: float
-    cpu_s: float
-    peak_anonymous_mb: float
-
-
-def measure_child(
-    command: Sequence[str], *, threads: int = 1, environment: Mapping[str, str] | None = None
-) -> ChildFigures:
-    """Run ``command`` and measure it from outside.
+def parser_of(
+    doc: str | None, *, repeats: int | None = None, device: bool = False
+) -> argparse.ArgumentParser:
+    """A parser of what most benchmarks can be told.
 
     Args:
-        command: Program and arguments.
-        threads: How many threads its numerical libraries may use.
-        environment: More variables.
-
-    Raises:
-        RuntimeError: It failed; the message ends with what it said.
+        doc: The benchmark's docstring, whose first line is shown.
+        repeats: How many there are by default; no ``--repeats`` without.
+        device: Whether there is a ``--device``, a GPU by default where there is one.
     """
-    pinned = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    variables = {**os.environ, **pinned, **(environment or {})}
-    start = time.perf_counter()
-    with subprocess.Popen(
-        command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as child:
-        peak_kb, usage = 0, None
-        # Reading the pipe would block; no child says more than a pipe holds (64 kB).
-        while usage is None:
-            peak_kb = max(peak_kb, _anonymous_kb(child.pid))
-            pid, status, resources = os.wait4(child.pid, os.WNOHANG)
-            if pid:
-                usage, child.returncode = resources, os.waitstatus_to_exitcode(status)
-            else:
-                time.sleep(SAMPLE_SECONDS)
-        wall = time.perf_counter() - start
-        said = child.stderr.read() if child.stderr else ""
-    if child.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{said[-2000:]}")
-    return ChildFigures(wall, usage.ru_utime + usage.ru_stime, peak_kb / 1000)
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n", maxsplit=1)[0])
+    if device:
+        parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    if repeats is not None:
+        parser.add_argument("--repeats", type=int, default=repeats)
+    return parser
 
 
 def repeat(measure: Callable[[], Result], times: int) -> list[Result]:
@@ -114,6 +81,40 @@ def seconds_of(call: Callable[[], object], *, device: str = "cpu") -> float:
     call()
     _wait_for(device)
     return time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Seconds of calls that took turns, one a round, by name.
+
+    Args:
+        wall: On the clock.
+        cpu: Of CPU time, which neighbours on the machine disturb less.
+    """
+
+    wall: dict[str, list[float]]
+    cpu: dict[str, list[float]]
+
+
+def time_in_turns(
+    calls: Mapping[str, Callable[[], object]], times: int, *, device: str, warm_up: int = 1
+) -> Clocks:
+    """Time calls that take turns.
+
+    Args:
+        calls: What to call, by name.
+        times: Rounds.
+        device: Where they compute.
+        warm_up: Rounds that are not counted: the first pays for kernels and memory.
+    """
+    alternate(calls, warm_up)
+    timed = {name: partial(_timing, call, device) for name, call in calls.items()}
+    found = alternate(timed, times)
+    wall, cpu = (
+        {name: [timing[clock] for timing in timings] for name, timings in found.items()}
+        for clock in (0, 1)
+    )
+    return Clocks(wall, cpu)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -167,18 +168,15 @@ def machine() -> dict[str, object]:
     }
 
 
-def _anonymous_kb(pid: int) -> int:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:  # it has just ended
-        return 0
-    found = re.search(r"RssAnon:\s+(\d+) kB", status)
-    return int(found.group(1)) if found else 0
-
-
 def _wait_for(device: str) -> None:
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _timing(call: Callable[[], object], device: str) -> tuple[float, float]:
+    start = time.process_time()
+    wall = seconds_of(call, device=device)
+    return wall, time.process_time() - start
 
 
 def _shown(value: object) -> str:
@@ -186,6 +184,6 @@ def _shown(value: object) -> str:
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, ChildFigures):
+    if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     raise TypeError(f"{value!r} cannot go into the result")

@@ -11,10 +11,6 @@ are of a process of its own for each that loads the checkpoint and runs one row 
 memory at its peak above that of the imports; on a GPU, the allocator's.
 """
 
-import argparse
-import json
-import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -23,19 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.children import call_in_child, memory_mb
 from benchmarks.common import (
+    Clocks,
     alternate,
-    measure_child,
     median,
     median_ratio,
+    parser_of,
     print_result,
     print_table,
-    seconds_of,
+    time_in_turns,
 )
-from benchmarks.moe_forward import BATCH, EXPERTS, LENGTH, PRECISIONS, SHAPE
+from benchmarks.models import EXPERTS, SHAPE, SHARD, VOCABULARY, save_word_tokenizer
+from benchmarks.moe_forward import BATCH, LENGTH, PRECISIONS
 from upcycle_core.baselines.mixture import write_mixture
 from upcycle_core.checkpoints.load import load_causal_lm, quiet_loading
 from upcycle_core.ders.compress import compress
@@ -50,30 +48,22 @@ CODECS = {
     "4 bit": CodecConfig(codec="quantised", bits=4),
 }
 NAMES = (DENSE, VANILLA, *CODECS, EXPANDED)
-SHARD = 1 << 30
-Timing = tuple[float, float]
-"""Wall and CPU seconds."""
+LOADED = ("load_s", "tensors_mb", "peak_mb")
 Found = dict[str, float]
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser = parser_of(__doc__, repeats=15, device=True)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.run:
-        facts = json.dumps(load_and_run(options.run, options.device))
-        options.run.with_suffix(".found").write_text(facts)
-        return
     with tempfile.TemporaryDirectory(prefix="ders-forward-") as name:
         folder = Path(name)
         make(folder)
         sizes = {name: _bytes(place(folder, name)) for name in NAMES}
-        children = {name: partial(in_a_process, folder, name, options) for name in NAMES}
+        load = partial(call_in_child, load_and_run, threads=options.threads)
+        children = {name: partial(load, place(folder, name), options.device) for name in NAMES}
         loads = alternate(children, min(3, options.repeats))
         times = forwards(folder, options.device, options.repeats)
     report(sizes, loads, times, options.device)
@@ -85,9 +75,7 @@ def make(folder: Path) -> None:
     torch.manual_seed(0)
     with quiet_loading():
         LlamaForCausalLM(LlamaConfig.from_dict(SHAPE)).save_pretrained(dense)
-    words = {f"w{index}": index for index in range(SHAPE["vocab_size"])}
-    core = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w0").save_pretrained(dense)
+    save_word_tokenizer(dense)
 
     def noise(layer: int, expert: int, part: str, weight: torch.Tensor) -> torch.Tensor:
         return weight + 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
@@ -105,17 +93,12 @@ def place(folder: Path, name: str) -> Path:
     return folder / name.replace(" ", "-").replace(".", "")
 
 
-def in_a_process(folder: Path, name: str, options: argparse.Namespace) -> Found:
-    """What ``load_and_run`` finds in a process of its own."""
-    path = place(folder, name)
-    command = [sys.executable, "-m", "benchmarks.ders_forward", "--run", str(path)]
-    measure_child([*command, "--device", options.device, "--threads", str(options.threads)])
-    return json.loads(path.with_suffix(".found").read_text())
-
-
 def load_and_run(path: Path, device: str) -> Found:
-    """Seconds to load, MB of its tensors, and MB at the peak of loading and one forward."""
-    before = _memory_mb("VmRSS")
+    """Seconds to load, MB of its tensors, and MB at the peak of loading and one forward.
+
+    In a process of its own.
+    """
+    before = memory_mb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     started = time.perf_counter()
     model: Any = load_causal_lm(path, device=device)
@@ -126,38 +109,35 @@ def load_and_run(path: Path, device: str) -> Found:
     return {
         "load_s": loaded,
         "tensors_mb": model.get_memory_footprint() / 1e6,
-        "peak_mb": peak or _memory_mb("VmHWM") - before,
+        "peak_mb": peak or memory_mb("VmHWM") - before,
     }
 
 
-def forwards(folder: Path, device: str, repeats: int) -> dict[str, dict[str, list[Timing]]]:
-    """{precision: {name: what each forward took}}, all models taking turns."""
+def forwards(folder: Path, device: str, repeats: int) -> dict[str, Clocks]:
+    """{precision: what each model's forward took}, all taking turns."""
     torch.manual_seed(0)
-    ids = torch.randint(0, SHAPE["vocab_size"], (BATCH, LENGTH), device=device)
-    found: dict[str, dict[str, list[Timing]]] = {}
+    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), device=device)
+    found: dict[str, Clocks] = {}
     for precision in PRECISIONS:
-        calls: dict[str, Callable[[], Timing]] = {}
+        calls: dict[str, Callable[[], object]] = {}
         for name in NAMES:
             model: Any = load_causal_lm(place(folder, name), device=device, precision=precision)
             calls[name] = partial(forward, model, ids, precision)
-        alternate(calls, 2)  # warm-up
-        found[precision] = alternate(calls, repeats)
+        found[precision] = time_in_turns(calls, repeats, device=device, warm_up=2)
     return found
 
 
-def forward(model: Any, ids: torch.Tensor, precision: str) -> Timing:
-    """Wall and CPU seconds of one forward."""
+def forward(model: Any, ids: torch.Tensor, precision: str) -> None:
+    """One forward."""
     device = ids.device.type
     with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
-        started = time.process_time()
-        wall = seconds_of(partial(model, input_ids=ids, use_cache=False), device=device)
-        return wall, time.process_time() - started
+        model(input_ids=ids, use_cache=False)
 
 
 def report(
     sizes: Mapping[str, int],
     loads: Mapping[str, list[Found]],
-    times: Mapping[str, Mapping[str, list[Timing]]],
+    times: Mapping[str, Clocks],
     device: str,
 ) -> None:
     """Print the tables and the result."""
@@ -166,7 +146,7 @@ def report(
             name,
             sizes[name] / 1e6,
             sizes[name] / sizes[VANILLA],
-            *(median([one[what] for one in found]) for what in ("load_s", "tensors_mb", "peak_mb")),
+            *(median([one[what] for one in found]) for what in LOADED),
         ]
         for name, found in loads.items()
     ]
@@ -174,11 +154,8 @@ def report(
     print_table(f"checkpoints of {EXPERTS} experts, fp32, on {device}", columns, rows)
     ratio: dict[str, float] = {}
     rows = []
-    for precision, runs in times.items():
-        wall, cpu = (
-            {name: [timing[clock] for timing in timings] for name, timings in runs.items()}
-            for clock in (0, 1)
-        )
+    for precision, clocks in times.items():
+        wall, cpu = clocks.wall, clocks.cpu
         ratio[precision] = median_ratio(wall[CHOSEN], wall[DENSE])
         rows += [
             [
@@ -189,7 +166,7 @@ def report(
                 median_ratio(cpu[name], cpu[DENSE]),
                 median_ratio(wall[name], wall[VANILLA]),
             ]
-            for name in runs
+            for name in wall
         ]
     columns = ["", "ms", "tokens/s", "/ dense", "CPU time / dense", "/ vanilla"]
     print_table(f"forward of {BATCH} x {LENGTH} tokens, one expert a token", columns, rows)
@@ -199,12 +176,6 @@ def report(
 
 def _bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
-
-
-def _memory_mb(field: str) -> float:
-    status = Path("/proc/self/status").read_text()
-    held = re.search(rf"{field}:\s+(\d+) kB", status)
-    return int(held.group(1)) / 1000 if held else 0.0
 
 
 if __name__ == "__main__":

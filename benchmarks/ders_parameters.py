@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import print_result, print_table
+from benchmarks.common import parser_of, print_result, print_table
 from benchmarks.ders_counts import Added, added_by_copies, added_by_ders
 from upcycle_core.ders.config import DersUpcyclingConfig
 
@@ -161,7 +161,7 @@ def deviations(row: Row, added: Added) -> Iterator[tuple[str, float]]:
 
 def main() -> None:
     """Count and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--config", type=Path, help="config.json of a dense model")
     parser.add_argument("--experts", type=int, default=EXPERTS)
     parser.add_argument("--layers", choices=("all", "every-other"), default="all")

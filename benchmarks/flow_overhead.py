@@ -7,27 +7,21 @@ ran on any worker, as a share of the wall time of the command, start of Python a
 server included. Pieces' own time is the union of the intervals from their first to their last line.
 """
 
-import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import median, print_result, print_table, repeat
+from benchmarks.children import ROOT, run_python
+from benchmarks.common import median, parser_of, print_result, print_table, repeat
 from tasks.recipes import load_recipe
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser = parser_of(__doc__, repeats=1)  # the demo takes minutes
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "demo.yaml")
-    parser.add_argument("--repeats", type=int, default=1, help="the demo takes minutes")
     options = parser.parse_args()
     runs = repeat(lambda: _run(options.recipe), options.repeats)
     rows = [[run["wall"], run["pieces"], run["overhead"]] for run in runs]
@@ -39,15 +33,8 @@ def main() -> None:
 
 def _run(recipe: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="overhead-") as home:
-        started = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-m", "flows.dume", str(recipe)],
-            cwd=ROOT,
-            env={**os.environ, "UPCYCLE_HOME": home},
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        wall = time.perf_counter() - started
+        environment = {**os.environ, "UPCYCLE_HOME": home}
+        wall = run_python(["-m", "flows.dume", str(recipe)], environment=environment)
         timings = json.loads((Path(home) / load_recipe(recipe).name / "timings.json").read_text())
     return {**timings, "wall": wall, "overhead": 1 - timings["pieces"] / wall}
 

@@ -9,7 +9,6 @@ statistics, backbone, router, assembly. The evaluation, which both need, and ser
 the commands' wall times stand beside it.
 """
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Any
 
 import yaml
 
-from benchmarks.common import print_result, print_table
-from benchmarks.noop_retrain import FEW_STEPS, ROOT, run
+from benchmarks.children import ROOT
+from benchmarks.common import parser_of, print_result, print_table
+from benchmarks.noop_retrain import FEW_STEPS, run
 
 FIFTH = "packages"
 SOURCE = {"harvest": "python-elsewhere", "max_bytes": 6_000_000}
@@ -28,7 +28,7 @@ AT_MOST = 0.45
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "demo.yaml")
     parser.add_argument("--steps", type=int, default=200, help="of each expert; the demo's")
     options = parser.parse_args()

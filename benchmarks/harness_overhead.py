@@ -10,14 +10,13 @@ all tasks that the harness has, the adapter loads the one that it is given. CPU 
 neighbours on the machine disturb less, stands beside the clock's.
 """
 
-import argparse
 import importlib.metadata
 import json
 import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,15 +24,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.common import (
-    ChildFigures,
-    alternate,
-    measure_child,
-    median,
-    median_ratio,
-    print_result,
-    print_table,
-)
+from benchmarks.children import ChildFigures, child_command, measure_child
+from benchmarks.common import alternate, median, median_ratio, parser_of, print_result, print_table
 from upcycle_core.checkpoints.load import quiet_loading
 from upcycle_core.evaluation.tasks.adapter import evaluate_tasks
 from upcycle_core.evaluation.tasks.config import EvaluationTask, TaskEvaluationConfig
@@ -62,15 +54,9 @@ Answers = dict[str, tuple[str, float]]
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser = parser_of(__doc__, repeats=3)
     parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--limit", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--run", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.run:
-        run_adapter(options.run, options.limit)
-        return
     with tempfile.TemporaryDirectory(prefix="harness-") as name:
         compare(Path(name), options.prompts, options.repeats)
 
@@ -78,7 +64,10 @@ def main() -> None:
 def compare(folder: Path, prompts: int, repeats: int) -> None:
     """Make model and task, measure both ways in turns, check the answers, print."""
     length = make(folder, prompts)
-    ways = {"adapter": _adapter, "command line": _command_line}
+    ways: dict[str, Callable[[Path, int], list[str]]] = {
+        "adapter": partial(child_command, run_adapter),
+        "command line": _command_line,
+    }
     environment = {**SETTLED, "HF_HOME": str(folder / "cache")}
     measures = {
         f"{way} {limit}": partial(measure_child, command(folder, limit), environment=environment)
@@ -195,11 +184,6 @@ def _tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 def _definition(folder: Path) -> Path:
     return folder / "definitions" / f"{TASK}.yaml"
-
-
-def _adapter(folder: Path, limit: int) -> list[str]:
-    command = [sys.executable, "-m", "benchmarks.harness_overhead"]
-    return [*command, "--run", str(folder), "--limit", str(limit)]
 
 
 def _command_line(folder: Path, limit: int) -> list[str]:

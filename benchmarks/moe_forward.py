@@ -7,7 +7,6 @@ bf16 autocast. The ratio is that of the experts implementation that the library 
 machine; all of them are reported.
 """
 
-import argparse
 from functools import partial
 from typing import Literal
 
@@ -18,23 +17,14 @@ from benchmarks.common import (
     alternate,
     median,
     median_ratio,
+    parser_of,
     print_result,
     print_table,
     seconds_of,
 )
+from benchmarks.models import EXPERTS, SHAPE, VOCABULARY
 from upcycle_core.checkpoints.load import choose_experts_implementation
 
-SHAPE = {
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-}
-EXPERTS = 4
 BATCH, LENGTH = 16, 256
 PRECISIONS: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
 IMPLEMENTATIONS = ("eager", "grouped_mm")
@@ -42,10 +32,7 @@ IMPLEMENTATIONS = ("eager", "grouped_mm")
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=15)
-    options = parser.parse_args()
+    options = parser_of(__doc__, repeats=15, device=True).parse_args()
     torch.manual_seed(0)
     dense = LlamaForCausalLM(LlamaConfig.from_dict(SHAPE)).to(options.device).eval()
     moe = MixtralForCausalLM(
@@ -82,7 +69,7 @@ def measure(
     repeats: int,
 ) -> dict[str, list[float]]:
     """Seconds of one forward, dense and with each implementation, taking turns."""
-    ids = torch.randint(0, SHAPE["vocab_size"], (BATCH, LENGTH), device=device)
+    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), device=device)
     autocast = torch.autocast(
         torch.device(device).type, dtype=torch.bfloat16, enabled=precision == "bf16"
     )

@@ -7,17 +7,14 @@ a temporary home, with a few training steps: what a retrain looks at has the sam
 home is one where the model has been built.
 """
 
-import argparse
 import os
-import subprocess
-import sys
 import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import median, print_result, print_table, repeat
+from benchmarks.children import ROOT, run_python
+from benchmarks.common import median, parser_of, print_result, print_table, repeat
 
-ROOT = Path(__file__).resolve().parent.parent
 IMPORTS = "import prefect, torch, mlflow"
 FEW_STEPS = (
     "seed_model.training.steps=60",
@@ -31,10 +28,9 @@ AT_MOST = 4.0
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser = parser_of(__doc__, repeats=5)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "demo.yaml")
     parser.add_argument("--home", type=Path, help="where the recipe's model has been built")
-    parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="noop-") as folder:
         home = options.home or Path(folder)
@@ -53,19 +49,9 @@ def main() -> None:
     print_result("noop_retrain", retrains / imports, figures)
 
 
-def run(arguments: list[str], home: Path) -> float:
-    """Wall seconds of a Python command; its output is shown if it fails."""
-    started = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "UPCYCLE_HOME": str(home)},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{arguments} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return time.perf_counter() - started
+def run(arguments: Sequence[str], home: Path) -> float:
+    """Wall seconds of a Python command that works in ``home``."""
+    return run_python(arguments, environment={**os.environ, "UPCYCLE_HOME": str(home)})
 
 
 if __name__ == "__main__":

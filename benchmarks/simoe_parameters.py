@@ -20,14 +20,13 @@ than 3 %.
   parameters, or real ones, leave no input without use: the whole of theta_delta stays.
 """
 
-import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import print_result, print_table
+from benchmarks.common import parser_of, print_result, print_table
 from benchmarks.simoe_counts import count, pruned_config, saved
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 
@@ -96,7 +95,7 @@ PAPER = (
 
 def main() -> int:
     """Count and print; 1 if a figure of the paper is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "configs",
         nargs="*",

@@ -17,12 +17,9 @@ is left). Prefill is the prompts' pass with the first token, the frozen pass tha
 """
 
 import argparse
-import json
-import re
-import shutil
-import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,18 +29,25 @@ from torch import Tensor
 
 from benchmarks.common import (
     alternate,
-    measure_child,
     median,
     median_ratio,
+    parser_of,
     print_result,
     print_table,
     seconds_of,
 )
-from benchmarks.simoe_run import FULL, METHODS, PARAMETERS, SIMOE, UPCYCLING, Way, trained
-from benchmarks.training_run import EXPERTS, VOCABULARY, make_models
-from benchmarks.training_step import SHAPE
+from benchmarks.models import EXPERTS, SHARD, VOCABULARY
+from benchmarks.training import (
+    DENSE,
+    Found,
+    Training,
+    make_models,
+    step_medians,
+    step_size,
+    train_in_child,
+)
 from upcycle_core.baselines.upcycling import write_sparse_upcycling
-from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.model.modeling_simoe import gated_modules
 from upcycle_core.simoe.prune import prune
@@ -51,68 +55,69 @@ from upcycle_core.simoe.upcycle import upcycle_in_memory
 
 GOAL = 2.2
 TAU = SimoeUpcyclingConfig.tau
-DENSE, ALONE, SHARED = "dense", "pruned, a mask an expert", "pruned, one mask for all"
+ALONE, SHARED = "pruned, a mask an expert", "pruned, one mask for all"
 NEW_TOKENS = 32
 SLOW_STEPS = 5
 """Of the one way that is not compared, but shown."""
-Found = dict[str, Any]
+FULL, UPCYCLING, SIMOE = "full finetuning", "sparse upcycling", "SIMoE"
+PARAMETERS = f"{SIMOE}, parameter masks"
+MODELS = {FULL: DENSE, UPCYCLING: "upcycled", SIMOE: DENSE, PARAMETERS: DENSE}
+SETTINGS = {
+    SIMOE: SimoeUpcyclingConfig(multiplier_learning_rate=1.0),
+    PARAMETERS: SimoeUpcyclingConfig(masks="parameters", multiplier_learning_rate=1.0),
+}
+MASK_TRAVEL = 8.0
+"""How far log phi may come in a training; 3 closes a mask."""
+LOG_STEPS = 10
+"""As training has it by default."""
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = parser_of(__doc__, repeats=3, device=True)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--steps", type=int, default=12, help="of each training, two to warm up")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.run:
-        found = trained(options.folder, Way(**json.loads(options.run.read_text())), options.run)
-        options.run.with_suffix(".found").write_text(json.dumps(found))
-        return
-    size: dict[str, Any] = {"batch_size": 4, "sequence_length": 128}
-    if options.device != "cpu":  # more than its kernel launches
-        size = {"batch_size": 64, "sequence_length": 256}
+    size = step_size(options.device)
     how = {name: getattr(options, name) for name in ("device", "precision", "steps")} | size
     with tempfile.TemporaryDirectory(prefix="simoe-step-") as name:
         folder = Path(name)
-        make_models(folder, SHAPE)
+        make_models(folder)
         write_sparse_upcycling(
-            folder / "dense",
-            folder / "upcycled",
+            folder / DENSE,
+            folder / MODELS[UPCYCLING],
             copies=EXPERTS,
             top_k=2,
             router_seed=0,
-            max_shard_bytes=1 << 30,
+            max_shard_bytes=SHARD,
         )
-        calls = {method: partial(measure, folder, Way(method=method, **how)) for method in METHODS}
-        slow = partial(measure, folder, Way(method=PARAMETERS, **how | {"steps": SLOW_STEPS}))
-        steps = alternate(calls, options.repeats) | alternate({PARAMETERS: slow}, 1)
-        answers = inference(folder / "dense", options, size)
+        calls = {
+            method: partial(train_in_child, folder, training_of(method, how))
+            for method in (FULL, UPCYCLING, SIMOE)
+        }
+        steps = alternate(calls, options.repeats)
+        slow = training_of(PARAMETERS, how | {"steps": SLOW_STEPS})
+        steps[PARAMETERS] = [train_in_child(folder, slow)]
+        answers = inference(folder / DENSE, options, size)
     report(steps, answers, how)
 
 
-def measure(folder: Path, way: Way) -> Found:
-    """One training in a process of its own."""
-    place = folder / "runs" / re.sub(r"\W+", "-", way.method)
-    shutil.rmtree(place, ignore_errors=True)  # an earlier round would be resumed
-    place.mkdir(parents=True)
-    file = way.saved(place / "way.json")
-    module = [sys.executable, "-m", "benchmarks.simoe_step"]
-    child = measure_child([*module, "--folder", str(folder), "--run", str(file)])
-    found = json.loads(file.with_suffix(".found").read_text())
-    found["memory_mb"] = found["gpu_mb"] or child.peak_anonymous_mb - found["before_mb"]
-    return found
+def training_of(method: str, how: Mapping[str, Any]) -> Training:
+    """What a method's training is."""
+    simoe = SETTINGS.get(method)
+    if simoe is not None:
+        # Fast enough to make masks sparse in so few steps, so that every part of the step has work.
+        simoe = replace(simoe, mask_learning_rate=MASK_TRAVEL / how["steps"])
+    model = MODELS[method]
+    return Training(model=model, simoe=simoe, rows="instructions", log_steps=LOG_STEPS, **how)
 
 
 def inference(
     dense: Path, options: argparse.Namespace, size: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
     """{model: ``parameters``, ``prefill_s`` and ``token_s`` of each round}, all taking turns."""
-    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    dtype = DTYPES[options.precision]
     models: dict[str, Any] = {DENSE: load_causal_lm(dense, device=options.device, dtype=dtype)}
     for name, is_shared in ((ALONE, False), (SHARED, True)):
         models[name] = pruned(dense, options.device, is_shared=is_shared).to(dtype)
@@ -168,11 +173,7 @@ def report(
     how: Mapping[str, Any],
 ) -> None:
     """Print the tables and the result."""
-    seconds, cpu_seconds = (
-        {name: [median(one[what]) for one in runs] for name, runs in steps.items()}
-        for what in ("step_s", "step_cpu_s")
-    )
-    memory = {name: median([one["memory_mb"] for one in runs]) for name, runs in steps.items()}
+    seconds, cpu_seconds, memory = step_medians(steps)
     rows: list[list[object]] = [
         [
             name,

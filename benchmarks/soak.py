@@ -12,10 +12,8 @@ week; a run stands for a night here, so after as many runs.
 ``ratio`` is the median of the last quarter over that of the second (the first warms up).
 """
 
-import argparse
 import os
 import socket
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -27,9 +25,10 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.common import median, print_result, print_table
+from benchmarks.children import ROOT, run_python
+from benchmarks.common import median, parser_of, print_result, print_table
+from infra.services.deployments import PREFECT_FILE
 
-ROOT = Path(__file__).resolve().parent.parent
 BOUNDED = ("processes", "open files", "memory MB", "disk MB")
 FIGURES = (*BOUNDED, "remote MB")
 MODULES = ("json", "email", "logging", "asyncio", "unittest", "http", "xml", "importlib")
@@ -44,7 +43,7 @@ ALLOWED = 1.1
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--noops", type=int, default=100)
     parser.add_argument("--retrains", type=int, default=10)
     options = parser.parse_args()
@@ -81,6 +80,7 @@ class Soak:
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))},
             **ports,
+            "PYTHONPATH": str(ROOT),
             "UPCYCLE_HOME": str(self.home),
             "PREFECT_API_URL": f"http://127.0.0.1:{ports['UPCYCLE_PREFECT_PORT']}/api",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
@@ -93,7 +93,7 @@ class Soak:
         self.text.mkdir()
         self.write_text(0)
         self.recipe.write_text(yaml.safe_dump(_recipe(self.text)))
-        deployments = yaml.safe_load((ROOT / "infra" / "deploy" / "prefect.yaml").read_text())
+        deployments = yaml.safe_load(PREFECT_FILE.read_text())
         [nightly] = [d for d in deployments["deployments"] if d["name"] == "nightly"]
         nightly |= {"parameters": {"recipe": str(self.recipe)}, "schedules": []}
         file = self.folder / "prefect.yaml"
@@ -104,7 +104,7 @@ class Soak:
             "from infra.settings import configure; from infra.services.deployments import deploy; "
         )
         deploy += f"from pathlib import Path; deploy(configure(), prefect_file=Path({str(file)!r}))"
-        self._python("-c", deploy)
+        run_python(["-c", deploy], environment=self.environment)
 
     def run(self, noops: int, retrains: int) -> list[dict[str, float]]:
         """All runs; what there is after each."""
@@ -113,10 +113,8 @@ class Soak:
         for number in range(noops + retrains):
             if retrains and number % every == every - 1:
                 self.write_text(1 + number)
-            self._python(
-                *("-m", "prefect", "deployment", "run", "retrain/nightly", "--watch"),
-                *("--watch-interval", "1"),
-            )
+            watch = ("--watch", "--watch-interval", "1")
+            self.command("prefect", "deployment", "run", "retrain/nightly", *watch)
             if number % TIDY_EVERY == TIDY_EVERY - 1:
                 self.command("flows.tidy", str(self.recipe), "--apply")
             samples.append(self._sample())
@@ -136,19 +134,7 @@ class Soak:
 
     def command(self, module: str, *arguments: str) -> None:
         """``python -m MODULE ARGUMENTS``."""
-        self._python("-m", module, *arguments)
-
-    def _python(self, *arguments: str) -> None:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=ROOT,
-            env={**self.environment, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            said = f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-            raise RuntimeError(f"{' '.join(arguments)} failed:\n{said}")
+        run_python(["-m", module, *arguments], environment=self.environment)
 
     def _sample(self) -> dict[str, float]:
         deadline = time.monotonic() + END_SECONDS

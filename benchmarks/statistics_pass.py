@@ -8,21 +8,27 @@ lm_head and runs every expert of the layer on every token. ``ratio`` is of wall 
 which neighbours on the machine disturb less, stands beside it.
 """
 
-import argparse
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from benchmarks.common import alternate, median, median_ratio, print_result, print_table, seconds_of
+from benchmarks.common import (
+    Clocks,
+    median,
+    median_ratio,
+    parser_of,
+    print_result,
+    print_table,
+    time_in_turns,
+)
+from benchmarks.models import SHAPE, VOCABULARY
 from upcycle_core.checkpoints.load import DTYPES
 from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs
 from upcycle_core.corpora.reader import TokenCorpus
@@ -31,27 +37,16 @@ from upcycle_core.dume.collect import collect
 from upcycle_core.dume.layout import Layout
 from upcycle_core.progress import Silent
 
-VOCABULARY = 2048
 LENGTH = 256
 EXPERTS = 3
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}
+MODEL = {**SHAPE, "num_key_value_heads": 8}
 WAYS = ("bare", "ours", "published")
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--repeats", type=int, default=9)
+    parser = parser_of(__doc__, repeats=9, device=True)
     parser.add_argument("--threads", type=int, default=1)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     # a small model on a GPU must have enough tokens at once to be more than its kernel launches
@@ -85,30 +80,18 @@ def batches(folder: Path, ragged: bool, batch_size: int) -> list[Batch]:
     return list(paragraph_batches(corpus, pieces, batch_size, folds=2))
 
 
-def measure(
-    texts: list[Batch], precision: str, device: str, repeats: int
-) -> Mapping[str, list[tuple[float, float]]]:
-    """Wall and CPU seconds of each way, in turns."""
+def measure(texts: list[Batch], precision: str, device: str, repeats: int) -> Clocks:
+    """What each way takes, in turns."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=DTYPES[precision])
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**MODEL), dtype=DTYPES[precision])
     model = model.to(device).eval()
-    layout = Layout(SHAPE["hidden_size"], tuple(range(SHAPE["num_hidden_layers"])), folds=2)
+    layout = Layout(MODEL["hidden_size"], tuple(range(MODEL["num_hidden_layers"])), folds=2)
     calls: dict[str, Callable[[], object]] = {
         "bare": partial(forward, model.model, texts, device),
         "ours": partial(collect, model.model, texts, layout, device=device, progress=Silent()),
         "published": partial(published, model, texts, device),
     }
-    for call in calls.values():  # the first run pays for kernels and memory
-        call()
-    timed = {way: partial(timing, call, device) for way, call in calls.items()}
-    return alternate(timed, repeats)
-
-
-def timing(call: Callable[[], object], device: str) -> tuple[float, float]:
-    """Wall and CPU seconds of one call."""
-    start = time.process_time()
-    wall = seconds_of(call, device=device)
-    return wall, time.process_time() - start
+    return time_in_turns(calls, repeats, device=device)
 
 
 @torch.inference_mode()
@@ -132,7 +115,7 @@ class EveryExpert(nn.Module):
 
 def published(model: PreTrainedModel, texts: list[Batch], device: str) -> None:
     """The published code's pass: ones feature, fp32 sums, padding counted."""
-    size, layers = SHAPE["hidden_size"] + 1, model.get_decoder().layers
+    size, layers = MODEL["hidden_size"] + 1, model.get_decoder().layers
     gram = [torch.zeros(size, size, device=device) for _ in layers]
     sums = [torch.zeros(size, EXPERTS, device=device) for _ in layers]
     target = torch.eye(EXPERTS, device=device)[:1]
@@ -152,10 +135,10 @@ def published(model: PreTrainedModel, texts: list[Batch], device: str) -> None:
         forward(model, texts, device)
 
 
-def report(found: Mapping[str, Mapping[str, list]], device: str, batch_size: int) -> None:
+def report(found: Mapping[str, Clocks], device: str, batch_size: int) -> None:
     """Print the table and the result."""
-    wall = {name: seconds(ways, 0) for name, ways in found.items()}
-    cpu = {name: seconds(ways, 1) for name, ways in found.items()}
+    wall = {name: clocks.wall for name, clocks in found.items()}
+    cpu = {name: clocks.cpu for name, clocks in found.items()}
     rows = [
         [name, *map(median, wall[name].values()), *over_bare(wall[name]), *over_bare(cpu[name])]
         for name in found
@@ -171,15 +154,10 @@ def report(found: Mapping[str, Mapping[str, list]], device: str, batch_size: int
             "cpu_s": cpu,
             "ratios": {name: over_bare(ways) for name, ways in wall.items()},
             "cpu_ratios": {name: over_bare(ways) for name, ways in cpu.items()},
-            "shape": SHAPE,
+            "shape": MODEL,
             "batch": [batch_size, LENGTH],
         },
     )
-
-
-def seconds(ways: Mapping[str, list[tuple[float, float]]], kind: int) -> dict[str, list[float]]:
-    """Wall (0) or CPU (1) seconds by way."""
-    return {way: [times[kind] for times in rounds] for way, rounds in ways.items()}
 
 
 def over_bare(ways: Mapping[str, list[float]]) -> list[float]:

@@ -7,7 +7,6 @@ only forward the same tokens through the same model, without Ray: cores that sha
 and a power budget do not reach 2 either.
 """
 
-import argparse
 import multiprocessing
 import tempfile
 import time
@@ -19,10 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.common import alternate, median, print_result, print_table, seconds_of
+from benchmarks.children import ROOT
+from benchmarks.common import alternate, median, parser_of, print_result, print_table, seconds_of
+from benchmarks.models import SHAPE, VOCABULARY, save_word_tokenizer
 from infra import settings as environment
 from infra.recipe.resources import Resources
 from upcycle_core.backbone.average import write_backbone
@@ -34,24 +34,15 @@ from upcycle_core.corpora.shards import write_split
 from upcycle_core.dume.config import StatisticsConfig
 
 SHARDS = 8
-VOCABULARY = 2048
 LENGTH = 256
 CONFIG = StatisticsConfig(sequence_length=LENGTH, batch_size=8, shards=SHARDS)
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}
+MODEL = {**SHAPE, "num_key_value_heads": 8}
 WORKERS = (1, 2)
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = parser_of(__doc__, repeats=3)
     parser.add_argument("--paragraphs", type=int, default=64, help="of 256 tokens, a shard")
     options = parser.parse_args()
     settings = environment.configure()
@@ -68,10 +59,8 @@ def main() -> None:
 def prepare(folder: Path, count: int) -> None:
     """A random model as its own backbone, and text for all shards."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).save_pretrained(folder / "expert")
-    words = {f"w{index}": index for index in range(VOCABULARY)}
-    core = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(folder / "expert")
+    AutoModelForCausalLM.from_config(LlamaConfig(**MODEL)).save_pretrained(folder / "expert")
+    save_word_tokenizer(folder / "expert")
     reader = CheckpointReader(folder / "expert")
     write_backbone([reader], folder / "backbone", max_shard_bytes=10**9)
     generator = np.random.default_rng(0)
@@ -104,10 +93,9 @@ def ray_shards(folder: Path, workers: int, settings: environment.Settings) -> fl
         ]
         run_pieces(pieces, directory=directory, resources=Resources(), label="scaling")
 
-    code = Path(__file__).resolve().parent.parent
     with (
         tempfile.TemporaryDirectory(dir=folder) as directory,
-        cluster(settings, workers, code),
+        cluster(settings, workers, ROOT),
     ):
         run("warm-up", Path(directory))
         return seconds_of(partial(run, "text", Path(directory)))
@@ -176,7 +164,7 @@ def report(seconds: Mapping[str, list[float]], count: int) -> None:
             "speedups": speedups,
             "shares": shares,
             "tokens": SHARDS * count * LENGTH,
-            "shape": SHAPE,
+            "shape": MODEL,
         },
     )
 

@@ -16,104 +16,69 @@ The library's trainer as it is, each training a process of its own with one thre
   of the first step, fresh and resumed.
 """
 
-import argparse
-import json
-import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from benchmarks.common import (
-    alternate,
-    measure_child,
-    median,
-    median_ratio,
-    print_result,
-    print_table,
+from benchmarks.common import alternate, median, median_ratio, parser_of, print_result, print_table
+from benchmarks.models import SHAPE
+from benchmarks.training import (
+    DENSE,
+    Found,
+    Training,
+    make_models,
+    step_medians,
+    step_size,
+    train_in_child,
 )
-from benchmarks.training_run import Way, make_models, run
 from upcycle_core.checkpoints.load import choose_experts_implementation
 
-SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-}
 PRECISIONS: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 TOP = (1, 2)
 DATA_PARALLEL_STEPS = 12
-Found = dict[str, Any]
 WAITS = ("save", "start", "resume")
+MEMORY = ("before_mb", "gpu_mb", "memory_mb")
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = parser_of(__doc__, repeats=1, device=True)
     parser.add_argument("--steps", type=int, default=7, help="of each training, two to warm up")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.run:
-        way = Way(**json.loads(options.run.read_text()))
-        run(options.folder, way, options.run.with_suffix(".found"))
-        return
+    size = step_size(options.device)
     with tempfile.TemporaryDirectory(prefix="training-") as name:
         folder = Path(name)
-        make_models(folder, SHAPE)
-        size: dict[str, Any] = {"batch_size": 4, "sequence_length": 128}
-        if options.device != "cpu":  # more than its kernel launches
-            size = {"batch_size": 64, "sequence_length": 256}
-        make = partial(Way, steps=options.steps, device=options.device, **size)
+        make_models(folder)
+        make = partial(Training, steps=options.steps, device=options.device, **size)
         steps = step_times(folder, make, options.repeats)
         shared = data_parallel(folder, make) if options.device == "cpu" else {}
-        kept = measure(folder, "kept", make(model="top-2", steps=4, resumes=True))
-        report(steps, shared, kept, options.device, size)
+        kept = train_in_child(folder, make(model="top-2", steps=4, resumes=True))
+    report(steps, shared, kept, options.device, size)
 
 
-def step_times(folder: Path, make: Callable[..., Way], repeats: int) -> dict[str, list[Found]]:
+def step_times(folder: Path, make: Callable[..., Training], repeats: int) -> dict[str, list[Found]]:
     """Every model in every precision with every implementation, in turns."""
-    calls = {}
+    trainings = {}
     for precision in PRECISIONS:
-        ways = {"dense": make(model="dense", precision=precision)}
+        trainings[f"{precision} {DENSE}"] = make(model=DENSE, precision=precision)
         for k in TOP:
             for name in IMPLEMENTATIONS:
                 moe = make(model=f"top-{k}", precision=precision, experts=name)
-                ways[f"top-{k} {name}"] = moe
-        for name, one in ways.items():
-            calls[f"{precision} {name}"] = partial(measure, folder, f"{precision} {name}", one)
+                trainings[f"{precision} top-{k} {name}"] = moe
+    calls = {name: partial(train_in_child, folder, one) for name, one in trainings.items()}
     return alternate(calls, repeats)
 
 
-def measure(folder: Path, name: str, way: Way) -> Found:
-    """One training in a process of its own."""
-    place = folder / "runs" / name.replace(" ", "-")
-    place.parent.mkdir(exist_ok=True)
-    shutil.rmtree(place, ignore_errors=True)  # an earlier round would be resumed
-    child = measure_child(_command(folder, way.saved(place.with_suffix(".json"))))
-    found = json.loads(place.with_suffix(".found").read_text())
-    found["memory_mb"] = found["gpu_mb"] or child.peak_anonymous_mb - found["before_mb"]
-    return found
-
-
-def data_parallel(folder: Path, make: Callable[..., Way]) -> dict[str, Found]:
+def data_parallel(folder: Path, make: Callable[..., Training]) -> dict[str, Found]:
     """The same training by one worker and by two."""
     shared = partial(make, model="top-2", steps=DATA_PARALLEL_STEPS, accumulation=2, balance=0.0)
-    ways = {"one": shared(), "two": shared(workers=2)}
-    found = {name: measure(folder, f"{name} workers", one) for name, one in ways.items()}
-    del found["two"]["memory_mb"]  # of the process that waits for the two
-    return found
+    one, two = (train_in_child(folder, shared(workers=workers)) for workers in (1, 2))
+    for figure in MEMORY:  # of the process that waits for the two
+        del two[figure]
+    return {"one": one, "two": two}
 
 
 def report(
@@ -124,16 +89,12 @@ def report(
     size: Mapping[str, int],
 ) -> None:
     """Print the tables and the result."""
-    seconds, cpu_seconds = (
-        {name: [median(one[what]) for one in runs] for name, runs in steps.items()}
-        for what in ("step_s", "step_cpu_s")
-    )
-    memory = {name: median([one["memory_mb"] for one in runs]) for name, runs in steps.items()}
+    seconds, cpu_seconds, memory = step_medians(steps)
     ratio: dict[str, float] = {}
     rows = []
     for name in steps:
         precision, _, model = name.partition(" ")
-        dense = f"{precision} dense"
+        dense = f"{precision} {DENSE}"
         over = median_ratio(seconds[dense], seconds[name])
         over_cpu = median_ratio(cpu_seconds[dense], cpu_seconds[name])
         heavier = memory[name] / memory[dense]
@@ -179,11 +140,6 @@ def report(
 
 def _chosen(device: str, precision: Any) -> str:
     return choose_experts_implementation(device, precision, training=True)
-
-
-def _command(folder: Path, way: Path) -> list[str]:
-    module = [sys.executable, "-m", "benchmarks.training_step"]
-    return [*module, "--folder", str(folder), "--run", str(way)]
 
 
 if __name__ == "__main__":
