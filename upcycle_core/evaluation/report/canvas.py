@@ -1,12 +1,15 @@
 """What every picture shares: colours, a figure of its own, and bytes that depend on data alone."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 INK, FAINT, GRID = "#1f2430", "#6b7280", "#e5e7eb"
 ACCENTS = ("#1f6feb", "#d9480f", "#2b8a3e", "#862e9c")
@@ -46,3 +49,76 @@ def save(figure: "Figure", path: Path) -> None:
     """Write a PNG."""
     # The metadata would name the version of matplotlib: a file depends on its inputs alone.
     figure.savefig(path, dpi=160, bbox_inches="tight", pad_inches=0.12, metadata={"Software": None})
+
+
+def heat_map(
+    ax: "Axes",
+    values: Sequence[Sequence[float]],
+    *,
+    text: Callable[[float], str],
+    low: float = 0.0,
+    high: float = 1.0,
+) -> "AxesImage":
+    """Squares from white at ``low`` to blue at ``high``, each with its number; NaN is left grey."""
+    picture = ax.imshow(values, cmap="Blues", vmin=low, vmax=high, aspect="equal")
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            if not math.isnan(value):
+                ink = "white" if (value - low) / (high - low) > 0.55 else INK
+                ax.text(x, y, text(value), ha="center", va="center", color=ink, fontsize=8.5)
+    ax.set_facecolor(GRID)
+    ax.set_xticks(range(len(values[0])), [])
+    ax.set_yticks(range(len(values)), [])
+    bare(ax)
+    return picture
+
+
+def bare(ax: "Axes") -> None:
+    """Take frame and tick marks away; labels stay."""
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+
+
+def name_columns(ax: "Axes", names: Sequence[str]) -> None:
+    """Name the columns of a heat map, slanted, so that long names fit."""
+    ax.set_xticks(range(len(names)), names)
+    ax.tick_params("x", labelrotation=40)
+    for label in ax.get_xticklabels():
+        label.set(ha="right", rotation_mode="anchor")
+
+
+def colour_bar(
+    figure: "Figure", picture: "AxesImage", axes: "Sequence[Axes]", label: str = "", **place: float
+) -> None:
+    """The scale of heat maps beside them."""
+    bar = figure.colorbar(picture, ax=list(axes), **{"shrink": 0.8, "pad": 0.02, **place})
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=0)
+    bar.set_label(label)
+
+
+def beside(ax: "Axes", text: str, height: float, *, lean: str = "center") -> None:
+    """A small grey text on the right of the axes, at a height in data units.
+
+    Args:
+        ax: Beside what.
+        text: What is said.
+        height: Where, in data units.
+        lean: Which part of the text is at that height: ``center``, ``top``, ``bottom``.
+    """
+    ax.annotate(
+        text,
+        (1, height),
+        (4, 0),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        color=FAINT,
+        va=lean,
+        fontsize=8.5,
+    )
+
+
+def settle(figure: "Figure") -> None:
+    """Fix the layout, so that what is drawn from now on may use the places of points."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")

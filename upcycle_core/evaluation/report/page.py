@@ -1,0 +1,143 @@
+"""A report as one self-contained HTML page: no script, nothing fetched, readable on a phone."""
+
+import base64
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from upcycle_core.evaluation.report.parts import (
+    Code,
+    Figure,
+    Notes,
+    Report,
+    Section,
+    Table,
+    mark_of,
+    text_of,
+)
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2430; max-width: 76rem; margin: 2rem auto;
+       padding: 0 1rem; overflow-wrap: break-word; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+h3 { font-size: 1rem; margin: 1.6rem 0 .4rem; }
+p.note, ul.note { color: #6b7280; font-size: .9rem; } ul.note { padding-left: 1.2rem; }
+p, ul { max-width: 62rem; }
+/* What is wider than the window scrolls by itself; a shadow at the edge says that there is more. */
+div.table, figure, pre { overflow-x: auto; margin: 0 0 .8rem; }
+div.table { background:
+  linear-gradient(to left, #fff 40%, transparent) right / 3rem 100% no-repeat local,
+  linear-gradient(to left, #b8bec9, transparent) right / .6rem 100% no-repeat scroll; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #e5e7eb; }
+th { vertical-align: bottom; } td { white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
+td.text, th.text { text-align: left; vertical-align: top; }
+td.text { font-size: .85rem; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 12rem; }
+td.best { font-weight: 700; background: #eef4ff; }
+td.better { background: #e9f7ec; } td.worse { background: #fdeeee; }
+img { display: block; }
+@media (max-width: 40rem) {
+  body { margin: 1rem auto; padding: 0 .8rem; }
+  td:first-child { white-space: normal; min-width: 6rem; max-width: 9rem; }
+}
+"""
+SCALE = 0.6
+"""Of a picture on the page: its text is then a little smaller than the page's."""
+LONG = 60
+"""Characters of a table's text from which on its column is a column of texts, which wrap."""
+
+
+def html_page(report: Report, folder: Path) -> str:
+    """The whole page, with its pictures inside it.
+
+    Args:
+        report: What is shown.
+        folder: Where the PNG files of its figures are.
+    """
+    title = escape(report.title)
+    parts = [f"<h1>{title}</h1>"]
+    if report.command:
+        parts += ["<p>Made by</p>", f"<pre>{escape(report.command)}</pre>"]
+    parts += [part for section in report.sections for part in _parts(section, folder, 2)]
+    body = "\n".join(parts)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def stamped(page: str, facts: Sequence[str]) -> str:
+    """A page with what its artifact may not depend on: version, date and commit, under the title.
+
+    Args:
+        page: What ``html_page`` gave.
+        facts: What is said, in order.
+    """
+    words = escape(" · ".join(facts))
+    page = page.replace("</title>", f" · {words}</title>", 1)
+    return page.replace("</h1>", f'</h1>\n<p class="note">{words}</p>', 1)
+
+
+def _parts(section: Section, folder: Path, level: int) -> Iterator[str]:
+    if section.heading:
+        yield f"<h{level}>{escape(section.heading)}</h{level}>"
+    for block in section.blocks:
+        if isinstance(block, Section):
+            yield from _parts(block, folder, level + 1)
+        elif isinstance(block, Table):
+            yield _table(block)
+            yield from _note(block.caption)
+        elif isinstance(block, Figure):
+            yield f"<figure>{_image(folder / f'{block.name}.png', block.title)}</figure>"
+            yield from _note(block.caption)
+        elif isinstance(block, Notes):
+            lines = "".join(f"<li>{escape(line)}</li>" for line in block.lines)
+            yield f'<ul class="note">{lines}</ul>' if lines else ""
+        elif isinstance(block, Code):
+            yield f"<pre>{escape(block.text)}</pre>"
+        elif block:
+            yield f"<p>{escape(block)}</p>"
+
+
+def _image(path: Path, title: str) -> str:
+    png = path.read_bytes()
+    width = round(SCALE * int.from_bytes(png[16:20]))  # what the header of a PNG says
+    data = base64.b64encode(png).decode()
+    return f'<img alt="{escape(title)}" width="{width}" src="data:image/png;base64,{data}">'
+
+
+def _note(text: str) -> Iterator[str]:
+    if text:
+        yield f'<p class="note">{escape(text)}</p>'
+
+
+def _table(table: Table) -> str:
+    columns = zip(*table.rows, strict=True) if table.rows else [()] * len(table.header)
+    is_text = [place > 0 and any(map(_is_long, c)) for place, c in enumerate(columns)]
+    lines = []
+    for row in table.rows:
+        marks = (mark_of(v) or ("text" if t else "") for v, t in zip(row, is_text, strict=True))
+        lines.append(
+            "".join(
+                f"<td{_class(mark)}>{escape(text_of(value))}</td>"
+                for value, mark in zip(row, marks, strict=True)
+            )
+        )
+    # Long names may break behind an underscore: a dozen of them fit beside each other.
+    head = "".join(
+        f"<th{_class('text' if text else '')}>{escape(name).replace('_', '_<wbr>')}</th>"
+        for name, text in zip(table.header, is_text, strict=True)
+    )
+    rows = "\n".join(f"<tr>{line}</tr>" for line in (head, *lines))
+    return f'<div class="table"><table>\n{rows}\n</table></div>'
+
+
+def _is_long(value: object) -> bool:
+    text = text_of(value)
+    return len(text) > LONG or "\n" in text
+
+
+def _class(name: str) -> str:
+    return f' class="{name}"' if name else ""
