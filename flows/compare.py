@@ -10,18 +10,17 @@ own (``NAME-seed-0``, ...), the ones that ``flows.seeds`` makes.
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from prefect import flow
-from prefect.artifacts import create_table_artifact
 
-from flows import seeds
 from flows.pages import ablation
-from flows.pages.comparison import FOLDER, ROWS, TABLE, statement, write_page
-from flows.pages.model import folder_faults, key_of, publish_pictures
+from flows.pages.comparison import FOLDER, ROWS, TABLE, statement, write_comparison
+from flows.pages.model import folder_faults, publish_pictures, publish_table
+from flows.pages.page import Command
+from flows.pages.seeds import write_seeds
 from flows.running.command_line import command, free_workspace, load, rows_parser
 from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
@@ -33,12 +32,11 @@ from tasks.engine.sources import CODE
 from tasks.methods import TASKS, stages_of
 from tasks.recipes import validate
 from upcycle_core.errors import Fault, raise_faults
-from upcycle_core.evaluation.text.comparison import (
-    across_seeds,
-    comparison_lines,
-    format_comparison,
-)
-from upcycle_core.evaluation.text.comparison_plot import draw_comparison
+from upcycle_core.evaluation.report.files import write_json
+from upcycle_core.evaluation.report.parts import Notes, Section
+from upcycle_core.evaluation.report.terminal import terminal
+from upcycle_core.evaluation.text.comparison import across_seeds
+from upcycle_core.evaluation.text.comparison_report import Rows, comparison_table, draw_comparison
 
 PLOT = f"{FOLDER}/score-against-compute.png"
 
@@ -79,18 +77,16 @@ def _publish(session: FlowSession) -> None:
     for row, cost in costs.items():
         metrics[row] |= asdict(cost)
     rows = across_seeds([metrics])
-    workspace.path(FOLDER).mkdir(exist_ok=True)
-    workspace.path(ROWS).write_text(json.dumps(metrics, indent=1) + "\n")
+    write_json(workspace.path(ROWS), metrics)
     workspace.path(TABLE).write_text(_summary(session, rows))
     draw_comparison(rows, workspace.path(PLOT), highlight="dume")
     timings = workspace.path("timings.json")
     if not timings.exists():  # the comparison has made what the DUME flow would have
-        timings.write_text(json.dumps(session.timings(), indent=1) + "\n")
-    head, *lines = comparison_lines(rows, seeds=1)
-    create_table_artifact(
-        key=key_of(f"{session.recipe.name}-comparison"),
-        table=[dict(zip(head, line, strict=True)) for line in lines],
-        description="Perplexity on held-out text, in percent of each domain's dense expert.",
+        write_json(timings, session.timings())
+    publish_table(
+        f"{session.recipe.name}-comparison",
+        comparison_table(rows),
+        "Perplexity on held-out text, in percent of each domain's dense expert.",
     )
     publish_pictures(session.recipe.name, [workspace.path(PLOT)])
     session.run.log_metrics(
@@ -99,18 +95,11 @@ def _publish(session: FlowSession) -> None:
     session.run.log_artifacts(workspace.path(FOLDER), FOLDER)
 
 
-def _summary(session: FlowSession, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    budget = session.recipe.comparison.tokens
-    given = f"each trained row sees {budget:,} tokens after the seed" if budget else "own steps"
+def _summary(session: FlowSession, rows: Rows) -> str:
+    budget, notes = session.recipe.comparison.tokens, statement(rows, session.recipe)
+    notes += [] if budget else ["Every trained row takes steps of its own."]
     return f"""
-{format_comparison(rows)}
-
-Perplexity on held-out text, in percent of each domain's own dense expert; higher is better.
-Budget: {given}.
-Tokens count the experts that a row begins with; core time is seconds times cores, theirs included;
-trained, active and all are parameters; peak memory is that of the largest process.
-{statement(rows, session.recipe)}
-
+{terminal([Section("", [comparison_table(rows, tokens=budget), Notes(notes)])])}
 Time in the flow: {session.timings()["wall"]:.0f} s
 Plot    {session.workspace.path(PLOT)}
 Rows    {session.workspace.path(ROWS)}
@@ -161,22 +150,20 @@ def _run_apart(chosen: argparse.Namespace, recipe: Recipe, seed: int, home: Path
 
 def _write_page(chosen: argparse.Namespace, recipe: Recipe, workspaces: Sequence[Path]) -> None:
     """The page of finished runs, one a seed."""
-    files = [chosen.recipe, *chosen.add]
-    ran = chosen.seeds or [recipe.seed]
+    made = Command(
+        flow="compare",
+        recipe=recipe,
+        files=[chosen.recipe, *chosen.add],
+        changes=chosen.set,
+        seeds=chosen.seeds or (),
+        out=chosen.out,
+    )
     if recipe.method == SYMPHONY:
-        ablation.write_page(
-            recipe,
-            [str(path) for path in files],
-            chosen.set,
-            seeds=ran,
-            workspaces=workspaces,
-            out=chosen.out,
-        )
+        ablation.write_ablation(made, workspaces)
         return
-    runs = [json.loads((workspace / ROWS).read_text()) for workspace in workspaces]
-    write_page(recipe, files, ran, runs, chosen.out)
+    write_comparison(made, [json.loads((own / ROWS).read_text()) for own in workspaces])
     if chosen.seeds is not None:  # the page of the same runs gains the rows
-        seeds.write_page(recipe, chosen.recipe, chosen.seeds, workspaces, chosen.out)
+        write_seeds(replace(made, flow="seeds", files=[chosen.recipe]), workspaces)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from flows.pages.compression import write_page
-from flows.pages.model import folder_faults, key_of, publish_links, publish_pictures
+from flows.pages.model import folder_faults, publish_links, publish_pictures
 from flows.running.command_line import command, free_workspace, load, rows_parser
 from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
@@ -28,6 +28,7 @@ from tasks.recipes import validate
 from tasks.release.register import register_compressed
 from tasks.release.versions import Outcome
 from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.evaluation.report.numbers import slug
 
 SUMMARY = "compression.txt"
 
@@ -81,7 +82,7 @@ def _publish(session: FlowSession, outcome: Outcome | None) -> None:
     verdict = _verdict(outcome)
     run.describe(f"{table}\n{verdict}")
     create_markdown_artifact(
-        key=key_of(f"{recipe.name}-compression"),
+        key=slug(f"{recipe.name}-compression"),
         markdown=f"{table}\n{verdict}",
         description="Size and quality of every way to store the experts' deltas.",
     )

@@ -17,7 +17,6 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from flows.running.command_line import command, reach_server
-from flows.running.progress import key_of
 from flows.running.session import log, prepare
 from infra.recipe.names import masked, remote_fault, secret_faults
 from infra.recipe.schema import Recipe
@@ -31,6 +30,7 @@ from tasks.methods import stages_of
 from tasks.recipes import validate
 from tasks.release.versions import COMPRESSED_TAG, MODEL_TAG
 from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.evaluation.report.numbers import slug
 
 COMMIT_TAG = "git.commit"
 
@@ -69,7 +69,7 @@ def restore(
         raise
     said = f"`{found.reference}` is restored in {workspace.root}: {artifacts} artifacts, all as "
     said += "they were published."
-    create_markdown_artifact(key=key_of(f"{name}-restore"), markdown=said)
+    create_markdown_artifact(key=slug(f"{name}-restore"), markdown=said)
     return str(workspace.root)
 
 

@@ -14,10 +14,10 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from flows.running.command_line import command, reach_server
-from flows.running.progress import key_of
 from infra.settings import configure
 from infra.tracking.registry import Registry
 from tasks.release.versions import champions, roll_back
+from upcycle_core.evaluation.report.numbers import slug
 
 
 @flow(name="rollback")
@@ -35,7 +35,7 @@ def rollback(name: str, because: str = "") -> str:
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     left, champion = roll_back(registry, name, f"{when}: {because or 'no reason given'}")
     create_markdown_artifact(
-        key=key_of(f"{name}-rollback"),
+        key=slug(f"{name}-rollback"),
         markdown=f"`{left.reference}` is champion no more, `{champion.reference}` is.\n\n{because}",
         description="Which version was taken back, and why.",
     )

@@ -25,7 +25,6 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 
 from flows.running.command_line import command, load, reach_server, recipe_parser
-from flows.running.progress import key_of
 from flows.running.session import log
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
@@ -37,6 +36,7 @@ from tasks.living.retention import Spare, spares, table
 from tasks.recipes import validate
 from tasks.release.versions import compressed_name
 from upcycle_core.errors import Fault, InputError
+from upcycle_core.evaluation.report.numbers import slug
 
 PAGE = 200
 
@@ -62,7 +62,7 @@ def tidy(recipe: Recipe, apply: bool = False) -> str:
         found = [*past, *_flow_runs(recipe)]
         rows = table(found)
         create_table_artifact(
-            key=key_of(f"{recipe.name}-tidy"),
+            key=slug(f"{recipe.name}-tidy"),
             table=rows,
             description="What was freed." if apply else "What would be freed; nothing was changed.",
         )

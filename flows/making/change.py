@@ -13,13 +13,13 @@ from typing import Any
 from prefect.artifacts import create_markdown_artifact
 
 from flows.running.command_line import SUMMARY
-from flows.running.progress import key_of
 from flows.running.session import FlowSession
 from infra.durable import write_atomically
 from tasks.engine.workspace import Workspace, fingerprint
 from tasks.release.versions import Outcome
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.errors import Fault, InputError
+from upcycle_core.evaluation.report.numbers import slug
 
 UNFINISHED = ".change.json"
 OTHER_TEXT = (
@@ -95,7 +95,7 @@ def finish_change(
     session.run.log_metrics({f"before/{name}": value for name, value in change.before.items()})
     session.run.log_text(f"{text}\n{said}\n", "change.md")
     create_markdown_artifact(
-        key=key_of(f"{session.recipe.name}-change"),
+        key=slug(f"{session.recipe.name}-change"),
         markdown=f"# {change.what}\n\n{text}\n{said}",
         description="Every domain's perplexity before and after.",
     )

@@ -2,95 +2,54 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from infra.recipe.schema import Recipe, recipe_yaml
-from upcycle_core.evaluation.text.comparison import across_seeds, markdown_comparison
-from upcycle_core.evaluation.text.comparison_plot import draw_comparison
+from flows.pages.page import Command, write_page
+from infra.recipe.schema import Recipe
+from upcycle_core.evaluation.report.parts import Figure, Notes, Section
+from upcycle_core.evaluation.text.comparison import across_seeds
+from upcycle_core.evaluation.text.comparison_report import Rows, comparison_table, draw_comparison
 
 FOLDER = "compared"
 """In the workspace: the comparison with what its rows cost on this machine."""
 ROWS, TABLE = f"{FOLDER}/rows.json", f"{FOLDER}/table.txt"
 
-PAGE = """\
-# {name}: ways of upcycling on equal terms
 
-Made by
-
-```
-python -m flows.compare {files}{tokens}{seeds} --out docs/results{folder}
-```
-
-Perplexity on held-out text in percent of each domain's own dense expert{spread}; higher is better.
-{budget}Tokens count the experts that a row begins with; core time is time times cores, theirs
-included; trained, active and all are parameters; peak memory is that of the largest process.
-
-{table}
-
-![Score against compute]({name}-comparison.png)
-
-{statement}
-
-Every number, each seed's too, is in [{name}-comparison.json]({name}-comparison.json).
-
-## The rows
-
-```yaml
-{recipe}
-```
-"""
-
-
-def write_page(
-    recipe: Recipe,
-    files: Sequence[Path],
-    seeds: Sequence[int],
-    runs: Sequence[Mapping[str, Mapping[str, Any]]],
-    out: Path,
-) -> None:
+def write_comparison(command: Command, runs: Sequence[Rows]) -> None:
     """Write ``NAME-comparison.md``, ``.json`` and ``.png``.
 
     Args:
-        recipe: What was compared.
-        files: The recipe's files, as named in the command.
-        seeds: Its seeds.
-        runs: What each seed's run left in ``comparison.json``.
-        out: The folder.
+        command: What made it.
+        runs: What each seed's run left in ``ROWS``.
     """
-    rows = across_seeds(runs)
-    out.mkdir(parents=True, exist_ok=True)
-    name = f"{recipe.name}-comparison"
-    draw_comparison(rows, out / f"{name}.png", highlight="dume")
-    content = {"recipe": recipe.name, "seeds": list(seeds), "rows": rows, "runs": list(runs)}
-    (out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-    budget = recipe.comparison.tokens
-    page = PAGE.format(
-        name=recipe.name,
-        files=" ".join(str(path) for path in files),
-        tokens=f" --tokens {budget}" if budget else "",
-        seeds=f" --seeds {' '.join(map(str, seeds))}" if len(seeds) > 1 else "",
-        folder=" --set folder=FOLDER" if recipe.folder else "",
-        spread=f", mean ± deviation over {len(seeds)} seeds" if len(seeds) > 1 else "",
-        budget=f"Every trained row sees {budget:,} tokens after the seed.\n" if budget else "",
-        table=markdown_comparison(rows, seeds=len(seeds)),
-        statement="\n".join(f"- {line}" for line in statement(rows, recipe).splitlines()),
-        recipe=recipe_yaml(recipe, ("comparison", "baselines")).rstrip(),
+    recipe, rows = command.recipe, across_seeds(runs)
+    name, seeds = f"{recipe.name}-comparison", list(command.seeds) or [recipe.seed]
+    table = comparison_table(rows, seeds=len(runs), tokens=recipe.comparison.tokens)
+    draw = partial(draw_comparison, rows, highlight="dume")
+    figure = Figure(name, "Score against compute", draw)
+    write_page(
+        command,
+        name,
+        f"{recipe.name}: ways of upcycling on equal terms",
+        [Section("", [table, figure, Notes(statement(rows, recipe))])],
+        keys=("comparison", "baselines"),
+        numbers={"recipe": recipe.name, "seeds": seeds, "rows": rows, "runs": list(runs)},
     )
-    (out / f"{name}.md").write_text(page)
 
 
-def comparison_section(name: str, out: Path) -> str:
-    """The comparison's table for another page of the same recipe; empty if there is none."""
+def comparison_section(name: str, out: Path) -> list[Section]:
+    """The comparison's table for another page of the same recipe, if there is one."""
     path = out / f"{name}-comparison.json"
     if not path.exists():
-        return ""
+        return []
     found = json.loads(path.read_text())
-    table = markdown_comparison(found["rows"], seeds=len(found["seeds"]))
-    return f"## Against training\n\n{table}\n\nMore in [{path.stem}.md]({path.stem}.md).\n\n"
+    table = comparison_table(found["rows"], seeds=len(found["seeds"]))
+    return [Section("Against training", [table, f"More in [{path.stem}.md]({path.stem}.md)."])]
 
 
-def statement(rows: Mapping[str, Mapping[str, Any]], recipe: Recipe) -> str:
+def statement(rows: Mapping[str, Mapping[str, Any]], recipe: Recipe) -> list[str]:
     """DUME without training against BTX with it, as it comes out."""
     dume = rows["dume"]["scores"]["average"][0]
     lines = []
@@ -101,4 +60,4 @@ def statement(rows: Mapping[str, Mapping[str, Any]], recipe: Recipe) -> str:
                 f"DUME, which trains nothing after the experts, reaches {dume:.1f}; "
                 f"{rows[name]['title']}, trained, {other:.1f} ({dume - other:+.1f} for DUME)."
             )
-    return "\n".join(lines)
+    return lines

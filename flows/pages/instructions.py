@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
 
-from flows.pages.model import key_of, publish_links, publish_pictures
+from flows.pages.model import publish_links, publish_pictures
 from flows.running.command_line import SUMMARY
 from flows.running.session import FlowSession
 from infra.recipe.schema import SIMOE, Recipe, recipe_yaml
@@ -21,6 +21,7 @@ from upcycle_core.evaluation.instructions.activations import Activation
 from upcycle_core.evaluation.instructions.report import write_instruction_report
 from upcycle_core.evaluation.instructions.results import across_runs, from_metrics
 from upcycle_core.evaluation.instructions.structure import Structure
+from upcycle_core.evaluation.report.numbers import slug
 from upcycle_core.evaluation.text.scores import mean_and_deviation
 
 KEYS = (
@@ -82,7 +83,7 @@ def publish_tuning(session: FlowSession, outcome: Outcome) -> None:
     table = (report / "table.md").read_text()
     run.describe(f"{table}\n`{version.reference}`: {outcome.decision}")
     create_markdown_artifact(
-        key=key_of(f"{recipe.name}-instructions"),
+        key=slug(f"{recipe.name}-instructions"),
         markdown=f"# `{version.reference}`\n\n{outcome.decision}\n\n{table}",
         description="Exact match and ROUGE-L on instructions, and the registered version.",
     )

@@ -2,7 +2,8 @@
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,17 @@ from prefect.artifacts import (
     create_table_artifact,
 )
 
-from flows.running.progress import key_of
 from flows.running.session import FlowSession
 from infra.tracking.records import DatasetRecord, Version
+from infra.versioning.versions import code_version
+from tasks.engine.sources import CODE
 from tasks.release.versions import Outcome
 from upcycle_core.errors import Fault
+from upcycle_core.evaluation.report.files import MARKDOWN, PAGE, TEXT, write_json
+from upcycle_core.evaluation.report.numbers import number, slug
+from upcycle_core.evaluation.report.page import stamped
+from upcycle_core.evaluation.report.parts import Table, text_of
+from upcycle_core.evaluation.text.results import title_of
 
 SPLIT_CONTEXT = {
     "train": "training",
@@ -46,27 +53,75 @@ def publish_artifacts(session: FlowSession, outcome: Outcome) -> None:
     """Log the report to MLflow and show it in the Prefect UI."""
     report = session.workspace.path("report")
     metrics = json.loads((report / "metrics.json").read_text())
-    _log_to_mlflow(session, outcome, report, metrics)
-    name = key_of(session.recipe.name)
+    perplexity, timings = metrics["perplexity"][session.recipe.method], session.timings()
+    figures = {
+        **{f"normalised_average/{row}": v for row, v in metrics["normalised_average"].items()},
+        **{f"perplexity/{domain}": value for domain, value in perplexity.items()},
+        "share_of_time/router": timings["stages"].get("router", 0.0) / timings["wall"],
+        "share_of_time/overhead": 1 - timings["pieces"] / timings["wall"],
+    }
+    log_outcome(session, outcome, figures, _datasets(session))
+    name = slug(session.recipe.name)
     create_markdown_artifact(
         key=f"{name}-model",
         markdown=_page(session, outcome),
         description="The version, champion or not and why.",
     )
-    create_table_artifact(
-        key=f"{name}-scores",
-        table=_rows(metrics),
-        description="Perplexity, 100: the domain's own expert.",
-    )
+    publish_table(f"{name}-scores", _scores(metrics), "Perplexity, 100: the domain's own expert.")
     publish_pictures(name, sorted(report.glob("*.png")))
     publish_links(session, outcome.version)
 
 
-def publish_links(session: FlowSession, version: Version) -> None:
+def log_outcome(
+    session: "FlowSession",
+    outcome: Outcome,
+    figures: Mapping[str, float],
+    datasets: Sequence[DatasetRecord],
+) -> None:
+    """Log to the flow's run in MLflow what came of it, and keep the timings in the workspace.
+
+    Args:
+        session: Its report is up to date.
+        outcome: What became of the model.
+        figures: Metrics besides the timings.
+        datasets: What the run has read.
+    """
+    run, timings = session.run, session.timings()
+    seconds = {**timings["stages"], "wall": timings["wall"]}
+    run.log_metrics({**figures, **{f"seconds/{name}": value for name, value in seconds.items()}})
+    write_json(session.workspace.root / "timings.json", timings)
+    log_report(session, session.workspace.path("report"), "report", outcome.version)
+    run.log_text((session.workspace.root / "params.yaml").read_text(), "recipe.yaml")
+    run.log_text(session.versions.lock_text(), "dvc.lock")
+    run.log_inputs(datasets)
+    version = outcome.version.reference
+    run.set_tags({"upcycle.version": version, "upcycle.decision": outcome.decision})
+    table = (session.workspace.path("report") / MARKDOWN).read_text()
+    run.describe(f"{table}\n`{version}`: {outcome.decision}")
+
+
+def log_report(
+    session: "FlowSession", folder: Path, name: str, version: Version | None = None
+) -> None:
+    """Log a report's files to MLflow; its page says there what an artifact may not depend on."""
+    session.run.log_artifacts(folder, name)
+    commit, _, modified = code_version(CODE).partition("-")
+    words = f"commit {commit[:10]}{', modified' if modified else ''}"
+    facts = [*([version.reference] if version else []), date.today().isoformat(), words]
+    session.run.log_text(stamped((folder / PAGE).read_text(), facts), f"{name}/{PAGE}")
+
+
+def publish_table(key: str, table: Table, description: str) -> None:
+    """Show a report's table in the Prefect UI."""
+    rows = [dict(zip(table.header, map(text_of, row), strict=True)) for row in table.rows]
+    create_table_artifact(key=slug(key), table=rows, description=description)
+
+
+def publish_links(session: "FlowSession", version: Version) -> None:
     """Show the way to the run and to the registered version in MLflow, where its server runs."""
     for key, (link, text) in _pages(session, version).items():
         create_link_artifact(
-            key=key_of(f"{session.recipe.name}-mlflow-{key}"),
+            key=slug(f"{session.recipe.name}-mlflow-{key}"),
             link=link,
             link_text=text,
             description=f"In MLflow: {text}.",
@@ -78,14 +133,20 @@ def publish_pictures(name: str, pictures: Sequence[Path]) -> None:
     for picture in pictures:
         data = base64.b64encode(picture.read_bytes()).decode()
         create_image_artifact(
-            key=key_of(f"{name}-{picture.stem}-plot"),
+            key=slug(f"{name}-{picture.stem}-plot"),
             image_url=f"data:image/png;base64,{data}",
             description=PICTURES.get(picture.stem, picture.stem.replace("_", " ")),
         )
 
 
-def summary(session: FlowSession, outcome: Outcome) -> str:
-    """The last thing a run prints: scores, where everything lies, and what to type next."""
+def summary(session: "FlowSession", outcome: Outcome, *, more: str = "") -> str:
+    """The last thing a run prints: scores, where everything lies, and what to type next.
+
+    Args:
+        session: Its report is up to date.
+        outcome: What became of the model.
+        more: A sentence under the scores.
+    """
     report = session.workspace.path("report")
     version = outcome.version
     alias = "champion" if "champion" in version.aliases else "challenger"
@@ -95,16 +156,14 @@ def summary(session: FlowSession, outcome: Outcome) -> str:
         for stage, seconds in timings["stages"].items()
         if seconds
     )
+    scores = f"{(report / TEXT).read_text()}\n{more}".rstrip()
     return f"""
-{(report / "table.txt").read_text().rstrip()}
-
-Perplexity on held-out text, in percent of each domain's own dense expert: higher is better.
-* is the best of its column; an expert on its own domain and the oracle are left out.
+{scores}
 
 Time in the flow: {timings["wall"]:.0f} s, of which pieces on Ray {timings["pieces"]:.0f} s{stages}
 
 Model     {session.workspace.path("model")}
-Report    {report / "report.html"}
+Report    {report / PAGE}
 Registry  {version.reference} ({", ".join(version.aliases) or "no alias"}): {outcome.decision}
 
 See runs and models:  make up      (then open the two addresses that it prints)
@@ -140,37 +199,7 @@ def _page(session: FlowSession, outcome: Outcome) -> str:
 """
 
 
-def _log_to_mlflow(
-    session: FlowSession, outcome: Outcome, report: Path, metrics: dict[str, Any]
-) -> None:
-    run, timings = session.run, session.timings()
-    router = timings["stages"].get("router", 0.0)
-    run.log_metrics(
-        {
-            **{f"normalised_average/{row}": v for row, v in metrics["normalised_average"].items()},
-            **{
-                f"perplexity/{d}": v
-                for d, v in metrics["perplexity"][session.recipe.method].items()
-            },
-            **{f"seconds/{stage}": value for stage, value in timings["stages"].items()},
-            "seconds/wall": timings["wall"],
-            "share_of_time/router": router / timings["wall"],
-            "share_of_time/overhead": 1 - timings["pieces"] / timings["wall"],
-        }
-    )
-    (session.workspace.root / "timings.json").write_text(json.dumps(timings, indent=1) + "\n")
-    run.log_artifacts(report, "report")
-    run.log_text((session.workspace.root / "params.yaml").read_text(), "recipe.yaml")
-    run.log_text(session.versions.lock_text(), "dvc.lock")
-    run.log_inputs(_datasets(session))
-    run.set_tags(
-        {"upcycle.version": outcome.version.reference, "upcycle.decision": outcome.decision}
-    )
-    version = outcome.version.reference
-    run.describe(f"{(report / 'table.md').read_text()}\n`{version}`: {outcome.decision}")
-
-
-def _datasets(session: FlowSession) -> list[DatasetRecord]:
+def _datasets(session: "FlowSession") -> list[DatasetRecord]:
     records = []
     for domain in session.recipe.domains:
         manifest = json.loads(
@@ -189,12 +218,12 @@ def _datasets(session: FlowSession) -> list[DatasetRecord]:
     return records
 
 
-def _rows(metrics: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "model": row.replace("_", " "),
-            **{domain: round(value, 1) for domain, value in scores.items()},
-            "average": round(metrics["normalised_average"][row], 1),
-        }
-        for row, scores in metrics["normalised"].items()
+def _scores(metrics: Mapping[str, Any]) -> Table:
+    domains = list(metrics["heldout"])
+    rows = [
+        [title_of(row, domains), *map(number, [*scores.values(), average])]
+        for (row, scores), average in zip(
+            metrics["normalised"].items(), metrics["normalised_average"].values(), strict=True
+        )
     ]
+    return Table(["Method", *domains, "Average"], rows)

@@ -4,9 +4,10 @@ import shutil
 
 from prefect.artifacts import create_link_artifact, create_table_artifact
 
-from flows.pages.model import key_of, publish_pictures
+from flows.pages.model import publish_pictures
 from flows.running.session import FlowSession
 from infra.tracking.records import Version
+from upcycle_core.evaluation.report.numbers import slug
 from upcycle_core.evaluation.tasks import results, table
 from upcycle_core.evaluation.tasks.report import write_task_report
 from upcycle_core.evaluation.tasks.results import TaskEvaluation
@@ -40,14 +41,14 @@ def publish_tasks(session: FlowSession, version: Version, tasks: TaskEvaluation)
     link = f"[Page with plots, intervals and items](#{page.partition('#')[2]})"
     registry.describe(version, f"{known.rstrip()}\n{HEADING}\n{link}\n\n{text}")
     create_table_artifact(
-        key=key_of(f"{name}-tasks"),
+        key=slug(f"{name}-tasks"),
         table=_rows(tasks),
         description="Scores on tasks, every model.",
     )
     publish_pictures(f"{name}-tasks", [folder / "scores.png"])
     if session.settings.mlflow_url is not None:
         create_link_artifact(
-            key=key_of(f"{name}-tasks-page"),
+            key=slug(f"{name}-tasks-page"),
             link=f"{session.settings.mlflow_url}{page}",
             link_text=f"scores of {version.reference} on tasks, in MLflow",
         )

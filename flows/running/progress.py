@@ -1,7 +1,6 @@
 """How far stages are: Prefect artifacts that fill up while pieces run."""
 
 import logging
-import re
 from typing import cast
 from uuid import UUID
 
@@ -9,12 +8,9 @@ from prefect.artifacts import create_progress_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
+from upcycle_core.evaluation.report.numbers import slug
+
 _logger = logging.getLogger(__name__)
-
-
-def key_of(name: str) -> str:
-    """``name`` as Prefect wants the key of an artifact: lower-case letters, digits, dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 class ProgressArtifacts:
@@ -35,7 +31,7 @@ class ProgressArtifacts:
         """
         try:
             if label not in self._shown:
-                key = key_of(f"{self._name}-{label}")
+                key = slug(f"{self._name}-{label}")
                 made = create_progress_artifact(share, key=key, description=line)
                 self._shown[label] = cast(UUID, made)
             elif (artifact := self._shown[label]) is not None:

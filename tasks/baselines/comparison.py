@@ -14,9 +14,8 @@ from tasks.scoring.evaluation import heldout_arguments
 from upcycle_core.baselines.ensemble import evaluate_ensemble
 from upcycle_core.evaluation.text.comparison import Compared, comparison_metrics
 from upcycle_core.evaluation.text.pieces import Scores, evaluate_checkpoint
-from upcycle_core.evaluation.text.results import expert_row
+from upcycle_core.evaluation.text.results import expert_row, title_of
 from upcycle_core.evaluation.text.scores import Score
-from upcycle_core.evaluation.text.table import title
 from upcycle_core.moe.size import Counts, parameter_counts
 from upcycle_core.progress import Progress
 
@@ -83,7 +82,7 @@ def _reported(run: StageRun, name: str, report: Mapping[str, Any]) -> Compared:
     model = run.path("model" if name in MERGED else f"experts/{next(iter(run.recipe.domains))}")
     counts = parameter_counts(model)
     return Compared(
-        title=title(name, run.recipe.domains),
+        title=title_of(name, run.recipe.domains),
         perplexities=report["perplexity"][name],
         trained_parameters=0,
         active_parameters=counts.active,

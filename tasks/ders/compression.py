@@ -17,9 +17,8 @@ from upcycle_core.ders.compress import compress
 from upcycle_core.ders.config import CodecConfig, CompressionConfig
 from upcycle_core.evaluation.compression.report import write_compression_report
 from upcycle_core.evaluation.compression.results import Point, Sweep, smallest_within
-from upcycle_core.evaluation.text.results import expert_row
+from upcycle_core.evaluation.text.results import expert_row, title_of
 from upcycle_core.evaluation.text.scores import Score
-from upcycle_core.evaluation.text.table import title
 from upcycle_core.progress import Progress
 
 REPORT, MODEL = "report", "model"
@@ -73,7 +72,7 @@ def row_title(recipe: Recipe, row: str) -> str:
     """What people call a row that is compressed."""
     baseline = recipe.baselines.get(row)
     if baseline is None:
-        return title(row, ())
+        return title_of(row, ())
     return baseline.title or row
 
 

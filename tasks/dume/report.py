@@ -24,7 +24,6 @@ from upcycle_core.evaluation.text.pieces import Scores
 from upcycle_core.evaluation.text.report import write_report
 from upcycle_core.evaluation.text.results import Evaluation, Parameter, expert_row
 from upcycle_core.evaluation.text.scores import Score
-from upcycle_core.evaluation.text.table import format_table
 
 RANDOM = "random_routing"
 
@@ -38,7 +37,7 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
 
 
 def _params(recipe: Recipe, item: str) -> Iterator[str]:
-    yield "evaluation"
+    yield from ("name", "evaluation")
     if any(_swept(recipe.evaluation).values()):
         yield from router_keys(recipe)
 
@@ -61,8 +60,7 @@ def report(run: StageRun) -> None:
     """Write metrics.json, tables, pictures and the CSV behind them."""
     done = run.run([*_dense_pieces(run), *_moe_pieces(run)], "evaluation")
     evaluation = _collect(run.recipe, done)
-    write_report(evaluation, run.out)
-    (run.out / "table.txt").write_text(format_table(evaluation))
+    write_report(evaluation, run.out, model=run.recipe.name)
 
 
 def _dense_pieces(run: StageRun) -> list[Piece]:

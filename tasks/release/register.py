@@ -32,8 +32,7 @@ from tasks.release.versions import (
 )
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.evaluation.tasks.results import TaskEvaluation
-from upcycle_core.evaluation.text.results import expert_row
-from upcycle_core.evaluation.text.table import title
+from upcycle_core.evaluation.text.results import expert_row, title_of
 
 
 def register(
@@ -214,5 +213,5 @@ def _scores(metrics: Mapping[str, Any], row: str) -> dict[str, float]:
 def _description(session: Session, decision: Decision) -> str:
     table = (session.workspace.path("report") / "table.md").read_text()
     domains = ", ".join(session.recipe.domains)
-    method = title(session.recipe.method, ())
+    method = title_of(session.recipe.method, ())
     return f"{method} Mixture-of-Experts of {domains}.\n\n{table}\n\nGate: {decision.reason}.\n"

@@ -9,7 +9,7 @@ from tasks.scoring.task_scores import read_scores
 from upcycle_core.evaluation.tasks.items import Item
 from upcycle_core.evaluation.tasks.results import TaskEvaluation
 from upcycle_core.evaluation.tasks.score import TaskScore
-from upcycle_core.evaluation.text.table import title
+from upcycle_core.evaluation.text.results import title_of
 
 RIVALS = (CHAMPION, "model_averaging", "seed")
 """What the merged model is compared with item by item, where they were scored."""
@@ -52,4 +52,4 @@ def task_table(
 
 def _title(recipe: Recipe, row: str) -> str:
     baseline = recipe.baselines.get(row)
-    return (baseline.title or row) if baseline else title(row, recipe.domains)
+    return (baseline.title or row) if baseline else title_of(row, recipe.domains)

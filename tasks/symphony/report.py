@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,14 @@ from tasks.engine.params import MEASURING
 from tasks.engine.stage import StageRun, each, stage
 from tasks.scoring.evaluation import average_piece, champion_piece
 from upcycle_core.baselines.config import Baseline
+from upcycle_core.evaluation.report.parts import Figure, Section
 from upcycle_core.evaluation.text.ablation import (
-    LEGEND,
     Joined,
+    ablation_figure,
     ablation_metrics,
-    draw_ablation,
-    format_ablation,
-    markdown_ablation,
+    ablation_table,
 )
-from upcycle_core.evaluation.text.alignment import HEADER, alignment_records, draw_alignment
+from upcycle_core.evaluation.text.alignment import alignment_table, draw_alignment
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.pieces import (
     Scores,
@@ -30,9 +30,8 @@ from upcycle_core.evaluation.text.pieces import (
     evaluate_own_experts,
 )
 from upcycle_core.evaluation.text.report import write_report
-from upcycle_core.evaluation.text.results import Evaluation, expert_row, metrics
+from upcycle_core.evaluation.text.results import Evaluation, expert_row
 from upcycle_core.evaluation.text.scores import Score
-from upcycle_core.evaluation.text.table import csv_text
 from upcycle_core.moe.size import parameter_counts
 from upcycle_core.progress import Progress
 from upcycle_core.symphony.config import SymphonyConfig
@@ -54,7 +53,7 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
 @stage(
     "report",
     inputs=_inputs,
-    params=(*MEASURING, "baselines", "symphony", "post_training", "moe"),
+    params=("name", *MEASURING, "baselines", "symphony", "post_training", "moe"),
 )
 def report(run: StageRun) -> None:
     """Write metrics.json, tables, pictures and the CSV behind them."""
@@ -74,18 +73,24 @@ def report(run: StageRun) -> None:
         _rows(run, perplexities, merged),
         outside={name: anchor[name] for name in recipe.outside},
     )
-    pictures = {"Ways of joining the models": run.out / "ablation.png"}
-    draw_ablation(rows, pictures["Ways of joining the models"], highlight=(SYMPHONY,))
     alignment = _alignment(run)
-    if alignment.get(SYMPHONY):
-        pictures["Alignment of the recipe's own way"] = run.out / "alignment.png"
-        draw_alignment(alignment[SYMPHONY], run.out / "alignment.png")
-    write_report(evaluation, run.out, more=pictures)
-    values = {**metrics(evaluation), "ablation": rows, "alignment": alignment}
-    (run.out / "metrics.json").write_text(json.dumps(values, indent=2) + "\n")
-    (run.out / "alignment.csv").write_text(csv_text(HEADER, alignment_records(alignment)))
-    (run.out / "table.txt").write_text(f"{format_ablation([rows])}\n\n{LEGEND}\n")
-    (run.out / "ablation.md").write_text(f"{markdown_ablation([rows])}\n\n{LEGEND}\n")
+    picture = ablation_figure(rows, "ablation", highlight=(SYMPHONY,))
+    first = [
+        Section("Ways of joining the models", [ablation_table([rows])]),
+        Section("", [picture], page_only=True),
+    ]
+    if SYMPHONY in alignment:
+        title = "Alignment of the recipe's own way"
+        picture = Figure("alignment", title, partial(draw_alignment, alignment[SYMPHONY]))
+        first.append(Section(title, [picture], page_only=True))
+    write_report(
+        evaluation,
+        run.out,
+        model=recipe.name,
+        first=first,
+        more={"ablation": rows, "alignment": alignment},
+        tables={"alignment.csv": alignment_table(alignment)},
+    )
 
 
 def _alignment(run: StageRun) -> dict[str, Any]:

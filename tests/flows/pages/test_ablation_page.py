@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from flows.pages.ablation import SIMILARITY, write_page
+from flows.pages.ablation import SIMILARITY, write_ablation
 from flows.pages.comparison import FOLDER, ROWS
+from flows.pages.page import Command
 from tasks.recipes import validate
 from upcycle_core.evaluation.text.ablation import LEGEND, Joined, ablation_metrics
 
@@ -40,9 +41,17 @@ def write(folder, scales, *, similarity=True):
         (workspaces[0] / SIMILARITY).mkdir()
         (workspaces[0] / SIMILARITY / "similarity.md").write_text("# How alike\n\n## Neurons\n")
         (workspaces[0] / SIMILARITY / "similarity.png").write_bytes(b"picture")
-    recipe, seeds = validate(RECIPE), list(range(len(scales)))
     out = folder / "out"
-    write_page(recipe, FILES, CHANGES, seeds=seeds, workspaces=workspaces, out=out)
+    several = list(range(len(scales))) if len(scales) > 1 else []
+    command = Command(
+        flow="compare",
+        recipe=validate(RECIPE),
+        files=FILES,
+        changes=CHANGES,
+        seeds=several,
+        out=out,
+    )
+    write_ablation(command, workspaces)
     return out
 
 
@@ -54,7 +63,7 @@ def pages(tmp_path):
 def test_the_page_says_how_it_was_made_and_keeps_the_folder_to_itself(pages):
     text = (pages / "strangers.md").read_text()
     command = "recipes/strangers.yaml recipes/rows.yaml --seeds 0 1 --set folder=FOLDER "
-    assert command + "--set name=strangers --out docs/results" in text
+    assert command + "--set name=strangers --out FOLDER" in text
     assert "/private" not in text
     recipe = text.split("## The recipe")[1]
     assert "outside:\n  poems:" in recipe

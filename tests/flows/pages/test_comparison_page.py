@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from texts import TRAINING, pico_recipe
 
-from flows.pages.comparison import comparison_section, write_page
+from flows.pages.comparison import comparison_section, write_comparison
+from flows.pages.page import Command
 from tasks.recipes import validate
+from upcycle_core.evaluation.report.markdown import markdown
 
 ROW = {"title": "BTX", "trained_parameters": 0, "active_parameters": 10**6}
 ROW |= {"total_parameters": 10**6, "tokens": 0, "core_seconds": 60.0, "peak_memory_bytes": 10**9}
@@ -27,14 +29,24 @@ def out(tmp_path):
     values["baselines"] = {"btx": {"method": "btx", "training": TRAINING}}
     files = [Path("pico.yaml"), Path("rows.yaml")]
     runs = [run(80.0, 90.0), run(84.0, 91.0)]
-    write_page(validate(values), files, [0, 1], runs, tmp_path / "out")
+    command = Command(
+        flow="compare",
+        recipe=validate(values),
+        files=files,
+        changes=["folder=/private", "router.lambda_grid=[1, 2]"],
+        seeds=[0, 1],
+        out=tmp_path / "out",
+    )
+    write_comparison(command, runs)
     return tmp_path / "out"
 
 
 def test_page_shows_means_and_deviations_over_seeds(out):
     page = (out / "pico-comparison.md").read_text()
     assert "| BTX | 82.0 ± 2.8 | 82.0 ± 2.8 |" in page
-    assert "python -m flows.compare pico.yaml rows.yaml --seeds 0 1" in page
+    command = "python -m flows.compare pico.yaml rows.yaml --seeds 0 1 --set folder=FOLDER "
+    assert f"{command}--set 'router.lambda_grid=[1, 2]' --out FOLDER\n" in page
+    assert "mean ± deviation over 2 seeds" in page
 
 
 def test_page_states_dume_against_btx_as_it_comes_out(out):
@@ -48,7 +60,7 @@ def test_every_seed_is_kept(out):
 
 
 def test_another_page_of_the_recipe_gains_the_rows(out, tmp_path):
-    section = comparison_section("pico", out)
+    section = markdown(comparison_section("pico", out))
     assert "| BTX | 82.0 ± 2.8 | 82.0 ± 2.8 |" in section
     assert "(pico-comparison.md)" in section
-    assert comparison_section("pico", tmp_path) == ""
+    assert comparison_section("pico", tmp_path) == []

@@ -6,17 +6,26 @@ Perplexities of several domains come together as their geometric mean: exp of th
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from upcycle_core.evaluation.report.canvas import ACCENTS, FAINT, INK, NEUTRAL, new_figure, save
+from upcycle_core.evaluation.report import canvas
+from upcycle_core.evaluation.report.numbers import number
+from upcycle_core.evaluation.report.parts import DASH, Figure, Table
 from upcycle_core.evaluation.text import scores
-from upcycle_core.evaluation.text.table import align
 
 Perplexities = Mapping[str, float]
 """{domain: perplexity}, texts from outside among them."""
-NOTHING = "–"
+Metrics = Mapping[str, Mapping[str, Any]]
+"""{row: everything about it}: what ``ablation_metrics`` gives."""
 ROUTED = ("before", "after")
+STATES = {
+    "own_expert": ("own expert, as joined", canvas.NEUTRAL, "D"),
+    "before": ("routed, as joined", canvas.ACCENTS[1], "o"),
+    "after": ("routed, trained", canvas.ACCENTS[0], "o"),
+}
+"""{state: what people call it, colour and marker of its points}"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +98,8 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def ablation_lines(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
-    """The table as cells, its header first.
+def ablation_table(runs: Sequence[Metrics]) -> Table:
+    """One line a row, as ``LEGEND`` says.
 
     Args:
         runs: What ``ablation_metrics`` gave, once a seed; several are shown as mean ± sample
@@ -98,54 +107,45 @@ def ablation_lines(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[list
     """
     outside = list(next(iter(runs[0].values()))["before"]["outside"])
     head = ["Method", "Own expert", "Joined", "Trained", "Joined %", "Trained %"]
+    columns = [(state, "mean_perplexity") for state in ("own_expert", *ROUTED)]
+    columns += [(state, "normalised_average") for state in ROUTED]
     for text in outside:
         head += [f"{text}, joined", f"{text}, trained"]
-    lines = [head]
-    for name, first in runs[0].items():
-        rows = [run[name] for run in runs]
-        cells = [_cell(rows, key, "mean_perplexity") for key in ("own_expert", *ROUTED)]
-        cells += [_cell(rows, key, "normalised_average") for key in ROUTED]
+    rows = []
+    for row, first in runs[0].items():
+        found = [run[row] for run in runs]
+        cells = [_cell([own[state] for own in found], figure) for state, figure in columns]
         for text in outside:
-            cells += [_cell(rows, key, "perplexity", text) for key in ROUTED]
-        lines.append([first["title"], *cells])
-    return lines
+            cells += [_cell([own[state] for own in found], "perplexity", text) for state in ROUTED]
+        rows.append([first["title"], *cells])
+    several = f" Mean ± deviation over {len(runs)} seeds; the picture is the first's."
+    return Table(head, rows, LEGEND + several if len(runs) > 1 else LEGEND)
 
 
-def _cell(rows: Sequence[Mapping[str, Any]], state: str, *keys: str) -> str:
-    if rows[0][state] is None:
-        return NOTHING
-    values = []
-    for row in rows:
-        value = row[state]
-        for key in keys:
-            value = value[key]
-        values.append(value)
-    mean, deviation = scores.mean_and_deviation(values)
-    return f"{mean:.1f}" if len(rows) == 1 else f"{mean:.1f} ± {deviation:.1f}"
+def _cell(states: Sequence[Mapping[str, Any] | None], figure: str, text: str = "") -> str:
+    known = [state[figure] for state in states if state is not None]
+    if not known:
+        return DASH
+    mean, deviation = scores.mean_and_deviation([own[text] if text else own for own in known])
+    return number(mean, deviation if len(states) > 1 else None)
 
 
-def format_ablation(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
-    """The table for a terminal."""
-    return align(ablation_lines(runs))
+LEGEND = (
+    "Own expert, Joined, Trained: perplexity on held-out text, geometric mean over the domains. "
+    "Own expert: every domain's tokens through its own expert (the anchor's where it has none), no "
+    "training; Joined: routed, no training; Trained: after post-training. %: normalised average, "
+    "in percent of each domain's own dense model, higher is better. Dense models are shown as they "
+    "are, under Joined."
+)
 
 
-def markdown_ablation(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
-    """The table in Markdown."""
-    head, *body = ablation_lines(runs)
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def ablation_figure(metrics: Metrics, name: str, *, highlight: Sequence[str]) -> Figure:
+    """The picture of one run, under a name; see ``draw_ablation``."""
+    draw = partial(draw_ablation, metrics, highlight=highlight)
+    return Figure(name, "Perplexity and score of every row, as joined and trained", draw)
 
 
-LEGEND = """\
-Own expert, Joined, Trained: perplexity on held-out text, geometric mean over the domains. Own
-expert: every domain's tokens through its own expert (the anchor's where it has none), no training;
-Joined: routed, no training; Trained: after post-training. %: normalised average, in percent of each
-domain's own dense model, higher is better. Dense models are shown as they are, under Joined."""
-
-
-def draw_ablation(
-    metrics: Mapping[str, Mapping[str, Any]], path: Path, *, highlight: Sequence[str]
-) -> None:
+def draw_ablation(metrics: Metrics, path: Path, *, highlight: Sequence[str]) -> None:
     """Two panels, a line of points a row: perplexity as joined and trained, and the score.
 
     Args:
@@ -154,15 +154,11 @@ def draw_ablation(
         highlight: Rows whose names are coloured.
     """
     names = list(metrics)[::-1]
-    with new_figure(10.2, 0.3 * len(names) + 1.5) as figure:
+    with canvas.new_figure(10.2, 0.3 * len(names) + 1.5) as figure:
         left, right = figure.subplots(1, 2, sharey=True)
         for place, name in enumerate(names):
             row = metrics[name]
-            for state, colour, marker in (
-                ("own_expert", NEUTRAL, "D"),
-                ("before", ACCENTS[1], "o"),
-                ("after", ACCENTS[0], "o"),
-            ):
+            for state, (_, colour, marker) in STATES.items():
                 if row[state] is None:
                     continue
                 left.plot(row[state]["mean_perplexity"], place, marker, color=colour, ms=5)
@@ -170,17 +166,14 @@ def draw_ablation(
                     right.plot(row[state]["normalised_average"], place, marker, color=colour, ms=5)
         left.set_yticks(range(len(names)), [metrics[name]["title"] for name in names])
         for label, name in zip(left.get_yticklabels(), names, strict=True):
-            label.set_color(ACCENTS[0] if name in highlight else INK)
+            label.set_color(canvas.ACCENTS[0] if name in highlight else canvas.INK)
         left.set_xscale("log")
         left.set_xlabel("perplexity (geometric mean over domains, log scale)")
         right.set_xlabel("normalised average (%)")
         for ax in (left, right):
-            ax.grid(color=FAINT, alpha=0.18)
+            ax.grid(color=canvas.FAINT, alpha=0.18)
             ax.tick_params("y", length=0)
-        handles = [
-            left.plot([], [], marker, color=colour, ms=5)[0]
-            for marker, colour in (("D", NEUTRAL), ("o", ACCENTS[1]), ("o", ACCENTS[0]))
-        ]
-        words = ["own expert, as joined", "routed, as joined", "routed, trained"]
+        words = [word for word, _, _ in STATES.values()]
+        handles = [left.plot([], [], mark, color=c, ms=5)[0] for _, c, mark in STATES.values()]
         figure.legend(handles, words, loc="outside upper center", ncols=3, frameon=False)
-        save(figure, path)
+        canvas.save(figure, path)

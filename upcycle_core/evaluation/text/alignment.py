@@ -1,10 +1,11 @@
-"""What an alignment found, layer by layer: records for a table and a picture."""
+"""What an alignment found, layer by layer: a table for a CSV and a picture."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from upcycle_core.evaluation.report.canvas import ACCENTS, FAINT, new_figure, save
+from upcycle_core.evaluation.report import canvas
+from upcycle_core.evaluation.report.parts import Table
 
 HEADER = (
     "row",
@@ -26,26 +27,28 @@ Facts = Mapping[str, Mapping[str, Any]]
 """{model: what ``symphony.align.alignment_facts`` gave}"""
 
 
-def alignment_records(rows: Mapping[str, Facts]) -> Iterator[tuple[Any, ...]]:
-    """One record a row, model and layer, as ``HEADER`` names them; empty where nothing was aligned.
+def alignment_table(rows: Mapping[str, Facts]) -> Table:
+    """One line a row, model and layer, as ``HEADER`` names them; none where nothing was aligned.
 
     Args:
         rows: {row: facts of its models}.
     """
+    lines = []
     for row, models in rows.items():
         for model, facts in models.items():
             residual = facts["residual"] or {}
             for layer in facts["layers"]:
                 neurons, heads = layer["neurons"] or {}, layer["heads"] or {}
-                yield (
-                    row,
-                    model,
-                    layer["layer"],
-                    *(neurons.get(key, "") for key in ("before", "after", "moved", "aligned")),
-                    *(neurons.get(key, "") for key in ("dead", "dead_anchor")),
-                    *(heads.get(key, "") for key in ("before", "after", "moved")),
-                    *(residual.get(key, "") for key in ("before", "after")),
+                neuron_keys = ("before", "after", "moved", "aligned", "dead", "dead_anchor")
+                lines.append(
+                    [
+                        *(row, model, layer["layer"]),
+                        *(neurons.get(key) for key in neuron_keys),
+                        *(heads.get(key) for key in ("before", "after", "moved")),
+                        *(residual.get(key) for key in ("before", "after")),
+                    ]
                 )
+    return Table(HEADER, lines)
 
 
 def draw_alignment(facts: Facts, path: Path) -> None:
@@ -60,10 +63,10 @@ def draw_alignment(facts: Facts, path: Path) -> None:
         for part in ("neurons", "heads")
         if any(layer[part] for found in facts.values() for layer in found["layers"])
     ]
-    with new_figure(4.6 * len(parts), 3.4) as figure:
+    with canvas.new_figure(4.6 * len(parts), 3.4) as figure:
         for ax, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
             for index, (model, found) in enumerate(facts.items()):
-                colour = ACCENTS[index % len(ACCENTS)]
+                colour = canvas.ACCENTS[index % len(canvas.ACCENTS)]
                 layers = [layer["layer"] for layer in found["layers"] if layer[part]]
                 values = [layer[part] for layer in found["layers"] if layer[part]]
                 before, after = ([value[key] for value in values] for key in ("before", "after"))
@@ -73,6 +76,6 @@ def draw_alignment(facts: Facts, path: Path) -> None:
             ax.set_xlabel("layer")
             ax.set_xticks(sorted({layer["layer"] for f in facts.values() for layer in f["layers"]}))
             ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
-            ax.grid(color=FAINT, alpha=0.18)
+            ax.grid(color=canvas.FAINT, alpha=0.18)
             ax.legend(frameon=False)
-        save(figure, path)
+        canvas.save(figure, path)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from upcycle_core.evaluation.text import scores
-from upcycle_core.evaluation.text.table import align
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,58 +90,3 @@ def across_seeds(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, d
             "peak_memory_bytes": max(memory) if len(memory) == len(runs) else None,
         }
     return found
-
-
-def comparison_lines(rows: Mapping[str, Mapping[str, Any]], *, seeds: int) -> list[list[str]]:
-    """The table as cells, its header first; deviations where there are several seeds.
-
-    Args:
-        rows: What ``across_seeds`` gave.
-        seeds: How many runs that was.
-    """
-    domains = list(next(iter(rows.values()))["scores"])
-    lines = [["Method", *domains, "Trained", "Active", "All", "Tokens", "Core time", "Peak memory"]]
-    for row in rows.values():
-        shown = [_score(row["scores"][column], seeds) for column in domains]
-        counts = [row[f"{kind}_parameters"] for kind in ("trained", "active", "total")]
-        lines.append(
-            [
-                row["title"],
-                *shown,
-                *(_amount(count) for count in [*counts, row["tokens"]]),
-                _time(row["core_seconds"]),
-                _memory(row["peak_memory_bytes"]),
-            ]
-        )
-    return lines
-
-
-def format_comparison(rows: Mapping[str, Mapping[str, Any]], *, seeds: int = 1) -> str:
-    """The table for a terminal."""
-    return align(comparison_lines(rows, seeds=seeds))
-
-
-def markdown_comparison(rows: Mapping[str, Mapping[str, Any]], *, seeds: int = 1) -> str:
-    """The table in Markdown."""
-    head, *body = comparison_lines(rows, seeds=seeds)
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _score(cell: tuple[float, float], seeds: int) -> str:
-    mean, deviation = cell
-    return f"{mean:.1f}" if seeds == 1 else f"{mean:.1f} ± {deviation:.1f}"
-
-
-def _amount(count: int) -> str:
-    if not count:
-        return "0"
-    return f"{count / 1e6:.2f} M" if count >= 100_000 else f"{count / 1e3:.1f} k"
-
-
-def _time(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{seconds / 60:.1f} min"
-
-
-def _memory(size: int | None) -> str:
-    return f"{size / 1e9:.2f} GB" if size else "–"

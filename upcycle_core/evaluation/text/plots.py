@@ -1,30 +1,21 @@
 """Pictures of an evaluation. Drawn on figures of their own: no pyplot, no shared state."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from upcycle_core.evaluation.report.canvas import (
-    ACCENTS,
-    FAINT,
-    GRID,
-    INK,
-    NEUTRAL,
-    new_figure,
-    save,
-)
+from upcycle_core.evaluation.report import canvas
 from upcycle_core.evaluation.text import routing
 from upcycle_core.evaluation.text.results import Parameter
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _AXES: dict[Parameter, str] = {
     "top_k": "experts a token passes through (k)",
     "ridge_lambda": "ridge regularisation (λ)",
     "window": "tokens of each paragraph used for the statistics",
 }
+REFERENCES = ("oracle", "model_averaging")
+"""Rows that stand beside a sweep as lines."""
 
 
 def draw_routing(counts: Mapping[str, routing.Counts], path: Path) -> None:
@@ -42,7 +33,7 @@ def draw_routing(counts: Mapping[str, routing.Counts], path: Path) -> None:
     columns = min(len(maps), 6)
     rows = math.ceil(len(maps) / columns)
     side = 0.62 * len(names) + 0.55
-    with new_figure(
+    with canvas.new_figure(
         side * columns + 0.13 * max(map(len, names)) + 0.4, side * rows + 1.3
     ) as figure:
         grid = figure.subplots(rows, columns, squeeze=False)
@@ -51,16 +42,14 @@ def draw_routing(counts: Mapping[str, routing.Counts], path: Path) -> None:
                 ax.set_axis_off()
                 continue
             label, shares = list(maps.items())[index]
-            _heat_map(ax, label, shares, names)
+            ax.set_title(label)
+            canvas.heat_map(ax, shares, text=lambda share: f"{100 * share:.0f}")
             if index % columns == 0:
                 ax.set_yticks(range(len(names)), names)
             if index >= columns * (rows - 1):
-                ax.set_xticks(range(len(names)), names)
-                ax.tick_params("x", labelrotation=40)
-                for text in ax.get_xticklabels():
-                    text.set(ha="right", rotation_mode="anchor")
+                canvas.name_columns(ax, names)
         figure.suptitle("Share of each domain's tokens (rows) sent to each expert (columns), %")
-        save(figure, path)
+        canvas.save(figure, path)
 
 
 def draw_sweep(
@@ -77,45 +66,54 @@ def draw_sweep(
         references: {label: normalised average} drawn as horizontal lines.
         path: The PNG to write.
     """
-    with new_figure(6.4, 3.9) as figure:
+    with canvas.new_figure(6.4, 3.9) as figure:
         ax = figure.subplots()
         if parameter != "top_k":
             ax.set_xscale("log", base=2 if parameter == "window" else 10)
-        for (label, points), colour in zip(curves.items(), _cycle(ACCENTS), strict=False):
+        for (label, points), colour in zip(curves.items(), cycle(canvas.ACCENTS), strict=False):
             ax.plot(*zip(*points, strict=True), "o-", color=colour, label=label, lw=2, ms=5.5)
         ax.margins(x=0.05, y=0.12)
-        _reference_lines(ax, references)
+        for rank, (label, value) in enumerate(sorted(references.items(), key=lambda own: own[1])):
+            ax.axhline(value, color=canvas.FAINT, lw=1.2, ls="--")
+            # The labels of two close lines lean away from each other.
+            lean = ("top", "bottom")[rank] if len(references) == 2 else "center"
+            canvas.beside(ax, label, value, lean=lean)
         ax.autoscale_view()
         values = sorted({value for points in curves.values() for value, _ in points})
         ax.set_xticks(values, [f"{value:g}" for value in values])
         ax.set_xticks([], minor=True)
         ax.set_xlabel(_AXES[parameter])
         ax.set_ylabel("normalised average (%)")
-        ax.grid(axis="y", color=GRID)
+        ax.grid(axis="y", color=canvas.GRID)
         if len(curves) > 1:
             ax.legend(frameon=False)
-        save(figure, path)
+        canvas.save(figure, path)
 
 
 def draw_scores(
-    averages: Mapping[str, float], deviations: Mapping[str, float], highlight: str, path: Path
+    averages: Mapping[str, float],
+    deviations: Mapping[str, float],
+    highlight: str | None,
+    path: Path,
 ) -> None:
     """Horizontal bars of the table's normalised averages, in the table's order.
 
     Args:
         averages: {label: normalised average}.
         deviations: {label: standard deviation} where there is one: an error bar.
-        highlight: The label whose bar is coloured.
+        highlight: The label whose bar is coloured; None for none.
         path: The PNG to write.
     """
     labels = list(averages)
-    with new_figure(7.2, 0.34 * len(labels) + 1.1) as figure:
+    with canvas.new_figure(7.2, 0.34 * len(labels) + 1.1) as figure:
         ax = figure.subplots()
-        colours = [ACCENTS[0] if label == highlight else NEUTRAL for label in labels]
+        colours = [canvas.ACCENTS[0] if label == highlight else canvas.NEUTRAL for label in labels]
         ax.barh(labels, [averages[label] for label in labels], color=colours, height=0.68)
         for position, label in enumerate(labels):
             end = averages[label] + deviations.get(label, 0.0)
-            ax.errorbar(averages[label], position, xerr=deviations.get(label), color=INK, capsize=3)
+            ax.errorbar(
+                averages[label], position, xerr=deviations.get(label), color=canvas.INK, capsize=3
+            )
             ax.annotate(
                 f"{averages[label]:.1f}",
                 (end, position),
@@ -124,43 +122,9 @@ def draw_scores(
                 va="center",
                 bbox={"color": "white", "pad": 1},
             )
-        ax.axvline(100, color=FAINT, lw=1, ls=":", zorder=0)
+        ax.axvline(100, color=canvas.FAINT, lw=1, ls=":", zorder=0)
         ax.set_xlim(0, max(100.0, *averages.values()) * 1.09)
         ax.invert_yaxis()
         ax.tick_params("y", length=0)
         ax.set_xlabel("normalised average perplexity (%): 100 is each domain's own dense expert")
-        save(figure, path)
-
-
-def _heat_map(ax: "Axes", label: str, shares: list[list[float]], names: list[str]) -> None:
-    ax.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="equal")
-    for y, row in enumerate(shares):
-        for x, share in enumerate(row):
-            colour = "white" if share > 0.55 else INK
-            ax.text(x, y, f"{100 * share:.0f}", ha="center", va="center", color=colour)
-    ax.set_title(label)
-    ax.set_xticks(range(len(names)), [])
-    ax.set_yticks(range(len(names)), [])
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-
-
-def _reference_lines(ax: "Axes", references: Mapping[str, float]) -> None:
-    for rank, (label, value) in enumerate(sorted(references.items(), key=lambda item: item[1])):
-        # The labels of two close lines lean away from each other.
-        lean = ("top", "bottom")[rank] if len(references) == 2 else "center"
-        ax.axhline(value, color=FAINT, lw=1.2, ls="--")
-        ax.annotate(
-            label,
-            (1, value),
-            (4, 0),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            va=lean,
-            color=FAINT,
-        )
-
-
-def _cycle(colours: Sequence[str]) -> Iterator[str]:
-    while True:
-        yield from colours
+        canvas.save(figure, path)

@@ -1,101 +1,182 @@
-"""The report of an evaluation: metrics.json, tables, pictures and one page that shows all of it."""
+"""The report of an evaluation on held-out text: its tables, pictures and sentences."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from upcycle_core.errors import raise_faults
-from upcycle_core.evaluation.text import page, plots, results, routing, scores, table
-from upcycle_core.evaluation.text.results import Evaluation, Parameter
+from upcycle_core.evaluation.report import files
+from upcycle_core.evaluation.report.numbers import best, number
+from upcycle_core.evaluation.report.parts import Cell, Figure, Notes, Report, Section, Table
+from upcycle_core.evaluation.report.terminal import terminal_table
+from upcycle_core.evaluation.text import plots, results, routing, scores
+from upcycle_core.evaluation.text.results import Evaluation, Parameter, title_of
 
 _SWEEP_HEADINGS: dict[Parameter, str] = {
     "window": "Effect of the token window",
     "top_k": "Effect of k",
     "ridge_lambda": "Effect of λ",
 }
+CAPTION = (
+    "Perplexity on held-out text, normalised: 100 is the domain's own dense expert, higher is "
+    "better. Marked: the best of its column; the oracle, which is told the domain, and the "
+    "domain's own expert are left out."
+)
 
 
 def write_report(
-    evaluation: Evaluation, out: Path, *, more: Mapping[str, Path] | None = None
+    evaluation: Evaluation,
+    out: Path,
+    *,
+    model: str,
+    first: Sequence[Section] = (),
+    more: Mapping[str, object] | None = None,
+    tables: Mapping[str, Table] | None = None,
 ) -> None:
     """Write the whole report into the directory ``out``; the same evaluation gives the same bytes.
 
-    ``metrics.json``; ``table.md`` and ``table.csv``; ``scores.png``, ``routing.png`` and
-    ``sweep_{parameter}.png``, each with the CSV behind it; ``report.html`` with everything.
+    What ``report.files.write_report`` writes, and ``table.csv``; pictures are ``scores``,
+    ``routing`` and ``sweep_{parameter}``.
 
     Args:
         evaluation: What was measured.
         out: The directory.
-        more: {heading: PNG} that the page shows first.
+        model: What people call what was evaluated.
+        first: Sections that come before the evaluation's own.
+        more: What else belongs into metrics.json.
+        tables: {file name: further numbers, as CSV}.
 
     Raises:
         InputError: rows or numbers are missing; nothing is written.
     """
     raise_faults(results.faults(evaluation))
-    out.mkdir(parents=True, exist_ok=True)
-    metrics = json.dumps(results.metrics(evaluation), indent=2, ensure_ascii=False, allow_nan=False)
-    _write(out / "metrics.json", metrics + "\n")
-    _write(out / "table.md", table.markdown_table(evaluation))
-    _write(out / "table.csv", table.csv_table(evaluation))
-    pictures = {**(more or {}), "Normalised average": _scores(evaluation, out)}
+    files.write_report(
+        Report(f"{model}: evaluation on held-out text", [*first, *sections(evaluation)]),
+        out,
+        metrics={**results.metrics(evaluation), **(more or {})},
+        tables={"table.csv": _numbers(evaluation), **(tables or {})},
+    )
+
+
+def sections(evaluation: Evaluation) -> list[Section]:
+    """The scores, and for the page perplexities, pictures and how often routers agree."""
+    shown: list[tuple[str, list[Table | Figure | Notes]]] = [
+        ("Perplexity", [_perplexities(evaluation)]),
+        ("Normalised average", [_averages(evaluation)]),
+    ]
     for parameter, heading in _SWEEP_HEADINGS.items():
         if evaluation.sweeps.get(parameter):
-            pictures[heading] = _sweep(evaluation, parameter, out)
+            shown.append((heading, [_sweep(evaluation, parameter, heading)]))
     if evaluation.routing:
-        pictures["Routing"] = _routing(evaluation, out)
-    _write(out / "report.html", page.render(evaluation, pictures))
+        shown.append(("Routing", [_routing(evaluation)]))
+    return [
+        Section("Normalised perplexity", [score_table(evaluation)]),
+        *(Section(heading, blocks, page_only=True) for heading, blocks in shown),
+    ]
 
 
-def _scores(evaluation: Evaluation, out: Path) -> Path:
-    averages = _averages(evaluation)
-    spread = {row: values["average"] for row, values in results.deviations(evaluation).items()}
-    lines = [(row, average, spread.get(row, "")) for row, average in averages.items()]
-    head = ["row", "normalised_average", "deviation"]
-    _write(out / "scores.csv", table.csv_text(head, lines))
-    plots.draw_scores(
-        {_title(evaluation, row): average for row, average in averages.items()},
-        {_title(evaluation, row): deviation for row, deviation in spread.items()},
-        highlight=_title(evaluation, results.best_row(evaluation)),
-        path=out / "scores.png",
+def best_row(evaluation: Evaluation, domain: str | None = None) -> str | None:
+    """The row whose normalised score on ``domain``, or on average, prints highest; None in a tie.
+
+    Left out, as in Table 2: the oracle, which is told the domain, and in a domain's own column its
+    expert, which is 100 by definition.
+    """
+    table = results.normalised_table(evaluation)
+    values = {row: own[domain] if domain else scores.average(own) for row, own in table.items()}
+    left_out = ("oracle", results.expert_row(domain) if domain else None)
+    return best({row: value for row, value in values.items() if row not in left_out})
+
+
+def score_table(evaluation: Evaluation) -> Table:
+    """Normalised scores by domain and their average, rows in the paper's order."""
+    spread = results.deviations(evaluation)
+    columns = {**{domain: domain for domain in evaluation.domains}, "average": None}
+    winners = {name: best_row(evaluation, domain) for name, domain in columns.items()}
+    rows = []
+    for row, values in results.normalised_table(evaluation).items():
+        shown, deviation = {**values, "average": scores.average(values)}, spread.get(row, {})
+        cells = [
+            Cell(number(shown[name], deviation.get(name)), "best" if winners[name] == row else None)
+            for name in columns
+        ]
+        rows.append([title_of(row, evaluation.domains), *cells])
+    return Table(["Method", *evaluation.domains, "Average"], rows, CAPTION)
+
+
+def format_timings(seconds: Mapping[str, float]) -> str:
+    """Where the time went: one line a stage with its share of the total, for a terminal.
+
+    Args:
+        seconds: {what: its seconds}, in the order they are shown.
+    """
+    total = sum(seconds.values())
+    rows = {**seconds, "total": total}.items()
+    lines = [(name, f"{own:.2f}", f"{100 * own / total:.2f} %") for name, own in rows]
+    return terminal_table(Table(["Stage", "Seconds", "Share"], lines))
+
+
+def _perplexities(evaluation: Evaluation) -> Table:
+    rows = [
+        [title_of(row, evaluation.domains), *(number(value, digits=2) for value in values.values())]
+        for row, values in results.perplexity_table(evaluation).items()
+    ]
+    sizes = [f"{domain} {own['tokens']:,.0f}" for domain, own in evaluation.heldout.items()]
+    caption = f"Scored tokens: {', '.join(sizes)}." if sizes else ""
+    return Table(["Method", *evaluation.domains], rows, caption)
+
+
+def _numbers(evaluation: Evaluation) -> Table:
+    """Unrounded: one normalised score a domain, the average, one perplexity a domain."""
+    perplexities = results.perplexity_table(evaluation)
+    rows = [
+        [row, *values.values(), scores.average(values), *perplexities[row].values()]
+        for row, values in results.normalised_table(evaluation).items()
+    ]
+    domains = evaluation.domains
+    return Table(["row", *domains, "average", *(f"perplexity_{d}" for d in domains)], rows)
+
+
+def _averages(evaluation: Evaluation) -> Figure:
+    titles, averages = _titles(evaluation), results.averages(evaluation)
+    spread = {row: own["average"] for row, own in results.deviations(evaluation).items()}
+    winner = best_row(evaluation)
+    draw = partial(
+        plots.draw_scores,
+        {titles[row]: average for row, average in averages.items()},
+        {titles[row]: deviation for row, deviation in spread.items()},
+        titles[winner] if winner else None,
     )
-    return out / "scores.png"
+    rows = [(row, average, spread.get(row)) for row, average in averages.items()]
+    data = Table(["row", "normalised_average", "deviation"], rows)
+    return Figure("scores", "Normalised average of every row", draw, data)
 
 
-def _sweep(evaluation: Evaluation, parameter: Parameter, out: Path) -> Path:
+def _sweep(evaluation: Evaluation, parameter: Parameter, title: str) -> Figure:
+    titles, averages = _titles(evaluation), results.averages(evaluation)
     points = results.sweep_points(evaluation, parameter)
-    lines = [(row, *point) for row, curve in points.items() for point in curve]
-    name = f"sweep_{parameter}"
-    _write(out / f"{name}.csv", table.csv_text(["row", parameter, "normalised_average"], lines))
-    averages = _averages(evaluation)
-    plots.draw_sweep(
+    references = [row for row in plots.REFERENCES if row in averages]
+    draw = partial(
+        plots.draw_sweep,
         parameter,
-        {_title(evaluation, row): curve for row, curve in points.items()},
-        {
-            _title(evaluation, row): averages[row]
-            for row in ("oracle", "model_averaging")
-            if row in averages
-        },
-        out / f"{name}.png",
+        {titles[row]: curve for row, curve in points.items()},
+        {titles[row]: averages[row] for row in references},
     )
-    return out / f"{name}.png"
+    rows = [(row, *point) for row, curve in points.items() for point in curve]
+    data = Table(["row", parameter, "normalised_average"], rows)
+    return Figure(f"sweep_{parameter}", title, draw, data)
 
 
-def _routing(evaluation: Evaluation, out: Path) -> Path:
-    counts = results.ordered_routing(evaluation)
-    head = ["domain", "layer", "expert", "tokens", "share"]
-    _write(out / "routing.csv", table.csv_text(head, routing.records(counts)))
-    plots.draw_routing(counts, out / "routing.png")
-    return out / "routing.png"
+def _routing(evaluation: Evaluation) -> Figure:
+    counts, found = results.ordered_routing(evaluation), results.routing_summary(evaluation)
+    layers = ", ".join(number(100 * share) for share in found["agreement_by_layer"])
+    caption = (
+        f"Routers agree with the domain label on {number(100 * found['agreement'])} % of tokens "
+        f"(layer by layer: {layers}); chance is {number(100 / len(counts))} %."
+    )
+    data = Table(["domain", "layer", "expert", "tokens", "share"], list(routing.records(counts)))
+    title = "Share of each domain's tokens sent to each expert"
+    return Figure("routing", title, partial(plots.draw_routing, counts), data, caption)
 
 
-def _averages(evaluation: Evaluation) -> dict[str, float]:
-    table_rows = results.normalised_table(evaluation)
-    return {row: scores.average(values) for row, values in table_rows.items()}
-
-
-def _title(evaluation: Evaluation, row: str) -> str:
-    return table.title(row, evaluation.domains)
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="\n")
+def _titles(evaluation: Evaluation) -> dict[str, str]:
+    return {row: title_of(row, evaluation.domains) for row in results.averages(evaluation)}

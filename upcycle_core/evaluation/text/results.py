@@ -1,7 +1,7 @@
 """What an evaluation found, and the numbers derived from it. Nothing here is measured."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +12,16 @@ Parameter = Literal["top_k", "ridge_lambda", "window"]
 Perplexities = Mapping[str, float]
 """{domain: perplexity}"""
 
+_TITLES = {
+    "seed": "Seed",
+    "model_averaging": "Model averaging",
+    "random_routing": "Random routing",
+    "dume": "DUME",
+    "dume_ood": "DUME OOD",
+    "oracle": "Oracle",
+    "harmonised": "Symphony, untrained",
+    "symphony": "Symphony-MoE",
+}
 _BASELINES = ("seed", "model_averaging", "random_routing")
 _METHODS = ("dume", "dume_ood", "oracle", "harmonised", "symphony")
 
@@ -19,6 +29,12 @@ _METHODS = ("dume", "dume_ood", "oracle", "harmonised", "symphony")
 def expert_row(domain: str) -> str:
     """The row of a domain's dense expert."""
     return f"expert_{domain}"
+
+
+def title_of(row: str, domains: Iterable[str]) -> str:
+    """What people call a row."""
+    experts = {expert_row(domain): f"{domain} expert" for domain in domains}
+    return experts.get(row) or _TITLES.get(row, row.replace("_", " "))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +121,11 @@ def normalised_table(evaluation: Evaluation) -> dict[str, dict[str, float]]:
     }
 
 
+def averages(evaluation: Evaluation) -> dict[str, float]:
+    """{row: mean of its normalised scores over domains}, in ``perplexity_table``'s order."""
+    return {row: scores.average(own) for row, own in normalised_table(evaluation).items()}
+
+
 def deviations(evaluation: Evaluation) -> dict[str, dict[str, float]]:
     """{row: {domain or "average": standard deviation of the normalised score}} of repeated rows."""
     found = {}
@@ -115,22 +136,6 @@ def deviations(evaluation: Evaluation) -> dict[str, dict[str, float]]:
         spread = scores.across_runs([{row: table} for table in tables])[row]
         found[row] = {column: deviation for column, (_, deviation) in spread.items()}
     return found
-
-
-def best_row(evaluation: Evaluation, domain: str | None = None) -> str:
-    """The row with the highest normalised score on ``domain``, or on average.
-
-    Left out, as in Table 2: the oracle, which is told the domain, and in a domain's own column its
-    expert, which is 100 by definition.
-    """
-    table = normalised_table(evaluation)
-    own = expert_row(domain) if domain else None
-    score = {
-        row: values[domain] if domain else scores.average(values)
-        for row, values in table.items()
-        if row not in ("oracle", own)
-    }
-    return max(score, key=lambda row: score[row])
 
 
 def sweep_points(
@@ -171,7 +176,7 @@ def metrics(evaluation: Evaluation) -> dict[str, Any]:
     perplexities, table = perplexity_table(evaluation), normalised_table(evaluation)
     worst = {row: scores.worst_domain(values) for row, values in table.items()}
     return {
-        "normalised_average": {row: scores.average(values) for row, values in table.items()},
+        "normalised_average": averages(evaluation),
         "normalised": table,
         "deviation": deviations(evaluation),
         "worst_domain": {row: {"domain": d, "normalised": s} for row, (d, s) in worst.items()},

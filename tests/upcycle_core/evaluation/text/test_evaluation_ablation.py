@@ -7,8 +7,8 @@ import pytest
 from upcycle_core.errors import InputError
 from upcycle_core.evaluation.text.ablation import (
     Joined,
-    ablation_lines,
     ablation_metrics,
+    ablation_table,
     draw_ablation,
     geometric_mean,
 )
@@ -42,8 +42,9 @@ def test_every_number_by_hand():
 
 
 def test_the_table_shows_a_dash_where_nothing_was_measured():
-    head, dense, joined = ablation_lines([ablation_metrics(EXPERTS, ROWS, outside=OUTSIDE)])
-    assert head[-2:] == ["poems, joined", "poems, trained"]
+    table = ablation_table([ablation_metrics(EXPERTS, ROWS, outside=OUTSIDE)])
+    dense, joined = table.rows
+    assert table.header[-2:] == ["poems, joined", "poems, trained"]
     assert dense == ["Dense", "–", "28.3", "–", "62.5", "–", "50.0", "–"]
     assert joined == ["Joined", "40.0", "100.0", "14.1", "15.0", "102.5", "500.0", "40.0"]
 
@@ -55,7 +56,7 @@ def test_several_seeds_show_mean_and_deviation():
         "dense": Joined(title="Dense", before={"law": 40.0, "code": 80.0}, parameters=(1, 1)),
     }
     other = ablation_metrics(EXPERTS, worse, outside={})
-    line = ablation_lines([one, other])[1]
+    line = ablation_table([one, other]).rows[0]
     first, second = math.sqrt(800), math.sqrt(3200)
     spread = abs(first - second) / math.sqrt(2)
     assert line[2] == f"{(first + second) / 2:.1f} ± {spread:.1f}"

@@ -3,14 +3,9 @@
 import pytest
 
 from upcycle_core.errors import InputError
-from upcycle_core.evaluation.text.comparison import (
-    Compared,
-    across_seeds,
-    comparison_metrics,
-    format_comparison,
-    markdown_comparison,
-)
-from upcycle_core.evaluation.text.comparison_plot import draw_comparison
+from upcycle_core.evaluation.report.markdown import markdown_table
+from upcycle_core.evaluation.text.comparison import Compared, across_seeds, comparison_metrics
+from upcycle_core.evaluation.text.comparison_report import comparison_table, draw_comparison
 
 EXPERTS = {"law": 10.0, "physics": 20.0}
 
@@ -49,13 +44,12 @@ def test_seeds_become_mean_and_sample_deviation():
 def test_cost_unknown_for_one_seed_is_unknown():
     rows = across_seeds(runs())
     assert rows["b"]["core_seconds"] is rows["b"]["peak_memory_bytes"] is None
-    line = format_comparison(rows, seeds=2).splitlines()[-1]
-    assert line.split()[-2:] == ["–", "–"]
+    assert comparison_table(rows, seeds=2).rows[-1][-2:] == ["–", "–"]
 
 
 def test_table_shows_deviations_only_where_there_are_several_seeds():
-    assert "±" not in format_comparison(across_seeds(runs()[:1]))
-    text = markdown_comparison(across_seeds(runs()), seeds=2)
+    assert "±" not in markdown_table(comparison_table(across_seeds(runs()[:1])))
+    text = markdown_table(comparison_table(across_seeds(runs()), seeds=2))
     assert "| DUME | 90.0 ± 14.1 | 50.0 ± 0.0 | 70.0 ± 7.1 |" in text
     assert "| 5.00 M | 1.50 M | 2.00 M | 3.00 M | 2.5 min | 2.00 GB |" in text
 

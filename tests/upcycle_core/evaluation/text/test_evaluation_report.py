@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from upcycle_core.errors import InputError
-from upcycle_core.evaluation.text import plots, results, routing, table
-from upcycle_core.evaluation.text.report import write_report
+from upcycle_core.evaluation.report import canvas
+from upcycle_core.evaluation.report.terminal import terminal_table
+from upcycle_core.evaluation.text import plots, results, routing
+from upcycle_core.evaluation.text.report import (
+    best_row,
+    format_timings,
+    score_table,
+    write_report,
+)
 from upcycle_core.evaluation.text.results import Evaluation, expert_row
 
 DOMAINS = ("law", "code")
@@ -49,7 +56,7 @@ def evaluation() -> Evaluation:
 
 @pytest.fixture
 def report(evaluation, tmp_path) -> Path:
-    write_report(evaluation, tmp_path / "report")
+    write_report(evaluation, tmp_path / "report", model="demo")
     return tmp_path / "report"
 
 
@@ -116,9 +123,9 @@ def test_rows_come_in_the_paper_s_order(report):
 
 
 def test_best_leaves_out_the_oracle_and_the_domain_s_own_expert(evaluation, report):
-    assert results.best_row(evaluation, "law") == "dume"
-    assert results.best_row(evaluation, "code") == "btx"
-    assert results.best_row(evaluation) == "dume"
+    assert best_row(evaluation, "law") == "dume"
+    assert best_row(evaluation, "code") == "btx"
+    assert best_row(evaluation) == "dume"
     lines = (report / "table.md").read_text().splitlines()
     assert "| DUME | **94.0** | 91.0 | **92.5** |" in lines
     assert "| btx | 90.0 | **92.0** | 91.0 |" in lines
@@ -127,8 +134,20 @@ def test_best_leaves_out_the_oracle_and_the_domain_s_own_expert(evaluation, repo
     assert "| Random routing | 80.0 ± 10.0 | 80.0 ± 0.0 | 80.0 ± 5.0 |" in lines
 
 
+def test_best_is_nobody_where_two_print_the_same(evaluation, tmp_path):
+    rows = {**evaluation.perplexities, "btx": _row(94.04, 80), "dume": _row(93.96, 80.04)}
+    tie = replace(evaluation, perplexities=rows)
+    assert best_row(tie, "law") is None
+    assert best_row(tie, "code") == "dume_ood"
+    write_report(tie, tmp_path, model="demo")
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert "| DUME | 94.0 | 80.0 | 87.0 |" in lines
+    assert "| btx | 94.0 | 80.0 | 87.0 |" in lines
+    assert "| DUME OOD | 93.0 | **88.0** | **90.5** |" in lines
+
+
 def test_the_terminal_table_is_aligned(evaluation):
-    lines = table.format_table(evaluation).splitlines()
+    lines = terminal_table(score_table(evaluation)).splitlines()
     assert len(lines) == 2 + 9
     ends = [line.index("Average") + len("Average") for line in lines[:1]]
     assert all(len(line) in (ends[0], ends[0] - 1) for line in lines[2:])
@@ -137,7 +156,7 @@ def test_the_terminal_table_is_aligned(evaluation):
 
 
 def test_timings_show_each_stage_s_share():
-    lines = table.format_timings({"experts": 99.5, "router solve": 0.5}).splitlines()
+    lines = format_timings({"experts": 99.5, "router solve": 0.5}).splitlines()
     assert lines[2].split() == ["experts", "99.50", "99.50", "%"]
     assert lines[3].split() == ["router", "solve", "0.50", "0.50", "%"]
     assert lines[4].split()[:2] == ["total", "100.00"]
@@ -183,7 +202,8 @@ def test_names_are_escaped_on_the_page(evaluation, tmp_path):
 
     rows = {row: renamed(values) for row, values in evaluation.perplexities.items()}
     rows[expert_row("<b>")] = rows.pop(expert_row("law"))
-    write_report(Evaluation(domains=("<b>", "code"), perplexities=rows), tmp_path)
+    evaluation = Evaluation(domains=("<b>", "code"), perplexities=rows)
+    write_report(evaluation, tmp_path, model="<b>demo</b>")
     text = (tmp_path / "report.html").read_text()
     assert "<b>" not in text
     assert "&lt;b&gt;" in text
@@ -193,7 +213,7 @@ def test_the_same_evaluation_gives_the_same_bytes(evaluation, report, tmp_path):
     import matplotlib
 
     with matplotlib.rc_context({"lines.linewidth": 9.0, "figure.facecolor": "red"}):
-        write_report(evaluation, tmp_path / "again")
+        write_report(evaluation, tmp_path / "again", model="demo")
     first = {path.name: path.read_bytes() for path in report.iterdir()}
     again = {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
     assert first == again
@@ -212,13 +232,13 @@ def test_pictures_leave_no_trace_in_matplotlib(tmp_path, monkeypatch):
 def test_every_layer_is_drawn_however_many(tmp_path, monkeypatch):
     counts = {domain: [[i + 1, 2] for i in range(14)] for domain in DOMAINS}
     drawn = []
-    heat_map = plots._heat_map
+    heat_map = canvas.heat_map
 
-    def recording(ax, label, shares, names):
-        drawn.append((label, shares[0][0]))
-        heat_map(ax, label, shares, names)
+    def recording(ax, shares, **more):
+        drawn.append((ax.get_title(), shares[0][0]))
+        return heat_map(ax, shares, **more)
 
-    monkeypatch.setattr(plots, "_heat_map", recording)
+    monkeypatch.setattr(canvas, "heat_map", recording)
     plots.draw_routing(counts, tmp_path / "routing.png")
     assert drawn[1:] == [(f"layer {i}", (i + 1) / (i + 3)) for i in range(14)]
     assert drawn[0][0] == "all layers"
@@ -227,10 +247,11 @@ def test_every_layer_is_drawn_however_many(tmp_path, monkeypatch):
 
 def test_a_report_needs_only_experts_and_one_row(evaluation, tmp_path):
     rows = {row: evaluation.perplexities[row] for row in ("dume", "expert_law", "expert_code")}
-    write_report(Evaluation(domains=DOMAINS, perplexities=rows), tmp_path)
+    write_report(Evaluation(domains=DOMAINS, perplexities=rows), tmp_path, model="demo")
     assert {path.name for path in tmp_path.iterdir()} == {
         "metrics.json",
         "table.md",
+        "table.txt",
         "table.csv",
         "scores.png",
         "scores.csv",
@@ -249,7 +270,7 @@ def test_all_that_is_missing_is_named_and_nothing_is_written(evaluation, tmp_pat
         sweeps={"top_k": {"dume": {1: {"law": 3.0, "code": math.nan}}}},
     )
     with pytest.raises(InputError) as caught:
-        write_report(broken, tmp_path / "report")
+        write_report(broken, tmp_path / "report", model="demo")
     message = str(caught.value)
     for name in (
         "expert_code",

@@ -1,0 +1,69 @@
+"""A page of results for others to read: what it shows, and what it was made with."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.recipe.schema import Recipe, recipe_yaml
+from upcycle_core.evaluation.report.files import write_json, write_markdown_page
+from upcycle_core.evaluation.report.parts import Code, Report, Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command line that ends with a page.
+
+    Args:
+        flow: Its module below ``flows``.
+        recipe: What it ran.
+        files: The recipe's files, as they were named.
+        changes: Of ``--set``.
+        seeds: Of ``--seeds``; none where it was not given.
+        out: Of ``--out``: the page's folder.
+    """
+
+    flow: str
+    recipe: Recipe
+    files: Sequence[Path]
+    changes: Sequence[str] = ()
+    seeds: Sequence[int] = ()
+    out: Path
+
+    def __str__(self) -> str:
+        """As others can type it: where folders are the reader's own, it says FOLDER."""
+        words = ["python", "-m", f"flows.{self.flow}", *map(str, self.files)]
+        words += ["--seeds", *map(str, self.seeds)] if self.seeds else []
+        for change in self.changes:
+            words += ["--set", "folder=FOLDER" if change.startswith("folder=") else change]
+        return shlex.join([*words, "--out", "FOLDER" if self.out.is_absolute() else str(self.out)])
+
+
+def write_page(
+    command: Command,
+    name: str,
+    title: str,
+    sections: Sequence[Section],
+    *,
+    keys: Sequence[str],
+    numbers: Mapping[str, object] | None = None,
+) -> None:
+    """Write ``NAME.md`` with its pictures, and ``NAME.json``; at the page's end stands the recipe.
+
+    Args:
+        command: What made it.
+        name: Of the page.
+        title: What it is about.
+        sections: What it shows.
+        keys: Of the recipe: those that are shown.
+        numbers: Everything that was measured; None if ``NAME/metrics.json`` has it.
+    """
+    file = f"{name}/metrics.json" if numbers is None else f"{name}.json"
+    if numbers is not None:
+        write_json(command.out / file, numbers)
+    ending = [
+        Section("", [f"Every number, each seed's and each domain's too, is in [{file}]({file})."]),
+        Section("The recipe", [Code(recipe_yaml(command.recipe, keys), "yaml")]),
+    ]
+    report = Report(title, [*sections, *ending], str(command))
+    write_markdown_page(report, command.out / f"{name}.md")

@@ -1,0 +1,151 @@
+"""The page of one recipe with several seeds: means and deviations."""
+
+import json
+import math
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flows.pages.comparison import comparison_section
+from flows.pages.page import Command, write_page
+from infra.recipe.schema import Recipe
+from upcycle_core.evaluation.report.numbers import number
+from upcycle_core.evaluation.report.parts import Figure, Section, Table
+from upcycle_core.evaluation.text.plots import REFERENCES, draw_scores, draw_sweep
+from upcycle_core.evaluation.text.results import Parameter, title_of
+from upcycle_core.evaluation.text.scores import across_runs, mean_and_deviation
+
+SWEEPS: dict[Parameter, str] = {
+    "window": "Token window (Figure 2a)",
+    "top_k": "k (Figure 2b)",
+    "ridge_lambda": "λ (Figure 2c)",
+}
+KEYS = ("tokenizer", "seed_model", "experts", "statistics", "router", "moe", "evaluation")
+Spread = Mapping[str, Mapping[str, tuple[float, float]]]
+"""{row: {domain or "average": mean and deviation}}"""
+
+
+def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
+    """Write ``NAME.md``, ``NAME.json`` and ``NAME/*.png`` of finished runs.
+
+    Args:
+        command: What made it.
+        workspaces: Where each seed was made.
+    """
+    recipe, name, seeds = command.recipe, command.recipe.name, command.seeds
+    runs = [json.loads((own / "report" / "metrics.json").read_text()) for own in workspaces]
+    timings = [json.loads((own / "timings.json").read_text()) for own in workspaces]
+    scores = across_runs([_with_average(run) for run in runs])
+    sweeps = {p: _sweep_mean(runs, p) for p in SWEEPS if p in runs[0]["sweeps"]}
+    agreement = mean_and_deviation([run["routing"]["agreement"] for run in runs])
+    first = partial(shutil.copyfile, workspaces[0] / "report" / "routing.png")
+    routing = Figure(f"{name}/routing", "Routing", first)
+    shown = [
+        _table(recipe, scores, len(seeds)),
+        _averages(recipe, scores),
+        _costs(agreement, timings),
+    ]
+    pictures = [Section(SWEEPS[p], [_sweep(recipe, scores, p, sweeps[p])]) for p in sweeps]
+    write_page(
+        command,
+        name,
+        f"{name}: {len(recipe.domains)} domains, {len(seeds)} seeds",
+        [
+            Section("", shown),
+            *comparison_section(name, command.out),
+            Section("Routing", ["First seed; rows are domains, columns experts.", routing]),
+            Section("What the choices do", pictures),
+        ],
+        keys=KEYS,
+        numbers={
+            "recipe": name,
+            "seeds": list(seeds),
+            "normalised": {
+                row: {column: {"mean": m, "deviation": d} for column, (m, d) in columns.items()}
+                for row, columns in scores.items()
+            },
+            "routing_agreement": {"mean": agreement[0], "deviation": agreement[1]},
+            "sweeps": sweeps,
+            "seconds": [timing["wall"] for timing in timings],
+            "machine": {"system": platform.platform(), "python": platform.python_version()},
+            "runs": runs,
+        },
+    )
+
+
+def _costs(agreement: tuple[float, float], timings: Sequence[Mapping[str, Any]]) -> str:
+    router = 100 * max(own["stages"].get("router", 0.0) / own["wall"] for own in timings)
+    minutes = ", ".join(f"{timing['wall'] / 60:.0f}" for timing in timings)
+    percent = number(100 * agreement[0], 100 * agreement[1])
+    return (
+        f"The routers send {percent} % of the tokens to the expert of the text's domain (mean over "
+        f"layers and domains). Solving them took {router:.2f} % of a run's time or less; a run "
+        f"took {minutes} minutes."
+    )
+
+
+def _with_average(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    return {
+        row: {**scores, "average": run["normalised_average"][row]}
+        for row, scores in run["normalised"].items()
+    }
+
+
+def _sweep_mean(
+    runs: Sequence[Mapping[str, Any]], parameter: str
+) -> dict[str, list[tuple[float, float]]]:
+    """Normalised average at each value, mean over seeds."""
+    return {
+        row: [
+            (
+                point["value"],
+                math.fsum(run["sweeps"][parameter][row][i]["normalised_average"] for run in runs)
+                / len(runs),
+            )
+            for i, point in enumerate(points)
+        ]
+        for row, points in runs[0]["sweeps"][parameter].items()
+    }
+
+
+def _table(recipe: Recipe, scores: Spread, count: int) -> Table:
+    columns = [*recipe.domains, "average"]
+    rows = [
+        [title_of(row, recipe.domains), *(number(*cells[column]) for column in columns)]
+        for row, cells in scores.items()
+    ]
+    caption = (
+        "Perplexity on held-out text in percent of each domain's own dense expert (the paper's "
+        f"normalised score), mean ± standard deviation over {count} seeds. The oracle is told the "
+        "domain; the others are not."
+    )
+    return Table(["Method", *columns], rows, caption)
+
+
+def _averages(recipe: Recipe, scores: Spread) -> Figure:
+    averages = {title_of(row, recipe.domains): own["average"] for row, own in scores.items()}
+    draw = partial(
+        draw_scores,
+        {title: mean for title, (mean, _) in averages.items()},
+        {title: deviation for title, (_, deviation) in averages.items()},
+        title_of("dume", ()),
+    )
+    return Figure(f"{recipe.name}/scores", "Normalised averages", draw)
+
+
+def _sweep(
+    recipe: Recipe,
+    scores: Spread,
+    parameter: Parameter,
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+) -> Figure:
+    draw = partial(
+        draw_sweep,
+        parameter,
+        {title_of(row, recipe.domains): points for row, points in curves.items()},
+        {title_of(row, ()): scores[row]["average"][0] for row in REFERENCES if row in scores},
+    )
+    return Figure(f"{recipe.name}/sweep_{parameter}", SWEEPS[parameter], draw)
