@@ -2,14 +2,15 @@
 
 import shutil
 
-from prefect.artifacts import create_link_artifact, create_table_artifact
+from prefect.artifacts import create_link_artifact
 
-from flows.pages.model import publish_pictures
+from flows.pages.model import log_report, publish_pictures, publish_table
 from flows.running.session import FlowSession
 from infra.tracking.records import Version
+from upcycle_core.evaluation.report.files import MARKDOWN, PAGE
 from upcycle_core.evaluation.report.numbers import slug
-from upcycle_core.evaluation.tasks import results, table
-from upcycle_core.evaluation.tasks.report import write_task_report
+from upcycle_core.evaluation.tasks import results
+from upcycle_core.evaluation.tasks.report import score_table, write_task_report
 from upcycle_core.evaluation.tasks.results import TaskEvaluation
 
 FOLDER = "evaluated"
@@ -23,9 +24,9 @@ def publish_tasks(session: FlowSession, version: Version, tasks: TaskEvaluation)
     """Write the page of an evaluated version and show it wherever people look."""
     folder = session.workspace.path(FOLDER)
     shutil.rmtree(folder, ignore_errors=True)
-    write_task_report(tasks, folder)
+    write_task_report(tasks, folder, model=session.recipe.name)
     run, registry, name = session.run, session.registry, session.recipe.name
-    run.log_artifacts(folder, FOLDER)
+    log_report(session, folder, FOLDER, version)
     means = {
         row: {task: score.mean for task, score in own.items()} for row, own in tasks.scores.items()
     }
@@ -35,16 +36,13 @@ def publish_tasks(session: FlowSession, version: Version, tasks: TaskEvaluation)
     own = {f"task.{task}": mean for task, mean in means[tasks.subject].items()}
     registry.add_metrics(version, own, run=run)
     registry.set_tags(version, {PAGE_TAG: run.id})
-    page = run.file_page(f"{FOLDER}/report.html")
+    page = run.file_page(f"{FOLDER}/{PAGE}")
     known = registry.description(version).split(HEADING)[0]
-    text = (folder / "table.md").read_text()
+    text = (folder / MARKDOWN).read_text()
     link = f"[Page with plots, intervals and items](#{page.partition('#')[2]})"
     registry.describe(version, f"{known.rstrip()}\n{HEADING}\n{link}\n\n{text}")
-    create_table_artifact(
-        key=slug(f"{name}-tasks"),
-        table=_rows(tasks),
-        description="Scores on tasks, every model.",
-    )
+    scores = score_table(results.metrics(tasks))
+    publish_table(f"{name}-tasks", scores, "Scores on tasks, every model.")
     publish_pictures(f"{name}-tasks", [folder / "scores.png"])
     if session.settings.mlflow_url is not None:
         create_link_artifact(
@@ -52,12 +50,3 @@ def publish_tasks(session: FlowSession, version: Version, tasks: TaskEvaluation)
             link=f"{session.settings.mlflow_url}{page}",
             link_text=f"scores of {version.reference} on tasks, in MLflow",
         )
-
-
-def _rows(tasks: TaskEvaluation) -> list[dict[str, str]]:
-    found = results.metrics(tasks)
-    head = table.header(found, tasks.tasks)
-    return [
-        dict(zip(head, [found["titles"][row], *(cell.text for cell in cells)], strict=True))
-        for row, cells in table.score_cells(found).items()
-    ]

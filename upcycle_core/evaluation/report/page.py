@@ -30,9 +30,9 @@ div.table { background:
   linear-gradient(to left, #b8bec9, transparent) right / .6rem 100% no-repeat scroll; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #e5e7eb; }
-th { vertical-align: bottom; } td { white-space: nowrap; }
+th { vertical-align: bottom; } td { vertical-align: top; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
-td.text, th.text { text-align: left; vertical-align: top; }
+td.text, th.text { text-align: left; }
 td.text { font-size: .85rem; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 12rem; }
 td.best { font-weight: 700; background: #eef4ff; }
 td.better { background: #e9f7ec; } td.worse { background: #fdeeee; }

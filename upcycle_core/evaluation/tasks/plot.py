@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from upcycle_core.evaluation.report.canvas import ACCENTS, FAINT, INK, NEUTRAL, new_figure, save
-from upcycle_core.evaluation.tasks.table import UNKNOWN, number
+from upcycle_core.evaluation.report import canvas
+from upcycle_core.evaluation.report.numbers import number
+from upcycle_core.evaluation.report.parts import DASH
 from upcycle_core.evaluation.text.results import expert_row
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def draw_tasks(found: Mapping[str, Any], path: Path) -> None:
     lines = math.ceil(len(tasks) / columns)
     titles = [found["titles"][row] for row in rows]
     width = 2.9 * columns + 0.07 * max(map(len, titles))
-    with new_figure(width, (0.27 * len(rows) + 0.75) * lines) as figure:
+    with canvas.new_figure(width, (0.27 * len(rows) + 0.75) * lines) as figure:
         grid = figure.subplots(lines, columns, squeeze=False)
         for index, ax in enumerate(grid.flat):
             if index >= len(tasks):
@@ -41,7 +42,7 @@ def draw_tasks(found: Mapping[str, Any], path: Path) -> None:
             ax.set_yticks(range(len(rows)), titles if index % columns == 0 else [""] * len(rows))
             for label, row in zip(ax.get_yticklabels(), rows, strict=True):
                 label.set_fontweight("bold" if row == found["subject"] else "normal")
-        save(figure, path)
+        canvas.save(figure, path)
 
 
 def _panel(ax: "Axes", found: Mapping[str, Any], task: str) -> None:
@@ -52,26 +53,25 @@ def _panel(ax: "Axes", found: Mapping[str, Any], task: str) -> None:
     for place, (row, scores) in enumerate(found["scores"].items()):
         score = scores.get(task)
         if score is None:
-            _label(ax, UNKNOWN, 0.0, place)
+            _label(ax, DASH, 0.0, place)
             continue
         mean, deviation = scale * score["mean"], scale * score["deviation"]
         ax.barh(place, mean, color=_colour(found, row), height=0.7)
         if deviation:
-            ax.errorbar(mean, place, xerr=deviation, color=INK, capsize=2.5, lw=1)
+            ax.errorbar(mean, place, xerr=deviation, color=canvas.INK, capsize=2.5, lw=1)
         ends.append(mean + deviation)
-        _label(ax, number(score["mean"], higher=higher), mean + deviation, place)
+        _label(ax, number(mean, digits=1 if higher else 2), mean + deviation, place)
         if row == own:
-            ax.axvline(mean, color=FAINT, lw=1, ls=":", zorder=0)
+            ax.axvline(mean, color=canvas.FAINT, lw=1, ls=":", zorder=0)
     # Room for the number behind the longest bar; an axis needs a width even if all scores are 0.
     ax.set_xlim(min(0.0, *ends), 1.24 * max(ends) or 1.0)
-    ax.invert_yaxis()
+    ax.set_ylim(len(found["scores"]) - 0.5, -0.5)  # rows without a score keep their place
     ax.tick_params("y", length=0)
-    ax.tick_params("x", labelsize=8, colors=FAINT)
+    ax.tick_params("x", labelsize=8, colors=canvas.FAINT)
     ax.set_title(task if higher else f"{task} ↓", fontweight="bold", loc="left", pad=16)
     unit = about["metric"] + (", %" if higher else ", lower is better")
-    ax.annotate(
-        unit, (0, 1), (0, 5), xycoords="axes fraction", textcoords="offset points", color=FAINT
-    )
+    place = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    ax.annotate(unit, (0, 1), (0, 5), color=canvas.FAINT, **place)
 
 
 def _label(ax: "Axes", text: str, end: float, place: int) -> None:
@@ -88,7 +88,7 @@ def _label(ax: "Axes", text: str, end: float, place: int) -> None:
 
 def _colour(found: Mapping[str, Any], row: str) -> str:
     if row == found["subject"]:
-        return ACCENTS[0]
+        return canvas.ACCENTS[0]
     if row == CHAMPION:
-        return ACCENTS[1]
-    return FAINT if row in found["rivals"] else NEUTRAL
+        return canvas.ACCENTS[1]
+    return canvas.FAINT if row in found["rivals"] else canvas.NEUTRAL

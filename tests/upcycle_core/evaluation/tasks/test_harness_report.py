@@ -9,11 +9,13 @@ from html.parser import HTMLParser
 import pytest
 
 from upcycle_core.errors import InputError
-from upcycle_core.evaluation.report.canvas import ACCENTS, FAINT, NEUTRAL
-from upcycle_core.evaluation.tasks import page, plot, table
+from upcycle_core.evaluation.report import canvas
+from upcycle_core.evaluation.report.parts import Cell, mark_of
+from upcycle_core.evaluation.tasks import plot
+from upcycle_core.evaluation.tasks import report as task_report
 from upcycle_core.evaluation.tasks.items import Item, read_models
 from upcycle_core.evaluation.tasks.paired import Flip
-from upcycle_core.evaluation.tasks.report import write_task_report
+from upcycle_core.evaluation.tasks.report import difference_table, score_table, write_task_report
 from upcycle_core.evaluation.tasks.results import TaskEvaluation, metrics
 from upcycle_core.evaluation.tasks.score import TaskScore
 
@@ -81,7 +83,7 @@ def evaluation():
 
 @pytest.fixture
 def report(evaluation, tmp_path):
-    write_task_report(evaluation, tmp_path / "report")
+    write_task_report(evaluation, tmp_path / "report", model="demo")
     return tmp_path / "report"
 
 
@@ -94,7 +96,7 @@ def cells(text, start):
 def test_scores_are_shown_in_percent_and_lower_is_better_as_they_are(report):
     text = (report / "table.md").read_text()
     assert cells(text, "| Model") == ["Model", "quiz", "text ↓"]
-    assert cells(text, "| DUME") == ["DUME <new>", "**75.0 ± 7.1**", "1.50"]
+    assert cells(text, "| DUME") == ["DUME \\<new>", "**75.0 ± 7.1**", "1.50"]
     assert cells(text, "| Champion") == ["Champion", "60.0", "–"]
 
 
@@ -105,11 +107,24 @@ def test_best_leaves_out_the_oracle_and_the_domain_s_own_expert(report):
     assert cells(text, "| law expert") == ["law expert", "90.0", "**1.20**"]
 
 
+def test_a_task_that_nobody_wins_marks_nobody(evaluation):
+    rows = {row: {**own, "quiz": score(0.0)} for row, own in evaluation.scores.items()}
+    rows["seed"]["text"] = bytes_score(1.204)  # prints as the expert's 1.20
+    table = score_table(metrics(replace(evaluation, scores=rows)))
+    assert {mark_of(cell) for row in table.rows for cell in row} == {None}
+
+
+def test_an_interval_that_excludes_zero_shows_it(evaluation):
+    found = metrics(evaluation)
+    found["differences"]["seed"]["text"] |= {"mean": -0.011, "low": -0.018, "high": -0.004}
+    assert difference_table(found).rows[1][2] == Cell("-0.011 [-0.018, -0.004] *", "better")
+
+
 def test_normalised_scores_follow_with_their_average(report):
     text = (report / "table.md").read_text().split("## Normalised")[1]
     assert cells(text, "| Model") == ["Model", "quiz", "Average"]
     assert cells(text, "| law expert") == ["law expert", "100.0", "**100.0**"]
-    assert cells(text, "| DUME") == ["DUME <new>", "**83.3 ± 7.9**", "83.3 ± 7.9"]
+    assert cells(text, "| DUME") == ["DUME \\<new>", "**83.3 ± 7.9**", "83.3 ± 7.9"]
 
 
 def test_differences_carry_their_interval_and_a_mark_when_it_excludes_zero(evaluation, report):
@@ -121,11 +136,9 @@ def test_differences_carry_their_interval_and_a_mark_when_it_excludes_zero(evalu
         "+25.0 [+0.0, +75.0]",
     ]
     assert cells(text, "| text") == ["text", "–", "+1.00 [+1.00, +1.00] *"]
-    marks = {
-        task: [cell.mark for cell in own]
-        for task, own in table.difference_cells(metrics(evaluation)).items()
-    }
-    assert marks == {"quiz": ["better", ""], "text": ["", "worse"]}
+    rows = difference_table(metrics(evaluation)).rows
+    marks = {task: list(map(mark_of, cells)) for task, *cells in rows}
+    assert marks == {"quiz": ["better", None], "text": [None, "worse"]}
 
 
 def test_the_terminal_table_is_aligned_and_ends_in_notes(report):
@@ -141,9 +154,9 @@ def test_the_terminal_table_is_aligned_and_ends_in_notes(report):
 
 def test_an_undefined_average_is_a_dash_with_its_reason(evaluation, tmp_path):
     rows = {**evaluation.scores, "expert_law": {"quiz": score(0.0)}}
-    write_task_report(replace(evaluation, scores=rows), tmp_path)
+    write_task_report(replace(evaluation, scores=rows), tmp_path, model="demo")
     text = (tmp_path / "table.md").read_text()
-    assert cells(text.split("## Normalised")[1], "| DUME") == ["DUME <new>", "–", "–"]
+    assert cells(text.split("## Normalised")[1], "| DUME") == ["DUME \\<new>", "–", "–"]
     assert "quiz cannot be normalised: the law expert scores 0" in text
     assert "the law expert scores 0" in (tmp_path / "report.html").read_text()
     assert json.loads((tmp_path / "metrics.json").read_text())["normalised_average"]["dume"] is None
@@ -217,8 +230,8 @@ def test_the_page_shows_categories_counts_and_examples(report):
 
 def test_long_texts_are_cut_in_the_middle():
     text = "begin" + "x" * 1000 + "end"
-    assert page.cut("y" * 300) == "y" * 300
-    assert page.cut(text) == "begin" + "x" * 145 + " […] " + "x" * 147 + "end"
+    assert task_report.cut("y" * 300) == "y" * 300
+    assert task_report.cut(text) == "begin" + "x" * 145 + " […] " + "x" * 147 + "end"
 
 
 def flip(task, name, gain):
@@ -230,22 +243,22 @@ def flip(task, name, gain):
 def test_examples_are_wins_and_losses_of_every_task():
     many = [*(flip("a", n, 1.0) for n in range(50)), flip("b", 0, 0.5)]
     many += [*(flip("b", n, -n / 10) for n in range(1, 5)), flip("c", 0, -1.0)]
-    assert [(one.task, one.gain) for one in page.examples(many)] == [
+    assert [(one.task, one.gain) for one in task_report.examples(many)] == [
         *(("a", 1.0), ("b", 0.5), ("a", 1.0), ("a", 1.0), ("a", 1.0)),
         *(("b", -0.4), ("c", -1.0), ("b", -0.3), ("b", -0.2), ("b", -0.1)),
     ]
 
 
 def test_examples_of_one_kind_fill_the_room_of_the_other():
-    assert len(page.examples([flip("a", n, 1.0) for n in range(50)])) == 10
+    assert len(task_report.examples([flip("a", n, 1.0) for n in range(50)])) == 10
     losses = [flip("a", n, -1.0) for n in range(50)]
-    assert len(page.examples([flip("a", 99, 1.0), *losses])) == 10
-    assert page.examples([flip("a", 99, 1.0), *losses])[0].id == "99"
+    assert len(task_report.examples([flip("a", 99, 1.0), *losses])) == 10
+    assert task_report.examples([flip("a", 99, 1.0), *losses])[0].id == "99"
 
 
 def drawn(found, tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(plot, "save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(canvas, "save", lambda figure, path: figures.append(figure))
     plot.draw_tasks(found, tmp_path / "scores.png")
     return [ax for ax in figures[0].axes if ax.axison]
 
@@ -258,10 +271,19 @@ def test_the_picture_has_a_panel_a_task_and_colours_what_matters(evaluation, tmp
     from matplotlib.colors import to_hex
 
     colours = [to_hex(bar.get_facecolor()) for bar in bars]
-    assert colours == [NEUTRAL, FAINT, ACCENTS[0], ACCENTS[1], NEUTRAL]
+    assert colours == [
+        *(canvas.NEUTRAL, canvas.FAINT, *canvas.ACCENTS[:2], canvas.NEUTRAL),
+    ]
     assert [bar.get_width() for bar in panels[1].patches] == pytest.approx([1.2, 2.4, 1.5, 1.0])
     assert "–" in [text.get_text() for text in panels[1].texts]
     assert [label.get_text() for label in panels[0].get_yticklabels()] == list(TITLES.values())
+
+
+def test_a_bar_stands_beside_its_name_though_others_are_missing(evaluation, tmp_path, monkeypatch):
+    panels = drawn(metrics(evaluation), tmp_path, monkeypatch)
+    assert [ax.get_ylim() for ax in panels] == [(4.5, -0.5)] * 2
+    rows = [round(bar.get_y() + bar.get_height() / 2) for bar in panels[1].patches]
+    assert rows == [0, 1, 2, 4]
 
 
 def test_every_task_is_drawn_however_many(evaluation, tmp_path, monkeypatch):
@@ -275,7 +297,7 @@ def test_the_same_evaluation_gives_the_same_bytes(evaluation, report, tmp_path):
     import matplotlib
 
     with matplotlib.rc_context({"lines.linewidth": 9.0, "figure.facecolor": "red"}):
-        write_task_report(evaluation, tmp_path / "again")
+        write_task_report(evaluation, tmp_path / "again", model="demo")
     first = {path.name: path.read_bytes() for path in report.iterdir()}
     assert first == {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
     assert sorted(first) == [
@@ -299,7 +321,7 @@ def test_the_picture_needs_no_pyplot(evaluation, tmp_path, monkeypatch):
 def test_a_report_needs_only_scores_of_one_row(tmp_path):
     rows = {"dume": {"quiz": score(0.5)}}
     one = TaskEvaluation(tasks=("quiz",), titles={}, scores=rows, subject="dume")
-    write_task_report(one, tmp_path)
+    write_task_report(one, tmp_path, model="demo")
     assert not (tmp_path / "items.parquet").exists()
     text = (tmp_path / "report.html").read_text()
     assert "Normalised scores" not in text
@@ -310,7 +332,7 @@ def test_a_report_needs_only_scores_of_one_row(tmp_path):
 def test_nothing_is_written_where_models_cannot_be_compared(evaluation, tmp_path):
     other = {**evaluation.items, "champion": items([0, 0])}
     with pytest.raises(InputError, match="quiz/2"):
-        write_task_report(replace(evaluation, items=other), tmp_path / "report")
+        write_task_report(replace(evaluation, items=other), tmp_path / "report", model="demo")
     with pytest.raises(InputError, match="nobody"):
-        write_task_report(replace(evaluation, subject="nobody"), tmp_path / "report")
+        write_task_report(replace(evaluation, subject="nobody"), tmp_path / "report", model="demo")
     assert not (tmp_path / "report").exists()
