@@ -13,8 +13,9 @@ from pathlib import Path
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from flows.pages.compression import write_page
-from flows.pages.model import folder_faults, publish_links, publish_pictures
+from flows.pages.compression import write_compression
+from flows.pages.model import folder_faults, log_report, publish_links, publish_pictures
+from flows.pages.page import Command
 from flows.running.command_line import command, free_workspace, load, rows_parser
 from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
@@ -28,6 +29,7 @@ from tasks.recipes import validate
 from tasks.release.register import register_compressed
 from tasks.release.versions import Outcome
 from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.evaluation.report.files import MARKDOWN, METRICS, PAGE, TEXT
 from upcycle_core.evaluation.report.numbers import slug
 
 SUMMARY = "compression.txt"
@@ -72,13 +74,13 @@ def _publish(session: FlowSession, outcome: Outcome | None) -> None:
     recipe, run = session.recipe, session.run
     folder = session.workspace.path("compression")
     report = folder / REPORT
-    metrics = json.loads((report / "metrics.json").read_text())
-    table = (report / "table.md").read_text()
+    metrics = json.loads((report / METRICS).read_text())
+    table = (report / MARKDOWN).read_text()
     for row in recipe.compressed:
         for name, point in metrics["sweeps"][row_title(recipe, row)]["points"].items():
             for figure in ("normalised_average", "percent_of_original"):
                 run.log_metrics({f"{figure}/{row}/{name}": point[figure]})
-    run.log_artifacts(report, "compression")
+    log_report(session, report, "compression", outcome.version if outcome else None)
     verdict = _verdict(outcome)
     run.describe(f"{table}\n{verdict}")
     create_markdown_artifact(
@@ -89,7 +91,7 @@ def _publish(session: FlowSession, outcome: Outcome | None) -> None:
     publish_pictures(f"{recipe.name}-compression", sorted(report.glob("*.png")))
     if outcome is not None:
         publish_links(session, outcome.version)
-    text = f"{table}\n{verdict}\n\nReport    {report / 'report.html'}\n"
+    text = f"{(report / TEXT).read_text()}\n{verdict}\n\nReport    {report / PAGE}\n"
     if outcome is not None:
         text += f"Model     {folder / MODEL}\n\nGenerate text:  .venv/bin/python -m flows.generate "
         text += f'{outcome.version.name}/{outcome.version.number} "The first"\n'
@@ -116,8 +118,14 @@ def main(arguments: list[str] | None = None) -> None:
     ders(recipe)
     print((workspace / SUMMARY).read_text())
     if chosen.out is not None:
-        files = [str(path) for path in (chosen.recipe, *chosen.add)]
-        write_page(recipe, files, chosen.set, workspace=workspace, out=chosen.out)
+        made = Command(
+            flow="ders",
+            recipe=recipe,
+            files=[chosen.recipe, *chosen.add],
+            changes=chosen.set,
+            out=chosen.out,
+        )
+        write_compression(made, workspace)
 
 
 if __name__ == "__main__":

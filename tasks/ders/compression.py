@@ -64,6 +64,7 @@ def compression(run: StageRun) -> None:
         run.out / REPORT,
         sweeps,
         {row_title(recipe, row): values[ORIGINAL]["cosines"] for row, values in found.items()},
+        model=recipe.name,
         tolerance=recipe.compression.tolerance,
     )
 

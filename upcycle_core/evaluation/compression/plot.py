@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from upcycle_core.evaluation.compression import results
 from upcycle_core.evaluation.compression.results import Sweep
-from upcycle_core.evaluation.report.canvas import (
-    ACCENTS,
-    FAINT,
-    GRID,
-    INK,
-    NEUTRAL,
-    new_figure,
-    save,
-)
+from upcycle_core.evaluation.report import canvas
 from upcycle_core.evaluation.report.labels import Label, place_labels
 
 if TYPE_CHECKING:
@@ -25,6 +17,7 @@ if TYPE_CHECKING:
 _KINDS = ("sparse", "quantised", "low_rank")
 _MARKERS, _DASHES = "osD", ("-", (0, (4, 2)), (0, (1, 1.5)))
 _TICKS = (1, 2, 5, 10, 15, 20, 25, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 1000)
+_RING: dict[str, Any] = {"marker": "o", "ms": 13, "mfc": "none", "mec": canvas.INK, "mew": 1.4}
 # A lower panel shows the neighbourhood of the original: so many tolerances below it, two above.
 _NEAR = 5
 TICKS_SHOWN = 8
@@ -42,7 +35,7 @@ def draw_sweeps(sweeps: Sequence[Sweep], tolerance: float, path: Path) -> None:
     """
     lines = list(dict.fromkeys(line for sweep in sweeps for line in results.by_series(sweep)))
     styles = _styles(lines)
-    with new_figure(max(5.3 * len(sweeps), 6.4) + 0.3, 7.2) as figure:
+    with canvas.new_figure(max(5.3 * len(sweeps), 6.4) + 0.3, 7.2) as figure:
         grid = figure.subplots(2, len(sweeps), squeeze=False, sharex="col", height_ratios=(1, 1.3))
         placed: list[tuple[Axes, list[list[Label]], float]] = []
         for column, sweep in enumerate(sweeps):
@@ -52,7 +45,7 @@ def draw_sweeps(sweeps: Sequence[Sweep], tolerance: float, path: Path) -> None:
             _zoom(grid[1][column], sweep, tolerance)
             _size_axis(grid[1][column], sweep)
             grid[0][column].set_title(sweep.source, loc="left", fontweight="bold")
-            grid[1][column].set_title("near the original", loc="left", color=FAINT)
+            grid[1][column].set_title("near the original", loc="left", color=canvas.FAINT)
             grid[1][column].set_xlabel("size, % of the original's weight files (log scale)")
         for row in grid:
             row[0].set_ylabel("normalised average (%)")
@@ -61,20 +54,10 @@ def draw_sweeps(sweeps: Sequence[Sweep], tolerance: float, path: Path) -> None:
         words = [*lines, f"smallest within {tolerance:g} % of the original"]
         columns = min(len(words), 2 if len(sweeps) == 1 else 4)
         figure.legend(handles, words, loc="outside upper left", ncols=columns, frameon=False)
-        figure.draw_without_rendering()  # labels need the places that the layout gives to points
-        figure.set_layout_engine("none")
+        canvas.settle(figure)
         for ax, curves, average in placed:
             place_labels(ax, curves, heights=[average])
-        save(figure, path)
-
-
-_RING: dict[str, Any] = {
-    "marker": "o",
-    "ms": 13,
-    "mfc": "none",
-    "mec": INK,
-    "mew": 1.4,
-}
+        canvas.save(figure, path)
 
 
 def draw_cosines(cosines: Mapping[str, Any], path: Path) -> None:
@@ -89,26 +72,17 @@ def draw_cosines(cosines: Mapping[str, Any], path: Path) -> None:
     least = min(value for layer in shown for row in layers[layer] for value in row)
     digits = _digits(least)
     side = 0.62 * len(names) + (0.5 if digits < 4 else 0.9)
-    with new_figure(max(side * len(shown) + 1.6, 5.2), side + 1.0) as figure:
+    with canvas.new_figure(max(side * len(shown) + 1.6, 5.2), side + 1.0) as figure:
         axes = figure.subplots(1, len(shown), squeeze=False)[0]
         low = least if least < 1 else 0.0
         for ax, layer in zip(axes, shown, strict=True):
-            picture = ax.imshow(layers[layer], cmap="Blues", vmin=low, vmax=1, aspect="equal")
-            for y, row in enumerate(layers[layer]):
-                for x, value in enumerate(row):
-                    ink = "white" if (value - low) / (1 - low) > 0.55 else INK
-                    text = f"{value:.{digits}f}"
-                    ax.text(x, y, text, ha="center", va="center", color=ink, fontsize=8.5)
+            picture = canvas.heat_map(ax, layers[layer], text=lambda v: f"{v:.{digits}f}", low=low)
             ax.set_title(f"layer {layer}")
             ax.set_xticks(range(len(names)), names)
             ax.set_yticks(range(len(names)), names if ax is axes[0] else [])
-            ax.tick_params(length=0)
-            ax.spines[:].set_visible(False)
-        bar = figure.colorbar(picture, ax=list(axes), shrink=0.85, pad=0.02)
-        bar.outline.set_visible(False)
-        bar.ax.tick_params(length=0)
+        canvas.colour_bar(figure, picture, axes, shrink=0.85)
         figure.suptitle("Cosine similarity of whole FFNs", x=0.01, ha="left")
-        save(figure, path)
+        canvas.save(figure, path)
 
 
 def _digits(least: float) -> int:
@@ -125,7 +99,7 @@ def _styles(lines: Sequence[str]) -> dict[str, dict[str, Any]]:
         kind = next(k for k in _KINDS if line.startswith(k.replace("_", " ")))
         place = _KINDS.index(kind)
         styles[line] = {
-            "color": ACCENTS[place],
+            "color": canvas.ACCENTS[place],
             "marker": _MARKERS[place],
             "ls": _DASHES[next(variants[kind]) % len(_DASHES)],
             "lw": 1.6,
@@ -141,9 +115,9 @@ def _panel(
     average, found = results.original_average(sweep), results.averages(sweep)
     chosen = results.smallest_within(sweep, tolerance)
     low = results.least_average(sweep, tolerance)
-    ax.axhspan(low, average, color=NEUTRAL, alpha=0.28, lw=0, zorder=0)
-    ax.axhline(average, color=FAINT, lw=1.1, ls="--", zorder=1)
-    ax.axvline(100, color=GRID, lw=1, zorder=0)
+    ax.axhspan(low, average, color=canvas.NEUTRAL, alpha=0.28, lw=0, zorder=0)
+    ax.axhline(average, color=canvas.FAINT, lw=1.1, ls="--", zorder=1)
+    ax.axvline(100, color=canvas.GRID, lw=1, zorder=0)
     curves = []
     for line, names in results.by_series(sweep).items():
         xs = [results.share(sweep, name) for name in names]
@@ -160,17 +134,8 @@ def _panel(
         ax.plot(results.share(sweep, chosen), found[chosen], zorder=4, **_RING)
     ax.set_xscale("log")
     ax.margins(x=0.08, y=0.1)
-    ax.grid(axis="y", color=GRID)
-    ax.annotate(
-        f"original\n{average:.1f}",
-        (1, average),
-        (4, 0),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        color=FAINT,
-        va="center",
-        fontsize=8.5,
-    )
+    ax.grid(axis="y", color=canvas.GRID)
+    canvas.beside(ax, f"original\n{average:.1f}", average)
     return curves
 
 

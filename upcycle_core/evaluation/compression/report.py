@@ -1,33 +1,51 @@
-"""The report on a compression: metrics.json, tables, pictures and one page that shows all of it."""
+"""The report on a compression: sizes and scores of every way, and how alike experts are."""
 
-import json
-import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from upcycle_core.errors import Fault, raise_faults
-from upcycle_core.evaluation.compression import page, plot, results, table
+from upcycle_core.evaluation.compression import plot, results
 from upcycle_core.evaluation.compression.results import Sweep
-from upcycle_core.evaluation.text.table import csv_text
+from upcycle_core.evaluation.report import files
+from upcycle_core.evaluation.report.numbers import change, number, slug
+from upcycle_core.evaluation.report.parts import (
+    DASH,
+    Cell,
+    Figure,
+    Report,
+    Section,
+    Table,
+)
+
+CAPTION = (
+    "Size: all weight files in MB (10^6 bytes), in percent of the original's, and base and deltas "
+    "in percent of the experts that they stand for. Average: normalised perplexity on held-out "
+    "text, 100 is each domain's own dense expert, higher is better. Change: of the average, "
+    "against the original."
+)
+COSINES = (
+    "Cosine of two FFNs, all of their weights in one vector (Fig. 1 of DeRS): the base that deltas "
+    "are taken from, and the experts E1 to EN. Near 1, deltas are small beside the base."
+)
+Cosines = Mapping[str, Mapping[str, Any]]
+"""{model: what ``cosine_similarities`` gave}"""
 
 
 def write_compression_report(
-    out: Path,
-    sweeps: Sequence[Sweep],
-    cosines: Mapping[str, Mapping[str, Any]],
-    *,
-    tolerance: float,
+    out: Path, sweeps: Sequence[Sweep], cosines: Cosines, *, model: str, tolerance: float
 ) -> None:
     """Write the whole report into ``out``; the same sweeps give the same bytes.
 
-    ``metrics.json``; ``table.md``; ``sweep.png`` and ``cosine_{model}.png``, each with the CSV
-    behind it (all layers and matrices, not only those that are drawn); ``report.html``.
+    What ``report.files.write_report`` writes; pictures are ``sweep`` and ``cosine_{model}``, whose
+    CSV has all layers and matrices, not only those that are drawn.
 
     Args:
         out: The directory.
         sweeps: One a model, in the order they are shown.
         cosines: {model: what ``cosine_similarities`` gave}.
+        model: What people call the recipe's model.
         tolerance: Percent of a model's own normalised average that the chosen point may lose.
 
     Raises:
@@ -35,25 +53,69 @@ def write_compression_report(
             written.
     """
     raise_faults(_faults(sweeps, cosines))
-    out.mkdir(parents=True, exist_ok=True)
-    found = {
+    title = f"{model}: experts as one base and light deltas"
+    metrics = {
         "sweeps": {sweep.source: results.metrics(sweep, tolerance) for sweep in sweeps},
-        "cosines": {model: dict(values) for model, values in cosines.items()},
+        "cosines": {name: dict(values) for name, values in cosines.items()},
     }
-    metrics = json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False)
-    _write(out / "metrics.json", metrics + "\n")
-    _write(out / "table.md", table.markdown(sweeps, tolerance))
-    _write(out / "sweep.csv", table.csv_sweeps(sweeps))
-    plot.draw_sweeps(sweeps, tolerance, out / "sweep.png")
-    heat_maps = {}
-    for model, values in cosines.items():
-        heat_maps[model] = out / f"cosine_{_slug(model)}.png"
-        _write(heat_maps[model].with_suffix(".csv"), cosine_csv(values))
-        plot.draw_cosines(values, heat_maps[model])
-    _write(out / "report.html", page.render(sweeps, tolerance, out / "sweep.png", heat_maps))
+    files.write_report(Report(title, sections(sweeps, cosines, tolerance)), out, metrics=metrics)
 
 
-def cosine_csv(cosines: Mapping[str, Any]) -> str:
+def sections(sweeps: Sequence[Sweep], cosines: Cosines, tolerance: float) -> list[Section]:
+    """A table and a verdict a model; for the page the pictures."""
+    draw = partial(plot.draw_sweeps, sweeps, tolerance)
+    title = "Normalised average against size, a line a codec"
+    picture = Figure("sweep", title, draw, _sweep_numbers(sweeps))
+    return [
+        Section("Quality against size", [picture], page_only=True),
+        *(Section(own.source, [verdict(own, tolerance), table(own, tolerance)]) for own in sweeps),
+        Section("", [CAPTION]),
+        *(_cosine_section(model, values) for model, values in cosines.items()),
+    ]
+
+
+def table(sweep: Sweep, tolerance: float) -> Table:
+    """The original, then line by line of the plot, largest first; the chosen one is marked."""
+    original, averages = results.original_average(sweep), results.averages(sweep)
+    sizes = ["MB", "% of original", "% of experts"]
+    header = ["Deltas", "Setting", *sizes, *sweep.domains, "Average", "Change %", "Chosen"]
+    whole = [f"{sweep.original_bytes / 1e6:.2f}", "100.0", "100.0"]
+    scores = [number(value, digits=2) for value in [*sweep.original.values(), original]]
+    rows: list[list[object]] = [["Original", DASH, *whole, *scores, DASH, ""]]
+    chosen = results.smallest_within(sweep, tolerance)
+    for line, names in results.by_series(sweep).items():
+        for name in reversed(names):
+            point, average = sweep.points[name], averages[name]
+            cells = [
+                results.setting(point.codec),
+                number(point.bytes / 1e6, digits=2),
+                number(results.share(sweep, name)),
+                number(results.expert_share(sweep, name)),
+                *(number(point.perplexity[domain], digits=2) for domain in sweep.domains),
+                number(average, digits=2),
+                change(100 * (average / original - 1), digits=2),
+                "✓" if name == chosen else "",
+            ]
+            rows.append([line, *(Cell(c, "chosen") if name == chosen else c for c in cells)])
+    return Table(header, rows)
+
+
+def verdict(sweep: Sweep, tolerance: float) -> str:
+    """One sentence: the smallest that is good enough, or that none is."""
+    name = results.smallest_within(sweep, tolerance)
+    within = f"within {tolerance:g} % of the original"
+    if name is None:
+        return f"Nothing that is smaller than the original is {within}."
+    point = sweep.points[name]
+    lost = 100 * (results.averages(sweep)[name] / results.original_average(sweep) - 1)
+    return (
+        f"The smallest {within}: {results.series(point.codec)}, "
+        f"{results.setting(point.codec)} ({name}), {number(point.bytes / 1e6, digits=2)} MB or "
+        f"{number(results.share(sweep, name))} % of it, {change(lost, digits=2)} %."
+    )
+
+
+def cosine_numbers(cosines: Mapping[str, Any]) -> Table:
     """Every cosine, unrounded: layer, ``ffn`` or one matrix, two names, cosine."""
     names = cosines["names"]
     rows = [
@@ -63,25 +125,40 @@ def cosine_csv(cosines: Mapping[str, Any]) -> str:
         for i, row in enumerate(square)
         for j, value in enumerate(row)
     ]
-    return csv_text(["layer", "weights", "first", "second", "cosine"], rows)
+    return Table(["layer", "weights", "first", "second", "cosine"], rows)
 
 
-def _faults(sweeps: Sequence[Sweep], cosines: Mapping[str, Mapping[str, Any]]) -> list[Fault]:
+def _cosine_section(model: str, values: Mapping[str, Any]) -> Section:
+    heading = f"How alike experts and base are: {model}"
+    draw = partial(plot.draw_cosines, values)
+    figure = Figure(f"cosine_{slug(model)}", heading, draw, cosine_numbers(values), COSINES)
+    return Section(heading, [figure], page_only=True)
+
+
+def _sweep_numbers(sweeps: Sequence[Sweep]) -> Table:
+    """Every point, unrounded: what the plot shows."""
+    header = ["source", "name", "series", "setting", "bytes", "percent_of_original"]
+    rows: list[Sequence[object]] = []
+    for sweep in sweeps:
+        average, averages = results.original_average(sweep), results.averages(sweep)
+        rows.append([sweep.source, "original", "", "", sweep.original_bytes, 100.0, average])
+        for line, names in results.by_series(sweep).items():
+            for name in names:
+                point = sweep.points[name]
+                size = (point.bytes, results.share(sweep, name))
+                label = results.setting(point.codec)
+                rows.append([sweep.source, name, line, label, *size, averages[name]])
+    return Table([*header, "normalised_average"], rows)
+
+
+def _faults(sweeps: Sequence[Sweep], cosines: Cosines) -> list[Fault]:
     found = [fault for sweep in sweeps for fault in results.faults(sweep)]
     if not sweeps:
         found.append(Fault("sweeps", None, "nothing to report; compress a model"))
     names = [sweep.source for sweep in sweeps]
     if len(set(names)) < len(names):
         found.append(Fault("sweeps", names, "give every model a name of its own"))
-    slugs = [_slug(model) for model in cosines]
+    slugs = [slug(model) for model in cosines]
     if len(set(slugs)) < len(slugs):
         found.append(Fault("cosines", slugs, "names must differ in letters or digits"))
     return found
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="\n")

@@ -29,17 +29,18 @@ div.table { background:
   linear-gradient(to left, #fff 40%, transparent) right / 3rem 100% no-repeat local,
   linear-gradient(to left, #b8bec9, transparent) right / .6rem 100% no-repeat scroll; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #e5e7eb; }
+th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #e5e7eb; }
 th { vertical-align: bottom; } td { vertical-align: top; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
+td:first-child { white-space: normal; min-width: 10rem; }
 td.text, th.text { text-align: left; }
 td.text { font-size: .85rem; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 12rem; }
-td.best { font-weight: 700; background: #eef4ff; }
+td.best, td.chosen { font-weight: 700; background: #eef4ff; }
 td.better { background: #e9f7ec; } td.worse { background: #fdeeee; }
 img { display: block; }
 @media (max-width: 40rem) {
   body { margin: 1rem auto; padding: 0 .8rem; }
-  td:first-child { white-space: normal; min-width: 6rem; max-width: 9rem; }
+  td:first-child { min-width: 6rem; max-width: 9rem; }
 }
 """
 SCALE = 0.6

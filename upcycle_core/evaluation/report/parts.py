@@ -7,7 +7,7 @@ from typing import Literal
 
 DASH = "–"
 """Stands where nothing was measured."""
-Mark = Literal["best", "better", "worse"]
+Mark = Literal["best", "better", "worse", "chosen"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Cell:
 
     Args:
         text: What is shown.
-        mark: ``best`` of its column; ``better`` or ``worse`` than what it is compared with.
+        mark: ``best`` of its column; ``better`` or ``worse`` than what it is compared with; of a
+            row that was ``chosen``.
     """
 
     text: str

@@ -13,7 +13,8 @@ from upcycle_core.checkpoints import reader
 from upcycle_core.errors import InputError
 from upcycle_core.evaluation.compression import cosine
 from upcycle_core.evaluation.compression.cosine import cosine_similarities
-from upcycle_core.evaluation.compression.report import cosine_csv
+from upcycle_core.evaluation.compression.report import cosine_numbers
+from upcycle_core.evaluation.report.files import to_csv
 
 
 def dense_ffns(directory) -> list[list[list[float]]]:
@@ -68,7 +69,7 @@ def test_experts_that_are_the_base_have_cosine_one_and_the_csv_has_every_number(
     found = cosine_similarities(joined.model, joined.experts["domain0"])
     ones = [[pytest.approx(1.0, abs=1e-12)] * 3] * 3
     assert found["layers"] == {"0": ones, "1": ones}
-    lines = cosine_csv(found).splitlines()
+    lines = to_csv(cosine_numbers(found)).splitlines()
     assert lines[0] == "layer,weights,first,second,cosine"
     assert len(lines) == 1 + 2 * 4 * 9
     assert lines[1] == "0,ffn,base,base,1.0"

@@ -8,11 +8,16 @@ from dataclasses import replace
 import pytest
 
 from upcycle_core.errors import InputError
-from upcycle_core.evaluation.compression import results, table
-from upcycle_core.evaluation.compression.report import write_compression_report
+from upcycle_core.evaluation.compression import results
+from upcycle_core.evaluation.compression.report import (
+    sections,
+    verdict,
+    write_compression_report,
+)
 from upcycle_core.evaluation.compression.results import Point, Sweep
 from upcycle_core.evaluation.report.canvas import new_figure
 from upcycle_core.evaluation.report.labels import Label, place_labels
+from upcycle_core.evaluation.report.markdown import markdown
 
 QUANTISED = {"codec": "quantised", "bits": 4}
 
@@ -91,7 +96,7 @@ def test_of_equal_sizes_the_better_and_nothing_larger_than_the_original_is_chose
     assert results.smallest_within(replace(sweep(), points=tied), 1.0) == "s"
     large = {"all": sweep().points["all"]}
     assert results.smallest_within(replace(sweep(), points=large), 1.0) is None
-    assert "Nothing that is smaller" in table.verdict(replace(sweep(), points=large), 1.0)
+    assert "Nothing that is smaller" in verdict(replace(sweep(), points=large), 1.0)
 
 
 def test_lines_of_the_plot_are_codecs_and_their_variants():
@@ -113,7 +118,7 @@ def test_lines_of_the_plot_are_codecs_and_their_variants():
 
 
 def test_the_table_has_the_original_first_and_marks_the_chosen_one():
-    text = table.markdown([sweep()], 1.0)
+    text = markdown(sections([sweep()], {}, 1.0))
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert rows[2] == "| Original | – | 0.00 | 100.0 | 100.0 | 25.00 | 10.00 | 90.00 | – |  |"
     line = "| sparse, random drop | "
@@ -127,8 +132,11 @@ def test_the_table_has_the_original_first_and_marks_the_chosen_one():
 def test_a_report_is_whole_and_depends_on_its_numbers_alone(tmp_path):
     sweeps = [sweep("With prior finetuning"), sweep("Without <any>")]
     for name in ("first", "second"):
-        write_compression_report(tmp_path / name, sweeps, {"DUME, 4": cosines()}, tolerance=1.0)
-    text = ["metrics.json", "report.html", "table.md", "sweep.csv", "cosine_dume-4.csv"]
+        write_compression_report(
+            tmp_path / name, sweeps, {"DUME, 4": cosines()}, model="demo", tolerance=1.0
+        )
+    text = ["metrics.json", "report.html", "table.md", "table.txt"]
+    text += ["sweep.csv", "cosine_dume-4.csv"]
     pictures = ["sweep.png", "cosine_dume-4.png"]
     files = sorted(path.name for path in (tmp_path / "first").iterdir())
     assert files == sorted([*text, *pictures])
@@ -141,7 +149,7 @@ def test_a_report_is_whole_and_depends_on_its_numbers_alone(tmp_path):
     assert "Without &lt;any&gt;" in page
     assert "<script" not in page
     assert "http" not in page
-    assert page.count('<td class="best">✓</td>') == 2
+    assert page.count('<td class="chosen">✓</td>') == 2
     lines = (tmp_path / "first" / "sweep.csv").read_text().splitlines()
     assert len(lines) == 1 + 2 * (1 + 7)
     assert lines[1] == "With prior finetuning,original,,,1000,100.0,90.0"
@@ -162,7 +170,7 @@ def test_everything_that_is_wrong_is_said_at_once_and_nothing_is_written(tmp_pat
         points={"q": point(QUANTISED, 0, math.nan, 10.0)},
     )
     with pytest.raises(InputError) as refused:
-        write_compression_report(tmp_path / "out", [bad, bad], {}, tolerance=1.0)
+        write_compression_report(tmp_path / "out", [bad, bad], {}, model="demo", tolerance=1.0)
     for words in (
         "sweeps.DUME.experts.law",
         "sweeps.DUME.original =",
@@ -173,7 +181,7 @@ def test_everything_that_is_wrong_is_said_at_once_and_nothing_is_written(tmp_pat
     ):
         assert words in str(refused.value)
     with pytest.raises(InputError, match="nothing to report"):
-        write_compression_report(tmp_path / "out", [], {}, tolerance=1.0)
+        write_compression_report(tmp_path / "out", [], {}, model="demo", tolerance=1.0)
     assert not (tmp_path / "out").exists()
 
 
