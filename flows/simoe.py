@@ -7,15 +7,15 @@ ablations that are tuned and judged beside it. With ``--seeds`` it runs once a s
 workspace of its own (``NAME-seed-0``, ...).
 """
 
-import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from prefect import flow
 
-from flows.pages.instructions import publish_tuning, write_page
+from flows.pages.instructions import publish_tuning, write_instructions
 from flows.pages.model import folder_faults
+from flows.pages.page import Command
 from flows.running.command_line import SUMMARY, command, free_workspace, load, rows_parser
 from flows.running.session import THREADS, open_session
 from infra import settings as environment
@@ -83,17 +83,15 @@ def main(arguments: list[str] | None = None) -> None:
         simoe(run)
         print((workspace / SUMMARY).read_text())
     if chosen.out is not None:
-        files = [str(path) for path in (chosen.recipe, *chosen.add)]
-        write_page(recipe, runs, files, _options(chosen), home=home, out=chosen.out)
-
-
-def _options(chosen: argparse.Namespace) -> str:
-    """Words of the command that others can use: folders are the reader's own."""
-    words = [f"--set {change} " for change in chosen.set]
-    words = ["--set folder=FOLDER " if "folder=" in word else word for word in words]
-    if chosen.seeds:
-        words.append(f"--seeds {' '.join(map(str, chosen.seeds))} ")
-    return "".join(words)
+        made = Command(
+            flow="simoe",
+            recipe=recipe,
+            files=[chosen.recipe, *chosen.add],
+            changes=chosen.set,
+            seeds=chosen.seeds or (),
+            out=chosen.out,
+        )
+        write_instructions(made, [home / run.name for run in runs])
 
 
 if __name__ == "__main__":

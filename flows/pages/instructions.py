@@ -8,10 +8,11 @@ from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
 
-from flows.pages.model import publish_links, publish_pictures
+from flows.pages.model import log_outcome, publish_links, publish_pictures, summary
+from flows.pages.page import Command, write_page
 from flows.running.command_line import SUMMARY
 from flows.running.session import FlowSession
-from infra.recipe.schema import SIMOE, Recipe, recipe_yaml
+from infra.recipe.schema import SIMOE, Recipe
 from infra.tracking.records import DatasetRecord
 from tasks.engine.artifacts import SUMMARY as TRAINED
 from tasks.release.versions import Outcome
@@ -21,144 +22,101 @@ from upcycle_core.evaluation.instructions.activations import Activation
 from upcycle_core.evaluation.instructions.report import write_instruction_report
 from upcycle_core.evaluation.instructions.results import across_runs, from_metrics
 from upcycle_core.evaluation.instructions.structure import Structure
-from upcycle_core.evaluation.report.numbers import slug
+from upcycle_core.evaluation.report.files import MARKDOWN, METRICS, PAGE, TEXT
+from upcycle_core.evaluation.report.numbers import number, slug
+from upcycle_core.evaluation.report.parts import Section, Table
 from upcycle_core.evaluation.text.scores import mean_and_deviation
 
-KEYS = (
-    "domains",
-    "seed_model",
-    "instructions",
-    "tuning",
-    "simoe",
-    "experts",
-    "baselines",
+KEYS = ("domains", "seed_model", "instructions", "tuning", "simoe", "experts", "baselines")
+EXPERTS = (
+    "What the training came to: share of expert parameters whose mask is exactly zero (mean over "
+    "experts; and for none of them), mean overlap of two experts, and the step whose weights were "
+    "kept."
 )
-PAGE = """\
-# {name}: sparse experts found by instruction tuning
-
-Made by
-
-```
-python -m flows.simoe {files} {options}--out {out}
-```
-
-{tables}
-
-## Experts
-
-What the training came to: share of expert parameters whose mask is exactly zero (mean over experts;
-and for none of them), mean overlap of two experts, and the step whose weights were kept.
-
-{experts}
-
-{pictures}
-Every number is in [{name}/metrics.json]({name}/metrics.json).
-
-## The recipe
-
-```yaml
-{recipe}
-```
-"""
 
 
 def publish_tuning(session: FlowSession, outcome: Outcome) -> None:
     """Log the report to MLflow, show it in the Prefect UI, leave a summary for people."""
-    recipe, run, version = session.recipe, session.run, outcome.version
+    recipe, version = session.recipe, outcome.version
     report = session.workspace.path("report")
-    metrics = json.loads((report / "metrics.json").read_text())
-    for row in recipe.tuned:
-        own = figures(metrics, row).items()
-        run.log_metrics({f"{figure}/{row}": value for figure, value in own})
-    run.log_metrics(_simoe_figures(session.workspace.path(model_of(SIMOE))))
-    timings = session.timings()
-    run.log_metrics({f"seconds/{stage}": value for stage, value in timings["stages"].items()})
-    run.log_metrics({"seconds/wall": timings["wall"]})
-    (session.workspace.root / "timings.json").write_text(json.dumps(timings, indent=1) + "\n")
-    run.log_artifacts(report, "report")
-    run.log_text((session.workspace.root / "params.yaml").read_text(), "recipe.yaml")
-    run.log_text(session.versions.lock_text(), "dvc.lock")
-    run.log_inputs(_datasets(session))
-    run.set_tags({"upcycle.version": version.reference, "upcycle.decision": outcome.decision})
-    table = (report / "table.md").read_text()
-    run.describe(f"{table}\n`{version.reference}`: {outcome.decision}")
+    metrics = json.loads((report / METRICS).read_text())
+    scores = {
+        f"{figure}/{row}": value
+        for row in recipe.tuned
+        for figure, value in figures(metrics, row).items()
+    }
+    experts = _simoe_figures(session.workspace.path(model_of(SIMOE)))
+    log_outcome(session, outcome, {**scores, **experts}, _datasets(session))
     create_markdown_artifact(
         key=slug(f"{recipe.name}-instructions"),
-        markdown=f"# `{version.reference}`\n\n{outcome.decision}\n\n{table}",
+        markdown=f"# `{version.reference}`\n\n{outcome.decision}\n\n"
+        f"{(report / MARKDOWN).read_text()}",
         description="Exact match and ROUGE-L on instructions, and the registered version.",
     )
     publish_pictures(recipe.name, sorted(report.glob("*.png")))
     publish_links(session, version)
-    (session.workspace.root / SUMMARY).write_text(_summary(session, outcome, timings))
+    more = (
+        f"Experts: {100 * experts['simoe/sparsity']:.1f} % of their parameters are zero, "
+        f"{100 * experts['simoe/sparsity_union']:.1f} % for all of them; two overlap by "
+        f"{100 * experts['simoe/overlap']:.0f} %.\n"
+    )
+    (session.workspace.root / SUMMARY).write_text(summary(session, outcome, more=more))
 
 
-def write_page(
-    recipe: Recipe,
-    runs: Sequence[Recipe],
-    files: Sequence[str],
-    options: str,
-    *,
-    home: Path,
-    out: Path,
-) -> None:
+def write_instructions(command: Command, workspaces: Sequence[Path]) -> None:
     """Write ``NAME.md`` and ``NAME/``: the report of all seeds together; pictures of the first.
 
     Args:
-        recipe: What was run.
-        runs: Its recipe with each seed.
-        files: The recipe's files, as named in the command.
-        options: Further words of the command, with a blank behind them.
-        home: Where the workspaces are.
-        out: The folder.
+        command: What made it.
+        workspaces: Where each seed was made.
     """
-    reports = [home / run.name / "report" for run in runs]
-    metrics = [json.loads((report / "metrics.json").read_text()) for report in reports]
-    first, folder = metrics[0], out / recipe.name
+    recipe, folder = command.recipe, command.out / command.recipe.name
+    metrics = [json.loads((own / "report" / METRICS).read_text()) for own in workspaces]
+    first = metrics[0]
     shutil.rmtree(folder, ignore_errors=True)
     write_instruction_report(
         folder,
         across_runs([from_metrics(own) for own in metrics]),
+        model=recipe.name,
         structures={r: Structure.from_dict(own) for r, own in first["structures"].items()},
         activations=[Activation.from_dict(own) for own in first["activations"]],
     )
-    tables = (folder / "table.md").read_text()
-    for name in ("table.md", "table.txt", "report.html"):
+    tables = (folder / MARKDOWN).read_text()
+    for name in (MARKDOWN, TEXT, PAGE):
         (folder / name).unlink()
-    pictures = "".join(
-        f"![{path.stem.replace('_', ' ')}]({recipe.name}/{path.name})\n\n"
+    pictures = "\n\n".join(
+        f"![{path.stem.replace('_', ' ')}]({recipe.name}/{path.name})"
         for path in sorted(folder.glob("*.png"))
     )
-    page = PAGE.format(
-        name=recipe.name,
-        files=" ".join(files),
-        options=options,
-        out="FOLDER" if out.is_absolute() else out,
-        tables=tables.rstrip(),
-        experts=_experts(recipe, [home / run.name for run in runs]),
-        pictures=pictures,
-        recipe=recipe_yaml(recipe, KEYS).rstrip(),
+    write_page(
+        command,
+        recipe.name,
+        f"{recipe.name}: sparse experts found by instruction tuning",
+        [
+            Section("", [tables]),
+            Section("Experts", [EXPERTS, _experts(recipe, workspaces), pictures]),
+        ],
+        keys=KEYS,
     )
-    (out / f"{recipe.name}.md").write_text(page)
 
 
-def _experts(recipe: Recipe, workspaces: Sequence[Path]) -> str:
+def _experts(recipe: Recipe, workspaces: Sequence[Path]) -> Table:
     """A line a SIMoE: its sparsity and overlap."""
-    lines = [
-        "| | zeros, mean | zeros of all | overlap | step |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
+    rows = []
     for row in recipe.tuned:
         if row != SIMOE and (row == "seed" or recipe.baselines[row].method != "simoe"):
             continue
-        found = [json.loads((w / model_of(row) / TRAINED).read_text()) for w in workspaces]
-        cells = [
-            _spread([100 * own["sparsity_mean"] for own in found]),
-            _spread([100 * own["sparsity_union"] for own in found]),
-            _spread([100 * _overlap(own) for own in found]),
-            ", ".join(str(own["kept_step"]) for own in found),
-        ]
-        lines.append(f"| {' | '.join([row_title(recipe, row), *cells])} |")
-    return "\n".join(lines)
+        found = [json.loads((own / model_of(row) / TRAINED).read_text()) for own in workspaces]
+        rows.append(
+            [
+                row_title(recipe, row),
+                _percent([own["sparsity_mean"] for own in found]),
+                _percent([own["sparsity_union"] for own in found]),
+                _percent([_overlap(own) for own in found]),
+                ", ".join(str(own["kept_step"]) for own in found),
+            ]
+        )
+    return Table(["Model", "zeros, mean", "zeros of all", "overlap", "step"], rows)
 
 
 def _simoe_figures(model: Path) -> dict[str, float]:
@@ -179,32 +137,9 @@ def _overlap(found: Mapping[str, Any]) -> float:
     return sum(pairs) / len(pairs)
 
 
-def _spread(values: Sequence[float]) -> str:
-    mean, deviation = mean_and_deviation(values)
-    return f"{mean:.1f} %" if len(values) == 1 else f"{mean:.1f} ± {deviation:.1f} %"
-
-
-def _summary(session: FlowSession, outcome: Outcome, timings: Mapping[str, Any]) -> str:
-    report = session.workspace.path("report")
-    version = outcome.version
-    alias = "champion" if "champion" in version.aliases else "challenger"
-    found = _simoe_figures(session.workspace.path(model_of(SIMOE)))
-    return f"""
-{(report / "table.txt").read_text().rstrip()}
-
-Experts: {100 * found["simoe/sparsity"]:.1f} % of their parameters are zero, \
-{100 * found["simoe/sparsity_union"]:.1f} % for all of them; two overlap by \
-{100 * found["simoe/overlap"]:.0f} %.
-
-Time in the flow: {timings["wall"]:.0f} s, of which pieces on Ray {timings["pieces"]:.0f} s
-
-Model     {session.workspace.path("model")}
-Report    {report / "report.html"}
-Registry  {version.reference} ({", ".join(version.aliases) or "no alias"}): {outcome.decision}
-
-See runs and models:  make up      (then open the two addresses that it prints)
-Generate text:        .venv/bin/python -m flows.generate {version.name}@{alias} "The first"
-"""
+def _percent(shares: Sequence[float]) -> str:
+    mean, deviation = mean_and_deviation([100 * share for share in shares])
+    return f"{number(mean, deviation if len(shares) > 1 else None)} %"
 
 
 def _datasets(session: FlowSession) -> list[DatasetRecord]:

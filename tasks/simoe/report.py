@@ -32,7 +32,7 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
 @stage(
     "report",
     inputs=_inputs,
-    params=("baselines", "simoe", "tuning.least_exact_match"),
+    params=("name", "baselines", "simoe", "tuning.least_exact_match"),
 )
 def report(run: StageRun) -> None:
     """Write metrics.json, tables, the paper's three pictures and the CSV behind them.
@@ -53,6 +53,7 @@ def report(run: StageRun) -> None:
     write_instruction_report(
         run.out,
         evaluation,
+        model=recipe.name,
         structures={row: Structure.from_dict(found[row]["structure"]) for row in shown},
         activations=[Activation.from_dict(own) for own in found[SIMOE]["activations"]],
     )

@@ -7,29 +7,16 @@ from typing import TYPE_CHECKING
 
 from upcycle_core.evaluation.instructions.activations import Activation
 from upcycle_core.evaluation.instructions.structure import OUTSIDE, Structure
-from upcycle_core.evaluation.report.canvas import (
-    ACCENTS,
-    FAINT,
-    GRID,
-    INK,
-    NEUTRAL,
-    new_figure,
-    save,
-)
+from upcycle_core.evaluation.report import canvas
 from upcycle_core.evaluation.text.scores import mean_and_deviation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
-DOMAINS = (*ACCENTS, "#0b7285", "#a61e4d", "#5c940d", "#7048e8", "#9c6b00", "#495057")
+DOMAINS = (*canvas.ACCENTS, "#0b7285", "#a61e4d", "#5c940d", "#7048e8", "#9c6b00", "#495057")
 Merges = Sequence[Sequence[float]]
 """What scipy's ``linkage`` gives: [n - 1] (first, second, distance, size)."""
-
-
-def spread(shares: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation over experts."""
-    return mean_and_deviation(shares)
 
 
 def draw_structure(structure: Structure, path: Path) -> None:
@@ -41,13 +28,16 @@ def draw_structure(structure: Structure, path: Path) -> None:
     """
     kinds, depths = structure.by_type, structure.by_depth
     widths = (max(len(kinds), 4), max(len(depths), 4))
-    with new_figure(min(2.4 + 0.48 * sum(widths), 13), 3.7) as figure:
+    with canvas.new_figure(min(2.4 + 0.48 * sum(widths), 13), 3.7) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=widths)
         average = 100 * mean_and_deviation(structure.total)[0]
-        for ax, groups, colour in ((left, kinds, ACCENTS[0]), (right, depths, ACCENTS[2])):
+        for ax, groups, colour in (
+            (left, kinds, canvas.ACCENTS[0]),
+            (right, depths, canvas.ACCENTS[2]),
+        ):
             _bars(ax, groups, colour)
-            ax.axhline(average, color=FAINT, lw=1.1, ls="--", zorder=1)
-            ax.grid(axis="y", color=GRID)
+            ax.axhline(average, color=canvas.FAINT, lw=1.1, ls="--", zorder=1)
+            ax.grid(axis="y", color=canvas.GRID)
             ax.tick_params(length=0)
             ax.set_xlim(-0.7, len(groups) - 0.3)
         left.set_ylim(0, 1.08 * _highest([*kinds.values(), *depths.values()]))
@@ -56,17 +46,8 @@ def draw_structure(structure: Structure, path: Path) -> None:
         right.set_title("by depth", loc="left", fontweight="bold")
         left.set_xticks(range(len(kinds)), list(kinds), rotation=35, ha="right")
         _depth_ticks(right, list(depths))
-        right.annotate(
-            f"all\n{average:.1f}",
-            (1, average),
-            (4, 0),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            color=FAINT,
-            va="center",
-            fontsize=8.5,
-        )
-        save(figure, path)
+        canvas.beside(right, f"all\n{average:.1f}", average)
+        canvas.save(figure, path)
 
 
 def draw_overlap(overlaps: Mapping[str, Sequence[Sequence[float]]], path: Path) -> None:
@@ -86,16 +67,13 @@ def draw_overlap(overlaps: Mapping[str, Sequence[Sequence[float]]], path: Path) 
     ]
     top = max([*off, 1.0])
     side = 0.44 * max(sizes) + 0.6
-    with new_figure(max(side * len(sizes) + 1.3, 4.4), side + 0.8) as figure:
+    with canvas.new_figure(max(side * len(sizes) + 1.3, 4.4), side + 0.8) as figure:
         axes = figure.subplots(1, len(sizes), squeeze=False)[0]
         for ax, (title, square) in zip(axes, overlaps.items(), strict=True):
             picture = _overlap_map(ax, title, square, top)
         axes[0].set_ylabel("expert")
-        bar = figure.colorbar(picture, ax=list(axes), shrink=0.8, pad=0.02)
-        bar.outline.set_visible(False)
-        bar.ax.tick_params(length=0)
-        bar.set_label("overlap (%)")
-        save(figure, path)
+        canvas.colour_bar(figure, picture, axes, "overlap (%)")
+        canvas.save(figure, path)
 
 
 def draw_activations(activations: Sequence[Activation], path: Path) -> None:
@@ -111,7 +89,7 @@ def draw_activations(activations: Sequence[Activation], path: Path) -> None:
     colours = {name: DOMAINS[i % len(DOMAINS)] for i, name in enumerate(domains)}
     experts = len(ordered[0].coefficients)
     width = 0.085 * max(len(own.label) for own in ordered) + 0.36 * experts + 3.6
-    with new_figure(width, 0.25 * len(ordered) + 1.3) as figure:
+    with canvas.new_figure(width, 0.25 * len(ordered) + 1.3) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(2.2, 0.36 * experts))
         _tree(left, tree, len(ordered))
         values = [own.coefficients for own in ordered]
@@ -122,13 +100,9 @@ def draw_activations(activations: Sequence[Activation], path: Path) -> None:
         right.set_xticks(range(experts), [str(i + 1) for i in range(experts)])
         right.set_xlabel("expert")
         for ax in (left, right):
-            ax.tick_params(length=0)
-            ax.spines[:].set_visible(False)
-        bar = figure.colorbar(picture, ax=right, shrink=0.8, pad=0.03)
-        bar.outline.set_visible(False)
-        bar.ax.tick_params(length=0)
-        bar.set_label("mean coefficient α", labelpad=8)
-        save(figure, path)
+            canvas.bare(ax)
+        canvas.colour_bar(figure, picture, [right], "mean coefficient α", pad=0.03)
+        canvas.save(figure, path)
 
 
 def linkage_of(activations: Sequence[Activation]) -> list[list[float]]:
@@ -156,7 +130,7 @@ def _tree(ax: "Axes", tree: Merges, count: int) -> None:
     for step, (first, second, distance, _) in enumerate(tree):
         i, j = int(first), int(second)
         xs = [heights[i], distance, distance, heights[j]]
-        ax.plot(xs, [places[i], places[i], places[j], places[j]], color=INK, lw=1.1)
+        ax.plot(xs, [places[i], places[i], places[j], places[j]], color=canvas.INK, lw=1.1)
         heights[count + step] = distance
         places[count + step] = (places[i] + places[j]) / 2
     ax.set_ylim(count - 0.5, -0.5)
@@ -173,9 +147,9 @@ def _highest(groups: Sequence[Sequence[float]]) -> float:
 def _bars(ax: "Axes", groups: Mapping[str, Sequence[float]], colour: str) -> None:
     for place, (name, shares) in enumerate(groups.items()):
         mean, deviation = (100 * value for value in mean_and_deviation(shares))
-        ax.bar(place, mean, color=NEUTRAL if name == OUTSIDE else colour, width=0.68)
+        ax.bar(place, mean, color=canvas.NEUTRAL if name == OUTSIDE else colour, width=0.68)
         low, high = min(deviation, mean), min(deviation, 100 - mean)  # a share stays one
-        ax.errorbar(place, mean, yerr=[[low], [high]], color=INK, capsize=3, lw=1.1)
+        ax.errorbar(place, mean, yerr=[[low], [high]], color=canvas.INK, capsize=3, lw=1.1)
 
 
 def _depth_ticks(ax: "Axes", depths: list[str]) -> None:
@@ -190,20 +164,13 @@ def _overlap_map(
 ) -> "AxesImage":
     values = [[100 * value for value in row] for row in square]
     hidden = [[math.nan if x == y else v for x, v in enumerate(r)] for y, r in enumerate(values)]
-    ax.set_facecolor(GRID)  # an expert beside itself says nothing
-    picture = ax.imshow(hidden, cmap="Blues", vmin=0, vmax=top, aspect="equal")
-    for y, row in enumerate(values):
-        for x, value in enumerate(row):
-            if x != y:
-                ink = "white" if value / top > 0.55 else INK
-                ax.text(x, y, f"{value:.0f}", ha="center", va="center", color=ink, fontsize=8)
+    # An expert beside itself says nothing: grey.
+    picture = canvas.heat_map(ax, hidden, text=lambda value: f"{value:.0f}", high=top)
     names = [str(i + 1) for i in range(len(square))]
     ax.set_xticks(range(len(names)), names)
     ax.set_yticks(range(len(names)), names)
     pairs = [value for row in hidden for value in row if not math.isnan(value)]
     ax.set_title(title, loc="left", fontweight="bold")
-    ax.set_title(f"mean {math.fsum(pairs) / len(pairs):.1f} %", loc="right", color=FAINT)
+    ax.set_title(f"mean {math.fsum(pairs) / len(pairs):.1f} %", loc="right", color=canvas.FAINT)
     ax.set_xlabel("expert")
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
     return picture

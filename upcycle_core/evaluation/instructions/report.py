@@ -1,18 +1,32 @@
-"""The report on instructions: metrics.json, tables, pictures and one page that shows all of it."""
+"""The report on instructions: scores by set and category, where experts are and who uses them."""
 
-import json
-import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from upcycle_core.errors import Fault, raise_faults
-from upcycle_core.evaluation.instructions import page, plots, results, table
+from upcycle_core.evaluation.instructions import plots, results
 from upcycle_core.evaluation.instructions.activations import Activation
 from upcycle_core.evaluation.instructions.results import InstructionEvaluation
+from upcycle_core.evaluation.instructions.scores import METRICS, SPLITS, Metric, Split
 from upcycle_core.evaluation.instructions.structure import Structure
-from upcycle_core.evaluation.text.table import csv_text
+from upcycle_core.evaluation.report import files
+from upcycle_core.evaluation.report.numbers import amount, best, number, slug
+from upcycle_core.evaluation.report.parts import Cell, Figure, Notes, Report, Section, Table
+from upcycle_core.evaluation.text.scores import mean_and_deviation
 
+Rows = Mapping[str, Any]
+"""{row: everything about it}: what ``results.metrics`` gives."""
+NAMES: dict[Metric, str] = {"exact_match": "exact match", "rouge_l": "ROUGE-L"}
+ACROSS = 14
+"""More categories than this stand below each other, models beside each other."""
+CAPTION = (
+    "Exact match and ROUGE-L in percent, the mean over task categories, each counting the same. "
+    "Unseen: categories that training did not have. Marked: the best model. Parameters: of "
+    "the saved model; by density: the pre-trained model's and the masks' mean density times the "
+    "experts' (the paper's count); trained: those that training changes."
+)
 STRUCTURE = (
     "Share of expert parameters whose mask is not zero, by layer type and by depth (Fig. 4 of "
     "SIMoE): bars are the mean over experts, error bars their standard deviation, the dashed line "
@@ -33,14 +47,15 @@ def write_instruction_report(
     out: Path,
     evaluation: InstructionEvaluation,
     *,
+    model: str,
     structures: Mapping[str, Structure] | None = None,
     activations: Sequence[Activation] = (),
 ) -> None:
     """Write the whole report into ``out``; the same inputs give the same bytes.
 
-    ``table.txt``, ``table.md``, ``scores.csv``; ``structure_{row}.png`` of every row in
-    ``structures``, ``overlap.png`` of all of them, ``activations.png``, each with the CSV behind
-    it (``dendrogram.csv`` for the tree); ``report.html`` with everything; and ``metrics.json``::
+    What ``report.files.write_report`` writes, and ``scores.csv``; pictures are
+    ``structure_{row}`` of every row in ``structures``, ``overlap`` of all of them and
+    ``activations``, with ``dendrogram.csv`` for its tree. ``metrics.json``::
 
         {"highlight": row,
          "rows": {row: {
@@ -60,6 +75,7 @@ def write_instruction_report(
     Args:
         out: The directory.
         evaluation: What was measured.
+        model: What people call the recipe's model.
         structures: {row of the evaluation: its experts}, in the order of the panels: the paper's
             Fig. 5 is the row without the orthogonality penalty, then the one with it.
         activations: Of the highlighted row.
@@ -70,85 +86,187 @@ def write_instruction_report(
     structures = structures or {}
     raise_faults([*results.faults(evaluation), *_faults(evaluation, structures, activations)])
     rows = results.metrics(evaluation)
-    found = {
+    metrics = {
         "highlight": evaluation.highlight,
         "rows": rows,
         "structures": {row: own.to_dict() for row, own in structures.items()},
         "activations": [own.to_dict() for own in activations],
     }
-    text = json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False)
-    out.mkdir(parents=True, exist_ok=True)
-    _write(out / "metrics.json", text + "\n")
-    _write(out / "table.txt", table.format_tables(rows))
-    _write(out / "table.md", table.markdown_tables(rows))
-    _write(out / "scores.csv", table.csv_scores(rows))
-    titles = {row: evaluation.rows[row].title for row in structures}
-    pictures = _write_structures(out, structures, titles)
+    tables = {"scores.csv": _score_numbers(rows)}
     if activations:
-        _write_activations(out, activations)
-        pictures["Which experts tasks use"] = (out / "activations.png", ACTIVATIONS)
-    _write(out / "report.html", page.render(rows, pictures))
+        tables["dendrogram.csv"] = _merges(activations)
+    pictures = _pictures(structures, {row: own.title for row, own in evaluation.rows.items()})
+    if activations:
+        pictures["Which experts tasks use"] = _activations(activations)
+    shown = [Section(title, [own], page_only=True) for title, own in pictures.items()]
+    report = Report(f"{model}: answers to instructions", [*sections(rows), *shown])
+    files.write_report(report, out, metrics=metrics, tables=tables)
 
 
-def structure_csv(structure: Structure) -> str:
+def sections(rows: Rows) -> list[Section]:
+    """A table a group of rows, then the first group's by category, unseen and seen; notes."""
+    groups = dict.fromkeys(group for row in rows.values() for group in row["groups"])
+    members = [
+        {name: row for name, row in rows.items() if group in row["groups"]} for group in groups
+    ]
+    tables = {g: _group_table(own) for g, own in zip(groups, members, strict=True)}
+    for split in ("unseen", "seen"):
+        asked = {name: row for name, row in members[0].items() if row[split] is not None}
+        for metric in ("rouge_l", "exact_match"):
+            if asked:
+                heading = f"{split.capitalize()} categories, {NAMES[metric]}"
+                tables[heading] = _category_table(asked, split, metric)
+    shown = [Section(heading, [table]) for heading, table in tables.items()]
+    return [*shown, Section("", [CAPTION, Notes(notes(rows))])]
+
+
+def notes(rows: Rows) -> list[str]:
+    """What a reader must know besides: seeds, sizes of the sets, prompts that were cut."""
+    found = []
+    seeds = {len(row["runs"]) for row in rows.values()}
+    if max(seeds) > 1:
+        many = f"{max(seeds)} seeds" if len(seeds) == 1 else "several seeds"
+        found.append(f"Mean ± sample standard deviation over {many}.")
+    for split in ("unseen", "seen"):
+        asked = [row for row in rows.values() if row[split] is not None]
+        if asked:
+            own = asked[0][split]
+            sizes = f"{own['count']:,} instances of {len(own['categories'])} categories"
+            found.append(f"{split.capitalize()}: {sizes}.")
+        cut: dict[int, list[str]] = {}
+        for row in asked:
+            cut.setdefault(row[split]["truncated"], []).append(row["title"])
+        found += [
+            f"{split.capitalize()}, prompts that lost tokens from the left to fit the model: "
+            f"{count:,} of {', '.join(titles)}."
+            for count, titles in cut.items()
+            if count
+        ]
+    return found
+
+
+def structure_numbers(structure: Structure) -> Table:
     """Unrounded: one line a group and expert, then its mean and deviation over experts."""
     lines: list[list[Any]] = []
     groups = {"type": structure.by_type, "depth": structure.by_depth}
     for by, shares in {**groups, "all": {"all": structure.total}}.items():
         for group, own in shares.items():
-            numbers = [(str(expert + 1), share) for expert, share in enumerate(own)]
-            mean, deviation = plots.spread(own)
-            ends = [("mean", mean), ("deviation", deviation)]
-            lines += [[by, group, expert, share] for expert, share in [*numbers, *ends]]
-    return csv_text(["by", "group", "expert", "share"], lines)
+            ends = zip(("mean", "deviation"), mean_and_deviation(own), strict=True)
+            values = [*enumerate(own, 1), *ends]
+            lines += [[by, group, expert, share] for expert, share in values]
+    return Table(["by", "group", "expert", "share"], lines)
 
 
-def overlap_csv(overlaps: Mapping[str, Sequence[Sequence[float]]]) -> str:
-    """Unrounded: one line a model and pair, experts from 1."""
-    lines = [
-        (title, i + 1, j + 1, value)
-        for title, square in overlaps.items()
-        for i, row in enumerate(square)
-        for j, value in enumerate(row)
+def _group_table(rows: Rows) -> Table:
+    counts = {"Parameters": "total_parameters", "Trained": "trained_parameters"}
+    if any(row["density_parameters"] for row in rows.values()):
+        counts = {"Parameters": "total_parameters", "By density": "density_parameters"} | counts
+    columns: dict[str, Sequence[object]] = {
+        title: [amount(row[name]["mean"]) if row[name] else None for row in rows.values()]
+        for title, name in counts.items()
+    }
+    for split in SPLITS:
+        for metric in METRICS:
+            scores = {name: row[split] and row[split][metric] for name, row in rows.items()}
+            if any(scores.values()):
+                columns[f"{split.capitalize()}, {NAMES[metric]}"] = _cells(rows, scores)
+    return _table(rows, columns)
+
+
+def _category_table(rows: Rows, split: Split, metric: Metric) -> Table:
+    columns: dict[str, Sequence[object]] = {}
+    for category in next(iter(rows.values()))[split]["categories"]:
+        scores = {name: row[split]["categories"][category][metric] for name, row in rows.items()}
+        columns[category] = _cells(rows, scores)
+    columns["Average"] = _cells(rows, {name: row[split][metric] for name, row in rows.items()})
+    if len(columns) - 1 <= ACROSS:
+        return _table(rows, columns)
+    header = ["Category", *(row["title"] for row in rows.values())]
+    return Table(header, [[category, *cells] for category, cells in columns.items()])
+
+
+def _cells(rows: Rows, scores: Mapping[str, Any]) -> list[Cell | None]:
+    """One cell a row: percent, with the deviation where there are several seeds."""
+    percent = {name: own and 100 * own["mean"] for name, own in scores.items()}
+    winner = best(percent)
+    return [
+        own
+        and Cell(
+            number(percent[name], 100 * own["deviation"] if len(rows[name]["runs"]) > 1 else None),
+            "best" if name == winner else None,
+        )
+        for name, own in scores.items()
     ]
-    return csv_text(["model", "first", "second", "overlap"], lines)
 
 
-def _write_structures(
-    out: Path, structures: Mapping[str, Structure], titles: Mapping[str, str]
-) -> dict[str, tuple[Path, str]]:
-    """Draw them; {heading: (PNG, what it shows)}."""
-    pictures: dict[str, tuple[Path, str]] = {}
+def _table(rows: Rows, columns: Mapping[str, Sequence[object]]) -> Table:
+    titles = [row["title"] for row in rows.values()]
+    return Table(["Model", *columns], list(zip(titles, *columns.values(), strict=True)))
+
+
+def _score_numbers(rows: Rows) -> Table:
+    """Unrounded: one line a row, set and category; category ``mean`` is the mean over them."""
+    header = ["row", "title", "split", "category", "count"]
+    header += [f"{metric}{kind}" for metric in METRICS for kind in ("", "_deviation")]
+    lines = []
+    for name, row in rows.items():
+        for split in SPLITS:
+            own = row[split] or {"categories": {}}
+            whole = {"mean": own} if row[split] else {}
+            for category, score in {**whole, **own["categories"]}.items():
+                numbers = [
+                    score[metric][kind] for metric in METRICS for kind in ("mean", "deviation")
+                ]
+                lines.append([name, row["title"], split, category, score["count"], *numbers])
+    return Table(header, lines)
+
+
+def _pictures(structures: Mapping[str, Structure], titles: Mapping[str, str]) -> dict[str, Figure]:
+    """{heading: where experts are, row by row, and what they share}."""
+    pictures = {}
     for row, structure in structures.items():
-        path = out / f"structure_{_slug(row)}.png"
-        _write(path.with_suffix(".csv"), structure_csv(structure))
-        plots.draw_structure(structure, path)
-        pictures[f"Where experts are: {titles[row]}"] = (path, STRUCTURE)
+        heading, draw = (
+            f"Where experts are: {titles[row]}",
+            partial(plots.draw_structure, structure),
+        )
+        data = structure_numbers(structure)
+        pictures[heading] = Figure(f"structure_{slug(row)}", heading, draw, data, STRUCTURE)
     if structures:
         overlaps = {titles[row]: own.overlap for row, own in structures.items()}
-        _write(out / "overlap.csv", overlap_csv(overlaps))
-        plots.draw_overlap(overlaps, out / "overlap.png")
-        pictures["What experts share"] = (out / "overlap.png", OVERLAP)
+        lines = [
+            (title, i + 1, j + 1, value)
+            for title, square in overlaps.items()
+            for i, row in enumerate(square)
+            for j, value in enumerate(row)
+        ]
+        heading, draw = "What experts share", partial(plots.draw_overlap, overlaps)
+        data = Table(["model", "first", "second", "overlap"], lines)
+        pictures[heading] = Figure("overlap", heading, draw, data, OVERLAP)
     return pictures
 
 
-def _write_activations(out: Path, activations: Sequence[Activation]) -> None:
+def _activations(activations: Sequence[Activation]) -> Figure:
+    order = plots.leaves(plots.linkage_of(activations), len(activations))
+    lines = [
+        (own.domain, own.name, own.count, *own.coefficients)
+        for own in (activations[place] for place in order)
+    ]
+    experts = [f"expert_{i + 1}" for i in range(len(activations[0].coefficients))]
+    data = Table(["domain", "name", "count", *experts], lines)
+    draw = partial(plots.draw_activations, activations)
+    return Figure("activations", "Which experts tasks use", draw, data, ACTIVATIONS)
+
+
+def _merges(activations: Sequence[Activation]) -> Table:
+    """The tree of tasks: what is joined, and how far apart it was."""
     tree = plots.linkage_of(activations)
-    order = plots.leaves(tree, len(activations))
-    experts = len(activations[0].coefficients)
-    head = ["domain", "name", "count", *(f"expert_{i + 1}" for i in range(experts))]
-    ordered = [activations[place] for place in order]
-    lines = [(own.domain, own.name, own.count, *own.coefficients) for own in ordered]
-    _write(out / "activations.csv", csv_text(head, lines))
     labels = [own.label for own in activations]
     labels += [f"merge {step + 1}" for step in range(len(tree))]
-    merges = [
+    lines = [
         (f"merge {step + 1}", labels[int(left)], labels[int(right)], height, int(size))
         for step, (left, right, height, size) in enumerate(tree)
     ]
-    head = ["merge", "first", "second", "distance", "tasks"]
-    _write(out / "dendrogram.csv", csv_text(head, merges))
-    plots.draw_activations(activations, out / "activations.png")
+    return Table(["merge", "first", "second", "distance", "tasks"], lines)
 
 
 def _faults(
@@ -161,7 +279,7 @@ def _faults(
         for row in structures
         if row not in evaluation.rows
     ]
-    slugs = [_slug(row) for row in structures]
+    slugs = [slug(row) for row in structures]
     if len(set(slugs)) < len(slugs):
         found.append(Fault("structures", slugs, "names must differ in letters or digits"))
     widths = {len(own.coefficients) for own in activations}
@@ -172,11 +290,3 @@ def _faults(
     if len(set(labels)) < len(labels):
         found.append(Fault("activations", labels, "give every task a name of its own"))
     return found
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="\n")

@@ -154,13 +154,6 @@ def from_metrics(found: Mapping[str, Any]) -> InstructionEvaluation:
     return InstructionEvaluation(rows=rows, highlight=found["highlight"])
 
 
-def best_rows(values: Mapping[str, float | None]) -> set[str]:
-    """The rows with the highest value; several where they are equal."""
-    known = {row: value for row, value in values.items() if value is not None}
-    best = max(known.values(), default=None)
-    return {row for row, value in known.items() if value == best}
-
-
 def _row_metrics(row: Row) -> dict[str, Any]:
     found: dict[str, Any] = {"title": row.title, "groups": list(row.groups)}
     for name in COUNTS:

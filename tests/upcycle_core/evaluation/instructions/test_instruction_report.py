@@ -8,9 +8,14 @@ import pytest
 from scipy.cluster import hierarchy
 
 from upcycle_core.errors import InputError
-from upcycle_core.evaluation.instructions import plots, results, table
+from upcycle_core.evaluation.instructions import report as instruction_report
+from upcycle_core.evaluation.instructions import results
 from upcycle_core.evaluation.instructions.activations import Activation
-from upcycle_core.evaluation.instructions.report import write_instruction_report
+from upcycle_core.evaluation.instructions.report import (
+    notes,
+    sections,
+    write_instruction_report,
+)
 from upcycle_core.evaluation.instructions.results import (
     InstructionEvaluation,
     Row,
@@ -20,6 +25,10 @@ from upcycle_core.evaluation.instructions.results import (
 )
 from upcycle_core.evaluation.instructions.scores import Score, SplitScore
 from upcycle_core.evaluation.instructions.structure import Structure
+from upcycle_core.evaluation.report import canvas
+from upcycle_core.evaluation.report.markdown import markdown
+from upcycle_core.evaluation.report.parts import mark_of, text_of
+from upcycle_core.evaluation.report.terminal import terminal
 
 
 def split(*scores: float, truncated: int = 0) -> SplitScore:
@@ -97,7 +106,7 @@ def test_several_seeds_are_mean_and_deviation_and_come_back_from_json():
     assert found["simoe"]["density_parameters"] == {"mean": 1_250_000, "deviation": 0.0}
     assert found["full"]["density_parameters"] is None
     assert from_metrics({"highlight": "simoe", "rows": found}) == both
-    text = table.format_tables(found)
+    text = terminal(sections(found))
     assert "45.0" not in text
     assert "50.0 ± 7.1*" in text
     assert "over 2 seeds" in text
@@ -112,37 +121,38 @@ def test_runs_of_other_rows_do_not_go_together():
 
 def test_each_table_marks_the_best_of_its_columns():
     rows = results.metrics(evaluation())
-    models, ablations, unseen, *_ = table.tables(rows)
+    models, ablations, unseen, *_ = (own.blocks[0] for own in sections(rows))
     assert models.header == [
         *("Model", "Parameters", "By density", "Trained", "Seen, exact match", "Seen, ROUGE-L"),
         *("Unseen, exact match", "Unseen, ROUGE-L"),
     ]
-    lines = {title: [(c.text, c.best) for c in cells] for title, cells in models.lines}
+    lines = {title: [(text_of(c), mark_of(c)) for c in cells] for title, *cells in models.rows}
     assert list(lines) == ["Full | tuned", "SIMoE"]
-    counts = [("1.50 M", False), ("1.25 M", False), ("0.70 M", False)]
-    assert lines["SIMoE"][:3] == counts
-    assert lines["SIMoE"][3:] == [("25.0", False), ("50.0", False), ("22.5", True), ("45.0", True)]
-    assert lines["Full | tuned"][:3] == [("1.00 M", False), ("–", False), ("0", False)]
-    assert lines["Full | tuned"][3:5] == [("35.0", True), ("70.0", True)]
-    assert [title for title, _ in ablations.lines] == ["SIMoE", "No penalty"]
-    # Equal in the digits that are shown: both are marked.
-    assert [cells[4].best for _, cells in ablations.lines] == [True, True]
-    assert unseen.heading == "Unseen categories, ROUGE-L"
-    assert unseen.header == ["Model", "x", "y", "Average"]
-    assert [[c.best for c in cells] for _, cells in unseen.lines] == [
-        [False, True, False],
-        [True, False, True],
+    assert lines["SIMoE"][:3] == [("1.50 M", None), ("1.25 M", None), ("0.70 M", None)]
+    assert lines["SIMoE"][3:] == [
+        *(("25.0", None), ("50.0", None), ("22.5", "best"), ("45.0", "best")),
     ]
-    markdown = table.markdown_tables(rows)
-    assert "| Full \\| tuned | 20.0 | **40.0** | 30.0 |" in markdown
-    assert "| SIMoE | **60.0** | 30.0 | **45.0** |" in markdown
+    assert lines["Full | tuned"][:3] == [("1.00 M", None), ("–", None), ("0", None)]
+    assert lines["Full | tuned"][3:5] == [("35.0", "best"), ("70.0", "best")]
+    assert [title for title, *_ in ablations.rows] == ["SIMoE", "No penalty"]
+    # Equal in the digits that are shown: nobody is marked.
+    assert [mark_of(line[5]) for line in ablations.rows] == [None, None]
+    assert sections(rows)[2].heading == "Unseen categories, ROUGE-L"
+    assert unseen.header == ["Model", "x", "y", "Average"]
+    assert [[mark_of(c) for c in cells] for _, *cells in unseen.rows] == [
+        [None, "best", None],
+        ["best", None, "best"],
+    ]
+    text = markdown(sections(rows))
+    assert "| Full \\| tuned | 20.0 | **40.0** | 30.0 |" in text
+    assert "| SIMoE | **60.0** | 30.0 | **45.0** |" in text
 
 
 def test_many_categories_stand_below_each_other(monkeypatch):
-    monkeypatch.setattr(table, "ACROSS", 1)
-    unseen = list(table.tables(results.metrics(evaluation())))[2]
+    monkeypatch.setattr(instruction_report, "ACROSS", 1)
+    unseen = sections(results.metrics(evaluation()))[2].blocks[0]
     assert unseen.header == ["Category", "Full | tuned", "SIMoE"]
-    assert [(t, [c.text for c in cells]) for t, cells in unseen.lines] == [
+    assert [(title, list(map(text_of, cells))) for title, *cells in unseen.rows] == [
         ("x", ["20.0", "60.0"]),
         ("y", ["40.0", "30.0"]),
         ("Average", ["30.0", "45.0"]),
@@ -156,10 +166,10 @@ def test_models_that_were_not_asked_seen_categories_and_cut_prompts_are_told():
     }
     found = results.metrics(InstructionEvaluation(rows=rows))
     assert found["simoe"]["seen"] is None
-    notes = table.notes(found)
-    assert "Unseen: 10 instances of 1 categories." in notes
-    assert sum("1 of SIMoE." in note or "2 of No penalty." in note for note in notes) == 2
-    assert "Seen" not in table.format_tables(found)
+    told = notes(found)
+    assert "Unseen: 10 instances of 1 categories." in told
+    assert sum("1 of SIMoE." in note or "2 of No penalty." in note for note in told) == 2
+    assert "Seen" not in terminal(sections(found))
 
 
 def rows_of(path) -> list[dict[str, str]]:
@@ -171,20 +181,20 @@ def rows_of(path) -> list[dict[str, str]]:
 def figures(monkeypatch):
     """{file name: the figure that was saved there}."""
     kept = {}
-    real = plots.save
+    real = canvas.save
 
     def keep(figure, path):
         kept[path.name] = figure
         real(figure, path)
 
-    monkeypatch.setattr(plots, "save", keep)
+    monkeypatch.setattr(canvas, "save", keep)
     return kept
 
 
 def test_pictures_show_the_numbers_of_their_csv(tmp_path, figures):
     structures = {"no_penalty": structure(0.8), "simoe": structure(0.4)}
     write_instruction_report(
-        tmp_path, evaluation(), structures=structures, activations=activations()
+        tmp_path, evaluation(), model="demo", structures=structures, activations=activations()
     )
     for name in figures:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
@@ -215,7 +225,7 @@ def test_pictures_show_the_numbers_of_their_csv(tmp_path, figures):
 
 def test_the_tree_is_that_of_scipy_and_stands_beside_its_tasks(tmp_path, figures):
     own = activations()
-    write_instruction_report(tmp_path, evaluation(), activations=own)
+    write_instruction_report(tmp_path, evaluation(), model="demo", activations=own)
     tree, heat, _ = figures["activations.png"].axes
     points = [a.coefficients for a in own]
     linkage = hierarchy.linkage(points, "average", optimal_ordering=True)
@@ -245,7 +255,7 @@ def test_the_tree_is_that_of_scipy_and_stands_beside_its_tasks(tmp_path, figures
 def test_the_same_evaluation_gives_the_same_files_and_one_page(tmp_path):
     more = {"structures": {"simoe": structure(0.4)}, "activations": activations()[:1]}
     for place in ("a", "b"):
-        write_instruction_report(tmp_path / place, evaluation(), **more)
+        write_instruction_report(tmp_path / place, evaluation(), model="demo", **more)
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert {"metrics.json", "table.txt", "table.md", "scores.csv", "report.html"} < set(files)
     for name in files:
@@ -271,7 +281,11 @@ def test_faults_are_told_together_and_nothing_is_written(tmp_path):
     tasks[1] = replace(tasks[1], coefficients=(1.0,))
     with pytest.raises(InputError) as raised:
         write_instruction_report(
-            tmp_path / "out", wrong, structures={"gone": structure(0.1)}, activations=tasks
+            tmp_path / "out",
+            wrong,
+            model="demo",
+            structures={"gone": structure(0.1)},
+            activations=tasks,
         )
     assert {fault.field for fault in raised.value.faults} == {
         "highlight",
@@ -284,4 +298,4 @@ def test_faults_are_told_together_and_nothing_is_written(tmp_path):
     }
     assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="nothing to report"):
-        write_instruction_report(tmp_path / "out", InstructionEvaluation(rows={}))
+        write_instruction_report(tmp_path / "out", InstructionEvaluation(rows={}), model="demo")
