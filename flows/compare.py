@@ -34,7 +34,7 @@ from tasks.recipes import validate
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.report.files import write_json
 from upcycle_core.evaluation.report.parts import Notes, Section
-from upcycle_core.evaluation.report.terminal import terminal
+from upcycle_core.evaluation.report.text import terminal
 from upcycle_core.evaluation.text.comparison import across_seeds
 from upcycle_core.evaluation.text.comparison_report import Rows, comparison_table, draw_comparison
 
@@ -150,14 +150,7 @@ def _run_apart(chosen: argparse.Namespace, recipe: Recipe, seed: int, home: Path
 
 def _write_page(chosen: argparse.Namespace, recipe: Recipe, workspaces: Sequence[Path]) -> None:
     """The page of finished runs, one a seed."""
-    made = Command(
-        flow="compare",
-        recipe=recipe,
-        files=[chosen.recipe, *chosen.add],
-        changes=chosen.set,
-        seeds=chosen.seeds or (),
-        out=chosen.out,
-    )
+    made = Command.of("compare", recipe, chosen)
     if recipe.method == SYMPHONY:
         ablation.write_ablation(made, workspaces)
         return

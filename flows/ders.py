@@ -118,13 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
     ders(recipe)
     print((workspace / SUMMARY).read_text())
     if chosen.out is not None:
-        made = Command(
-            flow="ders",
-            recipe=recipe,
-            files=[chosen.recipe, *chosen.add],
-            changes=chosen.set,
-            out=chosen.out,
-        )
+        made = Command.of("ders", recipe, chosen)
         write_compression(made, workspace)
 
 

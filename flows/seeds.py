@@ -36,14 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
         words = [sys.executable, "-m", "flows.dume", str(chosen.recipe.resolve()), *options]
         run_command(words, directory=CODE)
         workspaces.append(home / name)
-    made = Command(
-        flow="seeds",
-        recipe=recipe,
-        files=[chosen.recipe],
-        changes=chosen.set,
-        seeds=chosen.seeds,
-        out=chosen.out,
-    )
+    made = Command.of("seeds", recipe, chosen)
     write_seeds(made, workspaces)
 
 

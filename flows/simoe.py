@@ -83,14 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
         simoe(run)
         print((workspace / SUMMARY).read_text())
     if chosen.out is not None:
-        made = Command(
-            flow="simoe",
-            recipe=recipe,
-            files=[chosen.recipe, *chosen.add],
-            changes=chosen.set,
-            seeds=chosen.seeds or (),
-            out=chosen.out,
-        )
+        made = Command.of("simoe", recipe, chosen)
         write_instructions(made, [home / run.name for run in runs])
 
 

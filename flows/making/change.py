@@ -19,7 +19,9 @@ from tasks.engine.workspace import Workspace, fingerprint
 from tasks.release.versions import Outcome
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.errors import Fault, InputError
-from upcycle_core.evaluation.report.numbers import slug
+from upcycle_core.evaluation.report.numbers import number, signed, slug
+from upcycle_core.evaluation.report.parts import Notes, Section, Table
+from upcycle_core.evaluation.report.text import markdown, terminal
 
 UNFINISHED = ".change.json"
 OTHER_TEXT = (
@@ -81,39 +83,36 @@ def finish_change(
         notes: Sentences under the table.
     """
     seconds = time.time() - session.began
-    after = _scores(session)
-    text = table(change.before, after)
-    texts = _texts(session)
+    table, texts = change_table(change.before, _scores(session)), _texts(session)
     other = [
         domain for domain, digest in change.texts.items() if texts.get(domain, digest) != digest
     ]
     if other:
         notes = (*notes, OTHER_TEXT.format(", ".join(other)))
     verdict = f"`{outcome.version.reference}`: {outcome.decision}"
-    said = "\n\n".join([*notes, verdict, f"{change.what}: {seconds:.0f} s."])
+    text = markdown([Section("", [table, *notes, verdict, f"{change.what}: {seconds:.0f} s."])])
     session.run.set_tags({"upcycle.change": change.what})
     session.run.log_metrics({f"before/{name}": value for name, value in change.before.items()})
-    session.run.log_text(f"{text}\n{said}\n", "change.md")
+    session.run.log_text(text, "change.md")
     create_markdown_artifact(
         key=slug(f"{session.recipe.name}-change"),
-        markdown=f"# {change.what}\n\n{text}\n{said}",
+        markdown=f"# {change.what}\n\n{text}",
         description="Every domain's perplexity before and after.",
     )
     path = session.workspace.root / SUMMARY
-    path.write_text(f"{path.read_text()}\n{change.what}: perplexity on held-out text\n\n{text}\n")
-    if notes:
-        path.write_text(path.read_text() + "\n".join(notes) + "\n")
+    heading = f"{change.what}: perplexity on held-out text"
+    path.write_text(f"{path.read_text()}\n{terminal([Section(heading, [table, Notes(notes)])])}")
     (session.workspace.root / UNFINISHED).unlink(missing_ok=True)
 
 
-def table(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """Every domain's perplexity before and after, as a Markdown table."""
-    lines = ["| domain | before | after | change |", "| --- | ---: | ---: | ---: |"]
+def change_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
+    """Every domain's perplexity before and after; a dash where it was not in the model."""
+    rows = []
     for name in sorted({*before, *after}):
         old, new = before.get(name), after.get(name)
-        change = "" if old is None or new is None else f"{100 * (new / old - 1):+.1f} %"
-        lines.append(f"| {name} | {_shown(old)} | {_shown(new)} | {change} |")
-    return "\n".join(lines) + "\n"
+        percent = None if old is None or new is None else f"{signed(100 * (new / old - 1))} %"
+        rows.append([name, number(old, digits=2), number(new, digits=2), percent])
+    return Table(["domain", "before", "after", "change"], rows)
 
 
 def domain_faults(where: str, given: Any, wanted: Any) -> list[Fault]:
@@ -153,7 +152,3 @@ def _texts(session: FlowSession) -> dict[str, str]:
         for domain, folder in folders.items()
         if folder.is_dir()
     }
-
-
-def _shown(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"

@@ -85,7 +85,7 @@ def _similarity(name: str, folder: Path) -> list[Block]:
     if not page.exists():
         return []
     text = page.read_text().replace("\n## ", "\n### ").replace("# How alike", "## How alike", 1)
-    return [text] + [
+    pictures = [
         Figure(
             f"{name}-{picture.stem}",
             picture.stem.replace("_", " of "),
@@ -93,3 +93,4 @@ def _similarity(name: str, folder: Path) -> list[Block]:
         )
         for picture in sorted(folder.glob("*.png"))
     ]
+    return [text, *pictures]

@@ -1,6 +1,7 @@
 """A page of results for others to read: what it shows, and what it was made with."""
 
 import shlex
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,18 @@ class Command:
     changes: Sequence[str] = ()
     seeds: Sequence[int] = ()
     out: Path
+
+    @classmethod
+    def of(cls, flow: str, recipe: Recipe, chosen: Namespace) -> "Command":
+        """The command of parsed arguments."""
+        return cls(
+            flow=flow,
+            recipe=recipe,
+            files=[chosen.recipe, *chosen.add],
+            changes=chosen.set,
+            seeds=getattr(chosen, "seeds", None) or (),
+            out=chosen.out,
+        )
 
     def __str__(self) -> str:
         """As others can type it: where folders are the reader's own, it says FOLDER."""

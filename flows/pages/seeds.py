@@ -13,7 +13,7 @@ from flows.pages.comparison import comparison_section
 from flows.pages.page import Command, write_page
 from infra.recipe.schema import Recipe
 from upcycle_core.evaluation.report.numbers import number
-from upcycle_core.evaluation.report.parts import Figure, Section, Table
+from upcycle_core.evaluation.report.parts import Block, Figure, Section, Table
 from upcycle_core.evaluation.text.plots import REFERENCES, draw_scores, draw_sweep
 from upcycle_core.evaluation.text.results import Parameter, title_of
 from upcycle_core.evaluation.text.scores import across_runs, mean_and_deviation
@@ -43,7 +43,7 @@ def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
     agreement = mean_and_deviation([run["routing"]["agreement"] for run in runs])
     first = partial(shutil.copyfile, workspaces[0] / "report" / "routing.png")
     routing = Figure(f"{name}/routing", "Routing", first)
-    shown = [
+    shown: list[Block] = [
         _table(recipe, scores, len(seeds)),
         _averages(recipe, scores),
         _costs(agreement, timings),

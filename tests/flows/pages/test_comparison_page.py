@@ -9,7 +9,7 @@ from texts import TRAINING, pico_recipe
 from flows.pages.comparison import comparison_section, write_comparison
 from flows.pages.page import Command
 from tasks.recipes import validate
-from upcycle_core.evaluation.report.markdown import markdown
+from upcycle_core.evaluation.report.text import markdown
 
 ROW = {"title": "BTX", "trained_parameters": 0, "active_parameters": 10**6}
 ROW |= {"total_parameters": 10**6, "tokens": 0, "core_seconds": 60.0, "peak_memory_bytes": 10**9}

@@ -9,7 +9,7 @@ from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.compression import plot, results
 from upcycle_core.evaluation.compression.results import Sweep
 from upcycle_core.evaluation.report import files
-from upcycle_core.evaluation.report.numbers import change, number, slug
+from upcycle_core.evaluation.report.numbers import number, signed, slug
 from upcycle_core.evaluation.report.parts import (
     DASH,
     Cell,
@@ -93,7 +93,7 @@ def table(sweep: Sweep, tolerance: float) -> Table:
                 number(results.expert_share(sweep, name)),
                 *(number(point.perplexity[domain], digits=2) for domain in sweep.domains),
                 number(average, digits=2),
-                change(100 * (average / original - 1), digits=2),
+                signed(100 * (average / original - 1), digits=2),
                 "✓" if name == chosen else "",
             ]
             rows.append([line, *(Cell(c, "chosen") if name == chosen else c for c in cells)])
@@ -111,7 +111,7 @@ def verdict(sweep: Sweep, tolerance: float) -> str:
     return (
         f"The smallest {within}: {results.series(point.codec)}, "
         f"{results.setting(point.codec)} ({name}), {number(point.bytes / 1e6, digits=2)} MB or "
-        f"{number(results.share(sweep, name))} % of it, {change(lost, digits=2)} %."
+        f"{number(results.share(sweep, name))} % of it, {signed(lost, digits=2)} %."
     )
 
 

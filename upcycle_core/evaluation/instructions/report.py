@@ -12,8 +12,16 @@ from upcycle_core.evaluation.instructions.results import InstructionEvaluation
 from upcycle_core.evaluation.instructions.scores import METRICS, SPLITS, Metric, Split
 from upcycle_core.evaluation.instructions.structure import Structure
 from upcycle_core.evaluation.report import files
-from upcycle_core.evaluation.report.numbers import amount, best, number, slug
-from upcycle_core.evaluation.report.parts import Cell, Figure, Notes, Report, Section, Table
+from upcycle_core.evaluation.report.numbers import amount, cells, slug
+from upcycle_core.evaluation.report.parts import (
+    Cell,
+    Figure,
+    Notes,
+    Report,
+    Section,
+    Table,
+    by_columns,
+)
 from upcycle_core.evaluation.text.scores import mean_and_deviation
 
 Rows = Mapping[str, Any]
@@ -161,47 +169,44 @@ def _group_table(rows: Rows) -> Table:
     counts = {"Parameters": "total_parameters", "Trained": "trained_parameters"}
     if any(row["density_parameters"] for row in rows.values()):
         counts = {"Parameters": "total_parameters", "By density": "density_parameters"} | counts
-    columns: dict[str, Sequence[object]] = {
-        title: [amount(row[name]["mean"]) if row[name] else None for row in rows.values()]
+    columns: dict[str, Mapping[str, object]] = {
+        title: {row: amount(own[name]["mean"]) for row, own in rows.items() if own[name]}
         for title, name in counts.items()
     }
     for split in SPLITS:
         for metric in METRICS:
-            scores = {name: row[split] and row[split][metric] for name, row in rows.items()}
-            if any(scores.values()):
+            scores = {name: row[split][metric] for name, row in rows.items() if row[split]}
+            if scores:
                 columns[f"{split.capitalize()}, {NAMES[metric]}"] = _cells(rows, scores)
-    return _table(rows, columns)
+    return by_columns(_titles(rows), columns)
 
 
 def _category_table(rows: Rows, split: Split, metric: Metric) -> Table:
-    columns: dict[str, Sequence[object]] = {}
+    columns = {}
     for category in next(iter(rows.values()))[split]["categories"]:
         scores = {name: row[split]["categories"][category][metric] for name, row in rows.items()}
         columns[category] = _cells(rows, scores)
     columns["Average"] = _cells(rows, {name: row[split][metric] for name, row in rows.items()})
     if len(columns) - 1 <= ACROSS:
-        return _table(rows, columns)
-    header = ["Category", *(row["title"] for row in rows.values())]
-    return Table(header, [[category, *cells] for category, cells in columns.items()])
+        return by_columns(_titles(rows), columns)
+    header = ["Category", *_titles(rows).values()]
+    return Table(header, [[category, *own.values()] for category, own in columns.items()])
 
 
-def _cells(rows: Rows, scores: Mapping[str, Any]) -> list[Cell | None]:
-    """One cell a row: percent, with the deviation where there are several seeds."""
-    percent = {name: own and 100 * own["mean"] for name, own in scores.items()}
-    winner = best(percent)
-    return [
-        own
-        and Cell(
-            number(percent[name], 100 * own["deviation"] if len(rows[name]["runs"]) > 1 else None),
-            "best" if name == winner else None,
-        )
-        for name, own in scores.items()
-    ]
+def _cells(rows: Rows, scores: Mapping[str, Mapping[str, float]]) -> dict[str, Cell]:
+    """Percent, with the deviation where there are several seeds."""
+    spread = {name: 100 * own["deviation"] for name, own in scores.items()}
+    several = {name for name, row in rows.items() if len(row["runs"]) > 1}
+    return cells(
+        {
+            name: (100 * own["mean"], spread[name] if name in several else None)
+            for name, own in scores.items()
+        }
+    )
 
 
-def _table(rows: Rows, columns: Mapping[str, Sequence[object]]) -> Table:
-    titles = [row["title"] for row in rows.values()]
-    return Table(["Model", *columns], list(zip(titles, *columns.values(), strict=True)))
+def _titles(rows: Rows) -> dict[str, str]:
+    return {name: row["title"] for name, row in rows.items()}
 
 
 def _score_numbers(rows: Rows) -> Table:

@@ -88,10 +88,16 @@ def name_columns(ax: "Axes", names: Sequence[str]) -> None:
 
 
 def colour_bar(
-    figure: "Figure", picture: "AxesImage", axes: "Sequence[Axes]", label: str = "", **place: float
+    figure: "Figure",
+    picture: "AxesImage",
+    axes: "Sequence[Axes]",
+    label: str = "",
+    *,
+    shrink: float = 0.8,
+    pad: float = 0.02,
 ) -> None:
-    """The scale of heat maps beside them."""
-    bar = figure.colorbar(picture, ax=list(axes), **{"shrink": 0.8, "pad": 0.02, **place})
+    """The scale of heat maps beside them: ``shrink`` of their height, ``pad`` of a width away."""
+    bar = figure.colorbar(picture, ax=list(axes), shrink=shrink, pad=pad)
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0)
     bar.set_label(label)

@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from upcycle_core.evaluation.report.markdown import markdown, markdown_page
 from upcycle_core.evaluation.report.page import html_page
-from upcycle_core.evaluation.report.parts import Cell, Report, Section, Table, figures
-from upcycle_core.evaluation.report.terminal import terminal
+from upcycle_core.evaluation.report.parts import Cell, Figure, Report, Section, Table, walk
+from upcycle_core.evaluation.report.text import markdown, markdown_page, terminal
 
 METRICS, PAGE = "metrics.json", "report.html"
 TEXT, MARKDOWN = "table.txt", "table.md"
@@ -50,7 +49,9 @@ def write_markdown_page(report: Report, path: Path) -> None:
 
 def draw_figures(sections: Iterable[Section], out: Path) -> None:
     """Draw every figure into ``out``, with the CSV behind it."""
-    for figure in figures(sections):
+    for _, figure in walk(sections):
+        if not isinstance(figure, Figure):
+            continue
         path = out / f"{figure.name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.draw(path)

@@ -2,12 +2,10 @@
 
 import math
 import re
-from collections.abc import Hashable, Mapping
-from typing import TypeVar
+from collections.abc import Collection, Mapping
 
-from upcycle_core.evaluation.report.parts import DASH
+from upcycle_core.evaluation.report.parts import DASH, Cell
 
-Key = TypeVar("Key", bound=Hashable)
 MORE_DIGITS = 3
 """Further decimals that are printed at most to show that an interval excludes zero."""
 
@@ -26,7 +24,7 @@ def number(value: float | None, deviation: float | None = None, *, digits: int =
     return text if deviation is None else f"{text} ± {number(deviation, digits=digits)}"
 
 
-def change(value: float | None, *, digits: int = 1) -> str:
+def signed(value: float | None, *, digits: int = 1) -> str:
     """A value with its sign, ``+0.0`` for none at these digits; a dash for None."""
     return DASH if value is None else f"{value:+z.{digits}f}"
 
@@ -39,7 +37,7 @@ def amount(count: float) -> str:
     return f"{count / 1e3:.1f} k" if count else "0"
 
 
-def best(values: Mapping[Key, float | None], *, digits: int = 1, higher: bool = True) -> Key | None:
+def best(values: Mapping[str, float | None], *, digits: int = 1, higher: bool = True) -> str | None:
     """The key of the best value as it is printed, alone and against another: a tie is no winner.
 
     Args:
@@ -55,6 +53,29 @@ def best(values: Mapping[Key, float | None], *, digits: int = 1, higher: bool = 
     if len(ranked) < 2 or printed[ranked[0]] == printed[ranked[1]]:
         return None
     return ranked[0]
+
+
+def cells(
+    values: Mapping[str, tuple[float, float | None]],
+    *,
+    digits: int = 1,
+    higher: bool = True,
+    left_out: Collection[str] = (),
+) -> dict[str, Cell]:
+    """A column of scores, the ``best`` of them marked.
+
+    Args:
+        values: {row: mean and deviation, None where it was measured once}.
+        digits: Decimals that are printed.
+        higher: Whether more is better.
+        left_out: Rows that cannot be the best.
+    """
+    running = {row: mean for row, (mean, _) in values.items() if row not in left_out}
+    winner = best(running, digits=digits, higher=higher)
+    return {
+        row: Cell(number(mean, deviation, digits=digits), "best" if row == winner else None)
+        for row, (mean, deviation) in values.items()
+    }
 
 
 def interval(mean: float, low: float, high: float, *, digits: int = 1) -> tuple[str, bool]:
@@ -75,7 +96,7 @@ def interval(mean: float, low: float, high: float, *, digits: int = 1) -> tuple[
 
 
 def _interval(mean: float, low: float, high: float, digits: int) -> str:
-    centre, left, right = (change(value, digits=digits) for value in (mean, low, high))
+    centre, left, right = (signed(value, digits=digits) for value in (mean, low, high))
     return f"{centre} [{left}, {right}]"
 
 

@@ -1,19 +1,21 @@
 """A report as one self-contained HTML page: no script, nothing fetched, readable on a phone."""
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from upcycle_core.evaluation.report.parts import (
+    Block,
     Code,
     Figure,
+    Heading,
     Notes,
     Report,
-    Section,
     Table,
     mark_of,
     text_of,
+    walk,
 )
 
 STYLE = """
@@ -57,11 +59,9 @@ def html_page(report: Report, folder: Path) -> str:
         folder: Where the PNG files of its figures are.
     """
     title = escape(report.title)
-    parts = [f"<h1>{title}</h1>"]
-    if report.command:
-        parts += ["<p>Made by</p>", f"<pre>{escape(report.command)}</pre>"]
-    parts += [part for section in report.sections for part in _parts(section, folder, 2)]
-    body = "\n".join(parts)
+    command = f"<p>Made by</p>\n<pre>{escape(report.command)}</pre>" if report.command else ""
+    parts = [_text(block, level, folder) for level, block in walk(report.sections)]
+    body = "\n".join(filter(None, [f"<h1>{title}</h1>", command, *parts]))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -81,58 +81,53 @@ def stamped(page: str, facts: Sequence[str]) -> str:
     return page.replace("</h1>", f'</h1>\n<p class="note">{words}</p>', 1)
 
 
-def _parts(section: Section, folder: Path, level: int) -> Iterator[str]:
-    if section.heading:
-        yield f"<h{level}>{escape(section.heading)}</h{level}>"
-    for block in section.blocks:
-        if isinstance(block, Section):
-            yield from _parts(block, folder, level + 1)
-        elif isinstance(block, Table):
-            yield _table(block)
-            yield from _note(block.caption)
-        elif isinstance(block, Figure):
-            yield f"<figure>{_image(folder / f'{block.name}.png', block.title)}</figure>"
-            yield from _note(block.caption)
-        elif isinstance(block, Notes):
-            lines = "".join(f"<li>{escape(line)}</li>" for line in block.lines)
-            yield f'<ul class="note">{lines}</ul>' if lines else ""
-        elif isinstance(block, Code):
-            yield f"<pre>{escape(block.text)}</pre>"
-        elif block:
-            yield f"<p>{escape(block)}</p>"
+def _text(block: Block, level: int, folder: Path) -> str:
+    if isinstance(block, Heading):
+        return f"<h{level}>{escape(block)}</h{level}>"
+    if isinstance(block, Table):
+        return _table(block) + _note(block.caption)
+    if isinstance(block, Figure):
+        return _image(folder / f"{block.name}.png", block.title) + _note(block.caption)
+    if isinstance(block, Notes):
+        lines = "".join(f"<li>{escape(line)}</li>" for line in block.lines)
+        return lines and f'<ul class="note">{lines}</ul>'
+    if isinstance(block, Code):
+        return f"<pre>{escape(block.text)}</pre>"
+    return f"<p>{escape(block)}</p>" if isinstance(block, str) else ""
 
 
 def _image(path: Path, title: str) -> str:
     png = path.read_bytes()
     width = round(SCALE * int.from_bytes(png[16:20]))  # what the header of a PNG says
     data = base64.b64encode(png).decode()
-    return f'<img alt="{escape(title)}" width="{width}" src="data:image/png;base64,{data}">'
+    source = f"data:image/png;base64,{data}"
+    return f'<figure><img alt="{escape(title)}" width="{width}" src="{source}"></figure>'
 
 
-def _note(text: str) -> Iterator[str]:
-    if text:
-        yield f'<p class="note">{escape(text)}</p>'
+def _note(text: str) -> str:
+    return text and f'\n<p class="note">{escape(text)}</p>'
 
 
 def _table(table: Table) -> str:
-    columns = zip(*table.rows, strict=True) if table.rows else [()] * len(table.header)
-    is_text = [place > 0 and any(map(_is_long, c)) for place, c in enumerate(columns)]
-    lines = []
-    for row in table.rows:
-        marks = (mark_of(v) or ("text" if t else "") for v, t in zip(row, is_text, strict=True))
-        lines.append(
-            "".join(
-                f"<td{_class(mark)}>{escape(text_of(value))}</td>"
-                for value, mark in zip(row, marks, strict=True)
-            )
-        )
+    is_text = [place > 0 and any(map(_is_long, c)) for place, c in enumerate(_columns(table))]
     # Long names may break behind an underscore: a dozen of them fit beside each other.
-    head = "".join(
+    cells = [
         f"<th{_class('text' if text else '')}>{escape(name).replace('_', '_<wbr>')}</th>"
         for name, text in zip(table.header, is_text, strict=True)
-    )
-    rows = "\n".join(f"<tr>{line}</tr>" for line in (head, *lines))
+    ]
+    lines = ["".join(cells)]
+    for row in table.rows:
+        cells = [
+            f"<td{_class(mark_of(value) or ('text' if text else ''))}>{escape(text_of(value))}</td>"
+            for value, text in zip(row, is_text, strict=True)
+        ]
+        lines.append("".join(cells))
+    rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="table"><table>\n{rows}\n</table></div>'
+
+
+def _columns(table: Table) -> Sequence[Sequence[object]]:
+    return [[row[place] for row in table.rows] for place in range(len(table.header))]
 
 
 def _is_long(value: object) -> bool:

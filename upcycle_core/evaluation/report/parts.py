@@ -1,6 +1,6 @@
 """A report as data: sections of tables, figures and sentences, whatever they will be shown as."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -80,8 +80,8 @@ class Section:
 
     Args:
         heading: Empty for none.
-        blocks: Shown one below the other. A text is a paragraph; Markdown writes it as it is, so it
-            may hold links.
+        blocks: Shown one below the other; a section without any is not shown. A text is a
+            paragraph; Markdown writes it as it is, so it may hold links.
         page_only: Left out of the short forms, for a terminal and as Markdown.
     """
 
@@ -108,14 +108,49 @@ class Report:
     command: str = ""
 
 
-def figures(sections: Iterable[Section]) -> Iterator[Figure]:
-    """Every figure of the sections and of those inside them, in order."""
+class Heading(str):
+    """What ``walk`` gives in the place of a section that has one."""
+
+
+def walk(
+    sections: Iterable[Section], *, brief: bool = False, level: int = 2
+) -> Iterator[tuple[int, Block]]:
+    """Every heading and block in order, with the level of the heading that it stands under.
+
+    Args:
+        sections: What is walked, and the sections inside.
+        brief: Whether what is for the page only is left out.
+        level: Of the outermost headings.
+    """
     for section in sections:
+        if not section.blocks or (brief and section.page_only):
+            continue
+        if section.heading:
+            yield level, Heading(section.heading)
         for block in section.blocks:
-            if isinstance(block, Figure):
-                yield block
-            elif isinstance(block, Section):
-                yield from figures([block])
+            if isinstance(block, Section):
+                yield from walk([block], brief=brief, level=level + 1)
+            else:
+                yield level, block
+
+
+def by_columns(
+    names: Mapping[str, str],
+    columns: Mapping[str, Mapping[str, object]],
+    caption: str = "",
+    *,
+    first: str = "Model",
+) -> Table:
+    """A table from its columns.
+
+    Args:
+        names: {row: its name}, in the order they are shown.
+        columns: {title: {row: its cell}}; where a row has none, a dash is shown.
+        caption: Of the table.
+        first: Title of the column of names.
+    """
+    rows = [[name, *(own.get(row) for own in columns.values())] for row, name in names.items()]
+    return Table([first, *columns], rows, caption)
 
 
 def text_of(value: object) -> str:

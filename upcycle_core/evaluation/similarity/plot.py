@@ -6,15 +6,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from upcycle_core.evaluation.report.canvas import (
-    ACCENTS,
-    FAINT,
-    GRID,
-    INK,
-    NEUTRAL,
-    new_figure,
-    save,
-)
+from upcycle_core.evaluation.report import canvas
 from upcycle_core.evaluation.similarity.config import Representation
 from upcycle_core.evaluation.similarity.results import Measure, SimilarityReport, Stage
 
@@ -36,7 +28,7 @@ def draw_layers(report: SimilarityReport, path: Path) -> None:
         path: The PNG to write.
     """
     representations, stages = report.representations(), list(report.stages.values())
-    with new_figure(4.3 * len(representations) + 0.4, 5.6 + 0.22 * len(stages)) as figure:
+    with canvas.new_figure(4.3 * len(representations) + 0.4, 5.6 + 0.22 * len(stages)) as figure:
         grid = figure.subplots(2, len(representations), squeeze=False, sharex=True, sharey="row")
         for column, representation in enumerate(representations):
             _lines(grid[0][column], stages, representation, "cka")
@@ -47,7 +39,7 @@ def draw_layers(report: SimilarityReport, path: Path) -> None:
         grid[0][0].set_ylabel("linear CKA")
         grid[1][0].set_ylabel("correlation of matched features")
         for ax in grid.flat:
-            ax.grid(axis="y", color=GRID)
+            ax.grid(axis="y", color=canvas.GRID)
         for ax in grid[0]:
             ax.set_ylim(-0.03, 1.03)
         layers = sorted({layer for stage in stages for layer in stage.layers()})
@@ -55,7 +47,7 @@ def draw_layers(report: SimilarityReport, path: Path) -> None:
         grid[0][0].set_xticks(layers[::every])
         # Only the lines of CKA, one a stage, go into the legend; dashes are told once.
         handles, labels = grid[0][0].get_legend_handles_labels()
-        dashed = grid[1][0].plot([], [], ls=(0, (3, 2)), color=FAINT)[0]
+        dashed = grid[1][0].plot([], [], ls=(0, (3, 2)), color=canvas.FAINT)[0]
         figure.legend(
             [*handles, dashed],
             [*labels, "what the best one-to-one matching of features would reach"],
@@ -64,7 +56,7 @@ def draw_layers(report: SimilarityReport, path: Path) -> None:
             ncols=2,
         )
         figure.suptitle("How alike are two experts? Mean over all pairs", x=0.01, ha="left")
-        save(figure, path)
+        canvas.save(figure, path)
 
 
 def draw_pairs(report: SimilarityReport, representation: Representation, path: Path) -> None:
@@ -83,7 +75,7 @@ def draw_pairs(report: SimilarityReport, representation: Representation, path: P
     longest = max(len(name) for stage in stages for name in stage.names())
     side, names_width = 0.5 * most + 0.1, 0.085 * longest
     size = (side * len(layers) + names_width + 0.2, (side + 0.42) * len(stages) + names_width + 0.5)
-    with new_figure(max(size[0], 6.8), size[1]) as figure:
+    with canvas.new_figure(max(size[0], 6.8), size[1]) as figure:
         grid = figure.subplots(len(stages), len(layers), squeeze=False)
         # Room for the stages' titles, which are wider than the map they stand above.
         figure.set_layout_engine("constrained", h_pad=0.16, w_pad=0.03)
@@ -101,7 +93,7 @@ def draw_pairs(report: SimilarityReport, representation: Representation, path: P
             )
             title.set_in_layout(False)
         for ax, layer in zip(grid[-1], layers, strict=True):
-            _name_columns(ax, stages[-1].names())
+            canvas.name_columns(ax, stages[-1].names())
             ax.set_xlabel(f"layer {layer}")
         figure.suptitle(
             f"{_TITLES[representation]}\nabove the diagonal: linear CKA; below: correlation of "
@@ -109,14 +101,15 @@ def draw_pairs(report: SimilarityReport, representation: Representation, path: P
             x=0.01,
             ha="left",
         )
-        save(figure, path)
+        canvas.save(figure, path)
 
 
 def _lines(
     ax: "Axes", stages: Sequence[Stage], representation: Representation, measure: Measure
 ) -> None:
     dash = (0, (3, 2)) if measure == "best" else "-"
-    for place, (stage, colour) in enumerate(zip(stages, cycle((NEUTRAL, *ACCENTS)), strict=False)):
+    colours = cycle((canvas.NEUTRAL, *canvas.ACCENTS))
+    for place, (stage, colour) in enumerate(zip(stages, colours, strict=False)):
         if not stage.of(representation):
             continue
         means = [stage.mean(representation, measure, layer) for layer in stage.layers()]
@@ -142,25 +135,7 @@ def _map(ax: "Axes", stage: Stage, representation: Representation, layer: int) -
         first, second = sorted((names.index(pair.first), names.index(pair.second)))
         values[first][second] = math.nan if pair.cka is None else pair.cka
         values[second][first] = pair.matched
-    ax.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="equal")
-    for y, row in enumerate(values):
-        for x, value in enumerate(row):
-            if not math.isnan(value):
-                text = f"{value:.2f}".replace("0.", ".").replace("-.00", ".00")
-                ink = "white" if value > 0.55 else INK
-                ax.text(x, y, text, ha="center", va="center", color=ink, fontsize=8.5)
-    ax.set_facecolor(GRID)
-    ax.set_xticks(range(len(names)), [])
-    ax.set_yticks(range(len(names)), [])
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-
-
-def _name_columns(ax: "Axes", names: Sequence[str]) -> None:
-    ax.set_xticks(range(len(names)), names)
-    ax.tick_params("x", labelrotation=40)
-    for text in ax.get_xticklabels():
-        text.set(ha="right", rotation_mode="anchor")
+    canvas.heat_map(ax, values, text=lambda v: f"{v:.2f}".replace("0.", ".").replace("-.00", ".00"))
 
 
 def _spread(layers: Sequence[int]) -> list[int]:

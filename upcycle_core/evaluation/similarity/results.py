@@ -1,14 +1,13 @@
 """What the comparison of experts found, and the numbers derived from it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
 from typing import Any, Literal
 
 from upcycle_core.evaluation.similarity.config import REPRESENTATIONS, Representation
 from upcycle_core.evaluation.similarity.measure import PairSimilarity
-from upcycle_core.evaluation.text.table import csv_text
 
 Measure = Literal["cka", "matched", "best"]
 MEASURES: tuple[Measure, ...] = ("cka", "matched", "best")
@@ -78,16 +77,6 @@ class SimilarityReport:
             | {r: _stage_metrics(stage, r) for r in REPRESENTATIONS if stage.of(r)}
             for key, stage in self.stages.items()
         }
-
-    def csv(self) -> str:
-        """Every pair at every layer, unrounded."""
-        head = [field.name for field in fields(PairSimilarity)]
-        rows = [
-            [key, *asdict(pair).values()]
-            for key, stage in self.stages.items()
-            for pair in stage.pairs
-        ]
-        return csv_text(["stage", *head], rows)
 
     def unmoved(self, representation: Representation) -> list[tuple[Stage, Stage]]:
         """Every two stages of the same experts and inputs whose CKA is the same everywhere."""

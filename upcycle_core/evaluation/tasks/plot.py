@@ -70,8 +70,7 @@ def _panel(ax: "Axes", found: Mapping[str, Any], task: str) -> None:
     ax.tick_params("x", labelsize=8, colors=canvas.FAINT)
     ax.set_title(task if higher else f"{task} ↓", fontweight="bold", loc="left", pad=16)
     unit = about["metric"] + (", %" if higher else ", lower is better")
-    place = {"xycoords": "axes fraction", "textcoords": "offset points"}
-    ax.annotate(unit, (0, 1), (0, 5), color=canvas.FAINT, **place)
+    ax.annotate(unit, (0, 1), (0, 5), "axes fraction", "offset points", color=canvas.FAINT)
 
 
 def _label(ax: "Axes", text: str, end: float, place: int) -> None:

@@ -9,8 +9,16 @@ from typing import Any
 
 from upcycle_core.errors import raise_faults
 from upcycle_core.evaluation.report import files
-from upcycle_core.evaluation.report.numbers import best, interval, number
-from upcycle_core.evaluation.report.parts import Cell, Figure, Notes, Report, Section, Table
+from upcycle_core.evaluation.report.numbers import cells, interval, number
+from upcycle_core.evaluation.report.parts import (
+    Cell,
+    Figure,
+    Notes,
+    Report,
+    Section,
+    Table,
+    by_columns,
+)
 from upcycle_core.evaluation.tasks import plot, results
 from upcycle_core.evaluation.tasks.items import write_models
 from upcycle_core.evaluation.tasks.paired import Flip
@@ -74,17 +82,16 @@ def sections(metrics: Metrics, flips: Mapping[str, Sequence[Flip]]) -> list[Sect
     draw = partial(plot.draw_tasks, metrics)
     title = "Scores of every model on every task"
     bars = Figure("scores", title, draw, _score_numbers(metrics), _legend(metrics))
-    parts = [Section("Scores", [score_table(metrics)])]
-    if metrics["normalised"]:
-        parts.append(Section("Normalised scores", [normalised_table(metrics)]))
-    parts.append(Section("", [bars], page_only=True))
     differences = difference_table(metrics)
-    if differences.rows:
-        parts.append(Section("Differences item by item", [differences]))
-    categories, won = list(_category_sections(metrics)), list(_flip_sections(metrics, flips))
-    parts += [Section("By category", categories, page_only=True)] if categories else []
-    parts += [Section("Won and lost", won, page_only=True)] if won else []
-    return [*parts, Section("Tasks", [_about(metrics), Notes(_notes(metrics))])]
+    return [
+        Section("Scores", [score_table(metrics)]),
+        Section("Normalised scores", [normalised_table(metrics)] if metrics["normalised"] else []),
+        Section("", [bars], page_only=True),
+        Section("Differences item by item", [differences] if differences.rows else []),
+        Section("By category", list(_category_sections(metrics)), page_only=True),
+        Section("Won and lost", list(_flip_sections(metrics, flips)), page_only=True),
+        Section("Tasks", [_about(metrics), Notes(_notes(metrics))]),
+    ]
 
 
 def score_table(metrics: Metrics) -> Table:
@@ -92,33 +99,33 @@ def score_table(metrics: Metrics) -> Table:
     columns = {}
     for task, about in metrics["tasks"].items():
         scale, digits = _unit(about)
-        values = {
-            row: [scale * own[task]["mean"], _spread(own[task], scale)]
-            for row, own in metrics["scores"].items()
-            if task in own
+        measured = {row: own[task] for row, own in metrics["scores"].items() if task in own}
+        spread = {
+            row: scale * own["deviation"] for row, own in measured.items() if len(own["values"]) > 1
         }
-        higher = about["higher_is_better"]
-        title = task if higher else f"{task} ↓"
-        columns[title] = _cells(values, about["domain"], digits=digits, higher=higher)
-    return _table(metrics, columns, SCORES)
+        columns[task if about["higher_is_better"] else f"{task} ↓"] = cells(
+            {row: (scale * own["mean"], spread.get(row)) for row, own in measured.items()},
+            digits=digits,
+            higher=about["higher_is_better"],
+            left_out=_left_out(about["domain"]),
+        )
+    return by_columns(metrics["titles"], columns, SCORES)
 
 
 def normalised_table(metrics: Metrics) -> Table:
     """One normalised score a model and task that has a domain, then the average."""
     domains = {task: about["domain"] for task, about in metrics["tasks"].items() if about["domain"]}
-    scores = {
-        **{
-            task: {row: own[task] for row, own in metrics["normalised"].items()} for task in domains
-        },
-        "average": metrics["normalised_average"],
-    }
     columns = {}
-    for column, own in scores.items():
-        spread = {row: deviations.get(column) for row, deviations in metrics["deviation"].items()}
-        values = {row: [own[row], spread.get(row)] for row in own if own[row] is not None}
-        columns[column] = _cells(values, domains.get(column))
-    columns["Average"] = columns.pop("average")
-    return _table(metrics, columns, NORMALISED)
+    for task in [*domains, "average"]:
+        spread = {row: own.get(task) for row, own in metrics["deviation"].items()}
+        shown = {
+            row: own[task] if task in domains else metrics["normalised_average"][row]
+            for row, own in metrics["normalised"].items()
+        }
+        known = {row: (mean, spread.get(row)) for row, mean in shown.items() if mean is not None}
+        title = task if task in domains else "Average"
+        columns[title] = cells(known, left_out=_left_out(domains.get(task)))
+    return by_columns(metrics["titles"], columns, NORMALISED)
 
 
 def difference_table(metrics: Metrics) -> Table:
@@ -127,7 +134,7 @@ def difference_table(metrics: Metrics) -> Table:
     for task, about in metrics["tasks"].items():
         measured = [metrics["differences"][rival].get(task) for rival in rivals]
         if any(measured):
-            rows.append([task, *(_difference(own, about) for own in measured)])
+            rows.append([task, *(own and _difference(own, about) for own in measured)])
     caption = DIFFERENCES.format(subject=titles[metrics["subject"]])
     return Table(["Task", *(titles[rival] for rival in rivals)], rows, caption)
 
@@ -162,39 +169,12 @@ def _unit(about: Mapping[str, Any]) -> tuple[int, int]:
     return (100, 1) if about["higher_is_better"] else (1, 2)
 
 
-def _spread(score: Mapping[str, Any], scale: int) -> float | None:
-    return scale * score["deviation"] if len(score["values"]) > 1 else None
+def _left_out(domain: str | None) -> tuple[str, ...]:
+    """Rows that are no winners, as in DUME: the oracle, and the domain's own expert."""
+    return ("oracle", expert_row(domain)) if domain else ("oracle",)
 
 
-def _cells(
-    values: Mapping[str, Sequence[float | None]],
-    domain: str | None,
-    *,
-    digits: int = 1,
-    higher: bool = True,
-) -> dict[str, Cell]:
-    """{row: mean and deviation}; the best without the oracle and the domain's own, as in DUME."""
-    left_out = ("oracle", expert_row(domain) if domain else None)
-    running = {row: own[0] for row, own in values.items() if row not in left_out}
-    winner = best(running, digits=digits, higher=higher)
-    return {
-        row: Cell(number(*own, digits=digits), "best" if row == winner else None)
-        for row, own in values.items()
-    }
-
-
-def _table(metrics: Metrics, columns: Mapping[str, Mapping[str, Cell]], caption: str) -> Table:
-    """One line a model; a dash where it has no cell."""
-    rows = [
-        [metrics["titles"][row], *(cells.get(row) for cells in columns.values())]
-        for row in metrics["scores"]
-    ]
-    return Table(["Model", *columns], rows, caption)
-
-
-def _difference(own: Mapping[str, Any] | None, about: Mapping[str, Any]) -> Cell | None:
-    if own is None:
-        return None
+def _difference(own: Mapping[str, Any], about: Mapping[str, Any]) -> Cell:
     scale, digits = _unit(about)
     mean, low, high = (scale * own[end] for end in ("mean", "low", "high"))
     text, excludes = interval(mean, low, high, digits=digits)
@@ -223,8 +203,8 @@ def _category_sections(metrics: Metrics) -> Iterator[Section]:
         for name in sorted({name for own in measured.values() for name in own}):
             shares = [own.get(name) for own in measured.values()]
             rows.append([name, *(number(s and scale * s, digits=digits) for s in shares)])
+        header = ["Category", *(metrics["titles"][row] for row in measured)]
         if rows:
-            header = ["Category", *(metrics["titles"][row] for row in measured)]
             yield Section(task, [Table(header, rows)])
 
 

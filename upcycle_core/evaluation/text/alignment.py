@@ -8,20 +8,9 @@ from upcycle_core.evaluation.report import canvas
 from upcycle_core.evaluation.report.parts import Table
 
 HEADER = (
-    "row",
-    "model",
-    "layer",
-    "neurons_before",
-    "neurons_after",
-    "neurons_moved",
-    "neurons_aligned",
-    "neurons_dead",
-    "anchor_dead",
-    "heads_before",
-    "heads_after",
-    "heads_moved",
-    "residual_before",
-    "residual_after",
+    *("row", "model", "layer", "neurons_before", "neurons_after", "neurons_moved"),
+    *("neurons_aligned", "neurons_dead", "anchor_dead", "heads_before", "heads_after"),
+    *("heads_moved", "residual_before", "residual_after"),
 )
 Facts = Mapping[str, Mapping[str, Any]]
 """{model: what ``symphony.align.alignment_facts`` gave}"""

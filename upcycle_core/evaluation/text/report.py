@@ -6,10 +6,10 @@ from pathlib import Path
 
 from upcycle_core.errors import raise_faults
 from upcycle_core.evaluation.report import files
-from upcycle_core.evaluation.report.numbers import best, number
-from upcycle_core.evaluation.report.parts import Cell, Figure, Notes, Report, Section, Table
-from upcycle_core.evaluation.report.terminal import terminal_table
-from upcycle_core.evaluation.text import plots, results, routing, scores
+from upcycle_core.evaluation.report.numbers import best, cells, number
+from upcycle_core.evaluation.report.parts import Block, Figure, Report, Section, Table, by_columns
+from upcycle_core.evaluation.report.text import terminal_table
+from upcycle_core.evaluation.text import plots, results, routing
 from upcycle_core.evaluation.text.results import Evaluation, Parameter, title_of
 
 _SWEEP_HEADINGS: dict[Parameter, str] = {
@@ -17,6 +17,7 @@ _SWEEP_HEADINGS: dict[Parameter, str] = {
     "top_k": "Effect of k",
     "ridge_lambda": "Effect of λ",
 }
+AVERAGE = "average"
 CAPTION = (
     "Perplexity on held-out text, normalised: 100 is the domain's own dense expert, higher is "
     "better. Marked: the best of its column; the oracle, which is told the domain, and the "
@@ -60,18 +61,17 @@ def write_report(
 
 def sections(evaluation: Evaluation) -> list[Section]:
     """The scores, and for the page perplexities, pictures and how often routers agree."""
-    shown: list[tuple[str, list[Table | Figure | Notes]]] = [
-        ("Perplexity", [_perplexities(evaluation)]),
-        ("Normalised average", [_averages(evaluation)]),
-    ]
+    shown: dict[str, Sequence[Block]] = {
+        "Perplexity": [_perplexities(evaluation)],
+        "Normalised average": [_averages(evaluation)],
+    }
     for parameter, heading in _SWEEP_HEADINGS.items():
         if evaluation.sweeps.get(parameter):
-            shown.append((heading, [_sweep(evaluation, parameter, heading)]))
-    if evaluation.routing:
-        shown.append(("Routing", [_routing(evaluation)]))
+            shown[heading] = [_sweep(evaluation, parameter, heading)]
+    shown["Routing"] = [_routing(evaluation)] if evaluation.routing else []
     return [
         Section("Normalised perplexity", [score_table(evaluation)]),
-        *(Section(heading, blocks, page_only=True) for heading, blocks in shown),
+        *(Section(heading, blocks, page_only=True) for heading, blocks in shown.items()),
     ]
 
 
@@ -81,26 +81,18 @@ def best_row(evaluation: Evaluation, domain: str | None = None) -> str | None:
     Left out, as in Table 2: the oracle, which is told the domain, and in a domain's own column its
     expert, which is 100 by definition.
     """
-    table = results.normalised_table(evaluation)
-    values = {row: own[domain] if domain else scores.average(own) for row, own in table.items()}
-    left_out = ("oracle", results.expert_row(domain) if domain else None)
-    return best({row: value for row, value in values.items() if row not in left_out})
+    values = _columns(evaluation)[domain or AVERAGE]
+    return best({row: own for row, own in values.items() if row not in _left_out(domain)})
 
 
 def score_table(evaluation: Evaluation) -> Table:
     """Normalised scores by domain and their average, rows in the paper's order."""
-    spread = results.deviations(evaluation)
-    columns = {**{domain: domain for domain in evaluation.domains}, "average": None}
-    winners = {name: best_row(evaluation, domain) for name, domain in columns.items()}
-    rows = []
-    for row, values in results.normalised_table(evaluation).items():
-        shown, deviation = {**values, "average": scores.average(values)}, spread.get(row, {})
-        cells = [
-            Cell(number(shown[name], deviation.get(name)), "best" if winners[name] == row else None)
-            for name in columns
-        ]
-        rows.append([title_of(row, evaluation.domains), *cells])
-    return Table(["Method", *evaluation.domains, "Average"], rows, CAPTION)
+    spread, columns = results.deviations(evaluation), {}
+    for title, own in _columns(evaluation).items():
+        values = {row: (score, spread.get(row, {}).get(title)) for row, score in own.items()}
+        columns[title] = cells(values, left_out=_left_out(title))
+    columns["Average"] = columns.pop(AVERAGE)
+    return by_columns(_titles(evaluation), columns, CAPTION, first="Method")
 
 
 def format_timings(seconds: Mapping[str, float]) -> str:
@@ -116,24 +108,23 @@ def format_timings(seconds: Mapping[str, float]) -> str:
 
 
 def _perplexities(evaluation: Evaluation) -> Table:
-    rows = [
-        [title_of(row, evaluation.domains), *(number(value, digits=2) for value in values.values())]
-        for row, values in results.perplexity_table(evaluation).items()
-    ]
+    table = results.perplexity_table(evaluation)
+    columns = {
+        domain: {row: number(own[domain], digits=2) for row, own in table.items()}
+        for domain in evaluation.domains
+    }
     sizes = [f"{domain} {own['tokens']:,.0f}" for domain, own in evaluation.heldout.items()]
     caption = f"Scored tokens: {', '.join(sizes)}." if sizes else ""
-    return Table(["Method", *evaluation.domains], rows, caption)
+    return by_columns(_titles(evaluation), columns, caption, first="Method")
 
 
 def _numbers(evaluation: Evaluation) -> Table:
     """Unrounded: one normalised score a domain, the average, one perplexity a domain."""
-    perplexities = results.perplexity_table(evaluation)
-    rows = [
-        [row, *values.values(), scores.average(values), *perplexities[row].values()]
-        for row, values in results.normalised_table(evaluation).items()
-    ]
-    domains = evaluation.domains
-    return Table(["row", *domains, "average", *(f"perplexity_{d}" for d in domains)], rows)
+    columns = {**_columns(evaluation)}
+    table = results.perplexity_table(evaluation)
+    for domain in evaluation.domains:
+        columns[f"perplexity_{domain}"] = {row: own[domain] for row, own in table.items()}
+    return by_columns({row: row for row in table}, columns, first="row")
 
 
 def _averages(evaluation: Evaluation) -> Figure:
@@ -176,6 +167,17 @@ def _routing(evaluation: Evaluation) -> Figure:
     data = Table(["domain", "layer", "expert", "tokens", "share"], list(routing.records(counts)))
     title = "Share of each domain's tokens sent to each expert"
     return Figure("routing", title, partial(plots.draw_routing, counts), data, caption)
+
+
+def _columns(evaluation: Evaluation) -> dict[str, dict[str, float]]:
+    """{domain or "average": {row: normalised score}}"""
+    table = results.normalised_table(evaluation)
+    by_domain = {d: {row: own[d] for row, own in table.items()} for d in evaluation.domains}
+    return {**by_domain, AVERAGE: results.averages(evaluation)}
+
+
+def _left_out(domain: str | None) -> tuple[str, ...]:
+    return ("oracle", results.expert_row(domain)) if domain else ("oracle",)
 
 
 def _titles(evaluation: Evaluation) -> dict[str, str]:

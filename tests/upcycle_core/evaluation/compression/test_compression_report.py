@@ -17,7 +17,7 @@ from upcycle_core.evaluation.compression.report import (
 from upcycle_core.evaluation.compression.results import Point, Sweep
 from upcycle_core.evaluation.report.canvas import new_figure
 from upcycle_core.evaluation.report.labels import Label, place_labels
-from upcycle_core.evaluation.report.markdown import markdown
+from upcycle_core.evaluation.report.text import markdown
 
 QUANTISED = {"codec": "quantised", "bits": 4}
 

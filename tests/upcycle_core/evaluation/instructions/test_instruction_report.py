@@ -26,9 +26,8 @@ from upcycle_core.evaluation.instructions.results import (
 from upcycle_core.evaluation.instructions.scores import Score, SplitScore
 from upcycle_core.evaluation.instructions.structure import Structure
 from upcycle_core.evaluation.report import canvas
-from upcycle_core.evaluation.report.markdown import markdown
 from upcycle_core.evaluation.report.parts import mark_of, text_of
-from upcycle_core.evaluation.report.terminal import terminal
+from upcycle_core.evaluation.report.text import markdown, terminal
 
 
 def split(*scores: float, truncated: int = 0) -> SplitScore:

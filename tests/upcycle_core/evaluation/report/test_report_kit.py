@@ -11,8 +11,7 @@ import pytest
 
 from upcycle_core.evaluation.report import canvas
 from upcycle_core.evaluation.report.files import to_csv, write_markdown_page, write_report
-from upcycle_core.evaluation.report.markdown import markdown, markdown_page
-from upcycle_core.evaluation.report.numbers import amount, best, change, interval, number, slug
+from upcycle_core.evaluation.report.numbers import amount, best, interval, number, signed, slug
 from upcycle_core.evaluation.report.page import STYLE, html_page, stamped
 from upcycle_core.evaluation.report.parts import (
     Cell,
@@ -22,9 +21,8 @@ from upcycle_core.evaluation.report.parts import (
     Report,
     Section,
     Table,
-    figures,
 )
-from upcycle_core.evaluation.report.terminal import terminal, terminal_table
+from upcycle_core.evaluation.report.text import markdown, markdown_page, terminal, terminal_table
 
 SCORES = Table(
     ["Model", "law", "code"],
@@ -289,8 +287,8 @@ def test_numbers_have_one_spelling():
     assert [number(91.44), number(91.4, 1.8), number(None), number(math.inf)] == [
         *("91.4", "91.4 ± 1.8", "–", "∞"),
     ]
-    assert (number(-0.04), change(-0.04), change(1.0, digits=2)) == ("0.0", "+0.0", "+1.00")
-    assert change(None) == "–"
+    assert (number(-0.04), signed(-0.04), signed(1.0, digits=2)) == ("0.0", "+0.0", "+1.00")
+    assert signed(None) == "–"
     assert [amount(n) for n in (0, 2560, 99_999, 500_000, 3_230_000, 7.2e9)] == [
         *("0", "2.6 k", "100.0 k", "0.50 M", "3.23 M", "7.20 B"),
     ]
@@ -327,5 +325,4 @@ def test_a_number_that_json_has_not_is_refused(tmp_path):
 def test_a_markdown_page_has_its_figures_beside_it(tmp_path):
     write_markdown_page(report(), tmp_path / "out" / "demo.md")
     assert (tmp_path / "out" / "demo.md").read_text() == markdown_page(report())
-    for figure in figures(report().sections):
-        assert (tmp_path / "out" / f"{figure.name}.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "curves" / "loss.png").read_bytes().startswith(b"\x89PNG")

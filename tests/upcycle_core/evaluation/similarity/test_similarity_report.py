@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from upcycle_core.errors import InputError
+from upcycle_core.evaluation.report.text import markdown_page
 from upcycle_core.evaluation.similarity.measure import PairSimilarity
-from upcycle_core.evaluation.similarity.page import markdown
-from upcycle_core.evaluation.similarity.report import write_report
+from upcycle_core.evaluation.similarity.report import page, write_report
 from upcycle_core.evaluation.similarity.results import SimilarityReport, Stage
 
 PAIRS = [("law", "code"), ("law", "physics"), ("code", "physics")]
@@ -86,15 +86,15 @@ def test_stages_are_called_the_same_only_if_no_pair_moved():
 
 
 def test_the_page_says_what_is_compared_and_what_follows():
-    page = markdown(report())
-    assert "| dense models | 0.450 | 0.200 | 0.700 | 0.500 | 0.750 |" in page
-    assert "| dead experts | – | – | – | 0.000 | – |" in page
-    assert '"unaligned, before" and "aligned, before" have the same CKA' in page
-    assert "matched correlation is 0.000 and 0.700" in page
-    assert "independent features of equal variance would show 0.100" in page
-    assert "Up to 9 features" in page
+    text = markdown_page(page(report()))
+    assert "| dense models | 0.450 | 0.200 | 0.700 | 0.500 | 0.750 |" in text
+    assert "| dead experts | – | – | – | 0.000 | – |" in text
+    assert '"unaligned, before" and "aligned, before" have the same CKA' in text
+    assert "matched correlation is 0.000 and 0.700" in text
+    assert "independent features of equal variance would show 0.100" in text
+    assert "Up to 9 features" in text
     for words in ("act(gate) * up", "adds to the residual stream", "Figure 3", "hidden states"):
-        assert words in page
+        assert words in text
 
 
 def test_a_report_is_whole_and_depends_on_its_numbers_alone(tmp_path):

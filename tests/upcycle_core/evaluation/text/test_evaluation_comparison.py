@@ -3,7 +3,7 @@
 import pytest
 
 from upcycle_core.errors import InputError
-from upcycle_core.evaluation.report.markdown import markdown_table
+from upcycle_core.evaluation.report.text import markdown_table
 from upcycle_core.evaluation.text.comparison import Compared, across_seeds, comparison_metrics
 from upcycle_core.evaluation.text.comparison_report import comparison_table, draw_comparison
 

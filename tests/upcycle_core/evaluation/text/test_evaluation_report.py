@@ -10,7 +10,7 @@ import pytest
 
 from upcycle_core.errors import InputError
 from upcycle_core.evaluation.report import canvas
-from upcycle_core.evaluation.report.terminal import terminal_table
+from upcycle_core.evaluation.report.text import terminal_table
 from upcycle_core.evaluation.text import plots, results, routing
 from upcycle_core.evaluation.text.report import (
     best_row,
