@@ -73,13 +73,13 @@ def prepare(folder: Path, count: int) -> None:
 def ray_shards(folder: Path, workers: int, settings: environment.Settings) -> float:
     """Seconds of all shards on a Ray of so many CPUs, its worker processes already started."""
     from infra.cluster.compute import Piece, cluster, run_pieces
-    from tasks.dume.statistics import statistics_piece
+    from upcycle_core.dume.statistics import domain_statistics
 
     def run(split: str, directory: Path) -> None:
         pieces = [
             Piece(
                 name=f"{split}-{shard}",
-                function=statistics_piece,
+                function=domain_statistics,
                 arguments={
                     "backbone": folder / "backbone",
                     "expert": folder / "expert",

@@ -8,12 +8,10 @@ from torch import Tensor
 from infra.cluster.compute import Piece
 from tasks.dume.model import assemble_piece
 from tasks.engine.stage import StageRun
-from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.dume.router import choose_lambda, save_routers, solve_routers, solve_sequentially
 from upcycle_core.dume.router_reader import RouterSolution
 from upcycle_core.dume.sequential import sequential_statistics
 from upcycle_core.dume.statistics import Statistics, merge_statistics
-from upcycle_core.progress import Progress
 
 
 def solve_layer_by_layer(
@@ -74,7 +72,7 @@ def _layer_statistics(
     pieces = {
         (domain, shard): Piece(
             name=f"{split}-{layer}-{domain}-{shard}",
-            function=layer_piece,
+            function=sequential_statistics,
             arguments={
                 "moe": moe,
                 "routers": dict(routers),
@@ -101,30 +99,3 @@ def _layer_statistics(
 def _text(run: StageRun, domain: str, split: str) -> Path:
     has_it = split == "calibration" or run.recipe.domains[domain].elsewhere is not None
     return run.path(f"corpora/{domain}/{split if has_it else 'calibration'}")
-
-
-def layer_piece(
-    *,
-    out: Path,
-    progress: Progress,
-    moe: Path,
-    routers: Mapping[int, Tensor],
-    layer: int,
-    corpus: Path,
-    config: StatisticsConfig,
-    shard: int,
-    device: str,
-) -> None:
-    """The piece: one layer's router inputs on one shard of one text."""
-    sequential_statistics(
-        moe,
-        routers,
-        layer,
-        corpus,
-        out,
-        config=config,
-        shard=shard,
-        device=device,
-        progress=progress,
-        what=f"statistics of layer {layer}",
-    )

@@ -1,14 +1,10 @@
 """Stage ``statistics``: (A_d, s_d, n_d) of one domain, in pieces of (text, shard)."""
 
-from pathlib import Path
-
 from infra.cluster.compute import Piece
 from infra.recipe.schema import Recipe
 from tasks.dume.files import STATISTICS, calibration_splits
 from tasks.engine.stage import StageRun, stage
-from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.dume.statistics import domain_statistics, merge_statistics
-from upcycle_core.progress import Progress
 
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
@@ -28,7 +24,7 @@ def statistics(run: StageRun) -> None:
     pieces = [
         Piece(
             name=f"{split}-{shard}",
-            function=statistics_piece,
+            function=domain_statistics,
             arguments={
                 "backbone": run.path("backbone"),
                 "expert": run.path(f"experts/{run.domain}"),
@@ -45,27 +41,3 @@ def statistics(run: StageRun) -> None:
     for split in splits:
         files = [done[f"{split}-{shard}"].path for shard in range(config.shards)]
         merge_statistics(files, run.out / STATISTICS.format(split=split))
-
-
-def statistics_piece(
-    *,
-    out: Path,
-    progress: Progress,
-    backbone: Path,
-    expert: Path,
-    corpus: Path,
-    config: StatisticsConfig,
-    shard: int,
-    device: str,
-) -> None:
-    """The piece: one shard of one text."""
-    domain_statistics(
-        backbone,
-        expert,
-        corpus,
-        out,
-        config=config,
-        shard=shard,
-        device=device,
-        progress=progress,
-    )

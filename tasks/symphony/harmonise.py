@@ -8,7 +8,6 @@ from typing import Any
 
 from infra.cluster.compute import Piece
 from tasks.data.segmentation import union_of
-from tasks.dume.statistics import statistics_piece
 from tasks.engine.artifacts import ALIGNMENT
 from tasks.engine.stage import StageRun
 from tasks.symphony.pairs import groups_of, moment_files, strangers_of
@@ -18,7 +17,7 @@ from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.dume.config import RouterConfig
 from upcycle_core.dume.router import save_routers, solve_routers
 from upcycle_core.dume.router_reader import load_routers
-from upcycle_core.dume.statistics import Statistics, merge_statistics
+from upcycle_core.dume.statistics import Statistics, domain_statistics, merge_statistics
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.moe.random import random_routers
 from upcycle_core.progress import Progress
@@ -243,7 +242,7 @@ def _ridge_routers(run: StageRun, backbone: Path, experts: Mapping[str, Path]) -
     pieces = [
         Piece(
             name=f"statistics-{name}-{shard}",
-            function=statistics_piece,
+            function=domain_statistics,
             arguments={
                 "backbone": backbone,
                 "expert": expert,

@@ -6,13 +6,11 @@ place. Variants that compare the same models on the same text share them.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from infra.cluster.compute import Piece
 from infra.recipe.schema import SYMPHONY, Recipe
 from tasks.engine.stage import StageRun, each, stage
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.progress import Progress
 from upcycle_core.symphony.config import CalibrationConfig, SymphonyConfig
 from upcycle_core.symphony.moments import collect_moments, layer_groups
 
@@ -70,7 +68,7 @@ def pairs(run: StageRun) -> None:
     pieces = [
         Piece(
             name=f"{name}-{group[0]:04d}",
-            function=pairs_piece,
+            function=collect_moments,
             arguments={
                 "anchor": run.path(f"experts/{anchor}"),
                 "model": run.path(f"experts/{name}"),
@@ -89,32 +87,3 @@ def pairs(run: StageRun) -> None:
         (run.out / name).mkdir()
         for group, target in zip(groups, moment_files(run.out, name, groups), strict=True):
             done[f"{name}-{group[0]:04d}"].path.rename(target)
-
-
-def pairs_piece(
-    *,
-    out: Path,
-    progress: Progress,
-    anchor: Path,
-    model: Path,
-    names: tuple[str, str],
-    texts: dict[str, Path],
-    config: CalibrationConfig,
-    layers: Sequence[int],
-    device: str,
-) -> dict[str, Any]:
-    """The piece: one model's group of layers."""
-    return collect_moments(
-        anchor,
-        model,
-        texts,
-        out,
-        names=names,
-        config=config,
-        layers=layers,
-        residual=True,
-        heads=True,
-        neurons=True,
-        device=device,
-        progress=progress,
-    )

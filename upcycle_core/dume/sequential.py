@@ -23,13 +23,12 @@ def sequential_statistics(
     routers: Mapping[int, Tensor],
     layer: int,
     corpus: Path,
-    out_file: Path,
+    out: Path,
     *,
     config: StatisticsConfig,
     shard: int,
     device: str = "cpu",
     progress: Progress | None = None,
-    what: str = "statistics",
 ) -> None:
     """One (layer, domain, shard) piece: a statistics file that holds ``layer`` alone.
 
@@ -40,12 +39,11 @@ def sequential_statistics(
         routers: Layer to W [H, D] for every layer before ``layer``.
         layer: Whose router inputs are counted.
         corpus: A split's directory: one domain's calibration tokens.
-        out_file: Appears when the piece is complete.
+        out: File; appears when the piece is complete.
         config: What is forwarded, and what is kept apart.
         shard: Which of ``config.shards`` pieces.
         device: Where the model runs.
         progress: Hears of every batch, in tokens.
-        what: How progress names this.
 
     Raises:
         InputError: a router before ``layer`` is missing.
@@ -64,6 +62,6 @@ def sequential_statistics(
         config=config,
         shard=shard,
         progress=progress or Silent(),
-        what=what,
+        what=f"statistics of layer {layer}",
     )
-    save_statistics(out_file, layout, moments)
+    save_statistics(out, layout, moments)

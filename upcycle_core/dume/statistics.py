@@ -104,13 +104,12 @@ def domain_statistics(
     backbone: Path,
     expert: Path,
     corpus: Path,
-    out_file: Path,
+    out: Path,
     *,
     config: StatisticsConfig,
     shard: int,
     device: str = "cpu",
     progress: Progress | None = None,
-    what: str = "statistics",
 ) -> None:
     """One (domain, shard) piece of the pass that every router is solved from (Eq. 7).
 
@@ -121,12 +120,11 @@ def domain_statistics(
         backbone: Averaged non-MLP weights.
         expert: The domain's expert.
         corpus: A split's directory: the domain's calibration tokens.
-        out_file: Appears when the piece is complete.
+        out: File; appears when the piece is complete.
         config: What is forwarded, and what is kept apart.
         shard: Which of ``config.shards`` pieces.
         device: Where the model runs.
         progress: Hears of every batch, in tokens.
-        what: How progress names this.
     """
     dtype = DTYPES[config.precision]
     model = load_stitched(backbone, expert, headless=True, dtype=dtype, device=device)
@@ -137,6 +135,6 @@ def domain_statistics(
         config=config,
         shard=shard,
         progress=progress or Silent(),
-        what=what,
+        what="statistics",
     )
-    save_statistics(out_file, layout, moments)
+    save_statistics(out, layout, moments)

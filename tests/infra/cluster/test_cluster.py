@@ -21,11 +21,11 @@ from texts import pico_recipe, save_recipe, write_texts
 from infra.cluster.compute import cluster
 from infra.services.processes import stop
 from infra.settings import read
-from tasks.dume.statistics import statistics_piece
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.statistics import domain_statistics
 from upcycle_core.errors import InputError
 from upcycle_core.progress import Silent
 
@@ -71,8 +71,8 @@ from pathlib import Path
 from infra.cluster.compute import Piece, cluster, run_pieces
 from infra.recipe.resources import Resources
 from tasks.probe import ranks, where
-from tasks.dume.statistics import statistics_piece
 from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.statistics import domain_statistics
 from upcycle_core.errors import InputError
 
 def run(*pieces, **resources):
@@ -83,7 +83,7 @@ def shard(i):
     config = StatisticsConfig(**json.loads(sys.argv[3]))
     paths = {name: inputs / name for name in ("backbone", "expert", "corpus")}
     arguments = {**paths, "config": config, "device": "cpu", "shard": i}
-    return Piece(name=f"shard-{i}", function=statistics_piece, arguments=arguments)
+    return Piece(name=f"shard-{i}", function=domain_statistics, arguments=arguments)
 
 inputs, pieces_folder, what = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[4:]
 refused = []
@@ -260,7 +260,7 @@ def test_the_same_pieces_make_the_same_bytes_there_with_nothing_but_the_code_sen
         paths = {name: inputs / name for name in ("backbone", "expert", "corpus")}
         out, config = folder / "here" / f"shard-{i}", StatisticsConfig(**CONFIG)
         more = {"config": config, "shard": i, "device": "cpu", "progress": Silent()}
-        statistics_piece(out=out, **paths, **more)  # in one thread, as everywhere in tests
+        domain_statistics(out=out, **paths, **more)  # in one thread, as everywhere in tests
     assert shards_of(folder / "there") == shards_of(folder / "here")
 
 

@@ -16,12 +16,11 @@ from infra.cluster.compute import Piece, cluster, placements, run_pieces
 from infra.cluster.shared_storage import look, storage_fault, written_token
 from infra.recipe.resources import Resources
 from infra.settings import read
-from tasks.dume.statistics import statistics_piece
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.dume.statistics import merge_statistics
+from upcycle_core.dume.statistics import domain_statistics, merge_statistics
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress
 
@@ -56,7 +55,7 @@ def statistics_pieces(folder):
         "device": "cpu",
     }
     return [
-        Piece(name=f"shard-{i}", function=statistics_piece, arguments={**arguments, "shard": i})
+        Piece(name=f"shard-{i}", function=domain_statistics, arguments={**arguments, "shard": i})
         for i in range(SHARDS)
     ]
 
