@@ -1,10 +1,7 @@
 """Stage ``corpora``: a domain's documents as memory-mapped tokens."""
 
-from pathlib import Path
-
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.corpora.shards import write_corpus
-from upcycle_core.progress import Progress
 
 
 @stage(
@@ -14,14 +11,8 @@ from upcycle_core.progress import Progress
 def corpora(run: StageRun) -> None:
     """Write ``SPLIT/tokens.bin`` and a manifest."""
     run.run_one(
-        tokenise,
+        write_corpus,
         "corpora",
         documents=run.path(f"documents/{run.domain}"),
         tokenizer=run.path("tokenizer"),
     )
-
-
-def tokenise(*, out: Path, progress: Progress, documents: Path, tokenizer: Path) -> None:
-    """The piece: one domain."""
-    out.mkdir()
-    write_corpus(documents, tokenizer, out, progress=progress)

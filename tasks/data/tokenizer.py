@@ -1,16 +1,13 @@
 """Stage ``tokenizer``: trained on all domains, or the one that the given models share."""
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
 from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import SEED
 from tasks.engine.stage import StageRun, each, stage
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
-from upcycle_core.corpora.config import TokenizerConfig
 from upcycle_core.corpora.tokenizer import train_tokenizer
-from upcycle_core.progress import Progress
 
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
@@ -41,21 +38,8 @@ def tokenizer(run: StageRun) -> None:
         copy_tokenizer(resolve_model(reference, run.models), run.out)
         return
     run.run_one(
-        learn_vocabulary,
+        train_tokenizer,
         "corpora",
         documents={name: run.path(f"documents/{name}") for name in recipe.domains},
         config=recipe.tokenizer,
     )
-
-
-def learn_vocabulary(
-    *,
-    out: Path,
-    progress: Progress,
-    documents: Mapping[str, Path],
-    config: TokenizerConfig,
-) -> None:
-    """The piece."""
-    progress.start("training the tokenizer", 1, "vocabularies")
-    train_tokenizer(documents, out, config=config)
-    progress.advance()

@@ -9,20 +9,30 @@ from transformers import PreTrainedTokenizerFast
 
 from upcycle_core.corpora.config import TokenizerConfig
 from upcycle_core.corpora.reader import read_documents
+from upcycle_core.progress import Progress, Silent
 
 END = "<|endoftext|>"
 """Ends a document; also the beginning-of-sequence token."""
 PAD = "<|pad|>"
 
 
-def train_tokenizer(documents: Mapping[str, Path], out: Path, *, config: TokenizerConfig) -> None:
+def train_tokenizer(
+    documents: Mapping[str, Path],
+    out: Path,
+    *,
+    config: TokenizerConfig,
+    progress: Progress | None = None,
+) -> None:
     """Train a tokenizer on equal parts of each domain and save it for ``AutoTokenizer``.
 
     Args:
         documents: Directory written by ``write_documents``, by domain.
         out: Directory for tokenizer.json and tokenizer_config.json.
         config: Size of the vocabulary and bytes read per domain.
+        progress: Hears of the beginning and the end.
     """
+    progress = progress or Silent()
+    progress.start("training the tokenizer", 1, "vocabularies")
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -47,6 +57,7 @@ def train_tokenizer(documents: Mapping[str, Path], out: Path, *, config: Tokeniz
     )
     tokenizer.save_pretrained(out)
     _name_class_for_older_readers(out / "tokenizer_config.json")
+    progress.advance()
 
 
 def _first(path: Path, size: int) -> Iterator[str]:
