@@ -61,7 +61,11 @@ def restore(
                 save(recipe.lineage, workspace)
             log(f"fetching {found.reference} from {masked(source)}")
             lock = registry.text(found, "dvc.lock") or ""
-            stages = [s.label(item) for s in stages_of(recipe) for item in s.items(recipe)]
+            stages = {
+                stage.label(item): stage.artifact(item)
+                for stage in stages_of(recipe)
+                for item in stage.items(recipe)
+            }
             versions.pull(lock, remote_of(source, settings.home), stages)
             artifacts = _check(recipe, workspace, found)
     except BaseException:
@@ -151,7 +155,8 @@ def _check(recipe: Recipe, workspace: Workspace, version: Version) -> int:
     remedy = "is not as it was published; the remote is damaged, or is another one"
     faults = [Fault("remote", name, remedy) for name in needed if not workspace.provenance(name)]
     model = "compression/model" if COMPRESSED_TAG in version.tags else "model"
-    if version.tags.get(MODEL_TAG) not in (None, workspace.digest(model)):
+    tag = version.tags.get(MODEL_TAG)
+    if tag is not None and not workspace.has_digest(model, tag):
         faults.append(Fault("remote", "model", f"is not the model of {version.reference}"))
     raise_faults(faults)
     return len(needed)

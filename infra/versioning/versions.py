@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -68,23 +68,28 @@ class Versions:
         self._use(remote)
         self._dvc("push")
 
-    def pull(self, lock: str, remote: str, stages: Collection[str]) -> None:
+    def pull(self, lock: str, remote: str, stages: Mapping[str, str]) -> None:
         """Bring the outputs of stages from a remote to their places.
 
         DVC holds every file against the hash that the lock names.
 
         Args:
-            lock: Text of a dvc.lock. It may know stages of domains that have left.
+            lock: Text of a dvc.lock. It may know stages of domains that have left, and by names
+                that they had in an earlier version.
             remote: An absolute directory, or a URL.
-            stages: Those of the recipe; what its flow did not run stands in no lock.
+            stages: {name: what it publishes} of those of the recipe; what its flow did not run
+                stands in no lock.
 
         Raises:
             InputError: Something is not there, or not as it was.
         """
-        (self.root / "dvc.lock").write_text(lock)
+        content = yaml.safe_load(lock)
+        made = {out["path"]: e for e in content["stages"].values() for out in e.get("outs", [])}
+        known = {stage: made[out] for stage, out in stages.items() if out in made}
+        renamed = yaml.safe_dump({**content, "stages": known}, sort_keys=False)
+        (self.root / "dvc.lock").write_text(renamed)
         self._use(remote, verify=True)
-        locked = yaml.safe_load(lock).get("stages", {})
-        self._dvc("pull", *(stage for stage in stages if stage in locked))
+        self._dvc("pull", *known)
 
     def _use(self, remote: str, *, verify: bool = False) -> None:
         place = {"url": _quoted(remote), **({"verify": "True"} if verify else {})}

@@ -47,10 +47,7 @@ def as_recorded_now(
     sources, listed = made_from["sources"], record.get("sources", {})
     common = sources.keys() & listed.keys()
     return {
-        "inputs": {
-            name: digest if _had(record.get("inputs", {}), name, workspace) else "another"
-            for name, digest in made_from["inputs"].items()
-        },
+        "inputs": dict(_had(record.get("inputs", {}), made_from["inputs"], workspace)),
         "params": dict(_known(record.get("params", {}), made_from["params"])),
         "packages": made_from["packages"],
         "sources": {**sources, **{name: listed[name] for name in common}} if common else {},
@@ -64,10 +61,15 @@ def _known(params: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str
             yield key, recorded_setting(params, key)
 
 
-def _had(inputs: Mapping[str, str], name: str, workspace: Workspace) -> bool:
-    """Whether an input, or the artifact that holds it, was what it is now."""
-    known = next((within for within in enclosing(name) if within in inputs), None)
-    return known is not None and workspace.has_digest(known, inputs[known])
+def _had(
+    inputs: Mapping[str, str], made_from: Mapping[str, str], workspace: Workspace
+) -> Iterator[tuple[str, str]]:
+    """Inputs of now that an earlier version read too, or the artifacts that hold them."""
+    for name, digest in made_from.items():
+        known = next((within for within in enclosing(name) if within in inputs), None)
+        if known is not None:
+            same = workspace.has_digest(known, inputs[known])
+            yield name, digest if same else inputs[known]
 
 
 def in_one_line(reasons: list[str]) -> str:

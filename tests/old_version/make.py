@@ -152,8 +152,8 @@ def golden(version: str, name: str, model: str = "model") -> dict[str, Any]:
 def logits(model: Path) -> list[list[float]]:
     """Of the first 8 entries of the vocabulary, after each of ``TOKENS``."""
     import torch
-
     from tasks.architectures import register_architectures
+
     from upcycle_core.checkpoints.load import load_causal_lm
 
     register_architectures()

@@ -31,14 +31,16 @@ def test_what_was_pushed_comes_back_elsewhere(tmp_path, place):
     remote = tmp_path / place
     here, there = pushed(tmp_path / f"in {place}", remote)
     shutil.rmtree(here.root / ".dvc" / "cache")
-    there.pull(here.lock_text(), str(remote), ["model"])
+    there.pull(here.lock_text(), str(remote), {"model": "model"})
     assert (there.root / "model" / "weights").read_text() == "weights"
 
 
 def test_a_stage_that_was_not_run_is_left_out(tmp_path):
     pipeline = f"{PIPELINE}  comparison: {{cmd: 'true', outs: [comparison]}}\n"
     here, there = pushed(tmp_path, tmp_path / "remote", pipeline)
-    there.pull(here.lock_text(), str(tmp_path / "remote"), ["comparison", "model"])
+    there.pull(
+        here.lock_text(), str(tmp_path / "remote"), {"comparison": "comparison", "model": "model"}
+    )
     assert (there.root / "model" / "weights").exists()
 
 
@@ -49,7 +51,11 @@ def test_what_was_changed_in_a_remote_does_not_come_back(tmp_path):
     kept.chmod(0o644)
     kept.write_text("Weights")
     with pytest.raises(InputError, match=r"dvc pull.*Checkout failed .* model"):
-        there.pull(here.lock_text(), str(tmp_path / "remote"), ["comparison", "model"])
+        there.pull(
+            here.lock_text(),
+            str(tmp_path / "remote"),
+            {"comparison": "comparison", "model": "model"},
+        )
     assert not (there.root / "model").exists()
 
 
@@ -61,7 +67,7 @@ def test_what_dvc_remembers_lies_where_no_one_else_writes(tmp_path, monkeypatch)
     versions = Versions(tmp_path / "here")
     versions.prepare(pipeline=PIPELINE, params="")
     (versions.root / "model").mkdir()
-    versions.commit(["model"])
+    versions.commit({"model": "model"})
     own = tmp_path / "upcycle" / "dvc"
     assert list(own.rglob("*.db"))
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
@@ -123,14 +129,14 @@ def test_a_lock_that_dvc_refuses_is_written_again_once_it_is_deleted(tmp_path, w
     versions.prepare(pipeline=PIPELINE, params="")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "weights").write_text("weights")
-    versions.commit(["model"])
+    versions.commit({"model": "model"})
     before = versions.lock_text()
     (tmp_path / "dvc.lock").write_text(before.replace(word, damaged))
     with pytest.raises(InputError, match=r"dvc commit'.*dvc\.lock is damaged; delete it: the next"):
-        versions.commit(["model"])
+        versions.commit({"model": "model"})
     (tmp_path / "dvc.lock").unlink()
     assert versions.recorded() == set()
-    versions.commit(["model"])
+    versions.commit({"model": "model"})
     assert versions.lock_text() == before
     assert versions.recorded() == {"model"}
 
@@ -138,3 +144,12 @@ def test_a_lock_that_dvc_refuses_is_written_again_once_it_is_deleted(tmp_path, w
 def test_a_place_that_dvc_cannot_be_told_is_named(tmp_path):
     with pytest.raises(InputError, match=r"versions\.remote"):
         Versions(tmp_path).push("""a "b" 'c'""")
+
+
+def test_a_stage_that_had_another_name_is_brought_back_by_what_it_made(tmp_path):
+    here, there = pushed(tmp_path, tmp_path / "remote")
+    lock = here.lock_text().replace("  model:\n", "  of_before:\n", 1)
+    assert "of_before" in lock
+    there.pull(lock, str(tmp_path / "remote"), {"model": "model"})
+    assert (there.root / "model").exists()
+    assert "of_before" not in there.lock_text()
