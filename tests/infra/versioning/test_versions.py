@@ -13,6 +13,8 @@ from upcycle_core.errors import InputError
 PIPELINE = "stages:\n  model: {cmd: 'true', outs: [model]}\n"
 PLACES = ("plain", "Bücher & Rechte #2, 100% 'neu'")
 
+BOTH = {"comparison": "comparison", "model": "model"}
+
 
 def pushed(folder, remote, pipeline=PIPELINE):
     """A project whose model lies in a remote, and another that has none yet."""
