@@ -4,11 +4,12 @@ from typing import Any
 
 from infra.cluster.compute import Piece
 from infra.recipe.schema import Recipe
-from tasks.baselines.start import start_piece
 from tasks.dume.files import ROUTERS
 from tasks.engine.stage import StageRun, each, stage
 from tasks.training import train_from, trained_rows
 from upcycle_core.baselines.config import Baseline
+from upcycle_core.baselines.start import write_start
+from upcycle_core.dume.router_reader import load_routers
 
 
 def _inputs(recipe: Recipe, name: str) -> list[str]:
@@ -37,7 +38,7 @@ def baselines(run: StageRun) -> None:
     domains = list(recipe.domains)
     start = Piece(
         name="start",
-        function=start_piece,
+        function=write_start,
         arguments={
             "baseline": baseline,
             "copies": baseline.experts(len(domains)),
@@ -65,6 +66,6 @@ def _parts(run: StageRun, baseline: Baseline) -> dict[str, Any]:
     if baseline.uses_seed:
         parts["seed_model"] = run.path("seed")
     if baseline.method == "dume":
-        routers = run.path("router") / ROUTERS["calibration"]
-        parts |= {"backbone": run.path("backbone"), "routers": routers}
+        parts["backbone"] = run.path("backbone")
+        parts["routers"] = load_routers(run.path("router") / ROUTERS["calibration"]).weights
     return parts

@@ -1,8 +1,5 @@
 """Stage ``model``: experts, averaged backbone and routers as one stock MoE checkpoint."""
 
-from collections.abc import Mapping
-from pathlib import Path
-
 from infra.recipe.schema import recipe_yaml
 from tasks.dume.files import ROUTERS
 from tasks.engine.params import dume_keys
@@ -10,7 +7,6 @@ from tasks.engine.stage import StageRun, each, stage
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.dume.router_reader import load_routers
 from upcycle_core.moe.assemble import assemble
-from upcycle_core.progress import Progress
 
 
 @stage(
@@ -22,38 +18,18 @@ def model(run: StageRun) -> None:
     """Write the checkpoint."""
     recipe = run.recipe
     run.run_one(
-        assemble_piece,
+        assemble,
         "assembly",
         experts={name: run.path(f"experts/{name}") for name in recipe.domains},
         backbone=run.path("backbone"),
-        routers=run.path("router") / ROUTERS["calibration"],
+        routers=load_routers(run.path("router") / ROUTERS["calibration"]).weights,
         top_k=recipe.moe.top_k,
         max_shard_bytes=recipe.moe.max_shard_bytes,
+    )
+    write_model_card(
+        run.out,
         title=recipe.name,
-        recipe=recipe_yaml(recipe, dume_keys(recipe)),
+        recipe_text=recipe_yaml(recipe, dume_keys(recipe)),
+        method="DUME",
+        experts=list(recipe.domains),
     )
-
-
-def assemble_piece(
-    *,
-    out: Path,
-    progress: Progress,
-    experts: Mapping[str, Path],
-    backbone: Path,
-    routers: Path,
-    top_k: int,
-    max_shard_bytes: int,
-    title: str,
-    recipe: str,
-) -> None:
-    """The piece."""
-    assemble(
-        experts,
-        backbone,
-        load_routers(routers).weights,
-        out,
-        top_k=top_k,
-        max_shard_bytes=max_shard_bytes,
-        progress=progress,
-    )
-    write_model_card(out, title=title, recipe_text=recipe, method="DUME", experts=list(experts))

@@ -6,12 +6,12 @@ from pathlib import Path
 from torch import Tensor
 
 from infra.cluster.compute import Piece
-from tasks.dume.model import assemble_piece
 from tasks.engine.stage import StageRun
 from upcycle_core.dume.router import choose_lambda, save_routers, solve_routers, solve_sequentially
 from upcycle_core.dume.router_reader import RouterSolution
 from upcycle_core.dume.sequential import sequential_statistics
 from upcycle_core.dume.statistics import Statistics, merge_statistics
+from upcycle_core.moe.assemble import assemble
 
 
 def solve_layer_by_layer(
@@ -44,24 +44,18 @@ def solve_layer_by_layer(
 def _assembled(run: StageRun, split: str, solution: RouterSolution) -> Path:
     """A MoE to send tokens through; its routers are replaced as they are solved."""
     recipe = run.recipe
-    routers = run.out / f"{split}.joint"
-    save_routers(solution, routers)
     piece = Piece(
         name=f"{split}-moe",
-        function=assemble_piece,
+        function=assemble,
         arguments={
             "experts": {name: run.path(f"experts/{name}") for name in recipe.domains},
             "backbone": run.path("backbone"),
-            "routers": routers,
+            "routers": solution.weights,
             "top_k": recipe.moe.top_k,
             "max_shard_bytes": recipe.moe.max_shard_bytes,
-            "title": recipe.name,
-            "recipe": "",
         },
     )
-    done = run.run([piece], "assembly")
-    routers.unlink()
-    return done[piece.name].path
+    return run.run([piece], "assembly")[piece.name].path
 
 
 def _layer_statistics(

@@ -8,12 +8,12 @@ from typing import Any
 
 from infra.cluster.compute import Piece
 from infra.recipe.schema import Recipe, recipe_yaml
-from tasks.baselines.start import start_piece
 from tasks.engine.artifacts import SUMMARY, TRAINING
 from tasks.engine.stage import StageRun, stage
 from tasks.engine.workspace import take
 from tasks.training import Instructions, row_counts, train_piece, trained_rows, write_training
 from upcycle_core.baselines.config import Baseline
+from upcycle_core.baselines.start import write_start
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.errors import InputError
 from upcycle_core.progress import Progress
@@ -60,7 +60,7 @@ def baselines(run: StageRun) -> None:
     copies = row.experts(len(labels))
     start = Piece(
         name="start",
-        function=start_piece,
+        function=write_start,
         arguments={
             "baseline": row,
             "experts": _experts(run, labels) if row.method == "btx" else {},

@@ -6,18 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from infra.cluster.compute import Piece
 from tasks.data.segmentation import union_of
+from tasks.dume.router import solve_piece
 from tasks.engine.artifacts import ALIGNMENT
 from tasks.engine.stage import StageRun
 from tasks.symphony.pairs import groups_of, moment_files, strangers_of
 from tasks.symphony.vocabulary import union_arguments
 from upcycle_core.backbone.residual import residual_map
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.dume.config import RouterConfig
-from upcycle_core.dume.router import save_routers, solve_routers
 from upcycle_core.dume.router_reader import load_routers
-from upcycle_core.dume.statistics import Statistics, domain_statistics, merge_statistics
+from upcycle_core.dume.statistics import domain_statistics, merge_statistics
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.moe.random import random_routers
 from upcycle_core.progress import Progress
@@ -32,7 +33,7 @@ from upcycle_core.symphony.align import (
     write_aligned,
     write_folded,
 )
-from upcycle_core.symphony.config import AlignmentConfig, MergeConfig, SymphonyConfig
+from upcycle_core.symphony.config import AlignmentConfig, SymphonyConfig
 from upcycle_core.symphony.merge import write_merged_backbone
 from upcycle_core.symphony.moments import head_moments, neuron_moments, residual_moments
 from upcycle_core.symphony.unite import shared_tokens
@@ -49,26 +50,31 @@ def harmonise(run: StageRun, config: SymphonyConfig, *, top_k: int) -> Path:
     weights = {name: weight if name in chosen else 0.0 for name, weight in weights.items()}
     merged = Piece(
         name="backbone",
-        function=backbone_piece,
+        function=write_merged_backbone,
         arguments={
-            "aligned": everyone,
+            "models": everyone,
+            "union": union_of(**union_arguments(run)),
             "config": replace(config.merge, weights=weights),
             "anchor": recipe.anchor_of(config),
             "max_shard_bytes": recipe.moe.max_shard_bytes,
-            **union_arguments(run),
         },
     )
     backbone = run.run([merged], "assembly")["backbone"].path
     experts = {name: everyone[name] for name in chosen}
-    routers = None if config.router == "random" else _ridge_routers(run, backbone, experts)
+    routers: Mapping[int, Tensor]
+    if config.router == "random":
+        shape = CheckpointReader(backbone).config
+        layers, hidden = shape["num_hidden_layers"], shape["hidden_size"]
+        routers = random_routers(layers, hidden, len(experts), seed=recipe.seed)
+    else:
+        routers = _ridge_routers(run, backbone, experts)
     assembled = Piece(
         name="assembled",
-        function=assemble_piece,
+        function=assemble,
         arguments={
             "experts": experts,
             "backbone": backbone,
             "routers": routers,
-            "seed": recipe.seed,
             "top_k": top_k,
             "max_shard_bytes": recipe.moe.max_shard_bytes,
         },
@@ -183,60 +189,10 @@ def write_piece(
     return alignment_facts(alignment)
 
 
-def backbone_piece(
-    *,
-    out: Path,
-    progress: Progress,
-    aligned: Mapping[str, Path],
-    models: Mapping[str, Path],
-    segmentation: str | None,
-    config: MergeConfig,
-    anchor: str,
-    max_shard_bytes: int,
-) -> None:
-    """The piece: everything that is no FFN, merged."""
-    write_merged_backbone(
-        aligned,
-        union_of(models, segmentation),
-        out,
-        config=config,
-        anchor=anchor,
-        max_shard_bytes=max_shard_bytes,
-        progress=progress,
-    )
-
-
-def assemble_piece(
-    *,
-    out: Path,
-    progress: Progress,
-    experts: Mapping[str, Path],
-    backbone: Path,
-    routers: Path | None,
-    seed: int,
-    top_k: int,
-    max_shard_bytes: int,
-) -> None:
-    """The piece: the stock MoE, with routers from ``routers`` or random ones."""
-    if routers is None:
-        shape = CheckpointReader(backbone).config
-        layers, hidden = shape["num_hidden_layers"], shape["hidden_size"]
-        weights = random_routers(layers, hidden, len(experts), seed=seed)
-    else:
-        weights = dict(load_routers(routers).weights)
-    assemble(
-        experts,
-        backbone,
-        weights,
-        out,
-        top_k=top_k,
-        max_shard_bytes=max_shard_bytes,
-        progress=progress,
-    )
-
-
-def _ridge_routers(run: StageRun, backbone: Path, experts: Mapping[str, Path]) -> Path:
-    """DUME's routers on the harmonised model; returns their file."""
+def _ridge_routers(
+    run: StageRun, backbone: Path, experts: Mapping[str, Path]
+) -> Mapping[int, Tensor]:
+    """DUME's routers on the harmonised model: layer to W [H, D]."""
     recipe = run.recipe
     shards = range(recipe.statistics.shards)
     pieces = [
@@ -256,25 +212,9 @@ def _ridge_routers(run: StageRun, backbone: Path, experts: Mapping[str, Path]) -
         for shard in shards
     ]
     done = run.run(pieces, "statistics")
-    files = {name: [done[f"statistics-{name}-{s}"].path for s in shards] for name in experts}
-    arguments = {"shards": files, "config": recipe.router}
-    solved = Piece(name="routers", function=routers_piece, arguments=arguments)
-    return run.run([solved], "assembly")["routers"].path
-
-
-def routers_piece(
-    *,
-    out: Path,
-    progress: Progress,
-    shards: Mapping[str, Sequence[Path]],
-    config: RouterConfig,
-) -> None:
-    """The piece: ridge regression of all layers."""
-    progress.start("solving the routers", 1, "models")
-    statistics = {}
-    for name, files in shards.items():
-        merged = out.with_suffix(f".{name}")
-        merge_statistics(files, merged)
-        statistics[name] = Statistics.load(merged)  # read when it is needed
-    save_routers(solve_routers(statistics, config=config), out)
-    progress.advance()
+    merged = {name: run.pieces_directory / f"statistics-{name}.merged" for name in experts}
+    for name, file in merged.items():
+        merge_statistics([done[f"statistics-{name}-{shard}"].path for shard in shards], file)
+    arguments = {"statistics": merged, "config": recipe.router}
+    solved = Piece(name="routers", function=solve_piece, arguments=arguments)
+    return load_routers(run.run([solved], "assembly")["routers"].path).weights

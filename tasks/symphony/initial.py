@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from infra.cluster.compute import Piece
 from infra.recipe.schema import SYMPHONY, Recipe
-from tasks.baselines.start import start_piece
 from tasks.engine.stage import StageRun, each, stage
 from tasks.engine.workspace import take
 from tasks.symphony.harmonise import harmonise
 from tasks.symphony.pairs import config_key
 from tasks.symphony.unified import ALONE, lifted
+from upcycle_core.baselines.start import write_start
 
 
 def start_top_k(recipe: Recipe, item: str) -> int:
@@ -70,7 +70,7 @@ def starts(run: StageRun) -> None:
         return
     piece = Piece(
         name="start",
-        function=start_piece,
+        function=write_start,
         arguments={
             "baseline": row,
             "experts": {name: run.path("united") / name for name in domains},

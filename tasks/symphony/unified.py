@@ -4,14 +4,13 @@ Embedding and head of each become the merged ones, so that all have the same row
 model's own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from infra.cluster.compute import Piece
 from tasks.data.segmentation import union_of
 from tasks.engine.stage import StageRun, each, stage
 from tasks.symphony.vocabulary import union_arguments
-from upcycle_core.progress import Progress
 from upcycle_core.symphony.config import MergeConfig
 from upcycle_core.symphony.merge import write_merged_backbone
 from upcycle_core.symphony.unite import write_united
@@ -36,48 +35,14 @@ def lifted(
     run: StageRun, names: Sequence[str], *, config: MergeConfig, anchor: str
 ) -> dict[str, Path]:
     """Models over the union's vocabulary, with the rows that ``config`` gives it."""
-    common = {"max_shard_bytes": run.recipe.moe.max_shard_bytes, **union_arguments(run)}
-    arguments = {"config": config, "anchor": anchor, **common}
-    merged = Piece(name="merged", function=merged_piece, arguments=arguments)
-    backbone = run.run([merged], "assembly")["merged"].path
+    shards = {"max_shard_bytes": run.recipe.moe.max_shard_bytes}
+    models = {name: run.path(f"experts/{name}") for name in run.recipe.domains}
+    union = union_of(**union_arguments(run))
+    arguments = {"models": models, "union": union, "config": config, "anchor": anchor, **shards}
+    merged = Piece(name="merged", function=write_merged_backbone, arguments=arguments)
+    common = {"backbone": run.run([merged], "assembly")["merged"].path, **shards}
     pieces = [
-        Piece(name=d, function=united_piece, arguments={"name": d, "backbone": backbone, **common})
-        for d in names
+        Piece(name=name, function=write_united, arguments={"model": models[name], **common})
+        for name in names
     ]
     return {name: done.path for name, done in run.run(pieces, "assembly").items()}
-
-
-def merged_piece(
-    *,
-    out: Path,
-    progress: Progress,
-    models: Mapping[str, Path],
-    segmentation: str | None,
-    config: MergeConfig,
-    anchor: str,
-    max_shard_bytes: int,
-) -> None:
-    """The piece: all that is no FFN, token by token for embedding and head."""
-    write_merged_backbone(
-        models,
-        union_of(models, segmentation),
-        out,
-        config=config,
-        anchor=anchor,
-        max_shard_bytes=max_shard_bytes,
-        progress=progress,
-    )
-
-
-def united_piece(
-    *,
-    out: Path,
-    progress: Progress,
-    name: str,
-    backbone: Path,
-    models: Mapping[str, Path],
-    segmentation: str | None,
-    max_shard_bytes: int,
-) -> None:
-    """The piece: one model."""
-    write_united(models[name], backbone, out, max_shard_bytes=max_shard_bytes, progress=progress)
