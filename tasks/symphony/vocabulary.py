@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tasks.data.segmentation import union_of
 from tasks.engine.stage import StageRun, each, stage
@@ -19,7 +20,7 @@ def tokenizer(run: StageRun) -> None:
     run.run_one(union_piece, "assembly", **union_arguments(run))
 
 
-def union_arguments(run: StageRun) -> dict[str, object]:
+def union_arguments(run: StageRun) -> dict[str, Any]:
     """What ``union_of`` takes."""
     recipe = run.recipe
     assert recipe.symphony is not None

@@ -20,6 +20,7 @@ from tasks.engine.workspace import Workspace
 from tasks.methods import stages_of
 from tasks.recipes import load_recipe
 from tasks.release.champion import Champion
+from upcycle_core.progress import Silent
 
 KINDS = ("seed", "experts", "statistics", "alignment", "post_training", "evaluation", "baselines")
 """Kinds of work that a GPU does."""
@@ -127,6 +128,25 @@ def test_pieces_that_know_no_device_are_given_no_gpu(tmp_path, files, name, item
     assert kind in KINDS
     assert not uses_gpu
     assert not any("device" in inspect.signature(piece.function).parameters for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "item"),
+    [
+        (DUME, "documents", "python"),
+        (DUME, "corpora", "python"),
+        (DUME, "tokenizer", ""),
+        (DUME, "statistics", "python"),
+        (DUME, "baselines", "btx"),
+        (SYMPHONY, "pairs", "symphony"),
+        (SIMOE, "instructions", ""),
+    ],
+)
+def test_a_function_of_the_library_takes_what_the_stage_hands_over(tmp_path, files, name, item):
+    pieces, _, _ = handed_over(tmp_path, files, name, item)
+    for piece in pieces:
+        assert piece.function.__module__.startswith("upcycle_core.")
+        inspect.signature(piece.function).bind(out=tmp_path, progress=Silent(), **piece.arguments)
 
 
 @pytest.mark.parametrize("uses_gpu", [True, False])
