@@ -48,7 +48,7 @@ def life(checkout):
     texts = write_texts(checkout.parent / "texts", domains=("letters", "numbers"))
     recipe = checkout / "recipes" / "soup.yaml"
     small = pico_recipe(texts, domains=("letters", "numbers"))
-    taken = ("tokenizer", "seed_model", "experts", "compute")
+    taken = ("tokenizer", "seed_model", "experts", "statistics", "compute")
     values = yaml.safe_load(recipe.read_text()) | {key: small[key] for key in taken if key in small}
     values |= {"folder": str(texts), "evaluation": {"sequence_length": 32, "batch_size": 4}}
     recipe.write_text(yaml.safe_dump(values))

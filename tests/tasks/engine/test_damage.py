@@ -9,8 +9,8 @@ import random
 import shutil
 
 import pytest
-from flows.pages.change import UNFINISHED, unfinished
 
+from flows.making.change import UNFINISHED, unfinished
 from infra.cluster.pieces import finish, is_finished
 from infra.cluster.progress import FileProgress, ProgressReader
 from infra.cluster.worker import Performed

@@ -1,7 +1,6 @@
 """What a flow that changed a model shows of it."""
 
-from flows.pages.change import change_table
-
+from flows.making.change import change_table
 from upcycle_core.evaluation.report.text import markdown_table
 
 
