@@ -91,7 +91,7 @@ def test_the_report_holds_its_row_and_the_registry_its_champion(life):
     assert "soup" in (home / "soup" / "report" / "table.txt").read_text().lower()
     client = MlflowClient(f"sqlite:///{home / 'mlflow' / 'mlflow.db'}")
     champion = client.get_model_version_by_alias("upcycle-soup", "champion")
-    assert champion.version == "1"
+    assert int(champion.version) == 1
     assert "no champion" in champion.tags["upcycle.decision"]
 
 
@@ -113,7 +113,7 @@ def test_a_change_of_its_library_makes_its_model_anew_and_no_expert(life):
 
 def test_the_gate_judges_the_next_one(life):
     checkout, home, recipe = life
-    said = run(
+    run(
         checkout,
         home,
         "-m",
@@ -124,10 +124,12 @@ def test_the_gate_judges_the_next_one(life):
         "--set",
         "settings.members=[letters]",
     )
-    assert "refused" in said or "does not beat" in said or "not" in said
     client = MlflowClient(f"sqlite:///{home / 'mlflow' / 'mlflow.db'}")
-    assert client.get_model_version_by_alias("upcycle-soup", "challenger").version == "2"
-    assert client.get_model_version_by_alias("upcycle-soup", "champion").version == "1"
+    versions = {
+        alias: int(client.get_model_version_by_alias("upcycle-soup", alias).version)
+        for alias in ("challenger", "champion")
+    }
+    assert versions == {"challenger": 2, "champion": 1}
 
 
 def test_a_wrong_setting_is_named(life):
