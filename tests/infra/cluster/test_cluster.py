@@ -206,7 +206,7 @@ def checkout(folder):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, checkout / package, ignore=ignore)
     (checkout / "tasks" / "probe.py").write_text(PROBE)
-    storage = checkout / "infra" / "shared_storage.py"
+    storage = checkout / "infra" / "cluster" / "shared_storage.py"
     patient = storage.read_text()
     assert "WAIT_SECONDS = 40.0" in patient
     storage.write_text(patient.replace("WAIT_SECONDS = 40.0", "WAIT_SECONDS = 1.0"))
