@@ -167,7 +167,7 @@ def test_it_is_registered_with_its_recipe(project):
 def test_dvc_has_every_stage(project):
     stages = yaml.safe_load((project.workspace / "dvc.lock").read_text())["stages"]
     assert {"experts@letters", "tokenizer", "united", "pairs-symphony", "model"} <= set(stages)
-    assert {"starts-paper", "post_training-bam", "outside-colours", "similarity"} <= set(stages)
+    assert {"starts-paper", "baselines-bam", "outside-colours", "similarity"} <= set(stages)
     done = project.run("dvc", "status", cwd=project.workspace)
     changed = [line for line in done.stdout.splitlines() if line and not line.startswith("\t")]
     assert [line for line in changed if line != "sources:"] == [], done.stdout
