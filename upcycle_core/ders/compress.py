@@ -13,10 +13,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from upcycle_core.architectures.dense_of import experts_of, normalises
-from upcycle_core.backbone.average import write_generation_config
+from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.checkpoints.place import new_directory, place_faults
-from upcycle_core.checkpoints.tokenizer import copy_tokenizer
-from upcycle_core.checkpoints.writer import write_json
 from upcycle_core.ders.codecs.choose import codec_of
 from upcycle_core.ders.codecs.codec import Codec
 from upcycle_core.ders.codecs.low_rank import rank_of_energy
@@ -24,12 +22,10 @@ from upcycle_core.ders.config import CodecConfig
 from upcycle_core.ders.decompose import Decomposed, ancestor_faults, cosine
 from upcycle_core.ders.files import (
     ARCHITECTURE,
-    Plan,
     ders_name,
     weight_bytes,
     write_checksums,
     write_code,
-    write_tensors,
 )
 from upcycle_core.ders.sizes import ffn_size
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -111,7 +107,18 @@ def compress(
     raise_faults(ancestor_faults(source, cosines, minimum_cosine))
     work = _Work(source, config, ranks, seed)
     plan = work.plan()
-    _write(Path(out), work, plan, max_shard_bytes=max_shard_bytes, progress=progress)
+    with new_directory(Path(out)) as folder:
+        write_model(
+            folder,
+            plan,
+            work.config_json(),
+            source=source.moe,
+            max_shard_bytes=max_shard_bytes,
+            what="compression",
+            progress=progress,
+        )
+        write_code(folder)
+        write_checksums(folder)
     return CompressionReport(
         base="mean" if base is None else "seed",
         delta=work.delta(),
@@ -123,20 +130,6 @@ def compress(
         cosines=cosines,
         relative_errors=dict(work.errors),
     )
-
-
-def _write(
-    out: Path, work: "_Work", plan: Plan, *, max_shard_bytes: int, progress: Progress
-) -> None:
-    with new_directory(out) as folder:
-        copy_tokenizer(work.source.moe.directory, folder)  # first: there may be none
-        write_tensors(
-            folder, plan, max_shard_bytes=max_shard_bytes, what="compression", progress=progress
-        )
-        write_json(folder / "config.json", work.config_json())
-        write_generation_config(work.source.moe, folder)
-        write_code(folder)
-        write_checksums(folder)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from upcycle_core.architectures.dense_of import (
 )
 from upcycle_core.architectures.families import FAMILIES, QWEN2_MOE, family_of
 from upcycle_core.architectures.family import LM_HEAD, RECOMPUTED, Family, Target
+from upcycle_core.backbone.write import weights_type
 from upcycle_core.checkpoints.reader import CheckpointReader, chunks
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -95,7 +96,7 @@ class Decomposed:
     @cached_property
     def dtype(self) -> torch.dtype:
         """Type of the MoE's weights."""
-        return next(iter(self.moe.tensors.values())).dtype
+        return weights_type(self.moe)
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:

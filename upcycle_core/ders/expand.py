@@ -13,22 +13,15 @@ from torch import Tensor
 
 from upcycle_core.architectures.families import MIXTRAL, QWEN2_MOE, family_of
 from upcycle_core.architectures.family import LM_HEAD, Family
-from upcycle_core.backbone.average import write_generation_config
+from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.checkpoints.place import new_directory, place_faults
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.tokenizer import copy_tokenizer
-from upcycle_core.checkpoints.writer import write_json
 from upcycle_core.ders.codecs.choose import stored_codec
 from upcycle_core.ders.config import CodecConfig
 from upcycle_core.ders.decompose import MATRICES, SHARED, SHARED_GATE
-from upcycle_core.ders.files import (
-    Plan,
-    ders_name,
-    verify,
-    write_tensors,
-)
+from upcycle_core.ders.files import ders_name, verify
 from upcycle_core.errors import Fault, InputError, raise_faults
-from upcycle_core.progress import Progress, Silent
+from upcycle_core.progress import Progress
 
 
 def expand(
@@ -63,16 +56,15 @@ def expand(
         raise InputError(*faults, *error.faults) from error
     raise_faults([*faults, *source.tensor_faults()])
     with new_directory(Path(out)) as folder:
-        copy_tokenizer(source.reader.directory, folder)  # first: there may be none
-        write_tensors(
+        write_model(
             folder,
             source.plan(),
+            source.stock_config(),
+            source=source.reader,
             max_shard_bytes=max_shard_bytes,
             what="expansion",
-            progress=progress or Silent(),
+            progress=progress,
         )
-        write_json(folder / "config.json", source.stock_config())
-        write_generation_config(source.reader, folder)
 
 
 @dataclass(frozen=True)

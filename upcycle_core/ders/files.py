@@ -1,21 +1,11 @@
 """A DeRS checkpoint's files: weights, code and checksums."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from upcycle_core.checkpoints.writer import (
-    TensorSpec,
-    sync_directory,
-    sync_file,
-    write_sharded,
-)
+from upcycle_core.checkpoints.writer import sync_directory, sync_file
 from upcycle_core.ders.model import configuration_ders, deltas_ders, modeling_ders
 from upcycle_core.errors import Fault, InputError
-from upcycle_core.progress import Progress
 
 CHECKSUMS = configuration_ders.CHECKSUMS
 _CODE = [Path(str(m.__file__)) for m in (configuration_ders, deltas_ders, modeling_ders)]
@@ -29,10 +19,6 @@ ARCHITECTURE = {
     },
 }
 """What config.json says of the classes."""
-
-
-Plan = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]]
-"""Name to shape, type and source of every tensor, in the order they are written."""
 
 
 def ders_name(name: str) -> str:
@@ -70,17 +56,3 @@ def verify(directory: Path, *, field: str) -> None:
         configuration_ders.verify_checksums(directory)
     except ValueError as error:
         raise InputError(Fault(field, str(directory), str(error))) from error
-
-
-def write_tensors(
-    out: Path, plan: Plan, *, max_shard_bytes: int, what: str, progress: Progress
-) -> None:
-    """Write the tensors of ``plan`` one by one; ``progress`` hears of each as part of ``what``."""
-    specs = [TensorSpec(name, shape, dtype) for name, (shape, dtype, _) in plan.items()]
-    progress.start(what, len(specs), "tensors")
-
-    def produce(name: str) -> Tensor:
-        progress.advance()
-        return plan[name][2]()
-
-    write_sharded(out, specs, produce, max_shard_bytes=max_shard_bytes)

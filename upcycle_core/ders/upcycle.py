@@ -18,24 +18,24 @@ import torch
 
 from upcycle_core.architectures.family import RECOMPUTED
 from upcycle_core.architectures.resolve import stock_faults
-from upcycle_core.backbone.average import GENERATION_CONFIG, write_generation_config
+from upcycle_core.backbone.write import (
+    GENERATION_CONFIG,
+    Plan,
+    weights_type,
+    write_generation_config,
+    write_tensors,
+)
 from upcycle_core.checkpoints.place import place_faults
 from upcycle_core.checkpoints.tokenizer import TOKENIZER_FILES, copy_tokenizer
 from upcycle_core.checkpoints.writer import sync_directory, sync_file, write_json
 from upcycle_core.ders.config import DersUpcyclingConfig
-from upcycle_core.ders.files import (
-    ARCHITECTURE,
-    Plan,
-    write_checksums,
-    write_code,
-    write_tensors,
-)
+from upcycle_core.ders.files import ARCHITECTURE, write_checksums, write_code
 from upcycle_core.ders.model.configuration_ders import DersConfig
 from upcycle_core.ders.model.deltas_ders import index_dtype, kept_entries
 from upcycle_core.ders.source import DenseSource, dense_config
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.moe.random import keyed_generator, random_routers
-from upcycle_core.progress import Progress, Silent
+from upcycle_core.progress import Progress
 
 _FFN = re.compile(r"layers\.(\d+)\.mlp\.(\w+)\.(weight|bias)")
 _PROCESSOR = (
@@ -94,13 +94,7 @@ def write_ders_upcycling(
     out.mkdir(parents=True, exist_ok=True)
     _copy_files(source, out)
     write_code(out)
-    write_tensors(
-        out,
-        plan,
-        max_shard_bytes=max_shard_bytes,
-        what="upcycling",
-        progress=progress or Silent(),
-    )
+    write_tensors(out, plan, max_shard_bytes=max_shard_bytes, what="upcycling", progress=progress)
     write_json(out / "config.json", _config_json(source, upcycled))
     write_checksums(out)
 
@@ -240,7 +234,7 @@ def _config_json(source: DenseSource, config: DersConfig) -> dict[str, Any]:
     content = config.to_dict()
     if source.is_llava:
         return {**source.reader.config, "text_config": content}
-    dtype = str(next(iter(source.reader.tensors.values())).dtype).removeprefix("torch.")
+    dtype = str(weights_type(source.reader)).removeprefix("torch.")
     # Tokenizer loading branches on the version, and the tokenizer is the dense model's own.
     version = source.reader.config.get("transformers_version")
     return content | ARCHITECTURE | {"dtype": dtype, "transformers_version": version}

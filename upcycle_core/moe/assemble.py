@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from upcycle_core.backbone.write import write_model
 from upcycle_core.errors import Fault, raise_faults
-from upcycle_core.moe.plan import Edit, Parts, moe_plan, write_plan
+from upcycle_core.moe.plan import Edit, Parts, moe_plan
 from upcycle_core.progress import Progress
 
 
@@ -51,8 +52,15 @@ def assemble(
     config = parts.family.target_config(
         parts.config, experts=len(parts.experts), top_k=top_k, dtype=parts.dtype
     )
-    plan = moe_plan(parts, routers, edit)
-    write_plan(out, plan, config, parts=parts, max_shard_bytes=max_shard_bytes, progress=progress)
+    write_model(
+        out,
+        moe_plan(parts, routers, edit),
+        config,
+        source=parts.shared[0],
+        max_shard_bytes=max_shard_bytes,
+        what="assembly",
+        progress=progress,
+    )
 
 
 def _router_faults(full: Mapping, experts: int, routers: Mapping[int, torch.Tensor]) -> list[Fault]:

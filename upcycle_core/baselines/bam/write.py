@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from upcycle_core.architectures.families import FAMILIES, MIXTRAL
+from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.baselines.bam import modeling_bam
 from upcycle_core.baselines.bam.modeling_bam import BamConfig, BamForCausalLM, BamModel
 from upcycle_core.baselines.mixture import with_seed
 from upcycle_core.checkpoints.writer import sync_directory, sync_file
 from upcycle_core.errors import Fault, raise_faults
-from upcycle_core.moe.plan import Parts, Plan, moe_plan, write_plan
+from upcycle_core.moe.plan import Parts, moe_plan
 from upcycle_core.moe.random import random_routers
 from upcycle_core.progress import Progress
 
@@ -61,8 +62,15 @@ def write_bam(
     drawn = random_routers(2 * layers, config["hidden_size"], count, seed=router_seed)
     attention_routers = {layer: drawn[layers + layer] for layer in range(layers)}
     plan = _bam_plan(parts, {layer: drawn[layer] for layer in range(layers)}, attention_routers)
-    config |= _architecture()
-    write_plan(out, plan, config, parts=parts, max_shard_bytes=max_shard_bytes, progress=progress)
+    write_model(
+        out,
+        plan,
+        config | _architecture(),
+        source=parts.shared[0],
+        max_shard_bytes=max_shard_bytes,
+        what="assembly",
+        progress=progress,
+    )
     code = Path(modeling_bam.__file__)
     shutil.copyfile(code, out / code.name)
     sync_file(out / code.name)
@@ -84,10 +92,11 @@ def _bam_plan(
         attention, layer, projection = match[1], int(match[2]), match[3]
         if projection == "q_proj":
             router_DH = attention_routers[layer].T
-            plan[f"{attention}.router.weight"] = tuple(router_DH.shape), router_DH.contiguous
+            router = router_DH.shape, parts.dtype, partial(router_DH.to, parts.dtype)
+            plan[f"{attention}.router.weight"] = router
         for index, reader in enumerate(parts.experts):
             own = f"{attention}.experts.{index}.{projection}.weight"
-            plan[own] = entry[0], partial(reader.tensor, name)
+            plan[own] = *entry[:2], partial(reader.tensor, name)
     return plan
 
 
