@@ -15,7 +15,6 @@ from upcycle_core.architectures.families import FAMILIES, MIXTRAL
 from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.baselines.bam import modeling_bam
 from upcycle_core.baselines.bam.modeling_bam import BamConfig, BamForCausalLM, BamModel
-from upcycle_core.baselines.mixture import with_seed
 from upcycle_core.checkpoints.writer import sync_directory, sync_file
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.moe.plan import Parts, moe_plan
@@ -29,7 +28,6 @@ def write_bam(
     experts: Mapping[str, Path],
     out: Path,
     *,
-    seed_expert: Path | None = None,
     top_k: int,
     router_seed: int,
     max_shard_bytes: int,
@@ -42,19 +40,16 @@ def write_bam(
     everything else are the mean. Both kinds of routers are random, N(0, 0.02^2).
 
     Args:
-        experts: Domain to its expert's checkpoint; the order is the order of the experts.
         out: The directory that is written, with the code of the architecture.
-        seed_expert: The model that the experts began with, as one more expert.
         top_k: FFN experts a token passes through; it passes through all attention experts.
         router_seed: Decides the routers; those of the FFNs are BTX's of the same seed.
-        max_shard_bytes: Size of one safetensors file.
-        progress: Hears of every tensor.
+        experts, max_shard_bytes, progress: As for ``write_mixture``.
 
     Raises:
-        InputError: A family whose attention is not Mixtral's; fewer than two experts, k > D,
-            experts that do not fit together.
+        InputError: A family whose attention is not Mixtral's; k > D, experts that do not fit
+            together.
     """
-    parts = Parts.open(with_seed(experts, seed_expert), None)
+    parts = Parts.open(experts, None)
     count = len(parts.experts)
     raise_faults([*_family_faults(parts), *parts.faults()])
     config = parts.family.target_config(parts.config, experts=count, top_k=top_k, dtype=parts.dtype)
