@@ -137,10 +137,16 @@ class CrossMoments:
         for part in PARTS:
             getattr(self, part).add_(getattr(other, part))
 
-    def non_finite(self) -> tuple[bool, bool]:
-        """Whether the first and the second stream held a NaN or an infinity."""
-        first, second = (~torch.isfinite(self.squares)).any(1).tolist()
-        return first, second
+    def checked_rows(self) -> int:
+        """Rows counted, at least one.
+
+        Raises:
+            ValueError: Nothing was counted, or either stream held a NaN or an infinity.
+        """
+        rows, finite = int(self.count), torch.isfinite(self.squares).all(1).tolist()
+        if rows == 0 or not all(finite):
+            raise ValueError(f"{rows} rows, finite: {finite}")
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +181,7 @@ def similarity(moments: CrossMoments, kind: Kind) -> Similarity:
     Raises:
         ValueError: Nothing was counted, or what was counted is not finite.
     """
-    rows = int(moments.count)
-    if rows == 0 or any(moments.non_finite()):
-        raise ValueError(f"{rows} rows, finite: {[not bad for bad in moments.non_finite()]}")
+    rows = moments.checked_rows()
     means, mean_squares = moments.sums / rows, moments.squares / rows
     variances = mean_squares - means.square()
     dead = variances <= CONSTANT * mean_squares

@@ -3,7 +3,7 @@
 Shapes: T rows (tokens), H features, C cells kept apart (folds, position buckets).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -17,13 +17,8 @@ def triangle_size(size: int) -> int:
     return size * (size + 1) // 2
 
 
-def pack_triangle(matrix_HH: Tensor) -> Tensor:
-    """The lower triangle of a square matrix, row by row: [H(H+1)/2]."""
-    return matrix_HH.take(_lower(len(matrix_HH), matrix_HH.device))
-
-
 def unpack_triangle(triangle: Tensor, size: int) -> Tensor:
-    """The symmetric [``size``, ``size``] matrix whose lower triangle is ``triangle``."""
+    """The symmetric [``size``, ``size``] matrix whose lower triangle, row by row, this is."""
     lower = torch.zeros(size * size, dtype=triangle.dtype, device=triangle.device)
     lower[_lower(size, triangle.device)] = triangle
     lower = lower.view(size, size)
@@ -126,23 +121,21 @@ class Moments:
         for part in PARTS:
             getattr(self, part).add_(getattr(other, part))
 
-    def count(self, cells: Sequence[int] | None = None) -> int:
-        """Rows counted in ``cells`` (all by default)."""
-        return sum(int(self.counts[cell]) for cell in self._chosen(cells))
+    def count(self) -> int:
+        """Rows counted in all cells."""
+        return int(self.counts.sum())
 
-    def sum(self, cells: Sequence[int] | None = None) -> Tensor:
-        """sum x over ``cells`` (all by default), added in the order given: [H] fp64."""
-        total = torch.zeros_like(self.sums[0])
-        for cell in self._chosen(cells):
-            total += self.sums[cell]
-        return total
+    def sum(self) -> Tensor:
+        """sum x over all cells, added in their order: [H] fp64."""
+        return _added(self.sums)
 
-    def gram(self, cells: Sequence[int] | None = None) -> Tensor:
-        """sum x x^T over ``cells`` (all by default), added in the order given: [H, H] fp64."""
-        total = torch.zeros_like(self.products[0])
-        for cell in self._chosen(cells):
-            total += self.products[cell]
-        return unpack_triangle(total, self.size)
+    def gram(self) -> Tensor:
+        """sum x x^T over all cells, added in their order: [H, H] fp64."""
+        return unpack_triangle(_added(self.products), self.size)
 
-    def _chosen(self, cells: Sequence[int] | None) -> Sequence[int]:
-        return range(len(self.counts)) if cells is None else cells
+
+def _added(cells: Tensor) -> Tensor:
+    total = torch.zeros_like(cells[0])
+    for cell in cells:
+        total += cell
+    return total

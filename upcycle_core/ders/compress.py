@@ -27,7 +27,7 @@ from upcycle_core.ders.files import (
     write_checksums,
     write_code,
 )
-from upcycle_core.ders.sizes import ffn_size
+from upcycle_core.ders.sizes import ffn_bits
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.progress import Progress, Silent
 
@@ -216,15 +216,15 @@ class _Work:
         }
 
     def bytes_by_formula(self, plan: Plan) -> int:
-        """Of the whole file: FFNs by ``ffn_size``, the rest as it is."""
+        """Of the whole file: FFNs by ``ffn_bits``, the rest as it is."""
         source, width = self.source, self.source.dtype.itemsize
         total = float(sum(width * prod(shape) for shape in _outside(plan)))
         for layer in range(source.layers):
             ranks = {m: self.ranks[f"{layer}.{m}"] for m in source.matrices if self.ranks}
-            size = ffn_size(
+            bits = ffn_bits(
                 source.matrices, source.count, self.config, value_bits=8 * width, ranks=ranks
             )
-            total += size.total / 8
+            total += bits / 8
         return round(total)
 
     def parameters(self, plan: Plan) -> int:

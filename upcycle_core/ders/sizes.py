@@ -10,66 +10,40 @@ quantised entry, r rank, [O, I] a matrix.
 The paper (section 3.3) counts the first two columns, as 1 + N (1 - p) FFNs, and K + N b bits.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from upcycle_core.ders.config import CodecConfig
 from upcycle_core.ders.model.deltas_ders import index_dtype
 
 
-@dataclass(frozen=True)
-class FfnSize:
-    """Size of the FFN of one layer, in bits; not whole where the formula is not.
-
-    Args:
-        base: Of the shared base.
-        deltas: Of the deltas' own numbers.
-        overhead: Of what the paper does not count: indices, or scales.
-    """
-
-    base: float
-    deltas: float
-    overhead: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.base + self.deltas + self.overhead
-
-
-def ffn_size(
+def ffn_bits(
     matrices: Mapping[str, tuple[int, int]],
     deltas: int,
     config: CodecConfig,
     *,
     value_bits: int,
-    ranks: Mapping[str, int] | None = None,
-) -> FfnSize:
-    """Size of the FFN of one layer by the formulas above.
+    ranks: Mapping[str, int],
+) -> float:
+    """Size of the FFN of one layer by the formulas above, in bits; not whole where they are not.
 
     Args:
         matrices: Name to [O, I] of the FFN's matrices.
         deltas: D: N experts, and one for a universal FFN that is stored as a delta.
         config: How deltas are stored; without faults.
         value_bits: K.
-        ranks: Matrix to rank, where ``config`` gives a share of energy.
+        ranks: Matrix to rank, where ``config`` gives a share of energy; else empty.
     """
-    shapes: Sequence[tuple[int, int]] = list(matrices.values())
-    base = value_bits * _entries(shapes)
+    shapes = list(matrices.values())
+    entries = sum(o * i for o, i in shapes)
     if config.codec == "sparse":
         assert config.drop_rate is not None
         kept = deltas * (1 - config.drop_rate)
         indices = sum(kept * 8 * index_dtype(o * i).itemsize * o * i for o, i in shapes)
-        return FfnSize(base, kept * value_bits * _entries(shapes), indices)
+        return value_bits * entries + kept * value_bits * entries + indices
     if config.codec == "quantised":
         assert config.bits is not None
         groups = sum(o * -(-i // (config.group_size or i)) for o, i in shapes)
-        own = deltas * config.bits * _entries(shapes)
-        return FfnSize(base, own, deltas * value_bits * groups)
+        return value_bits * entries + deltas * (config.bits * entries + value_bits * groups)
     rank_of = ranks or dict.fromkeys(matrices, config.rank or 0)
     sides = sum(rank_of[name] * (o + i) for name, (o, i) in matrices.items())
-    return FfnSize(base, deltas * sides * value_bits, 0)
-
-
-def _entries(shapes: Iterable[tuple[int, int]]) -> int:
-    return sum(o * i for o, i in shapes)
+    return value_bits * (entries + deltas * sides)

@@ -42,35 +42,22 @@ class Statistics:
         lists = {key: tuple(fields[key]) for key in ("layers", "position_buckets")}
         return cls(Path(path), Layout(**{**fields, **lists}))
 
-    def moments(self, layer: int) -> Moments:
-        """Everything counted at ``layer``, cell by cell."""
-        prefix = f"{layer}."
+    def moments(
+        self, layer: int, *, folds: Sequence[int] | None = None, window: int | None = None
+    ) -> Moments:
+        """What was counted at ``layer``: (A_d, s_d, n_d), cell by cell.
+
+        Args:
+            layer: Which; every layer counts the same tokens.
+            folds: Only these folds; all by default.
+            window: Only positions below it (one of the position buckets); all by default.
+        """
+        prefix, cells = f"{layer}.", self.layout.cells(folds=folds, window=window)
         with safe_open(self.path, "pt") as file:
             tensors = {prefix + part: file.get_tensor(prefix + part) for part in PARTS}
+        if len(cells) < self.layout.cell_count:
+            tensors = {name: tensor[cells] for name, tensor in tensors.items()}
         return Moments.from_tensors(tensors, prefix)
-
-    def gram(
-        self, layer: int, *, folds: Sequence[int] | None = None, window: int | None = None
-    ) -> Tensor:
-        """A_d = sum x x^T at ``layer``: [H, H] fp64."""
-        return self.moments(layer).gram(self.layout.cells(folds=folds, window=window))
-
-    def sum(
-        self, layer: int, *, folds: Sequence[int] | None = None, window: int | None = None
-    ) -> Tensor:
-        """s_d = sum x at ``layer``: [H] fp64."""
-        return self.moments(layer).sum(self.layout.cells(folds=folds, window=window))
-
-    def count(
-        self,
-        layer: int | None = None,
-        *,
-        folds: Sequence[int] | None = None,
-        window: int | None = None,
-    ) -> int:
-        """n_d: tokens counted (every layer counts the same ones)."""
-        which = self.layout.layers[0] if layer is None else layer
-        return self.moments(which).count(self.layout.cells(folds=folds, window=window))
 
 
 def save_statistics(path: Path, layout: Layout, moments: Mapping[int, Moments]) -> None:

@@ -16,7 +16,6 @@ from upcycle_core.activations.cross import CrossMoments, similarity
 from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.heads import (
     HeadMove,
-    HeadPairs,
     match_heads,
     move_heads,
     pairs_from_activations,
@@ -67,7 +66,7 @@ class Alignment:
 
 def align_layer(
     neurons: CrossMoments | None,
-    heads: HeadPairs | CrossMoments | None,
+    heads: CrossMoments | None,
     *,
     config: AlignmentConfig,
     heads_count: int,
@@ -80,7 +79,7 @@ def align_layer(
 
     Args:
         neurons: Of act(gate) * up in anchor and model [I, I]; not looked at for ``neurons: none``.
-        heads: Of o_proj's input [Q N, Q N], or what weights say; not looked at for ``heads: none``.
+        heads: Of o_proj's input [Q N, Q N]; not looked at for ``heads: none``.
         config: What is aligned, and by which measure.
         heads_count: Q.
         groups: G.
@@ -98,10 +97,9 @@ def align_layer(
         order = assign(alike, fraction=config.fraction, solver=config.solver)
     if config.heads == "match":
         if heads is None:
-            raise ValueError("heads = 'match' asks for their cross-moments, or pairs by weights")
-        if isinstance(heads, CrossMoments):
-            heads = pairs_from_activations(_counted(heads), heads=heads_count, groups=groups)
-        move = match_heads(heads)
+            raise ValueError("heads = 'match' asks for their cross-moments")
+        heads.checked_rows()
+        move = match_heads(pairs_from_activations(heads, heads=heads_count, groups=groups))
     return LayerAlignment(neurons=order, heads=move)
 
 
@@ -243,13 +241,6 @@ def load_alignment(path: Path) -> Alignment:
 def _folded(reader: CheckpointReader) -> Read:
     """Name to tensor of the model with folded norms and a head of its own."""
     return transformed(read_untied(reader), [fold_norms(family_of(reader.config), reader.tensor)])
-
-
-def _counted(moments: CrossMoments) -> CrossMoments:
-    rows = int(moments.count)
-    if rows == 0 or any(moments.non_finite()):
-        raise ValueError(f"{rows} rows, finite: {[not bad for bad in moments.non_finite()]}")
-    return moments
 
 
 def _numbers(part: object) -> dict[str, Any]:

@@ -50,14 +50,12 @@ def slow_decode(config: CodecConfig, tensors: dict, expert: int) -> np.ndarray:
 
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tensors_are_as_promised_and_as_large_as_the_formula_says(name, dtype):
+def test_tensors_are_as_promised_and_hold_as_many_numbers(name, dtype):
     codec = codec_of(CONFIGS[name])
     tensors = codec.encode(some_deltas(), dtype=dtype, key=KEY)
     assert codec.layout(3, SHAPE, dtype) == {
         name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
     }
-    stored = 8 * sum(tensor.nbytes for tensor in tensors.values())
-    assert codec.bits(3, SHAPE, value_bits=8 * dtype.itemsize) == stored
     own = sum(t.numel() for n, t in tensors.items() if n in ("values", "a", "b"))
     assert codec.entries(3, SHAPE) == (own or 3 * math.prod(SHAPE))
 
