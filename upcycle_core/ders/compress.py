@@ -15,9 +15,7 @@ from torch import Tensor
 from upcycle_core.architectures.dense_of import experts_of, normalises
 from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.checkpoints.place import new_directory, place_faults
-from upcycle_core.ders.codecs.choose import codec_of
-from upcycle_core.ders.codecs.codec import Codec
-from upcycle_core.ders.codecs.low_rank import rank_of_energy
+from upcycle_core.ders.codec import Codec, codec_of, rank_of_energy
 from upcycle_core.ders.config import CodecConfig
 from upcycle_core.ders.decompose import Decomposed, ancestor_faults, cosine
 from upcycle_core.ders.files import (

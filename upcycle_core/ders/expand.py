@@ -16,7 +16,7 @@ from upcycle_core.architectures.family import LM_HEAD, Family
 from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.checkpoints.place import new_directory, place_faults
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.ders.codecs.choose import stored_codec
+from upcycle_core.ders.codec import stored_codec
 from upcycle_core.ders.config import CodecConfig
 from upcycle_core.ders.decompose import MATRICES, SHARED, SHARED_GATE
 from upcycle_core.ders.files import ders_name, verify

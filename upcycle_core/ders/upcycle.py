@@ -7,6 +7,7 @@ N experts, D deltas of a matrix (N, or N + 1 with a universal FFN among them), [
 values of a sparse delta, r rank, H hidden size.
 """
 
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -28,10 +29,10 @@ from upcycle_core.backbone.write import (
 from upcycle_core.checkpoints.place import place_faults
 from upcycle_core.checkpoints.tokenizer import TOKENIZER_FILES, copy_tokenizer
 from upcycle_core.checkpoints.writer import sync_directory, sync_file, write_json
+from upcycle_core.ders.codec import drawn_places, stored_codec
 from upcycle_core.ders.config import DersUpcyclingConfig
 from upcycle_core.ders.files import ARCHITECTURE, write_checksums, write_code
 from upcycle_core.ders.model.configuration_ders import DersConfig
-from upcycle_core.ders.model.deltas_ders import index_dtype, kept_entries
 from upcycle_core.ders.source import DenseSource, dense_config
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.moe.random import keyed_generator, random_routers
@@ -190,35 +191,26 @@ def _deltas(
     config: DersConfig, shape: tuple[int, ...], dtype: torch.dtype, key: tuple[int, int, str]
 ) -> Plan:
     """Tensors of the D deltas, all zero, of a matrix of ``shape`` [O, I]."""
-    (outputs, inputs), count = shape, config.deltas
-    if config.delta["codec"] == "sparse":
-        size = outputs * inputs
-        kept = kept_entries(size, config.delta["drop_rate"])
-        vector, kind = (count, kept), index_dtype(size)
-        return {
-            "indices": (vector, kind, partial(_places, vector, size, key, kind)),
-            "values": (vector, dtype, partial(torch.zeros, vector, dtype=dtype)),
+    codec, plan = stored_codec(config.delta, *key[1:]), Plan()
+    layout = codec.layout(config.deltas, (shape[0], shape[1]), dtype)
+    for part, (sizes, kind) in sorted(layout.items()):
+        drawn = {
+            "indices": partial(_places, sizes, math.prod(shape), key, kind),
+            "a": partial(_draws, sizes, key, dtype),
         }
-    rank = config.delta["rank"]
-    a, b = (count, rank, inputs), (count, outputs, rank)
-    return {
-        "a": (a, dtype, partial(_draws, a, key, dtype)),
-        "b": (b, dtype, partial(torch.zeros, b, dtype=dtype)),
-    }
+        plan[part] = sizes, kind, drawn.get(part) or partial(torch.zeros, sizes, dtype=kind)
+    return plan
 
 
 def _places(
-    shape: tuple[int, int], size: int, key: tuple[int, int, str], dtype: torch.dtype
+    shape: tuple[int, ...], size: int, key: tuple[int, int, str], dtype: torch.dtype
 ) -> torch.Tensor:
     """n of the places 0 .. size - 1 for each of D deltas, ascending: [D, n]."""
     count, kept = shape
-    drawn = (torch.randperm(size, generator=keyed_generator(*key, d))[:kept] for d in range(count))
-    return torch.stack([places.sort().values for places in drawn]).to(dtype)
+    return torch.stack([drawn_places(size, kept, (*key, d)) for d in range(count)]).to(dtype)
 
 
-def _draws(
-    shape: tuple[int, int, int], key: tuple[int, int, str], dtype: torch.dtype
-) -> torch.Tensor:
+def _draws(shape: tuple[int, ...], key: tuple[int, int, str], dtype: torch.dtype) -> torch.Tensor:
     """a [D, r, I] of N(0, 1 / r)."""
     count, rank, inputs = shape
     drawn = [torch.randn(rank, inputs, generator=keyed_generator(*key, d)) for d in range(count)]
