@@ -5,11 +5,11 @@ Shapes: T rows (tokens), H features, C cells kept apart (folds, position buckets
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
-
-PARTS = ("products", "sums", "counts")
 
 
 def triangle_size(size: int) -> int:
@@ -69,7 +69,37 @@ def bf16_units() -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-class Moments:
+class Accumulator:
+    """Named sums of features, which files hold and which can be added up.
+
+    Attributes:
+        parts: Names of the sums, as attributes and in files.
+    """
+
+    parts: ClassVar[tuple[str, ...]]
+    size: int
+    sums: Tensor
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> Self:
+        """The accumulator that ``tensors`` was taken from, over the same memory."""
+        found = cls.__new__(cls)
+        for part in cls.parts:
+            setattr(found, part, tensors[prefix + part])
+        found.size = found.sums.shape[1]
+        return found
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """The accumulated numbers by name, on the CPU, as a file stores them."""
+        return {prefix + part: getattr(self, part).cpu() for part in self.parts}
+
+    def merge(self, other: Self) -> None:
+        """Add what ``other`` has counted."""
+        for part in self.parts:
+            getattr(self, part).add_(getattr(other, part))
+
+
+class Moments(Accumulator):
     """The accumulator: within a batch the features' own precision, across batches fp64.
 
     Attributes:
@@ -78,26 +108,17 @@ class Moments:
         counts: [C] int64, rows counted; on the CPU, which knows them without asking the device.
     """
 
+    parts = ("products", "sums", "counts")
+
     def __init__(self, size: int, *, cells: int = 1, device: torch.device | str = "cpu") -> None:
         self.size = size
         self.products = torch.zeros(cells, triangle_size(size), dtype=torch.float64, device=device)
         self.sums = torch.zeros(cells, size, dtype=torch.float64, device=device)
         self.counts = torch.zeros(cells, dtype=torch.int64)
-        self._lower = _lower(size, self.products.device)
 
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> "Moments":
-        """The accumulator that ``tensors`` was taken from, over the same memory."""
-        cells, size = tensors[prefix + "sums"].shape
-        moments = cls(size, cells=0)
-        for part in PARTS:
-            setattr(moments, part, tensors[prefix + part])
-        assert moments.products.shape == (cells, triangle_size(size))
-        return moments
-
-    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """The accumulated numbers by name, on the CPU, as a file stores them."""
-        return {prefix + part: getattr(self, part).cpu() for part in PARTS}
+    @cached_property
+    def _lower(self) -> Tensor:
+        return _lower(self.size, self.products.device)
 
     def update(self, x_TH: Tensor, *, rows: Tensor | None = None, cell: int = 0) -> None:
         """Count one batch.
@@ -115,11 +136,6 @@ class Moments:
         self.products[cell] += gram_HH.take(self._lower)
         self.sums[cell] += sum_H
         self.counts[cell] += len(x_TH)
-
-    def merge(self, other: "Moments") -> None:
-        """Add what ``other`` has counted, cell by cell."""
-        for part in PARTS:
-            getattr(self, part).add_(getattr(other, part))
 
     def count(self) -> int:
         """Rows counted in all cells."""

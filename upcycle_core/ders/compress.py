@@ -15,7 +15,7 @@ from torch import Tensor
 from upcycle_core.architectures.dense_of import experts_of, normalises
 from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.checkpoints.place import new_directory, place_faults
-from upcycle_core.ders.codec import Codec, codec_of, rank_of_energy
+from upcycle_core.ders.codec import Codec, codec_of, ffn_bits, rank_of_energy
 from upcycle_core.ders.config import CodecConfig
 from upcycle_core.ders.decompose import Decomposed, ancestor_faults, cosine
 from upcycle_core.ders.files import (
@@ -25,7 +25,6 @@ from upcycle_core.ders.files import (
     write_checksums,
     write_code,
 )
-from upcycle_core.ders.sizes import ffn_bits
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.progress import Progress, Silent
 
@@ -39,7 +38,7 @@ class CompressionReport:
         delta: How they are stored, as in config.json.
         universal: Whether a universal FFN is the last of the deltas.
         bytes_on_disk: Of the weight files.
-        bytes_by_formula: Of the same by ``ders.sizes``; headers of files are not in it.
+        bytes_by_formula: Of the same by ``codec.ffn_bits``; headers of files are not in it.
         bytes_of_original: Of the MoE's weight files.
         parameters: Numbers that are stored; indices and scales are not counted.
         cosines: "LAYER.EXPERT.MATRIX" to the cosine of an expert's matrix and the base's.

@@ -11,13 +11,12 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from upcycle_core.activations.moments import PARTS, Moments
+from upcycle_core.activations.moments import Moments
 from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.checkpoints.load import DTYPES
 from upcycle_core.checkpoints.tensor_file import read_header, save_atomically
-from upcycle_core.dume.collect import collect_shard
+from upcycle_core.dume.collect import Layout, collect_shard
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.dume.layout import Layout
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress, Silent
 
@@ -54,7 +53,7 @@ class Statistics:
         """
         prefix, cells = f"{layer}.", self.layout.cells(folds=folds, window=window)
         with safe_open(self.path, "pt") as file:
-            tensors = {prefix + part: file.get_tensor(prefix + part) for part in PARTS}
+            tensors = {prefix + part: file.get_tensor(prefix + part) for part in Moments.parts}
         if len(cells) < self.layout.cell_count:
             tensors = {name: tensor[cells] for name, tensor in tensors.items()}
         return Moments.from_tensors(tensors, prefix)

@@ -31,9 +31,8 @@ from upcycle_core.backbone.rewrite import Read, Transform, read_untied, rewrite,
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tensor_file import read_header, save_atomically
 from upcycle_core.errors import Fault, InputError
-from upcycle_core.symphony.assignment import Assignment, assign
+from upcycle_core.symphony.assignment import Assignment, assign, permute_neurons
 from upcycle_core.symphony.config import AlignmentConfig
-from upcycle_core.symphony.remap import permute_neurons
 
 KIND = "alignment"
 

@@ -11,13 +11,13 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from upcycle_core.activations.cross import PARTS, CrossMoments
+from upcycle_core.activations.cross import CrossMoments
 from upcycle_core.activations.pairs import (
     collect_pairs,
     head_reader,
@@ -107,22 +107,16 @@ def collect_moments(
     return counts
 
 
-def neuron_moments(file: Path, layer: int) -> CrossMoments:
-    """The cross-moments [I, I] of a layer's neurons, anchor by model; nothing else is read.
+def layer_moments(file: Path, kind: Literal["neurons", "heads"], layer: int) -> CrossMoments:
+    """A layer's cross-moments, anchor by model; nothing else is read.
+
+    Returns:
+        Of its neurons [I, I], or of what its heads say [Q N, Q N].
 
     Raises:
         InputError: ``file`` cannot be read, or does not have them.
     """
-    return _read(file, f"neurons.{layer}")
-
-
-def head_moments(file: Path, layer: int) -> CrossMoments:
-    """The cross-moments [Q N, Q N] of what a layer's heads say; nothing else is read.
-
-    Raises:
-        InputError: ``file`` cannot be read, or does not have them.
-    """
-    return _read(file, f"heads.{layer}")
+    return _read(file, f"{kind}.{layer}")
 
 
 def residual_moments(files: Sequence[Path]) -> CrossMoments:
@@ -183,8 +177,8 @@ def _save(path: Path, moments: Mapping[str, CrossMoments], header: Mapping[str, 
 def _read(file: Path, key: str) -> CrossMoments:
     try:
         with safe_open(file, "pt") as opened:
-            if f"{key}.{PARTS[0]}" in opened.keys():  # noqa: SIM118 (a handle is no mapping)
-                tensors = {part: opened.get_tensor(f"{key}.{part}") for part in PARTS}
+            if f"{key}.{CrossMoments.parts[0]}" in opened.keys():  # noqa: SIM118 (a handle is no mapping)
+                tensors = {part: opened.get_tensor(f"{key}.{part}") for part in CrossMoments.parts}
                 return CrossMoments.from_tensors(tensors)
             found = json.loads((opened.metadata() or {}).get(KIND, "{}"))
     except (SafetensorError, OSError) as error:

@@ -16,9 +16,8 @@ from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.batches import Batch
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.shards import write_split
-from upcycle_core.dume.collect import collect
+from upcycle_core.dume.collect import Layout, collect
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.dume.layout import Layout
 from upcycle_core.dume.statistics import (
     Statistics,
     domain_statistics,

@@ -270,7 +270,7 @@ def alike(seed: int, dead_first: tuple[int, ...], dead_second: tuple[int, ...]) 
     matrix = 2 * torch.rand(6, 6, generator=generator, dtype=torch.float64) - 1.5
     dead = torch.zeros(2, 6, dtype=torch.bool)
     dead[0, list(dead_first)], dead[1, list(dead_second)] = True, True
-    return Similarity(kind="l2", matrix=matrix, dead_first=dead[0], dead_second=dead[1])
+    return Similarity(matrix=matrix, dead_first=dead[0], dead_second=dead[1])
 
 
 DEAD = [((), ()), ((2,), (0, 5)), ((0, 3, 4), (1,)), (range(6), (1,)), (range(6), range(6))]

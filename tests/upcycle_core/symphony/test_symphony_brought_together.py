@@ -17,6 +17,7 @@ from tests.upcycle_core.backbone.rewritten import (
 )
 from upcycle_core.activations.cross import CrossMoments, similarity
 from upcycle_core.activations.pairs import (
+    PairedBatch,
     collect_pairs,
     head_reader,
     neuron_reader,
@@ -39,10 +40,8 @@ from upcycle_core.backbone.residual import (
 )
 from upcycle_core.backbone.rewrite import Transform
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.corpora.batches import Batch
 from upcycle_core.progress import Silent
-from upcycle_core.symphony.assignment import assign
-from upcycle_core.symphony.remap import permute_neurons
+from upcycle_core.symphony.assignment import assign, permute_neurons
 
 LAYERS, HEADS, GROUPS, SIZE, HIDDEN, NEURONS = (0, 1), 4, 2, 8, 32, 48
 
@@ -72,13 +71,22 @@ def disguised(reader: CheckpointReader, out: Path) -> CheckpointReader:
     return rewritten(reader, out, changes)
 
 
-def batches() -> list[Batch]:
+def batches() -> list[PairedBatch]:
     generator = torch.Generator().manual_seed(0)
     found = []
     for _ in range(4):
         tokens = torch.randint(96, (8, 24), generator=generator)
-        lengths = torch.full((8,), 24)
-        found.append(Batch(tokens, torch.ones_like(tokens), lengths, torch.arange(8), 0))
+        rows = torch.arange(tokens.numel())
+        found.append(
+            PairedBatch(
+                first_ids=tokens,
+                first_mask=torch.ones_like(tokens),
+                second_ids=tokens,
+                second_mask=torch.ones_like(tokens),
+                first_rows=rows,
+                second_rows=rows,
+            )
+        )
     return found
 
 
