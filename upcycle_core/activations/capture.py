@@ -10,9 +10,7 @@ Consumer = Callable[[int, Tensor], None]
 
 
 @contextmanager
-def router_inputs(
-    model: nn.Module, consume: Consumer, *, layers: Sequence[int] | None = None
-) -> Iterator[None]:
+def router_inputs(model: nn.Module, consume: Consumer, *, layers: Sequence[int]) -> Iterator[None]:
     """Within this context each forward of ``model`` hands the routers' inputs to ``consume``.
 
     A router reads what the layer's MLP reads: the output of the norm after attention. Nothing
@@ -21,10 +19,10 @@ def router_inputs(
     Args:
         model: A decoder without lm_head, dense or MoE (``LlamaModel``, ``MixtralModel``, ...).
         consume: Called with the layer and its router's input [B, S, H], in the layers' order.
-        layers: Which layers are watched; all of them by default.
+        layers: Which layers are watched.
     """
     decoder_layers: Any = model.layers
-    watched = range(len(decoder_layers)) if layers is None else sorted(layers)
+    watched = sorted(layers)
     with ExitStack() as stack:
         for layer in watched:
             norm = decoder_layers[layer].post_attention_layernorm

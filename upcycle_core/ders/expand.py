@@ -40,8 +40,7 @@ def expand(
     Args:
         compressed: What ``compress`` or ``write_ders_upcycling`` wrote, trained or not.
         out: The directory that is written.
-        max_shard_bytes: Size of one safetensors file.
-        progress: Hears of every tensor.
+        max_shard_bytes, progress: As for ``write_model``.
 
     Raises:
         InputError: A file that is missing or altered, tensors that do not fit, a model that no

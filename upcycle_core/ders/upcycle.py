@@ -80,8 +80,7 @@ def write_ders_upcycling(
         experts: N.
         top_k: k, experts a token passes through.
         seed: Decides places, draws and routers.
-        max_shard_bytes: Size of one safetensors file.
-        progress: Hears of every tensor.
+        max_shard_bytes, progress: As for ``write_model``.
 
     Raises:
         InputError: p outside [0, 1), a rank above the matrices, N < 2, k > N, a model that is not
@@ -107,13 +106,10 @@ def ders_config(
 
     Args:
         dense: The content of its config.json.
-        config: Codec, layers, universal FFN, how outputs are combined.
-        experts: N.
-        top_k: k.
+        config, experts, top_k: As for ``write_ders_upcycling``.
 
     Raises:
-        InputError: p outside [0, 1), a rank above the matrices, N < 2, k > N, a configuration that
-            its own class refuses.
+        InputError: As there, and a configuration that its own class refuses.
     """
     faults = [*_setting_faults(config, experts, top_k), *stock_faults(dense, "model.config")]
     raise_faults(faults)

@@ -88,9 +88,7 @@ def collect_shard(
         model: A decoder without lm_head.
         corpus: The split's directory.
         layers: Which layers; nothing behind the last one is computed.
-        config: What is forwarded, and what is kept apart.
-        shard: Which of ``config.shards`` pieces.
-        progress: Hears of every batch, in tokens.
+        config, shard, progress: As for ``statistics.domain_statistics``.
         what: How progress names this.
 
     Returns:

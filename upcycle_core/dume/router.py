@@ -90,9 +90,8 @@ def solve_routers(
     """All routers from one pass (the paper's ``joint`` way).
 
     Args:
-        statistics: By domain, in the order of the experts.
         config: lambda or how to choose it, and the domains' weights.
-        window: Only the first positions of each paragraph; one of the position buckets.
+        statistics, window: As for ``solve``.
 
     Raises:
         InputError: see ``solve`` and ``cross_validation.best``.
@@ -126,7 +125,7 @@ def solve_sequentially(
         gather: Called with a layer and the routers before it; returns that layer's statistics by
             domain (``sequential_statistics``). Where pieces are kept, a rerun finds them here.
         choice: lambda; choose it on statistics of the joint pass, if at all.
-        domain_weights: Factors on a domain's sums; 1 where none is given.
+        domain_weights: As for ``solve``.
     """
     weights: dict[int, Tensor] = {}
     domains: tuple[str, ...] = ()

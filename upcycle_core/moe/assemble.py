@@ -37,10 +37,9 @@ def assemble(
         out: The directory that is written: weights under per-expert names, config.json,
             generation configuration, tokenizer.
         top_k: Experts a token passes through.
-        max_shard_bytes: Size of one safetensors file.
+        max_shard_bytes, progress: As for ``write_model``.
         edit: Called with (layer, expert, "gate" | "up" | "down", weight) for every matrix of every
             expert; what it returns is written. Gate and up are [I, H], down is [H, I].
-        progress: Hears of every tensor.
 
     Raises:
         InputError: k > D; experts and backbone that do not fit; routers missing, of another

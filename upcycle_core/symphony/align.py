@@ -151,16 +151,7 @@ def write_aligned(model: Path, alignment: Alignment, out: Path, *, max_shard_byt
 
 
 def write_folded(anchor: Path, out: Path, *, max_shard_bytes: int) -> None:
-    """Write the anchor as rotated strangers are written: norms folded, lm_head untied.
-
-    Args:
-        anchor: Its checkpoint.
-        out: The directory that is written: weights, config.json, tokenizer.
-        max_shard_bytes: Size of one safetensors file.
-
-    Raises:
-        InputError: A tensor is missing, misshapen or has no place.
-    """
+    """Write the anchor as ``write_aligned`` writes rotated strangers: norms folded, head untied."""
     reader = CheckpointReader(anchor)
     fold = fold_norms(family_of(reader.config), reader.tensor)
     rewrite(reader, out, [fold], untie=True, max_shard_bytes=max_shard_bytes)

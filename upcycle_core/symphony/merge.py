@@ -53,8 +53,7 @@ def write_merged_backbone(
             the union's tokenizer.
         config: What is done with which kind. A model without a weight has 1.
         anchor: The model that "anchor" means.
-        max_shard_bytes: Size of one safetensors file.
-        progress: Hears of every tensor.
+        max_shard_bytes, progress: As for ``write_model``.
 
     Raises:
         InputError: The models do not fit together, or the union not to them; tied and untied ones

@@ -37,8 +37,7 @@ def write_united(
         backbone: What ``write_merged_backbone`` wrote of it and others.
         out: The directory that is written: weights; the backbone's config.json, tokenizer and
             generation configuration.
-        max_shard_bytes: Size of one safetensors file.
-        progress: Hears of every tensor.
+        max_shard_bytes, progress: As for ``write_model``.
 
     Raises:
         InputError: Model and backbone do not fit together, or only one of them is tied.

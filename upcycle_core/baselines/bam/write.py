@@ -14,13 +14,22 @@ import torch
 from upcycle_core.architectures.families import FAMILIES, MIXTRAL
 from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.baselines.bam import modeling_bam
-from upcycle_core.baselines.bam.modeling_bam import BamConfig, BamForCausalLM, BamModel
 from upcycle_core.checkpoints.writer import sync_directory, sync_file
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.moe.plan import Parts, moe_plan
 from upcycle_core.moe.random import random_routers
 from upcycle_core.progress import Progress
 
+ARCHITECTURE = {
+    "architectures": ["BamForCausalLM"],
+    "model_type": "bam",
+    "auto_map": {
+        "AutoConfig": "modeling_bam.BamConfig",
+        "AutoModel": "modeling_bam.BamModel",
+        "AutoModelForCausalLM": "modeling_bam.BamForCausalLM",
+    },
+}
+"""What config.json says of the classes."""
 _PROJECTION = re.compile(r"(model\.layers\.(\d+)\.self_attn)\.(q_proj|o_proj)\.weight")
 
 
@@ -60,7 +69,7 @@ def write_bam(
     write_model(
         out,
         plan,
-        config | _architecture(),
+        config | ARCHITECTURE,
         source=parts.shared[0],
         max_shard_bytes=max_shard_bytes,
         what="assembly",
@@ -101,17 +110,3 @@ def _family_faults(parts: Parts) -> list[Fault]:
     supported = [name for name, family in FAMILIES.items() if family.target is MIXTRAL]
     remedy = f"BAM is built on Mixtral's attention; choose a model of {', '.join(supported)}"
     return [Fault("experts.config.model_type", parts.family.model_type, remedy)]
-
-
-def _architecture() -> dict:
-    module = Path(modeling_bam.__file__).stem
-    classes = {
-        "AutoConfig": BamConfig,
-        "AutoModel": BamModel,
-        "AutoModelForCausalLM": BamForCausalLM,
-    }
-    return {
-        "architectures": [BamForCausalLM.__name__],
-        "model_type": BamConfig.model_type,
-        "auto_map": {auto: f"{module}.{kind.__name__}" for auto, kind in classes.items()},
-    }
