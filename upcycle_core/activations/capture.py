@@ -26,17 +26,12 @@ def router_inputs(model: nn.Module, consume: Consumer, *, layers: Sequence[int])
     with ExitStack() as stack:
         for layer in watched:
             norm = decoder_layers[layer].post_attention_layernorm
-            hook = norm.register_forward_hook(_handing(consume, layer))
+            hook = norm.register_forward_hook(
+                lambda _norm, _inputs, x_BSH, layer=layer: consume(layer, x_BSH)
+            )
             stack.callback(hook.remove)
         stack.enter_context(_cut_before_mlp(model, watched[-1]))
         yield
-
-
-def _handing(consume: Consumer, layer: int):
-    def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        consume(layer, output)
-
-    return hook
 
 
 @contextmanager

@@ -6,10 +6,13 @@ Shapes: T rows (tokens), H features, C cells kept apart (folds, position buckets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+
+from upcycle_core.checkpoints.tensor_file import save_atomically
 
 
 def triangle_size(size: int) -> int:
@@ -97,6 +100,16 @@ class Accumulator:
         """Add what ``other`` has counted."""
         for part in self.parts:
             getattr(self, part).add_(getattr(other, part))
+
+
+def save_sums(
+    path: Path, sums: Mapping[str, Accumulator], *, kind: str, header: Mapping[str, object]
+) -> None:
+    """Write accumulators by name, whole or not at all; ``kind`` and ``header`` name the file."""
+    tensors: dict[str, Tensor] = {}
+    for name, accumulated in sums.items():
+        tensors |= accumulated.tensors(f"{name}.")
+    save_atomically(path, tensors, kind=kind, header=header)
 
 
 class Moments(Accumulator):

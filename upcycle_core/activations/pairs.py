@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,15 +71,11 @@ def module_inputs(
     with ExitStack() as stack:
         for path in paths:
             module = model.get_submodule(path.removeprefix(BASE))
-            stack.callback(module.register_forward_pre_hook(_handing(consume, path)).remove)
+            hook = module.register_forward_pre_hook(
+                lambda _module, inputs, path=path: consume(path, inputs[0])
+            )
+            stack.callback(hook.remove)
         yield
-
-
-def _handing(consume: Callable[[str, Tensor], None], path: str):
-    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        consume(path, inputs[0])
-
-    return hook
 
 
 class _Enough(Exception):

@@ -15,10 +15,9 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from upcycle_core.activations.cross import CrossMoments
+from upcycle_core.activations.cross import CrossMoments, orthogonal_map
 from upcycle_core.architectures.axes import along, axes_of, layer_of
 from upcycle_core.architectures.family import Family
-from upcycle_core.backbone.procrustes import orthogonal_map
 from upcycle_core.backbone.rewrite import Transform
 
 # What runs over values, not over keys; o_proj is known by its axes.

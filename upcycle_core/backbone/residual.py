@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from upcycle_core.activations.cross import CrossMoments
+from upcycle_core.activations.cross import CrossMoments, orthogonal_map
 from upcycle_core.architectures.axes import along, axes_of, layer_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, Family
-from upcycle_core.backbone.procrustes import orthogonal_map
 from upcycle_core.backbone.rewrite import Read, Transform
 
 FINAL_NORM = "model.norm.weight"

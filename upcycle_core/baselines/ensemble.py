@@ -102,10 +102,10 @@ def estimate_prior(log_likelihoods_DP: Tensor) -> Tensor:
     """The domain prior: an exponential moving average of posteriors (arXiv 2208.03306, Eq. 3).
 
     It starts with the first paragraph's posterior, then average <- (1 - PRIOR_DECAY) average +
-    PRIOR_DECAY posterior. Every posterior is that of the whole paragraph, from a uniform prior. (The
-    authors' evaluation code averages over a paragraph's positions and uses the average so far as
-    prior. With a prior so updated, an expert that loses the first paragraph by 750 nats is out for
-    good.)
+    PRIOR_DECAY posterior. Every posterior is that of the whole paragraph, from a uniform prior.
+    (The authors' evaluation code averages over a paragraph's positions and uses the average so far
+    as prior. With a prior so updated, an expert that loses the first paragraph by 750 nats is out
+    for good.)
 
     Args:
         log_likelihoods_DP: [D, P] fp64, each expert's, of P paragraphs in their order.

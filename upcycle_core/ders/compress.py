@@ -21,6 +21,8 @@ from upcycle_core.ders.decompose import Decomposed, ancestor_faults, cosine
 from upcycle_core.ders.files import (
     ARCHITECTURE,
     ders_name,
+    ffn_place,
+    mlp_name,
     weight_bytes,
     write_checksums,
     write_code,
@@ -164,13 +166,12 @@ class _Work:
             if not source.family.is_ffn(name):
                 plan[ders_name(name)] = shape, source.dtype, partial(source.moe.tensor, name)
                 continue
-            _, _, layer, _, matrix, _ = name.split(".")
-            plan |= self._matrix(int(layer), matrix)
+            plan |= self._matrix(*ffn_place(name))
         return plan
 
     def _matrix(self, layer: int, matrix: str) -> Plan:
         """Base and deltas of one matrix; before the first of an FFN, the router."""
-        source, prefix = self.source, f"model.decoder.layers.{layer}.mlp"
+        source, prefix = self.source, mlp_name(layer)
         shape, dtype, plan = source.matrices[matrix], source.dtype, Plan()
         if matrix == next(iter(source.matrices)):
             router = source.target.router_name(layer)

@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import safe_open
-from torch import Tensor
 
-from upcycle_core.activations.moments import Moments
+from upcycle_core.activations.moments import Moments, save_sums
 from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.checkpoints.load import DTYPES
-from upcycle_core.checkpoints.tensor_file import read_header, save_atomically
+from upcycle_core.checkpoints.tensor_file import read_header
 from upcycle_core.dume.collect import Layout, collect_shard
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.errors import Fault, InputError
@@ -61,10 +60,8 @@ class Statistics:
 
 def save_statistics(path: Path, layout: Layout, moments: Mapping[int, Moments]) -> None:
     """Write a statistics file, whole or not at all; equal numbers give equal bytes."""
-    tensors: dict[str, Tensor] = {}
-    for layer in layout.layers:
-        tensors |= moments[layer].tensors(f"{layer}.")
-    save_atomically(path, tensors, kind=KIND, header=asdict(layout))
+    sums = {str(layer): moments[layer] for layer in layout.layers}
+    save_sums(path, sums, kind=KIND, header=asdict(layout))
 
 
 def merge_statistics(files: Sequence[Path], out: Path) -> None:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from upcycle_core.activations.cross import CrossMoments
+from upcycle_core.activations.moments import save_sums
 from upcycle_core.activations.pairs import (
     collect_pairs,
     head_reader,
@@ -28,7 +29,6 @@ from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.residual import unit_rows
 from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.tensor_file import save_atomically
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress, Silent
 from upcycle_core.symphony.config import CalibrationConfig
@@ -103,7 +103,7 @@ def collect_moments(
         progress=progress,
     )
     counts = {"tokens": dict(paired.tokens), "pairs": dict(paired.pairs)}
-    _save(out, moments, {**counts, "layers": sorted(layers)})
+    save_sums(out, moments, kind=KIND, header={**counts, "layers": sorted(layers)})
     return counts
 
 
@@ -164,14 +164,6 @@ def _accumulators(
 def _features(paths: Mapping[str, str], dtype: torch.dtype, path: str, x: Tensor) -> Tensor:
     """What is counted of what a module reads; sums and products are of the same rounded numbers."""
     return (unit_rows(x) if paths[path] == RESIDUAL else x).to(dtype)
-
-
-def _save(path: Path, moments: Mapping[str, CrossMoments], header: Mapping[str, object]) -> None:
-    """Write all sums, on the disk under their name only when they are whole."""
-    tensors: dict[str, Tensor] = {}
-    for key, of in moments.items():
-        tensors |= of.tensors(f"{key}.")
-    save_atomically(path, tensors, kind=KIND, header=header)
 
 
 def _read(file: Path, key: str) -> CrossMoments:
