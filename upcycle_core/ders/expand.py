@@ -162,7 +162,8 @@ class _Compressed:
         target, hidden = self.family.target, self.dense["hidden_size"]
         router = partial(self.reader.tensor, f"{mlp_name(layer)}.gate.weight")
         plan: Plan = {target.router_name(layer): ((self.experts, hidden), self.dtype, router)}
-        shapes = self._shapes(layer)
+        mlp, tensors = mlp_name(layer), self.reader.tensors
+        shapes = {m: tensors[f"{mlp}.base.{m}.weight"].shape for m in MATRICES}
         for name, shape in self.family.zeros(self.dense, layer).items():
             if self.universal == "none" or name == SHARED_GATE.format(layer=layer):
                 zeros = partial(torch.zeros, shape, dtype=self.dtype)
@@ -190,10 +191,6 @@ class _Compressed:
         if self.universal != "none":
             content["shared_expert_intermediate_size"] = self.dense["intermediate_size"]
         return content | {"transformers_version": config.get("transformers_version")}
-
-    def _shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        tensors = self.reader.tensors
-        return {m: tensors[f"{mlp_name(layer)}.base.{m}.weight"].shape for m in MATRICES}
 
 
 def _stock_faults(config: Mapping, family: Family) -> Iterator[Fault]:

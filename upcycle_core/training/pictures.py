@@ -51,7 +51,8 @@ def _draw(found: Sequence[tuple[int, int, int, float]], path: Path) -> None:
             aspect="auto",
             interpolation="none",
         )
-        ax.set_yticks(range(len(rows)), [_row_label(layer, expert) for layer, expert in rows])
+        labels = [f"layer {layer}, expert 0" if e == 0 else f"{e}" for layer, e in rows]
+        ax.set_yticks(range(len(rows)), labels)
         for place, (layer, expert) in enumerate(rows):
             if expert == 0 and layer != rows[0][0]:
                 ax.axhline(place - 0.5, color=INK, lw=0.8)
@@ -66,7 +67,3 @@ def _draw(found: Sequence[tuple[int, int, int, float]], path: Path) -> None:
         experts = len({expert for _, expert in rows})
         ax.set_title(f"Share of each layer's load by expert (even: {1 / experts:.2g})")
         save(figure, path)
-
-
-def _row_label(layer: int, expert: int) -> str:
-    return f"layer {layer}, expert 0" if expert == 0 else f"{expert}"
