@@ -106,18 +106,7 @@ def compress(
     raise_faults(ancestor_faults(source, cosines, minimum_cosine))
     work = _Work(source, config, ranks, seed)
     plan = work.plan()
-    with new_directory(Path(out)) as folder:
-        write_model(
-            folder,
-            plan,
-            work.config_json(),
-            source=source.moe,
-            max_shard_bytes=max_shard_bytes,
-            what="compression",
-            progress=progress,
-        )
-        write_code(folder)
-        write_checksums(folder)
+    _write(Path(out), work, plan, max_shard_bytes=max_shard_bytes, progress=progress)
     return CompressionReport(
         base="mean" if base is None else "seed",
         delta=work.delta(),
@@ -129,6 +118,23 @@ def compress(
         cosines=cosines,
         relative_errors=dict(work.errors),
     )
+
+
+def _write(
+    out: Path, work: "_Work", plan: Plan, *, max_shard_bytes: int, progress: Progress
+) -> None:
+    with new_directory(out) as folder:
+        write_model(
+            folder,
+            plan,
+            work.config_json(),
+            source=work.source.moe,
+            max_shard_bytes=max_shard_bytes,
+            what="compression",
+            progress=progress,
+        )
+        write_code(folder)
+        write_checksums(folder)
 
 
 @dataclass

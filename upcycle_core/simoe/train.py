@@ -90,11 +90,7 @@ def train_simoe(
     def load(device: str) -> Subject:
         network: Any = upcycle_in_memory(model, simoe, seed=seed, device=device, tasks=tasks)
         network.config.use_cache = shape.use_cache  # the Trainer does it too, but only if it trains
-        sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
-        trained = sum(size for size, is_trained in sizes if is_trained)
-        trainable = Trainable(trained, sum(size for size, _ in sizes), frozenset())
-        write = partial(_write, network, model, out)
-        made[:] = [Subject(network, trainable, write, SimoeObjective(network, simoe, config))]
+        made[:] = [_subject(network, SimoeObjective(network, simoe, config), model, out)]
         return made[0]
 
     found = train_subject(
@@ -110,6 +106,13 @@ def train_simoe(
         validation=validation,
     )
     return _result(found, made[0], config)
+
+
+def _subject(network: Any, objective: SimoeObjective, source: Path, out: Path) -> Subject:
+    sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    trainable = Trainable(trained, sum(size for size, _ in sizes), frozenset())
+    return Subject(network, trainable, partial(_write, network, source, out), objective)
 
 
 def _write(network: Any, source: Path, out: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from upcycle_core.activations.cross import CrossMoments
 from upcycle_core.activations.moments import save_sums
@@ -91,10 +91,7 @@ def collect_moments(
     paired = paired_texts(texts, anchor, model, config=config)
     kinds = [name for name, on in zip(KINDS, (residual, heads, neurons), strict=True) if on]
     moments, paths = _accumulators(CheckpointReader(anchor), layers, kinds, device)
-    dtype = DTYPES[config.precision]
-    first, second = (
-        load_causal_lm(place, dtype=dtype, device=device).get_decoder() for place in (anchor, model)
-    )
+    first, second = (_decoder(place, config, device) for place in (anchor, model))
     progress.start(f"activations of {names[1]}", sum(paired.tokens.values()), "tokens")
     collect_pairs(
         first,
@@ -136,6 +133,12 @@ def residual_moments(files: Sequence[Path]) -> CrossMoments:
     for part in (first, *others):
         total.merge(part)
     return total
+
+
+def _decoder(directory: Path, config: CalibrationConfig, device: str) -> nn.Module:
+    """The model without lm_head."""
+    dtype = DTYPES[config.precision]
+    return load_causal_lm(directory, dtype=dtype, device=device).get_decoder()
 
 
 def _accumulators(
