@@ -6,7 +6,6 @@ checkpoint, hides a diverged gradient, knows one loss only, and lets accelerate 
 fp32 a second time.
 """
 
-import json
 import time
 from collections.abc import Sized
 from pathlib import Path
@@ -34,7 +33,9 @@ from upcycle_core.training.extension import (
     AfterStep,
     Extension,
     clipped_together,
+    load_state,
     optimizer_groups,
+    save_state,
 )
 from upcycle_core.training.objective import StepLosses
 from upcycle_core.training.reporter import Reporter
@@ -42,8 +43,6 @@ from upcycle_core.training.resume import kept_step
 from upcycle_core.training.rows import collate, mean_loss, targets
 
 KEPT_CHECKPOINTS = 2
-EXTENSION = "extension.json"
-"""What an extension says of itself, in a checkpoint."""
 
 
 class CausalTrainer(Trainer):
@@ -239,15 +238,14 @@ class CausalTrainer(Trainer):
         directory.mkdir(parents=True, exist_ok=True)
         save_model(self._network, str(directory / "model.safetensors"))
         if self._extension is not None:
-            (directory / EXTENSION).write_text(json.dumps(dict(self._extension.state())))
+            save_state(self._extension, directory)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        directory = Path(resume_from_checkpoint)
-        load_weights(self._network, directory)
+        load_weights(self._network, Path(resume_from_checkpoint))
         if self._extension is not None:
-            self._extension.load_state(json.loads((directory / EXTENSION).read_text()))
+            load_state(self._extension, Path(resume_from_checkpoint))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

@@ -1,7 +1,9 @@
 """What a paper adds to the training of a language model, seen from ``CausalTrainer``."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -9,6 +11,8 @@ from transformers import TrainerCallback
 
 from upcycle_core.errors import InputError
 from upcycle_core.training.config import TrainingConfig
+
+_STATE = "extension.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,3 +114,13 @@ def clipped_together(model: nn.Module, extension: Extension | None) -> list[list
     sets = [[p for name, p in parameters.items() if name in group.names] for group in apart]
     own = {name for group in apart for name in group.names}
     return [[p for name, p in parameters.items() if name not in own], *sets]
+
+
+def save_state(extension: Extension, directory: Path) -> None:
+    """Write what the extension says of itself into a checkpoint."""
+    (directory / _STATE).write_text(json.dumps(dict(extension.state())))
+
+
+def load_state(extension: Extension, directory: Path) -> None:
+    """Let the extension go on from a checkpoint."""
+    extension.load_state(json.loads((directory / _STATE).read_text()))
