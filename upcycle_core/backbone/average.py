@@ -8,7 +8,7 @@ import torch
 
 from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
-from upcycle_core.backbone.write import weights_type, write_model
+from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader, chunks
 from upcycle_core.errors import raise_faults
 
@@ -65,7 +65,7 @@ def _write(
         for reader in readers
         for fault in tensor_faults(reader, family, reader.field, config=first.config)
     )
-    plan = {
+    plan: Plan = {
         name: (shape, weights_type(first), partial(average_tensors, readers, name))
         for name, shape in family.tensors(first.config, ffn=ffn).items()
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
-from upcycle_core.backbone.write import weights_type, write_model
+from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import raise_faults
 
@@ -72,7 +72,7 @@ def rewrite(
     raise_faults(tensor_faults(reader, family, reader.field))
     config = reader.config | {"tie_word_embeddings": False} if untie else reader.config
     produce = transformed(read_untied(reader), transforms)
-    plan = {
+    plan: Plan = {
         name: (shape, weights_type(reader), partial(produce, name))
         for name, shape in family.tensors(config).items()
     }

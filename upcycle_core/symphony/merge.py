@@ -16,7 +16,7 @@ from upcycle_core.architectures.family import EMBEDDING, Family
 from upcycle_core.backbone.slerp import slerp, spherical_mean
 from upcycle_core.backbone.vocabulary import Union, merge_rows, write_union_tokenizer
 from upcycle_core.backbone.weights import checked_weights
-from upcycle_core.backbone.write import weights_type, write_generation_config, write_tensors
+from upcycle_core.backbone.write import Plan, weights_type, write_generation_config, write_tensors
 from upcycle_core.checkpoints.reader import CheckpointReader, chunks
 from upcycle_core.checkpoints.writer import write_json
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -62,7 +62,7 @@ def write_merged_backbone(
     sources = _Sources.open(models, union, config, anchor)
     ruling = sources.readers[sources.union.ruling]
     content = ruling.config | {"vocab_size": len(union.tokens)}
-    plan = {
+    plan: Plan = {
         name: (shape, weights_type(ruling), partial(sources.merged, name))
         for name, shape in sources.family.tensors(content, ffn=False).items()
     }

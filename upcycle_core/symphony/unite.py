@@ -10,7 +10,7 @@ from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
 from upcycle_core.backbone.vocabulary import Union
-from upcycle_core.backbone.write import weights_type, write_model
+from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import raise_faults
 from upcycle_core.progress import Progress
@@ -47,7 +47,7 @@ def write_united(
     family = family_of(shared.config, field="backbone.config.model_type")
     faults = tensor_faults(shared, family, shared.field, ffn=False)
     raise_faults(faults + agreement_faults(own, shared))
-    plan = {}
+    plan: Plan = {}
     for name, shape in family.tensors(shared.config).items():
         reader = shared if name in (EMBEDDING, LM_HEAD) else own
         plan[name] = shape, weights_type(own), partial(reader.tensor, name)

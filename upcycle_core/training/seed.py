@@ -1,6 +1,7 @@
 """A small model with random weights: the seed that all experts start from, or a stranger's own."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
@@ -43,9 +44,10 @@ def initialise_model(shape: LlamaShape, tokenizer: Path, out: Path, *, seed: int
         pad_token_id=words.pad_token_id,
         dtype=torch.float32,
     )
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        model = kind(config)
     with quiet_loading():
         model.save_pretrained(out)
     copy_tokenizer(tokenizer, out)
