@@ -50,10 +50,9 @@ from upcycle_core.backbone.rewrite import rewrite
 from upcycle_core.checkpoints.load import load_causal_lm, quiet_loading
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.progress import Silent
-from upcycle_core.symphony.assignment import assign
+from upcycle_core.symphony.assignment import assign, permute_neurons
 from upcycle_core.symphony.config import CalibrationConfig
-from upcycle_core.symphony.moments import collect_moments, neuron_moments
-from upcycle_core.symphony.remap import permute_neurons
+from upcycle_core.symphony.moments import collect_moments, layer_moments
 from upcycle_core.symphony.texts import paired_texts
 
 GOAL = 1.25
@@ -173,7 +172,7 @@ def assign_all(pool: Pool, file: Path) -> list[Tensor]:
 
 def assign_one(file: Path, layer: int) -> list[int]:
     """One layer, from its sums on the disk to the order of its neurons."""
-    return assign(similarity(neuron_moments(file, layer), "correlation")).order.tolist()
+    return assign(similarity(layer_moments(file, "neurons", layer), "correlation")).order.tolist()
 
 
 def write(folder: Path, orders: Mapping[int, Tensor]) -> None:

@@ -34,7 +34,7 @@ from benchmarks.common import (
 )
 from benchmarks.models import EXPERTS, SHAPE, SHARD, VOCABULARY, save_word_tokenizer
 from benchmarks.moe_forward import BATCH, LENGTH, PRECISIONS
-from upcycle_core.baselines.mixture import write_mixture
+from upcycle_core.baselines.mixture import copies_of, write_mixture
 from upcycle_core.checkpoints.load import load_causal_lm, quiet_loading
 from upcycle_core.ders.compress import compress
 from upcycle_core.ders.config import CodecConfig
@@ -81,7 +81,7 @@ def make(folder: Path) -> None:
         return weight + 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
 
     vanilla = place(folder, VANILLA)
-    copies = {f"copy {index}": dense for index in range(EXPERTS)}
+    copies = copies_of(dense, EXPERTS)
     write_mixture(copies, vanilla, top_k=1, router_seed=0, max_shard_bytes=SHARD, edit=noise)
     for name, codec in CODECS.items():
         compress(vanilla, place(folder, name), config=codec, base=dense, max_shard_bytes=SHARD)

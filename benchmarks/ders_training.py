@@ -27,7 +27,7 @@ from benchmarks.training import (
     step_size,
     train_in_child,
 )
-from upcycle_core.baselines.upcycling import write_sparse_upcycling
+from upcycle_core.baselines.mixture import copies_of, write_mixture
 from upcycle_core.ders.config import DersUpcyclingConfig
 from upcycle_core.ders.upcycle import write_ders_upcycling
 from upcycle_core.moe.size import parameter_counts
@@ -65,8 +65,12 @@ def make(folder: Path) -> None:
     """The dense model, and what each way makes of it."""
     make_models(folder)
     dense = folder / DENSE
-    write_sparse_upcycling(
-        dense, folder / VANILLA, copies=EXPERTS, top_k=TOP_K, router_seed=0, max_shard_bytes=SHARD
+    write_mixture(
+        copies_of(dense, EXPERTS),
+        folder / VANILLA,
+        top_k=TOP_K,
+        router_seed=0,
+        max_shard_bytes=SHARD,
     )
     for name, config in WAYS.items():
         write_ders_upcycling(

@@ -46,7 +46,7 @@ from benchmarks.training import (
     step_size,
     train_in_child,
 )
-from upcycle_core.baselines.upcycling import write_sparse_upcycling
+from upcycle_core.baselines.mixture import copies_of, write_mixture
 from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.model.modeling_simoe import gated_modules
@@ -84,10 +84,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="simoe-step-") as name:
         folder = Path(name)
         make_models(folder)
-        write_sparse_upcycling(
-            folder / DENSE,
+        write_mixture(
+            copies_of(folder / DENSE, EXPERTS),
             folder / MODELS[UPCYCLING],
-            copies=EXPERTS,
             top_k=2,
             router_seed=0,
             max_shard_bytes=SHARD,

@@ -33,8 +33,7 @@ from upcycle_core.checkpoints.load import DTYPES
 from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.shards import write_split
-from upcycle_core.dume.collect import collect
-from upcycle_core.dume.layout import Layout
+from upcycle_core.dume.collect import Layout, collect
 from upcycle_core.progress import Silent
 
 LENGTH = 256

@@ -11,8 +11,8 @@ from transformers import MistralConfig
 from infra.recipe.reading import load_recipe
 from upcycle_core.activations.moments import triangle_size
 from upcycle_core.architectures.families import family_of
+from upcycle_core.dume.collect import Layout
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.dume.layout import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

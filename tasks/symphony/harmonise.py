@@ -35,7 +35,7 @@ from upcycle_core.symphony.align import (
 )
 from upcycle_core.symphony.config import AlignmentConfig, SymphonyConfig
 from upcycle_core.symphony.merge import write_merged_backbone
-from upcycle_core.symphony.moments import head_moments, neuron_moments, residual_moments
+from upcycle_core.symphony.moments import layer_moments, residual_moments
 from upcycle_core.symphony.unite import shared_tokens
 
 
@@ -143,8 +143,8 @@ def align_piece(
     progress.start("assignment", 1, "layers")
     shape = CheckpointReader(anchor).config
     found = align_layer(
-        neuron_moments(file, layer) if config.neurons != "none" else None,
-        head_moments(file, layer) if config.heads == "match" else None,
+        layer_moments(file, "neurons", layer) if config.neurons != "none" else None,
+        layer_moments(file, "heads", layer) if config.heads == "match" else None,
         config=config,
         heads_count=shape["num_attention_heads"],
         groups=shape["num_key_value_heads"],

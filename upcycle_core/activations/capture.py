@@ -10,9 +10,7 @@ Consumer = Callable[[int, Tensor], None]
 
 
 @contextmanager
-def router_inputs(
-    model: nn.Module, consume: Consumer, *, layers: Sequence[int] | None = None
-) -> Iterator[None]:
+def router_inputs(model: nn.Module, consume: Consumer, *, layers: Sequence[int]) -> Iterator[None]:
     """Within this context each forward of ``model`` hands the routers' inputs to ``consume``.
 
     A router reads what the layer's MLP reads: the output of the norm after attention. Nothing
@@ -21,24 +19,19 @@ def router_inputs(
     Args:
         model: A decoder without lm_head, dense or MoE (``LlamaModel``, ``MixtralModel``, ...).
         consume: Called with the layer and its router's input [B, S, H], in the layers' order.
-        layers: Which layers are watched; all of them by default.
+        layers: Which layers are watched.
     """
     decoder_layers: Any = model.layers
-    watched = range(len(decoder_layers)) if layers is None else sorted(layers)
+    watched = sorted(layers)
     with ExitStack() as stack:
         for layer in watched:
             norm = decoder_layers[layer].post_attention_layernorm
-            hook = norm.register_forward_hook(_handing(consume, layer))
+            hook = norm.register_forward_hook(
+                lambda _norm, _inputs, x_BSH, layer=layer: consume(layer, x_BSH)
+            )
             stack.callback(hook.remove)
         stack.enter_context(_cut_before_mlp(model, watched[-1]))
         yield
-
-
-def _handing(consume: Consumer, layer: int):
-    def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        consume(layer, output)
-
-    return hook
 
 
 @contextmanager

@@ -3,16 +3,15 @@
 Shapes: T rows (tokens), I features of either stream; the first stream is x, the second y.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from upcycle_core.activations.moments import bf16_units
+from upcycle_core.activations.moments import Accumulator, bf16_units
 
-PARTS = ("products", "sums", "squares", "count")
 Kind = Literal["cosine", "correlation", "l2"]
 # A feature whose variance is less than this share of its mean square does not tell rows apart.
 CONSTANT = 1e-10
@@ -60,7 +59,7 @@ def power_sums(x_TI: Tensor) -> tuple[Tensor, Tensor]:
     return rows * near_I + off_I, (rows * near_I + 2 * off_I) * near_I + squares_I
 
 
-class CrossMoments:
+class CrossMoments(Accumulator):
     """The accumulator: within a batch the features' own precision (fp32 for bf16), else fp64.
 
     Attributes:
@@ -70,26 +69,14 @@ class CrossMoments:
         count: [] int64, rows counted; on the CPU, which knows them without asking the device.
     """
 
+    parts = ("products", "sums", "squares", "count")
+
     def __init__(self, size: int, *, device: torch.device | str = "cpu") -> None:
         self.size = size
         self.products = torch.zeros(size, size, dtype=torch.float64, device=device)
         self.sums = torch.zeros(2, size, dtype=torch.float64, device=device)
         self.squares = torch.zeros(2, size, dtype=torch.float64, device=device)
         self.count = torch.zeros((), dtype=torch.int64)
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> "CrossMoments":
-        """The accumulator that ``tensors`` was taken from, over the same memory."""
-        moments = cls(0)
-        for part in PARTS:
-            setattr(moments, part, tensors[prefix + part])
-        moments.size = moments.sums.shape[1]
-        assert moments.products.shape == (moments.size, moments.size)
-        return moments
-
-    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """The accumulated numbers by name, on the CPU, as a file stores them."""
-        return {prefix + part: getattr(self, part).cpu() for part in PARTS}
 
     def update(
         self,
@@ -132,15 +119,16 @@ class CrossMoments:
         if len(x_TI):
             yield from zip(x_TI.split(rows), y_TI.split(rows), strict=True)
 
-    def merge(self, other: "CrossMoments") -> None:
-        """Add what ``other`` has counted."""
-        for part in PARTS:
-            getattr(self, part).add_(getattr(other, part))
+    def checked_rows(self) -> int:
+        """Rows counted, at least one.
 
-    def non_finite(self) -> tuple[bool, bool]:
-        """Whether the first and the second stream held a NaN or an infinity."""
-        first, second = (~torch.isfinite(self.squares)).any(1).tolist()
-        return first, second
+        Raises:
+            ValueError: Nothing was counted, or either stream held a NaN or an infinity.
+        """
+        rows, finite = int(self.count), torch.isfinite(self.squares).all(1).tolist()
+        if rows == 0 or not all(finite):
+            raise ValueError(f"{rows} rows, finite: {finite}")
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,14 +136,12 @@ class Similarity:
     """How alike every feature of one stream is to every feature of the other.
 
     Args:
-        kind: The measure.
         matrix: [I, I] fp64, first by second, larger where more alike. Cosine and correlation of a
             dead feature are undefined and stand as zero.
         dead_first: [I] bool, features of the first stream without variance.
         dead_second: [I] bool, those of the second.
     """
 
-    kind: Kind
     matrix: Tensor
     dead_first: Tensor
     dead_second: Tensor
@@ -175,20 +161,36 @@ def similarity(moments: CrossMoments, kind: Kind) -> Similarity:
     Raises:
         ValueError: Nothing was counted, or what was counted is not finite.
     """
-    rows = int(moments.count)
-    if rows == 0 or any(moments.non_finite()):
-        raise ValueError(f"{rows} rows, finite: {[not bad for bad in moments.non_finite()]}")
+    rows = moments.checked_rows()
     means, mean_squares = moments.sums / rows, moments.squares / rows
     variances = mean_squares - means.square()
     dead = variances <= CONSTANT * mean_squares
     matrix = moments.products / rows
     if kind == "l2":
         matrix.mul_(2).sub_(mean_squares[0][:, None]).sub_(mean_squares[1])
-        return Similarity(kind=kind, matrix=matrix, dead_first=dead[0], dead_second=dead[1])
+        return Similarity(matrix=matrix, dead_first=dead[0], dead_second=dead[1])
     scales = mean_squares
     if kind == "correlation":
         matrix.addr_(means[0], means[1], alpha=-1)
         scales = variances
     scales = scales.masked_fill(dead, torch.inf).rsqrt()
     matrix.mul_(scales[0][:, None]).mul_(scales[1]).clamp_(-1, 1)
-    return Similarity(kind=kind, matrix=matrix, dead_first=dead[0], dead_second=dead[1])
+    return Similarity(matrix=matrix, dead_first=dead[0], dead_second=dead[1])
+
+
+def orthogonal_map(products_HH: Tensor) -> Tensor:
+    """The orthogonal R that minimises sum ||x - y R||^2 over paired rows x and y.
+
+    That is the R that maximises tr(R^T sum y x^T): U V^T of that sum's singular value
+    decomposition (Schoenemann 1966).
+
+    Args:
+        products_HH: sum x y^T [.., H, H], as ``CrossMoments.products``; leading dimensions are
+            problems of their own.
+
+    Returns:
+        [.., H, H] in the type given. Where the rows do not span all H directions the rest of R is
+        orthogonal too, but arbitrary.
+    """
+    u, _, vt = torch.linalg.svd(products_HH.mT)
+    return u @ vt

@@ -3,13 +3,16 @@
 Shapes: T rows (tokens), H features, C cells kept apart (folds, position buckets).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-PARTS = ("products", "sums", "counts")
+from upcycle_core.checkpoints.tensor_file import save_atomically
 
 
 def triangle_size(size: int) -> int:
@@ -17,13 +20,8 @@ def triangle_size(size: int) -> int:
     return size * (size + 1) // 2
 
 
-def pack_triangle(matrix_HH: Tensor) -> Tensor:
-    """The lower triangle of a square matrix, row by row: [H(H+1)/2]."""
-    return matrix_HH.take(_lower(len(matrix_HH), matrix_HH.device))
-
-
 def unpack_triangle(triangle: Tensor, size: int) -> Tensor:
-    """The symmetric [``size``, ``size``] matrix whose lower triangle is ``triangle``."""
+    """The symmetric [``size``, ``size``] matrix whose lower triangle, row by row, this is."""
     lower = torch.zeros(size * size, dtype=triangle.dtype, device=triangle.device)
     lower[_lower(size, triangle.device)] = triangle
     lower = lower.view(size, size)
@@ -74,7 +72,47 @@ def bf16_units() -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-class Moments:
+class Accumulator:
+    """Named sums of features, which files hold and which can be added up.
+
+    Attributes:
+        parts: Names of the sums, as attributes and in files.
+    """
+
+    parts: ClassVar[tuple[str, ...]]
+    size: int
+    sums: Tensor
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> Self:
+        """The accumulator that ``tensors`` was taken from, over the same memory."""
+        found = cls.__new__(cls)
+        for part in cls.parts:
+            setattr(found, part, tensors[prefix + part])
+        found.size = found.sums.shape[1]
+        return found
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """The accumulated numbers by name, on the CPU, as a file stores them."""
+        return {prefix + part: getattr(self, part).cpu() for part in self.parts}
+
+    def merge(self, other: Self) -> None:
+        """Add what ``other`` has counted."""
+        for part in self.parts:
+            getattr(self, part).add_(getattr(other, part))
+
+
+def save_sums(
+    path: Path, sums: Mapping[str, Accumulator], *, kind: str, header: Mapping[str, object]
+) -> None:
+    """Write accumulators by name, whole or not at all; ``kind`` and ``header`` name the file."""
+    tensors: dict[str, Tensor] = {}
+    for name, accumulated in sums.items():
+        tensors |= accumulated.tensors(f"{name}.")
+    save_atomically(path, tensors, kind=kind, header=header)
+
+
+class Moments(Accumulator):
     """The accumulator: within a batch the features' own precision, across batches fp64.
 
     Attributes:
@@ -83,26 +121,17 @@ class Moments:
         counts: [C] int64, rows counted; on the CPU, which knows them without asking the device.
     """
 
+    parts = ("products", "sums", "counts")
+
     def __init__(self, size: int, *, cells: int = 1, device: torch.device | str = "cpu") -> None:
         self.size = size
         self.products = torch.zeros(cells, triangle_size(size), dtype=torch.float64, device=device)
         self.sums = torch.zeros(cells, size, dtype=torch.float64, device=device)
         self.counts = torch.zeros(cells, dtype=torch.int64)
-        self._lower = _lower(size, self.products.device)
 
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> "Moments":
-        """The accumulator that ``tensors`` was taken from, over the same memory."""
-        cells, size = tensors[prefix + "sums"].shape
-        moments = cls(size, cells=0)
-        for part in PARTS:
-            setattr(moments, part, tensors[prefix + part])
-        assert moments.products.shape == (cells, triangle_size(size))
-        return moments
-
-    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """The accumulated numbers by name, on the CPU, as a file stores them."""
-        return {prefix + part: getattr(self, part).cpu() for part in PARTS}
+    @cached_property
+    def _lower(self) -> Tensor:
+        return _lower(self.size, self.products.device)
 
     def update(self, x_TH: Tensor, *, rows: Tensor | None = None, cell: int = 0) -> None:
         """Count one batch.
@@ -121,28 +150,21 @@ class Moments:
         self.sums[cell] += sum_H
         self.counts[cell] += len(x_TH)
 
-    def merge(self, other: "Moments") -> None:
-        """Add what ``other`` has counted, cell by cell."""
-        for part in PARTS:
-            getattr(self, part).add_(getattr(other, part))
+    def count(self) -> int:
+        """Rows counted in all cells."""
+        return int(self.counts.sum())
 
-    def count(self, cells: Sequence[int] | None = None) -> int:
-        """Rows counted in ``cells`` (all by default)."""
-        return sum(int(self.counts[cell]) for cell in self._chosen(cells))
+    def sum(self) -> Tensor:
+        """sum x over all cells, added in their order: [H] fp64."""
+        return _added(self.sums)
 
-    def sum(self, cells: Sequence[int] | None = None) -> Tensor:
-        """sum x over ``cells`` (all by default), added in the order given: [H] fp64."""
-        total = torch.zeros_like(self.sums[0])
-        for cell in self._chosen(cells):
-            total += self.sums[cell]
-        return total
+    def gram(self) -> Tensor:
+        """sum x x^T over all cells, added in their order: [H, H] fp64."""
+        return unpack_triangle(_added(self.products), self.size)
 
-    def gram(self, cells: Sequence[int] | None = None) -> Tensor:
-        """sum x x^T over ``cells`` (all by default), added in the order given: [H, H] fp64."""
-        total = torch.zeros_like(self.products[0])
-        for cell in self._chosen(cells):
-            total += self.products[cell]
-        return unpack_triangle(total, self.size)
 
-    def _chosen(self, cells: Sequence[int] | None) -> Sequence[int]:
-        return range(len(self.counts)) if cells is None else cells
+def _added(cells: Tensor) -> Tensor:
+    total = torch.zeros_like(cells[0])
+    for cell in cells:
+        total += cell
+    return total

@@ -3,14 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from upcycle_core.activations.cross import CrossMoments, power_sums
 from upcycle_core.architectures.family import Family
-from upcycle_core.corpora.batches import Batch
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress
 
@@ -40,20 +38,6 @@ class PairedBatch:
     second_mask: Tensor
     first_rows: Tensor
     second_rows: Tensor
-
-
-def same_tokens(batch: Batch) -> PairedBatch:
-    """Both models see the same ids, and every token is counted."""
-    ids, mask_BS = batch.input_ids, batch.attention_mask
-    rows = mask_BS.flatten().nonzero()[:, 0]
-    return PairedBatch(
-        first_ids=ids,
-        first_mask=mask_BS,
-        second_ids=ids,
-        second_mask=mask_BS,
-        first_rows=rows,
-        second_rows=rows,
-    )
 
 
 def neuron_reader(family: Family, layer: int) -> str:
@@ -87,15 +71,11 @@ def module_inputs(
     with ExitStack() as stack:
         for path in paths:
             module = model.get_submodule(path.removeprefix(BASE))
-            stack.callback(module.register_forward_pre_hook(_handing(consume, path)).remove)
+            hook = module.register_forward_pre_hook(
+                lambda _module, inputs, path=path: consume(path, inputs[0])
+            )
+            stack.callback(hook.remove)
         yield
-
-
-def _handing(consume: Callable[[str, Tensor], None], path: str):
-    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        consume(path, inputs[0])
-
-    return hook
 
 
 class _Enough(Exception):
@@ -106,7 +86,7 @@ class _Enough(Exception):
 def collect_pairs(
     first: nn.Module,
     second: nn.Module,
-    batches: Iterable[Batch | PairedBatch],
+    batches: Iterable[PairedBatch],
     moments: Mapping[str, CrossMoments],
     *,
     change: Change = lambda path, features: features,
@@ -146,8 +126,7 @@ def collect_pairs(
 
     paths, device = tuple(moments), next(first.parameters()).device
     distinct = list({id(counted): counted for counted in moments.values()}.values())
-    for batch in batches:
-        pairs = same_tokens(batch) if isinstance(batch, Batch) else batch
+    for pairs in batches:
         rows[:] = [_counted_rows(pairs, device)]
         for model, ids, consume in (
             (first, pairs.first_ids, hold),

@@ -1,26 +1,16 @@
 """Average models tensor by tensor: the backbone that experts share, and the averaged model."""
 
-import json
-import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
+from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader, chunks
-from upcycle_core.checkpoints.tokenizer import copy_tokenizer
-from upcycle_core.checkpoints.writer import (
-    TensorSpec,
-    sync_directory,
-    sync_file,
-    write_json,
-    write_sharded,
-)
 from upcycle_core.errors import raise_faults
-
-GENERATION_CONFIG = "generation_config.json"
 
 
 def average_tensors(readers: Sequence[CheckpointReader], name: str) -> torch.Tensor:
@@ -61,30 +51,8 @@ def write_backbone(readers: Sequence[CheckpointReader], out: Path, *, max_shard_
 
 
 def write_average(readers: Sequence[CheckpointReader], out: Path, *, max_shard_bytes: int) -> None:
-    """Average every tensor: an ordinary checkpoint, the model-averaging baseline.
-
-    Args:
-        readers: Experts of one architecture, in the order that they are summed.
-        out: The directory that is written.
-        max_shard_bytes: Size of one safetensors file.
-
-    Raises:
-        InputError: A tensor is missing, misshapen or has no place.
-    """
+    """Average every tensor, as ``write_backbone`` does some: the model-averaging baseline."""
     _write(readers, out, max_shard_bytes=max_shard_bytes, ffn=True)
-
-
-def write_generation_config(source: CheckpointReader, out: Path) -> None:
-    """Carry the generation configuration along, or write the token ids that config.json holds."""
-    path = source.directory / GENERATION_CONFIG
-    if path.is_file():
-        shutil.copyfile(path, out / GENERATION_CONFIG)
-        sync_file(out / GENERATION_CONFIG)
-    else:
-        ids = {key: source.config.get(key) for key in ("bos_token_id", "eos_token_id")}
-        ids["pad_token_id"] = source.config.get("pad_token_id")
-        write_json(out / GENERATION_CONFIG, {"_from_model_config": True, **ids})
-    sync_directory(out)
 
 
 def _write(
@@ -97,12 +65,8 @@ def _write(
         for reader in readers
         for fault in tensor_faults(reader, family, reader.field, config=first.config)
     )
-    dtype = next(iter(first.tensors.values())).dtype
-    expected = family.tensors(first.config, ffn=ffn)
-    specs = [TensorSpec(name, shape, dtype) for name, shape in expected.items()]
-    write_sharded(
-        out, specs, lambda name: average_tensors(readers, name), max_shard_bytes=max_shard_bytes
-    )
-    write_json(out / "config.json", json.loads(json.dumps(first.config)))
-    copy_tokenizer(first.directory, out)
-    write_generation_config(first, out)
+    plan: Plan = {
+        name: (shape, weights_type(first), partial(average_tensors, readers, name))
+        for name, shape in family.tensors(first.config, ffn=ffn).items()
+    }
+    write_model(out, plan, first.config, source=first, max_shard_bytes=max_shard_bytes)

@@ -15,11 +15,10 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from upcycle_core.activations.cross import CrossMoments
+from upcycle_core.activations.cross import CrossMoments, orthogonal_map
 from upcycle_core.architectures.axes import along, axes_of, layer_of
 from upcycle_core.architectures.family import Family
-from upcycle_core.backbone.procrustes import orthogonal_map
-from upcycle_core.backbone.rewrite import Read, Transform
+from upcycle_core.backbone.rewrite import Transform
 
 # What runs over values, not over keys; o_proj is known by its axes.
 VALUES = (".v_proj.weight", ".v_proj.bias")
@@ -76,33 +75,6 @@ def pairs_from_activations(moments: CrossMoments, *, heads: int, groups: int) ->
     nuclear = torch.linalg.svdvals(products).sum(-1)
     scale = (norms[0][:, None] * norms[1]).clamp_min(torch.finfo(nuclear.dtype).tiny)
     return HeadPairs(similarity=nuclear / scale, products=products, groups=groups)
-
-
-def pairs_from_weights(
-    first: Read, second: Read, layer: int, *, heads: int, groups: int
-) -> HeadPairs:
-    """Compare what heads do to the residual stream: O_h V_g of both, without data.
-
-    Similarity is the cosine of the two [H, H] maps, taken through N x N products.
-
-    Args:
-        first: Name to tensor of the anchor, with folded norms.
-        second: The same of the stranger, its residual stream aligned.
-        layer: Which layer.
-        heads: Q.
-        groups: G.
-    """
-    out = [_outputs(read, layer, heads) for read in (first, second)]
-    value = [_values(read, layer, heads, groups) for read in (first, second)]
-    across_o = torch.einsum("ahn,bhm->abnm", out[0], out[1])
-    across_v = torch.einsum("anh,bmh->abnm", value[0], value[1])
-    inner = (across_o * across_v).sum((-2, -1))
-    ours, theirs = (_circuit_norms(o, v) for o, v in zip(out, value, strict=True))
-    similarity = inner / (ours[:, None] * theirs)
-    # Each side of the circuit weighs as much as the other in what the rotation brings together.
-    across_o = across_o / (_length(out[0])[:, None] * _length(out[1]))[..., None, None]
-    across_v = across_v / (_length(value[0])[:, None] * _length(value[1]))[..., None, None]
-    return HeadPairs(similarity=similarity, products=across_o + across_v, groups=groups)
 
 
 def match_heads(pairs: HeadPairs) -> HeadMove:
@@ -182,26 +154,3 @@ def _solve(similarity: Tensor) -> Tensor:
     """Row to column of the assignment with the largest total."""
     _, columns = linear_sum_assignment(similarity.cpu().numpy(), maximize=True)
     return torch.from_numpy(columns)
-
-
-def _circuit_norms(out: Tensor, value: Tensor) -> Tensor:
-    """Frobenius norm of each head's O V, never zero: [Q]."""
-    squares = (out.mT @ out * (value @ value.mT)).sum((-2, -1))
-    return squares.sqrt().clamp_min(torch.finfo(out.dtype).tiny)
-
-
-def _length(heads: Tensor) -> Tensor:
-    """Frobenius norm of each head's matrix, never zero: [Q]."""
-    return heads.flatten(1).norm(dim=1).clamp_min(torch.finfo(heads.dtype).tiny)
-
-
-def _outputs(read: Read, layer: int, heads: int) -> Tensor:
-    """o_proj by query head: [Q, H, N] fp64."""
-    weight = read(f"model.layers.{layer}.self_attn.o_proj.weight").double()
-    return weight.unflatten(1, (heads, -1)).transpose(0, 1)
-
-
-def _values(read: Read, layer: int, heads: int, groups: int) -> Tensor:
-    """v_proj by query head, each group's as often as it has heads: [Q, N, H] fp64."""
-    weight = read(f"model.layers.{layer}.self_attn.v_proj.weight").double()
-    return weight.unflatten(0, (groups, -1)).repeat_interleave(heads // groups, 0)

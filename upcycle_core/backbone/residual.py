@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from upcycle_core.activations.cross import CrossMoments
+from upcycle_core.activations.cross import CrossMoments, orthogonal_map
 from upcycle_core.architectures.axes import along, axes_of, layer_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, Family
-from upcycle_core.backbone.procrustes import orthogonal_map
 from upcycle_core.backbone.rewrite import Read, Transform
 
 FINAL_NORM = "model.norm.weight"
@@ -120,9 +119,7 @@ def residual_map(moments: CrossMoments) -> ResidualMap:
     Raises:
         ValueError: Nothing was counted, or what was counted is not finite.
     """
-    rows = int(moments.count)
-    if rows == 0 or any(moments.non_finite()):
-        raise ValueError(f"{rows} rows, finite: {[not bad for bad in moments.non_finite()]}")
+    rows = moments.checked_rows()
     rotation = orthogonal_map(moments.products)
     return ResidualMap(
         rotation=rotation,
@@ -132,19 +129,16 @@ def residual_map(moments: CrossMoments) -> ResidualMap:
     )
 
 
-def embedding_moments(
-    first: Read, second: Read, tokens: tuple[Tensor, Tensor], *, head: bool = True
-) -> CrossMoments:
+def embedding_moments(first: Read, second: Read, tokens: tuple[Tensor, Tensor]) -> CrossMoments:
     """Count the embedding rows of shared tokens, and those of lm_head: no data is needed.
 
     Args:
         first: Name to tensor of the anchor with folded norms.
         second: The same of the stranger.
         tokens: Ids of the shared tokens in the anchor's and in the stranger's vocabulary [T], [T].
-        head: Whether the rows of lm_head count as well.
     """
     moments: CrossMoments | None = None
-    for name in (EMBEDDING, LM_HEAD) if head else (EMBEDDING,):
+    for name in (EMBEDDING, LM_HEAD):
         ours, theirs = first(name), second(name)
         moments = moments or CrossMoments(ours.shape[1])
         for ids in zip(*(side.split(ROWS) for side in tokens), strict=True):

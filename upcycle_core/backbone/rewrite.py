@@ -1,7 +1,7 @@
 """A checkpoint written anew, tensor by tensor: transformations as functions that can be chained."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,10 +10,8 @@ from torch import Tensor
 from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
-from upcycle_core.backbone.average import write_generation_config
+from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.tokenizer import copy_tokenizer
-from upcycle_core.checkpoints.writer import TensorSpec, write_json, write_sharded
 from upcycle_core.errors import raise_faults
 
 Read = Callable[[str], Tensor]
@@ -57,7 +55,6 @@ def rewrite(
     *,
     untie: bool,
     max_shard_bytes: int,
-    wide: torch.dtype = torch.float32,
 ) -> None:
     """Write the model of ``reader`` with every tensor transformed; each only passes through.
 
@@ -67,23 +64,16 @@ def rewrite(
         transforms: As ``transformed`` takes them.
         untie: Write an lm_head of its own, as folding norms demands; else ties stay.
         max_shard_bytes: Size of one safetensors file.
-        wide: The type that the transforms compute in.
 
     Raises:
         InputError: A tensor is missing, misshapen or has no place.
     """
     family = family_of(reader.config, field=f"{reader.field}.config.model_type")
     raise_faults(tensor_faults(reader, family, reader.field))
-    config = _config(reader.config, untie=untie)
-    dtype = next(iter(reader.tensors.values())).dtype
-    specs = [TensorSpec(name, shape, dtype) for name, shape in family.tensors(config).items()]
-    produce = transformed(read_untied(reader), transforms, wide=wide)
-    write_sharded(out, specs, produce, max_shard_bytes=max_shard_bytes)
-    write_json(out / "config.json", config)
-    copy_tokenizer(reader.directory, out)
-    write_generation_config(reader, out)
-
-
-def _config(config: Mapping, *, untie: bool) -> dict:
-    copy = json.loads(json.dumps(config))
-    return copy | {"tie_word_embeddings": False} if untie else copy
+    config = reader.config | {"tie_word_embeddings": False} if untie else reader.config
+    produce = transformed(read_untied(reader), transforms)
+    plan: Plan = {
+        name: (shape, weights_type(reader), partial(produce, name))
+        for name, shape in family.tensors(config).items()
+    }
+    write_model(out, plan, config, source=reader, max_shard_bytes=max_shard_bytes)

@@ -43,10 +43,8 @@ def load_stitched(
     Raises:
         InputError: A tensor is missing, misshapen or has no place in either.
     """
-    shared, own = (
-        CheckpointReader(backbone, field="backbone"),
-        CheckpointReader(expert, field="expert"),
-    )
+    shared = CheckpointReader(backbone, field="backbone")
+    own = CheckpointReader(expert, field="expert")
     family = family_of(shared.config)
     faults = tensor_faults(shared, family, "backbone", ffn=False)
     fitting = with_vocabulary_of(shared.config, own.config)

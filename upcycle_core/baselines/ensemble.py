@@ -98,17 +98,17 @@ def mixed_log_likelihood(log_likelihoods_DP: Tensor, log_prior_D: Tensor) -> Ten
     return torch.logsumexp(log_prior_D[:, None] + log_likelihoods_DP, dim=0)
 
 
-def estimate_prior(log_likelihoods_DP: Tensor, *, decay: float = PRIOR_DECAY) -> Tensor:
+def estimate_prior(log_likelihoods_DP: Tensor) -> Tensor:
     """The domain prior: an exponential moving average of posteriors (arXiv 2208.03306, Eq. 3).
 
-    It starts with the first paragraph's posterior, then average <- (1 - decay) average + decay
-    posterior. Every posterior is that of the whole paragraph, from a uniform prior. (The authors'
-    evaluation code averages over a paragraph's positions and uses the average so far as prior. With
-    a prior so updated, an expert that loses the first paragraph by 750 nats is out for good.)
+    It starts with the first paragraph's posterior, then average <- (1 - PRIOR_DECAY) average +
+    PRIOR_DECAY posterior. Every posterior is that of the whole paragraph, from a uniform prior.
+    (The authors' evaluation code averages over a paragraph's positions and uses the average so far
+    as prior. With a prior so updated, an expert that loses the first paragraph by 750 nats is out
+    for good.)
 
     Args:
         log_likelihoods_DP: [D, P] fp64, each expert's, of P paragraphs in their order.
-        decay: Weight of the newest posterior.
 
     Returns:
         p(D=j) [D] fp64.
@@ -116,7 +116,7 @@ def estimate_prior(log_likelihoods_DP: Tensor, *, decay: float = PRIOR_DECAY) ->
     posteriors_DP = torch.softmax(log_likelihoods_DP, dim=0)
     average_D = posteriors_DP[:, 0]
     for posterior_D in posteriors_DP.T[1:]:
-        average_D = (1 - decay) * average_D + decay * posterior_D
+        average_D = (1 - PRIOR_DECAY) * average_D + PRIOR_DECAY * posterior_D
     return average_D
 
 

@@ -1,15 +1,14 @@
 """From a baseline's settings to the checkpoint that its training starts from."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from upcycle_core.baselines.bam.write import write_bam
-from upcycle_core.baselines.btx import write_btx
 from upcycle_core.baselines.config import Baseline
-from upcycle_core.baselines.upcycling import write_drop_upcycling, write_sparse_upcycling
+from upcycle_core.baselines.mixture import copies_of, reinitialise, with_seed, write_mixture
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.ders.upcycle import write_ders_upcycling
 from upcycle_core.moe.assemble import assemble
@@ -53,20 +52,20 @@ def write_start(
     mixture: dict[str, Any] = {"top_k": baseline.top_k, "router_seed": seed, **shards}
     match baseline.method:
         case "btx" | "bam":
-            write = write_btx if baseline.method == "btx" else write_bam
+            write: Callable[..., None] = write_mixture if baseline.method == "btx" else write_bam
             seed_expert = _given(seed_model) if baseline.seed_expert else None
-            write(_given(experts), out, seed_expert=seed_expert, **mixture)
+            write(with_seed(_given(experts), seed_expert), out, **mixture)
         case "dume":
-            begun = (_given(experts), _given(backbone), _given(routers))
-            assemble(*begun, out, top_k=baseline.top_k, **shards)
+            parts = (_given(experts), _given(backbone), _given(routers))
+            assemble(*parts, out, top_k=baseline.top_k, **shards)
         case "sparse-upcycling":
-            write_sparse_upcycling(_given(seed_model), out, copies=copies, **mixture)
+            write_mixture(copies_of(_given(seed_model), copies), out, **mixture)
         case "drop-upcycling":
-            drawn = {"reinitialised": baseline.reinitialised, "seed": seed, **mixture}
             if baseline.start == "experts":
-                write_drop_upcycling(_given(experts), out, copies=None, **drawn)
+                begun = with_seed(_given(experts), None)
             else:
-                write_drop_upcycling(_given(seed_model), out, copies=copies, **drawn)
+                begun = copies_of(_given(seed_model), copies)
+            write_mixture(begun, out, edit=reinitialise(baseline.reinitialised, seed), **mixture)
         case "ders":
             assert baseline.ders is not None  # the recipe's checks let no other row through
             light = {"config": baseline.ders, "top_k": baseline.top_k, "seed": seed, **shards}

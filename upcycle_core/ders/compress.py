@@ -13,25 +13,20 @@ from typing import Any, Literal
 from torch import Tensor
 
 from upcycle_core.architectures.dense_of import experts_of, normalises
-from upcycle_core.backbone.average import write_generation_config
+from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.checkpoints.place import new_directory, place_faults
-from upcycle_core.checkpoints.tokenizer import copy_tokenizer
-from upcycle_core.checkpoints.writer import write_json
-from upcycle_core.ders.codecs.choose import codec_of
-from upcycle_core.ders.codecs.codec import Codec
-from upcycle_core.ders.codecs.low_rank import rank_of_energy
+from upcycle_core.ders.codec import Codec, codec_of, ffn_bits, rank_of_energy
 from upcycle_core.ders.config import CodecConfig
 from upcycle_core.ders.decompose import Decomposed, ancestor_faults, cosine
 from upcycle_core.ders.files import (
     ARCHITECTURE,
-    Plan,
     ders_name,
+    ffn_place,
+    mlp_name,
     weight_bytes,
     write_checksums,
     write_code,
-    write_tensors,
 )
-from upcycle_core.ders.sizes import ffn_size
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.progress import Progress, Silent
 
@@ -45,7 +40,7 @@ class CompressionReport:
         delta: How they are stored, as in config.json.
         universal: Whether a universal FFN is the last of the deltas.
         bytes_on_disk: Of the weight files.
-        bytes_by_formula: Of the same by ``ders.sizes``; headers of files are not in it.
+        bytes_by_formula: Of the same by ``codec.ffn_bits``; headers of files are not in it.
         bytes_of_original: Of the MoE's weight files.
         parameters: Numbers that are stored; indices and scales are not counted.
         cosines: "LAYER.EXPERT.MATRIX" to the cosine of an expert's matrix and the base's.
@@ -129,12 +124,15 @@ def _write(
     out: Path, work: "_Work", plan: Plan, *, max_shard_bytes: int, progress: Progress
 ) -> None:
     with new_directory(out) as folder:
-        copy_tokenizer(work.source.moe.directory, folder)  # first: there may be none
-        write_tensors(
-            folder, plan, max_shard_bytes=max_shard_bytes, what="compression", progress=progress
+        write_model(
+            folder,
+            plan,
+            work.config_json(),
+            source=work.source.moe,
+            max_shard_bytes=max_shard_bytes,
+            what="compression",
+            progress=progress,
         )
-        write_json(folder / "config.json", work.config_json())
-        write_generation_config(work.source.moe, folder)
         write_code(folder)
         write_checksums(folder)
 
@@ -174,13 +172,12 @@ class _Work:
             if not source.family.is_ffn(name):
                 plan[ders_name(name)] = shape, source.dtype, partial(source.moe.tensor, name)
                 continue
-            _, _, layer, _, matrix, _ = name.split(".")
-            plan |= self._matrix(int(layer), matrix)
+            plan |= self._matrix(*ffn_place(name))
         return plan
 
     def _matrix(self, layer: int, matrix: str) -> Plan:
         """Base and deltas of one matrix; before the first of an FFN, the router."""
-        source, prefix = self.source, f"model.decoder.layers.{layer}.mlp"
+        source, prefix = self.source, mlp_name(layer)
         shape, dtype, plan = source.matrices[matrix], source.dtype, Plan()
         if matrix == next(iter(source.matrices)):
             router = source.target.router_name(layer)
@@ -223,15 +220,15 @@ class _Work:
         }
 
     def bytes_by_formula(self, plan: Plan) -> int:
-        """Of the whole file: FFNs by ``ffn_size``, the rest as it is."""
+        """Of the whole file: FFNs by ``ffn_bits``, the rest as it is."""
         source, width = self.source, self.source.dtype.itemsize
         total = float(sum(width * prod(shape) for shape in _outside(plan)))
         for layer in range(source.layers):
             ranks = {m: self.ranks[f"{layer}.{m}"] for m in source.matrices if self.ranks}
-            size = ffn_size(
+            bits = ffn_bits(
                 source.matrices, source.count, self.config, value_bits=8 * width, ranks=ranks
             )
-            total += size.total / 8
+            total += bits / 8
         return round(total)
 
     def parameters(self, plan: Plan) -> int:

@@ -21,8 +21,10 @@ from upcycle_core.architectures.dense_of import (
     target_of,
 )
 from upcycle_core.architectures.families import FAMILIES, QWEN2_MOE, family_of
-from upcycle_core.architectures.family import LM_HEAD, RECOMPUTED, Family, Target
+from upcycle_core.architectures.family import LM_HEAD, Family, Target
+from upcycle_core.backbone.write import weights_type
 from upcycle_core.checkpoints.reader import CheckpointReader, chunks
+from upcycle_core.ders.files import tensor_faults
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -68,7 +70,7 @@ class Decomposed:
         like = None if seed is None else family_of(seed.config, field="base.config.model_type")
         dense = dense_of(reader.config, like=like)
         target = target_of(reader.config)
-        faults = list(_tensor_faults(reader, moe_tensors(reader.config, dense)))
+        faults = list(_moe_faults(reader, moe_tensors(reader.config, dense)))
         if seed is not None and like is not None:
             faults += _seed_faults(seed, like, dense)
         raise_faults(faults)
@@ -95,7 +97,7 @@ class Decomposed:
     @cached_property
     def dtype(self) -> torch.dtype:
         """Type of the MoE's weights."""
-        return next(iter(self.moe.tensors.values())).dtype
+        return weights_type(self.moe)
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -179,24 +181,15 @@ def ancestor_faults(
         )
 
 
-def _tensor_faults(
+def _moe_faults(
     reader: CheckpointReader, expected: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Fault]:
-    place = str(reader.directory)
-    for name, shape in expected.items():
-        info = reader.tensors.get(name)
-        if info is None:
-            yield Fault("moe", place, f"lacks tensor {name}; fetch the checkpoint again")
-        elif info.shape != shape:
-            remedy = f"{name} has shape {list(info.shape)}; config.json expects {list(shape)}"
-            yield Fault("moe", place, remedy)
-    for name in reader.tensors:
-        tied = name == LM_HEAD and reader.config.get("tie_word_embeddings")
-        if name not in expected and not RECOMPUTED.fullmatch(name) and not tied:
-            yield Fault("moe", place, f"holds {name}, which its architecture has no place for")
+    tied = reader.config.get("tie_word_embeddings")
+    yield from tensor_faults(reader, expected, spare=[LM_HEAD] if tied else [])
     dtypes = {str(info.dtype) for info in reader.tensors.values()}
     if len(dtypes) > 1:
-        yield Fault("moe", place, f"mixes {', '.join(sorted(dtypes))}; save it in one type")
+        remedy = f"mixes {', '.join(sorted(dtypes))}; save it in one type"
+        yield Fault("moe", str(reader.directory), remedy)
 
 
 def _seed_faults(seed: CheckpointReader, family: Family, dense: Mapping) -> Iterator[Fault]:

@@ -4,6 +4,7 @@ N experts, D deltas of a matrix, [O, I] a matrix.
 """
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,22 +14,16 @@ from torch import Tensor
 
 from upcycle_core.architectures.families import MIXTRAL, QWEN2_MOE, family_of
 from upcycle_core.architectures.family import LM_HEAD, Family
-from upcycle_core.backbone.average import write_generation_config
+from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.checkpoints.place import new_directory, place_faults
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.tokenizer import copy_tokenizer
-from upcycle_core.checkpoints.writer import write_json
-from upcycle_core.ders.codecs.choose import stored_codec
+from upcycle_core.ders.codec import stored_codec
 from upcycle_core.ders.config import CodecConfig
 from upcycle_core.ders.decompose import MATRICES, SHARED, SHARED_GATE
-from upcycle_core.ders.files import (
-    Plan,
-    ders_name,
-    verify,
-    write_tensors,
-)
+from upcycle_core.ders.files import ders_name, ffn_place, mlp_name, verify
+from upcycle_core.ders.model import DersConfig, DersForCausalLM
 from upcycle_core.errors import Fault, InputError, raise_faults
-from upcycle_core.progress import Progress, Silent
+from upcycle_core.progress import Progress
 
 
 def expand(
@@ -47,8 +42,7 @@ def expand(
     Args:
         compressed: What ``compress`` or ``write_ders_upcycling`` wrote, trained or not.
         out: The directory that is written.
-        max_shard_bytes: Size of one safetensors file.
-        progress: Hears of every tensor.
+        max_shard_bytes, progress: As for ``write_model``.
 
     Raises:
         InputError: A file that is missing or altered, tensors that do not fit, a model that no
@@ -63,16 +57,15 @@ def expand(
         raise InputError(*faults, *error.faults) from error
     raise_faults([*faults, *source.tensor_faults()])
     with new_directory(Path(out)) as folder:
-        copy_tokenizer(source.reader.directory, folder)  # first: there may be none
-        write_tensors(
+        write_model(
             folder,
             source.plan(),
+            source.stock_config(),
+            source=source.reader,
             max_shard_bytes=max_shard_bytes,
             what="expansion",
-            progress=progress or Silent(),
+            progress=progress,
         )
-        write_json(folder / "config.json", source.stock_config())
-        write_generation_config(source.reader, folder)
 
 
 @dataclass(frozen=True)
@@ -121,40 +114,27 @@ class _Compressed:
         """Type of the weights."""
         return self.reader.tensors["model.decoder.embed_tokens.weight"].dtype
 
-    def layout(self, layer: int, matrix: str, shape: tuple[int, ...]) -> dict[str, tuple]:
-        """Name to shape of every tensor of one matrix [O, I] of an FFN."""
-        mlp = _mlp(layer)
-        codec = stored_codec(self.reader.config["delta"], layer, matrix)
-        parts = codec.layout(self.count, (shape[0], shape[1]), self.dtype)
-        names = {f"{mlp}.experts.{matrix}.{part}": sizes for part, (sizes, _) in parts.items()}
-        names[f"{mlp}.base.{matrix}.weight"] = shape
-        if self.universal == "own":
-            names[f"{mlp}.universal.{matrix}.weight"] = shape
-        return names
-
     def tensor_faults(self) -> Iterator[Fault]:
         """Account for every tensor."""
-        expected: dict[str, tuple] = {}
-        for name, shape in self.family.tensors(self.dense).items():
-            if not self.family.is_ffn(name):
-                expected[ders_name(name)] = shape
-                continue
-            layer, matrix = _place(name)
-            expected |= self.layout(layer, matrix, shape)
-            expected[f"{_mlp(layer)}.gate.weight"] = self.experts, self.dense["hidden_size"]
+        with torch.device("meta"):
+            model = DersForCausalLM(DersConfig.from_dict(deepcopy(dict(self.reader.config))))
+        expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        tied = bool(self.family.resolve(self.dense)["tie_word_embeddings"])
+        if tied:
+            del expected[LM_HEAD]
         place, found = str(self.reader.directory), self.reader.tensors
         for name, shape in expected.items():
-            if name not in found or found[name].shape != tuple(shape):
+            if name not in found or found[name].shape != shape:
                 remedy = f"lacks tensor {name} of shape {list(shape)}; write the model again"
                 yield Fault("compressed", place, remedy)
         for name in found:
-            if name not in expected and not (name == LM_HEAD and self._tied()):
+            if name not in expected and not (name == LM_HEAD and tied):
                 remedy = f"holds {name}, which its configuration has no place for"
                 yield Fault("compressed", place, remedy)
 
     def weight(self, layer: int, expert: int, matrix: str) -> Tensor:
         """A matrix of one expert, or (``expert`` N) of the universal FFN as a shared expert."""
-        mlp, universal = _mlp(layer), expert == self.experts
+        mlp, universal = mlp_name(layer), expert == self.experts
         if universal and self.universal == "own":
             weight_OI = self.reader.tensor(f"{mlp}.universal.{matrix}.weight")
         else:
@@ -174,15 +154,16 @@ class _Compressed:
             if not self.family.is_ffn(name):
                 plan[name] = shape, self.dtype, partial(self.reader.tensor, ders_name(name))
             elif name.endswith(f".{MATRICES[0]}.weight"):
-                plan |= self._layer(_place(name)[0])
+                plan |= self._layer(ffn_place(name)[0])
         return plan
 
     def _layer(self, layer: int) -> Plan:
         """Router, shared expert and experts, as ``moe.plan`` orders them."""
         target, hidden = self.family.target, self.dense["hidden_size"]
-        router = partial(self.reader.tensor, f"{_mlp(layer)}.gate.weight")
+        router = partial(self.reader.tensor, f"{mlp_name(layer)}.gate.weight")
         plan: Plan = {target.router_name(layer): ((self.experts, hidden), self.dtype, router)}
-        shapes = self._shapes(layer)
+        mlp, tensors = mlp_name(layer), self.reader.tensors
+        shapes = {m: tensors[f"{mlp}.base.{m}.weight"].shape for m in MATRICES}
         for name, shape in self.family.zeros(self.dense, layer).items():
             if self.universal == "none" or name == SHARED_GATE.format(layer=layer):
                 zeros = partial(torch.zeros, shape, dtype=self.dtype)
@@ -211,13 +192,6 @@ class _Compressed:
             content["shared_expert_intermediate_size"] = self.dense["intermediate_size"]
         return content | {"transformers_version": config.get("transformers_version")}
 
-    def _shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        tensors = self.reader.tensors
-        return {m: tensors[f"{_mlp(layer)}.base.{m}.weight"].shape for m in MATRICES}
-
-    def _tied(self) -> bool:
-        return bool(self.family.resolve(self.dense)["tie_word_embeddings"])
-
 
 def _stock_faults(config: Mapping, family: Family) -> Iterator[Fault]:
     """Why no stock architecture computes what this model does."""
@@ -238,13 +212,3 @@ def _stock_faults(config: Mapping, family: Family) -> Iterator[Fault]:
     elif combine == "sum" and family.target is MIXTRAL:
         remedy = f"{stock} always divides weights by their sum; run it as it is"
         yield Fault("compressed.config.combine", combine, remedy)
-
-
-def _mlp(layer: int) -> str:
-    return f"model.decoder.layers.{layer}.mlp"
-
-
-def _place(name: str) -> tuple[int, str]:
-    """Layer and matrix of a dense model's FFN tensor."""
-    _, _, layer, _, matrix, _ = name.split(".")
-    return int(layer), matrix

@@ -1,21 +1,14 @@
 """A DeRS checkpoint's files: weights, code and checksums."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from upcycle_core.checkpoints.writer import (
-    TensorSpec,
-    sync_directory,
-    sync_file,
-    write_sharded,
-)
+from upcycle_core.architectures.family import RECOMPUTED
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.writer import sync_directory, sync_file
 from upcycle_core.ders.model import configuration_ders, deltas_ders, modeling_ders
 from upcycle_core.errors import Fault, InputError
-from upcycle_core.progress import Progress
 
 CHECKSUMS = configuration_ders.CHECKSUMS
 _CODE = [Path(str(m.__file__)) for m in (configuration_ders, deltas_ders, modeling_ders)]
@@ -31,14 +24,46 @@ ARCHITECTURE = {
 """What config.json says of the classes."""
 
 
-Plan = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]]
-"""Name to shape, type and source of every tensor, in the order they are written."""
-
-
 def ders_name(name: str) -> str:
     """Name of a dense model's tensor inside the DeRS model."""
     inside = name.startswith("model.")
     return f"model.decoder.{name.removeprefix('model.')}" if inside else name
+
+
+def mlp_name(layer: int) -> str:
+    """Name of a layer's FFN inside the DeRS model."""
+    return f"model.decoder.layers.{layer}.mlp"
+
+
+def ffn_place(name: str) -> tuple[int, str]:
+    """Layer and matrix of a dense model's FFN tensor."""
+    _, _, layer, _, matrix, _ = name.split(".")
+    return int(layer), matrix
+
+
+def tensor_faults(
+    reader: CheckpointReader, expected: Mapping[str, tuple[int, ...]], *, spare: Collection[str]
+) -> Iterator[Fault]:
+    """Account for every tensor: what is missing, misshapen, or there with no use for it.
+
+    Args:
+        reader: The checkpoint.
+        expected: Name to shape of its tensors.
+        spare: Names that may be there as well.
+    """
+    place = str(reader.directory)
+    for name, shape in expected.items():
+        info = reader.tensors.get(name)
+        if info is None:
+            remedy = f"lacks tensor {name}; fetch the checkpoint again"
+            yield Fault(reader.field, place, remedy)
+        elif info.shape != shape:
+            remedy = f"{name} has shape {list(info.shape)}; config.json expects {list(shape)}"
+            yield Fault(reader.field, place, remedy)
+    for name in reader.tensors:
+        if name not in expected and name not in spare and not RECOMPUTED.fullmatch(name):
+            remedy = f"holds {name}, which its architecture has no place for"
+            yield Fault(reader.field, place, remedy)
 
 
 def weight_bytes(directory: Path) -> int:
@@ -70,17 +95,3 @@ def verify(directory: Path, *, field: str) -> None:
         configuration_ders.verify_checksums(directory)
     except ValueError as error:
         raise InputError(Fault(field, str(directory), str(error))) from error
-
-
-def write_tensors(
-    out: Path, plan: Plan, *, max_shard_bytes: int, what: str, progress: Progress
-) -> None:
-    """Write the tensors of ``plan`` one by one; ``progress`` hears of each as part of ``what``."""
-    specs = [TensorSpec(name, shape, dtype) for name, (shape, dtype, _) in plan.items()]
-    progress.start(what, len(specs), "tensors")
-
-    def produce(name: str) -> Tensor:
-        progress.advance()
-        return plan[name][2]()
-
-    write_sharded(out, specs, produce, max_shard_bytes=max_shard_bytes)

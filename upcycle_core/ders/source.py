@@ -10,8 +10,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from upcycle_core.architectures.families import FAMILIES
-from upcycle_core.architectures.family import RECOMPUTED
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.ders.files import tensor_faults
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 DENSE = (*FAMILIES, "phi", "stablelm")
@@ -83,17 +83,8 @@ class DenseSource:
             decoder = name.startswith("model.")
             own = self.prefix + name.removeprefix("model.") if decoder else head + name
             shapes[own] = tuple(tensor.shape)
-        place = str(self.reader.directory)
-        tied = self.dense.get("tie_word_embeddings", model.config.tie_word_embeddings)
-        for name, shape in shapes.items():
-            info = self.reader.tensors.get(name)
-            if info is None and not (tied and name.endswith("lm_head.weight")):
-                yield Fault("model", place, f"lacks tensor {name}; fetch the checkpoint again")
-            elif info is not None and info.shape != shape:
-                remedy = f"{name} has shape {list(info.shape)}; config.json expects {list(shape)}"
-                yield Fault("model", place, remedy)
-        for name in self.reader.tensors:
-            inside = not self.is_llava or self.stem(name) is not None
-            if inside and name not in shapes and not RECOMPUTED.fullmatch(name):
-                remedy = f"holds {name}, which its architecture has no place for"
-                yield Fault("model", place, remedy)
+        if self.dense.get("tie_word_embeddings", model.config.tie_word_embeddings):
+            alone = {name for name in shapes if name.endswith("lm_head.weight")}
+            shapes = {n: s for n, s in shapes.items() if n in self.reader.tensors or n not in alone}
+        outside = {n for n in self.reader.tensors if self.is_llava and self.stem(n) is None}
+        yield from tensor_faults(self.reader, shapes, spare=outside)

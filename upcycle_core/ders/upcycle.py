@@ -7,6 +7,7 @@ N experts, D deltas of a matrix (N, or N + 1 with a universal FFN among them), [
 values of a sparse delta, r rank, H hidden size.
 """
 
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -18,24 +19,24 @@ import torch
 
 from upcycle_core.architectures.family import RECOMPUTED
 from upcycle_core.architectures.resolve import stock_faults
-from upcycle_core.backbone.average import GENERATION_CONFIG, write_generation_config
+from upcycle_core.backbone.write import (
+    GENERATION_CONFIG,
+    Plan,
+    weights_type,
+    write_generation_config,
+    write_tensors,
+)
 from upcycle_core.checkpoints.place import place_faults
 from upcycle_core.checkpoints.tokenizer import TOKENIZER_FILES, copy_tokenizer
 from upcycle_core.checkpoints.writer import sync_directory, sync_file, write_json
+from upcycle_core.ders.codec import drawn_places, stored_codec
 from upcycle_core.ders.config import DersUpcyclingConfig
-from upcycle_core.ders.files import (
-    ARCHITECTURE,
-    Plan,
-    write_checksums,
-    write_code,
-    write_tensors,
-)
+from upcycle_core.ders.files import ARCHITECTURE, write_checksums, write_code
 from upcycle_core.ders.model.configuration_ders import DersConfig
-from upcycle_core.ders.model.deltas_ders import index_dtype, kept_entries
 from upcycle_core.ders.source import DenseSource, dense_config
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.moe.random import keyed_generator, random_routers
-from upcycle_core.progress import Progress, Silent
+from upcycle_core.progress import Progress
 
 _FFN = re.compile(r"layers\.(\d+)\.mlp\.(\w+)\.(weight|bias)")
 _PROCESSOR = (
@@ -79,8 +80,7 @@ def write_ders_upcycling(
         experts: N.
         top_k: k, experts a token passes through.
         seed: Decides places, draws and routers.
-        max_shard_bytes: Size of one safetensors file.
-        progress: Hears of every tensor.
+        max_shard_bytes, progress: As for ``write_model``.
 
     Raises:
         InputError: p outside [0, 1), a rank above the matrices, N < 2, k > N, a model that is not
@@ -94,13 +94,7 @@ def write_ders_upcycling(
     out.mkdir(parents=True, exist_ok=True)
     _copy_files(source, out)
     write_code(out)
-    write_tensors(
-        out,
-        plan,
-        max_shard_bytes=max_shard_bytes,
-        what="upcycling",
-        progress=progress or Silent(),
-    )
+    write_tensors(out, plan, max_shard_bytes=max_shard_bytes, what="upcycling", progress=progress)
     write_json(out / "config.json", _config_json(source, upcycled))
     write_checksums(out)
 
@@ -112,13 +106,10 @@ def ders_config(
 
     Args:
         dense: The content of its config.json.
-        config: Codec, layers, universal FFN, how outputs are combined.
-        experts: N.
-        top_k: k.
+        config, experts, top_k: As for ``write_ders_upcycling``.
 
     Raises:
-        InputError: p outside [0, 1), a rank above the matrices, N < 2, k > N, a configuration that
-            its own class refuses.
+        InputError: As there, and a configuration that its own class refuses.
     """
     faults = [*_setting_faults(config, experts, top_k), *stock_faults(dense, "model.config")]
     raise_faults(faults)
@@ -196,35 +187,26 @@ def _deltas(
     config: DersConfig, shape: tuple[int, ...], dtype: torch.dtype, key: tuple[int, int, str]
 ) -> Plan:
     """Tensors of the D deltas, all zero, of a matrix of ``shape`` [O, I]."""
-    (outputs, inputs), count = shape, config.deltas
-    if config.delta["codec"] == "sparse":
-        size = outputs * inputs
-        kept = kept_entries(size, config.delta["drop_rate"])
-        vector, kind = (count, kept), index_dtype(size)
-        return {
-            "indices": (vector, kind, partial(_places, vector, size, key, kind)),
-            "values": (vector, dtype, partial(torch.zeros, vector, dtype=dtype)),
+    codec, plan = stored_codec(config.delta, *key[1:]), Plan()
+    layout = codec.layout(config.deltas, (shape[0], shape[1]), dtype)
+    for part, (sizes, kind) in sorted(layout.items()):
+        drawn = {
+            "indices": partial(_places, sizes, math.prod(shape), key, kind),
+            "a": partial(_draws, sizes, key, dtype),
         }
-    rank = config.delta["rank"]
-    a, b = (count, rank, inputs), (count, outputs, rank)
-    return {
-        "a": (a, dtype, partial(_draws, a, key, dtype)),
-        "b": (b, dtype, partial(torch.zeros, b, dtype=dtype)),
-    }
+        plan[part] = sizes, kind, drawn.get(part) or partial(torch.zeros, sizes, dtype=kind)
+    return plan
 
 
 def _places(
-    shape: tuple[int, int], size: int, key: tuple[int, int, str], dtype: torch.dtype
+    shape: tuple[int, ...], size: int, key: tuple[int, int, str], dtype: torch.dtype
 ) -> torch.Tensor:
     """n of the places 0 .. size - 1 for each of D deltas, ascending: [D, n]."""
     count, kept = shape
-    drawn = (torch.randperm(size, generator=keyed_generator(*key, d))[:kept] for d in range(count))
-    return torch.stack([places.sort().values for places in drawn]).to(dtype)
+    return torch.stack([drawn_places(size, kept, (*key, d)) for d in range(count)]).to(dtype)
 
 
-def _draws(
-    shape: tuple[int, int, int], key: tuple[int, int, str], dtype: torch.dtype
-) -> torch.Tensor:
+def _draws(shape: tuple[int, ...], key: tuple[int, int, str], dtype: torch.dtype) -> torch.Tensor:
     """a [D, r, I] of N(0, 1 / r)."""
     count, rank, inputs = shape
     drawn = [torch.randn(rank, inputs, generator=keyed_generator(*key, d)) for d in range(count)]
@@ -240,7 +222,7 @@ def _config_json(source: DenseSource, config: DersConfig) -> dict[str, Any]:
     content = config.to_dict()
     if source.is_llava:
         return {**source.reader.config, "text_config": content}
-    dtype = str(next(iter(source.reader.tensors.values())).dtype).removeprefix("torch.")
+    dtype = str(weights_type(source.reader)).removeprefix("torch.")
     # Tokenizer loading branches on the version, and the tokenizer is the dense model's own.
     version = source.reader.config.get("transformers_version")
     return content | ARCHITECTURE | {"dtype": dtype, "transformers_version": version}

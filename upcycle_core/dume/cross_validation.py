@@ -70,17 +70,12 @@ def held_out_losses(
     for fold in filled:
         rest = summed([other for other in filled if other != fold])
         for index, ridge_lambda in enumerate(grid):
-            losses[index] += _loss(rest, held_out[fold], ridge_lambda, layer) / tokens
+            try:
+                error = squared_error(ridge(rest, ridge_lambda, layer=layer), held_out[fold])
+            except NotPositiveDefinite:
+                error = math.inf
+            losses[index] += error / tokens
     return losses
-
-
-def _loss(
-    rest: NormalEquations, held_out: NormalEquations, ridge_lambda: float, layer: int
-) -> float:
-    try:
-        return squared_error(ridge(rest, ridge_lambda, layer=layer), held_out)
-    except NotPositiveDefinite:
-        return math.inf
 
 
 def cross_validate(

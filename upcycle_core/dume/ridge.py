@@ -66,11 +66,10 @@ def normal_equations(
     sums, counts = [], []
     for domain, of_domain in statistics.items():
         weight = weights.get(domain, 1.0)
-        moments = of_domain.moments(layer)
-        cells = of_domain.layout.cells(folds=folds, window=window)
-        gram_HH += weight * moments.gram(cells)
-        sums.append(weight * moments.sum(cells))
-        counts.append(weight * moments.count(cells))
+        moments = of_domain.moments(layer, folds=folds, window=window)
+        gram_HH += weight * moments.gram()
+        sums.append(weight * moments.sum())
+        counts.append(weight * moments.count())
     return NormalEquations(gram_HH, torch.stack(sums, 1), torch.tensor(counts, dtype=torch.float64))
 
 

@@ -23,36 +23,26 @@ def solve(
     layer: int,
     *,
     ridge_lambda: float,
-    domains: Sequence[str] | None = None,
     domain_weights: Mapping[str, float] | None = None,
     window: int | None = None,
-    folds: Sequence[int] | None = None,
 ) -> Tensor:
     """W = (A + lambda I)^-1 b, columns divided by their norm (Eqs. 6 and 7).
 
     Args:
-        statistics: By domain.
+        statistics: By domain, in the order of the columns.
         layer: Which router.
         ridge_lambda: Added raw to A's diagonal.
-        domains: A subset, in the order of the columns; all by default.
         domain_weights: Factors on a domain's sums; 1 where none is given.
         window: Only the first positions of each paragraph; one of the position buckets.
-        folds: Only these folds.
 
     Returns:
         [H, D] fp64.
 
     Raises:
-        InputError: unknown domain, a domain without tokens, or A + lambda I not positive definite.
+        InputError: a domain without tokens, or A + lambda I not positive definite.
     """
-    equations = normal_equations(
-        subset(statistics, domains),
-        layer,
-        domain_weights=domain_weights,
-        window=window,
-        folds=folds,
-    )
-    _require_tokens(equations, list(domains or statistics))
+    equations = normal_equations(statistics, layer, domain_weights=domain_weights, window=window)
+    _require_tokens(equations, list(statistics))
     weights_HD = ridge(equations, ridge_lambda, layer=layer)
     return weights_HD / weights_HD.norm(dim=0)
 
@@ -71,21 +61,6 @@ def solve_with_bias(
     weights_HD, bias_D = solution[:-1], solution[-1]
     norms_D = weights_HD.norm(dim=0)
     return weights_HD / norms_D, bias_D / norms_D
-
-
-def subset(
-    statistics: Mapping[str, Statistics], domains: Sequence[str] | None
-) -> Mapping[str, Statistics]:
-    """``statistics`` of ``domains`` in that order (all by default).
-
-    Raises:
-        InputError: there are none of a domain.
-    """
-    if domains is None:
-        return statistics
-    remedy = f"there are statistics of {list(statistics)}: compute this domain's"
-    raise_faults(Fault("domains", name, remedy) for name in domains if name not in statistics)
-    return {name: statistics[name] for name in domains}
 
 
 def _require_tokens(equations: NormalEquations, domains: Sequence[str]) -> None:
@@ -110,26 +85,22 @@ def solve_routers(
     statistics: Mapping[str, Statistics],
     *,
     config: RouterConfig,
-    domains: Sequence[str] | None = None,
     window: int | None = None,
 ) -> RouterSolution:
     """All routers from one pass (the paper's ``joint`` way).
 
     Args:
-        statistics: By domain.
         config: lambda or how to choose it, and the domains' weights.
-        domains: A subset, in the order of the experts; all by default.
-        window: Only the first positions of each paragraph; one of the position buckets.
+        statistics, window: As for ``solve``.
 
     Raises:
         InputError: see ``solve`` and ``cross_validation.best``.
     """
-    chosen = subset(statistics, domains)
-    choice = choose_lambda(chosen, config=config, window=window)
-    layers = next(iter(chosen.values())).layout.layers
+    choice = choose_lambda(statistics, config=config, window=window)
+    layers = next(iter(statistics.values())).layout.layers
     weights = {
         layer: solve(
-            chosen,
+            statistics,
             layer,
             ridge_lambda=choice.ridge_lambda,
             domain_weights=config.domain_weights,
@@ -137,7 +108,7 @@ def solve_routers(
         )
         for layer in layers
     }
-    return RouterSolution(weights, tuple(chosen), choice)
+    return RouterSolution(weights, tuple(statistics), choice)
 
 
 def solve_sequentially(
@@ -154,7 +125,7 @@ def solve_sequentially(
         gather: Called with a layer and the routers before it; returns that layer's statistics by
             domain (``sequential_statistics``). Where pieces are kept, a rerun finds them here.
         choice: lambda; choose it on statistics of the joint pass, if at all.
-        domain_weights: Factors on a domain's sums; 1 where none is given.
+        domain_weights: As for ``solve``.
     """
     weights: dict[int, Tensor] = {}
     domains: tuple[str, ...] = ()

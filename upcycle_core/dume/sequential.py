@@ -38,12 +38,7 @@ def sequential_statistics(
         moe: The assembled MoE; its k decides how many experts a token passes through.
         routers: Layer to W [H, D] for every layer before ``layer``.
         layer: Whose router inputs are counted.
-        corpus: A split's directory: one domain's calibration tokens.
-        out: File; appears when the piece is complete.
-        config: What is forwarded, and what is kept apart.
-        shard: Which of ``config.shards`` pieces.
-        device: Where the model runs.
-        progress: Hears of every batch, in tokens.
+        corpus, out, config, shard, device, progress: As for ``domain_statistics``.
 
     Raises:
         InputError: a router before ``layer`` is missing.

@@ -9,15 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import safe_open
-from torch import Tensor
 
-from upcycle_core.activations.moments import PARTS, Moments
+from upcycle_core.activations.moments import Moments, save_sums
 from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.checkpoints.load import DTYPES
-from upcycle_core.checkpoints.tensor_file import read_header, save_atomically
-from upcycle_core.dume.collect import collect_shard
+from upcycle_core.checkpoints.tensor_file import read_header
+from upcycle_core.dume.collect import Layout, collect_shard
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.dume.layout import Layout
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress, Silent
 
@@ -42,43 +40,28 @@ class Statistics:
         lists = {key: tuple(fields[key]) for key in ("layers", "position_buckets")}
         return cls(Path(path), Layout(**{**fields, **lists}))
 
-    def moments(self, layer: int) -> Moments:
-        """Everything counted at ``layer``, cell by cell."""
-        prefix = f"{layer}."
+    def moments(
+        self, layer: int, *, folds: Sequence[int] | None = None, window: int | None = None
+    ) -> Moments:
+        """What was counted at ``layer``: (A_d, s_d, n_d), cell by cell.
+
+        Args:
+            layer: Which; every layer counts the same tokens.
+            folds: Only these folds; all by default.
+            window: Only positions below it (one of the position buckets); all by default.
+        """
+        prefix, cells = f"{layer}.", self.layout.cells(folds=folds, window=window)
         with safe_open(self.path, "pt") as file:
-            tensors = {prefix + part: file.get_tensor(prefix + part) for part in PARTS}
+            tensors = {prefix + part: file.get_tensor(prefix + part) for part in Moments.parts}
+        if len(cells) < self.layout.cell_count:
+            tensors = {name: tensor[cells] for name, tensor in tensors.items()}
         return Moments.from_tensors(tensors, prefix)
-
-    def gram(
-        self, layer: int, *, folds: Sequence[int] | None = None, window: int | None = None
-    ) -> Tensor:
-        """A_d = sum x x^T at ``layer``: [H, H] fp64."""
-        return self.moments(layer).gram(self.layout.cells(folds=folds, window=window))
-
-    def sum(
-        self, layer: int, *, folds: Sequence[int] | None = None, window: int | None = None
-    ) -> Tensor:
-        """s_d = sum x at ``layer``: [H] fp64."""
-        return self.moments(layer).sum(self.layout.cells(folds=folds, window=window))
-
-    def count(
-        self,
-        layer: int | None = None,
-        *,
-        folds: Sequence[int] | None = None,
-        window: int | None = None,
-    ) -> int:
-        """n_d: tokens counted (every layer counts the same ones)."""
-        which = self.layout.layers[0] if layer is None else layer
-        return self.moments(which).count(self.layout.cells(folds=folds, window=window))
 
 
 def save_statistics(path: Path, layout: Layout, moments: Mapping[int, Moments]) -> None:
     """Write a statistics file, whole or not at all; equal numbers give equal bytes."""
-    tensors: dict[str, Tensor] = {}
-    for layer in layout.layers:
-        tensors |= moments[layer].tensors(f"{layer}.")
-    save_atomically(path, tensors, kind=KIND, header=asdict(layout))
+    sums = {str(layer): moments[layer] for layer in layout.layers}
+    save_sums(path, sums, kind=KIND, header=asdict(layout))
 
 
 def merge_statistics(files: Sequence[Path], out: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from upcycle_core.backbone.write import write_model
 from upcycle_core.errors import Fault, raise_faults
-from upcycle_core.moe.plan import Edit, Parts, moe_plan, write_plan
+from upcycle_core.moe.plan import Edit, Parts, moe_plan
 from upcycle_core.progress import Progress
 
 
@@ -36,10 +37,9 @@ def assemble(
         out: The directory that is written: weights under per-expert names, config.json,
             generation configuration, tokenizer.
         top_k: Experts a token passes through.
-        max_shard_bytes: Size of one safetensors file.
+        max_shard_bytes, progress: As for ``write_model``.
         edit: Called with (layer, expert, "gate" | "up" | "down", weight) for every matrix of every
             expert; what it returns is written. Gate and up are [I, H], down is [H, I].
-        progress: Hears of every tensor.
 
     Raises:
         InputError: k > D; experts and backbone that do not fit; routers missing, of another
@@ -51,8 +51,15 @@ def assemble(
     config = parts.family.target_config(
         parts.config, experts=len(parts.experts), top_k=top_k, dtype=parts.dtype
     )
-    plan = moe_plan(parts, routers, edit)
-    write_plan(out, plan, config, parts=parts, max_shard_bytes=max_shard_bytes, progress=progress)
+    write_model(
+        out,
+        moe_plan(parts, routers, edit),
+        config,
+        source=parts.shared[0],
+        max_shard_bytes=max_shard_bytes,
+        what="assembly",
+        progress=progress,
+    )
 
 
 def _router_faults(full: Mapping, experts: int, routers: Mapping[int, torch.Tensor]) -> list[Fault]:

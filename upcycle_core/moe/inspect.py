@@ -6,6 +6,7 @@ H hidden size, D experts, L layers, T tokens, k experts a token.
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,17 +111,15 @@ def record_routing(model: nn.Module) -> Iterator[torch.Tensor]:
     def remember(_module: nn.Module, _args: object, kwargs: Mapping) -> None:
         masks[0] = _token_mask(kwargs)
 
-    def count(layer: int, chosen_Tk: torch.Tensor) -> None:
-        if masks[0] is not None:
-            chosen_Tk = chosen_Tk[masks[0]]
-        experts = chosen_Tk.reshape(-1)
-        counts_LD[layer] += torch.bincount(experts, minlength=counts_LD.shape[1]).cpu()
-
-    def hook_of(layer: int):
-        return lambda _module, _inputs, output: count(layer, output[2])
+    def count(counts_D: torch.Tensor, _module: nn.Module, _args: object, out: RouterOutput) -> None:
+        chosen_Tk = out[2] if masks[0] is None else out[2][masks[0]]
+        counts_D += torch.bincount(chosen_Tk.reshape(-1), minlength=len(counts_D)).cpu()
 
     hooks = [model.register_forward_pre_hook(remember, with_kwargs=True)]
-    hooks += [r.register_forward_hook(hook_of(layer)) for layer, r in enumerate(routers)]
+    hooks += [
+        router.register_forward_hook(partial(count, counts_D))
+        for router, counts_D in zip(routers, counts_LD, strict=True)
+    ]
     with _hooks(iter(hooks)):
         yield counts_LD
 

@@ -15,19 +15,15 @@ from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import Family
 from upcycle_core.architectures.resolve import with_vocabulary_of
-from upcycle_core.backbone.average import average_tensors, write_generation_config
+from upcycle_core.backbone.average import average_tensors
+from upcycle_core.backbone.write import Plan, weights_type
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.tokenizer import copy_tokenizer
-from upcycle_core.checkpoints.writer import TensorSpec, write_json, write_sharded
 from upcycle_core.errors import Fault
-from upcycle_core.progress import Progress, Silent
 
 Part = Literal["gate", "up", "down"]
 Edit = Callable[[int, int, Part, torch.Tensor], torch.Tensor]
 """(layer, expert, which matrix, its weight) to the weight that is written in its place. The weight
 is a view of the expert's file and not to be written to."""
-Plan = dict[str, tuple[tuple[int, ...], Callable[[], torch.Tensor]]]
-"""Name to shape and source of every tensor, in the order they are written."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class Parts:
     @property
     def dtype(self) -> torch.dtype:
         """Type of the weights."""
-        return _dtype(self.shared[0])
+        return weights_type(self.shared[0])
 
     def shared_tensor(self, name: str) -> torch.Tensor:
         """A tensor outside the experts: the backbone's own, or the experts' mean."""
@@ -92,8 +88,8 @@ class Parts:
             # A backbone brings its own embedding: the experts' may be of another vocabulary.
             config = with_vocabulary_of(self.config, reader.config) if apart else self.config
             faults += tensor_faults(reader, self.family, reader.field, config=config)
-            if _dtype(reader) != self.dtype:
-                remedy = f"weights are {_dtype(reader)}, the backbone's {self.dtype}; "
+            if weights_type(reader) != self.dtype:
+                remedy = f"weights are {weights_type(reader)}, the backbone's {self.dtype}; "
                 remedy += "save both in one type"
                 faults.append(Fault(reader.field, str(reader.directory), remedy))
         return faults
@@ -113,71 +109,32 @@ def moe_plan(parts: Parts, routers: Mapping[int, torch.Tensor], edit: Edit | Non
     plan: Plan = {}
     for name, shape in dense.items():
         if name not in layer_of:
-            plan[name] = shape, partial(parts.shared_tensor, name)
+            plan[name] = shape, parts.dtype, partial(parts.shared_tensor, name)
         elif name == family.ffn(layer_of[name]).gate:
             layer = layer_of[name]
-            plan |= _moe_layer(parts, layer, routers[layer], edit or _as_it_is)
+            plan |= _moe_layer(parts, layer, routers[layer], edit)
     return plan
 
 
-def write_plan(
-    out: Path,
-    plan: Plan,
-    config: Mapping,
-    *,
-    parts: Parts,
-    max_shard_bytes: int,
-    progress: Progress | None,
-) -> None:
-    """Write the tensors of ``plan`` one by one, config.json, tokenizer, generation configuration.
-
-    Args:
-        out: The directory that is written.
-        plan: What it holds.
-        config: The content of its config.json.
-        parts: What it is made of; decides the weights' type, and gives the tokenizer.
-        max_shard_bytes: Size of one safetensors file.
-        progress: Hears of every tensor.
-    """
-    progress = progress or Silent()
-    specs = [TensorSpec(name, shape, parts.dtype) for name, (shape, _) in plan.items()]
-    progress.start("assembly", len(specs), "tensors")
-
-    def produce(name: str) -> torch.Tensor:
-        progress.advance()
-        return plan[name][1]().to(parts.dtype)
-
-    write_sharded(out, specs, produce, max_shard_bytes=max_shard_bytes)
-    write_json(out / "config.json", config)
-    copy_tokenizer(parts.shared[0].directory, out)
-    write_generation_config(parts.shared[0], out)
-
-
-def _moe_layer(parts: Parts, layer: int, router_HD: torch.Tensor, edit: Edit) -> Plan:
+def _moe_layer(parts: Parts, layer: int, router_HD: torch.Tensor, edit: Edit | None) -> Plan:
     """The tensors of one MoE block: router, what must be zero, experts."""
-    family, target = parts.family, parts.family.target
-    hidden, count = router_HD.shape
-    plan: Plan = {target.router_name(layer): ((count, hidden), lambda: router_HD.T)}
+    family, target, dtype = parts.family, parts.family.target, parts.dtype
+    router_DH = router_HD.T
+    plan: Plan = {target.router_name(layer): (router_DH.shape, dtype, partial(router_DH.to, dtype))}
     for name, shape in family.zeros(parts.config, layer).items():
-        plan[name] = shape, partial(torch.zeros, shape)
+        plan[name] = shape, dtype, partial(torch.zeros, shape, dtype=dtype)
     kinds: tuple[Part, ...] = ("gate", "up", "down")
     for index, reader in enumerate(parts.experts):
         names = zip(kinds, family.ffn(layer), target.expert_ffn(layer, index), strict=True)
         for part, old, new in names:
-            source = partial(_edited, edit, layer, index, part, reader, old)
-            plan[new] = reader.tensors[old].shape, source
+            source = partial(reader.tensor, old)
+            if edit is not None:
+                source = partial(_edited, edit, (layer, index, part), source, dtype)
+            plan[new] = reader.tensors[old].shape, dtype, source
     return plan
 
 
 def _edited(
-    edit: Edit, layer: int, expert: int, part: Part, reader: CheckpointReader, name: str
+    edit: Edit, place: tuple[int, int, Part], read: Callable[[], torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
-    return edit(layer, expert, part, reader.tensor(name))
-
-
-def _as_it_is(_layer: int, _expert: int, _part: Part, weight: torch.Tensor) -> torch.Tensor:
-    return weight
-
-
-def _dtype(reader: CheckpointReader) -> torch.dtype:
-    return next(iter(reader.tensors.values())).dtype
+    return edit(*place, read()).to(dtype)

@@ -63,27 +63,25 @@ class SimoeObjective:
         model: Upcycled; every parameter that has gradients is trained.
         config: Of the upcycling.
         training: Of the training.
+
+    Attributes:
+        multiplier: lambda, 0 or more.
     """
 
     def __init__(
         self, model: nn.Module, config: SimoeUpcyclingConfig, training: TrainingConfig
     ) -> None:
         self._model, self._config, self._training = model, config, training
-        self._multiplier = 0.0
+        self.multiplier = 0.0
         self._sparsity: Sparsity | None = None
-
-    @property
-    def multiplier(self) -> float:
-        """lambda, 0 or more."""
-        return self._multiplier
 
     def penalty(self) -> Tensor:
         """beta x orthogonality + lambda (tau - expected sparsity), a scalar."""
         config = self._config
         loss = config.beta * orthogonality(self._model, config)
-        if self._multiplier:
+        if self.multiplier:
             expected = expected_sparsity(self._model, config.sparsity, rooted=True)
-            loss = loss + self._multiplier * (config.tau - expected)
+            loss = loss + self.multiplier * (config.tau - expected)
         return loss
 
     def groups(self) -> list[ParameterGroup]:
@@ -125,10 +123,10 @@ class SimoeObjective:
 
     def _ascend(self, sparsity: float) -> None:
         gap = self._config.tau - sparsity
-        moved = self._multiplier + self._config.multiplier_learning_rate * gap
+        moved = self.multiplier + self._config.multiplier_learning_rate * gap
         if not math.isfinite(moved):
             raise FloatingPointError(f"lambda is not finite: it is {moved}")
-        self._multiplier = 0.0 if gap <= 0 else max(0.0, moved)
+        self.multiplier = 0.0 if gap <= 0 else max(0.0, moved)
 
     @torch.no_grad()
     def point(self) -> dict[str, float]:
@@ -143,7 +141,7 @@ class SimoeObjective:
             "overlap": mean_overlap(self._model),
         }
         if self._config.is_constrained:
-            values["lambda"] = self._multiplier
+            values["lambda"] = self.multiplier
             values["sparsity"] = getattr(found, self._config.sparsity)
             expected = expected_sparsity(self._model, self._config.sparsity)
             values["sparsity/expected"] = expected.item()
@@ -151,11 +149,11 @@ class SimoeObjective:
 
     def state(self) -> dict[str, Any]:
         """lambda."""
-        return {"lambda": self._multiplier}
+        return {"lambda": self.multiplier}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on with a checkpoint's lambda."""
-        self._multiplier = float(state["lambda"])
+        self.multiplier = float(state["lambda"])
 
     def may_keep(self, point: Mapping[str, float]) -> bool:
         """Whether the constraint holds at a checkpoint."""

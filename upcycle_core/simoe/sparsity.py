@@ -47,17 +47,10 @@ def realised_sparsity(model: nn.Module) -> Sparsity:
     for name, own in zip(modules, counts, strict=True):
         if not own[-1]:
             raise FloatingPointError(f"the masks of {name} are not finite")
-    return _sparsity(counts[:, :-1].sum(0), sum(map(_parameters, modules.values())))
-
-
-def layer_sparsity(model: nn.Module) -> dict[str, tuple[Sparsity, tuple[float, ...]]]:
-    """Sparsity of every gated layer by name, with that of each of its M experts."""
-    found = {}
-    for name, module in gated_modules(model).items():
-        used_M, size = _used(module)[:-1].cpu(), _parameters(module)
-        experts = tuple(1 - used / size for used in used_M[:-1].tolist())
-        found[name] = _sparsity(used_M, size), experts
-    return found
+    *experts, union = counts[:, :-1].sum(0).tolist()
+    size = sum(module.base.weight.numel() for module in modules.values())
+    whole = size * len(experts)
+    return Sparsity(mean=(whole - sum(experts)) / whole, union=(size - union) / size)
 
 
 def expected_sparsity(model: nn.Module, way: Way = "mean", *, rooted: bool = False) -> Tensor:
@@ -174,11 +167,6 @@ def _trained(model: nn.Module) -> list[Any]:
     return modules
 
 
-def _parameters(module: Any) -> int:
-    """Expert parameters of a layer, shared by its experts."""
-    return module.base.weight.numel()
-
-
 def _used(module: Any) -> Tensor:
     """[M + 2] int64: parameters that each expert uses, that any uses, and whether all is finite."""
     masks = module.masks().detach().flatten(1)
@@ -186,13 +174,6 @@ def _used(module: Any) -> Tensor:
     counts_M = used.sum(1) * module.weights_per_gate
     union = used.any(0).sum() * module.weights_per_gate
     return torch.cat([counts_M, union[None], masks.isfinite().all()[None].long()])
-
-
-def _sparsity(used: Tensor, size: int) -> Sparsity:
-    """Of [M + 1] counts: each expert's parameters, and those that any uses."""
-    *experts, union = used.tolist()
-    whole = size * len(experts)
-    return Sparsity(mean=(whole - sum(experts)) / whole, union=(size - union) / size)
 
 
 def _least_count(tau: float, whole: int) -> int:

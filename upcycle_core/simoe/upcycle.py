@@ -86,16 +86,7 @@ def simoe_config(
     *,
     tasks: Sequence[str] = (),
 ) -> SimoeConfig:
-    """The configuration of a dense model that is upcycled.
-
-    Args:
-        dense: The dense model's.
-        config: Experts, masks, layers, routing.
-        tasks: Names of the tasks, where routing goes by task.
-
-    Raises:
-        ValueError: As ``SimoeConfig``.
-    """
+    """The configuration of a dense model that is upcycled; errors are those of ``SimoeConfig``."""
     return SimoeConfig(
         dense=dense,
         num_simoe_experts=config.experts,

@@ -16,7 +16,6 @@ from upcycle_core.activations.cross import CrossMoments, similarity
 from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.heads import (
     HeadMove,
-    HeadPairs,
     match_heads,
     move_heads,
     pairs_from_activations,
@@ -32,9 +31,8 @@ from upcycle_core.backbone.rewrite import Read, Transform, read_untied, rewrite,
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tensor_file import read_header, save_atomically
 from upcycle_core.errors import Fault, InputError
-from upcycle_core.symphony.assignment import Assignment, assign
+from upcycle_core.symphony.assignment import Assignment, assign, permute_neurons
 from upcycle_core.symphony.config import AlignmentConfig
-from upcycle_core.symphony.remap import permute_neurons
 
 KIND = "alignment"
 
@@ -67,7 +65,7 @@ class Alignment:
 
 def align_layer(
     neurons: CrossMoments | None,
-    heads: HeadPairs | CrossMoments | None,
+    heads: CrossMoments | None,
     *,
     config: AlignmentConfig,
     heads_count: int,
@@ -80,7 +78,7 @@ def align_layer(
 
     Args:
         neurons: Of act(gate) * up in anchor and model [I, I]; not looked at for ``neurons: none``.
-        heads: Of o_proj's input [Q N, Q N], or what weights say; not looked at for ``heads: none``.
+        heads: Of o_proj's input [Q N, Q N]; not looked at for ``heads: none``.
         config: What is aligned, and by which measure.
         heads_count: Q.
         groups: G.
@@ -98,10 +96,9 @@ def align_layer(
         order = assign(alike, fraction=config.fraction, solver=config.solver)
     if config.heads == "match":
         if heads is None:
-            raise ValueError("heads = 'match' asks for their cross-moments, or pairs by weights")
-        if isinstance(heads, CrossMoments):
-            heads = pairs_from_activations(_counted(heads), heads=heads_count, groups=groups)
-        move = match_heads(heads)
+            raise ValueError("heads = 'match' asks for their cross-moments")
+        heads.checked_rows()
+        move = match_heads(pairs_from_activations(heads, heads=heads_count, groups=groups))
     return LayerAlignment(neurons=order, heads=move)
 
 
@@ -154,16 +151,7 @@ def write_aligned(model: Path, alignment: Alignment, out: Path, *, max_shard_byt
 
 
 def write_folded(anchor: Path, out: Path, *, max_shard_bytes: int) -> None:
-    """Write the anchor as rotated strangers are written: norms folded, lm_head untied.
-
-    Args:
-        anchor: Its checkpoint.
-        out: The directory that is written: weights, config.json, tokenizer.
-        max_shard_bytes: Size of one safetensors file.
-
-    Raises:
-        InputError: A tensor is missing, misshapen or has no place.
-    """
+    """Write the anchor as ``write_aligned`` writes rotated strangers: norms folded, head untied."""
     reader = CheckpointReader(anchor)
     fold = fold_norms(family_of(reader.config), reader.tensor)
     rewrite(reader, out, [fold], untie=True, max_shard_bytes=max_shard_bytes)
@@ -243,13 +231,6 @@ def load_alignment(path: Path) -> Alignment:
 def _folded(reader: CheckpointReader) -> Read:
     """Name to tensor of the model with folded norms and a head of its own."""
     return transformed(read_untied(reader), [fold_norms(family_of(reader.config), reader.tensor)])
-
-
-def _counted(moments: CrossMoments) -> CrossMoments:
-    rows = int(moments.count)
-    if rows == 0 or any(moments.non_finite()):
-        raise ValueError(f"{rows} rows, finite: {[not bad for bad in moments.non_finite()]}")
-    return moments
 
 
 def _numbers(part: object) -> dict[str, Any]:

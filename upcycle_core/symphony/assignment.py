@@ -1,8 +1,9 @@
-"""Which neuron of a model stands where: one linear assignment problem (Symphony-MoE, Eq. 2).
+"""Which neuron of a model stands where: one linear assignment problem (Symphony-MoE, Eqs. 2 to 4).
 
 I neurons. Places are numbered as the anchor's neurons.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,6 +14,9 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from upcycle_core.activations.cross import Similarity
+from upcycle_core.architectures.axes import along, axes_of, layer_of
+from upcycle_core.architectures.family import Family
+from upcycle_core.backbone.rewrite import Transform
 from upcycle_core.errors import Fault, raise_faults
 
 Solver = Literal["scipy", "lapjv"]
@@ -45,12 +49,12 @@ class Assignment:
         return int((self.order != torch.arange(len(self.order))).sum())
 
 
-def solver_faults(solver: Solver, field: str = "symphony.alignment.solver") -> list[Fault]:
+def solver_faults(solver: Solver) -> list[Fault]:
     """A solver whose package is not there."""
     if solver == "scipy" or find_spec(solver) is not None:
         return []
     remedy = f"its package is not installed; run pip install {solver}, or choose scipy"
-    return [Fault(field, solver, remedy)]
+    return [Fault("symphony.alignment.solver", solver, remedy)]
 
 
 def assign(
@@ -91,6 +95,37 @@ def assign(
         dead_anchor=int((~alive_anchor).sum()),
         dead=int((~alive).sum()),
     )
+
+
+def permute_neurons(family: Family, orders: Mapping[int, Tensor]) -> Transform:
+    """Reorder gate and up rows, down columns, and MLP biases where a family has them (Eqs. 3, 4).
+
+    The model computes what it computed.
+
+    Args:
+        family: Of the model.
+        orders: Layer to [I] int64, place to the neuron that comes to stand there
+            (``Assignment.order``); layers that are not there stay as they are.
+
+    Returns:
+        Name and tensor to the reordered tensor; exact in any type.
+
+    Raises:
+        ValueError: An order is no permutation.
+    """
+    for layer, order in orders.items():
+        if order.sort().values.tolist() != list(range(len(order))):
+            raise ValueError(f"layer {layer}: the order of its neurons is no permutation")
+
+    def permute(name: str, tensor: Tensor) -> Tensor:
+        layer = layer_of(name)
+        if layer is None or layer not in orders:
+            return tensor
+        order = orders[layer]
+        letters = axes_of(family, name)
+        return along(tensor, letters, "I", lambda t, axis: t.index_select(axis, order))
+
+    return permute
 
 
 def _solve(

@@ -1,9 +1,9 @@
 """The backbone of disparate models: everything but FFNs, merged by kind of tensor, streamed."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,14 +13,14 @@ from upcycle_core.architectures.axes import axes_of
 from upcycle_core.architectures.compare import MUST_AGREE, tensor_faults
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, Family
-from upcycle_core.backbone.average import write_generation_config
 from upcycle_core.backbone.slerp import slerp, spherical_mean
 from upcycle_core.backbone.vocabulary import Union, merge_rows, write_union_tokenizer
 from upcycle_core.backbone.weights import checked_weights
+from upcycle_core.backbone.write import Plan, weights_type, write_generation_config, write_tensors
 from upcycle_core.checkpoints.reader import CheckpointReader, chunks
-from upcycle_core.checkpoints.writer import TensorSpec, write_json, write_sharded
+from upcycle_core.checkpoints.writer import write_json
 from upcycle_core.errors import Fault, InputError, raise_faults
-from upcycle_core.progress import Progress, Silent
+from upcycle_core.progress import Progress
 from upcycle_core.symphony.config import MergeConfig
 
 
@@ -53,26 +53,21 @@ def write_merged_backbone(
             the union's tokenizer.
         config: What is done with which kind. A model without a weight has 1.
         anchor: The model that "anchor" means.
-        max_shard_bytes: Size of one safetensors file.
-        progress: Hears of every tensor.
+        max_shard_bytes, progress: As for ``write_model``.
 
     Raises:
         InputError: The models do not fit together, or the union not to them; tied and untied ones
             are mixed; a weight or the anchor is of no model; a tensor has no mean on the sphere.
     """
-    progress = progress or Silent()
     sources = _Sources.open(models, union, config, anchor)
     ruling = sources.readers[sources.union.ruling]
-    content = json.loads(json.dumps(ruling.config)) | {"vocab_size": len(union.tokens)}
-    shapes = sources.family.tensors(content, ffn=False)
-    specs = [TensorSpec(name, shape, weights_type(ruling)) for name, shape in shapes.items()]
-    progress.start("merging the backbone", len(specs), "tensors")
-
-    def produce(name: str) -> Tensor:
-        progress.advance()
-        return sources.merged(name)
-
-    write_sharded(out, specs, produce, max_shard_bytes=max_shard_bytes)
+    content = ruling.config | {"vocab_size": len(union.tokens)}
+    plan: Plan = {
+        name: (shape, weights_type(ruling), partial(sources.merged, name))
+        for name, shape in sources.family.tensors(content, ffn=False).items()
+    }
+    what = "merging the backbone"
+    write_tensors(out, plan, max_shard_bytes=max_shard_bytes, what=what, progress=progress)
     write_json(out / "config.json", content)
     write_union_tokenizer(union, out)
     write_generation_config(ruling, out)
@@ -108,11 +103,6 @@ def agreement_faults(reader: CheckpointReader, first: CheckpointReader) -> list[
         remedy = f"another type of weights than {first.field} ({weights_type(first)}); "
         faults.append(Fault(reader.field, str(weights_type(reader)), remedy + "save both in one"))
     return faults + tensor_faults(reader, family, reader.field)
-
-
-def weights_type(reader: CheckpointReader) -> torch.dtype:
-    """Type of a checkpoint's weights."""
-    return next(iter(reader.tensors.values())).dtype
 
 
 def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

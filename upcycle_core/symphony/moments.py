@@ -11,13 +11,14 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from upcycle_core.activations.cross import PARTS, CrossMoments
+from upcycle_core.activations.cross import CrossMoments
+from upcycle_core.activations.moments import save_sums
 from upcycle_core.activations.pairs import (
     collect_pairs,
     head_reader,
@@ -28,7 +29,6 @@ from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.residual import unit_rows
 from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.tensor_file import save_atomically
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress, Silent
 from upcycle_core.symphony.config import CalibrationConfig
@@ -103,26 +103,20 @@ def collect_moments(
         progress=progress,
     )
     counts = {"tokens": dict(paired.tokens), "pairs": dict(paired.pairs)}
-    _save(out, moments, {**counts, "layers": sorted(layers)})
+    save_sums(out, moments, kind=KIND, header={**counts, "layers": sorted(layers)})
     return counts
 
 
-def neuron_moments(file: Path, layer: int) -> CrossMoments:
-    """The cross-moments [I, I] of a layer's neurons, anchor by model; nothing else is read.
+def layer_moments(file: Path, kind: Literal["neurons", "heads"], layer: int) -> CrossMoments:
+    """A layer's cross-moments, anchor by model; nothing else is read.
+
+    Returns:
+        Of its neurons [I, I], or of what its heads say [Q N, Q N].
 
     Raises:
         InputError: ``file`` cannot be read, or does not have them.
     """
-    return _read(file, f"neurons.{layer}")
-
-
-def head_moments(file: Path, layer: int) -> CrossMoments:
-    """The cross-moments [Q N, Q N] of what a layer's heads say; nothing else is read.
-
-    Raises:
-        InputError: ``file`` cannot be read, or does not have them.
-    """
-    return _read(file, f"heads.{layer}")
+    return _read(file, f"{kind}.{layer}")
 
 
 def residual_moments(files: Sequence[Path]) -> CrossMoments:
@@ -172,19 +166,11 @@ def _features(paths: Mapping[str, str], dtype: torch.dtype, path: str, x: Tensor
     return (unit_rows(x) if paths[path] == RESIDUAL else x).to(dtype)
 
 
-def _save(path: Path, moments: Mapping[str, CrossMoments], header: Mapping[str, object]) -> None:
-    """Write all sums, on the disk under their name only when they are whole."""
-    tensors: dict[str, Tensor] = {}
-    for key, of in moments.items():
-        tensors |= of.tensors(f"{key}.")
-    save_atomically(path, tensors, kind=KIND, header=header)
-
-
 def _read(file: Path, key: str) -> CrossMoments:
     try:
         with safe_open(file, "pt") as opened:
-            if f"{key}.{PARTS[0]}" in opened.keys():  # noqa: SIM118 (a handle is no mapping)
-                tensors = {part: opened.get_tensor(f"{key}.{part}") for part in PARTS}
+            if f"{key}.{CrossMoments.parts[0]}" in opened.keys():  # noqa: SIM118 (a handle is no mapping)
+                tensors = {part: opened.get_tensor(f"{key}.{part}") for part in CrossMoments.parts}
                 return CrossMoments.from_tensors(tensors)
             found = json.loads((opened.metadata() or {}).get(KIND, "{}"))
     except (SafetensorError, OSError) as error:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tokenizers import Encoding, Tokenizer
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
 from upcycle_core.activations.pairs import PairedBatch
@@ -218,9 +219,6 @@ def _batch(windows: Sequence[Window]) -> PairedBatch:
 
 def _padded(sequences: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
     """Ids [B, S] and mask [B, S] of sequences of several lengths."""
-    ids = torch.full((len(sequences), max(map(len, sequences))), PAD_ID)
-    mask = torch.zeros_like(ids)
-    for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = torch.from_numpy(sequence)
-        mask[row, : len(sequence)] = 1
-    return ids, mask
+    rows = [torch.from_numpy(sequence) for sequence in sequences]
+    ids = pad_sequence(rows, batch_first=True, padding_value=PAD_ID)
+    return ids, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)

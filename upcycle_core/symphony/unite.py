@@ -1,5 +1,6 @@
 """A dense model lifted to the union's vocabulary, and the tokens that two models share."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -8,14 +9,12 @@ from torch import Tensor
 from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
-from upcycle_core.backbone.average import write_generation_config
 from upcycle_core.backbone.vocabulary import Union
+from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.tokenizer import copy_tokenizer
-from upcycle_core.checkpoints.writer import TensorSpec, write_json, write_sharded
 from upcycle_core.errors import raise_faults
-from upcycle_core.progress import Progress, Silent
-from upcycle_core.symphony.merge import agreement_faults, weights_type
+from upcycle_core.progress import Progress
+from upcycle_core.symphony.merge import agreement_faults
 
 
 def write_united(
@@ -38,30 +37,29 @@ def write_united(
         backbone: What ``write_merged_backbone`` wrote of it and others.
         out: The directory that is written: weights; the backbone's config.json, tokenizer and
             generation configuration.
-        max_shard_bytes: Size of one safetensors file.
-        progress: Hears of every tensor.
+        max_shard_bytes, progress: As for ``write_model``.
 
     Raises:
         InputError: Model and backbone do not fit together, or only one of them is tied.
     """
-    progress = progress or Silent()
     own = CheckpointReader(model, field="model")
     shared = CheckpointReader(backbone, field="backbone")
     family = family_of(shared.config, field="backbone.config.model_type")
     faults = tensor_faults(shared, family, shared.field, ffn=False)
     raise_faults(faults + agreement_faults(own, shared))
-    shapes = family.tensors(shared.config)
-    specs = [TensorSpec(name, shape, weights_type(own)) for name, shape in shapes.items()]
-    progress.start("lifting to the union's vocabulary", len(specs), "tensors")
-
-    def produce(name: str) -> Tensor:
-        progress.advance()
-        return (shared if name in (EMBEDDING, LM_HEAD) else own).tensor(name)
-
-    write_sharded(out, specs, produce, max_shard_bytes=max_shard_bytes)
-    write_json(out / "config.json", shared.config)
-    copy_tokenizer(backbone, out)
-    write_generation_config(shared, out)
+    plan: Plan = {}
+    for name, shape in family.tensors(shared.config).items():
+        reader = shared if name in (EMBEDDING, LM_HEAD) else own
+        plan[name] = shape, weights_type(own), partial(reader.tensor, name)
+    write_model(
+        out,
+        plan,
+        shared.config,
+        source=shared,
+        max_shard_bytes=max_shard_bytes,
+        what="lifting to the union's vocabulary",
+        progress=progress,
+    )
 
 
 def shared_tokens(union: Union, first: int, second: int) -> tuple[Tensor, Tensor]:

@@ -40,8 +40,7 @@ from upcycle_core.training.extension import (
 from upcycle_core.training.objective import StepLosses
 from upcycle_core.training.reporter import Reporter
 from upcycle_core.training.resume import kept_step
-from upcycle_core.training.rows import collate, targets
-from upcycle_core.training.validation import mean_loss
+from upcycle_core.training.rows import collate, mean_loss, targets
 
 KEPT_CHECKPOINTS = 2
 

@@ -7,6 +7,7 @@ disk has cut off or damaged later counts no more. (Weights are too large to be h
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -118,20 +119,18 @@ def _marked(checkpoints: Path) -> list[Path]:
 
 def _sizes(directory: Path) -> dict[str, int]:
     """{file: bytes} of all but the marker."""
-    return {
-        str(path.relative_to(directory)): path.stat().st_size
-        for path in directory.rglob("*")
-        if path.is_file() and path.name not in (MARKER, f"{MARKER}.tmp")
-    }
+    return {name: path.stat().st_size for name, path in _files(directory, "*")}
 
 
 def _digests(directory: Path) -> dict[str, str]:
     """{file: sha256} of those that hold JSON, all but the marker."""
-    return {
-        str(path.relative_to(directory)): sha256_file(path)
-        for path in directory.rglob("*.json")
-        if path.is_file() and path.name != MARKER
-    }
+    return {name: sha256_file(path) for name, path in _files(directory, "*.json")}
+
+
+def _files(directory: Path, pattern: str) -> Iterator[tuple[str, Path]]:
+    for path in directory.rglob(pattern):
+        if path.is_file() and path.name not in (MARKER, f"{MARKER}.tmp"):
+            yield str(path.relative_to(directory)), path
 
 
 def _step(directory: Path) -> int:

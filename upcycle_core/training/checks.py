@@ -53,20 +53,17 @@ def weight_faults(
         yield Fault(field, dict(weights), "must be at least 0, and one of them more")
 
 
-def routing_faults(
-    model: object, objective: MoEObjective | None, field: str = "objective"
-) -> Iterator[Fault]:
+def routing_faults(model: object, objective: MoEObjective | None) -> Iterator[Fault]:
     """What a model's configuration cannot be trained with.
 
     Args:
         model: A model configuration of transformers: its attributes are all that is looked at.
         objective: What is to be trained of it; None trains everything.
-        field: Where the objective was given.
     """
     experts = experts_of(model)
     if not experts:
         if objective is not None:
-            yield from _dense_faults(objective, field)
+            yield from _dense_faults(objective)
         return
     k = getattr(model, "num_experts_per_tok", 1)
     if not 1 <= k <= experts:
@@ -79,7 +76,7 @@ def routing_faults(
             "is always 1: the routers get no gradient from the text; give the model top_k >= 2, "
             "or train experts and backbone only"
         )
-        yield Fault(f"{field}.trainable", list(groups), remedy)
+        yield Fault("objective.trainable", list(groups), remedy)
 
 
 def experts_of(model: object) -> int:
@@ -87,15 +84,15 @@ def experts_of(model: object) -> int:
     return getattr(model, "num_local_experts", None) or getattr(model, "num_experts", None) or 0
 
 
-def _dense_faults(objective: MoEObjective, field: str) -> Iterator[Fault]:
+def _dense_faults(objective: MoEObjective) -> Iterator[Fault]:
     for group in objective.trainable:
         if group in ON_EXPERTS:
             remedy = "the model is dense; give a Mixture-of-Experts, or train backbone or all"
-            yield Fault(f"{field}.trainable", group, remedy)
+            yield Fault("objective.trainable", group, remedy)
     for name in ("balance_coefficient", "z_coefficient"):
         if getattr(objective, name):
             remedy = "the model is dense and has no routers; set it to 0"
-            yield Fault(f"{field}.{name}", getattr(objective, name), remedy)
+            yield Fault(f"objective.{name}", getattr(objective, name), remedy)
 
 
 def _renormalises(model: object) -> bool:

@@ -65,9 +65,11 @@ def select_trainable(model: nn.Module, groups: Sequence[Group]) -> Trainable:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in chosen)
         total += parameter.numel()
-        trained += _trained_numbers(parameter, half=name in halves) if name in chosen else 0
         if name in halves:
+            trained += parameter.numel() // 2
             parameter.register_hook(_first_half)
+        elif name in chosen:
+            trained += parameter.numel()
     return Trainable(trained, total, frozenset(halves))
 
 
@@ -127,10 +129,6 @@ def _is_fused(name: str) -> bool:
 def _is_gate(name: str) -> bool:
     """Whether an expert's tensor holds gate matrices: fused, or a linear layer of its own."""
     return _is_fused(name) or "gate_proj" in name.split(".")
-
-
-def _trained_numbers(parameter: nn.Parameter, *, half: bool) -> int:
-    return parameter.numel() // 2 if half else parameter.numel()
 
 
 def _first_half(gradient_EJH: Tensor) -> Tensor:

@@ -23,26 +23,20 @@ def write_load(curves: Sequence[Mapping[str, float]], directory: Path) -> None:
     Raises:
         InputError: There is no load in ``curves``.
     """
-    found = _loads(curves)
+    found = loads(curves)
+    if not found:
+        remedy = "hold no expert load; give those of a trained Mixture-of-Experts"
+        raise InputError(Fault("curves", f"{len(curves)} points", remedy))
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "load.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["step", "layer", "expert", "share"])
         writer.writerows(found)
-    draw_load(curves, directory / "load.png")
+    _draw(found, directory / "load.png")
 
 
-def draw_load(curves: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Heat map of expert load: a row a layer and expert, a column a watched step.
-
-    Args:
-        curves: ``TrainingResult.curves`` of a Mixture-of-Experts.
-        path: The PNG to write.
-
-    Raises:
-        InputError: There is no load in ``curves``.
-    """
-    found = _loads(curves)
+def _draw(found: Sequence[tuple[int, int, int, float]], path: Path) -> None:
+    """Heat map of expert load: a row a layer and expert, a column a watched step."""
     steps = sorted({step for step, *_ in found})
     rows = sorted({(layer, expert) for _, layer, expert, _ in found})
     share = {(layer, expert, step): value for step, layer, expert, value in found}
@@ -57,7 +51,8 @@ def draw_load(curves: Sequence[Mapping[str, float]], path: Path) -> None:
             aspect="auto",
             interpolation="none",
         )
-        ax.set_yticks(range(len(rows)), [_row_label(layer, expert) for layer, expert in rows])
+        labels = [f"layer {layer}, expert 0" if e == 0 else f"{e}" for layer, e in rows]
+        ax.set_yticks(range(len(rows)), labels)
         for place, (layer, expert) in enumerate(rows):
             if expert == 0 and layer != rows[0][0]:
                 ax.axhline(place - 0.5, color=INK, lw=0.8)
@@ -72,15 +67,3 @@ def draw_load(curves: Sequence[Mapping[str, float]], path: Path) -> None:
         experts = len({expert for _, expert in rows})
         ax.set_title(f"Share of each layer's load by expert (even: {1 / experts:.2g})")
         save(figure, path)
-
-
-def _row_label(layer: int, expert: int) -> str:
-    return f"layer {layer}, expert 0" if expert == 0 else f"{expert}"
-
-
-def _loads(curves: Sequence[Mapping[str, float]]) -> list[tuple[int, int, int, float]]:
-    found = loads(curves)
-    if not found:
-        remedy = "hold no expert load; give those of a trained Mixture-of-Experts"
-        raise InputError(Fault("curves", f"{len(curves)} points", remedy))
-    return found

@@ -83,12 +83,6 @@ def read_curves(checkpoint: Checkpoint) -> list[dict[str, float]]:
     return [{k: v for k, v in point.items() if k != "epoch"} for point in state["log_history"]]
 
 
-def best_step(points: list[dict[str, float]]) -> int | None:
-    """The step of the lowest validation loss, the first of equal ones; None before there is one."""
-    found = _validated(points)
-    return int(min(found, key=lambda point: point["validation_loss"])["step"]) if found else None
-
-
 def kept_step(
     points: list[dict[str, float]], config: TrainingConfig, extension: Extension | None = None
 ) -> int | None:
@@ -118,7 +112,7 @@ def kept_step(
         and (extension is None or extension.may_keep(point))
     ]
     if config.keep == "best":
-        return best_step(saved)
+        saved = sorted(_validated(saved), key=lambda point: point["validation_loss"])[:1]
     return max((int(point["step"]) for point in saved), default=None)
 
 

@@ -1,26 +1,16 @@
 """A small model with random weights: the seed that all experts start from, or a stranger's own."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from upcycle_core.checkpoints.load import quiet_loading
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
 from upcycle_core.errors import raise_faults
 from upcycle_core.training.checks import shape_faults
 from upcycle_core.training.config import LlamaShape
-
-CLASSES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-}
 
 
 def initialise_model(shape: LlamaShape, tokenizer: Path, out: Path, *, seed: int) -> None:
@@ -37,8 +27,8 @@ def initialise_model(shape: LlamaShape, tokenizer: Path, out: Path, *, seed: int
     """
     raise_faults(shape_faults(shape, "shape"))
     words = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
-    config_class, model_class = CLASSES[shape.family]
-    config = config_class(
+    config = AutoConfig.for_model(
+        shape.family,
         vocab_size=len(words),
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -54,9 +44,10 @@ def initialise_model(shape: LlamaShape, tokenizer: Path, out: Path, *, seed: int
         pad_token_id=words.pad_token_id,
         dtype=torch.float32,
     )
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config)
+        model = kind(config)
     with quiet_loading():
         model.save_pretrained(out)
     copy_tokenizer(tokenizer, out)

@@ -171,7 +171,9 @@ def train_subject(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = training_arguments(shape, config, seed=seed, checkpoints=checkpoints, device=device)
     subject = load(device)
-    progress = _started(progress, config, found)
+    progress = progress if workers.rank() == 0 else Silent()
+    progress.start("training", config.steps)
+    progress.advance(found.step if found else 0)
     if found is None or found.step < config.steps:
         trainer = CausalTrainer(
             subject.network,
@@ -187,14 +189,6 @@ def train_subject(
         )
         found = trainer.run(found)
     return _finish(subject, config, found)
-
-
-def _started(progress: Progress, config: TrainingConfig, found: Checkpoint | None) -> Progress:
-    """What this worker tells of its steps, told of those that a checkpoint holds."""
-    progress = progress if workers.rank() == 0 else Silent()
-    progress.start("training", config.steps)
-    progress.advance(found.step if found else 0)
-    return progress
 
 
 def _finish(subject: Subject, config: TrainingConfig, last: Checkpoint) -> TrainingResult:

@@ -15,7 +15,6 @@ from upcycle_core.activations.pairs import (
     residual_readers,
 )
 from upcycle_core.architectures.families import FAMILIES
-from upcycle_core.corpora.batches import Batch
 from upcycle_core.errors import InputError
 from upcycle_core.progress import Silent
 
@@ -28,10 +27,22 @@ def model_of(family: str, seed: int) -> torch.nn.Module:
     return AutoModel.from_config(pico_config(family)).eval()
 
 
-def batches() -> list[Batch]:
-    lengths, documents = MASK.sum(1), torch.arange(3)
+def batches() -> list[PairedBatch]:
     parts = (slice(0, 1), slice(1, 3))  # one without padding, one with
-    return [Batch(TOKENS[p], MASK[p], lengths[p], documents[p], 0) for p in parts]
+    return [same_tokens(TOKENS[p], MASK[p]) for p in parts]
+
+
+def same_tokens(ids: torch.Tensor, mask: torch.Tensor) -> PairedBatch:
+    """Both models see the same ids, and every token is counted."""
+    rows = mask.flatten().nonzero()[:, 0]
+    return PairedBatch(
+        first_ids=ids,
+        first_mask=mask,
+        second_ids=ids,
+        second_mask=mask,
+        first_rows=rows,
+        second_rows=rows,
+    )
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ def plain_router_inputs(model: nn.Module) -> list[torch.Tensor]:
 @torch.no_grad()
 def test_every_layers_router_input_is_handed_over_in_one_forward(model):
     seen = []
-    with router_inputs(model, lambda layer, x_BSH: seen.append((layer, x_BSH))):
+    with router_inputs(model, lambda layer, x_BSH: seen.append((layer, x_BSH)), layers=[0, 1]):
         model(input_ids=TOKENS, use_cache=False)
     assert [layer for layer, _ in seen] == [0, 1]
     for (_, x_BSH), expected in zip(seen, plain_router_inputs(model), strict=True):
@@ -53,7 +53,7 @@ def test_nothing_behind_the_last_watched_norm_is_computed(model):
         layer.mlp.register_forward_hook(lambda *_, index=index: ran.append(f"mlp {index}"))
         layer.self_attn.register_forward_hook(lambda *_, index=index: ran.append(f"attn {index}"))
     model.norm.register_forward_hook(lambda *_: ran.append("norm"))
-    with router_inputs(model, lambda *_: None):
+    with router_inputs(model, lambda *_: None, layers=[0, 1]):
         model(input_ids=TOKENS, use_cache=False)
     assert ran == ["attn 0", "mlp 0", "attn 1"]
     ran.clear()

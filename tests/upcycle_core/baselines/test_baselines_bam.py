@@ -21,7 +21,7 @@ from tests.upcycle_core.baselines.dense import (
 )
 from upcycle_core.baselines.bam.modeling_bam import BamAttention, BamConfig, BamForCausalLM
 from upcycle_core.baselines.bam.write import write_bam
-from upcycle_core.baselines.btx import write_btx
+from upcycle_core.baselines.mixture import with_seed, write_mixture
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.errors import InputError
 from upcycle_core.moe.inspect import record_routing, routers_of, set_top_k
@@ -136,7 +136,7 @@ def test_what_is_an_expert_and_what_is_shared(experts, folder):
 
 
 def test_outside_of_attention_it_is_btx(experts, folder, tmp_path):
-    write_btx(experts, tmp_path / "btx", top_k=2, **COMMON)
+    write_mixture(experts, tmp_path / "btx", top_k=2, **COMMON)
     ours, btx = weights_of(folder), weights_of(tmp_path / "btx")
     shared = {name for name in btx if "q_proj" not in name and "o_proj" not in name}
     assert all(torch.equal(ours[name], btx[name]) for name in shared)
@@ -306,7 +306,7 @@ def test_all_attention_experts_count_as_active(tmp_path, tied):
 
 def test_the_seed_is_one_more_expert(experts, tmp_path):
     seed = save_pico(tmp_path / "seed", seed=9, intermediate_size=WIDTH)
-    write_bam(experts, tmp_path / "moe", seed_expert=seed, top_k=2, **COMMON)
+    write_bam(with_seed(experts, seed), tmp_path / "moe", top_k=2, **COMMON)
     ours, own = weights_of(tmp_path / "moe"), weights_of(seed)
     name = "model.layers.0.self_attn.{}q_proj.weight"
     assert torch.equal(ours[name.format("experts.3.")], own[name.format("")])
@@ -318,7 +318,7 @@ def test_what_cannot_be_a_bam_is_refused_before_anything_is_written(experts, tmp
     with pytest.raises(InputError, match="choose a model of llama, mistral"):
         write_bam(dense_models(tmp_path, "qwen3"), out, top_k=1, **COMMON)
     with pytest.raises(InputError, match="must be two or more"):
-        write_bam({"law": experts["domain0"]}, out, top_k=1, **COMMON)
+        write_bam(with_seed({"law": experts["domain0"]}, None), out, top_k=1, **COMMON)
     with pytest.raises(InputError, match=r"moe\.top_k = 4"):
         write_bam(experts, out, top_k=4, **COMMON)
     wide = save_pico(tmp_path / "wide", intermediate_size=96)

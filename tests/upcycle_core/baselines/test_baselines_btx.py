@@ -7,7 +7,7 @@ from torch.nn import functional
 from tests.pico import save_pico
 from tests.upcycle_core.baselines.dense import COMMON, average, dense_models, weights_of
 from upcycle_core.backbone.average import write_backbone
-from upcycle_core.baselines.btx import write_btx
+from upcycle_core.baselines.mixture import with_seed, write_mixture
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -19,7 +19,7 @@ from upcycle_core.moe.random import random_routers
 
 def test_ffns_are_experts_and_the_rest_is_their_mean(tmp_path):
     experts = dense_models(tmp_path)
-    write_btx(experts, tmp_path / "moe", top_k=2, **COMMON)
+    write_mixture(experts, tmp_path / "moe", top_k=2, **COMMON)
     found, dense = weights_of(tmp_path / "moe"), [weights_of(path) for path in experts.values()]
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     routers = 0
@@ -45,7 +45,7 @@ def test_ffns_are_experts_and_the_rest_is_their_mean(tmp_path):
 
 def test_the_mean_on_the_way_is_the_backbone_that_is_written_alone(tmp_path):
     experts = dense_models(tmp_path, "qwen2")
-    write_btx(experts, tmp_path / "moe", top_k=2, **COMMON)
+    write_mixture(experts, tmp_path / "moe", top_k=2, **COMMON)
     readers = [CheckpointReader(path) for path in experts.values()]
     write_backbone(readers, tmp_path / "backbone", max_shard_bytes=10**9)
     routers = random_routers(2, 32, 3, seed=COMMON["router_seed"])
@@ -73,7 +73,7 @@ def slow_moe(block, x_TH: torch.Tensor, top_k: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_a_layer_computes_the_equation(tmp_path, top_k):
-    write_btx(dense_models(tmp_path), tmp_path / "moe", top_k=top_k, **COMMON)
+    write_mixture(dense_models(tmp_path), tmp_path / "moe", top_k=top_k, **COMMON)
     model = load_causal_lm(tmp_path / "moe", dtype=torch.float64)
     model.set_experts_implementation("eager")  # the other one has no fp64
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def test_a_layer_computes_the_equation(tmp_path, top_k):
 def test_the_seed_is_one_more_expert_and_part_of_the_mean(tmp_path):
     experts = dense_models(tmp_path)
     seed = save_pico(tmp_path / "seed", seed=9, intermediate_size=64)
-    write_btx(experts, tmp_path / "moe", seed_expert=seed, top_k=2, **COMMON)
+    write_mixture(with_seed(experts, seed), tmp_path / "moe", top_k=2, **COMMON)
     found = weights_of(tmp_path / "moe")
     dense = [weights_of(path) for path in (*experts.values(), seed)]
     name = "model.layers.1.self_attn.q_proj.weight"
@@ -102,7 +102,7 @@ def test_the_seed_is_one_more_expert_and_part_of_the_mean(tmp_path):
 def test_the_router_seed_decides_the_routers_and_nothing_else(tmp_path):
     experts = dense_models(tmp_path)
     for name, seed in (("one", 1), ("again", 1), ("two", 2)):
-        write_btx(experts, tmp_path / name, top_k=2, router_seed=seed, max_shard_bytes=10**9)
+        write_mixture(experts, tmp_path / name, top_k=2, router_seed=seed, max_shard_bytes=10**9)
     assert tree_digest(tmp_path / "one") == tree_digest(tmp_path / "again")
     one, two = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
     differing = {name for name in one if not torch.equal(one[name], two[name])}
@@ -114,9 +114,9 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path):
     wide = save_pico(tmp_path / "wide", intermediate_size=96)
     out = tmp_path / "out"
     with pytest.raises(InputError, match="must be two or more"):
-        write_btx({"law": experts["domain0"]}, out, top_k=1, **COMMON)
+        write_mixture(with_seed({"law": experts["domain0"]}, None), out, top_k=1, **COMMON)
     with pytest.raises(InputError, match=r"moe\.top_k = 3"):
-        write_btx(experts, out, top_k=3, **COMMON)
+        write_mixture(experts, out, top_k=3, **COMMON)
     with pytest.raises(InputError, match=r"experts\.wide"):
-        write_btx({**experts, "wide": wide}, out, top_k=2, **COMMON)
+        write_mixture({**experts, "wide": wide}, out, top_k=2, **COMMON)
     assert not out.exists()

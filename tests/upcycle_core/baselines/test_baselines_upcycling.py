@@ -14,11 +14,7 @@ from tests.upcycle_core.baselines.dense import (
     logits_of,
     weights_of,
 )
-from upcycle_core.baselines.upcycling import (
-    reinitialise,
-    write_drop_upcycling,
-    write_sparse_upcycling,
-)
+from upcycle_core.baselines.mixture import copies_of, reinitialise, with_seed, write_mixture
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.errors import InputError
@@ -48,7 +44,7 @@ def changed(old_IH: torch.Tensor, new_IH: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_copies_compute_what_the_dense_model_does(tmp_path, family, tied):
     model = save_pico(tmp_path / "d", family, intermediate_size=WIDTH, tie_word_embeddings=tied)
-    write_sparse_upcycling(model, tmp_path / "moe", copies=3, top_k=2, **COMMON)
+    write_mixture(copies_of(model, 3), tmp_path / "moe", top_k=2, **COMMON)
     expected = logits_of(load_causal_lm(model))
     found = logits_of(load_causal_lm(tmp_path / "moe"))
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -58,7 +54,7 @@ def test_copies_compute_what_the_dense_model_does(tmp_path, family, tied):
 def test_copies_are_exact_and_the_rest_is_taken_over(tmp_path, dtype):
     model = save_pico(tmp_path / "dense")
     AutoModelForCausalLM.from_pretrained(model, dtype=dtype).save_pretrained(model)
-    write_sparse_upcycling(model, tmp_path / "moe", copies=3, top_k=2, **COMMON)
+    write_mixture(copies_of(model, 3), tmp_path / "moe", top_k=2, **COMMON)
     dense, moe = weights_of(model), weights_of(tmp_path / "moe")
     for name, tensor in dense.items():
         if ".mlp." not in name:
@@ -72,9 +68,9 @@ def test_copies_are_exact_and_the_rest_is_taken_over(tmp_path, dtype):
 
 def test_without_reinitialisation_it_is_sparse_upcycling_byte_for_byte(tmp_path):
     model = save_pico(tmp_path / "dense")
-    write_sparse_upcycling(model, tmp_path / "sparse", copies=3, top_k=2, **COMMON)
-    write_drop_upcycling(
-        model, tmp_path / "drop", copies=3, reinitialised=0.0, seed=3, top_k=2, **COMMON
+    write_mixture(copies_of(model, 3), tmp_path / "sparse", top_k=2, **COMMON)
+    write_mixture(
+        copies_of(model, 3), tmp_path / "drop", edit=reinitialise(0.0, 3), top_k=2, **COMMON
     )
     assert tree_digest(tmp_path / "drop") == tree_digest(tmp_path / "sparse")
 
@@ -82,8 +78,8 @@ def test_without_reinitialisation_it_is_sparse_upcycling_byte_for_byte(tmp_path)
 @pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
 def test_the_three_matrices_share_the_neurons_that_are_new(tmp_path, share):
     model = save_pico(tmp_path / "dense")  # I = 48
-    write_drop_upcycling(
-        model, tmp_path / "moe", copies=3, reinitialised=share, seed=3, top_k=2, **COMMON
+    write_mixture(
+        copies_of(model, 3), tmp_path / "moe", edit=reinitialise(share, 3), top_k=2, **COMMON
     )
     dense, moe = weights_of(model), weights_of(tmp_path / "moe")
     sets = set()
@@ -142,7 +138,9 @@ def test_the_matrices_of_an_expert_get_different_numbers():
 
 def test_symphonys_variant_reinitialises_every_model_s_own_ffns(tmp_path):
     models = dense_models(tmp_path)
-    write_drop_upcycling(models, tmp_path / "moe", seed=3, top_k=2, **COMMON)
+    write_mixture(
+        with_seed(models, None), tmp_path / "moe", edit=reinitialise(0.5, 3), top_k=2, **COMMON
+    )
     dense, moe = [weights_of(path) for path in models.values()], weights_of(tmp_path / "moe")
     for expert, own in enumerate(dense):
         old, new = ffn_of(own, 1), expert_of(moe, 1, expert)
@@ -153,19 +151,16 @@ def test_symphonys_variant_reinitialises_every_model_s_own_ffns(tmp_path):
 
 
 def test_bad_input_is_refused_before_anything_is_written(tmp_path):
-    models, out = dense_models(tmp_path, seeds=(0, 1)), tmp_path / "out"
-    one = models["domain0"]
+    one, out = save_pico(tmp_path / "dense"), tmp_path / "out"
     with pytest.raises(InputError, match="copies = 1: must be 2 or more"):
-        write_sparse_upcycling(one, out, copies=1, top_k=1, **COMMON)
+        write_mixture(copies_of(one, 1), out, top_k=1, **COMMON)
     with pytest.raises(InputError, match=r"moe\.top_k = 3"):
-        write_sparse_upcycling(one, out, copies=2, top_k=3, **COMMON)
+        write_mixture(copies_of(one, 2), out, top_k=3, **COMMON)
     with pytest.raises(InputError, match="copies = 0"):
-        write_drop_upcycling(one, out, seed=0, top_k=1, **COMMON)
-    with pytest.raises(InputError, match="copies = 2: several models"):
-        write_drop_upcycling(models, out, copies=2, seed=0, top_k=1, **COMMON)
+        write_mixture(copies_of(one, 0), out, top_k=1, **COMMON)
     with pytest.raises(InputError, match="must be two or more"):
-        write_drop_upcycling({"law": one}, out, seed=0, top_k=1, **COMMON)
+        write_mixture(with_seed({"law": one}, None), out, top_k=1, **COMMON)
     for share in (-0.1, 1.1, math.nan):
         with pytest.raises(InputError, match="reinitialised = "):
-            write_drop_upcycling(one, out, copies=2, reinitialised=share, seed=0, top_k=1, **COMMON)
+            write_mixture(copies_of(one, 2), out, edit=reinitialise(share, 0), top_k=1, **COMMON)
     assert not out.exists()

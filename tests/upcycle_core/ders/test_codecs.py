@@ -5,9 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from upcycle_core.ders.codecs.choose import codec_of, stored_codec
-from upcycle_core.ders.codecs.low_rank import rank_of_energy
-from upcycle_core.ders.codecs.sparse import SparseCodec
+from upcycle_core.ders.codec import Codec, codec_of, rank_of_energy, stored_codec
 from upcycle_core.ders.config import CodecConfig
 
 SHAPE = (13, 37)
@@ -23,6 +21,10 @@ CONFIGS = {
 }
 EVERY = pytest.mark.parametrize("name", CONFIGS)
 QUANTISED = pytest.mark.parametrize("name", [name for name in CONFIGS if "bit" in name])
+
+
+def sparse(**settings) -> Codec:
+    return codec_of(CodecConfig(codec="sparse", **settings))
 
 
 def some_deltas(scale: float = 1.0) -> torch.Tensor:
@@ -50,14 +52,12 @@ def slow_decode(config: CodecConfig, tensors: dict, expert: int) -> np.ndarray:
 
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tensors_are_as_promised_and_as_large_as_the_formula_says(name, dtype):
+def test_tensors_are_as_promised_and_hold_as_many_numbers(name, dtype):
     codec = codec_of(CONFIGS[name])
     tensors = codec.encode(some_deltas(), dtype=dtype, key=KEY)
     assert codec.layout(3, SHAPE, dtype) == {
         name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
     }
-    stored = 8 * sum(tensor.nbytes for tensor in tensors.values())
-    assert codec.bits(3, SHAPE, value_bits=8 * dtype.itemsize) == stored
     own = sum(t.numel() for n, t in tensors.items() if n in ("values", "a", "b"))
     assert codec.entries(3, SHAPE) == (own or 3 * math.prod(SHAPE))
 
@@ -78,7 +78,7 @@ def test_decoding_is_what_the_format_means(name, dtype):
 @pytest.mark.parametrize(("drop_rate", "count"), [(0.0, 481), (0.7, 144), (0.99, 5), (0.9999, 1)])
 def test_an_exact_count_of_entries_is_kept_and_scaled(drop_rate, count):
     deltas = some_deltas()
-    codec = SparseCodec(drop_rate=drop_rate)
+    codec = sparse(drop_rate=drop_rate)
     tensors = codec.encode(deltas, dtype=torch.float32, key=KEY)
     places = tensors["indices"].long()
     assert places.shape == (3, count)
@@ -86,12 +86,12 @@ def test_an_exact_count_of_entries_is_kept_and_scaled(drop_rate, count):
     assert torch.equal(places, places.sort().values)
     kept = deltas.flatten(1).gather(1, places)
     torch.testing.assert_close(tensors["values"], kept / (1 - drop_rate), rtol=1e-6, atol=0)
-    bare = SparseCodec(drop_rate=drop_rate, rescale=False)
+    bare = sparse(drop_rate=drop_rate, rescale=False)
     assert torch.equal(bare.encode(deltas, dtype=torch.float32, key=KEY)["values"], kept)
 
 
 def test_what_is_drawn_depends_on_seed_layer_matrix_and_expert_alone():
-    deltas, codec = some_deltas(), SparseCodec(drop_rate=0.9)
+    deltas, codec = some_deltas(), sparse(drop_rate=0.9)
 
     def places(*key, of=deltas):
         return codec.encode(of, dtype=torch.float32, key=key)["indices"]
@@ -107,7 +107,7 @@ def test_what_is_drawn_depends_on_seed_layer_matrix_and_expert_alone():
 
 def test_the_largest_entries_are_kept_and_of_equal_ones_the_first():
     deltas = some_deltas().mul(3).round()  # many of equal size
-    codec = SparseCodec(drop_rate=0.6, keep="magnitude", rescale=False)
+    codec = sparse(drop_rate=0.6, keep="magnitude", rescale=False)
     tensors = codec.encode(deltas, dtype=torch.float32, key=KEY)
     for row, places in zip(deltas.flatten(1).tolist(), tensors["indices"], strict=True):
         order = sorted(range(len(row)), key=lambda place: (-abs(row[place]), place))
@@ -125,7 +125,7 @@ def test_the_largest_entries_are_kept_and_of_equal_ones_the_first():
 )
 def test_indices_have_the_smallest_type_that_fits(shape, dtype):
     delta = torch.ones(1, *shape)
-    tensors = SparseCodec(drop_rate=0.0).encode(delta, dtype=torch.float32, key=KEY)
+    tensors = sparse(drop_rate=0.0).encode(delta, dtype=torch.float32, key=KEY)
     assert tensors["indices"].dtype == dtype
     assert tensors["indices"].long().tolist() == [list(range(delta.numel()))]
 

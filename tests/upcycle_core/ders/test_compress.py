@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.pico import save_pico
 from tests.upcycle_core.ders.grown import grow, logits_of, set_config, weights_of
 from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
-from upcycle_core.ders.codecs.sparse import SparseCodec
+from upcycle_core.ders.codec import Codec
 from upcycle_core.ders.compress import compress
 from upcycle_core.ders.config import CodecConfig
 from upcycle_core.errors import InputError
@@ -256,8 +256,8 @@ def test_nothing_is_left_behind_when_it_fails_half_way(grown, tmp_path, monkeypa
             raise RuntimeError("out of space")
         return plain(self, deltas, dtype=dtype, key=key)
 
-    plain = SparseCodec.encode
-    monkeypatch.setattr(SparseCodec, "encode", encode)
+    plain = Codec.encode
+    monkeypatch.setattr(Codec, "encode", encode)
     with pytest.raises(RuntimeError, match="out of space"):
         compress(grown.model, tmp_path / "out", config=EXACT, base=grown.seed, **WHOLE)
     assert len(calls) == 4
@@ -286,8 +286,8 @@ def test_one_matrix_of_all_experts_is_held_at_a_time(grown, tmp_path, monkeypatc
         def advance(self, amount=1, **shown):
             written.append(amount)
 
-    written, plain = [], SparseCodec.encode
-    monkeypatch.setattr(SparseCodec, "encode", encode)
+    written, plain = [], Codec.encode
+    monkeypatch.setattr(Codec, "encode", encode)
     compress(
         grown.model,
         tmp_path / "out",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from upcycle_core.activations.moments import Moments
-from upcycle_core.dume.layout import Layout
+from upcycle_core.dume.collect import Layout
 from upcycle_core.dume.statistics import Statistics, save_statistics
 
 

@@ -16,9 +16,8 @@ from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.batches import Batch
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.shards import write_split
-from upcycle_core.dume.collect import collect
+from upcycle_core.dume.collect import Layout, collect
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.dume.layout import Layout
 from upcycle_core.dume.statistics import (
     Statistics,
     domain_statistics,
@@ -86,9 +85,9 @@ def test_statistics_are_sums_over_every_documents_router_inputs(models, corpus, 
     statistics = compute(models, corpus, tmp_path)
     x_TH = torch.cat([x for _, x in plain_features(models, corpus, layer)])
     assert statistics.layout.layers == (0, 1)
-    assert statistics.count() == statistics.count(layer) == len(x_TH)
-    assert_equal(statistics.gram(layer), x_TH.T @ x_TH)
-    assert_equal(statistics.sum(layer), x_TH.sum(0))
+    assert statistics.moments(layer).count() == len(x_TH)
+    assert_equal(statistics.moments(layer).gram(), x_TH.T @ x_TH)
+    assert_equal(statistics.moments(layer).sum(), x_TH.sum(0))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -97,9 +96,9 @@ def test_lower_precision_is_close(models, corpus, tmp_path, precision):
     found = compute(models, corpus, tmp_path / precision, precision=precision)
     # bf16 weights and states have 8 bits
     tolerance = {"fp32": 1e-5, "bf16": 0.05}[precision]
-    assert found.count() == exact.count()
-    assert_equal(found.gram(1), exact.gram(1), tolerance)
-    assert not torch.equal(found.gram(1), exact.gram(1))
+    assert found.moments(0).count() == exact.moments(0).count()
+    assert_equal(found.moments(1).gram(), exact.moments(1).gram(), tolerance)
+    assert not torch.equal(found.moments(1).gram(), exact.moments(1).gram())
 
 
 def test_batching_and_padding_do_not_change_the_sums(models, corpus, tmp_path):
@@ -108,9 +107,9 @@ def test_batching_and_padding_do_not_change_the_sums(models, corpus, tmp_path):
         out = tmp_path / f"{batch_size}-{shards}"
         other = compute(models, corpus, out, batch_size=batch_size, shards=shards)
         for layer in (0, 1):
-            assert_equal(other.gram(layer), one.gram(layer))
-            assert_equal(other.sum(layer), one.sum(layer))
-        assert other.count() == one.count()
+            assert_equal(other.moments(layer).gram(), one.moments(layer).gram())
+            assert_equal(other.moments(layer).sum(), one.moments(layer).sum())
+        assert other.moments(0).count() == one.moments(0).count()
 
 
 @pytest.mark.parametrize("pad_id", [1, 77])
@@ -140,8 +139,8 @@ def test_folds_hold_whole_documents(models, corpus, tmp_path):
     paragraphs = list(plain_features(models, corpus, 1))
     for fold in range(3):
         x_TH = torch.cat([x for document, x in paragraphs if document % 3 == fold])
-        assert statistics.count(folds=[fold]) == len(x_TH)
-        assert_equal(statistics.gram(1, folds=[fold]), x_TH.T @ x_TH)
+        assert statistics.moments(0, folds=[fold]).count() == len(x_TH)
+        assert_equal(statistics.moments(1, folds=[fold]).gram(), x_TH.T @ x_TH)
 
 
 def test_position_buckets_nest(models, corpus, tmp_path):
@@ -149,29 +148,29 @@ def test_position_buckets_nest(models, corpus, tmp_path):
     paragraphs = list(plain_features(models, corpus, 1))
     for window in (1, 4, 12, None):
         x_TH = torch.cat([x[:window] for _, x in paragraphs])
-        assert statistics.count(window=window) == len(x_TH)
-        assert_equal(statistics.gram(1, window=window), x_TH.T @ x_TH)
-        assert_equal(statistics.sum(1, window=window), x_TH.sum(0))
+        assert statistics.moments(0, window=window).count() == len(x_TH)
+        assert_equal(statistics.moments(1, window=window).gram(), x_TH.T @ x_TH)
+        assert_equal(statistics.moments(1, window=window).sum(), x_TH.sum(0))
         odd = torch.cat([x[:window] for document, x in paragraphs if document % 2])
-        assert_equal(statistics.gram(1, window=window, folds=[1]), odd.T @ odd)
+        assert_equal(statistics.moments(1, window=window, folds=[1]).gram(), odd.T @ odd)
 
 
 def test_a_window_cut_before_the_forward_equals_a_bucket_read_after(models, corpus, tmp_path):
     cut = compute(models, corpus, tmp_path / "cut", window=4)
     read = compute(models, corpus, tmp_path / "read", position_buckets=(4,))
-    assert cut.count() == read.count(window=4) < read.count()
-    assert_equal(cut.gram(1), read.gram(1, window=4))
+    assert cut.moments(0).count() == read.moments(0, window=4).count() < read.moments(0).count()
+    assert_equal(cut.moments(1).gram(), read.moments(1, window=4).gram())
 
 
 def test_a_window_that_was_not_kept_apart_is_refused(models, corpus, tmp_path):
     statistics = compute(models, corpus, tmp_path, position_buckets=(4,))
     with pytest.raises(InputError, match=r"\[4\]"):
-        statistics.gram(0, window=5)
+        statistics.moments(0, window=5).gram()
 
 
 def test_calibration_tokens_are_limited_over_all_shards(models, corpus, tmp_path):
     statistics = compute(models, corpus, tmp_path, tokens=48, shards=3)
-    assert 48 <= statistics.count() < 48 + 16
+    assert 48 <= statistics.moments(0).count() < 48 + 16
 
 
 def test_a_piece_is_the_same_bytes_every_time(models, corpus, tmp_path):
@@ -201,8 +200,8 @@ def test_the_forward_pass_has_no_lm_head_and_no_last_mlp(models, corpus, tmp_pat
 def test_a_domain_without_text_gives_zero_counts(models, tmp_path):
     write_split(tmp_path / "empty", [], eos_id=0, vocabulary_size=96)
     statistics = compute(models, tmp_path / "empty", tmp_path)
-    assert statistics.count() == 0
-    assert not statistics.gram(0).any()
+    assert statistics.moments(0).count() == 0
+    assert not statistics.moments(0).gram().any()
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -233,9 +232,9 @@ def test_merging_adds_in_the_order_given(tmp_path):
         save_statistics(files[-1], layout, {0: moments})
     merge_statistics(files, tmp_path / "large-first")
     merge_statistics(files[::-1], tmp_path / "large-last")
-    assert Statistics.load(tmp_path / "large-first").gram(0).item() == 1e16
-    assert Statistics.load(tmp_path / "large-last").gram(0).item() == 1e16 + 2
-    assert Statistics.load(tmp_path / "large-last").count() == 3
+    assert Statistics.load(tmp_path / "large-first").moments(0).gram().item() == 1e16
+    assert Statistics.load(tmp_path / "large-last").moments(0).gram().item() == 1e16 + 2
+    assert Statistics.load(tmp_path / "large-last").moments(0).count() == 3
 
 
 def test_shards_that_keep_different_things_apart_are_not_merged(tmp_path):

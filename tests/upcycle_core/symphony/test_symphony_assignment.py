@@ -14,7 +14,7 @@ def alike(
 ) -> Similarity:
     dead = torch.zeros(2, len(matrix), dtype=torch.bool)
     dead[0, list(dead_first)], dead[1, list(dead_second)] = True, True
-    return Similarity(kind="cosine", matrix=matrix, dead_first=dead[0], dead_second=dead[1])
+    return Similarity(matrix=matrix, dead_first=dead[0], dead_second=dead[1])
 
 
 def random_matrix(size: int, seed: int = 0) -> torch.Tensor:
@@ -88,7 +88,7 @@ def test_dead_neurons_are_paired_last_and_kept():
 def test_a_dead_neuron_is_not_chosen_though_distance_would():
     matrix = -random_matrix(4, 1) - 1
     matrix[3, 3] = 0.0  # both silent: the distance is none
-    found = assign(Similarity(kind="l2", matrix=matrix, **dict(_dead(4, 3))), fraction=0.75)
+    found = assign(Similarity(matrix=matrix, **dict(_dead(4, 3))), fraction=0.75)
     assert found.aligned == 3
     assert sorted(found.order[:3].tolist()) == [0, 1, 2]
     assert found.order[3] == 3

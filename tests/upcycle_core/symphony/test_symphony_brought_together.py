@@ -17,6 +17,7 @@ from tests.upcycle_core.backbone.rewritten import (
 )
 from upcycle_core.activations.cross import CrossMoments, similarity
 from upcycle_core.activations.pairs import (
+    PairedBatch,
     collect_pairs,
     head_reader,
     neuron_reader,
@@ -29,7 +30,6 @@ from upcycle_core.backbone.heads import (
     match_heads,
     move_heads,
     pairs_from_activations,
-    pairs_from_weights,
 )
 from upcycle_core.backbone.residual import (
     embedding_moments,
@@ -38,12 +38,10 @@ from upcycle_core.backbone.residual import (
     rotate_residual,
     unit_rows,
 )
-from upcycle_core.backbone.rewrite import Transform, transformed
+from upcycle_core.backbone.rewrite import Transform
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.corpora.batches import Batch
 from upcycle_core.progress import Silent
-from upcycle_core.symphony.assignment import assign
-from upcycle_core.symphony.remap import permute_neurons
+from upcycle_core.symphony.assignment import assign, permute_neurons
 
 LAYERS, HEADS, GROUPS, SIZE, HIDDEN, NEURONS = (0, 1), 4, 2, 8, 32, 48
 
@@ -73,13 +71,22 @@ def disguised(reader: CheckpointReader, out: Path) -> CheckpointReader:
     return rewritten(reader, out, changes)
 
 
-def batches() -> list[Batch]:
+def batches() -> list[PairedBatch]:
     generator = torch.Generator().manual_seed(0)
     found = []
     for _ in range(4):
         tokens = torch.randint(96, (8, 24), generator=generator)
-        lengths = torch.full((8,), 24)
-        found.append(Batch(tokens, torch.ones_like(tokens), lengths, torch.arange(8), 0))
+        rows = torch.arange(tokens.numel())
+        found.append(
+            PairedBatch(
+                first_ids=tokens,
+                first_mask=torch.ones_like(tokens),
+                second_ids=tokens,
+                second_mask=torch.ones_like(tokens),
+                first_rows=rows,
+                second_rows=rows,
+            )
+        )
     return found
 
 
@@ -110,22 +117,19 @@ def counted(anchor: CheckpointReader, stranger: CheckpointReader) -> Counted:
 
 
 def alignment(
-    anchor: CheckpointReader, stranger: CheckpointReader, *, by_weights: bool
+    anchor: CheckpointReader, stranger: CheckpointReader, *, by_embeddings: bool
 ) -> list[Transform]:
     """What brings the folded ``stranger`` into the coordinates of the folded ``anchor``."""
     family, data = family_of(anchor.config), counted(anchor, stranger)
     every = torch.arange(96)
     stream = (
         embedding_moments(anchor.tensor, stranger.tensor, (every, every))
-        if by_weights
+        if by_embeddings
         else data.residual
     )
     rotate = rotate_residual(family, residual_map(stream).rotation)
 
     def pairs(layer: int) -> HeadPairs:
-        if by_weights:
-            turned = transformed(stranger.tensor, [rotate])
-            return pairs_from_weights(anchor.tensor, turned, layer, heads=HEADS, groups=GROUPS)
         return pairs_from_activations(data.heads[layer], heads=HEADS, groups=GROUPS)
 
     orders = {
@@ -138,10 +142,12 @@ def alignment(
     ]
 
 
-@pytest.mark.parametrize("by_weights", [False, True])
+@pytest.mark.parametrize("by_embeddings", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_the_average_with_a_disguised_copy_is_the_model_again(tmp_path, family, tied, by_weights):
+def test_the_average_with_a_disguised_copy_is_the_model_again(
+    tmp_path, family, tied, by_embeddings
+):
     model = pico_reader(tmp_path / "model", family, tie_word_embeddings=tied)
     expected = logits(model)
     anchor = folded(model, tmp_path / "anchor")
@@ -152,7 +158,7 @@ def test_the_average_with_a_disguised_copy_is_the_model_again(tmp_path, family, 
         write_average([anchor, other], tmp_path / name, max_shard_bytes=10**9)
         return float((logits(CheckpointReader(tmp_path / name)) - expected).abs().max())
 
-    changes = alignment(anchor, stranger, by_weights=by_weights)
+    changes = alignment(anchor, stranger, by_embeddings=by_embeddings)
     assert error_of_average(stranger, "naive") > 1
     assert error_of_average(rewritten(stranger, tmp_path / "back", changes), "together") <= 1e-3
 
@@ -162,7 +168,7 @@ def test_no_part_of_the_alignment_is_superfluous(tmp_path, missing):
     model = pico_reader(tmp_path / "model", "qwen2")
     anchor = folded(model, tmp_path / "anchor")
     stranger = disguised(anchor, tmp_path / "stranger")
-    changes = alignment(anchor, stranger, by_weights=False)
+    changes = alignment(anchor, stranger, by_embeddings=False)
     del changes[missing]
     back = rewritten(stranger, tmp_path / "back", changes)
     write_average([anchor, back], tmp_path / "average", max_shard_bytes=10**9)

@@ -16,9 +16,8 @@ from upcycle_core.errors import InputError
 from upcycle_core.symphony.config import CalibrationConfig
 from upcycle_core.symphony.moments import (
     collect_moments,
-    head_moments,
     layer_groups,
-    neuron_moments,
+    layer_moments,
     residual_moments,
 )
 from upcycle_core.symphony.texts import paired_texts
@@ -112,8 +111,8 @@ def read(files: list[Path], group: int) -> dict[str, CrossMoments]:
     found = {"residual": residual_moments(files)}
     for layer in (0, 1):
         file = files[layer // group]
-        found |= {f"neurons.{layer}": neuron_moments(file, layer)}
-        found |= {f"heads.{layer}": head_moments(file, layer)}
+        found |= {f"neurons.{layer}": layer_moments(file, "neurons", layer)}
+        found |= {f"heads.{layer}": layer_moments(file, "heads", layer)}
     return found
 
 
@@ -139,7 +138,7 @@ def test_groups_of_layers_add_up_to_the_whole_model(models, texts, tmp_path):
     for group, file in zip(layer_groups(2, 1), files, strict=True):
         collect_moments(*models, texts, file, config=CONFIG, layers=group)
     with pytest.raises(InputError, match=r"does not have neurons\.1, its layers are \[0\]"):
-        neuron_moments(files[0], 1)
+        layer_moments(files[0], "neurons", 1)
     found, expected = read(files, 1), read([whole], 2)
     for key, moments in expected.items():
         for part, tensor in moments.tensors().items():
@@ -155,12 +154,12 @@ def test_equal_sums_are_equal_bytes_and_only_what_is_wanted_is_there(models, tex
         )
     assert files[0].read_bytes() == files[1].read_bytes()
     assert {name.rsplit(".", 1)[0] for name in load_file(files[0])} == {"neurons.1"}
-    for missing in (lambda: head_moments(files[0], 1), lambda: residual_moments(files)):
+    for missing in (lambda: layer_moments(files[0], "heads", 1), lambda: residual_moments(files)):
         with pytest.raises(InputError, match="does not have"):
             missing()
     files[0].write_bytes(b"no file")
     with pytest.raises(InputError, match="cannot be read"):
-        neuron_moments(files[0], 1)
+        layer_moments(files[0], "neurons", 1)
 
 
 def test_features_are_rounded_to_bf16_before_everything(models, texts, tmp_path):

@@ -16,7 +16,7 @@ from tests.upcycle_core.backbone.rewritten import (
     rewritten,
 )
 from upcycle_core.architectures.families import FAMILIES
-from upcycle_core.symphony.remap import permute_neurons
+from upcycle_core.symphony.assignment import permute_neurons
 
 ORDERS = {layer: random_order(48, seed=layer) for layer in (0, 1)}
 

@@ -12,7 +12,7 @@ from tests.vocabularies import CODE, core_of, tokens_of
 from upcycle_core.architectures.compare import compare_experts
 from upcycle_core.backbone.average import write_average
 from upcycle_core.backbone.stitch import load_stitched
-from upcycle_core.baselines.btx import write_btx
+from upcycle_core.baselines.mixture import write_mixture
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
@@ -104,7 +104,7 @@ def test_a_moe_of_lifted_models_computes_what_each_computes_on_the_backbone(case
 
 def test_a_rival_takes_them_as_experts_of_one_seed(case):
     out = case.folder / "btx"
-    write_btx(case.lifted, out, top_k=2, router_seed=0, max_shard_bytes=10**9)
+    write_mixture(case.lifted, out, top_k=2, router_seed=0, max_shard_bytes=10**9)
     size = len(tokens_of(case.backbone))
     assert load_causal_lm(out)(input_ids=torch.tensor([[size - 1, 0]])).logits.shape[-1] == size
 

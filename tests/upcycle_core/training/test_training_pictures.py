@@ -4,7 +4,7 @@ import pytest
 from matplotlib import image as images
 
 from upcycle_core.errors import InputError
-from upcycle_core.training.pictures import draw_load, write_load
+from upcycle_core.training.pictures import write_load
 
 SHARES = {(0, 0): (0.5, 0.9), (0, 1): (0.5, 0.1), (1, 0): (0.25, 0.0), (1, 1): (0.75, 1.0)}
 CURVES = [
@@ -36,13 +36,13 @@ def test_the_csv_holds_every_share(tmp_path):
 def test_the_map_is_dark_where_the_load_is(tmp_path):
     write_load(CURVES, tmp_path)
     pixels = images.imread(tmp_path / "load.png")[..., :3].sum(-1)
-    draw_load(CURVES, tmp_path / "again.png")
-    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "load.png").read_bytes()
+    write_load(CURVES, tmp_path / "again")
+    assert (tmp_path / "again" / "load.png").read_bytes() == (tmp_path / "load.png").read_bytes()
     turned = [
         point | {k: 1 - v for k, v in point.items() if k.startswith("load")} for point in CURVES
     ]
-    draw_load(turned, tmp_path / "turned.png")
-    other = images.imread(tmp_path / "turned.png")[..., :3].sum(-1)
+    write_load(turned, tmp_path / "turned")
+    other = images.imread(tmp_path / "turned" / "load.png")[..., :3].sum(-1)
     assert (pixels != other).any()
 
 
@@ -52,7 +52,7 @@ def test_many_steps_and_layers_still_make_a_picture(tmp_path):
         | {f"load/layer_{layer}/expert_{e}": 0.25 for layer in range(24) for e in range(4)}
         for step in range(1, 200)
     ]
-    draw_load(curves, tmp_path / "load.png")
+    write_load(curves, tmp_path)
     height, width, _ = images.imread(tmp_path / "load.png").shape
     assert width < 2500
     assert height < 5000

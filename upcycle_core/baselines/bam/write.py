@@ -12,15 +12,24 @@ from pathlib import Path
 import torch
 
 from upcycle_core.architectures.families import FAMILIES, MIXTRAL
+from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.baselines.bam import modeling_bam
-from upcycle_core.baselines.bam.modeling_bam import BamConfig, BamForCausalLM, BamModel
-from upcycle_core.baselines.mixture import with_seed
 from upcycle_core.checkpoints.writer import sync_directory, sync_file
 from upcycle_core.errors import Fault, raise_faults
-from upcycle_core.moe.plan import Parts, Plan, moe_plan, write_plan
+from upcycle_core.moe.plan import Parts, moe_plan
 from upcycle_core.moe.random import random_routers
 from upcycle_core.progress import Progress
 
+ARCHITECTURE = {
+    "architectures": ["BamForCausalLM"],
+    "model_type": "bam",
+    "auto_map": {
+        "AutoConfig": "modeling_bam.BamConfig",
+        "AutoModel": "modeling_bam.BamModel",
+        "AutoModelForCausalLM": "modeling_bam.BamForCausalLM",
+    },
+}
+"""What config.json says of the classes."""
 _PROJECTION = re.compile(r"(model\.layers\.(\d+)\.self_attn)\.(q_proj|o_proj)\.weight")
 
 
@@ -28,7 +37,6 @@ def write_bam(
     experts: Mapping[str, Path],
     out: Path,
     *,
-    seed_expert: Path | None = None,
     top_k: int,
     router_seed: int,
     max_shard_bytes: int,
@@ -41,19 +49,16 @@ def write_bam(
     everything else are the mean. Both kinds of routers are random, N(0, 0.02^2).
 
     Args:
-        experts: Domain to its expert's checkpoint; the order is the order of the experts.
         out: The directory that is written, with the code of the architecture.
-        seed_expert: The model that the experts began with, as one more expert.
         top_k: FFN experts a token passes through; it passes through all attention experts.
         router_seed: Decides the routers; those of the FFNs are BTX's of the same seed.
-        max_shard_bytes: Size of one safetensors file.
-        progress: Hears of every tensor.
+        experts, max_shard_bytes, progress: As for ``write_mixture``.
 
     Raises:
-        InputError: A family whose attention is not Mixtral's; fewer than two experts, k > D,
-            experts that do not fit together.
+        InputError: A family whose attention is not Mixtral's; k > D, experts that do not fit
+            together.
     """
-    parts = Parts.open(with_seed(experts, seed_expert), None)
+    parts = Parts.open(experts, None)
     count = len(parts.experts)
     raise_faults([*_family_faults(parts), *parts.faults()])
     config = parts.family.target_config(parts.config, experts=count, top_k=top_k, dtype=parts.dtype)
@@ -61,8 +66,15 @@ def write_bam(
     drawn = random_routers(2 * layers, config["hidden_size"], count, seed=router_seed)
     attention_routers = {layer: drawn[layers + layer] for layer in range(layers)}
     plan = _bam_plan(parts, {layer: drawn[layer] for layer in range(layers)}, attention_routers)
-    config |= _architecture()
-    write_plan(out, plan, config, parts=parts, max_shard_bytes=max_shard_bytes, progress=progress)
+    write_model(
+        out,
+        plan,
+        config | ARCHITECTURE,
+        source=parts.shared[0],
+        max_shard_bytes=max_shard_bytes,
+        what="assembly",
+        progress=progress,
+    )
     code = Path(modeling_bam.__file__)
     shutil.copyfile(code, out / code.name)
     sync_file(out / code.name)
@@ -84,10 +96,11 @@ def _bam_plan(
         attention, layer, projection = match[1], int(match[2]), match[3]
         if projection == "q_proj":
             router_DH = attention_routers[layer].T
-            plan[f"{attention}.router.weight"] = tuple(router_DH.shape), router_DH.contiguous
+            router = router_DH.shape, parts.dtype, partial(router_DH.to, parts.dtype)
+            plan[f"{attention}.router.weight"] = router
         for index, reader in enumerate(parts.experts):
             own = f"{attention}.experts.{index}.{projection}.weight"
-            plan[own] = entry[0], partial(reader.tensor, name)
+            plan[own] = *entry[:2], partial(reader.tensor, name)
     return plan
 
 
@@ -97,17 +110,3 @@ def _family_faults(parts: Parts) -> list[Fault]:
     supported = [name for name, family in FAMILIES.items() if family.target is MIXTRAL]
     remedy = f"BAM is built on Mixtral's attention; choose a model of {', '.join(supported)}"
     return [Fault("experts.config.model_type", parts.family.model_type, remedy)]
-
-
-def _architecture() -> dict:
-    module = Path(modeling_bam.__file__).stem
-    classes = {
-        "AutoConfig": BamConfig,
-        "AutoModel": BamModel,
-        "AutoModelForCausalLM": BamForCausalLM,
-    }
-    return {
-        "architectures": [BamForCausalLM.__name__],
-        "model_type": BamConfig.model_type,
-        "auto_map": {auto: f"{module}.{kind.__name__}" for auto, kind in classes.items()},
-    }

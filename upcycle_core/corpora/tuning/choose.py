@@ -19,12 +19,32 @@ class Choice:
         seen: Held-out instances of the tasks that are trained on.
         unseen: Instances of categories that training never sees.
         left_out: How many were not used, by reason.
+        known: Keys of prompts that are used, or never to be trained on.
     """
 
     train: list[Record] = field(default_factory=list)
     seen: list[Record] = field(default_factory=list)
     unseen: list[Record] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
+    known: set[bytes] = field(default_factory=set)
+
+    def distinct(self, records: Iterable[Record]) -> list[Record]:
+        """Those whose prompts are neither known nor said before."""
+        found: dict[bytes, Record] = {}
+        for record in records:
+            key = prompt_key(record.prompt)
+            if key in self.known or key in found:
+                self.left_out["the same prompt"] += 1
+            else:
+                found[key] = record
+        return list(found.values())
+
+    def taken(self, records: Sequence[Record], count: int | None) -> Sequence[Record]:
+        """The first ``count``, whose prompts then are known."""
+        taken = records[:count]
+        self.left_out["more than asked for"] += len(records) - len(taken)
+        self.known |= {prompt_key(record.prompt) for record in taken}
+        return taken
 
 
 def choose(
@@ -43,21 +63,18 @@ def choose(
     """
     choice = Choice()
     unseen, seen = _tasks(records, config, choice.left_out, seed)
-    known: set[bytes] = set()
-    for task, own in sorted(unseen.items()):
-        distinct = _distinct(own, known, choice.left_out)
-        choice.unseen += _taken(distinct, config.test_per_task, known, choice.left_out)
+    for _, own in sorted(unseen.items()):
+        choice.unseen += choice.taken(choice.distinct(own), config.test_per_task)
         # Nothing of an unseen task is trained on under another name.
-        known |= {prompt_key(record.prompt) for record in unseen[task]}
-    rest = {}
-    for task, own in sorted(seen.items()):
-        distinct = _distinct(own, known, choice.left_out)
+        choice.known |= {prompt_key(record.prompt) for record in own}
+    rest = []
+    for _, own in sorted(seen.items()):
+        distinct = choice.distinct(own)
         count = min(config.test_per_task, len(distinct) // 2)
-        choice.seen += _taken(distinct[:count], count, known, choice.left_out)
-        rest[task] = distinct[count:]
-    for own in rest.values():
-        distinct = _distinct(own, known, choice.left_out)
-        choice.train += _taken(distinct, config.train_per_task, known, choice.left_out)
+        choice.seen += choice.taken(distinct[:count], count)
+        rest.append(distinct[count:])
+    for own in rest:
+        choice.train += choice.taken(choice.distinct(own), config.train_per_task)
     return choice
 
 
@@ -94,25 +111,3 @@ def _tasks(
             else:
                 left_out["of other categories"] += len(drawn)
     return unseen, seen
-
-
-def _distinct(records: Iterable[Record], known: set[bytes], left_out: Counter[str]) -> list[Record]:
-    """Those whose prompts are neither among ``known`` nor said before."""
-    found: dict[bytes, Record] = {}
-    for record in records:
-        key = prompt_key(record.prompt)
-        if key in known or key in found:
-            left_out["the same prompt"] += 1
-        else:
-            found[key] = record
-    return list(found.values())
-
-
-def _taken(
-    records: Sequence[Record], count: int | None, known: set[bytes], left_out: Counter[str]
-) -> Sequence[Record]:
-    """The first ``count``, whose prompts then are known."""
-    taken = records[:count]
-    left_out["more than asked for"] += len(records) - len(taken)
-    known |= {prompt_key(record.prompt) for record in taken}
-    return taken

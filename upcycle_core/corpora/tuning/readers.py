@@ -33,7 +33,9 @@ def read_records(
     """
     if source.generate is not None:
         for family in FAMILIES:
-            yield from map(_generated, generate(family, per_family, seed))
+            for row in generate(family, per_family, seed):
+                known = {name: row[name] for name in ("task", "category", "domain", "prompt", "id")}
+                yield Record(**known, references=tuple(row["references"]))
         return
     if source.dataset is not None:
         yield from _streamed(name, source, folder, seed)
@@ -87,21 +89,12 @@ def reader_fingerprint(source: InstructionSource, folder: Path | None) -> Mappin
         digest = hashlib.sha256(json.dumps(sample).encode()).hexdigest()
         return {"generate": source.generate, "digest": digest}
     if source.dataset is not None:
-        return source_fingerprint(_as_source(source), folder=folder)
+        names = {name: getattr(source, name) for name in ("dataset", "subset", "revision")}
+        read = Source(**names, split=source.split or "train")
+        return source_fingerprint(read, folder=folder)
     named = (*source.files, *source.task_lists)
     named += (source.definitions,) if source.definitions else ()
     return source_fingerprint(Source(files=named), folder=folder)
-
-
-def _generated(row: Mapping[str, Any]) -> Record:
-    return Record(
-        task=row["task"],
-        category=row["category"],
-        domain=row["domain"],
-        prompt=row["prompt"],
-        references=tuple(row["references"]),
-        id=row["id"],
-    )
 
 
 def _streamed(
@@ -133,15 +126,6 @@ def _streamed(
     if number < 0:
         remedy = "it holds no rows; name a split that does"
         yield Fault(f"instructions.sources.{name}.dataset", source.dataset, remedy)
-
-
-def _as_source(source: InstructionSource) -> Source:
-    return Source(
-        dataset=source.dataset,
-        subset=source.subset,
-        split=source.split or "train",
-        revision=source.revision,
-    )
 
 
 def _files(patterns: tuple[str, ...], folder: Path | None) -> dict[str, Path]:

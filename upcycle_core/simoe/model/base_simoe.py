@@ -16,10 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.utils.generic import can_return_tuple
 
 from .configuration_simoe import SimoeConfig, verify_checksums, write_checksums
 from .layers_simoe import SimoeLinear, SimoeNorm, put_experts
-from .routing_simoe import Mixture, Recomputed, SimoeRouter, SimoeTaskRouter
+from .routing_simoe import (
+    Mixture,
+    Recomputed,
+    SimoeRouter,
+    SimoeTaskRouter,
+    is_filled,
+    no_coefficients,
+    positions_of,
+)
 
 
 def gated_modules(model: nn.Module) -> dict[str, SimoeLinear | SimoeNorm]:
@@ -29,12 +38,11 @@ def gated_modules(model: nn.Module) -> dict[str, SimoeLinear | SimoeNorm]:
 
 
 class SimoePreTrainedModel(PreTrainedModel):
-    """What both models share.
+    """What both models share: ``dense_class`` makes the dense model, which becomes ``model``, and
+    ``output_class`` is what a pass returns."""
 
-    Args:
-        config: The model's.
-        dense: The dense model, which becomes ``model``.
-    """
+    dense_class: Any
+    output_class: Any
 
     config: SimoeConfig
     config_class = SimoeConfig
@@ -47,8 +55,9 @@ class SimoePreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
-    def __init__(self, config: SimoeConfig, dense: Any) -> None:
+    def __init__(self, config: SimoeConfig) -> None:
         super().__init__(config)
+        dense = self.dense_class.from_config(config.dense, dtype=torch.get_default_dtype())
         self.model: Any = dense
         self.mixture = Mixture()
         put_experts(self.model, config, self.mixture, "model.")
@@ -123,6 +132,71 @@ class SimoePreTrainedModel(PreTrainedModel):
         finally:
             for module in training:
                 module.training = True
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        coefficients: Tensor | None = None,
+        prompt_lengths: Tensor | None = None,
+        task_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return logits [B, S, V] of the last ``logits_to_keep`` positions (0: all), the loss of
+        ``labels`` [B, S] if given, and the coefficients.
+
+        Args:
+            coefficients: [B, M] or [B, S, M], as an earlier pass returned them; found by
+                ``coefficients`` by default, which says what the other arguments mean.
+
+        Raises:
+            ValueError: ``past_key_values`` or ``encoder_outputs`` of an earlier pass without its
+                coefficients.
+        """
+        if coefficients is None:
+            if is_filled(past_key_values):
+                raise no_coefficients("the cache")
+            if kwargs.get("encoder_outputs") is not None:
+                raise no_coefficients("encoder_outputs")
+            coefficients = self.coefficients(
+                input_ids,
+                attention_mask,
+                labels=labels,
+                prompt_lengths=prompt_lengths,
+                task_ids=task_ids,
+                position_ids=position_ids,
+                inputs_embeds=inputs_embeds,
+            )
+        at_start = position_ids is None and not is_filled(past_key_values)
+        if at_start and attention_mask is not None and attention_mask.dim() == 2:
+            position_ids = positions_of(attention_mask)
+        own = {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
+        own = {key: value for key, value in own.items() if key in self._accepted}
+        with self.mixture.using(coefficients):
+            outputs = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                labels=labels,
+                use_cache=use_cache,
+                **own,
+                **kwargs,
+            )
+        known = self.output_class.__dataclass_fields__
+        found = {name: outputs[name] for name in known if name in outputs}
+        return self.output_class(**found, coefficients=coefficients)
+
+    def coefficients(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The experts' coefficients of each prompt."""
+        raise NotImplementedError
 
     def _task_coefficients(self, task_ids: Tensor | None, inputs: Tensor) -> Tensor:
         """Coefficients [B, M]; without tasks, those of a task that was not trained."""

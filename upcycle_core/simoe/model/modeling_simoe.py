@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils.generic import can_return_tuple
 
 from .base_simoe import SimoePreTrainedModel, gated_modules
-from .configuration_simoe import SimoeConfig
 from .routing_simoe import is_filled, last_prompt_positions, no_coefficients, positions_of
 
 __all__ = ["SimoeCausalLMOutput", "SimoeForCausalLM", "gated_modules"]
@@ -39,9 +37,8 @@ class SimoeCausalLMOutput(CausalLMOutputWithPast):
 class SimoeForCausalLM(SimoePreTrainedModel, GenerationMixin):
     """The language model."""
 
-    def __init__(self, config: SimoeConfig) -> None:
-        dtype = torch.get_default_dtype()
-        super().__init__(config, AutoModelForCausalLM.from_config(config.dense, dtype=dtype))
+    dense_class = AutoModelForCausalLM
+    output_class = SimoeCausalLMOutput
 
     def coefficients(
         self,
@@ -92,63 +89,6 @@ class SimoeForCausalLM(SimoePreTrainedModel, GenerationMixin):
             return self.router(state_BSH)
         rows_B = torch.arange(len(last_B), device=last_B.device)
         return self.router(state_BSH[rows_B, last_B])
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        coefficients: Tensor | None = None,
-        prompt_lengths: Tensor | None = None,
-        task_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> SimoeCausalLMOutput:
-        """Return logits [B, S, V] of the last ``logits_to_keep`` positions (0: all), the loss of
-        ``labels`` [B, S] if given, and the coefficients.
-
-        Args:
-            coefficients: [B, M] or [B, S, M], as an earlier pass returned them; found by
-                :meth:`coefficients` by default, which says what the other arguments mean.
-
-        Raises:
-            ValueError: ``past_key_values`` of an earlier pass without its coefficients.
-        """
-        if coefficients is None:
-            if is_filled(past_key_values):
-                raise no_coefficients("the cache")
-            coefficients = self.coefficients(
-                input_ids,
-                attention_mask,
-                labels=labels,
-                prompt_lengths=prompt_lengths,
-                task_ids=task_ids,
-                position_ids=position_ids,
-                inputs_embeds=inputs_embeds,
-            )
-        at_start = position_ids is None and not is_filled(past_key_values)
-        if at_start and attention_mask is not None and attention_mask.dim() == 2:
-            position_ids = positions_of(attention_mask)
-        own = {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
-        own = {key: value for key, value in own.items() if key in self._accepted}
-        with self.mixture.using(coefficients):
-            outputs = self.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                labels=labels,
-                use_cache=use_cache,
-                **own,
-                **kwargs,
-            )
-        found = {key: outputs.get(key) for key in CausalLMOutputWithPast.__dataclass_fields__}
-        return SimoeCausalLMOutput(**found, coefficients=coefficients)
 
     def _expand_inputs_for_generation(
         self,

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, GenerationMixin
 from transformers.modeling_outputs import Seq2SeqLMOutput
-from transformers.utils.generic import can_return_tuple
 
 from .base_simoe import SimoePreTrainedModel
-from .configuration_simoe import SimoeConfig
-from .routing_simoe import is_filled, last_prompt_positions, no_coefficients
+from .routing_simoe import last_prompt_positions, no_coefficients
 
 
 @dataclass
@@ -30,9 +28,8 @@ class SimoeSeq2SeqLMOutput(Seq2SeqLMOutput):
 class SimoeForConditionalGeneration(SimoePreTrainedModel, GenerationMixin):
     """The encoder-decoder model; layers of both halves hold experts."""
 
-    def __init__(self, config: SimoeConfig) -> None:
-        dtype = torch.get_default_dtype()
-        super().__init__(config, AutoModelForSeq2SeqLM.from_config(config.dense, dtype=dtype))
+    dense_class = AutoModelForSeq2SeqLM
+    output_class = SimoeSeq2SeqLMOutput
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.get_encoder(*args, **kwargs)
@@ -49,17 +46,17 @@ class SimoeForConditionalGeneration(SimoePreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
-        labels: Tensor | None = None,
         task_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        **_: Any,
     ) -> Tensor:
         """The experts' coefficients of each prompt.
 
         Args:
             input_ids: [B, S] prompts; or ``inputs_embeds`` [B, S, H].
             attention_mask: [B, S], which positions hold tokens; all by default.
-            labels: Not used: the encoder reads the prompt alone.
             task_ids: [B] numbers in ``config.tasks``, -1 for another; where routing goes by task.
+            **_: What the language model looks at beside; the encoder reads the prompt alone.
 
         Returns:
             [B, M] fp32, each row of sum one.
@@ -74,58 +71,6 @@ class SimoeForConditionalGeneration(SimoePreTrainedModel, GenerationMixin):
         attended = inputs.new_ones(inputs.shape[:2]) if attention_mask is None else attention_mask
         last_B = last_prompt_positions(attended, None, None)
         return self.router(state_BSH[torch.arange(len(last_B), device=last_B.device), last_B])
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        encoder_outputs: Any = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        decoder_inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        coefficients: Tensor | None = None,
-        task_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> SimoeSeq2SeqLMOutput:
-        """Return logits [B, R, V], the loss of ``labels`` [B, R] if given, and the coefficients.
-
-        Args:
-            coefficients: [B, M], as an earlier pass returned them; found by :meth:`coefficients`
-                by default, which says what the other arguments mean.
-
-        Raises:
-            ValueError: ``past_key_values`` or ``encoder_outputs`` of an earlier pass without its
-                coefficients.
-        """
-        if coefficients is None:
-            if is_filled(past_key_values):
-                raise no_coefficients("the cache")
-            if encoder_outputs is not None:
-                raise no_coefficients("encoder_outputs")
-            coefficients = self.coefficients(
-                input_ids, attention_mask, task_ids=task_ids, inputs_embeds=inputs_embeds
-            )
-        with self.mixture.using(coefficients):
-            outputs = self.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                decoder_input_ids=decoder_input_ids,
-                decoder_attention_mask=decoder_attention_mask,
-                encoder_outputs=encoder_outputs,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                decoder_inputs_embeds=decoder_inputs_embeds,
-                labels=labels,
-                use_cache=use_cache,
-                **kwargs,
-            )
-        found = {key: outputs.get(key) for key in Seq2SeqLMOutput.__dataclass_fields__}
-        return SimoeSeq2SeqLMOutput(**found, coefficients=coefficients)
 
     def _maybe_prepare_encoder_kwargs_for_generation(
         self,

@@ -1,0 +1,86 @@
+"""A model's directory: tensors that only pass through, configuration, tokenizer."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.tokenizer import copy_tokenizer
+from upcycle_core.checkpoints.writer import (
+    TensorSpec,
+    sync_directory,
+    sync_file,
+    write_json,
+    write_sharded,
+)
+from upcycle_core.progress import Progress, Silent
+
+GENERATION_CONFIG = "generation_config.json"
+Plan = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]]
+"""Name to shape, type and source of every tensor, in the order they are written."""
+
+
+def write_model(
+    out: Path,
+    plan: Plan,
+    config: Mapping,
+    *,
+    source: CheckpointReader,
+    max_shard_bytes: int,
+    what: str = "writing",
+    progress: Progress | None = None,
+) -> None:
+    """Write a checkpoint.
+
+    Args:
+        out: The directory that is written: weights, config.json, tokenizer, generation
+            configuration.
+        plan: Its tensors.
+        config: The content of its config.json.
+        source: Whose tokenizer and generation configuration it gets.
+        max_shard_bytes: Size of one safetensors file.
+        what: How progress names this.
+        progress: Hears of every tensor.
+
+    Raises:
+        InputError: ``source`` has no tokenizer.
+    """
+    copy_tokenizer(source.directory, out)  # first: there may be none
+    write_tensors(out, plan, max_shard_bytes=max_shard_bytes, what=what, progress=progress)
+    write_json(out / "config.json", config)
+    write_generation_config(source, out)
+
+
+def write_tensors(
+    out: Path, plan: Plan, *, max_shard_bytes: int, what: str, progress: Progress | None
+) -> None:
+    """Write the tensors of ``plan`` one by one; ``progress`` hears of each as part of ``what``."""
+    progress = progress or Silent()
+    specs = [TensorSpec(name, shape, dtype) for name, (shape, dtype, _) in plan.items()]
+    progress.start(what, len(specs), "tensors")
+
+    def produce(name: str) -> torch.Tensor:
+        progress.advance()
+        return plan[name][2]()
+
+    write_sharded(out, specs, produce, max_shard_bytes=max_shard_bytes)
+
+
+def write_generation_config(source: CheckpointReader, out: Path) -> None:
+    """Carry the generation configuration along, or write the token ids that config.json holds."""
+    path = source.directory / GENERATION_CONFIG
+    if path.is_file():
+        shutil.copyfile(path, out / GENERATION_CONFIG)
+        sync_file(out / GENERATION_CONFIG)
+    else:
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        ids = {name: source.config.get(name) for name in names}
+        write_json(out / GENERATION_CONFIG, {"_from_model_config": True, **ids})
+    sync_directory(out)
+
+
+def weights_type(reader: CheckpointReader) -> torch.dtype:
+    """Type of a checkpoint's weights."""
+    return next(iter(reader.tensors.values())).dtype
