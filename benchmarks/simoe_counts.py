@@ -78,12 +78,6 @@ class Counts:
         are independent, the share 1 - tau^M. Masks and router are not in it."""
         return self.dense + round((1 - self.tau**self.experts) * self.gated)
 
-    @property
-    def by_union(self) -> int:
-        """The dense model and the share 1 - tau of theta_delta, which is left at most where tau
-        holds the union (``sparsity: union``). Masks and router are not in it."""
-        return self.dense + round((1 - self.tau) * self.gated)
-
 
 @dataclass(frozen=True)
 class Saved:
@@ -137,11 +131,7 @@ def count(
 
 
 def pruned_config(
-    dense: Mapping[str, Any],
-    simoe: SimoeUpcyclingConfig,
-    share: float,
-    *,
-    tasks: Sequence[str] = (),
+    dense: Mapping[str, Any], simoe: SimoeUpcyclingConfig, share: float
 ) -> SimoeConfig:
     """The configuration of the model that is left if every module keeps ``share`` of its inputs.
 
@@ -150,12 +140,11 @@ def pruned_config(
         simoe: Experts, layers, masks, routing.
         share: In [0, 1]; ``1 - tau`` at most where tau holds the union, ``1 - tau ** M`` where
             masks of density 1 - tau are independent.
-        tasks: Names of the tasks, where each has coefficients of its own.
 
     Raises:
         InputError: What cannot be upcycled so.
     """
-    config = _checked_config(dense, simoe, tasks)
+    config = _checked_config(dense, simoe, ())
     modules = gated_modules(_on_meta(config))
     config.kept = {name: round(share * gate.log_phi.shape[-1]) for name, gate in modules.items()}
     return config
@@ -182,11 +171,6 @@ def saved(config: SimoeConfig) -> Saved:
     sizes["router"] = sum(parameter.numel() for parameter in model.router.parameters())
     whole = sum(tensor.numel() for tensor in tensors.values())
     return Saved(whole - sum(sizes.values()), **sizes, bytes=_file_bytes(tensors))
-
-
-def file_bytes(config: SimoeConfig) -> int:
-    """Size of the safetensors file of a pruned model, as ``saved`` counts it."""
-    return saved(config).bytes
 
 
 def _checked_config(

@@ -175,7 +175,7 @@ def report(found: Sequence[Found]) -> None:
     columns += ["paper", "table", "by mean / paper", "of all / paper"]
     print_table("billions of parameters", columns, rows)
     rows = [
-        [f"{_name(one)}, {kind}", _numbers(file) / 1e9, file["bytes"] / 1e9]
+        [f"{_name(one)}, {kind}", (sum(file.values()) - file["bytes"]) / 1e9, file["bytes"] / 1e9]
         for one in found
         for kind, file in one["files"].items()
     ]
@@ -192,10 +192,6 @@ def _against(one: Found) -> list[object]:
 def _name(one: Found) -> str:
     masks = one["settings"]["masks"]
     return one["model"] if masks == "neurons" else f"{one['model']}, masks: {masks}"
-
-
-def _numbers(file: Mapping[str, int]) -> int:
-    return sum(size for name, size in file.items() if name != "bytes")
 
 
 def _value(text: str) -> Any:
