@@ -110,8 +110,7 @@ def answer(
         eos_token_id=ends,
         pad_token_id=ends[0],
     )
-    texts = [""] * len(rows)
-    progress = progress or Silent()
+    texts, progress = [""] * len(rows), progress or Silent()
     progress.start("answering", len(rows), "prompts")
     for batch in batches(prompts.ids, batch_size=batch_size, pad_id=ends[0], device=device):
         more = task_ids(model.config, [rows[place] for place in batch.places], device)
@@ -119,8 +118,8 @@ def answer(
             out_BT = model.generate(batch.input_BS, attention_mask=batch.mask_BS, **more)
         new_BT = out_BT[:, batch.input_BS.shape[1] :]
         for place, ids in zip(batch.places, new_BT.tolist(), strict=True):
-            said = takewhile(lambda token: token not in ends, ids)
-            texts[place] = tokenizer.decode(list(said), skip_special_tokens=True).strip()
+            said = list(takewhile(lambda token: token not in ends, ids))
+            texts[place] = tokenizer.decode(said, skip_special_tokens=True).strip()
         progress.advance(len(batch.places))
     return Answers(texts, prompts.truncated)
 

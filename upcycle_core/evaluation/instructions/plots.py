@@ -40,9 +40,9 @@ def draw_structure(structure: Structure, path: Path) -> None:
             ax.grid(axis="y", color=canvas.GRID)
             ax.tick_params(length=0)
             ax.set_xlim(-0.7, len(groups) - 0.3)
-        groups = [*kinds.values(), *depths.values()]
+        shares = [*kinds.values(), *depths.values()]
         # Room for the longest error bar.
-        left.set_ylim(0, 1.08 * max(100 * sum(mean_and_deviation(own)) for own in groups) or 1.08)
+        left.set_ylim(0, 1.08 * max(100 * sum(mean_and_deviation(own)) for own in shares) or 1.08)
         left.set_ylabel("active expert parameters (%)")
         left.set_title("by layer type", loc="left", fontweight="bold")
         right.set_title("by depth", loc="left", fontweight="bold")

@@ -133,8 +133,10 @@ def dense_similarity(
         InputError: Models of different shapes, no text, or features that are not finite.
     """
     dtype = DTYPES[config.precision]
-    loaded = (load_causal_lm(path, dtype=dtype, device=device) for path in checkpoints.values())
-    first, second = (model.base_model for model in loaded)
+    models: list[Any] = [
+        load_causal_lm(path, dtype=dtype, device=device).base_model for path in checkpoints.values()
+    ]
+    first, second = models
     raise_faults(_shape_faults(list(checkpoints)[1], second.config, first.config))
     sizes = {"neurons": first.config.intermediate_size, "outputs": first.config.hidden_size}
     moments = _moments(range(first.config.num_hidden_layers), sizes, 2, config, device)
