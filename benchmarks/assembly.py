@@ -8,13 +8,14 @@ every file to the disk; the peer takes the first model's as it is. Memory is ano
 mapped files) above that of a process that only imports.
 """
 
-import importlib
 import json
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+
+import torch
 
 from benchmarks.children import ChildFigures, child_command, measure_child
 from benchmarks.common import alternate, median, median_ratio, parser_of, print_result, print_table
@@ -29,8 +30,7 @@ SHAPE = {
     "num_key_value_heads": 16,
     "head_dim": 64,
 }
-# Modules with a ``run``; each way pays for its own imports only.
-WAYS = {"streamed": "benchmarks.assembly_streamed", "load-all": "benchmarks.assembly_plain"}
+NAMES = ("a", "b")
 
 
 def main() -> None:
@@ -45,8 +45,8 @@ def main() -> None:
 def compare(folder: Path, peer: str | None, repeats: int) -> None:
     """Make the models, measure every way in turns, print."""
     measure_child(child_command(make_models, folder))
-    commands = {way: child_command(run_way, way, folder) for way in WAYS}
-    baselines = {way: child_command(import_way, way) for way in WAYS}
+    commands = {way: child_command(run, folder) for way, run in WAYS.items()}
+    baselines = {way: child_command(run, None) for way, run in WAYS.items()}
     if peer:
         commands["mergekit-moe"] = _peer(peer, folder)
         baselines["mergekit-moe"] = [peer, "-c", "import mergekit.scripts.moe"]
@@ -86,18 +86,104 @@ def summary(runs: list[ChildFigures], imports: list[ChildFigures]) -> dict[str, 
 
 
 def make_models(folder: Path) -> None:
-    """What a child process does first."""
-    import_way("load-all").make_models(folder, SHAPE)
+    """Two random Llamas in bf16, with a tokenizer of as many words."""
+    from transformers import LlamaConfig
+
+    from benchmarks.models import save_word_tokenizer
+    from upcycle_core.architectures.families import FAMILIES
+    from upcycle_core.checkpoints.writer import TensorSpec, write_sharded
+
+    family = FAMILIES["llama"]
+    for seed, name in enumerate(NAMES):
+        config = LlamaConfig.from_dict(
+            {**SHAPE, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+        )
+        config.save_pretrained(folder / name)
+        torch.manual_seed(seed)
+        tensors = family.tensors(config.to_dict())
+        specs = [TensorSpec(key, size, torch.bfloat16) for key, size in tensors.items()]
+
+        def produce(key: str, tensors: Mapping = tensors) -> torch.Tensor:
+            return (0.02 * torch.randn(tensors[key])).to(torch.bfloat16)
+
+        write_sharded(folder / name, specs, produce, max_shard_bytes=10**10)
+        save_word_tokenizer(folder / name, words=SHAPE["vocab_size"])
 
 
-def run_way(way: str, folder: Path) -> None:
-    """What a child process does."""
-    import_way(way).run(folder, folder / way, max_shard_bytes=SHARD_BYTES)
+# What child processes do: each way pays for its own imports only; no folder shows what they cost.
 
 
-def import_way(way: str) -> ModuleType:
-    """The module of a way; what a child process does to show what imports cost."""
-    return importlib.import_module(WAYS[way])
+def streamed(folder: Path | None) -> None:
+    """Our way: tensors stream through, backbone to disk, then the MoE."""
+    from upcycle_core.backbone.average import write_backbone
+    from upcycle_core.checkpoints.reader import CheckpointReader
+    from upcycle_core.moe.assemble import assemble
+
+    if folder is None:
+        return
+    paths, out = {name: folder / name for name in NAMES}, folder / "streamed"
+    readers = [CheckpointReader(path) for path in paths.values()]
+    write_backbone(readers, out / "backbone", max_shard_bytes=SHARD_BYTES)
+    config = readers[0].config
+    routers = {layer: random_router(config, layer) for layer in range(config["num_hidden_layers"])}
+    assemble(
+        paths,
+        out / "backbone",
+        routers,
+        out / "moe",
+        top_k=1,
+        max_shard_bytes=SHARD_BYTES,
+    )
+
+
+def load_all(folder: Path | None) -> None:
+    """The plain way: both models in memory, the MoE in memory, then ``save_pretrained``."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        MixtralConfig,
+        MixtralForCausalLM,
+    )
+
+    from upcycle_core.architectures.families import FAMILIES
+
+    if folder is None:
+        return
+    dense = [
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.bfloat16) for name in NAMES
+    ]
+    states = [model.state_dict() for model in dense]
+    config = json.loads((folder / NAMES[0] / "config.json").read_text())
+    target = FAMILIES["llama"].target_config(config, experts=len(NAMES), top_k=1)
+    moe = MixtralForCausalLM._from_config(MixtralConfig(**target), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in moe.named_parameters():
+            parameter.copy_(_part(name, states, config))
+    moe.save_pretrained(folder / "load-all", max_shard_size=SHARD_BYTES)
+    AutoTokenizer.from_pretrained(folder / NAMES[0]).save_pretrained(folder / "load-all")
+
+
+WAYS: dict[str, Callable[[Path | None], None]] = {"streamed": streamed, "load-all": load_all}
+
+
+def random_router(config: Mapping, layer: int) -> torch.Tensor:
+    """Random weights [H, D], the same for every way."""
+    generator = torch.Generator().manual_seed(layer)
+    return torch.randn(config["hidden_size"], len(NAMES), generator=generator)
+
+
+def _part(name: str, states: list[dict[str, torch.Tensor]], config: Mapping) -> torch.Tensor:
+    """One fused parameter of the MoE, from whole state dictionaries."""
+    prefix = name.split(".experts.")[0]
+    if name.endswith("experts.gate_up_proj"):
+        gates = [state[f"{prefix}.gate_proj.weight"] for state in states]
+        ups = [state[f"{prefix}.up_proj.weight"] for state in states]
+        return torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
+    if name.endswith("experts.down_proj"):
+        return torch.stack([state[f"{prefix}.down_proj.weight"] for state in states])
+    if name.endswith("mlp.gate.weight"):
+        return random_router(config, int(name.split(".")[2])).T
+    return torch.stack([state[name].float() for state in states]).mean(dim=0)
 
 
 def _above(runs: list[ChildFigures], imports: list[ChildFigures]) -> list[float]:

@@ -42,11 +42,6 @@ def parser_of(
     return parser
 
 
-def repeat(measure: Callable[[], Result], times: int) -> list[Result]:
-    """Call ``measure`` ``times`` times."""
-    return [measure() for _ in range(times)]
-
-
 def alternate(measures: Mapping[str, Callable[[], Result]], times: int) -> dict[str, list[Result]]:
     """Take turns, so that a machine that slows down slows everyone.
 

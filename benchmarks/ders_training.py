@@ -16,14 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import alternate, median, median_ratio, parser_of, print_result, print_table
+from benchmarks.common import alternate, parser_of, print_result, print_table
 from benchmarks.models import EXPERTS, SHAPE, SHARD
 from benchmarks.training import (
     DENSE,
     Found,
+    Steps,
     Training,
     make_models,
-    step_medians,
     step_size,
     train_in_child,
 )
@@ -88,26 +88,15 @@ def report(
     found: Mapping[str, list[Found]], parameters: Mapping[str, int], how: Mapping[str, Any]
 ) -> None:
     """Print the table and the result."""
-    seconds, cpu_seconds, memory = step_medians(found)
+    steps = Steps(found)
     ratio: dict[str, float] = {}
     rows = []
     for name in found:
-        over = median_ratio(seconds[name], seconds[VANILLA])
-        lighter = memory[name] / memory[VANILLA]
+        beside = steps.beside(name, VANILLA)
         if name in WAYS:
-            ratio |= {f"{name}_step": over, f"{name}_memory": lighter}
-        rows.append(
-            [
-                name,
-                (parameters[name] - parameters[DENSE]) / 1e6,
-                1000 * median(seconds[name]),
-                over,
-                median_ratio(cpu_seconds[name], cpu_seconds[VANILLA]),
-                memory[name],
-                lighter,
-                found[name][0]["loss"][-1],
-            ]
-        )
+            ratio |= {f"{name}_step": beside[1], f"{name}_memory": beside[-1]}
+        added = (parameters[name] - parameters[DENSE]) / 1e6
+        rows.append([name, added, *beside, found[name][0]["loss"][-1]])
     tokens = how["batch_size"] * how["sequence_length"]
     columns = ["", "added M", "step ms", "/ vanilla", "CPU time / vanilla"]
     columns += ["memory MB", "/ vanilla", "last loss"]

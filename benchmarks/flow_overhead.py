@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.children import ROOT, run_python
-from benchmarks.common import median, parser_of, print_result, print_table, repeat
+from benchmarks.common import median, parser_of, print_result, print_table
 from tasks.recipes import load_recipe
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser = parser_of(__doc__, repeats=1)  # the demo takes minutes
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "demo.yaml")
     options = parser.parse_args()
-    runs = repeat(lambda: _run(options.recipe), options.repeats)
+    runs = [_run(options.recipe) for _ in range(options.repeats)]
     rows = [[run["wall"], run["pieces"], run["overhead"]] for run in runs]
     print_table("flow", ["wall s", "pieces s", "overhead"], rows)
     stages = [[stage, seconds] for stage, seconds in runs[-1]["stages"].items()]

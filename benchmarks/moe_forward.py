@@ -44,17 +44,11 @@ def main() -> None:
     ratio: dict[str, float] = {
         p: median_ratio(found[p]["dense"], found[p][chosen[p]]) for p in PRECISIONS
     }
-    rows = [
-        [
-            p,
-            name,
-            1000 * median(times),
-            median_ratio(found[p]["dense"], times),
-            _mark(name, chosen[p]),
-        ]
-        for p in PRECISIONS
-        for name, times in found[p].items()
-    ]
+    rows: list[list[object]] = []
+    for p in PRECISIONS:
+        for name, times in found[p].items():
+            over = median_ratio(found[p]["dense"], times)
+            rows.append([p, name, 1000 * median(times), over, "yes" * (name == chosen[p])])
     columns = ["precision", "experts", "ms", "dense / this", "chosen"]
     print_table(f"forward of {BATCH} x {LENGTH} tokens on {options.device}", columns, rows)
     figures = {"device": options.device, "seconds": found, "chosen": chosen}
@@ -85,10 +79,6 @@ def measure(
     calls = {name: partial(forward, name) for name in names}
     alternate(calls, 2)  # warm-up
     return alternate(calls, repeats)
-
-
-def _mark(name: str, chosen: str) -> str:
-    return "yes" if name == chosen else ""
 
 
 if __name__ == "__main__":

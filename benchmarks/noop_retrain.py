@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.children import ROOT, run_python
-from benchmarks.common import median, parser_of, print_result, print_table, repeat
+from benchmarks.common import median, parser_of, print_result, print_table
 
 IMPORTS = "import prefect, torch, mlflow"
 FEW_STEPS = (
@@ -38,10 +38,10 @@ def main() -> None:
         arguments = [str(options.recipe), *(part for s in settings for part in ("--set", s))]
         if options.home is None:
             run(["-m", "flows.dume", *arguments], home)
-        pairs = repeat(
-            lambda: (run(["-c", IMPORTS], home), run(["-m", "flows.retrain", *arguments], home)),
-            options.repeats,
-        )
+        pairs = [
+            (run(["-c", IMPORTS], home), run(["-m", "flows.retrain", *arguments], home))
+            for _ in range(options.repeats)
+        ]
     imports, retrains = (median(list(times)) for times in zip(*pairs, strict=True))
     rows = [[IMPORTS, imports, 1.0], ["retrain, nothing new", retrains, retrains / imports]]
     print_table("command", ["command", "seconds", "ratio"], rows)

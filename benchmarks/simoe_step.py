@@ -40,9 +40,9 @@ from benchmarks.models import EXPERTS, SHARD, VOCABULARY
 from benchmarks.training import (
     DENSE,
     Found,
+    Steps,
     Training,
     make_models,
-    step_medians,
     step_size,
     train_in_child,
 )
@@ -172,18 +172,10 @@ def report(
     how: Mapping[str, Any],
 ) -> None:
     """Print the tables and the result."""
-    seconds, cpu_seconds, memory = step_medians(steps)
+    measured = Steps(steps)
+    seconds, memory = measured.seconds, measured.memory
     rows: list[list[object]] = [
-        [
-            name,
-            1000 * median(seconds[name]),
-            _ratio(seconds[name], seconds[FULL]),
-            _ratio(cpu_seconds[name], cpu_seconds[FULL]),
-            memory[name],
-            memory[name] / memory[FULL],
-            memory[name] / memory[UPCYCLING],
-        ]
-        for name in steps
+        [name, *measured.beside(name, FULL), memory[name] / memory[UPCYCLING]] for name in steps
     ]
     tokens = how["batch_size"] * how["sequence_length"]
     columns = ["", "step ms", "/ full", "CPU time / full", "memory MB", "/ full", "/ upcycling"]
@@ -209,11 +201,6 @@ def report(
         "memory": {"ratio": memory[SIMOE] / memory[UPCYCLING], "below": 1},
     }
     print_result("simoe_step", ratio, {"goals": goals, "runs": steps, "inference": answers, **how})
-
-
-def _ratio(over: list[float], under: list[float]) -> float:
-    """Median over the rounds; what has one round is held against all the other's."""
-    return median_ratio(over, under) if len(over) == len(under) else median(over) / median(under)
 
 
 if __name__ == "__main__":

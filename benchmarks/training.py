@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import upcycle_core.ders.model  # noqa: F401  (transformers knows DeRS then)
 from benchmarks.children import call_in_child
-from benchmarks.common import median
+from benchmarks.common import median, median_ratio
 from benchmarks.models import EXPERTS, SHAPE, VOCABULARY, save_word_tokenizer
 from upcycle_core.checkpoints.load import quiet_loading
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
@@ -170,16 +170,27 @@ def train_in_child(folder: Path, training: Training) -> Found:
     return call_in_child(trained, folder, training)
 
 
-def step_medians(
-    found: Mapping[str, Sequence[Found]],
-) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float]]:
+class Steps:
     """Seconds and CPU seconds of a step, each round's median, and median memory, by name."""
-    seconds, cpu_seconds = (
-        {name: [median(run[clock]) for run in runs] for name, runs in found.items()}
-        for clock in ("step_s", "step_cpu_s")
-    )
-    memory = {name: median([run["memory_mb"] for run in runs]) for name, runs in found.items()}
-    return seconds, cpu_seconds, memory
+
+    def __init__(self, found: Mapping[str, Sequence[Found]]) -> None:
+        self.seconds, self.cpu_seconds = (
+            {name: [median(run[clock]) for run in runs] for name, runs in found.items()}
+            for clock in ("step_s", "step_cpu_s")
+        )
+        self.memory = {n: median([run["memory_mb"] for run in runs]) for n, runs in found.items()}
+
+    def beside(self, name: str, other: str) -> list[float]:
+        """Milliseconds, their ratio to another's, that of CPU time, MB, their ratio."""
+        clocks = (self.seconds, self.cpu_seconds)
+        wall, cpu = (_ratio(clock[name], clock[other]) for clock in clocks)
+        memory = self.memory[name]
+        return [1000 * median(self.seconds[name]), wall, cpu, memory, memory / self.memory[other]]
+
+
+def _ratio(over: list[float], under: list[float]) -> float:
+    """Median over the rounds; what has one round is held against all the other's."""
+    return median_ratio(over, under) if len(over) == len(under) else median(over) / median(under)
 
 
 def trained(folder: Path, training: Training) -> Found:

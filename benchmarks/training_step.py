@@ -20,16 +20,16 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from benchmarks.common import alternate, median, median_ratio, parser_of, print_result, print_table
 from benchmarks.models import SHAPE
 from benchmarks.training import (
     DENSE,
     Found,
+    Steps,
     Training,
     make_models,
-    step_medians,
     step_size,
     train_in_child,
 )
@@ -89,7 +89,12 @@ def report(
     size: Mapping[str, int],
 ) -> None:
     """Print the tables and the result."""
-    seconds, cpu_seconds, memory = step_medians(steps)
+    measured = Steps(steps)
+    seconds, cpu_seconds, memory = measured.seconds, measured.cpu_seconds, measured.memory
+    ways: dict[str, str] = {
+        precision: choose_experts_implementation(device, precision, training=True)
+        for precision in PRECISIONS
+    }
     ratio: dict[str, float] = {}
     rows = []
     for name in steps:
@@ -98,18 +103,9 @@ def report(
         over = median_ratio(seconds[dense], seconds[name])
         over_cpu = median_ratio(cpu_seconds[dense], cpu_seconds[name])
         heavier = memory[name] / memory[dense]
-        chosen = model.endswith(f" {_chosen(device, precision)}")
-        rows.append(
-            [
-                name,
-                1000 * median(seconds[name]),
-                over,
-                over_cpu,
-                memory[name],
-                heavier,
-                "yes" * chosen,
-            ]
-        )
+        chosen = model.endswith(f" {ways[precision]}")
+        line = [name, 1000 * median(seconds[name]), over, over_cpu, memory[name], heavier]
+        rows.append([*line, "yes" * chosen])
         if chosen:
             label = f"{model.partition(' ')[0]} {precision}".replace("-", "").replace(" ", "_")
             ratio |= {label: over, f"{label}_memory": heavier}
@@ -136,10 +132,6 @@ def report(
     print_table("top-2 fp32, checkpoints", ["", "seconds"], rows)
     figures = {"steps": steps, "data_parallel": shared, "checkpoints": kept, "size": size}
     print_result("training_step", ratio, figures | {"shape": SHAPE, "device": device})
-
-
-def _chosen(device: str, precision: Any) -> str:
-    return choose_experts_implementation(device, precision, training=True)
 
 
 if __name__ == "__main__":

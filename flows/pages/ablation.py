@@ -43,12 +43,7 @@ def publish(session: FlowSession) -> None:
 
 
 def write_ablation(command: Command, workspaces: Sequence[Path]) -> None:
-    """Write ``NAME.md``, ``.json`` and the pictures.
-
-    Args:
-        command: What made it.
-        workspaces: Where each seed was made.
-    """
+    """Write ``NAME.md``, ``.json`` and the pictures."""
     recipe, name = command.recipe, command.recipe.name
     runs = [json.loads((workspace / ROWS).read_text()) for workspace in workspaces]
     picture = ablation_figure(runs[0], name, highlight=(SYMPHONY,))
@@ -61,11 +56,7 @@ def write_ablation(command: Command, workspaces: Sequence[Path]) -> None:
             Section("", _similarity(name, workspaces[0] / SIMILARITY)),
         ],
         keys=KEYS,
-        numbers={
-            "recipe": name,
-            "seeds": list(command.seeds) or [recipe.seed],
-            "runs": runs,
-        },
+        numbers={"recipe": name, "seeds": list(command.seeds) or [recipe.seed], "runs": runs},
     )
 
 

@@ -18,12 +18,7 @@ ROWS, TABLE = f"{FOLDER}/rows.json", f"{FOLDER}/table.txt"
 
 
 def write_comparison(command: Command, runs: Sequence[Rows]) -> None:
-    """Write ``NAME-comparison.md``, ``.json`` and ``.png``.
-
-    Args:
-        command: What made it.
-        runs: What each seed's run left in ``ROWS``.
-    """
+    """Write ``NAME-comparison.md``, ``.json`` and ``.png`` of what each run left in ``ROWS``."""
     recipe, rows = command.recipe, across_seeds(runs)
     name, seeds = f"{recipe.name}-comparison", list(command.seeds) or [recipe.seed]
     table = comparison_table(rows, seeds=len(runs), tokens=recipe.comparison.tokens)

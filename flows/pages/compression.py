@@ -15,12 +15,7 @@ KEYS = ("domains", "seed_model", "experts", "moe", "compression", "baselines")
 
 
 def write_compression(command: Command, workspace: Path) -> None:
-    """Write ``NAME-ders.md``, ``.json`` and the pictures.
-
-    Args:
-        command: What made it.
-        workspace: Where it was made.
-    """
+    """Write ``NAME-ders.md``, ``.json`` and the pictures."""
     recipe, report = command.recipe, workspace / "compression" / REPORT
     name, tables = f"{recipe.name}-ders", (report / MARKDOWN).read_text()
 

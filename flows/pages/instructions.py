@@ -2,13 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
 
-from flows.pages.model import log_outcome, publish_links, publish_pictures, summary
+from flows.pages.model import publish_outcome, summary
 from flows.pages.page import Command, write_page
 from flows.running.command_line import SUMMARY
 from flows.running.session import FlowSession
@@ -20,8 +19,8 @@ from tasks.simoe.answers import model_of
 from tasks.simoe.report import figures, row_title
 from upcycle_core.evaluation.instructions.activations import Activation
 from upcycle_core.evaluation.instructions.report import write_instruction_report
-from upcycle_core.evaluation.instructions.results import across_runs, from_metrics
-from upcycle_core.evaluation.instructions.structure import Structure
+from upcycle_core.evaluation.instructions.results import InstructionEvaluation, across_runs
+from upcycle_core.evaluation.instructions.structure import Structure, mean_of_pairs
 from upcycle_core.evaluation.report.files import MARKDOWN, METRICS, PAGE, TEXT
 from upcycle_core.evaluation.report.numbers import number, slug
 from upcycle_core.evaluation.report.parts import Section, Table
@@ -46,15 +45,13 @@ def publish_tuning(session: FlowSession, outcome: Outcome) -> None:
         for figure, value in figures(metrics, row).items()
     }
     experts = _simoe_figures(session.workspace.path(model_of(SIMOE)))
-    log_outcome(session, outcome, {**scores, **experts}, _datasets(session))
+    publish_outcome(session, outcome, {**scores, **experts}, _datasets(session))
     create_markdown_artifact(
         key=slug(f"{recipe.name}-instructions"),
         markdown=f"# `{version.reference}`\n\n{outcome.decision}\n\n"
         f"{(report / MARKDOWN).read_text()}",
         description="Exact match and ROUGE-L on instructions, and the registered version.",
     )
-    publish_pictures(recipe.name, sorted(report.glob("*.png")))
-    publish_links(session, version)
     more = (
         f"Experts: {100 * experts['simoe/sparsity']:.1f} % of their parameters are zero, "
         f"{100 * experts['simoe/sparsity_union']:.1f} % for all of them; two overlap by "
@@ -64,19 +61,14 @@ def publish_tuning(session: FlowSession, outcome: Outcome) -> None:
 
 
 def write_instructions(command: Command, workspaces: Sequence[Path]) -> None:
-    """Write ``NAME.md`` and ``NAME/``: the report of all seeds together; pictures of the first.
-
-    Args:
-        command: What made it.
-        workspaces: Where each seed was made.
-    """
+    """Write ``NAME.md`` and ``NAME/``: the report of all seeds together; pictures of the first."""
     recipe, folder = command.recipe, command.out / command.recipe.name
     metrics = [json.loads((own / "report" / METRICS).read_text()) for own in workspaces]
     first = metrics[0]
     shutil.rmtree(folder, ignore_errors=True)
     write_instruction_report(
         folder,
-        across_runs([from_metrics(own) for own in metrics]),
+        across_runs([InstructionEvaluation.from_dict(own) for own in metrics]),
         model=recipe.name,
         structures={r: Structure.from_dict(own) for r, own in first["structures"].items()},
         activations=[Activation.from_dict(own) for own in first["activations"]],
@@ -112,7 +104,7 @@ def _experts(recipe: Recipe, workspaces: Sequence[Path]) -> Table:
                 row_title(recipe, row),
                 _percent([own["sparsity_mean"] for own in found]),
                 _percent([own["sparsity_union"] for own in found]),
-                _percent([_overlap(own) for own in found]),
+                _percent([mean_of_pairs(own["overlap"]) for own in found]),
                 ", ".join(str(own["kept_step"]) for own in found),
             ]
         )
@@ -124,17 +116,9 @@ def _simoe_figures(model: Path) -> dict[str, float]:
     return {
         "simoe/sparsity": found["sparsity_mean"],
         "simoe/sparsity_union": found["sparsity_union"],
-        "simoe/overlap": _overlap(found),
+        "simoe/overlap": mean_of_pairs(found["overlap"]),
         "simoe/kept_step": found["kept_step"],
     }
-
-
-def _overlap(found: Mapping[str, Any]) -> float:
-    """Mean over pairs of different experts."""
-    pairs = [
-        value for i, row in enumerate(found["overlap"]) for j, value in enumerate(row) if i != j
-    ]
-    return sum(pairs) / len(pairs)
 
 
 def _percent(shares: Sequence[float]) -> str:

@@ -60,25 +60,25 @@ def publish_artifacts(session: FlowSession, outcome: Outcome) -> None:
         "share_of_time/router": timings["stages"].get("router", 0.0) / timings["wall"],
         "share_of_time/overhead": 1 - timings["pieces"] / timings["wall"],
     }
-    log_outcome(session, outcome, figures, _datasets(session))
-    name = slug(session.recipe.name)
+    name, scores = session.recipe.name, _scores(metrics)
+    publish_outcome(session, outcome, figures, _datasets(session))
     create_markdown_artifact(
-        key=f"{name}-model",
+        key=slug(f"{name}-model"),
         markdown=_page(session, outcome),
         description="The version, champion or not and why.",
     )
-    publish_table(f"{name}-scores", _scores(metrics), "Perplexity, 100: the domain's own expert.")
-    publish_pictures(name, sorted(report.glob("*.png")))
-    publish_links(session, outcome.version)
+    publish_table(f"{name}-scores", scores, "Perplexity, 100: the domain's own expert.")
 
 
-def log_outcome(
+def publish_outcome(
     session: "FlowSession",
     outcome: Outcome,
     figures: Mapping[str, float],
     datasets: Sequence[DatasetRecord],
 ) -> None:
-    """Log to the flow's run in MLflow what came of it, and keep the timings in the workspace.
+    """Log to the flow's run in MLflow what came of it, show pictures and links in the Prefect UI.
+
+    The timings are kept in the workspace.
 
     Args:
         session: Its report is up to date.
@@ -96,8 +96,10 @@ def log_outcome(
     run.log_inputs(datasets)
     version = outcome.version.reference
     run.set_tags({"upcycle.version": version, "upcycle.decision": outcome.decision})
-    table = (session.workspace.path("report") / MARKDOWN).read_text()
-    run.describe(f"{table}\n`{version}`: {outcome.decision}")
+    report = session.workspace.path("report")
+    run.describe(f"{(report / MARKDOWN).read_text()}\n`{version}`: {outcome.decision}")
+    publish_pictures(session.recipe.name, sorted(report.glob("*.png")))
+    publish_links(session, outcome.version)
 
 
 def log_report(
@@ -220,10 +222,9 @@ def _datasets(session: "FlowSession") -> list[DatasetRecord]:
 
 def _scores(metrics: Mapping[str, Any]) -> Table:
     domains = list(metrics["heldout"])
+    averages = metrics["normalised_average"]
     rows = [
-        [title_of(row, domains), *map(number, [*scores.values(), average])]
-        for (row, scores), average in zip(
-            metrics["normalised"].items(), metrics["normalised_average"].values(), strict=True
-        )
+        [title_of(row, domains), *map(number, [*scores.values(), averages[row]])]
+        for row, scores in metrics["normalised"].items()
     ]
     return Table(["Method", *domains, "Average"], rows)

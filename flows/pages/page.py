@@ -1,4 +1,8 @@
-"""A page of results for others to read: what it shows, and what it was made with."""
+"""A page of results for others to read: what it shows, and what it was made with.
+
+What writes one in this folder is given the command that ends with it, and the workspaces of the
+command's runs, one a seed.
+"""
 
 import shlex
 from argparse import Namespace

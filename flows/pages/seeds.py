@@ -1,12 +1,12 @@
 """The page of one recipe with several seeds: means and deviations."""
 
 import json
-import math
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from flows.pages.comparison import comparison_section
@@ -29,12 +29,7 @@ Spread = Mapping[str, Mapping[str, tuple[float, float]]]
 
 
 def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
-    """Write ``NAME.md``, ``NAME.json`` and ``NAME/*.png`` of finished runs.
-
-    Args:
-        command: What made it.
-        workspaces: Where each seed was made.
-    """
+    """Write ``NAME.md``, ``NAME.json`` and ``NAME/*.png`` of finished runs."""
     recipe, name, seeds = command.recipe, command.recipe.name, command.seeds
     runs = [json.loads((own / "report" / "metrics.json").read_text()) for own in workspaces]
     timings = [json.loads((own / "timings.json").read_text()) for own in workspaces]
@@ -43,9 +38,11 @@ def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
     agreement = mean_and_deviation([run["routing"]["agreement"] for run in runs])
     first = partial(shutil.copyfile, workspaces[0] / "report" / "routing.png")
     routing = Figure(f"{name}/routing", "Routing", first)
+    averages = {title_of(row, recipe.domains): own["average"] for row, own in scores.items()}
+    draw = partial(draw_scores, averages, title_of("dume", ()))
     shown: list[Block] = [
         _table(recipe, scores, len(seeds)),
-        _averages(recipe, scores),
+        Figure(f"{name}/scores", "Normalised averages", draw),
         _costs(agreement, timings),
     ]
     pictures = [Section(SWEEPS[p], [_sweep(recipe, scores, p, sweeps[p])]) for p in sweeps]
@@ -98,17 +95,12 @@ def _sweep_mean(
     runs: Sequence[Mapping[str, Any]], parameter: str
 ) -> dict[str, list[tuple[float, float]]]:
     """Normalised average at each value, mean over seeds."""
-    return {
-        row: [
-            (
-                point["value"],
-                math.fsum(run["sweeps"][parameter][row][i]["normalised_average"] for run in runs)
-                / len(runs),
-            )
-            for i, point in enumerate(points)
-        ]
-        for row, points in runs[0]["sweeps"][parameter].items()
-    }
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in runs[0]["sweeps"][parameter]:
+        for points in zip(*(run["sweeps"][parameter][row] for run in runs), strict=True):
+            average = fmean(point["normalised_average"] for point in points)
+            found.setdefault(row, []).append((points[0]["value"], average))
+    return found
 
 
 def _table(recipe: Recipe, scores: Spread, count: int) -> Table:
@@ -123,17 +115,6 @@ def _table(recipe: Recipe, scores: Spread, count: int) -> Table:
         "domain; the others are not."
     )
     return Table(["Method", *columns], rows, caption)
-
-
-def _averages(recipe: Recipe, scores: Spread) -> Figure:
-    averages = {title_of(row, recipe.domains): own["average"] for row, own in scores.items()}
-    draw = partial(
-        draw_scores,
-        {title: mean for title, (mean, _) in averages.items()},
-        {title: deviation for title, (_, deviation) in averages.items()},
-        title_of("dume", ()),
-    )
-    return Figure(f"{recipe.name}/scores", "Normalised averages", draw)
 
 
 def _sweep(

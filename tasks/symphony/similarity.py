@@ -9,7 +9,6 @@ from typing import Any
 from infra.cluster.compute import Piece
 from infra.recipe.schema import SYMPHONY, Recipe
 from tasks.engine.stage import StageRun, each, stage
-from upcycle_core.evaluation.similarity.collect import PairedBatch
 from upcycle_core.evaluation.similarity.config import SimilarityConfig
 from upcycle_core.evaluation.similarity.measure import (
     PairSimilarity,
@@ -17,7 +16,7 @@ from upcycle_core.evaluation.similarity.measure import (
     moe_similarity,
 )
 from upcycle_core.evaluation.similarity.report import write_report
-from upcycle_core.evaluation.similarity.results import SimilarityReport, Stage
+from upcycle_core.evaluation.similarity.results import Stage
 from upcycle_core.progress import Progress
 from upcycle_core.symphony.config import AlignmentConfig, CalibrationConfig
 from upcycle_core.symphony.texts import paired_texts
@@ -106,7 +105,7 @@ def similarity(run: StageRun) -> None:
     stages = {"dense": Stage(title="original dense models", inputs="own", pairs=dense)}
     for key, title, _ in _models(recipe):
         stages[key] = Stage(title=title, inputs="shared", pairs=done[key])
-    write_report(SimilarityReport(stages=stages), run.out)
+    write_report(stages, run.out)
 
 
 def dense_piece(
@@ -123,16 +122,10 @@ def dense_piece(
         tokens=config.tokens, sequence_length=config.sequence_length, batch_size=config.batch_size
     )
     paired = paired_texts(texts, *models.values(), config=read)
-    batches = (
-        PairedBatch(
-            input_ids=(batch.first_ids, batch.second_ids),
-            attention_mask=(batch.first_mask, batch.second_mask),
-            rows=(batch.first_rows, batch.second_rows),
-        )
-        for batch in paired.batches()
-    )
     progress.start("comparing dense models", sum(paired.pairs.values()), "tokens")
-    found = dense_similarity(models, batches, config=config, device=device, progress=progress)
+    found = dense_similarity(
+        models, paired.batches(), config=config, device=device, progress=progress
+    )
     return [asdict(pair) for pair in found]
 
 

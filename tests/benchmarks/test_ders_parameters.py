@@ -1,8 +1,18 @@
 import pytest
 
 from benchmarks import ders_parameters
-from benchmarks.ders_counts import Added, added_by_copies, added_by_ders
-from benchmarks.ders_parameters import CODER, MODELS, PAPER, PHI, STABLE, count, deviations
+from benchmarks.ders_parameters import (
+    CODER,
+    MODELS,
+    PAPER,
+    PHI,
+    STABLE,
+    Added,
+    added_by_copies,
+    added_by_ders,
+    count,
+    deviations,
+)
 from upcycle_core.ders.config import DersUpcyclingConfig
 from upcycle_core.errors import InputError
 

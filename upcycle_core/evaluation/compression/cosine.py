@@ -9,19 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upcycle_core.architectures.dense_of import TARGETS
+from upcycle_core.architectures.dense_of import experts_of, target_of
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import Target
 from upcycle_core.checkpoints.reader import CHUNK, CheckpointReader
 from upcycle_core.errors import Fault, InputError, raise_faults
-from upcycle_core.progress import Progress, Silent
 
 MATRICES = ("gate", "up", "down")
 
 
-def cosine_similarities(
-    moe: Path, base: Path | None, *, progress: Progress | None = None
-) -> dict[str, Any]:
+def cosine_similarities(moe: Path, base: Path | None) -> dict[str, Any]:
     """Cosine of every two of a layer's FFNs: the base's and the N experts'.
 
     cos(a, b) = a.b / (|a| |b|), where a and b are all of an FFN's weights in one vector (Fig. 1 of
@@ -30,7 +27,6 @@ def cosine_similarities(
     Args:
         moe: A stock MoE checkpoint; layers without experts are left out.
         base: The dense checkpoint that the experts grew from; None for the experts' mean.
-        progress: Hears of every matrix.
 
     Returns:
         JSON-able: ``names``, N+1 of them: ``base`` or ``mean``, then ``E1`` to ``EN``; ``layers``,
@@ -42,13 +38,16 @@ def cosine_similarities(
             weights have no direction (all zero, or not finite).
     """
     model, dense = CheckpointReader(moe, field="moe"), None
-    target = _target(model)
+    target = target_of(model.config, field="moe.model_type")
+    count, _ = experts_of(model.config)
+    if not count:
+        remedy = "say how many experts there are"
+        raise InputError(Fault(f"moe.{target.count_fields[0]}", None, remedy))
     layers = [
         layer
         for layer in range(model.config["num_hidden_layers"])
         if target.router_name(layer) in model.tensors
     ]
-    count = _experts(model, target)
     places = {layer: _names(target, layer, count) for layer in layers}
     own: dict[int, list[str]] = {}
     if base is not None:
@@ -57,8 +56,6 @@ def cosine_similarities(
         own = {layer: list(family.ffn(layer)) for layer in layers}
     raise_faults(_shape_faults(model, places, dense, own))
     names = ["mean" if dense is None else "base", *(f"E{i + 1}" for i in range(count))]
-    progress = progress or Silent()
-    progress.start("comparing weights", len(layers) * len(MATRICES), "matrices")
     found: dict[str, Any] = {"names": names, "layers": {}, "matrices": {}}
     for layer in layers:
         products = {}
@@ -66,7 +63,6 @@ def cosine_similarities(
             weights = [model.tensor(name) for name in places[layer][place]]
             first = dense.tensor(own[layer][place]) if dense else None
             products[matrix] = _products(first, weights)
-            progress.advance()
         where = f"layer {layer}"
         whole = torch.stack(list(products.values())).sum(0)
         found["layers"][str(layer)] = _cosines(whole, where, names)
@@ -99,21 +95,6 @@ def _cosines(products: Tensor, where: str, names: list[str]) -> list[list[float]
     raise_faults(bad)
     cosines = (products / torch.outer(lengths, lengths)).clamp(-1, 1)
     return cosines.fill_diagonal_(1.0).tolist()
-
-
-def _target(model: CheckpointReader) -> Target:
-    model_type = model.config.get("model_type")
-    if model_type not in TARGETS:
-        remedy = f"is no stock MoE that is known; choose one of {', '.join(TARGETS)}"
-        raise InputError(Fault("moe.model_type", model_type, remedy))
-    return TARGETS[model_type]
-
-
-def _experts(model: CheckpointReader, target: Target) -> int:
-    for name in target.count_fields:
-        if model.config.get(name):
-            return int(model.config[name])
-    raise InputError(Fault(f"moe.{target.count_fields[0]}", None, "say how many experts there are"))
 
 
 def _names(target: Target, layer: int, experts: int) -> list[list[str]]:

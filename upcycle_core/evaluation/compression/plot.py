@@ -1,4 +1,7 @@
-"""Pictures of a compression: quality against size, and cosines of experts and base."""
+"""Pictures of a compression: quality against size, and cosines of experts and base.
+
+Each ``draw_`` function writes a PNG.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,7 +34,6 @@ def draw_sweeps(sweeps: Sequence[Sweep], tolerance: float, path: Path) -> None:
     Args:
         sweeps: What is shown.
         tolerance: Percent of the original's average that may be lost: a band.
-        path: The PNG to write.
     """
     lines = list(dict.fromkeys(line for sweep in sweeps for line in results.by_series(sweep)))
     styles = _styles(lines)
@@ -39,11 +41,12 @@ def draw_sweeps(sweeps: Sequence[Sweep], tolerance: float, path: Path) -> None:
         grid = figure.subplots(2, len(sweeps), squeeze=False, sharex="col", height_ratios=(1, 1.3))
         placed: list[tuple[Axes, list[list[Label]], float]] = []
         for column, sweep in enumerate(sweeps):
+            found = results.metrics(sweep, tolerance)
             for ax in grid[:, column]:
-                curves = _panel(ax, sweep, styles, tolerance)
-                placed.append((ax, curves, results.original_average(sweep)))
-            _zoom(grid[1][column], sweep, tolerance)
-            _size_axis(grid[1][column], sweep)
+                curves = _panel(ax, sweep, found, styles)
+                placed.append((ax, curves, found["original"]["normalised_average"]))
+            _zoom(grid[1][column], found)
+            _size_axis(grid[1][column], found)
             grid[0][column].set_title(sweep.source, loc="left", fontweight="bold")
             grid[1][column].set_title("near the original", loc="left", color=canvas.FAINT)
             grid[1][column].set_xlabel("size, % of the original's weight files (log scale)")
@@ -61,12 +64,7 @@ def draw_sweeps(sweeps: Sequence[Sweep], tolerance: float, path: Path) -> None:
 
 
 def draw_cosines(cosines: Mapping[str, Any], path: Path) -> None:
-    """Heat maps of the first and the last MoE layer (DeRS, Fig. 1).
-
-    Args:
-        cosines: What ``cosine_similarities`` gave.
-        path: The PNG to write.
-    """
+    """Heat maps of the first and the last MoE layer (DeRS, Fig. 1): of ``cosine_similarities``."""
     names, layers = cosines["names"], cosines["layers"]
     shown = list(dict.fromkeys([next(iter(layers)), list(layers)[-1]]))
     least = min(value for layer in shown for row in layers[layer] for value in row)
@@ -109,29 +107,29 @@ def _styles(lines: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _panel(
-    ax: "Axes", sweep: Sweep, styles: Mapping[str, dict[str, Any]], tolerance: float
+    ax: "Axes", sweep: Sweep, found: Mapping[str, Any], styles: Mapping[str, dict[str, Any]]
 ) -> list[list[Label]]:
     """Lines, band and ring of one model; what its points are to be called."""
-    average, found = results.original_average(sweep), results.averages(sweep)
-    chosen = results.smallest_within(sweep, tolerance)
-    low = results.least_average(sweep, tolerance)
-    ax.axhspan(low, average, color=canvas.NEUTRAL, alpha=0.28, lw=0, zorder=0)
+    average, chosen = found["original"]["normalised_average"], found["chosen"]
+    places = {
+        name: (own["percent_of_original"], own["normalised_average"])
+        for name, own in found["points"].items()
+    }
+    ax.axhspan(found["least_average"], average, color=canvas.NEUTRAL, alpha=0.28, lw=0, zorder=0)
     ax.axhline(average, color=canvas.FAINT, lw=1.1, ls="--", zorder=1)
     ax.axvline(100, color=canvas.GRID, lw=1, zorder=0)
     curves = []
     for line, names in results.by_series(sweep).items():
-        xs = [results.share(sweep, name) for name in names]
-        ys = [found[name] for name in names]
-        ax.plot(xs, ys, zorder=3, **styles[line])
-        texts = [results.setting(sweep.points[name].codec) for name in names]
+        ax.plot(*zip(*(places[name] for name in names), strict=True), zorder=3, **styles[line])
+        texts = {name: results.setting(sweep.points[name].codec) for name in names}
         curves.append(
             [
-                Label(x, y, text, styles[line]["color"], bold=name == chosen)
-                for name, x, y, text in zip(names, xs, ys, texts, strict=True)
+                Label(*places[name], text, styles[line]["color"], bold=name == chosen)
+                for name, text in texts.items()
             ]
         )
     if chosen is not None:
-        ax.plot(results.share(sweep, chosen), found[chosen], zorder=4, **_RING)
+        ax.plot(*places[chosen], zorder=4, **_RING)
     ax.set_xscale("log")
     ax.margins(x=0.08, y=0.1)
     ax.grid(axis="y", color=canvas.GRID)
@@ -139,18 +137,19 @@ def _panel(
     return curves
 
 
-def _zoom(ax: "Axes", sweep: Sweep, tolerance: float) -> None:
-    average, found = results.original_average(sweep), results.averages(sweep)
-    step = average * max(tolerance, 0.2) / 100
-    near = [value for value in found.values() if abs(value - average) <= _NEAR * step]
+def _zoom(ax: "Axes", found: Mapping[str, Any]) -> None:
+    average = found["original"]["normalised_average"]
+    values = [own["normalised_average"] for own in found["points"].values()]
+    step = average * max(found["tolerance"], 0.2) / 100
+    near = [value for value in values if abs(value - average) <= _NEAR * step]
     top = max([average, *near])
-    bottom = min([results.least_average(sweep, tolerance), *near])
+    bottom = min([found["least_average"], *near])
     room = 0.14 * (top - bottom) or step
     ax.set_ylim(bottom - room, top + room)
 
 
-def _size_axis(ax: "Axes", sweep: Sweep) -> None:
-    shares = [results.share(sweep, name) for name in sweep.points]
+def _size_axis(ax: "Axes", found: Mapping[str, Any]) -> None:
+    shares = [own["percent_of_original"] for own in found["points"].values()]
     low, high = min([100.0, *shares]), max([100.0, *shares])
     ticks = [tick for tick in _TICKS if low / 1.05 <= tick <= high * 1.05]
     while len(ticks) > TICKS_SHOWN:

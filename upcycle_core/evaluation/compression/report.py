@@ -65,7 +65,7 @@ def sections(sweeps: Sequence[Sweep], cosines: Cosines, tolerance: float) -> lis
     """A table and a verdict a model; for the page the pictures."""
     draw = partial(plot.draw_sweeps, sweeps, tolerance)
     title = "Normalised average against size, a line a codec"
-    picture = Figure("sweep", title, draw, _sweep_numbers(sweeps))
+    picture = Figure("sweep", title, draw, _sweep_numbers(sweeps, tolerance))
     return [
         Section("Quality against size", [picture], page_only=True),
         *(Section(own.source, [verdict(own, tolerance), table(own, tolerance)]) for own in sweeps),
@@ -76,42 +76,42 @@ def sections(sweeps: Sequence[Sweep], cosines: Cosines, tolerance: float) -> lis
 
 def table(sweep: Sweep, tolerance: float) -> Table:
     """The original, then line by line of the plot, largest first; the chosen one is marked."""
-    original, averages = results.original_average(sweep), results.averages(sweep)
+    found = results.metrics(sweep, tolerance)
     sizes = ["MB", "% of original", "% of experts"]
     header = ["Deltas", "Setting", *sizes, *sweep.domains, "Average", "Change %", "Chosen"]
     whole = [f"{sweep.original_bytes / 1e6:.2f}", "100.0", "100.0"]
-    scores = [number(value, digits=2) for value in [*sweep.original.values(), original]]
-    rows: list[list[object]] = [["Original", DASH, *whole, *scores, DASH, ""]]
-    chosen = results.smallest_within(sweep, tolerance)
+    scores = [*sweep.original.values(), found["original"]["normalised_average"]]
+    numbers = [number(value, digits=2) for value in scores]
+    rows: list[list[object]] = [["Original", DASH, *whole, *numbers, DASH, ""]]
     for line, names in results.by_series(sweep).items():
         for name in reversed(names):
-            point, average = sweep.points[name], averages[name]
+            point, own = sweep.points[name], found["points"][name]
+            is_chosen = name == found["chosen"]
             cells = [
                 results.setting(point.codec),
                 number(point.bytes / 1e6, digits=2),
-                number(results.share(sweep, name)),
-                number(results.expert_share(sweep, name)),
+                number(own["percent_of_original"]),
+                number(own["experts_percent_of_original"]),
                 *(number(point.perplexity[domain], digits=2) for domain in sweep.domains),
-                number(average, digits=2),
-                signed(100 * (average / original - 1), digits=2),
-                "✓" if name == chosen else "",
+                number(own["normalised_average"], digits=2),
+                signed(own["change_percent"], digits=2),
+                "✓" if is_chosen else "",
             ]
-            rows.append([line, *(Cell(c, "chosen") if name == chosen else c for c in cells)])
+            rows.append([line, *(Cell(c, "chosen") if is_chosen else c for c in cells)])
     return Table(header, rows)
 
 
 def verdict(sweep: Sweep, tolerance: float) -> str:
     """One sentence: the smallest that is good enough, or that none is."""
-    name = results.smallest_within(sweep, tolerance)
-    within = f"within {tolerance:g} % of the original"
+    found = results.metrics(sweep, tolerance)
+    name, within = found["chosen"], f"within {tolerance:g} % of the original"
     if name is None:
         return f"Nothing that is smaller than the original is {within}."
-    point = sweep.points[name]
-    lost = 100 * (results.averages(sweep)[name] / results.original_average(sweep) - 1)
+    own, codec = found["points"][name], sweep.points[name].codec
     return (
-        f"The smallest {within}: {results.series(point.codec)}, "
-        f"{results.setting(point.codec)} ({name}), {number(point.bytes / 1e6, digits=2)} MB or "
-        f"{number(results.share(sweep, name))} % of it, {signed(lost, digits=2)} %."
+        f"The smallest {within}: {results.series(codec)}, {results.setting(codec)} ({name}), "
+        f"{number(own['bytes'] / 1e6, digits=2)} MB or {number(own['percent_of_original'])} % of "
+        f"it, {signed(own['change_percent'], digits=2)} %."
     )
 
 
@@ -135,19 +135,19 @@ def _cosine_section(model: str, values: Mapping[str, Any]) -> Section:
     return Section(heading, [figure], page_only=True)
 
 
-def _sweep_numbers(sweeps: Sequence[Sweep]) -> Table:
+def _sweep_numbers(sweeps: Sequence[Sweep], tolerance: float) -> Table:
     """Every point, unrounded: what the plot shows."""
     header = ["source", "name", "series", "setting", "bytes", "percent_of_original"]
     rows: list[Sequence[object]] = []
     for sweep in sweeps:
-        average, averages = results.original_average(sweep), results.averages(sweep)
+        found = results.metrics(sweep, tolerance)
+        average = found["original"]["normalised_average"]
         rows.append([sweep.source, "original", "", "", sweep.original_bytes, 100.0, average])
         for line, names in results.by_series(sweep).items():
             for name in names:
-                point = sweep.points[name]
-                size = (point.bytes, results.share(sweep, name))
-                label = results.setting(point.codec)
-                rows.append([sweep.source, name, line, label, *size, averages[name]])
+                own, label = found["points"][name], results.setting(sweep.points[name].codec)
+                size = (own["bytes"], own["percent_of_original"])
+                rows.append([sweep.source, name, line, label, *size, own["normalised_average"]])
     return Table([*header, "normalised_average"], rows)
 
 

@@ -88,31 +88,8 @@ def faults(sweep: Sweep) -> list[Fault]:
     return found
 
 
-def original_average(sweep: Sweep) -> float:
-    """Normalised average of the model as it was, in percent."""
-    return scores.normalised_average(sweep.original, sweep.experts)
-
-
-def normalised(sweep: Sweep, name: str) -> dict[str, float]:
-    """{domain: score} of a point in percent of the dense experts; 0 where its perplexity is inf."""
-    values = sweep.points[name].perplexity
-    return {domain: 100 * (sweep.experts[domain] / values[domain]) for domain in sweep.domains}
-
-
-def averages(sweep: Sweep) -> dict[str, float]:
-    """{name: normalised average in percent} of every point."""
-    return {name: scores.average(normalised(sweep, name)) for name in sweep.points}
-
-
-def least_average(sweep: Sweep, tolerance: float) -> float:
-    """The least normalised average that is within ``tolerance`` percent of the original's."""
-    return original_average(sweep) * (1 - tolerance / 100)
-
-
 def smallest_within(sweep: Sweep, tolerance: float) -> str | None:
-    """The point of fewest bytes whose normalised average is at least ``least_average``.
-
-    Of equal sizes the better one.
+    """The point of fewest bytes that is good enough, of equal sizes the better one.
 
     Args:
         sweep: What was measured.
@@ -121,24 +98,7 @@ def smallest_within(sweep: Sweep, tolerance: float) -> str | None:
     Returns:
         Its name; None where no point that is smaller than the original is good enough.
     """
-    found, least = averages(sweep), least_average(sweep, tolerance)
-    good = [
-        name
-        for name, point in sweep.points.items()
-        if found[name] >= least and point.bytes < sweep.original_bytes
-    ]
-    return min(good, key=lambda name: (sweep.points[name].bytes, -found[name]), default=None)
-
-
-def share(sweep: Sweep, name: str) -> float:
-    """Bytes of a point in percent of the original's."""
-    return 100 * sweep.points[name].bytes / sweep.original_bytes
-
-
-def expert_share(sweep: Sweep, name: str) -> float:
-    """The same of base and deltas against the experts alone; what is not compressed left out."""
-    rest = sweep.original_bytes - sweep.original_expert_bytes
-    return 100 * (sweep.points[name].bytes - rest) / sweep.original_expert_bytes
+    return metrics(sweep, tolerance)["chosen"]
 
 
 def setting(codec: Mapping[str, Any]) -> str:
@@ -175,39 +135,57 @@ def by_series(sweep: Sweep) -> dict[str, list[str]]:
 
 
 def metrics(sweep: Sweep, tolerance: float) -> dict[str, Any]:
-    """Everything about a sweep as plain values for JSON; null for a perplexity of inf."""
-    original = original_average(sweep)
-    found = averages(sweep)
-    points = {}
-    for name, point in sweep.points.items():
-        formula = point.formula_bytes
-        points[name] = {
-            "codec": {key: value for key, value in point.codec.items() if value is not None},
-            "bytes": point.bytes,
-            "percent_of_original": share(sweep, name),
-            "experts_percent_of_original": expert_share(sweep, name),
-            "formula_bytes": formula,
-            "percent_above_formula": None if formula is None else 100 * (point.bytes / formula - 1),
-            "relative_error": point.relative_error,
-            "perplexity": {d: _finite(point.perplexity[d]) for d in sweep.domains},
-            "normalised": normalised(sweep, name),
-            "normalised_average": found[name],
-            "change_percent": 100 * (found[name] / original - 1),
-        }
+    """Everything about a sweep as plain values for JSON; null for a perplexity of inf.
+
+    Sizes and scores are in percent: of the original's bytes, those of its experts (base and deltas
+    against the experts alone, what is not compressed left out), of each domain's dense expert.
+    ``least_average`` is the least normalised average that is within ``tolerance``.
+    """
+    whole, experts = sweep.original_bytes, sweep.original_expert_bytes
+    normalised = scores.normalised(sweep.original, sweep.experts)
+    original = scores.average(normalised)
+    least = original * (1 - tolerance / 100)
+    points = {name: _point(sweep, point, original) for name, point in sweep.points.items()}
+    good = [
+        name
+        for name, own in points.items()
+        if own["normalised_average"] >= least and own["bytes"] < whole
+    ]
+
+    def rank(name: str) -> tuple[int, float]:
+        return points[name]["bytes"], -points[name]["normalised_average"]
+
     return {
         "original": {
-            "bytes": sweep.original_bytes,
-            "expert_bytes": sweep.original_expert_bytes,
+            "bytes": whole,
+            "expert_bytes": experts,
             "perplexity": {domain: sweep.original[domain] for domain in sweep.domains},
-            "normalised": scores.normalised(sweep.original, sweep.experts),
+            "normalised": normalised,
             "normalised_average": original,
         },
         "points": points,
         "tolerance": tolerance,
-        "least_average": least_average(sweep, tolerance),
-        "chosen": smallest_within(sweep, tolerance),
+        "least_average": least,
+        "chosen": min(good, key=rank, default=None),
     }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _point(sweep: Sweep, point: Point, original: float) -> dict[str, Any]:
+    whole, experts = sweep.original_bytes, sweep.original_expert_bytes
+    values, formula = point.perplexity, point.formula_bytes
+    # 0 where the perplexity is inf.
+    normalised = {d: 100 * (sweep.experts[d] / values[d]) for d in sweep.domains}
+    average = scores.average(normalised)
+    return {
+        "codec": {key: value for key, value in point.codec.items() if value is not None},
+        "bytes": point.bytes,
+        "percent_of_original": 100 * point.bytes / whole,
+        "experts_percent_of_original": 100 * (point.bytes - (whole - experts)) / experts,
+        "formula_bytes": formula,
+        "percent_above_formula": None if formula is None else 100 * (point.bytes / formula - 1),
+        "relative_error": point.relative_error,
+        "perplexity": {d: values[d] if math.isfinite(values[d]) else None for d in sweep.domains},
+        "normalised": normalised,
+        "normalised_average": average,
+        "change_percent": 100 * (average / original - 1),
+    }

@@ -3,8 +3,8 @@
 B rows, M experts.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,13 +20,14 @@ from upcycle_core.evaluation.instructions.answers import (
     encode_prompts,
     task_ids,
 )
+from upcycle_core.plain import Plain
 from upcycle_core.progress import Progress, Silent
 
 By = Literal["task", "category"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Activation:
+class Activation(Plain):
     """The mean coefficients of one task's prompts.
 
     Args:
@@ -46,15 +47,6 @@ class Activation:
         """``domain: name``, as in the paper's Fig. 2."""
         return f"{self.domain}: {self.name}" if self.domain else self.name
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {**asdict(self), "coefficients": list(self.coefficients)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Activation":
-        """The activation that ``to_dict`` wrote."""
-        return cls(**{**values, "coefficients": tuple(values["coefficients"])})
-
 
 def expert_activations(
     model_dir: Path,
@@ -70,16 +62,13 @@ def expert_activations(
 
     Where each token has coefficients of its own, a prompt's are the mean over its tokens.
 
-    Args:
+    Args: as ``answers.answer``, but for
+
         model_dir: A SIMoE checkpoint with its tokenizer; ``upcycle_core.simoe.model`` must be
             imported before.
         rows: Each with ``prompt``, ``task``, ``category``, and ``domain`` where known.
         by: What prompts are averaged over.
-        batch_size: B.
-        device: Where the model runs.
-        max_prompt_tokens: Longer prompts lose tokens from the left; by default what the model's
-            context holds.
-        progress: Hears of every prompt.
+        max_prompt_tokens: By default what the model's context holds.
 
     Returns:
         One a domain and task, sorted by both.

@@ -5,11 +5,14 @@ B rows, S tokens of the longest prompt in the batch.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, GenerationConfig
 
 from upcycle_core.checkpoints.load import load_causal_lm
@@ -107,8 +110,7 @@ def answer(
         eos_token_id=ends,
         pad_token_id=ends[0],
     )
-    texts = [""] * len(rows)
-    progress = progress or Silent()
+    texts, progress = [""] * len(rows), progress or Silent()
     progress.start("answering", len(rows), "prompts")
     for batch in batches(prompts.ids, batch_size=batch_size, pad_id=ends[0], device=device):
         more = task_ids(model.config, [rows[place] for place in batch.places], device)
@@ -116,7 +118,8 @@ def answer(
             out_BT = model.generate(batch.input_BS, attention_mask=batch.mask_BS, **more)
         new_BT = out_BT[:, batch.input_BS.shape[1] :]
         for place, ids in zip(batch.places, new_BT.tolist(), strict=True):
-            texts[place] = tokenizer.decode(_until(ids, ends), skip_special_tokens=True).strip()
+            said = list(takewhile(lambda token: token not in ends, ids))
+            texts[place] = tokenizer.decode(said, skip_special_tokens=True).strip()
         progress.advance(len(batch.places))
     return Answers(texts, prompts.truncated)
 
@@ -138,15 +141,12 @@ def batches(
 ) -> Iterator[Batch]:
     """Rows by length, longest first: what does not fit the memory fails at once."""
     order = sorted(range(len(ids)), key=lambda place: -len(ids[place]))
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
     for start in range(0, len(order), batch_size):
         places = order[start : start + batch_size]
-        longest = len(ids[places[0]])
-        input_BS = torch.full((len(places), longest), pad_id)
-        mask_BS = torch.zeros_like(input_BS)
-        for line, place in enumerate(places):
-            size = len(ids[place])
-            input_BS[line, longest - size :] = torch.tensor(ids[place])
-            mask_BS[line, longest - size :] = 1
+        rows = [torch.tensor(ids[place]) for place in places]
+        input_BS = padded(rows, padding_value=pad_id)
+        mask_BS = padded([torch.ones_like(row) for row in rows])
         yield Batch(places, input_BS.to(device), mask_BS.to(device))
 
 
@@ -161,11 +161,6 @@ def task_ids(config: Any, rows: Sequence[Row], device: str) -> dict[str, Tensor]
     known = {name: place for place, name in enumerate(config.tasks)}
     found = [known.get(row.get("task"), UNKNOWN_TASK) for row in rows]
     return {"task_ids": torch.tensor(found, device=device)}
-
-
-def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
-    stop = next((place for place, token in enumerate(ids) if token in ends), len(ids))
-    return ids[:stop]
 
 
 def _end_ids(tokenizer: Any, model: Any) -> list[int]:

@@ -1,9 +1,14 @@
-"""Pictures of a SIMoE model: where its experts are, what they share, which tasks use them."""
+"""Pictures of a SIMoE model: where its experts are, what they share, which tasks use them.
+
+Each ``draw_`` function writes a PNG.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from upcycle_core.evaluation.instructions.activations import Activation
 from upcycle_core.evaluation.instructions.structure import OUTSIDE, Structure
@@ -20,12 +25,7 @@ Merges = Sequence[Sequence[float]]
 
 
 def draw_structure(structure: Structure, path: Path) -> None:
-    """Share of active expert parameters, by layer type and by depth (the paper's Fig. 4).
-
-    Args:
-        structure: What ``structure_of`` gave.
-        path: The PNG to write.
-    """
+    """Share of active expert parameters, by layer type and by depth (the paper's Fig. 4)."""
     kinds, depths = structure.by_type, structure.by_depth
     widths = (max(len(kinds), 4), max(len(depths), 4))
     with canvas.new_figure(min(2.4 + 0.48 * sum(widths), 13), 3.7) as figure:
@@ -40,7 +40,9 @@ def draw_structure(structure: Structure, path: Path) -> None:
             ax.grid(axis="y", color=canvas.GRID)
             ax.tick_params(length=0)
             ax.set_xlim(-0.7, len(groups) - 0.3)
-        left.set_ylim(0, 1.08 * _highest([*kinds.values(), *depths.values()]))
+        shares = [*kinds.values(), *depths.values()]
+        # Room for the longest error bar.
+        left.set_ylim(0, 1.08 * max(100 * sum(mean_and_deviation(own)) for own in shares) or 1.08)
         left.set_ylabel("active expert parameters (%)")
         left.set_title("by layer type", loc="left", fontweight="bold")
         right.set_title("by depth", loc="left", fontweight="bold")
@@ -55,7 +57,6 @@ def draw_overlap(overlaps: Mapping[str, Sequence[Sequence[float]]], path: Path) 
 
     Args:
         overlaps: {title: [M][M] shares}, panels in this order, on one scale.
-        path: The PNG to write.
     """
     sizes = [len(square) for square in overlaps.values()]
     off = [
@@ -77,12 +78,7 @@ def draw_overlap(overlaps: Mapping[str, Sequence[Sequence[float]]], path: Path) 
 
 
 def draw_activations(activations: Sequence[Activation], path: Path) -> None:
-    """A tree of tasks beside their mean expert coefficients (the paper's Fig. 2).
-
-    Args:
-        activations: One a task, all of M experts.
-        path: The PNG to write.
-    """
+    """A tree of tasks beside their mean expert coefficients, one a task (the paper's Fig. 2)."""
     tree = linkage_of(activations)
     ordered = [activations[place] for place in leaves(tree, len(activations))]
     domains = list(dict.fromkeys(own.domain for own in sorted(activations, key=lambda a: a.domain)))
@@ -117,10 +113,9 @@ def linkage_of(activations: Sequence[Activation]) -> list[list[float]]:
 
 def leaves(tree: Merges, count: int) -> list[int]:
     """The tasks as they stand below each other, so that no branches cross."""
-    members: list[list[int]] = [[place] for place in range(count)]
-    for first, second, _, _ in tree:
-        members.append(members[int(first)] + members[int(second)])
-    return members[-1]
+    from scipy.cluster.hierarchy import leaves_list
+
+    return leaves_list(np.array(tree)).tolist() if tree else list(range(count))
 
 
 def _tree(ax: "Axes", tree: Merges, count: int) -> None:
@@ -137,11 +132,6 @@ def _tree(ax: "Axes", tree: Merges, count: int) -> None:
     ax.set_xlim(max([*heights.values(), 1e-9]) * 1.04, 0)
     ax.set_yticks([])
     ax.set_xlabel("distance")
-
-
-def _highest(groups: Sequence[Sequence[float]]) -> float:
-    """End of the longest error bar, in percent."""
-    return max(100 * sum(mean_and_deviation(shares)) for shares in groups) or 1.0
 
 
 def _bars(ax: "Axes", groups: Mapping[str, Sequence[float]], colour: str) -> None:

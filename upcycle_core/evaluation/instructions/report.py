@@ -230,11 +230,8 @@ def _pictures(structures: Mapping[str, Structure], titles: Mapping[str, str]) ->
     """{heading: where experts are, row by row, and what they share}."""
     pictures = {}
     for row, structure in structures.items():
-        heading, draw = (
-            f"Where experts are: {titles[row]}",
-            partial(plots.draw_structure, structure),
-        )
-        data = structure_numbers(structure)
+        heading, data = f"Where experts are: {titles[row]}", structure_numbers(structure)
+        draw = partial(plots.draw_structure, structure)
         pictures[heading] = Figure(f"structure_{slug(row)}", heading, draw, data, STRUCTURE)
     if structures:
         overlaps = {titles[row]: own.overlap for row, own in structures.items()}

@@ -1,18 +1,19 @@
 """What several models scored on instructions, and the numbers that follow. Nothing is measured."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.instructions.scores import METRICS, SPLITS, Split, SplitScore
 from upcycle_core.evaluation.text.scores import mean_and_deviation
+from upcycle_core.plain import Plain
 
 COUNTS = ("total_parameters", "trained_parameters", "density_parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Plain):
     """One model of one seed.
 
     Args:
@@ -29,32 +30,11 @@ class Run:
     unseen: SplitScore
     seen: SplitScore | None = None
     density_parameters: int | None = None
-
-    def split(self, split: Split) -> SplitScore | None:
-        """Its scores on one of the sets."""
-        return self.seen if split == "seen" else self.unseen
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        scores = {split: self.split(split) for split in SPLITS}
-        return {
-            **{name: getattr(self, name) for name in COUNTS},
-            **{split: None if own is None else own.to_dict() for split, own in scores.items()},
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Run":
-        """The run that ``to_dict`` wrote."""
-        seen = values["seen"]
-        return cls(
-            **{name: values[name] for name in COUNTS},
-            unseen=SplitScore.from_dict(values["unseen"]),
-            seen=None if seen is None else SplitScore.from_dict(seen),
-        )
+    written = (*COUNTS, *SPLITS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Plain):
     """One line of the table: a model, once a seed.
 
     Args:
@@ -69,8 +49,10 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstructionEvaluation:
+class InstructionEvaluation(Plain):
     """Several models on the same instances. Plain data: the same inputs give the same files.
+
+    ``from_dict`` reads it from the metrics.json that was written of it.
 
     Args:
         rows: {row: model}, in the order they are shown.
@@ -79,15 +61,6 @@ class InstructionEvaluation:
 
     rows: Mapping[str, Row]
     highlight: str = "simoe"
-
-    @property
-    def groups(self) -> list[str]:
-        """The tables, in order; the first has tables by category too."""
-        return list(dict.fromkeys(name for row in self.rows.values() for name in row.groups))
-
-    def group(self, name: str) -> dict[str, Row]:
-        """The rows of one table."""
-        return {key: row for key, row in self.rows.items() if name in row.groups}
 
 
 def across_runs(evaluations: Sequence[InstructionEvaluation]) -> InstructionEvaluation:
@@ -141,26 +114,13 @@ def metrics(evaluation: InstructionEvaluation) -> dict[str, Any]:
     return {name: _row_metrics(row) for name, row in evaluation.rows.items()}
 
 
-def from_metrics(found: Mapping[str, Any]) -> InstructionEvaluation:
-    """The evaluation that a metrics.json was written from."""
-    rows = {
-        name: Row(
-            title=own["title"],
-            groups=tuple(own["groups"]),
-            runs=tuple(Run.from_dict(run) for run in own["runs"]),
-        )
-        for name, own in found["rows"].items()
-    }
-    return InstructionEvaluation(rows=rows, highlight=found["highlight"])
-
-
 def _row_metrics(row: Row) -> dict[str, Any]:
     found: dict[str, Any] = {"title": row.title, "groups": list(row.groups)}
     for name in COUNTS:
         values = [getattr(run, name) for run in row.runs]
         found[name] = None if None in values else _spread(values)
     for split in SPLITS:
-        scores = [score for run in row.runs if (score := run.split(split)) is not None]
+        scores = [score for run in row.runs if (score := getattr(run, split)) is not None]
         found[split] = _split_metrics(scores) if scores else None
     return {**found, "runs": [run.to_dict() for run in row.runs]}
 
@@ -190,7 +150,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 def _scores(row: Row) -> Iterator[tuple[int, Split, SplitScore]]:
     for place, run in enumerate(row.runs):
         for split in SPLITS:
-            score = run.split(split)
+            score = getattr(run, split)
             if score is not None:
                 yield place, split, score
 
@@ -199,8 +159,8 @@ def _number_faults(field: str, score: SplitScore) -> list[Fault]:
     if not score.categories:
         return [Fault(field, None, "no category; evaluate one at least")]
     return [
-        Fault(f"{field}.{category}.{metric}", value, "must be a share, 0 to 1")
+        Fault(f"{field}.{category}.{metric}", getattr(own, metric), "must be a share, 0 to 1")
         for category, own in score.categories.items()
-        for metric, value in asdict(own).items()
-        if metric in METRICS and not 0 <= value <= 1
+        for metric in METRICS
+        if not 0 <= getattr(own, metric) <= 1
     ]

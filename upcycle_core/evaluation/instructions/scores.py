@@ -4,11 +4,12 @@ import math
 import re
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.tasks.rouge import rouge_l
+from upcycle_core.plain import Plain
 
 Metric = Literal["exact_match", "rouge_l"]
 Split = Literal["seen", "unseen"]
@@ -19,7 +20,7 @@ _PUNCTUATION = re.compile(rf"(?!(?<!\w)-\d|(?<=\d)\.\d)[{re.escape(string.punctu
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class Score(Plain):
     """The mean over instances.
 
     Args:
@@ -32,18 +33,9 @@ class Score:
     rouge_l: float
     count: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Score":
-        """The score that ``to_dict`` wrote."""
-        return cls(**values)
-
 
 @dataclass(frozen=True, kw_only=True)
-class SplitScore:
+class SplitScore(Plain):
     """One model's answers to one set of instances.
 
     Args:
@@ -53,6 +45,7 @@ class SplitScore:
 
     categories: Mapping[str, Score]
     truncated: int = 0
+    written = ("exact_match", "rouge_l", "count", "truncated", "categories")
 
     @property
     def exact_match(self) -> float:
@@ -68,22 +61,6 @@ class SplitScore:
     def count(self) -> int:
         """Instances of all categories."""
         return sum(score.count for score in self.categories.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, the means over categories among them."""
-        return {
-            "exact_match": self.exact_match,
-            "rouge_l": self.rouge_l,
-            "count": self.count,
-            "truncated": self.truncated,
-            "categories": {name: score.to_dict() for name, score in self.categories.items()},
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "SplitScore":
-        """The score that ``to_dict`` wrote."""
-        categories = {name: Score.from_dict(own) for name, own in values["categories"].items()}
-        return cls(categories=categories, truncated=values["truncated"])
 
     def _mean(self, metric: Metric) -> float:
         values = [getattr(score, metric) for score in self.categories.values()]

@@ -4,14 +4,15 @@ M experts, in inputs and out outputs of a layer.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from upcycle_core.errors import Fault, InputError
+from upcycle_core.plain import Plain
 
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NORMS = "norms"
@@ -21,7 +22,7 @@ _HALVES = ("encoder", "decoder")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Structure:
+class Structure(Plain):
     """Shares of expert parameters whose mask is not zero. Shares are 0 to 1.
 
     Args:
@@ -40,11 +41,10 @@ class Structure:
     parameters: int
     union: float
     overlap: tuple[tuple[float, ...], ...]
-
-    @property
-    def experts(self) -> int:
-        """M."""
-        return len(self.total)
+    written = (
+        *("by_type", "by_depth", "total", "parameters", "union", "overlap"),
+        *("density", "mean_overlap"),
+    )
 
     @property
     def density(self) -> float:
@@ -54,26 +54,13 @@ class Structure:
     @property
     def mean_overlap(self) -> float:
         """Mean of ``overlap`` over pairs of different experts."""
-        pairs = [
-            value for i, row in enumerate(self.overlap) for j, value in enumerate(row) if i != j
-        ]
-        return sum(pairs) / len(pairs)
+        return mean_of_pairs(self.overlap)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, the means over experts and pairs among them."""
-        return {**asdict(self), "density": self.density, "mean_overlap": self.mean_overlap}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Structure":
-        """The structure that ``to_dict`` wrote."""
-        return cls(
-            by_type={name: tuple(own) for name, own in values["by_type"].items()},
-            by_depth={name: tuple(own) for name, own in values["by_depth"].items()},
-            total=tuple(values["total"]),
-            parameters=values["parameters"],
-            union=values["union"],
-            overlap=tuple(tuple(row) for row in values["overlap"]),
-        )
+def mean_of_pairs(square: Sequence[Sequence[float]]) -> float:
+    """The mean of a square [M][M] without its diagonal: over pairs of different experts."""
+    pairs = [value for i, row in enumerate(square) for j, value in enumerate(row) if i != j]
+    return sum(pairs) / len(pairs)
 
 
 @torch.no_grad()
@@ -113,10 +100,8 @@ def structure_of(modules: Mapping[str, Any]) -> Structure:
     }
     overlap_MM = (both / either.clamp(min=1)).fill_diagonal_(1.0)
     return Structure(
-        by_type={kind: shares["type"][kind] for kind in sorted(shares["type"], key=_kind_order)},
-        by_depth={
-            depth: shares["depth"][depth] for depth in sorted(shares["depth"], key=_depth_order)
-        },
+        by_type=dict(sorted(shares["type"].items(), key=lambda own: _kind_order(own[0]))),
+        by_depth=dict(sorted(shares["depth"].items(), key=lambda own: _depth_order(own[0]))),
         total=shares["all"][""],
         parameters=sizes["all"][""],
         union=union / sizes["all"][""],

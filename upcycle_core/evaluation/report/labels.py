@@ -54,7 +54,8 @@ def place_labels(
     """
     from matplotlib.patheffects import withStroke
 
-    edge = _frame(ax)
+    frame, unit = ax.get_window_extent(), _unit(ax)
+    edge = (frame.x0 * unit, frame.y0 * unit, frame.x1 * unit, frame.y1 * unit)
     levels = [_position(ax, ax.get_xlim()[0], height)[1] for height in heights]
     taken: list[Box] = [(edge[0], level - 0.5, edge[2], level + 0.5) for level in levels]
     seen: list[tuple[Label, float, float]] = []
@@ -92,11 +93,6 @@ def _position(ax: "Axes", x: float, y: float) -> tuple[float, float]:
     return float(x), float(y)
 
 
-def _frame(ax: "Axes") -> Box:
-    frame, unit = ax.get_window_extent(), _unit(ax)
-    return (frame.x0 * unit, frame.y0 * unit, frame.x1 * unit, frame.y1 * unit)
-
-
 def _unit(ax: "Axes") -> float:
     """Points a pixel."""
     figure = ax.get_figure(root=True)
@@ -117,12 +113,8 @@ def _box(x: float, y: float, label: Label, place: tuple[int, int]) -> Box:
     width = _LETTER * len(label.text) * (1.1 if label.bold else 1)
     centre_x = x + place[0] * (width / 2 + gap)
     centre_y = y + place[1] * (_HEIGHT / 2 + (gap if place[0] == 0 else 0))
-    return (
-        centre_x - width / 2,
-        centre_y - _HEIGHT / 2,
-        centre_x + width / 2,
-        centre_y + _HEIGHT / 2,
-    )
+    left, bottom = centre_x - width / 2, centre_y - _HEIGHT / 2
+    return (left, bottom, centre_x + width / 2, centre_y + _HEIGHT / 2)
 
 
 def _overlap(one: Box, other: Box) -> float:

@@ -98,31 +98,29 @@ def compare(moments: StreamMoments, *, best: bool = True) -> dict[tuple[int, int
     """
     if not moments.rows or moments.non_finite():
         raise ValueError(f"{moments.rows} rows, not finite: streams {moments.non_finite()}")
-    norms = [centred_norm(gram) for gram in moments.grams]
-    return {
-        (first, second): _likeness(cross, norms[first], norms[second], best=best)
-        for (first, second), cross in moments.cross.items()
-    }
+    norms = [
+        float(_centred(gram.gram(), gram.sum(), gram.sum(), gram.count()).norm())
+        for gram in moments.grams
+    ]
+    found = {}
+    for (first, second), cross in moments.cross.items():
+        correlation = similarity(cross, "correlation")
+        found[first, second] = Likeness(
+            cka=_linear_cka(cross, norms[first] * norms[second]),
+            matched=float(correlation.matrix.diagonal().mean()),
+            best=_best_mean(correlation.matrix) if best else None,
+            constant_first=int(correlation.dead_first.sum()),
+            constant_second=int(correlation.dead_second.sum()),
+        )
+    return found
 
 
-def centred_norm(moments: Moments) -> float:
-    """||X^T X||_F of centred features X [T, I], from their sums."""
-    return float(_centred(moments.gram(), moments.sum(), moments.sum(), moments.count()).norm())
-
-
-def linear_cka(cross: CrossMoments, first_norm: float, second_norm: float) -> float | None:
+def _linear_cka(cross: CrossMoments, norms: float) -> float | None:
     """Linear CKA = ||Y^T X||_F^2 / (||X^T X||_F ||Y^T Y||_F) of centred X and Y [T, I].
 
     Kornblith et al. 2019 (Cortes et al. 2012 for kernels). Every norm stays what it is when
     the columns of X are permuted or rotated: CKA cannot tell a model from a permuted copy of it.
-
-    Args:
-        cross: Of X and Y.
-        first_norm: ||X^T X||_F, centred.
-        second_norm: ||Y^T Y||_F, centred.
-
-    Returns:
-        0 to 1; None where X or Y has no variance.
+    ``norms`` is the denominator. None where X or Y has no variance.
     """
     rows = int(cross.count)
     mean_squares = cross.squares.sum(1) / rows
@@ -130,20 +128,7 @@ def linear_cka(cross: CrossMoments, first_norm: float, second_norm: float) -> fl
     if bool((variances <= CONSTANT * mean_squares).any()):
         return None
     centred = _centred(cross.products.clone(), cross.sums[0], cross.sums[1], rows)
-    return float(centred.norm().square()) / (first_norm * second_norm)
-
-
-def _likeness(
-    cross: CrossMoments, first_norm: float, second_norm: float, *, best: bool
-) -> Likeness:
-    correlation = similarity(cross, "correlation")
-    return Likeness(
-        cka=linear_cka(cross, first_norm, second_norm),
-        matched=float(correlation.matrix.diagonal().mean()),
-        best=_best_mean(correlation.matrix) if best else None,
-        constant_first=int(correlation.dead_first.sum()),
-        constant_second=int(correlation.dead_second.sum()),
-    )
+    return float(centred.norm().square()) / norms
 
 
 def _best_mean(matrix_II: Tensor) -> float:

@@ -2,12 +2,11 @@
 
 Two representations, named wherever a number of theirs is shown: ``neurons``, act(gate) * up
 [T, I], what down_proj reads; ``outputs``, what the FFN adds to the residual stream [T, H].
-Shapes: T tokens, S positions, B sequences, I neurons, H hidden size, N models or experts.
+Shapes: T tokens, S positions, B sequences, P paired positions, I neurons, H hidden size, D experts.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from upcycle_core.activations.capture import router_inputs
+from upcycle_core.activations.pairs import PairedBatch
 from upcycle_core.corpora.batches import Batch
 from upcycle_core.evaluation.similarity.cka import StreamMoments
 from upcycle_core.evaluation.similarity.config import REPRESENTATIONS, Representation
@@ -23,73 +23,37 @@ from upcycle_core.progress import Progress
 Key = tuple[int, Representation]
 
 
-@dataclass(frozen=True)
-class PairedBatch:
-    """The same text as each of N models reads it, and which positions stand opposite each other.
-
-    Args:
-        input_ids: N tensors [B, S] int64; every model has an S of its own.
-        attention_mask: N tensors [B, S], 1 on tokens and 0 on padding, which is on the right.
-        rows: N tensors [R] int64: positions, counted through the flattened [B, S], that are
-            compared; row r of every model stands at the same place of the text.
-
-    Raises:
-        ValueError: The models do not have the same number of rows, a row is padding, or padding
-            stands left of a token.
-    """
-
-    input_ids: tuple[Tensor, ...]
-    attention_mask: tuple[Tensor, ...]
-    rows: tuple[Tensor, ...]
-
-    def __post_init__(self) -> None:
-        if len({len(rows) for rows in self.rows}) > 1:
-            raise ValueError(f"rows of each model: {[len(rows) for rows in self.rows]}")
-        for mask_BS, rows in zip(self.attention_mask, self.rows, strict=True):
-            if not bool(mask_BS.flatten()[rows].all()):
-                raise ValueError("a row that is compared is padding")
-            if bool((mask_BS.diff(dim=1) > 0).any()):
-                raise ValueError("padding stands left of a token")
-
-
-def same_for_all(batch: Batch, models: int) -> PairedBatch:
-    """What ``models`` of one vocabulary read: the same ids, and every position but padding."""
-    rows = batch.attention_mask.flatten().nonzero()[:, 0]
-    return PairedBatch(
-        (batch.input_ids,) * models, (batch.attention_mask,) * models, (rows,) * models
-    )
-
-
 @torch.no_grad()
 def collect_dense(
-    models: Sequence[nn.Module],
+    models: tuple[nn.Module, nn.Module],
     batches: Iterable[PairedBatch],
     moments: Mapping[Key, StreamMoments],
     *,
     progress: Progress,
 ) -> None:
-    """Forward the same text through N dense models, each on its own hidden states, and count.
+    """Forward the same text through two dense models, each on its own hidden states, and count.
 
-    Of one batch the features of every model, layer and representation in ``moments`` are held at
-    the same time: N R (I + H) numbers a layer.
+    Of one batch the features of both models, every layer and representation in ``moments`` are
+    held at the same time: 2 P (I + H) numbers a layer.
 
     Args:
         models: Decoders without lm_head (``LlamaModel``, ...), on one device.
         batches: The text.
-        moments: {(layer, representation): what counts it}, of N streams each.
+        moments: {(layer, representation): what counts it}, of two streams each.
         progress: Hears of every batch, in rows.
     """
     held: dict[Key, list[Tensor]] = {}
     device = next(models[0].parameters()).device
     for batch in batches:
         held = {key: [] for key in moments}
-        for model, ids_BS, rows in zip(models, batch.input_ids, batch.rows, strict=True):
+        both = ((batch.first_ids, batch.first_rows), (batch.second_ids, batch.second_rows))
+        for model, (ids_BS, rows) in zip(models, both, strict=True):
             with _ffn_features(model, rows.to(device), held):
                 # Causal attention hides padding on the right from every counted token.
                 model(input_ids=ids_BS.to(device), use_cache=False)
         for key, streams in held.items():
             moments[key].update(streams)
-        progress.advance(len(batch.rows[0]))
+        progress.advance(len(batch.first_rows))
 
 
 @contextmanager

@@ -5,17 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from upcycle_core.activations.pairs import PairedBatch
 from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
 from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.evaluation.similarity.cka import StreamMoments, compare
-from upcycle_core.evaluation.similarity.collect import (
-    Key,
-    PairedBatch,
-    collect_dense,
-    collect_moe,
-)
+from upcycle_core.evaluation.similarity.collect import Key, collect_dense, collect_moe
 from upcycle_core.evaluation.similarity.config import Representation, SimilarityConfig
 from upcycle_core.progress import Progress, Silent
 
@@ -72,7 +68,6 @@ def moe_similarity(
     names: Sequence[str],
     *,
     config: SimilarityConfig,
-    layers: Sequence[int] | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> list[PairSimilarity]:
@@ -83,43 +78,33 @@ def moe_similarity(
         corpora: Tokenised splits for its vocabulary, one a domain.
         names: Of the experts, in order.
         config: Text and precision.
-        layers: A group of layers, to bound memory (``StreamMoments`` says how much a layer holds);
-            all that have experts by default. The results of groups are put one after the other.
-        device: Where the model runs and sums are kept.
+        device: Where the model runs and sums are kept; ``StreamMoments`` says how much a layer is.
         progress: Hears of every batch, in tokens.
 
     Returns:
         One entry per layer, representation and two experts.
 
     Raises:
-        InputError: No MoE, a layer without experts, another number of names, no text, or features
-            that are not finite.
+        InputError: No MoE, another number of names, no text, or features that are not finite.
     """
     progress = progress or Silent()
     tokens = sum(pieces.tokens for _, pieces in _cut(corpora, config))
     progress.start("expert similarity", tokens, "tokens")
     loaded = load_causal_lm(checkpoint, dtype=DTYPES[config.precision], device=device)
     model: Any = loaded.base_model
-    with_experts = [
+    layers = [
         layer
         for layer, module in enumerate(model.layers)
         if hasattr(getattr(module.mlp, "experts", None), "gate_up_proj")
     ]
-    chosen = with_experts if layers is None else list(layers)
-    faults = [
-        Fault("layers", layer, f"has no experts; choose among {with_experts}")
-        for layer in chosen
-        if layer not in with_experts
-    ]
-    if not with_experts:
+    if not layers:
         remedy = "has no layer of fused experts; give a Mixtral, Qwen2Moe or Qwen3Moe"
-        faults = [Fault("checkpoint", str(checkpoint), remedy)]
-    raise_faults(faults)
-    experts, size = model.layers[chosen[0]].mlp.experts.gate_up_proj.shape[:2]
+        raise InputError(Fault("checkpoint", str(checkpoint), remedy))
+    experts, size = model.layers[layers[0]].mlp.experts.gate_up_proj.shape[:2]
     if len(names) != experts:
         raise InputError(Fault("names", list(names), f"the model has {experts} experts"))
     sizes = {"neurons": size // 2, "outputs": model.config.hidden_size}
-    moments = _moments(chosen, sizes, experts, config, device)
+    moments = _moments(layers, sizes, experts, config, device)
     collect_moe(model, split_batches(corpora, config), moments, progress=progress)
     return _results(moments, names, config)
 
@@ -129,40 +114,33 @@ def dense_similarity(
     batches: Iterable[PairedBatch],
     *,
     config: SimilarityConfig,
-    layers: Sequence[int] | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> list[PairSimilarity]:
-    """Compare every two dense models, each on its own hidden states of the same text.
-
-    Strangers whose tokenizers differ are given two by two, the results one after the other.
+    """Compare two dense models, each on its own hidden states of the same text.
 
     Args:
-        checkpoints: Name to dense checkpoint, all of the same shape.
-        batches: What they read, in the order of ``checkpoints``. Where they share a vocabulary:
-            ``same_for_all`` of each of ``split_batches``.
+        checkpoints: Name to dense checkpoint, both of the same shape.
+        batches: What they read, each with its own tokenizer.
         config: Precision, representations.
-        layers: A group of layers, to bound memory; all by default.
         device: Where the models run and sums are kept.
         progress: Hears of every batch, in rows; the caller starts it.
 
     Returns:
-        One entry per layer, representation and two models.
+        One entry per layer and representation.
 
     Raises:
-        InputError: Models of different shapes, an unknown layer, no text, or features that are not
-            finite.
+        InputError: Models of different shapes, no text, or features that are not finite.
     """
     dtype = DTYPES[config.precision]
     models: list[Any] = [
         load_causal_lm(path, dtype=dtype, device=device).base_model for path in checkpoints.values()
     ]
-    first = models[0].config
-    chosen = list(range(first.num_hidden_layers) if layers is None else layers)
-    raise_faults(_shape_faults(checkpoints, models, chosen))
-    sizes = {"neurons": first.intermediate_size, "outputs": first.hidden_size}
-    moments = _moments(chosen, sizes, len(models), config, device)
-    collect_dense(models, batches, moments, progress=progress or Silent())
+    first, second = models
+    raise_faults(_shape_faults(list(checkpoints)[1], second.config, first.config))
+    sizes = {"neurons": first.config.intermediate_size, "outputs": first.config.hidden_size}
+    moments = _moments(range(first.config.num_hidden_layers), sizes, 2, config, device)
+    collect_dense((first, second), batches, moments, progress=progress or Silent())
     return _results(moments, list(checkpoints), config)
 
 
@@ -179,22 +157,12 @@ def _cut(corpora: Sequence[Path], config: SimilarityConfig) -> list[tuple[TokenC
     return cut
 
 
-def _shape_faults(
-    checkpoints: Mapping[str, Path], models: Sequence[Any], layers: Sequence[int]
-) -> list[Fault]:
-    depth = models[0].config.num_hidden_layers
-    faults = [
-        Fault("layers", layer, f"choose 0 to {depth - 1}")
-        for layer in layers
-        if not 0 <= layer < depth
-    ]
-    for name, model in zip(checkpoints, models, strict=True):
-        for size in ("num_hidden_layers", "hidden_size", "intermediate_size"):
-            value, wanted = getattr(model.config, size), getattr(models[0].config, size)
-            if value != wanted:
-                remedy = f"the first model has {wanted}; compare models of one shape"
-                faults.append(Fault(f"checkpoints.{name}.{size}", value, remedy))
-    return faults
+def _shape_faults(name: str, other: Any, first: Any) -> Iterator[Fault]:
+    for size in ("num_hidden_layers", "hidden_size", "intermediate_size"):
+        value, wanted = getattr(other, size), getattr(first, size)
+        if value != wanted:
+            remedy = f"the first model has {wanted}; compare models of one shape"
+            yield Fault(f"checkpoints.{name}.{size}", value, remedy)
 
 
 def _moments(

@@ -1,4 +1,4 @@
-"""Pictures of how alike experts are."""
+"""Pictures of how alike experts are; each ``draw_`` function writes a PNG."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from upcycle_core.evaluation.report import canvas
 from upcycle_core.evaluation.similarity.config import Representation
-from upcycle_core.evaluation.similarity.results import Measure, SimilarityReport, Stage
+from upcycle_core.evaluation.similarity.results import Measure, Stage, Stages, representations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,17 +20,15 @@ _TITLES: dict[Representation, str] = {
 LAYERS_SHOWN = 6
 
 
-def draw_layers(report: SimilarityReport, path: Path) -> None:
+def draw_layers(compared: Stages, path: Path) -> None:
     """Means over every two experts, by layer: CKA above, matched correlation below.
 
-    Args:
-        report: A column per representation, a line per stage.
-        path: The PNG to write.
+    A column per representation, a line per stage.
     """
-    representations, stages = report.representations(), list(report.stages.values())
-    with canvas.new_figure(4.3 * len(representations) + 0.4, 5.6 + 0.22 * len(stages)) as figure:
-        grid = figure.subplots(2, len(representations), squeeze=False, sharex=True, sharey="row")
-        for column, representation in enumerate(representations):
+    columns, stages = representations(compared), list(compared.values())
+    with canvas.new_figure(4.3 * len(columns) + 0.4, 5.6 + 0.22 * len(stages)) as figure:
+        grid = figure.subplots(2, len(columns), squeeze=False, sharex=True, sharey="row")
+        for column, representation in enumerate(columns):
             _lines(grid[0][column], stages, representation, "cka")
             _lines(grid[1][column], stages, representation, "matched")
             _lines(grid[1][column], stages, representation, "best")
@@ -59,17 +57,13 @@ def draw_layers(report: SimilarityReport, path: Path) -> None:
         canvas.save(figure, path)
 
 
-def draw_pairs(report: SimilarityReport, representation: Representation, path: Path) -> None:
+def draw_pairs(compared: Stages, representation: Representation, path: Path) -> None:
     """Heat maps of every two experts: a row per stage, a column per layer.
 
-    Of each map the upper half is CKA, the lower half the correlation of matched features.
-
-    Args:
-        report: What is shown, at ``LAYERS_SHOWN`` layers at most.
-        representation: Of what.
-        path: The PNG to write.
+    Of each map the upper half is CKA, the lower half the correlation of matched features. At most
+    ``LAYERS_SHOWN`` layers are shown.
     """
-    stages = [stage for stage in report.stages.values() if stage.of(representation)]
+    stages = [stage for stage in compared.values() if stage.of(representation)]
     layers = _spread(sorted({layer for stage in stages for layer in stage.layers()}))
     most = max(len(stage.names()) for stage in stages)
     longest = max(len(name) for stage in stages for name in stage.names())

@@ -10,7 +10,13 @@ from upcycle_core.evaluation.report.parts import Notes, Report, Section, Table
 from upcycle_core.evaluation.similarity.config import Representation
 from upcycle_core.evaluation.similarity.measure import PairSimilarity
 from upcycle_core.evaluation.similarity.plot import draw_layers, draw_pairs
-from upcycle_core.evaluation.similarity.results import SimilarityReport, Stage
+from upcycle_core.evaluation.similarity.results import (
+    Stage,
+    Stages,
+    metrics,
+    representations,
+    unmoved,
+)
 
 _FEATURES: dict[Representation, str] = {
     "neurons": "Neurons: act(gate) * up, what down_proj reads",
@@ -44,45 +50,45 @@ opposite each other: the matched correlation.
 """
 
 
-def write_report(report: SimilarityReport, out: Path) -> None:
+def write_report(stages: Stages, out: Path) -> None:
     """Write ``similarity.json``, ``.csv``, ``.md``, ``.png`` and a PNG of pairs a representation.
 
-    The same report gives the same bytes.
+    The same stages give the same bytes.
 
     Raises:
         InputError: A stage compares nothing; nothing is written.
     """
-    empty = [key for key, stage in report.stages.items() if not stage.pairs]
-    if empty or not report.stages:
+    empty = [key for key, stage in stages.items() if not stage.pairs]
+    if empty or not stages:
         raise InputError(Fault("stages", empty, "nothing is compared; give two experts or more"))
-    write_json(out / "similarity.json", report.metrics())
-    write_text(out / "similarity.csv", to_csv(_pairs(report)))
-    write_markdown_page(page(report), out / "similarity.md")
-    draw_layers(report, out / "similarity.png")
-    for representation in report.representations():
-        draw_pairs(report, representation, out / f"similarity_{representation}.png")
+    write_json(out / "similarity.json", metrics(stages))
+    write_text(out / "similarity.csv", to_csv(_pairs(stages)))
+    write_markdown_page(page(stages), out / "similarity.md")
+    draw_layers(stages, out / "similarity.png")
+    for representation in representations(stages):
+        draw_pairs(stages, representation, out / f"similarity_{representation}.png")
 
 
-def page(report: SimilarityReport) -> Report:
+def page(stages: Stages) -> Report:
     """Method, a table per representation, which stages CKA cannot tell apart."""
-    kinds = dict.fromkeys(stage.inputs for stage in report.stages.values())
+    kinds = dict.fromkeys(stage.inputs for stage in stages.values())
     return Report(
         "How alike the experts are",
         [
             Section("", [_METHOD, " ".join(_INPUTS[kind] for kind in kinds)]),
             *(
-                Section(_FEATURES[own], [_table(report, own), Notes(_notes(report, own))])
-                for own in report.representations()
+                Section(_FEATURES[own], [_table(stages, own), Notes(_notes(stages, own))])
+                for own in representations(stages)
             ),
             Section("", [_INVARIANT]),
         ],
     )
 
 
-def _table(report: SimilarityReport, representation: Representation) -> Table:
+def _table(stages: Stages, representation: Representation) -> Table:
     rows = [
         [stage.title, *_cells(stage, representation)]
-        for stage in report.stages.values()
+        for stage in stages.values()
         if stage.of(representation)
     ]
     return Table(["Experts", "CKA", "lowest layer", "highest layer", "matched", "best"], rows)
@@ -96,14 +102,14 @@ def _cells(stage: Stage, representation: Representation) -> list[str]:
     return [number(value, digits=3) for value in values]
 
 
-def _notes(report: SimilarityReport, representation: Representation) -> list[str]:
-    pairs = [pair for stage in report.stages.values() for pair in stage.of(representation)]
+def _notes(stages: Stages, representation: Representation) -> list[str]:
+    pairs = [pair for stage in stages.values() for pair in stage.of(representation)]
     rows, features = min(pair.rows for pair in pairs), pairs[0].features
     notes = [
         f"{rows:,} positions, {features:,} features. Few positions raise CKA: independent features "
         f"of equal variance would show {features / (rows + features):.3f}."
     ]
-    for first, second in report.unmoved(representation):
+    for first, second in unmoved(stages, representation):
         matched = [stage.mean(representation, "matched") for stage in (first, second)]
         if None not in matched:
             notes.append(
@@ -118,11 +124,7 @@ def _notes(report: SimilarityReport, representation: Representation) -> list[str
     return notes
 
 
-def _pairs(report: SimilarityReport) -> Table:
+def _pairs(stages: Stages) -> Table:
     """Every pair at every layer, unrounded."""
-    rows = [
-        [key, *asdict(pair).values()]
-        for key, stage in report.stages.items()
-        for pair in stage.pairs
-    ]
+    rows = [[key, *asdict(pair).values()] for key, stage in stages.items() for pair in stage.pairs]
     return Table(["stage", *(field.name for field in fields(PairSimilarity))], rows)

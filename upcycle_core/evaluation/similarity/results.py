@@ -1,6 +1,6 @@
 """What the comparison of experts found, and the numbers derived from it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
@@ -56,35 +56,31 @@ class Stage:
         return fmean(known) if known else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimilarityReport:
-    """Stages side by side.
+Stages = Mapping[str, Stage]
+"""{key of its metrics: the stage}, in the order they are shown."""
 
-    Args:
-        stages: {key of its metrics: the stage}, in the order they are shown.
-    """
 
-    stages: Mapping[str, Stage]
+def representations(stages: Stages) -> list[Representation]:
+    """Those that some stage has."""
+    return [r for r in REPRESENTATIONS if any(stage.of(r) for stage in stages.values())]
 
-    def representations(self) -> list[Representation]:
-        """Those that some stage has."""
-        return [r for r in REPRESENTATIONS if any(stage.of(r) for stage in self.stages.values())]
 
-    def metrics(self) -> dict[str, Any]:
-        """Numbers for JSON: {stage: {representation: means over pairs by layer, and overall}}."""
-        return {
-            key: {"title": stage.title, "inputs": stage.inputs}
-            | {r: _stage_metrics(stage, r) for r in REPRESENTATIONS if stage.of(r)}
-            for key, stage in self.stages.items()
-        }
+def metrics(stages: Stages) -> dict[str, Any]:
+    """Numbers for JSON: {stage: {representation: means over pairs by layer, and overall}}."""
+    return {
+        key: {"title": stage.title, "inputs": stage.inputs}
+        | {r: _stage_metrics(stage, r) for r in REPRESENTATIONS if stage.of(r)}
+        for key, stage in stages.items()
+    }
 
-    def unmoved(self, representation: Representation) -> list[tuple[Stage, Stage]]:
-        """Every two stages of the same experts and inputs whose CKA is the same everywhere."""
-        return [
-            (first, second)
-            for first, second in combinations(self.stages.values(), 2)
-            if first.inputs == second.inputs and _same_cka(first, second, representation)
-        ]
+
+def unmoved(stages: Stages, representation: Representation) -> list[tuple[Stage, Stage]]:
+    """Every two stages of the same experts and inputs whose CKA is the same everywhere."""
+    return [
+        (first, second)
+        for first, second in combinations(stages.values(), 2)
+        if first.inputs == second.inputs and _same_cka(first, second, representation)
+    ]
 
 
 def _stage_metrics(stage: Stage, representation: Representation) -> dict[str, Any]:
@@ -105,17 +101,11 @@ def _stage_metrics(stage: Stage, representation: Representation) -> dict[str, An
 
 
 def _same_cka(first: Stage, second: Stage, representation: Representation) -> bool:
-    values, others = (_cka(stage.of(representation)) for stage in (first, second))
-    return (
-        bool(values)
-        and values.keys() == others.keys()
-        and all(
-            others[place] is not None and abs(value - others[place]) <= SAME
-            for place, value in values.items()
-            if value is not None
-        )
+    values, others = (
+        {(pair.layer, pair.first, pair.second): pair.cka for pair in stage.of(representation)}
+        for stage in (first, second)
     )
-
-
-def _cka(pairs: Iterable[PairSimilarity]) -> dict[tuple[int, str, str], Any]:
-    return {(pair.layer, pair.first, pair.second): pair.cka for pair in pairs}
+    if not values or values.keys() != others.keys():
+        return False
+    both = [(value, others[place]) for place, value in values.items() if value is not None]
+    return all(other is not None and abs(value - other) <= SAME for value, other in both)

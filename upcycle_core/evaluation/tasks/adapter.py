@@ -7,7 +7,7 @@ every item's prompt, answer and score is kept.
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,33 +64,20 @@ def evaluate_tasks(
         items: list[Item] = []
         for task in tasks:
             runs = [_run(model, task, config, seed, progress or Silent()) for seed in config.seeds]
-            own = [item for run in runs for item in run.items]
-            scores[task.name] = TaskScore(
-                metric=runs[0].metric,
-                higher_is_better=runs[0].higher_is_better,
-                values=tuple(run.value for run in runs),
-                items=len(runs[0].items),
+            own = [item for _, found in runs for item in found]
+            scores[task.name] = replace(
+                runs[0][0],
+                values=tuple(value for score, _ in runs for value in score.values),
                 categories=category_means(own),
-                truncated=runs[0].truncated,
             )
             items += own
     return scores, items
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """One task with one seed."""
-
-    metric: str
-    higher_is_better: bool
-    value: float
-    items: list[Item]
-    truncated: int
-
-
 def _run(
     model: Any, task: HarnessTask, config: TaskEvaluationConfig, seed: int, progress: Progress
-) -> _Run:
+) -> tuple[TaskScore, list[Item]]:
+    """One task with one seed: its score, without categories, and its items."""
     from lm_eval import evaluate
 
     set_seed(seed)
@@ -113,13 +100,14 @@ def _run(
         if sample["filter"] == chosen
     ]
     items = items_of(samples, task, metric=metric, seed=seed)
-    return _Run(
+    score = TaskScore(
         metric=metric,
         higher_is_better=results["higher_is_better"][samples[0][0]].get(metric) is not False,
-        value=_value(task, results, f"{metric},{chosen}", items),
-        items=items,
+        values=(_value(task, results, f"{metric},{chosen}", items),),
+        items=len(items),
         truncated=sum(is_truncated(sample, model) for _, sample in samples),
     )
+    return score, items
 
 
 def _value(task: HarnessTask, results: Any, key: str, items: list[Item]) -> float:

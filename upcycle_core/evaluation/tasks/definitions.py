@@ -3,6 +3,8 @@
 A directory holds ``task.json`` (what the recipe says), ``data/`` (local data, copied) and, where
 the recipe names one, ``definition/``: a definition with what it includes and the modules that it
 calls. Nothing in it points elsewhere, so its digest says what a score was measured on.
+
+In a recipe ``{folder}`` stands for ``folder``; relative paths of definitions begin at ``root``.
 """
 
 import json
@@ -37,8 +39,6 @@ def task_faults(
     Args:
         task: The task.
         where: Where the recipe names it (``tasks.gsm8k``).
-        folder: What ``{folder}`` stands for.
-        root: Where relative paths of definitions begin.
     """
     try:
         found = [
@@ -83,8 +83,6 @@ def write_task(
     Args:
         task: A task without faults.
         out: Directory to make, named as the task.
-        folder: What ``{folder}`` stands for.
-        root: Where relative paths of definitions begin.
         seed: Draws the items of held-out text.
         texts: Gives the held-out documents of the task's domain.
 
@@ -105,15 +103,12 @@ def write_task(
             config = _copy_data(read_definition(root / task.definition), out, folder)
     except InputError as error:
         raise InputError(*_within(f"tasks.{out.name}", error)) from None
+    given = ("shots", "metric", "limit", "stop", "max_new_tokens")
     settings = {
         "harness": task.harness,
         "definition": definition,
         "config": config,
-        "shots": task.shots,
-        "metric": task.metric,
-        "limit": task.limit,
-        "stop": task.stop,
-        "max_new_tokens": task.max_new_tokens,
+        **{name: getattr(task, name) for name in given},
     }
     (out / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
 

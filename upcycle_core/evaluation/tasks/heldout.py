@@ -60,7 +60,8 @@ def heldout_items(
     """
     documents = [list(_PASSAGES[kind](index, text)) for index, text in enumerate(texts)]
     passages = _in_turn(documents, kind, seed)
-    items = list(islice(_ITEMS[kind](passages, seed), count))
+    made = (_item(kind, passage, passages, seed) for passage in passages)
+    items = list(islice((item for item in made if item is not None), count))
     if len(items) < count:
         remedy = f"the held-out text gives {len(items)} items of kind {kind!r}; ask for fewer"
         raise InputError(Fault("items", count, f"{remedy}, or give more or longer documents"))
@@ -156,43 +157,32 @@ def _chunks(document: int, text: str) -> Iterator[_Passage]:
         yield _Passage(document, match.start(), match[0], "")
 
 
-def _choice_items(passages: list[_Passage], seed: int) -> Iterator[dict[str, Any]]:
-    for passage in passages:
-        choices = [passage.following]
-        for other in _others(passage, passages, seed):
-            if other not in choices:
-                choices.append(other)
-            if len(choices) == _CHOICES:
-                order = permutation(_CHOICES, seed, "choices", _id(passage))
-                yield {
-                    "id": _id(passage),
-                    "prompt": passage.text,
-                    "choices": [choices[i] for i in order],
-                    "answer": order.tolist().index(0),
-                }
-                break
-
-
-def _others(passage: _Passage, passages: list[_Passage], seed: int) -> Iterator[str]:
-    """Continuations in other documents, in an order of the passage's own."""
-    for index in permutation(len(passages), seed, "others", _id(passage)):
-        if passages[index].document != passage.document:
-            yield passages[index].following
-
-
-def _word_items(passages: list[_Passage], seed: int) -> Iterator[dict[str, Any]]:
-    for passage in passages:
-        yield {"id": _id(passage), "prompt": passage.text, "answer": passage.following}
-
-
-def _text_items(passages: list[_Passage], seed: int) -> Iterator[dict[str, Any]]:
-    for passage in passages:
-        yield {"id": _id(passage), "text": passage.text}
-
-
-def _id(passage: _Passage) -> str:
-    return f"{passage.document}-{passage.start}"
+def _item(
+    kind: HeldoutKind, passage: _Passage, passages: list[_Passage], seed: int
+) -> dict[str, Any] | None:
+    """The item that a passage gives; None where other documents give too few choices."""
+    name = f"{passage.document}-{passage.start}"
+    if kind == "text":
+        return {"id": name, "text": passage.text}
+    if kind == "last_word":
+        return {"id": name, "prompt": passage.text, "answer": passage.following}
+    # Continuations in other documents, in an order of the passage's own.
+    others = (passages[index] for index in permutation(len(passages), seed, "others", name))
+    texts = (other.following for other in others if other.document != passage.document)
+    choices = [passage.following]
+    while len(choices) < _CHOICES:
+        text = next((text for text in texts if text not in choices), None)
+        if text is None:
+            return None
+        choices.append(text)
+    order = permutation(_CHOICES, seed, "choices", name)
+    shuffled = [choices[i] for i in order]
+    return {
+        "id": name,
+        "prompt": passage.text,
+        "choices": shuffled,
+        "answer": order.tolist().index(0),
+    }
 
 
 _PASSAGES = {"continuation": _continued, "last_word": _repeating, "text": _chunks}
-_ITEMS = {"continuation": _choice_items, "last_word": _word_items, "text": _text_items}

@@ -1,17 +1,11 @@
 """Every item that a model was asked: prompt, right answer, response and score, kept as parquet."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from upcycle_core.errors import Fault, InputError
-
-if TYPE_CHECKING:
-    import pyarrow
-
-MODEL = "model"
-"""The column that a file of several models' items has before an item's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +42,7 @@ _COLUMNS = tuple(field.name for field in fields(Item))
 
 def write_items(items: Sequence[Item], path: Path) -> None:
     """Write one model's items as parquet, in order; the same items give the same bytes."""
-    _write((asdict(item) for item in items), path, columns=_COLUMNS)
+    _write([asdict(item) for item in items], path, columns=_COLUMNS)
 
 
 def read_items(path: Path) -> list[Item]:
@@ -57,7 +51,17 @@ def read_items(path: Path) -> list[Item]:
     Raises:
         InputError: The file cannot be read or has other columns.
     """
-    return [Item(**row) for row in _read(path, columns=_COLUMNS)]
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    try:
+        table = parquet.read_table(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InputError(Fault("items", str(path), f"cannot be read as parquet: {error}")) from None
+    if table.column_names != list(_COLUMNS):
+        remedy = f"its columns are {table.column_names}; a file with {list(_COLUMNS)} is needed"
+        raise InputError(Fault("items", str(path), remedy))
+    return [Item(**row) for row in table.to_pylist()]
 
 
 def write_models(items: Mapping[str, Sequence[Item]], path: Path) -> None:
@@ -67,51 +71,15 @@ def write_models(items: Mapping[str, Sequence[Item]], path: Path) -> None:
         items: {model: its items}, in the order they are written.
         path: The file.
     """
-    rows = ({MODEL: model, **asdict(item)} for model, own in items.items() for item in own)
-    _write(rows, path, columns=(MODEL, *_COLUMNS))
+    rows = [{"model": model, **asdict(item)} for model, own in items.items() for item in own]
+    _write(rows, path, columns=("model", *_COLUMNS))
 
 
-def read_models(path: Path) -> dict[str, list[Item]]:
-    """{model: its items}, as ``write_models`` wrote them; models without items are not there.
-
-    Raises:
-        InputError: The file cannot be read or has other columns.
-    """
-    found: dict[str, list[Item]] = {}
-    for row in _read(path, columns=(MODEL, *_COLUMNS)):
-        found.setdefault(row.pop(MODEL), []).append(Item(**row))
-    return found
-
-
-def _write(rows: Iterable[Mapping[str, Any]], path: Path, *, columns: Sequence[str]) -> None:
+def _write(rows: list[dict[str, Any]], path: Path, *, columns: Sequence[str]) -> None:
     import pyarrow
     import pyarrow.parquet as parquet
-
-    values: dict[str, list[Any]] = {name: [] for name in columns}
-    for row in rows:
-        for name, column in values.items():
-            column.append(row[name])
-    schema = _schema(columns)
-    parquet.write_table(pyarrow.table(values, schema=schema), path, compression="zstd")
-
-
-def _read(path: Path, *, columns: Sequence[str]) -> list[dict[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet as parquet
-
-    try:
-        table = parquet.read_table(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise InputError(Fault("items", str(path), f"cannot be read as parquet: {error}")) from None
-    if table.column_names != list(columns):
-        remedy = f"its columns are {table.column_names}; a file with {list(columns)} is needed"
-        raise InputError(Fault("items", str(path), remedy))
-    return table.to_pylist()
-
-
-def _schema(columns: Iterable[str]) -> "pyarrow.Schema":
-    import pyarrow
 
     # 64-bit offsets: the prompts of one file may exceed 2 GiB.
     numbers = {"seed": pyarrow.int64(), "score": pyarrow.float64()}
-    return pyarrow.schema([(name, numbers.get(name, pyarrow.large_string())) for name in columns])
+    schema = pyarrow.schema([(n, numbers.get(n, pyarrow.large_string())) for n in columns])
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), path, compression="zstd")

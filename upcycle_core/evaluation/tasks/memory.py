@@ -1,7 +1,6 @@
 """How many sequences fit the memory, from the model's shape: nothing is tried until it fails."""
 
-from pathlib import Path
-
+import psutil
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -42,8 +41,4 @@ def free_memory(device: str) -> int:
     """Bytes that are free where the model runs."""
     if device != "cpu":
         return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 2**31  # not Linux
+    return psutil.virtual_memory().available

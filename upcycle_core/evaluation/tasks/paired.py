@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.evaluation.tasks.items import Item
 
 Key = tuple[str, str, str]
@@ -70,7 +70,6 @@ def paired_difference(
     *,
     resamples: int = 10_000,
     confidence: float = 0.95,
-    seed: int = 0,
 ) -> Difference:
     """The mean difference with a percentile bootstrap interval over items.
 
@@ -82,7 +81,6 @@ def paired_difference(
         second: Another's, with the same items in any order.
         resamples: Samples of items that are drawn with replacement.
         confidence: Share of resampled means inside the interval.
-        seed: Of the resampling.
 
     Raises:
         InputError: An item that only one model has, an item twice with one seed, two different
@@ -102,7 +100,7 @@ def paired_difference(
         batch=max(1, _CELLS // len(differences)),
         confidence_level=confidence,
         method="percentile",
-        rng=np.random.default_rng(seed),
+        rng=np.random.default_rng(0),
     ).confidence_interval
     return Difference(mean, float(found.low), float(found.high), len(differences))
 
@@ -112,13 +110,9 @@ def won_and_lost(
 ) -> list[Flip]:
     """The items whose scores differ, largest gain of the first first, ties by task and id.
 
-    Args:
-        first: One model's items.
-        second: Another's, with the same items in any order.
-        lower_is_better: Tasks whose metric is better when lower.
+    Args and Raises as ``paired_difference``, and
 
-    Raises:
-        InputError: As ``paired_difference``.
+        lower_is_better: Tasks whose metric is better when lower.
     """
     flips = []
     for (task, subtask, name), (own, others) in _pairs(first, second).items():
@@ -147,29 +141,24 @@ def _pairs(
 ) -> dict[Key, tuple[list[Item], list[Item]]]:
     """{item: both models' answers, seeds ascending}, in the first model's order."""
     ours, theirs = _by_key(first), _by_key(second)
+    if not ours and not theirs:
+        raise InputError(Fault("items", [], "no items; keep those of both models"))
+    pairs = {key: (own, theirs[key]) for key, own in ours.items() if key in theirs}
     remedy = "only the {} model was asked; compare models that were evaluated on the same items"
-    common = [key for key in ours if key in theirs]
-    raise_faults(
-        [
-            *_named([key for key in ours if key not in theirs], remedy.format("first")),
-            *_named([key for key in theirs if key not in ours], remedy.format("second")),
-            *_named(
-                [key for key in common if ours[key][0].target != theirs[key][0].target],
-                "the right answer differs, so these are other items under the same name; "
-                "evaluate both models on the same data",
-            ),
-            *_named(
-                [key for key in common if ours[key][0].metric != theirs[key][0].metric],
-                "the two scores are of different metrics; evaluate both with the same recipe",
-            ),
-            *(
-                []
-                if ours or theirs
-                else [Fault("items", [], "no items; keep those of both models")]
-            ),
-        ]
+    _refuse(
+        {
+            remedy.format("first"): [key for key in ours if key not in theirs],
+            remedy.format("second"): [key for key in theirs if key not in ours],
+            "the right answer differs, so these are other items under the same name; "
+            "evaluate both models on the same data": [
+                key for key, (own, other) in pairs.items() if own[0].target != other[0].target
+            ],
+            "the two scores are of different metrics; evaluate both with the same recipe": [
+                key for key, (own, other) in pairs.items() if own[0].metric != other[0].metric
+            ],
+        }
     )
-    return {key: (ours[key], theirs[key]) for key in common}
+    return pairs
 
 
 def _by_key(items: Sequence[Item]) -> Mapping[Key, list[Item]]:
@@ -183,22 +172,23 @@ def _by_key(items: Sequence[Item]) -> Mapping[Key, list[Item]]:
         if not math.isfinite(item.score):
             unscored.append(key)
         answers[item.seed] = item
-    raise_faults(
-        [
-            *_named(twice, "more than once with one seed; give every item of a task its own id"),
-            *_named(unscored, "the score is not a finite number; the model is broken"),
-        ]
+    _refuse(
+        {
+            "more than once with one seed; give every item of a task its own id": twice,
+            "the score is not a finite number; the model is broken": unscored,
+        }
     )
     return {key: [answers[seed] for seed in sorted(answers)] for key, answers in found.items()}
 
 
-def _named(keys: Sequence[Key], remedy: str) -> list[Fault]:
-    """One fault that names the first few of ``keys`` and counts the others."""
-    if not keys:
-        return []
-    names = ["/".join(part for part in key if part) for key in keys[:_NAMED]]
-    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
-    return [Fault("items", ", ".join(names) + more, remedy)]
+def _refuse(broken: Mapping[str, Sequence[Key]]) -> None:
+    """One fault a remedy with items that need it: it names the first few, counts the others."""
+    faults = []
+    for remedy, keys in broken.items():
+        names = ["/".join(part for part in key if part) for key in keys[:_NAMED]]
+        more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+        faults += [Fault("items", ", ".join(names) + more, remedy)] if keys else []
+    raise_faults(faults)
 
 
 def _scores(pair: tuple[Sequence[Item], Sequence[Item]]) -> tuple[float, float]:

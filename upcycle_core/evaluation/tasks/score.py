@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+
+from upcycle_core.plain import Plain
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskScore:
+class TaskScore(Plain):
     """One model's score on one task, in the metric's own unit (accuracies from 0 to 1).
 
     Args:
@@ -30,12 +31,3 @@ class TaskScore:
     def mean(self) -> float:
         """The mean over seeds."""
         return math.fsum(self.values) / len(self.values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {**asdict(self), "values": list(self.values), "categories": dict(self.categories)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "TaskScore":
-        """The score that ``to_dict`` wrote."""
-        return cls(**{**values, "values": tuple(values["values"])})

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from upcycle_core.evaluation.tasks.config import CodeConfig
@@ -19,9 +20,9 @@ def own_scoring(extra: Mapping[str, Any], code: CodeConfig) -> dict[str, Any]:
     if "program" in extra:
         return _scored_by("pass@1", _pass_at_1(extra["program"], code))
     if "rouge_l" in extra:
-        return _scored_by("rouge_l", _rouge(extra["rouge_l"]))
+        return _scored_by("rouge_l", partial(_rouge, extra["rouge_l"]))
     if "contains" in extra:
-        return _scored_by("contains", _contains(extra["contains"]))
+        return _scored_by("contains", partial(_contains, extra["contains"]))
     return {}
 
 
@@ -57,24 +58,14 @@ def _pass_at_1(template: str, code: CodeConfig) -> Callable[[Mapping[str, Any], 
     return score
 
 
-def _rouge(field: str) -> Callable[[Mapping[str, Any], str], float]:
-    def score(document: Mapping[str, Any], response: str) -> float:
-        references = document[field]
-        return rouge_l(response, [references] if isinstance(references, str) else references)
-
-    return score
+def _rouge(field: str, document: Mapping[str, Any], response: str) -> float:
+    references = document[field]
+    return rouge_l(response, [references] if isinstance(references, str) else references)
 
 
-def _contains(field: str) -> Callable[[Mapping[str, Any], str], float]:
-    def score(document: Mapping[str, Any], response: str) -> float:
-        names = (name.strip().lower() for name in _names(document[field]))
-        return float(any(name and name in response.lower() for name in names))
-
-    return score
-
-
-def _names(value: str | Sequence[str]) -> Sequence[str]:
-    """One name or several; PopQA has several as a text, a list in JSON."""
-    if not isinstance(value, str):
-        return value
-    return json.loads(value) if value.startswith("[") else [value]
+def _contains(field: str, document: Mapping[str, Any], response: str) -> float:
+    names = document[field]
+    if isinstance(names, str):  # PopQA has several as a text, a list in JSON
+        names = json.loads(names) if names.startswith("[") else [names]
+    cleaned = (name.strip().lower() for name in names)
+    return float(any(name and name in response.lower() for name in cleaned))

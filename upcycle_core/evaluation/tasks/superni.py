@@ -118,16 +118,8 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_answer(value: object) -> bool:
-    return _is_text(value) or _is_texts(value)
-
-
 def _is_texts(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_text, value))
-
-
-def _is_answers(value: object) -> bool:
-    return value is None or _is_texts(value)
 
 
 def _is_examples(value: object) -> bool:
@@ -144,8 +136,8 @@ _TASK = {
 }
 _INSTANCE = {
     **dict.fromkeys(("id", "task", "category", "split", "prompt"), (_is_text, "a string")),
-    "answer": (_is_answer, "a string or a list of strings"),
-    "answers": (_is_answers, "a list of strings, or leave it out"),
+    "answer": (lambda own: _is_text(own) or _is_texts(own), "a string or a list of strings"),
+    "answers": (lambda own: own is None or _is_texts(own), "a list of strings, or leave it out"),
 }
 
 

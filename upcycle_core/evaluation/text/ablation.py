@@ -3,11 +3,11 @@
 Perplexities of several domains come together as their geometric mean: exp of the mean loss.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from upcycle_core.evaluation.report import canvas
@@ -63,9 +63,8 @@ def ablation_metrics(
     Raises:
         InputError: A domain or a finite perplexity is missing.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for name, row in rows.items():
-        found[name] = {
+    return {
+        name: {
             "title": row.title,
             "parameters": row.parameters[0],
             "active_parameters": row.parameters[1],
@@ -74,7 +73,8 @@ def ablation_metrics(
             "before": _state(row.before, experts, outside),
             "after": _state(row.after, experts, outside),
         }
-    return found
+        for name, row in rows.items()
+    }
 
 
 def _state(
@@ -84,18 +84,13 @@ def _state(
         return None
     domains = {name: value for name, value in found.items() if name in experts}
     texts = {name: value for name, value in found.items() if name in outside}
-    average = scores.normalised_average(domains, experts)
+    average = scores.normalised_average(domains, experts)  # refuses what has no logarithm
     return {
         "perplexity": {**domains, **texts},
-        "mean_perplexity": geometric_mean(list(domains.values())),
+        "mean_perplexity": geometric_mean(domains.values()),
         "normalised_average": average,
         "outside": scores.normalised(texts, outside),
     }
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """exp of the mean logarithm."""
-    return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
 def ablation_table(runs: Sequence[Metrics]) -> Table:

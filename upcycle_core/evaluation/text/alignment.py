@@ -7,37 +7,36 @@ from typing import Any
 from upcycle_core.evaluation.report import canvas
 from upcycle_core.evaluation.report.parts import Table
 
-HEADER = (
-    *("row", "model", "layer", "neurons_before", "neurons_after", "neurons_moved"),
-    *("neurons_aligned", "neurons_dead", "anchor_dead", "heads_before", "heads_after"),
-    *("heads_moved", "residual_before", "residual_after"),
-)
+COLUMNS = {
+    "neurons": {
+        **{key: f"neurons_{key}" for key in ("before", "after", "moved", "aligned", "dead")},
+        "dead_anchor": "anchor_dead",
+    },
+    "heads": {key: f"heads_{key}" for key in ("before", "after", "moved")},
+    "residual": {key: f"residual_{key}" for key in ("before", "after")},
+}
+"""{part: {figure: its column}}"""
 Facts = Mapping[str, Mapping[str, Any]]
 """{model: what ``symphony.align.alignment_facts`` gave}"""
 
 
 def alignment_table(rows: Mapping[str, Facts]) -> Table:
-    """One line a row, model and layer, as ``HEADER`` names them; none where nothing was aligned.
+    """One line a row, model and layer, with ``COLUMNS``; none where nothing was aligned.
 
     Args:
         rows: {row: facts of its models}.
     """
+    header = [column for part in COLUMNS.values() for column in part.values()]
     lines = []
     for row, models in rows.items():
         for model, facts in models.items():
-            residual = facts["residual"] or {}
             for layer in facts["layers"]:
-                neurons, heads = layer["neurons"] or {}, layer["heads"] or {}
-                neuron_keys = ("before", "after", "moved", "aligned", "dead", "dead_anchor")
-                lines.append(
-                    [
-                        *(row, model, layer["layer"]),
-                        *(neurons.get(key) for key in neuron_keys),
-                        *(heads.get(key) for key in ("before", "after", "moved")),
-                        *(residual.get(key) for key in ("before", "after")),
-                    ]
-                )
-    return Table(HEADER, lines)
+                line = [row, model, layer["layer"]]
+                for part, columns in COLUMNS.items():
+                    own = {**layer, "residual": facts["residual"]}[part] or {}
+                    line += [own.get(key) for key in columns]
+                lines.append(line)
+    return Table(["row", "model", "layer", *header], lines)
 
 
 def draw_alignment(facts: Facts, path: Path) -> None:

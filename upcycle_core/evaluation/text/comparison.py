@@ -6,6 +6,8 @@ from typing import Any
 
 from upcycle_core.evaluation.text import scores
 
+COUNTS = ("trained_parameters", "active_parameters", "total_parameters", "tokens")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
@@ -38,8 +40,7 @@ def comparison_metrics(
         rows: {name: row}, in the order they are shown.
 
     Returns:
-        {name: {"title", "perplexity", "normalised", "normalised_average", "trained_parameters",
-        "active_parameters", "total_parameters", "tokens"}}.
+        {name: {"title", "perplexity", "normalised", "normalised_average" and ``COUNTS``}}.
 
     Raises:
         InputError: A domain or a finite perplexity is missing.
@@ -52,10 +53,7 @@ def comparison_metrics(
             "perplexity": {domain: row.perplexities[domain] for domain in experts},
             "normalised": normalised,
             "normalised_average": scores.average(normalised),
-            "trained_parameters": row.trained_parameters,
-            "active_parameters": row.active_parameters,
-            "total_parameters": row.total_parameters,
-            "tokens": row.tokens,
+            **{count: getattr(row, count) for count in COUNTS},
         }
     return found
 
@@ -69,8 +67,8 @@ def across_seeds(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, d
 
     Returns:
         {row: {"title", "scores": {domain or "average": (mean, sample standard deviation)}, the
-        parameters and tokens of the first run, "core_seconds": mean or None, "peak_memory_bytes":
-        largest or None}}.
+        ``COUNTS`` of the first run, "core_seconds": mean or None, "peak_memory_bytes": largest or
+        None}}.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, first in runs[0].items():
@@ -82,9 +80,8 @@ def across_seeds(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, d
         averages = [row["normalised_average"] for row in every]
         seconds = [row["core_seconds"] for row in every if "core_seconds" in row]
         memory = [row["peak_memory_bytes"] for row in every if "peak_memory_bytes" in row]
-        kept = ("title", "trained_parameters", "active_parameters", "total_parameters", "tokens")
         found[name] = {
-            **{key: first[key] for key in kept},
+            **{key: first[key] for key in ("title", *COUNTS)},
             "scores": {**columns, "average": scores.mean_and_deviation(averages)},
             "core_seconds": sum(seconds) / len(runs) if len(seconds) == len(runs) else None,
             "peak_memory_bytes": max(memory) if len(memory) == len(runs) else None,

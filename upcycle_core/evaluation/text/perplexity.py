@@ -140,7 +140,8 @@ def _batch_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
     for h_NH, t_N in zip(
         hidden_NH.split(_TOKENS_AT_ONCE), target_N.split(_TOKENS_AT_ONCE), strict=True
     ):
-        logits_NV = _at_least_fp32(model.get_output_embeddings()(h_NH))
+        logits_NV = model.get_output_embeddings()(h_NH)
+        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         losses.append(functional.cross_entropy(logits_NV, t_N, reduction="none").double())
     return torch.cat(losses)
 
@@ -148,10 +149,6 @@ def _batch_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
 def _hidden_states(model: PreTrainedModel, input_BS: Tensor, mask_BS: Tensor) -> Tensor:
     decoder = model.base_model
     return decoder(input_ids=input_BS, attention_mask=mask_BS, use_cache=False).last_hidden_state
-
-
-def _at_least_fp32(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _scored_tokens(pieces: Paragraphs) -> np.ndarray:

@@ -1,7 +1,14 @@
 """The units of evaluation work: paths and numbers in, JSON-able numbers out.
 
 Each call loads one model and scores it on every domain it is given; a MoE may be scored with other
-routers and other k without loading it again.
+routers and other k without loading it again. All of them are told
+
+- ``corpora``: {domain: its held-out split's directory}, tokenised for the model;
+- ``config``: what is scored, and in which arithmetic;
+- ``device``: where the model runs;
+- ``progress``: hears of tokens as they are scored;
+
+and raise an InputError for a checkpoint, corpus or text that cannot be used.
 """
 
 import tempfile
@@ -53,21 +60,7 @@ def evaluate_checkpoint(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Scores:
-    """Score a checkpoint, dense or MoE, as it is.
-
-    Args:
-        directory: The checkpoint.
-        corpora: {domain: its held-out split's directory}, tokenised for this model.
-        config: What is scored, and in which arithmetic.
-        device: Where the model runs.
-        progress: Told of tokens as they are scored.
-
-    Returns:
-        {domain: score}.
-
-    Raises:
-        InputError: The checkpoint or a corpus cannot be used.
-    """
+    """Score the checkpoint in ``directory``, dense or MoE, as it is."""
     model = load_scored(directory, config, device)
     return _evaluate(model, corpora, config, progress)
 
@@ -88,16 +81,7 @@ def evaluate_stitched(
     Args:
         backbone: The averaged backbone.
         expert: The dense expert whose FFNs are used.
-        corpora: {domain: its held-out split's directory}; for the oracle, the expert's own alone.
-        config: What is scored, and in which arithmetic.
-        device: Where the model runs.
-        progress: Told of tokens as they are scored.
-
-    Returns:
-        {domain: score}.
-
-    Raises:
-        InputError: A checkpoint or a corpus cannot be used.
+        corpora: For the oracle, that of the expert's own domain alone.
     """
     model = load_stitched(backbone, expert, dtype=DTYPES[config.precision], device=device)
     return _evaluate(model, corpora, config, progress)
@@ -117,17 +101,13 @@ def evaluate_moe(
     Args:
         directory: The MoE's checkpoint.
         variants: What is scored, by name; each starts from the checkpoint's own routers and k.
-        corpora: {domain: its held-out split's directory}.
-        config: What is scored, and in which arithmetic.
-        device: Where the model runs.
-        progress: Told of tokens as they are scored.
 
     Returns:
         {variant: {"scores": {domain: score}, "routing": {domain: counts [L][D]}}}. All tokens of
         the paragraphs are counted, k times each; padding is not.
 
     Raises:
-        InputError: The checkpoint, a router, a k or a corpus cannot be used.
+        InputError: A router or a k cannot be used either.
     """
     model = load_scored(directory, config, device)
     k = model.config.num_experts_per_tok
@@ -162,16 +142,10 @@ def evaluate_own_experts(
     Args:
         directory: The MoE's checkpoint.
         experts: {domain: index of its expert}.
-        corpora: {domain: its held-out split's directory}, of those domains at least.
-        config: What is scored, and in which arithmetic.
-        device: Where the model runs.
-        progress: Told of tokens as they are scored.
-
-    Returns:
-        {domain: score}.
+        corpora: Of those domains at least.
 
     Raises:
-        InputError: The checkpoint, an index or a corpus cannot be used.
+        InputError: An index cannot be used either.
     """
     model = load_scored(directory, config, device)
     scores: Scores = {}
@@ -200,14 +174,6 @@ def evaluate_text(
         documents: {domain: Parquet file of held-out documents (column ``text``)}.
         config: What is scored; ``tokens`` is left aside, for it counts another tokenizer's.
         max_bytes: {domain: UTF-8 bytes of text to read}, in document order; all by default.
-        device: Where the model runs.
-        progress: Told of tokens as they are scored.
-
-    Returns:
-        {domain: score}.
-
-    Raises:
-        InputError: The checkpoint or a text cannot be used.
     """
     tokenizer = AutoTokenizer.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False

@@ -1,4 +1,7 @@
-"""Pictures of an evaluation. Drawn on figures of their own: no pyplot, no shared state."""
+"""Pictures of an evaluation; each ``draw_`` function writes a PNG.
+
+Drawn on figures of their own: no pyplot, no shared state.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +26,6 @@ def draw_routing(counts: Mapping[str, routing.Counts], path: Path) -> None:
 
     Args:
         counts: {domain: [L][D] tokens}, in the order of the experts.
-        path: The PNG to write.
     """
     names = list(counts)
     maps = {"all layers": [routing.mean_shares(layers) for layers in counts.values()]}
@@ -64,7 +66,6 @@ def draw_sweep(
         parameter: What varies; decides the axis (lambda and window are logarithmic).
         curves: {label: [(value, normalised average)]}, ascending values.
         references: {label: normalised average} drawn as horizontal lines.
-        path: The PNG to write.
     """
     with canvas.new_figure(6.4, 3.9) as figure:
         ax = figure.subplots()
@@ -91,39 +92,31 @@ def draw_sweep(
 
 
 def draw_scores(
-    averages: Mapping[str, float],
-    deviations: Mapping[str, float],
-    highlight: str | None,
-    path: Path,
+    averages: Mapping[str, tuple[float, float | None]], highlight: str | None, path: Path
 ) -> None:
     """Horizontal bars of the table's normalised averages, in the table's order.
 
     Args:
-        averages: {label: normalised average}.
-        deviations: {label: standard deviation} where there is one: an error bar.
+        averages: {label: normalised average and its standard deviation, an error bar}.
         highlight: The label whose bar is coloured; None for none.
-        path: The PNG to write.
     """
-    labels = list(averages)
+    labels, means = list(averages), [mean for mean, _ in averages.values()]
     with canvas.new_figure(7.2, 0.34 * len(labels) + 1.1) as figure:
         ax = figure.subplots()
         colours = [canvas.ACCENTS[0] if label == highlight else canvas.NEUTRAL for label in labels]
-        ax.barh(labels, [averages[label] for label in labels], color=colours, height=0.68)
-        for position, label in enumerate(labels):
-            end = averages[label] + deviations.get(label, 0.0)
-            ax.errorbar(
-                averages[label], position, xerr=deviations.get(label), color=canvas.INK, capsize=3
-            )
+        ax.barh(labels, means, color=colours, height=0.68)
+        for position, (mean, deviation) in enumerate(averages.values()):
+            ax.errorbar(mean, position, xerr=deviation, color=canvas.INK, capsize=3)
             ax.annotate(
-                f"{averages[label]:.1f}",
-                (end, position),
+                f"{mean:.1f}",
+                (mean + (deviation or 0.0), position),
                 (5, 0),
                 textcoords="offset points",
                 va="center",
                 bbox={"color": "white", "pad": 1},
             )
         ax.axvline(100, color=canvas.FAINT, lw=1, ls=":", zorder=0)
-        ax.set_xlim(0, max(100.0, *averages.values()) * 1.09)
+        ax.set_xlim(0, max(100.0, *means) * 1.09)
         ax.invert_yaxis()
         ax.tick_params("y", length=0)
         ax.set_xlabel("normalised average perplexity (%): 100 is each domain's own dense expert")

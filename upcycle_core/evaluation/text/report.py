@@ -8,7 +8,6 @@ from upcycle_core.errors import raise_faults
 from upcycle_core.evaluation.report import files
 from upcycle_core.evaluation.report.numbers import best, cells, number
 from upcycle_core.evaluation.report.parts import Block, Figure, Report, Section, Table, by_columns
-from upcycle_core.evaluation.report.text import terminal_table
 from upcycle_core.evaluation.text import plots, results, routing
 from upcycle_core.evaluation.text.results import Evaluation, Parameter, title_of
 
@@ -95,18 +94,6 @@ def score_table(evaluation: Evaluation) -> Table:
     return by_columns(_titles(evaluation), columns, CAPTION, first="Method")
 
 
-def format_timings(seconds: Mapping[str, float]) -> str:
-    """Where the time went: one line a stage with its share of the total, for a terminal.
-
-    Args:
-        seconds: {what: its seconds}, in the order they are shown.
-    """
-    total = sum(seconds.values())
-    rows = {**seconds, "total": total}.items()
-    lines = [(name, f"{own:.2f}", f"{100 * own / total:.2f} %") for name, own in rows]
-    return terminal_table(Table(["Stage", "Seconds", "Share"], lines))
-
-
 def _perplexities(evaluation: Evaluation) -> Table:
     table = results.perplexity_table(evaluation)
     columns = {
@@ -131,12 +118,8 @@ def _averages(evaluation: Evaluation) -> Figure:
     titles, averages = _titles(evaluation), results.averages(evaluation)
     spread = {row: own["average"] for row, own in results.deviations(evaluation).items()}
     winner = best_row(evaluation)
-    draw = partial(
-        plots.draw_scores,
-        {titles[row]: average for row, average in averages.items()},
-        {titles[row]: deviation for row, deviation in spread.items()},
-        titles[winner] if winner else None,
-    )
+    shown = {titles[row]: (average, spread.get(row)) for row, average in averages.items()}
+    draw = partial(plots.draw_scores, shown, titles[winner] if winner else None)
     rows = [(row, average, spread.get(row)) for row, average in averages.items()]
     data = Table(["row", "normalised_average", "deviation"], rows)
     return Figure("scores", "Normalised average of every row", draw, data)

@@ -133,7 +133,7 @@ def deviations(evaluation: Evaluation) -> dict[str, dict[str, float]]:
         tables = [scores.normalised(run, evaluation.experts) for run in runs]
         for table in tables:
             table["average"] = scores.average(table)
-        spread = scores.across_runs([{row: table} for table in tables])[row]
+        [spread] = scores.across_runs([{row: table} for table in tables]).values()
         found[row] = {column: deviation for column, (_, deviation) in spread.items()}
     return found
 

@@ -17,25 +17,21 @@ def mean_shares(counts: Counts) -> list[float]:
     return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
-def own_share(routing: Mapping[str, Counts]) -> dict[str, list[float]]:
+def agreement(routing: Mapping[str, Counts]) -> list[float]:
     """How often the router agrees with the domain label.
 
     Args:
         routing: {domain: counts}, in the order of the experts.
 
     Returns:
-        {domain: [L]}: the share of the domain's tokens that went to its own expert, layer by layer.
+        [L]: the share of a domain's tokens that went to its own expert, mean over domains, each
+        counting the same. 1/D is chance.
     """
-    return {
-        domain: [layer[expert] for layer in shares(counts)]
-        for expert, (domain, counts) in enumerate(routing.items())
-    }
-
-
-def agreement(routing: Mapping[str, Counts]) -> list[float]:
-    """``own_share`` averaged over domains, each counting the same: [L]. 1/D is chance."""
-    columns = zip(*own_share(routing).values(), strict=True)
-    return [sum(column) / len(routing) for column in columns]
+    own = [
+        [layer[expert] for layer in shares(counts)]
+        for expert, counts in enumerate(routing.values())
+    ]
+    return [sum(column) / len(routing) for column in zip(*own, strict=True)]
 
 
 def records(routing: Mapping[str, Counts]) -> Iterator[tuple[str, int, str, int, float]]:

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import dataclass
 
 from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.plain import Plain
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(Plain):
     """The loss of one model on one text.
 
     Args:
@@ -22,6 +22,7 @@ class Score:
     nll: float
     tokens: int
     bytes: float
+    written = ("nll", "tokens", "bytes", "perplexity", "bits_per_byte")
 
     @property
     def perplexity(self) -> float:
@@ -34,54 +35,27 @@ class Score:
         """Loss in bits a byte of text: comparable between tokenizers."""
         return self.nll / math.log(2) / self.bytes
 
-    def to_dict(self) -> dict[str, float]:
-        """Plain numbers, perplexity and bits per byte among them, for JSON."""
-        return {
-            **asdict(self),
-            "perplexity": self.perplexity,
-            "bits_per_byte": self.bits_per_byte,
-        }
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, float]) -> "Score":
-        """The score that ``to_dict`` wrote."""
-        return cls(nll=values["nll"], tokens=int(values["tokens"]), bytes=values["bytes"])
-
-
-def normalised(
-    values: Mapping[str, float],
-    experts: Mapping[str, float],
-    *,
-    better: Literal["lower", "higher"] = "lower",
-) -> dict[str, float]:
+def normalised(values: Mapping[str, float], experts: Mapping[str, float]) -> dict[str, float]:
     """Scores in percent of what each domain's own dense expert reaches (DUME, section 3.1).
 
     Args:
-        values: One model's perplexity (``better="lower"``) or task score (``"higher"``) by domain.
-        experts: The same measure of each domain's own expert on its domain.
-        better: Which way the measure points.
+        values: One model's perplexity by domain.
+        experts: That of each domain's own expert on its domain.
 
     Returns:
-        100 expert/value for perplexities, 100 value/expert for measures where more is better; above
-        100 means better than the expert. In the order of ``experts``.
+        100 expert/value; above 100 means better than the expert. In the order of ``experts``.
 
     Raises:
         InputError: the domains differ, or a number is not finite and positive.
     """
     raise_faults([*_domain_faults(values, experts), *_number_faults({**experts, **values})])
-    if better == "lower":
-        return {domain: 100 * (experts[domain] / values[domain]) for domain in experts}
-    return {domain: 100 * (values[domain] / experts[domain]) for domain in experts}
+    return {domain: 100 * (experts[domain] / values[domain]) for domain in experts}
 
 
-def normalised_average(
-    values: Mapping[str, float],
-    experts: Mapping[str, float],
-    *,
-    better: Literal["lower", "higher"] = "lower",
-) -> float:
+def normalised_average(values: Mapping[str, float], experts: Mapping[str, float]) -> float:
     """The mean of ``normalised`` over domains: 100/D sum_d p_expert_d / p_d."""
-    return average(normalised(values, experts, better=better))
+    return average(normalised(values, experts))
 
 
 def average(scores: Mapping[str, float]) -> float:

@@ -21,7 +21,6 @@ from upcycle_core.evaluation.instructions.results import (
     Row,
     Run,
     across_runs,
-    from_metrics,
 )
 from upcycle_core.evaluation.instructions.scores import Score, SplitScore
 from upcycle_core.evaluation.instructions.structure import Structure
@@ -104,7 +103,7 @@ def test_several_seeds_are_mean_and_deviation_and_come_back_from_json():
     assert unseen["count"] == 20
     assert found["simoe"]["density_parameters"] == {"mean": 1_250_000, "deviation": 0.0}
     assert found["full"]["density_parameters"] is None
-    assert from_metrics({"highlight": "simoe", "rows": found}) == both
+    assert InstructionEvaluation.from_dict({"highlight": "simoe", "rows": found}) == both
     text = terminal(sections(found))
     assert "45.0" not in text
     assert "50.0 ± 7.1*" in text
@@ -260,7 +259,7 @@ def test_the_same_evaluation_gives_the_same_files_and_one_page(tmp_path):
     for name in files:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
     found = json.loads((tmp_path / "a" / "metrics.json").read_text())
-    assert from_metrics(found) == evaluation()
+    assert InstructionEvaluation.from_dict(found) == evaluation()
     assert Structure.from_dict(found["structures"]["simoe"]) == structure(0.4)
     assert [Activation.from_dict(a) for a in found["activations"]] == activations()[:1]
     page = (tmp_path / "a" / "report.html").read_text()

@@ -13,13 +13,13 @@ from torch.nn.functional import linear, silu
 from tests.pico import save_pico
 from tests.upcycle_core.evaluation.similarity import naive_cka
 from tests.upcycle_core.moe.joined import WIDTH, join
+from upcycle_core.activations.pairs import PairedBatch, same_tokens
 from upcycle_core.architectures.families import FAMILIES
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
 from upcycle_core.evaluation.similarity import measure
-from upcycle_core.evaluation.similarity.collect import PairedBatch, same_for_all
 from upcycle_core.evaluation.similarity.measure import (
     PairSimilarity,
     SimilarityConfig,
@@ -106,12 +106,12 @@ def test_every_expert_is_applied_to_the_input_of_its_layer(moe, corpora):
     assert all(0.01 < pair.cka < 0.99 for pair in found)
 
 
-def test_groups_of_layers_and_other_batches_give_the_same(moe, corpora):
+def test_other_batches_give_the_same(moe, corpora):
     _, path = moe
     whole = moe_similarity(path, corpora, NAMES, config=CONFIG)
-    alone = SimilarityConfig(sequence_length=16, batch_size=1)
-    parts = [moe_similarity(path, corpora, NAMES, config=alone, layers=[i]) for i in (0, 1)]
-    for pair, other in zip(whole, [*parts[0], *parts[1]], strict=True):
+    single = SimilarityConfig(sequence_length=16, batch_size=1)
+    alone = moe_similarity(path, corpora, NAMES, config=single)
+    for pair, other in zip(whole, alone, strict=True):
         assert (pair.layer, pair.first, pair.second) == (other.layer, other.first, other.second)
         assert pair.cka == pytest.approx(other.cka, abs=CLOSE)
 
@@ -194,29 +194,27 @@ def test_dense_models_read_their_own_ids_and_states(family, tmp_path):
         kept = mask.clone()
         kept[:, :skip] = 0
         rows.append(kept.flatten().nonzero()[:, 0])
-    batch = PairedBatch(*map(tuple, zip(*given, strict=True)), tuple(rows))
+    (first_ids, first_mask), (second_ids, second_mask) = given
+    batch = PairedBatch(
+        first_ids=first_ids,
+        first_mask=first_mask,
+        second_ids=second_ids,
+        second_mask=second_mask,
+        first_rows=rows[0],
+        second_rows=rows[1],
+    )
     found = dense_similarity(paths, [batch], config=CONFIG)
     first, second = mlp_features(paths["m0"], short, 0), mlp_features(paths["m1"], long, 2)
     check(found, {key: first[key] + second[key] for key in first}, list(paths))
 
 
 def test_dense_models_of_one_vocabulary_read_a_split(tmp_path, corpora):
-    paths = {f"m{i}": save_pico(tmp_path / f"{i}", seed=i) for i in range(3)}
-    batches = [same_for_all(batch, 3) for batch in split_batches(corpora, CONFIG)]
-    assert any(not mask.all() for batch in batches for mask in batch.attention_mask)
+    paths = {f"m{i}": save_pico(tmp_path / f"{i}", seed=i) for i in range(2)}
+    batches = [same_tokens(batch) for batch in split_batches(corpora, CONFIG)]
+    assert any(not batch.first_mask.all() for batch in batches)
     found = dense_similarity(paths, batches, config=CONFIG)
     alone = [mlp_features(path, pieces(), 0) for path in paths.values()]
     check(found, {key: [f[key][0] for f in alone] for key in alone[0]}, list(paths))
-
-
-def test_paired_rows_are_tokens_of_every_model():
-    ids, mask = torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[1, 1, 0]])
-    with pytest.raises(ValueError, match=r"rows of each model: \[2, 1\]"):
-        PairedBatch((ids, ids), (mask, mask), (torch.tensor([0, 1]), torch.tensor([0])))
-    with pytest.raises(ValueError, match="is padding"):
-        PairedBatch((ids, ids), (mask, mask), (torch.tensor([0, 1]), torch.tensor([1, 2])))
-    with pytest.raises(ValueError, match="left of a token"):
-        PairedBatch((ids,), (mask.flip(1),), (torch.tensor([1]),))
 
 
 def test_what_cannot_be_compared_is_refused(moe, corpora, tmp_path):
@@ -227,10 +225,8 @@ def test_what_cannot_be_compared_is_refused(moe, corpora, tmp_path):
         moe_similarity(dense, corpora, NAMES, config=CONFIG)
     with pytest.raises(InputError, match=r"names .* 3 experts"):
         moe_similarity(path, corpora, NAMES[:2], config=CONFIG)
-    with pytest.raises(InputError, match="layers = 5: has no experts"):
-        moe_similarity(path, corpora, NAMES, config=CONFIG, layers=[5])
-    with pytest.raises(InputError, match=r"choose 0 to 1(.|\n)*b\.intermediate_size = 64"):
-        dense_similarity({"a": dense, "b": wide}, [], config=CONFIG, layers=[2])
+    with pytest.raises(InputError, match=r"b\.intermediate_size = 64"):
+        dense_similarity({"a": dense, "b": wide}, [], config=CONFIG)
     with pytest.raises(InputError, match="no position"):
         dense_similarity({"a": dense, "b": dense}, [], config=CONFIG)
     write_split(tmp_path / "empty", [([5] * 3, 3)], eos_id=0, vocabulary_size=96)

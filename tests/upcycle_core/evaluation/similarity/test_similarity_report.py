@@ -9,7 +9,7 @@ from upcycle_core.errors import InputError
 from upcycle_core.evaluation.report.text import markdown_page
 from upcycle_core.evaluation.similarity.measure import PairSimilarity
 from upcycle_core.evaluation.similarity.report import page, write_report
-from upcycle_core.evaluation.similarity.results import SimilarityReport, Stage
+from upcycle_core.evaluation.similarity.results import Stage, Stages, metrics, unmoved
 
 PAIRS = [("law", "code"), ("law", "physics"), ("code", "physics")]
 
@@ -36,28 +36,26 @@ def pairs(*, lift: float = 0.0, matched: float = 0.5) -> list[PairSimilarity]:
     ]
 
 
-def report() -> SimilarityReport:
+def report() -> Stages:
     undefined = [replace(p, cka=None, best=None, matched=0.0, constant_first=9) for p in pairs()]
-    return SimilarityReport(
-        stages={
-            "original": Stage(title="dense models", inputs="own", pairs=pairs()),
-            "unaligned": Stage(title="unaligned, before", inputs="shared", pairs=pairs(matched=0)),
-            "aligned": Stage(title="aligned, before", inputs="shared", pairs=pairs(matched=0.7)),
-            "trained": Stage(title="aligned, after", inputs="shared", pairs=pairs(lift=0.01)),
-            "dead": Stage(title="dead experts", inputs="shared", pairs=undefined),
-        }
-    )
+    return {
+        "original": Stage(title="dense models", inputs="own", pairs=pairs()),
+        "unaligned": Stage(title="unaligned, before", inputs="shared", pairs=pairs(matched=0)),
+        "aligned": Stage(title="aligned, before", inputs="shared", pairs=pairs(matched=0.7)),
+        "trained": Stage(title="aligned, after", inputs="shared", pairs=pairs(lift=0.01)),
+        "dead": Stage(title="dead experts", inputs="shared", pairs=undefined),
+    }
 
 
 def test_metrics_are_means_over_pairs_and_valid_json():
-    metrics = json.loads(json.dumps(report().metrics(), allow_nan=False))
-    neurons = metrics["original"]["neurons"]
+    found = json.loads(json.dumps(metrics(report()), allow_nan=False))
+    neurons = found["original"]["neurons"]
     assert neurons["layers"] == [0, 1]
     assert neurons["cka_by_layer"] == pytest.approx([0.2, 0.7])
     assert neurons["cka"] == pytest.approx(0.45)
     assert (neurons["matched"], neurons["best"]) == (0.5, 0.75)
     assert (neurons["rows"], neurons["features"], neurons["constant"]) == (900, 100, 0)
-    dead = metrics["dead"]["outputs"]
+    dead = found["dead"]["outputs"]
     assert (dead["cka"], dead["cka_by_layer"], dead["best"]) == (None, [None, None], None)
     assert dead["constant"] == 9
 
@@ -70,19 +68,18 @@ def test_a_mean_leaves_out_what_is_undefined():
 
 
 def test_experts_stand_in_the_order_they_were_given():
-    assert report().stages["original"].names() == ["law", "code", "physics"]
+    assert report()["original"].names() == ["law", "code", "physics"]
 
 
 def test_stages_are_called_the_same_only_if_no_pair_moved():
-    found = report()
-    stages = found.stages
-    assert found.unmoved("neurons") == [(stages["unaligned"], stages["aligned"])]
+    stages = report()
+    assert unmoved(stages, "neurons") == [(stages["unaligned"], stages["aligned"])]
     moved = pairs()
     moved[-1] = replace(moved[-1], cka=moved[-1].cka + 0.002)
     other = replace(stages["aligned"], pairs=moved)
-    two = SimilarityReport(stages={"unaligned": stages["unaligned"], "moved": other})
-    assert two.unmoved("outputs") == []
-    assert len(two.unmoved("neurons")) == 1
+    two = {"unaligned": stages["unaligned"], "moved": other}
+    assert unmoved(two, "outputs") == []
+    assert len(unmoved(two, "neurons")) == 1
 
 
 def test_the_page_says_what_is_compared_and_what_follows():
@@ -118,5 +115,5 @@ def test_an_empty_stage_is_refused(tmp_path):
     nothing = Stage(title="one expert", inputs="shared", pairs=[])
     for stages in ({}, {"one": nothing}):
         with pytest.raises(InputError, match="two experts or more"):
-            write_report(SimilarityReport(stages=stages), tmp_path / "out")
+            write_report(stages, tmp_path / "out")
     assert not (tmp_path / "out").exists()

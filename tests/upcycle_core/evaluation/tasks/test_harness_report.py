@@ -3,9 +3,10 @@
 import csv
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
+import pyarrow.parquet as parquet
 import pytest
 
 from upcycle_core.errors import InputError
@@ -13,7 +14,7 @@ from upcycle_core.evaluation.report import canvas
 from upcycle_core.evaluation.report.parts import Cell, mark_of
 from upcycle_core.evaluation.tasks import plot
 from upcycle_core.evaluation.tasks import report as task_report
-from upcycle_core.evaluation.tasks.items import Item, read_models
+from upcycle_core.evaluation.tasks.items import Item
 from upcycle_core.evaluation.tasks.paired import Flip
 from upcycle_core.evaluation.tasks.report import difference_table, score_table, write_task_report
 from upcycle_core.evaluation.tasks.results import TaskEvaluation, metrics
@@ -177,7 +178,9 @@ def test_numbers_behind_the_picture_are_unrounded(report):
 
 
 def test_every_item_and_every_flip_is_kept(evaluation, report):
-    assert read_models(report / "items.parquet") == evaluation.items
+    assert parquet.read_table(report / "items.parquet").to_pylist() == [
+        {"model": model, **asdict(item)} for model, own in evaluation.items.items() for item in own
+    ]
     lines = read(report / "won-and-lost.csv")
     assert [(one["rival"], one["task"], one["id"], float(one["gain"])) for one in lines] == [
         *(("champion", "quiz", str(name), 1.0) for name in range(4)),

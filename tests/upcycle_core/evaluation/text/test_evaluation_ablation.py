@@ -10,7 +10,6 @@ from upcycle_core.evaluation.text.ablation import (
     ablation_metrics,
     ablation_table,
     draw_ablation,
-    geometric_mean,
 )
 
 EXPERTS = {"law": 20.0, "code": 10.0}
@@ -60,10 +59,6 @@ def test_several_seeds_show_mean_and_deviation():
     first, second = math.sqrt(800), math.sqrt(3200)
     spread = abs(first - second) / math.sqrt(2)
     assert line[2] == f"{(first + second) / 2:.1f} ± {spread:.1f}"
-
-
-def test_geometric_mean():
-    assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
 
 
 def test_a_missing_domain_is_named():

@@ -14,7 +14,6 @@ from upcycle_core.evaluation.report.text import terminal_table
 from upcycle_core.evaluation.text import plots, results, routing
 from upcycle_core.evaluation.text.report import (
     best_row,
-    format_timings,
     score_table,
     write_report,
 )
@@ -98,7 +97,6 @@ def test_routing_shares_and_agreement_with_the_label(report):
     assert found["shares"] == {"law": [[0.75, 0.25], [0.25, 0.75]], "code": [[0.1, 0.9], [0, 1]]}
     assert found["agreement_by_layer"] == [pytest.approx(0.825), pytest.approx(0.625)]
     assert found["agreement"] == pytest.approx(0.725)
-    assert routing.own_share(COUNTS) == {"law": [0.75, 0.25], "code": [0.9, 1.0]}
     assert routing.mean_shares(COUNTS["law"]) == [0.5, 0.5]
 
 
@@ -153,13 +151,6 @@ def test_the_terminal_table_is_aligned(evaluation):
     assert all(len(line) in (ends[0], ends[0] - 1) for line in lines[2:])
     assert lines[0].split() == ["Method", "law", "code", "Average"]
     assert lines[-3].split() == ["DUME", "94.0*", "91.0", "92.5*"]
-
-
-def test_timings_show_each_stage_s_share():
-    lines = format_timings({"experts": 99.5, "router solve": 0.5}).splitlines()
-    assert lines[2].split() == ["experts", "99.50", "99.50", "%"]
-    assert lines[3].split() == ["router", "solve", "0.50", "0.50", "%"]
-    assert lines[4].split()[:2] == ["total", "100.00"]
 
 
 def test_every_picture_has_the_numbers_behind_it(report):

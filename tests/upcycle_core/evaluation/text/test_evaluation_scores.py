@@ -21,11 +21,6 @@ def test_an_expert_scores_exactly_100_on_its_own_domain():
         assert scores.normalised({"law": perplexity}, {"law": perplexity}) == {"law": 100.0}
 
 
-def test_measures_where_more_is_better_are_inverted():
-    found = scores.normalised({"law": 5.0, "code": 6.0}, EXPERTS, better="higher")
-    assert found == {"law": pytest.approx(50.0), "code": pytest.approx(150.0)}
-
-
 def test_normalising_names_every_missing_domain_and_bad_number():
     with pytest.raises(InputError) as caught:
         scores.normalised({"law": math.nan, "history": 3.0}, EXPERTS)
