@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 from texts import pico_recipe
 
-from infra.recipe.lineage import Lineage
-from infra.recipe.schema import resolve
+from infra.recipe.schema import Lineage, resolve
 from tasks.data.seed import seed
 from tasks.dume.backbone import backbone
-from tasks.dume.parents import parents
+from tasks.dume.experts import parents
 from tasks.engine.stage_run import Session
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import (
