@@ -108,20 +108,11 @@ def _start_server() -> None:
         SubprocessASGIServer().start()
 
 
-def outside(recipe: Recipe, workspace: Workspace) -> None:
-    """Look at everything that the recipe names outside the workspace.
-
-    Raises:
-        InputError: With every fault of it.
-    """
-    check(recipe, workspace.root.parent / "models")
-
-
 def run_flow(
     recipe: Recipe,
     run: Callable[[Recipe], Result],
     *,
-    look: Callable[[Recipe, Workspace], str | None] = outside,
+    look: Callable[[Recipe, Workspace], str | None] | None = None,
     shown: str | None = SUMMARY,
 ) -> Result | None:
     """Look at the recipe, run the flow and print what it left.
@@ -130,7 +121,8 @@ def run_flow(
         recipe: What to make.
         run: The flow.
         look: Raises ``InputError`` with every fault of what is asked for; returns what to say where
-            there is nothing to run.
+            there is nothing to run. By default what the recipe names outside the workspace is
+            looked at, before there is one.
         shown: The file of the workspace that is printed; None for none.
 
     Returns:
@@ -142,8 +134,10 @@ def run_flow(
     """
     settings = environment.configure()
     workspace = Workspace(settings.home / recipe.name)
+    if look is None:
+        check(recipe, settings.home / "models")
     with workspace.lock("the start of a flow"):
-        said = look(recipe, workspace)
+        said = None if look is None else look(recipe, workspace)
     if said is not None:
         print(said)
         return None
