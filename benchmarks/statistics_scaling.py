@@ -72,7 +72,8 @@ def prepare(folder: Path, count: int) -> None:
 
 def ray_shards(folder: Path, workers: int, settings: environment.Settings) -> float:
     """Seconds of all shards on a Ray of so many CPUs, its worker processes already started."""
-    from infra.cluster.compute import Piece, cluster, run_pieces
+    from infra.cluster.compute import cluster, run_pieces
+    from infra.cluster.pieces import Piece
     from upcycle_core.dume.statistics import domain_statistics
 
     def run(split: str, directory: Path) -> None:

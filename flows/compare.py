@@ -21,16 +21,13 @@ from flows.pages.comparison import FOLDER, ROWS, TABLE, statement, write_compari
 from flows.pages.model import folder_faults, publish_pictures, publish_table
 from flows.pages.page import Command
 from flows.pages.seeds import write_seeds
-from flows.running.command_line import command, free_workspace, load, rows_parser
+from flows.running.command_line import command, load, rows_parser, run_apart, run_flow
 from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
-from infra.recipe.schema import SYMPHONY, Recipe, resolve
-from infra.services.stopping import run_command
-from tasks.baselines.costs import row_costs
-from tasks.data.sources import check
-from tasks.engine.sources import CODE
-from tasks.methods import TASKS, stages_of
-from tasks.recipes import validate
+from infra.recipe.schema import Recipe, resolve
+from tasks.baselines.comparison import row_costs
+from tasks.methods import COMPARISON, TASKS, stages_of
+from tasks.recipes import check, validate
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.report.files import write_json
 from upcycle_core.evaluation.report.parts import Notes, Section
@@ -55,10 +52,10 @@ def compare(recipe: Recipe) -> None:
             if stage not in TASKS.stages:
                 session.ensure(stage)
         session.finish()
-        if recipe.method == SYMPHONY:
-            ablation.publish(session)
-        else:
+        if COMPARISON.asked(recipe):
             _publish(session)
+        else:
+            ablation.publish(session)
         session.workspace.sweep()
 
 
@@ -122,36 +119,20 @@ def main(arguments: list[str] | None = None) -> None:
     recipe = load(chosen)
     home = environment.configure().home
     raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
-    check(recipe, home / "models")
     if chosen.seeds is None:
-        workspaces = [_run(recipe)]
+        run_flow(recipe, compare, shown=TABLE)
+        workspaces = [home / recipe.name]
     else:
-        workspaces = [_run_apart(chosen, recipe, seed, home) for seed in chosen.seeds]
+        check(recipe, home / "models")
+        workspaces = [run_apart("flows.compare", chosen, recipe, seed) for seed in chosen.seeds]
     if chosen.out is not None:
         _write_page(chosen, recipe, workspaces)
-
-
-def _run(recipe: Recipe) -> Path:
-    workspace = free_workspace(recipe).root
-    compare(recipe)
-    print((workspace / TABLE).read_text())
-    return workspace
-
-
-def _run_apart(chosen: argparse.Namespace, recipe: Recipe, seed: int, home: Path) -> Path:
-    """One seed in a process and a workspace of its own."""
-    name = f"{recipe.name}-seed-{seed}"
-    settings = [*chosen.set, f"seed={seed}", f"name={name}"]
-    options = [part for change in settings for part in ("--set", change)]
-    files = [str(path.resolve()) for path in (chosen.recipe, *chosen.add)]
-    run_command([sys.executable, "-m", "flows.compare", *files, *options], directory=CODE)
-    return home / name
 
 
 def _write_page(chosen: argparse.Namespace, recipe: Recipe, workspaces: Sequence[Path]) -> None:
     """The page of finished runs, one a seed."""
     made = Command.of("compare", recipe, chosen)
-    if recipe.method == SYMPHONY:
+    if not COMPARISON.asked(recipe):
         ablation.write_ablation(made, workspaces)
         return
     write_comparison(made, [json.loads((own / ROWS).read_text()) for own in workspaces])

@@ -16,17 +16,16 @@ from prefect.artifacts import create_markdown_artifact
 from flows.pages.compression import write_compression
 from flows.pages.model import folder_faults, log_report, publish_links, publish_pictures
 from flows.pages.page import Command
-from flows.running.command_line import command, free_workspace, load, rows_parser
+from flows.running.command_line import command, load, rows_parser, run_flow
 from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
 from tasks.baselines.baselines import baselines
-from tasks.data.sources import check
 from tasks.ders.compression import MODEL, REPORT, compression, row_title
-from tasks.ders.sweeps import sweeps
+from tasks.ders.register import register_compressed
+from tasks.ders.sweeps import section, sweeps
 from tasks.dume.method import METHOD as DUME
 from tasks.recipes import validate
-from tasks.release.register import register_compressed
 from tasks.release.versions import Outcome
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.report.files import MARKDOWN, METRICS, PAGE, TEXT
@@ -50,13 +49,11 @@ def ders(recipe: Recipe) -> str | None:
     with open_session("ders", recipe) as session:
         for stage in DUME.stages:
             session.ensure(stage)
-        session.ensure(baselines, [row for row in recipe.compressed if row in recipe.baselines])
+        session.ensure(baselines, only=section(recipe).models)
         session.ensure(sweeps)
         session.ensure(compression)
         session.finish()
-        outcome = register_compressed(
-            session.stages, session.registry, session.versions, session.run
-        )
+        outcome = register_compressed(session.registrar)
         _publish(session, outcome)
         session.workspace.sweep()
     return None if outcome is None else outcome.version.reference
@@ -76,7 +73,7 @@ def _publish(session: FlowSession, outcome: Outcome | None) -> None:
     report = folder / REPORT
     metrics = json.loads((report / METRICS).read_text())
     table = (report / MARKDOWN).read_text()
-    for row in recipe.compressed:
+    for row in section(recipe).models:
         for name, point in metrics["sweeps"][row_title(recipe, row)]["points"].items():
             for figure in ("normalised_average", "percent_of_original"):
                 run.log_metrics({f"{figure}/{row}/{name}": point[figure]})
@@ -113,13 +110,10 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     recipe = load(chosen)
     raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
-    check(recipe, environment.configure().home / "models")
-    workspace = free_workspace(recipe).root
-    ders(recipe)
-    print((workspace / SUMMARY).read_text())
+    run_flow(recipe, ders, shown=SUMMARY)
     if chosen.out is not None:
-        made = Command.of("ders", recipe, chosen)
-        write_compression(made, workspace)
+        workspace = environment.configure().home / recipe.name
+        write_compression(Command.of("ders", recipe, chosen), workspace)
 
 
 if __name__ == "__main__":

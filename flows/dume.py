@@ -10,30 +10,25 @@ from dataclasses import replace
 from prefect import flow
 
 from flows.making.building import publish
-from flows.running.command_line import SUMMARY, command, free_workspace, load, recipe_parser
+from flows.running.command_line import command, load, recipe_parser, run_flow
 from flows.running.session import THREADS, FlowSession, open_session
-from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
 from tasks.data.corpora import corpora
 from tasks.data.documents import documents
 from tasks.data.seed import seed
-from tasks.data.sources import check, sources
-from tasks.data.task_sets import task_sets
+from tasks.data.sources import sources
 from tasks.data.tokenizer import tokenizer
 from tasks.dume.backbone import backbone
-from tasks.dume.experts import experts
-from tasks.dume.method import METHOD
+from tasks.dume.experts import experts, parents
 from tasks.dume.model import model
-from tasks.dume.parents import parents
 from tasks.dume.report import report
 from tasks.dume.router import router
 from tasks.dume.statistics import statistics
 from tasks.engine.stage import Stage
 from tasks.living.lineage import forget
-from tasks.methods import TASKS
+from tasks.methods import METHODS, TASKS, scored_models
 from tasks.recipes import validate
 from tasks.release.versions import Outcome
-from tasks.scoring.task_scores import task_scores
 
 
 @flow(name="dume", task_runner=THREADS)
@@ -65,28 +60,29 @@ def build(session: FlowSession, *, changed: Sequence[str] | None = None) -> Outc
         changed: Domains whose text and experts are looked at; all by default.
     """
     session.ensure(sources)
-    session.ensure(documents, changed)
+    session.ensure(documents, only=changed)
     session.ensure(tokenizer)
-    session.ensure(corpora, changed)
+    session.ensure(corpora, only=changed)
     session.ensure(seed)
     session.ensure(parents)
-    session.ensure(experts, changed)
+    session.ensure(experts, only=changed)
     session.ensure(backbone)
     session.ensure(statistics)
     session.ensure(router)
     session.ensure(model)
     session.ensure(report)
-    own = [row for row in session.recipe.scored_models if row in session.recipe.own_models]
+    own = [r for r in scored_models(session.recipe) if r not in session.recipe.baselines]
     if TASKS.asked(session.recipe):
+        task_sets, task_scores = TASKS.stages
         session.ensure(task_sets)
-        session.ensure(task_scores, own)
+        session.ensure(task_scores, only=own)
     session.finish()
     return publish(session, own)
 
 
 def built(recipe: Recipe) -> tuple[Stage, ...]:
     """What ``build`` brings up to date."""
-    return (*METHOD.stages, *(TASKS.stages if TASKS.asked(recipe) else ()))
+    return (*METHODS[recipe.method].stages, *(TASKS.stages if TASKS.asked(recipe) else ()))
 
 
 @command
@@ -95,11 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = recipe_parser("flows.dume", __doc__)
     parser.add_argument("--rebuild", action="store_true", help="what was built upon, too")
     chosen = parser.parse_args(arguments)
-    recipe = load(chosen)
-    check(recipe, environment.configure().home / "models")
-    workspace = free_workspace(recipe).root
-    dume(recipe, chosen.rebuild)
-    print((workspace / SUMMARY).read_text())
+    run_flow(load(chosen), lambda recipe: dume(recipe, chosen.rebuild))
 
 
 if __name__ == "__main__":

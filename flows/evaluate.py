@@ -12,11 +12,11 @@ from prefect import flow
 
 from flows.making.building import made
 from flows.pages.tasks import FOLDER
-from flows.running.command_line import command, free_workspace, load, rows_parser
+from flows.running.command_line import command, load, rows_parser, run_flow
 from flows.running.session import THREADS
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
-from tasks.data.sources import check
+from tasks.methods import scored_models
 from tasks.recipes import validate
 from upcycle_core.errors import Fault, raise_faults
 
@@ -40,9 +40,10 @@ def _faults(recipe: Recipe) -> list[Fault]:
     if not recipe.tasks:
         remedy = "nothing to score on; add a file with tasks, e.g. recipes/tasks.yaml"
         return [Fault("tasks", {}, remedy)]
-    if recipe.method not in recipe.scored_models:
+    scored = list(scored_models(recipe))
+    if recipe.method not in scored:
         remedy = f"the page is about the merged model; add {recipe.method}"
-        return [Fault("task_evaluation.models", list(recipe.scored_models), remedy)]
+        return [Fault("task_evaluation.models", scored, remedy)]
     return []
 
 
@@ -51,14 +52,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the evaluation."""
     recipe = load(rows_parser("flows.evaluate", __doc__).parse_args(arguments))
     raise_faults(_faults(recipe))
-    check(recipe, environment.configure().home / "models")
-    workspace = free_workspace(recipe).root
-    reference = evaluate(recipe)
+    reference = run_flow(recipe, evaluate, shown=None)
+    page = environment.configure().home / recipe.name / FOLDER
     print(f"""
-{(workspace / FOLDER / "table.txt").read_text().rstrip()}
+{(page / "table.txt").read_text().rstrip()}
 
-Page      {workspace / FOLDER / "report.html"}
-Items     {workspace / FOLDER / "items.parquet"}
+Page      {page / "report.html"}
+Items     {page / "items.parquet"}
 Registry  {reference}
 """)
 

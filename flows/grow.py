@@ -12,14 +12,14 @@ from prefect import flow
 
 from flows.dume import build
 from flows.making.change import DEPLOYED, begin_change, domain_faults, finish_change, unfinished
-from flows.running.command_line import command, recipe_parser, run_flow
+from flows.running.command_line import command, load, recipe_parser, run_flow
 from flows.running.session import THREADS, open_session
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
-from tasks.data.sources import check
+from tasks.dume.backbone import averaged
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import begin, modelled, without_backbone
-from tasks.recipes import validate
+from tasks.recipes import check, validate
 from upcycle_core.errors import Fault, raise_faults
 
 
@@ -42,8 +42,8 @@ def grow(recipe: Recipe, domain: str, rebuild: bool = False) -> str:
         change = begin_change(session, f"grow {domain}")
         session.adopt(without_backbone(grown) if rebuild else grown)
         outcome = build(session, changed=[domain])
-        averaged = ", ".join(session.recipe.averaged)
-        finish_change(session, change, outcome, notes=(f"The backbone averages {averaged}.",))
+        names = ", ".join(averaged(session.recipe))
+        finish_change(session, change, outcome, notes=(f"The backbone averages {names}.",))
     return outcome.version.reference
 
 
@@ -75,9 +75,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rebuild", action="store_true", help="average it into the backbone too")
     chosen = parser.parse_args(arguments)
     run_flow(
-        chosen,
-        lambda recipe, workspace: look(recipe, workspace, chosen.domain),
-        lambda recipe: grow(recipe, chosen.domain, chosen.rebuild),
+        load(chosen),
+        look=lambda recipe, workspace: look(recipe, workspace, chosen.domain),
+        run=lambda recipe: grow(recipe, chosen.domain, chosen.rebuild),
     )
     print(DEPLOYED.format(chosen.recipe))
 

@@ -11,11 +11,9 @@ import sys
 from prefect import flow
 
 from flows.making.building import made
-from flows.running.command_line import SUMMARY, command, free_workspace, load, rows_parser
+from flows.running.command_line import command, load, rows_parser, run_flow
 from flows.running.session import THREADS
-from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
-from tasks.data.sources import check
 from tasks.recipes import validate
 
 
@@ -29,18 +27,13 @@ def make(recipe: Recipe) -> str:
     Returns:
         The registered version, ``models:/NAME/NUMBER``.
     """
-    recipe = validate(resolve(recipe))
-    return made("make", recipe)
+    return made("make", validate(resolve(recipe)))
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on recipe files."""
-    recipe = load(rows_parser("flows.make", __doc__).parse_args(arguments))
-    check(recipe, environment.configure().home / "models")
-    workspace = free_workspace(recipe).root
-    make(recipe)
-    print((workspace / SUMMARY).read_text())
+    run_flow(load(rows_parser("flows.make", __doc__).parse_args(arguments)), make)
 
 
 if __name__ == "__main__":

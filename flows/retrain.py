@@ -15,7 +15,7 @@ from prefect.states import Completed, State
 
 from flows.dume import build, built
 from flows.making.change import begin_change, domain_faults, finish_change, unfinished
-from flows.running.command_line import command, recipe_parser, run_flow
+from flows.running.command_line import command, load, recipe_parser, run_flow
 from flows.running.session import THREADS, FlowSession, log, open_session
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
@@ -112,8 +112,8 @@ def _learn(session: FlowSession) -> Outcome:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow."""
-    chosen = recipe_parser("flows.retrain", __doc__).parse_args(arguments)
-    run_flow(chosen, look, retrain)
+    recipe = load(recipe_parser("flows.retrain", __doc__).parse_args(arguments))
+    run_flow(recipe, retrain, look=look)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,7 @@ from pathlib import Path
 
 from flows.pages.page import Command
 from flows.pages.seeds import write_seeds
-from flows.running.command_line import command, load, recipe_parser
-from infra import settings as environment
-from infra.services.stopping import run_command
-from tasks.engine.sources import CODE
+from flows.running.command_line import command, load, recipe_parser, run_apart
 
 
 @command
@@ -24,20 +21,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, required=True, help="folder for the page")
     chosen = parser.parse_args(arguments)
-    home = environment.configure().home
     recipe = load(chosen)
-    workspaces = []
-    for seed in chosen.seeds:
-        name = f"{recipe.name}-seed-{seed}"
-        changes = [*chosen.set, f"seed={seed}", f"name={name}"]
-        options = [part for change in changes for part in ("--set", change)]
-        if chosen.add:
-            options += ["--add", *(str(path.resolve()) for path in chosen.add)]
-        words = [sys.executable, "-m", "flows.dume", str(chosen.recipe.resolve()), *options]
-        run_command(words, directory=CODE)
-        workspaces.append(home / name)
-    made = Command.of("seeds", recipe, chosen)
-    write_seeds(made, workspaces)
+    workspaces = [run_apart("flows.dume", chosen, recipe, seed) for seed in chosen.seeds]
+    write_seeds(Command.of("seeds", recipe, chosen), workspaces)
 
 
 if __name__ == "__main__":

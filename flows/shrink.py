@@ -14,10 +14,11 @@ from prefect import flow
 
 from flows.dume import build
 from flows.making.change import DEPLOYED, begin_change, domain_faults, finish_change, unfinished
-from flows.running.command_line import command, recipe_parser, run_flow
+from flows.running.command_line import command, load, recipe_parser, run_flow
 from flows.running.session import THREADS, open_session
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
+from tasks.dume.backbone import averaged
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import begin, modelled, without_backbone
 from tasks.methods import every_stage
@@ -88,14 +89,14 @@ def _remove(workspace: Workspace, domain: str) -> None:
 
 
 def _note(recipe: Recipe, domain: str) -> str:
-    if domain in recipe.averaged:
+    if domain in averaged(recipe):
         note = f"The expert of {domain} is still in the backbone's average ({_listed(recipe)})"
         return note + "; to take it out there too: flows.shrink --rebuild."
     return f"The backbone averages {_listed(recipe)}."
 
 
 def _listed(recipe: Recipe) -> str:
-    return ", ".join(recipe.averaged)
+    return ", ".join(averaged(recipe))
 
 
 @command
@@ -106,9 +107,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rebuild", action="store_true", help="take it out of the backbone too")
     chosen = parser.parse_args(arguments)
     run_flow(
-        chosen,
-        lambda recipe, workspace: look(without(recipe, chosen.domain), workspace, chosen.domain),
-        lambda recipe: shrink(recipe, chosen.domain, chosen.rebuild),
+        load(chosen),
+        look=lambda recipe, workspace: look(
+            without(recipe, chosen.domain), workspace, chosen.domain
+        ),
+        run=lambda recipe: shrink(recipe, chosen.domain, chosen.rebuild),
     )
     print(f"If {chosen.recipe} still names {chosen.domain}, take it out there as well.")
     print(DEPLOYED.format(chosen.recipe))

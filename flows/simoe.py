@@ -16,16 +16,15 @@ from prefect import flow
 from flows.pages.instructions import publish_tuning, write_instructions
 from flows.pages.model import folder_faults
 from flows.pages.page import Command
-from flows.running.command_line import SUMMARY, command, free_workspace, load, rows_parser
+from flows.running.command_line import command, load, rows_parser, run_flow
 from flows.running.session import THREADS, open_session
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
-from tasks.data.sources import check
 from tasks.methods import stages_of
 from tasks.recipes import validate
 from tasks.release.champion import standing_champion
-from tasks.release.register_tuned import register_tuned
 from tasks.simoe.model import baselines, model
+from tasks.simoe.register import register_tuned
 from upcycle_core.errors import Fault, raise_faults
 
 
@@ -44,14 +43,12 @@ def simoe(recipe: Recipe) -> str:
     with open_session("simoe", recipe) as session:
         for stage in stages_of(recipe):
             if stage is baselines:  # the recipe's own model is one more of the trainings
-                session.ensure_together(model, stage)
+                session.ensure(model, stage)
             elif stage is not model:
                 session.ensure(stage)
         session.finish()
         with standing_champion(session.stages, session.registry) as champion:
-            outcome = register_tuned(
-                session.stages, session.registry, session.versions, session.run, champion=champion
-            )
+            outcome = register_tuned(session.registrar, champion)
         publish_tuning(session, outcome)
         session.workspace.sweep()
     return outcome.version.reference
@@ -74,14 +71,11 @@ def main(arguments: list[str] | None = None) -> None:
     recipe = load(chosen)
     home = environment.configure().home
     raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
-    check(recipe, home / "models")
     runs = [
         replace(recipe, seed=seed, name=f"{recipe.name}-seed-{seed}") for seed in chosen.seeds or ()
     ] or [recipe]
     for run in runs:
-        workspace = free_workspace(run).root
-        simoe(run)
-        print((workspace / SUMMARY).read_text())
+        run_flow(run, simoe)
     if chosen.out is not None:
         made = Command.of("simoe", recipe, chosen)
         write_instructions(made, [home / run.name for run in runs])

@@ -11,12 +11,11 @@ import sys
 from prefect import flow
 
 from flows.making.building import made
-from flows.running.command_line import SUMMARY, command, free_workspace, load, rows_parser
+from flows.running.command_line import command, load, rows_parser, run_flow
 from flows.running.session import THREADS
-from infra import settings as environment
-from infra.recipe.schema import SYMPHONY, Recipe, resolve
-from tasks.data.sources import check
+from infra.recipe.schema import Recipe, resolve
 from tasks.recipes import validate
+from tasks.symphony.method import METHOD
 from upcycle_core.errors import Fault, raise_faults
 
 
@@ -36,7 +35,7 @@ def symphony(recipe: Recipe) -> str:
 
 
 def _faults(recipe: Recipe) -> list[Fault]:
-    if recipe.method == SYMPHONY:
+    if recipe.method == METHOD.name:
         return []
     remedy = "says how models of different origin are joined; add it, or run flows.dume"
     return [Fault("symphony", None, remedy)]
@@ -47,10 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the flow on recipe files."""
     recipe = load(rows_parser("flows.symphony", __doc__).parse_args(arguments))
     raise_faults(_faults(recipe))
-    check(recipe, environment.configure().home / "models")
-    workspace = free_workspace(recipe).root
-    symphony(recipe)
-    print((workspace / SUMMARY).read_text())
+    run_flow(recipe, symphony)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """What is on the disk when a function returns, whatever befalls the machine then."""
 
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -17,6 +19,14 @@ def write_atomically(path: Path, text: str) -> None:
         shutil.rmtree(path)
     partial.replace(path)
     sync(path.parent)
+
+
+def read_json(path: Path) -> Any:
+    """The plain values in a file; None if it is absent, or a disk has damaged it."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def sync_tree(path: Path) -> None:

@@ -72,13 +72,8 @@ def recipe_of(workspace):
 
     path = workspace.root / "params.yaml"
     if not path.exists():
-        raise InputError(
-            Fault(
-                "workspace",
-                str(workspace.root),
-                "no params.yaml there; run the flow once, or change to a workspace",
-            )
-        )
+        remedy = "no params.yaml there; run the flow once, or change to a workspace"
+        raise InputError(Fault("workspace", str(workspace.root), remedy))
     values = yaml.safe_load(path.read_text())
     for generated in ("code", "packages"):
         values.pop(generated, None)

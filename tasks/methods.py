@@ -1,4 +1,4 @@
-"""Every method there is, what runs on a finished model, and the stages of a recipe."""
+"""Every method there is, what runs on a finished model, and the stages and models of a recipe."""
 
 from collections.abc import Mapping
 
@@ -10,21 +10,36 @@ from tasks.ders.checks import ders_faults
 from tasks.ders.compression import compression
 from tasks.ders.sweeps import sweeps
 from tasks.dume import method as dume
-from tasks.engine.method import Addition, Method
+from tasks.engine.method import Addition, Method, Models
 from tasks.engine.stage import Stage
-from tasks.scoring.task_scores import task_scores
+from tasks.scoring.task_scores import task_scores_of
 from tasks.simoe import method as simoe
 from tasks.symphony import method as symphony
 
 METHODS: Mapping[str, Method] = {
     method.name: method for method in (dume.METHOD, symphony.METHOD, simoe.METHOD)
 }
-"""How a model is made. A method is a line here, a folder beside this file, and one in the library:
-see docs/adding-a-method.md."""
+"""How a model is made; the first where a recipe says nothing else. A method is a line here, a
+folder beside this file, and one in the library: see docs/adding-a-method.md."""
+
+
+def models_of(recipe: Recipe) -> Models:
+    """Rows that can be scored on tasks: the method's own, and the baselines that are trained."""
+    trained = {n: (f"baselines/{n}",) for n, row in recipe.baselines.items() if row.trains}
+    return {**METHODS[recipe.method].models(recipe), **trained}
+
+
+def scored_models(recipe: Recipe) -> Models:
+    """Rows that are scored on tasks."""
+    chosen = recipe.task_evaluation.models
+    models = models_of(recipe)
+    return {row: models[row] for row in models if chosen is None or row in chosen}
+
+
 COMPARISON = Addition(
     name="comparison",
     stages=(baselines, comparison),
-    asked=lambda recipe: recipe.method == dume.METHOD.name and bool(recipe.baselines),
+    asked=lambda recipe: METHODS[recipe.method].compares and bool(recipe.baselines),
 )
 COMPRESSION = Addition(
     name="DeRS",
@@ -33,7 +48,9 @@ COMPRESSION = Addition(
     checks=ders_faults,
 )
 TASKS = Addition(
-    name="tasks", stages=(task_sets, task_scores), asked=lambda recipe: bool(recipe.tasks)
+    name="tasks",
+    stages=(task_sets, task_scores_of(scored_models)),
+    asked=lambda recipe: bool(recipe.tasks),
 )
 ADDITIONS = (COMPARISON, COMPRESSION, TASKS)
 """What runs on a model that is finished, in this order."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.cluster.compute import Piece
+from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import SUMMARY, TRAINING
 from tasks.engine.stage_run import StageRun
@@ -36,8 +36,9 @@ def train_from(
     training: TrainingConfig,
     objective: MoEObjective | None,
     kind: Literal["baselines", "post_training"],
+    data: "Texts | Instructions | None" = None,
 ) -> None:
-    """Train ``start`` on all domains into ``run.out``; write what the training came to beside it.
+    """Train ``start`` into ``run.out``; write what the training came to beside it.
 
     Args:
         run: The stage.
@@ -45,29 +46,46 @@ def train_from(
         training: Steps, batches, optimizer.
         objective: What is trained of a MoE; None for a dense model.
         kind: Of the resources.
+        data: What it is trained on; the texts of all domains by default.
     """
-    weights = {} if objective is None else objective.domain_weights
-    validated = training.evaluation_steps is not None
-    piece = Piece(
-        name="trained",
+    if data is None:
+        weights = {} if objective is None else objective.domain_weights
+        validated = training.evaluation_steps is not None
+        data = Texts(
+            train=_texts(run, "train"),
+            weights=[weights.get(d, 1.0) for d in run.recipe.domains],
+            validation=_texts(run, "calibration") if validated else (),
+        )
+    piece = training_piece(run, "trained", start, data, training, kind=kind, objective=objective)
+    done = run.run([piece], kind)["trained"]
+    take(done.path, run.out)
+    write_training(run, done.result, training, is_moe=objective is not None)
+
+
+def training_piece(
+    run: StageRun,
+    name: str,
+    start: Path,
+    data: "Texts | Instructions",
+    training: TrainingConfig,
+    *,
+    kind: str,
+    objective: MoEObjective | None = None,
+) -> Piece:
+    """The piece ``name`` that trains ``start``; see ``train_from``."""
+    return Piece(
+        name=name,
         function=train_piece,
-        workers=getattr(run.recipe.compute, kind).workers,
+        workers=getattr(getattr(run.recipe.compute, kind), "workers", 1),
         arguments={
             "start": start,
-            "data": Texts(
-                train=_texts(run, "train"),
-                weights=[weights.get(d, 1.0) for d in run.recipe.domains],
-                validation=_texts(run, "calibration") if validated else (),
-            ),
+            "data": data,
             "config": training,
             "objective": objective,
             "seed": run.recipe.seed,
             "device": run.device(kind),
         },
     )
-    done = run.run([piece], kind)["trained"]
-    take(done.path, run.out)
-    write_training(run, done.result, training, is_moe=objective is not None)
 
 
 def _texts(run: StageRun, split: str) -> list[Path]:
@@ -118,14 +136,21 @@ class Texts:
     weights: Sequence[float] | None = None
     validation: Sequence[Path] = ()
 
-    def rows(self, paths: Sequence[Path], *, length: int, count: int, seed: int) -> PackedSequences:
-        """``count`` sequences of ``length`` tokens, in seeded order."""
+    def rows(self, tokenizer: Path, *, config: TrainingConfig, seed: int) -> PackedSequences:
+        """All that a training of ``config`` reads, in seeded order."""
+        count = config.tokens // config.sequence_length
+        return self._packed(self.train, config.sequence_length, count, seed)
+
+    def validation_rows(self, config: TrainingConfig, seed: int) -> PackedSequences | None:
+        """What ``evaluation_steps`` measures the loss on, where it is set."""
+        if config.evaluation_steps is None:
+            return None
+        return self._packed(self.validation, config.sequence_length, VALIDATION_ROWS, seed)
+
+    def _packed(self, paths: Sequence[Path], length: int, count: int, seed: int) -> PackedSequences:
+        corpora = [TokenCorpus(path) for path in paths]
         return packed_sequences(
-            [TokenCorpus(path) for path in paths],
-            sequence_length=length,
-            count=count,
-            seed=seed,
-            weights=self.weights,
+            corpora, sequence_length=length, count=count, seed=seed, weights=self.weights
         )
 
 
@@ -168,16 +193,7 @@ def train_piece(
 
     Checkpoints lie beside ``out``; a piece that was killed continues from the last whole one.
     """
-    rows: PackedSequences | InstructionRows
-    validation = None
-    if isinstance(data, Instructions):
-        rows = data.rows(start, config=config, seed=seed)
-    else:
-        length, count = config.sequence_length, config.tokens // config.sequence_length
-        rows = data.rows(data.train, length=length, count=count, seed=seed)
-        if config.evaluation_steps is not None:
-            held = data.validation
-            validation = data.rows(held, length=length, count=VALIDATION_ROWS, seed=seed)
+    rows = data.rows(start, config=config, seed=seed)
     result = train(
         start,
         rows,
@@ -188,7 +204,7 @@ def train_piece(
         progress=progress,
         device=device,
         objective=objective,
-        validation=validation,
+        validation=data.validation_rows(config, seed) if isinstance(data, Texts) else None,
     )
     summary = {
         "loss": result.final_loss,

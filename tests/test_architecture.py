@@ -53,6 +53,13 @@ COPIED = {
     for paper in ("ders", "simoe")
     for file in (ROOT / "upcycle_core" / paper / "model").glob(f"*_{paper}.py")
 }
+# Sections of a recipe that are one method's, and where it may be asked whether they are given.
+METHOD_SECTIONS = ("symphony", "simoe", "compression")
+METHODS_AT_HOME = (
+    *(f"tasks/{method}/" for method in PAPERS),
+    *(f"flows/{method}.py" for method in PAPERS),
+    "tasks/methods.py",  # whether DeRS is asked for, which is no method but an addition
+)
 # Folders whose own folders are rooms.
 FLOORS = ("flows", "infra", "tasks", "upcycle_core", "upcycle_core/evaluation")
 LINES = 400
@@ -238,6 +245,24 @@ def test_papers_do_not_import_each_other():
             others = {f"upcycle_core.{other}" for other in PAPERS if other != paper}
             crossing = [name for name in imports(file) if name.startswith(tuple(others))]
             assert not crossing, name_of(file)
+
+
+def test_methods_are_asked_for_at_home_alone():
+    """Whoever else needs to know what a method does reads it from ``METHODS``."""
+    for file in (f for f in SOURCES if name_of(f).startswith(("infra/", "tasks/", "flows/"))):
+        if name_of(file).startswith(METHODS_AT_HOME):
+            continue
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.Compare):
+                asked = {dotted(part).rpartition(".")[2] for part in (node.left, *node.comparators)}
+                names = {*METHOD_SECTIONS} & asked
+                if dotted(node.left).endswith("recipe.method") and not is_membership(node):
+                    names.add("method")
+                assert not names, f"{name_of(file)}:{node.lineno} asks for {names}"
+
+
+def is_membership(node: ast.Compare) -> bool:
+    return all(isinstance(kind, ast.In | ast.NotIn) for kind in node.ops)
 
 
 def test_files_and_functions_stay_small():

@@ -7,7 +7,7 @@ from flows.pages.tasks import publish_tasks
 from flows.running.command_line import SUMMARY
 from flows.running.session import FlowSession, open_session
 from infra.recipe.schema import Recipe
-from tasks.methods import stages_of
+from tasks.methods import scored_models, stages_of
 from tasks.release.champion import standing_champion
 from tasks.release.register import register
 from tasks.release.task_table import task_table
@@ -28,7 +28,7 @@ def made(flow_name: str, recipe: Recipe) -> str:
         for stage in stages_of(recipe):
             session.ensure(stage)
         session.finish()
-        return publish(session, recipe.scored_models).version.reference
+        return publish(session, list(scored_models(recipe))).version.reference
 
 
 def publish(session: FlowSession, models: Sequence[str]) -> Outcome:
@@ -40,14 +40,7 @@ def publish(session: FlowSession, models: Sequence[str]) -> Outcome:
     """
     with standing_champion(session.stages, session.registry) as champion:
         tasks = task_table(session.stages, champion, models=models)
-        outcome = register(
-            session.stages,
-            session.registry,
-            session.versions,
-            session.run,
-            champion=champion,
-            tasks=tasks,
-        )
+        outcome = register(session.registrar, champion, tasks)
     publish_artifacts(session, outcome)
     if tasks is not None:
         publish_tasks(session, outcome.version, tasks)

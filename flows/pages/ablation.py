@@ -10,7 +10,8 @@ from flows.pages.comparison import ROWS, TABLE
 from flows.pages.model import log_report, publish_pictures, publish_table
 from flows.pages.page import Command, write_page
 from flows.running.session import FlowSession
-from infra.recipe.schema import SYMPHONY, Recipe
+from infra.recipe.schema import Recipe
+from tasks.symphony.variants import SYMPHONY
 from upcycle_core.evaluation.report.files import PAGE, TEXT, write_json
 from upcycle_core.evaluation.report.parts import Block, Figure, Section
 from upcycle_core.evaluation.text.ablation import ablation_figure, ablation_table

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flows.pages.page import Command, write_page
 from tasks.ders.compression import REPORT, row_title
+from tasks.ders.sweeps import section
 from upcycle_core.evaluation.report.files import MARKDOWN, METRICS
 from upcycle_core.evaluation.report.numbers import slug
 from upcycle_core.evaluation.report.parts import Block, Figure, Section
@@ -27,7 +28,7 @@ def write_compression(command: Command, workspace: Path) -> None:
         "Cosine of two FFNs, all of their weights in one vector (the paper's Fig. 1), first and "
         "last layer."
     ]
-    for row in recipe.compressed:
+    for row in section(recipe).models:
         title = row_title(recipe, row)
         cosines.append(copied(f"cosine_{slug(title)}", f"-cosine-{slug(title)}", title))
     write_page(

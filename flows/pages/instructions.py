@@ -11,12 +11,12 @@ from flows.pages.model import publish_outcome, summary
 from flows.pages.page import Command, write_page
 from flows.running.command_line import SUMMARY
 from flows.running.session import FlowSession
-from infra.recipe.schema import SIMOE, Recipe
+from infra.recipe.schema import Recipe
 from infra.tracking.records import DatasetRecord
 from tasks.engine.artifacts import SUMMARY as TRAINED
 from tasks.release.versions import Outcome
-from tasks.simoe.answers import model_of
-from tasks.simoe.report import figures, row_title
+from tasks.simoe.report import figures
+from tasks.simoe.rows import SIMOE, model_of, row_title, tuned
 from upcycle_core.evaluation.instructions.activations import Activation
 from upcycle_core.evaluation.instructions.report import write_instruction_report
 from upcycle_core.evaluation.instructions.results import InstructionEvaluation, across_runs
@@ -41,7 +41,7 @@ def publish_tuning(session: FlowSession, outcome: Outcome) -> None:
     metrics = json.loads((report / METRICS).read_text())
     scores = {
         f"{figure}/{row}": value
-        for row in recipe.tuned
+        for row in tuned(recipe)
         for figure, value in figures(metrics, row).items()
     }
     experts = _simoe_figures(session.workspace.path(model_of(SIMOE)))
@@ -95,7 +95,7 @@ def write_instructions(command: Command, workspaces: Sequence[Path]) -> None:
 def _experts(recipe: Recipe, workspaces: Sequence[Path]) -> Table:
     """A line a SIMoE: its sparsity and overlap."""
     rows = []
-    for row in recipe.tuned:
+    for row in tuned(recipe):
         if row != SIMOE and (row == "seed" or recipe.baselines[row].method != "simoe"):
             continue
         found = [json.loads((own / model_of(row) / TRAINED).read_text()) for own in workspaces]

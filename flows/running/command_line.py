@@ -7,21 +7,23 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prefect.settings import PREFECT_API_URL
 
 from infra import settings as environment
 from infra.recipe.names import masked
 from infra.recipe.schema import Recipe
-from infra.services.stopping import out_of_reach, run_stoppable
+from infra.services.stopping import out_of_reach, run_command, run_stoppable
+from tasks.engine.sources import CODE
 from tasks.engine.workspace import Workspace
-from tasks.recipes import load_recipe
+from tasks.recipes import check, load_recipe
 from upcycle_core.errors import Fault, InputError
 
 SUMMARY = "summary.txt"
 """What a flow leaves in its workspace for its command to print."""
 SERVER_SECONDS = 30
+Result = TypeVar("Result")
 
 
 def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
@@ -47,15 +49,21 @@ def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
 
 def recipe_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
     """A parser of ``RECIPE [--add FILE ...] [--set KEY=VALUE ...]``."""
-    parser = _parser(prog, description)
-    parser.add_argument("--add", type=Path, nargs="+", default=[], help="files of tasks or rows")
-    return parser
+    return _parser(prog, description, "--add", nargs="+", default=[])
 
 
 def rows_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
     """A parser of ``RECIPE [FILE ...] [--set KEY=VALUE ...]``."""
-    parser = _parser(prog, description)
-    parser.add_argument("add", type=Path, nargs="*", metavar="FILE", help="files of tasks or rows")
+    return _parser(prog, description, "add", nargs="*", metavar="FILE")
+
+
+def _parser(prog: str, about: str | None, add: str, **options: Any) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=about)
+    parser.add_argument("recipe", type=Path, help="YAML file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one value"
+    )
+    parser.add_argument(add, type=Path, help="files of tasks or rows", **options)
     return parser
 
 
@@ -100,55 +108,59 @@ def _start_server() -> None:
         SubprocessASGIServer().start()
 
 
-def free_workspace(recipe: Recipe) -> Workspace:
-    """The recipe's workspace, in which no flow works; and a Prefect server to work with.
-
-    Asked before Prefect records a run that cannot begin.
-
-    Raises:
-        InputError: A flow is at work there, or the Prefect server that is named does not answer.
-    """
-    settings = environment.configure()
-    workspace = Workspace(settings.home / recipe.name)
-    with workspace.lock("the start of a flow"):
-        pass
-    reach_server(settings)
-    return workspace
-
-
 def run_flow(
-    chosen: argparse.Namespace,
-    look: Callable[[Recipe, Workspace], str | None],
-    run: Callable[[Recipe], Any],
-) -> None:
-    """Load the recipe, look at it, run the flow and print what it left.
+    recipe: Recipe,
+    run: Callable[[Recipe], Result],
+    *,
+    look: Callable[[Recipe, Workspace], str | None] | None = None,
+    shown: str | None = SUMMARY,
+) -> Result | None:
+    """Look at the recipe, run the flow and print what it left.
 
     Args:
-        chosen: Of ``recipe_parser``.
+        recipe: What to make.
+        run: The flow.
         look: Raises ``InputError`` with every fault of what is asked for; returns what to say where
-            there is nothing to run.
-        run: The flow; it leaves a summary in the workspace.
+            there is nothing to run. By default what the recipe names outside the workspace is
+            looked at, before there is one.
+        shown: The file of the workspace that is printed; None for none.
+
+    Returns:
+        What the flow returned.
 
     Raises:
-        InputError: Bad input, said before Prefect records a run that cannot begin.
+        InputError: Bad input, a flow is at work in the workspace, or the Prefect server that is
+            named does not answer: said before Prefect records a run that cannot begin.
     """
-    recipe = load(chosen)
     settings = environment.configure()
     workspace = Workspace(settings.home / recipe.name)
+    if look is None:
+        check(recipe, settings.home / "models")
     with workspace.lock("the start of a flow"):
-        said = look(recipe, workspace)
+        said = None if look is None else look(recipe, workspace)
     if said is not None:
         print(said)
-        return
+        return None
     reach_server(settings)
-    run(recipe)
-    print((workspace.root / SUMMARY).read_text())
+    result = run(recipe)
+    if shown is not None:
+        print((workspace.root / shown).read_text())
+    return result
 
 
-def _parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
-    parser.add_argument("recipe", type=Path, help="YAML file")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one value"
-    )
-    return parser
+def run_apart(flow: str, chosen: argparse.Namespace, recipe: Recipe, seed: int) -> Path:
+    """Run a flow with one seed, in a process and a workspace of its own; returns the workspace.
+
+    Args:
+        flow: Its module.
+        chosen: Of either parser; its files and changes are the run's too.
+        recipe: What they load.
+        seed: The seed.
+    """
+    name = f"{recipe.name}-seed-{seed}"
+    changes = [*chosen.set, f"seed={seed}", f"name={name}"]
+    options = [part for change in changes for part in ("--set", change)]
+    first, *added = [str(path.resolve()) for path in (chosen.recipe, *chosen.add)]
+    files = [first, *(["--add", *added] if added and flow == "flows.dume" else added)]
+    run_command([sys.executable, "-m", flow, *files, *options], directory=CODE)
+    return environment.configure().home / name

@@ -1,7 +1,7 @@
 """What every flow shares: one session over Prefect, Ray, MLflow and DVC."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -36,6 +36,7 @@ from tasks.engine.stage import Session, Stage
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import save, with_lineage
 from tasks.pipeline import dvc_yaml, params_yaml
+from tasks.release.register import Registrar
 from upcycle_core.errors import Fault, InputError
 
 # A killed flow leaves the Prefect server that it had brought along.
@@ -72,6 +73,7 @@ class FlowSession:
     ) -> None:
         self.settings, self.stages = settings, session
         self.run, self.registry, self.versions = run, registry, versions
+        self.registrar = Registrar(session, registry, versions, run)
         self.recipe, self.workspace = session.recipe, session.workspace
         self.began = time.time()
         self._submitted: list[Any] = []
@@ -88,34 +90,26 @@ class FlowSession:
         self.recipe = self.stages.recipe = recipe
         prepare(self.versions, recipe)
 
-    def ensure(self, stage: Stage, only: Sequence[str] | None = None) -> None:
-        """Bring a stage up to date, one Prefect task an item, and let DVC record it.
+    def ensure(self, *stages: Stage, only: Collection[str] | None = None) -> None:
+        """Bring stages up to date, one Prefect task an item, and let DVC record them.
 
         What lies outside the workspace is looked at once: text that arrives during a flow is the
         next one's.
 
         Args:
-            stage: The stage.
-            only: Domains, baselines or models to run it for, of those that it has; all by default.
-
-        Raises:
-            InputError: With the faults of all items.
-        """
-        items = [item for item in stage.items(self.recipe) if only is None or item in only]
-        if stage.always:
-            items = [item for item in items if stage.label(item) not in self._seen]
-            self._seen.update(map(stage.label, items))
-        _wait(self._submit(stage, items))
-        self._record(stage, items)
-
-    def ensure_together(self, *stages: Stage) -> None:
-        """Bring stages up to date that read nothing of each other, all at the same time.
+            *stages: One, or several that read nothing of each other: they run at the same time.
+            only: Domains, baselines or models to run them for, of those they have; all by default.
 
         Raises:
             InputError: With the faults of all items of all stages.
         """
-        items = {stage.name: stage.items(self.recipe) for stage in stages}
-        _wait([f for stage in stages for f in self._submit(stage, items[stage.name])])
+        items: dict[str, list[str]] = {}
+        for stage in stages:
+            asked = (item for item in stage.items(self.recipe) if only is None or item in only)
+            items[stage.name] = [i for i in asked if stage.label(i) not in self._seen]
+            if stage.always:
+                self._seen.update(map(stage.label, items[stage.name]))
+        _wait([future for stage in stages for future in self._submit(stage, items[stage.name])])
         for stage in stages:
             self._record(stage, items[stage.name])
 

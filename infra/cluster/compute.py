@@ -22,24 +22,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infra.cluster.capacity import room_faults
 from infra.cluster.pieces import Done, Piece, finish, is_finished, read_done, remove
-from infra.cluster.progress import REPORT_SECONDS, FileProgress, ProgressReader, progress_file
+from infra.cluster.progress import REPORT_SECONDS, progress_file
 from infra.cluster.shared_storage import look, storage_fault, written_token
 from infra.cluster.worker import GROUP_FILE, TRAIN_ENVIRONMENT, Performed, WorkerLost, perform
 from infra.recipe.resources import Resources
 from infra.services.stopping import handlers_kept
 from infra.settings import Settings, environment_of
 from upcycle_core.errors import Fault, InputError, raise_faults
-
-__all__ = [
-    "Done",
-    "FileProgress",
-    "Piece",
-    "ProgressReader",
-    "cluster",
-    "placements",
-    "progress_file",
-    "run_pieces",
-]
 
 # What ends up on the machines of a cluster, and so what pieces can import there: nothing else that
 # lies in the checkout is looked at. The rules are those of .gitignore files; `!/.` is the checkout.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.cluster.worker import Performed
-from infra.durable import sync_tree, write_atomically
+from infra.durable import read_json, sync_tree, write_atomically
 
 FACTS = ("result", "started", "ended", "peak_memory_bytes")
 LEFT_FILES = "left_files"
@@ -32,6 +32,11 @@ class Piece:
     function: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     workers: int = 1
+
+    @classmethod
+    def of(cls, name: str, function: Callable[..., Any], /, **arguments: Any) -> "Piece":
+        """``function`` called with ``arguments``, in one process."""
+        return cls(name=name, function=function, arguments=arguments)
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,8 @@ def is_finished(directory: Path, name: str) -> bool:
 
 def read_record(directory: Path, name: str) -> dict[str, Any] | None:
     """What ``finish`` recorded; None if that is not there, or not whole."""
-    try:
-        record = json.loads(_result_file(directory, name).read_text())
-    except (OSError, ValueError):  # a disk has damaged it
-        return None
-    # Damaged too, or an earlier version wrote less.
+    record = read_json(_result_file(directory, name))
+    # Damaged, or an earlier version wrote less.
     return record if isinstance(record, dict) and record.keys() >= {*FACTS, LEFT_FILES} else None
 
 

@@ -34,12 +34,8 @@ def name_fault(where: str, name: str, taken: tuple[str, ...] = ()) -> Iterator[F
         taken: Names that mean something else in the same folder.
     """
     if not NAME.fullmatch(name):
-        yield Fault(
-            where,
-            name,
-            "names a folder in the workspace and nothing outside it; "
-            "use lower-case letters, digits, - and _, 64 at most",
-        )
+        remedy = "names a folder in the workspace and nothing outside it; use lower-case letters, "
+        yield Fault(where, name, f"{remedy}digits, - and _, 64 at most")
     elif name in taken:
         yield Fault(where, name, "lies in the place of something else; choose another name")
 

@@ -3,6 +3,7 @@
 import copy
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -13,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from infra.recipe.budget import budget_faults, with_budget
 from infra.recipe.checks import faults
 from infra.recipe.names import masked
-from infra.recipe.schema import ADAPTER, Recipe, resolve, with_method
+from infra.recipe.schema import ADAPTER, Recipe, resolve
 from infra.recipe.strict_yaml import read_yaml
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -31,6 +32,7 @@ def load_recipe(
     *,
     added: Sequence[Path] = (),
     checks: Checks = lambda recipe: (),
+    completed: Callable[[Recipe], Recipe] = lambda recipe: recipe,
 ) -> Recipe:
     """Read a recipe.
 
@@ -40,6 +42,7 @@ def load_recipe(
         added: YAML files whose ``baselines``, ``tasks`` or ``compression`` are added to the
             recipe's own.
         checks: What is wrong with a recipe beside what ``faults`` finds.
+        completed: The recipe with what follows from what it says.
 
     Raises:
         InputError: With all faults: unknown keys (and the nearest known), keys that stand twice,
@@ -52,17 +55,31 @@ def load_recipe(
         _override(values, override)
     if isinstance(values.get("folder"), str):  # where pieces run, the current folder is another
         values["folder"] = _absolute(values["folder"])
-    return validate(values, checks=checks)
+    return validate(values, checks=checks, completed=completed)
 
 
-def validate(values: object, *, checks: Checks = lambda recipe: ()) -> Recipe:
+def validate(
+    values: object,
+    *,
+    checks: Checks = lambda recipe: (),
+    completed: Callable[[Recipe], Recipe] = lambda recipe: recipe,
+) -> Recipe:
     """Turn plain values into a recipe; see ``load_recipe``."""
+
+    def faults_across(values: object, recipe: Recipe) -> list[Fault]:
+        """Faults of values that each are of the right kind."""
+        booleans = _booleans_as_numbers(values, resolve(recipe))
+        return [*booleans, *budget_faults(recipe), *faults(recipe), *checks(recipe)]
+
     try:
-        recipe = with_method(ADAPTER.validate_python(values))
+        recipe = completed(ADAPTER.validate_python(values))
     except ValidationError as error:
         found = [_fault_of(problem) for problem in error.errors()]
-        raise_faults([*found, *_faults_beside(values, error, checks)])
-    raise_faults(_faults_across(values, recipe, checks))
+        rest = _without(values, error)
+        with suppress(ValidationError):  # faults that would come up once these values are gone
+            found += faults_across(rest, completed(ADAPTER.validate_python(rest)))
+        raise_faults(found)
+    raise_faults(faults_across(values, recipe))
     recipe = with_budget(recipe)
     # One order everywhere: of sums, of the router's columns, of the experts in the model.
     return replace(recipe, domains=dict(sorted(recipe.domains.items())))
@@ -128,26 +145,12 @@ def settings_of(recipe: Recipe, kind: type[Section]) -> Section:
         raise
 
 
-def _faults_beside(values: object, error: ValidationError, checks: Checks) -> list[Fault]:
-    """Faults across fields that would come up once the values ``error`` names are gone."""
+def _without(values: object, error: ValidationError) -> object:
+    """A copy of ``values`` without those that ``error`` names."""
     rest = copy.deepcopy(values)
     for problem in error.errors():
         _drop(rest, problem["loc"])
-    try:
-        recipe = with_method(ADAPTER.validate_python(rest))
-    except ValidationError:
-        return []
-    return _faults_across(rest, recipe, checks)
-
-
-def _faults_across(values: object, recipe: Recipe, checks: Checks) -> list[Fault]:
-    """Faults of values that each are of the right kind."""
-    return [
-        *_booleans_as_numbers(values, resolve(recipe)),
-        *budget_faults(recipe),
-        *faults(recipe),
-        *checks(recipe),
-    ]
+    return rest
 
 
 def _booleans_as_numbers(given: object, read: object, where: str = "") -> Iterator[Fault]:

@@ -3,17 +3,14 @@
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import TypeAdapter
 
-from infra.recipe.keep import KeepConfig
-from infra.recipe.lineage import Lineage
 from infra.recipe.resources import ComputeConfig
-from infra.recipe.tuning import TuningConfig
 from upcycle_core.baselines.config import Baseline, ComparisonConfig
 from upcycle_core.config import SEEDS, config
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source, TokenizerConfig
@@ -23,17 +20,9 @@ from upcycle_core.dume.config import BackboneConfig, MoEConfig, RouterConfig, St
 from upcycle_core.evaluation.similarity.config import SimilarityConfig
 from upcycle_core.evaluation.tasks.config import EvaluationTask, TaskEvaluationConfig
 from upcycle_core.evaluation.text.config import EvaluationConfig
-from upcycle_core.evaluation.text.results import expert_row
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.symphony.config import PostTrainingConfig, SymphonyConfig
-from upcycle_core.training.config import ExpertsConfig, SeedConfig
-
-DUME = "dume"
-"""How experts of one seed are joined where a recipe says nothing else."""
-SYMPHONY = "symphony"
-"""The recipe's own way of joining strangers, among the variants of its baselines."""
-SIMOE = "simoe"
-"""The recipe's own model where it is found by instruction tuning."""
+from upcycle_core.training.config import ExpertsConfig, SeedConfig, TrainingConfig
 
 
 @config
@@ -77,6 +66,53 @@ class VersionsConfig:
     remote: str | None = "remote"
     """DVC remote to push to at the end of a run: a directory, seen from UPCYCLE_HOME, or a URL
     (`s3://...` with the extra `s3`); null for none."""
+
+
+@config
+class TuningConfig:
+    """Instruction tuning of the recipe's model, and how all models answer."""
+
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """Training on the instructions, with loss on the responses alone."""
+    max_new_tokens: int = field(default=128, metadata={"ge": 1})
+    """Longest answer, in tokens; Super-NaturalInstructions' 128 by default."""
+    batch_size: int = field(default=32, metadata={"ge": 1})
+    """Prompts that are answered together."""
+    least_exact_match: float | None = field(default=None, metadata={"ge": 0, "le": 1})
+    """Exact match on the seen categories that `full-finetune` rows must reach, or the instructions
+    are too hard for the model and no table is made; not asked by default."""
+
+
+@config
+class KeepConfig:
+    """What stays when `flows.tidy` clears up.
+
+    Of each registered model the versions `champion` and `challenger` always stay, with the data,
+    experts and statistics that they were made from and the runs that made them.
+    """
+
+    versions: int = field(default=3, metadata={"ge": 1})
+    """Newest registered versions that stay beside champion and challenger."""
+    runs: int = field(default=20, metadata={"ge": 1})
+    """Newest MLflow runs of flows that stay, with the runs of their stages, beside those that made
+    a version."""
+    flow_runs: int = field(default=50, metadata={"ge": 1})
+    """Newest Prefect flow runs of this workspace that stay."""
+
+
+@config
+class Lineage:
+    """What later models of a workspace are built upon as it is. Flows write it; people read it.
+
+    An artifact is named by the sha256 of its ``provenance.json``: of what made it, and its files.
+    """
+
+    pinned: Mapping[str, str] = field(default_factory=dict)
+    """Artifacts that are not made again, each with its sha256: tokenizer, seed, backbone."""
+    backbone: tuple[str, ...] = ()
+    """Domains whose experts the pinned backbone averages; some may have left the recipe."""
+    parents: Mapping[str, str] = field(default_factory=dict)
+    """The expert that a domain's expert is continued from, by its sha256."""
 
 
 @config
@@ -163,15 +199,7 @@ class Recipe:
     @property
     def trains_seed(self) -> bool:
         """Whether the seed model is made here."""
-        return self.has_seed and self.seed_model.model is None
-
-    @property
-    def trains_shape(self) -> bool:
-        """Whether any model begins with random weights here."""
-        if self.symphony is None:
-            return self.trains_seed
-        own = (d.origin for d in self.domains.values() if d.expert is None)
-        return any(origin is None or origin.model is None for origin in own)
+        return self.trains_experts and self.seed_model.model is None
 
     @property
     def trains_experts(self) -> bool:
@@ -180,86 +208,14 @@ class Recipe:
 
     @property
     def has_seed(self) -> bool:
-        """Whether there is a seed model, made here or given."""
-        if self.symphony is not None:
-            return False
-        return self.simoe is not None or self.trains_experts or self.seed_model.model is not None
+        """Whether there is a seed model, made here or given, where the method begins with one."""
+        return self.trains_experts or self.seed_model.model is not None
 
     @property
     def expert_tokens(self) -> int:
         """Tokens that all experts were trained on here; unknown, and not counted, if given."""
         trained = sum(domain.expert is None for domain in self.domains.values())
         return trained * self.experts.training.tokens
-
-    @property
-    def own_models(self) -> tuple[str, ...]:
-        """Rows of the report that are models of their own, beside baselines."""
-        if self.simoe is not None:
-            return ("seed", SIMOE)
-        seed = ("seed",) if self.has_seed else ()
-        before = ("harmonised",) if self.post_training is not None else ()
-        return (*map(expert_row, self.domains), *seed, "model_averaging", *before, self.method)
-
-    @property
-    def variants(self) -> dict[str, SymphonyConfig]:
-        """Every way in which strangers are joined by Symphony-MoE: the recipe's, and its rows'."""
-        if self.symphony is None:
-            return {}
-        rows = {n: row.symphony for n, row in self.baselines.items() if row.method == SYMPHONY}
-        return {SYMPHONY: self.symphony, **{n: v or SymphonyConfig() for n, v in rows.items()}}
-
-    @property
-    def starts(self) -> tuple[str, ...]:
-        """What strangers are joined to before training: the recipe's own way, and every row's."""
-        return () if self.symphony is None else (SYMPHONY, *self.baselines)
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Rows that can be scored on tasks: those, and the baselines that are trained."""
-        trained = (name for name, row in self.baselines.items() if row.trains)
-        return (*self.own_models, *trained)
-
-    @property
-    def tuned(self) -> tuple[str, ...]:
-        """Rows of the table of instruction tuning: the seed, its rivals, its ablations, itself."""
-        return () if self.simoe is None else ("seed", *self.baselines, SIMOE)
-
-    @property
-    def compressed(self) -> tuple[str, ...]:
-        """Rows whose experts are stored as a shared base and deltas."""
-        return () if self.compression is None else self.compression.models
-
-    @property
-    def scored_models(self) -> tuple[str, ...]:
-        """Rows that are scored on tasks."""
-        chosen = self.task_evaluation.models
-        return self.models if chosen is None else tuple(m for m in self.models if m in chosen)
-
-    @property
-    def pairings(self) -> dict[str, str]:
-        """{variant: the first variant that compares the same models on the same text}.
-
-        Variants that learn nothing from activations are left out.
-        """
-        first: dict[object, str] = {}
-        found = {}
-        for name, variant in self.variants.items():
-            if variant.alignment.uses_activations:
-                key = (self.anchor_of(variant), variant.calibration)
-                found[name] = first.setdefault(key, name)
-        return found
-
-    def anchor_of(self, variant: SymphonyConfig) -> str:
-        """The domain whose model the others are aligned to."""
-        return variant.anchor or (variant.models or tuple(self.domains))[0]
-
-    @property
-    def averaged(self) -> tuple[str, ...]:
-        """Domains whose experts' backbones are averaged."""
-        if "backbone" in self.pinned:
-            assert self.lineage is not None
-            return self.lineage.backbone
-        return self.backbone.experts or tuple(self.domains)
 
     @property
     def pinned(self) -> Mapping[str, str]:
@@ -270,20 +226,6 @@ class Recipe:
     def parents(self) -> Mapping[str, str]:
         """Domains whose expert is continued from an earlier one, with that one's sha256."""
         return {} if self.lineage is None else self.lineage.parents
-
-    @property
-    def has_elsewhere(self) -> bool:
-        """Whether a second router is solved from calibration text of another origin."""
-        return any(domain.elsewhere is not None for domain in self.domains.values())
-
-
-def with_method(recipe: Recipe) -> Recipe:
-    """The recipe with its method's name: also the row of the result in tables."""
-    if recipe.simoe is not None:
-        return replace(recipe, method=SIMOE)
-    if recipe.symphony is not None:
-        return replace(recipe, method=SYMPHONY)
-    return replace(recipe, method=recipe.method or DUME)
 
 
 ADAPTER: TypeAdapter[Recipe] = TypeAdapter(Recipe)

@@ -197,11 +197,8 @@ def _faults(settings: Settings) -> Iterator[Fault]:
     }
     for name, port in ports.items():
         if not is_free(port):
-            yield Fault(
-                name,
-                port,
-                f"in use by another program; stop that, or choose: make up {name}=PORT",
-            )
+            remedy = f"in use by another program; stop that, or choose: make up {name}=PORT"
+            yield Fault(name, port, remedy)
     if settings.prefect_port == settings.mlflow_port:
         yield Fault("UPCYCLE_MLFLOW_PORT", settings.mlflow_port, "is Prefect's too; choose another")
     database = settings.mlflow_tracking_uri

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mlflow.entities import LoggedModel
 from mlflow.entities import Run as RunEntity
 
-from infra.recipe.keep import KeepConfig
+from infra.recipe.schema import KeepConfig
 from infra.settings import Settings
 from infra.tracking.private import delete_files, deletion
 from infra.tracking.records import Version, local_folder

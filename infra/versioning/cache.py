@@ -111,16 +111,18 @@ class Cache:
             # As JSON, which is YAML: DVC must not read the digest 12e34 as a number.
             (self.scratch / "dvc.yaml").write_text(json.dumps({"stages": pipeline}))
             (self.scratch / "dvc.lock").write_text(json.dumps({"schema": "2.0", "stages": lock}))
-            return self._dvc("gc", "--workspace", "--force", *options, cwd=self.scratch)
+            arguments = ("gc", "--workspace", "--force", *options)
+            done = run_dvc(self.scratch, *arguments)
+            if done.returncode != 0:
+                detail = " ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
+                remedy = f"failed for {self.directory}: {detail}; nothing that is named was removed"
+                raise InputError(Fault("versions", f"dvc {' '.join(arguments)}", remedy))
+            return done.stdout
         finally:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def _dvc(self, *arguments: str, cwd: Path) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "dvc", *arguments], cwd=cwd, capture_output=True, text=True
-        )
-        if done.returncode != 0:
-            detail = " ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
-            remedy = f"failed for {self.directory}: {detail}; nothing that is named was removed"
-            raise InputError(Fault("versions", f"dvc {' '.join(arguments)}", remedy))
-        return done.stdout
+
+def run_dvc(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run DVC in ``folder``, to its end."""
+    command = [sys.executable, "-m", "dvc", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from infra.durable import write_atomically
+from infra.durable import read_json, write_atomically
 
 FILE = ".committed.json"
 _lock = threading.Lock()
@@ -23,10 +23,7 @@ class Recorded:
 
     def known(self) -> dict[str, str]:
         """What is recorded; nothing if that cannot be read: DVC is asked again then."""
-        try:
-            digests = json.loads(self._path.read_text())
-        except (OSError, ValueError):
-            return {}
+        digests = read_json(self._path)
         return digests if isinstance(digests, dict) else {}
 
     def add(self, digests: Mapping[str, str | None]) -> None:

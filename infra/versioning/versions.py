@@ -7,7 +7,6 @@ the stages and the resolved recipe, its ``dvc.lock`` from what was published.
 import configparser
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from infra.recipe.names import masked
-from infra.versioning.cache import DELETE_LOCK, recorded_outputs
+from infra.versioning.cache import DELETE_LOCK, recorded_outputs, run_dvc
 from upcycle_core.errors import Fault, InputError
 
 # Not "reflink" first: DVC would take every file away for a moment to link it anew, while pieces
@@ -121,12 +120,7 @@ class Versions:
 
     def _dvc(self, *arguments: str) -> None:
         with self._lock:
-            done = subprocess.run(
-                [sys.executable, "-m", "dvc", *arguments],
-                cwd=self.root,
-                capture_output=True,
-                text=True,
-            )
+            done = run_dvc(self.root, *arguments)
         if done.returncode != 0:
             lines = (done.stderr or done.stdout).strip().splitlines()
             detail = masked(" ".join(lines[-6:]))

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from infra.cluster.compute import Piece
 from infra.recipe.schema import Recipe
+from tasks.baselines.start import start_of
 from tasks.dume.files import ROUTERS
 from tasks.engine.stage import StageRun, each, stage
 from tasks.training import train_from, trained_rows
 from upcycle_core.baselines.config import Baseline
-from upcycle_core.baselines.start import write_start
 from upcycle_core.dume.router_reader import load_routers
 
 
@@ -28,32 +27,21 @@ def _inputs(recipe: Recipe, name: str) -> list[str]:
 
 @stage(
     "baselines/{baseline}",
-    inputs=_inputs,
+    _inputs,
     params=("seed", "baselines.{baseline}", "moe.max_shard_bytes"),
     each=trained_rows,
 )
 def baselines(run: StageRun) -> None:
     """Write the trained checkpoint, and beside it what its training came to."""
     recipe, baseline = run.recipe, run.recipe.baselines[run.item]
-    domains = list(recipe.domains)
-    start = Piece(
-        name="start",
-        function=write_start,
-        arguments={
-            "baseline": baseline,
-            "copies": baseline.experts(len(domains)),
-            "seed": recipe.seed,
-            "max_shard_bytes": recipe.moe.max_shard_bytes,
-            **_parts(run, baseline),
-        },
-    )
-    started = run.run([start], "baselines", uses_gpu=False)["start"]
+    domains = len(recipe.domains)
+    start = start_of(run, baseline, "baselines", domains=domains, **_parts(run, baseline))
     train_from(
         run,
-        started.path,
+        start,
         training=baseline.training,
         # A dense model has neither routers nor experts.
-        objective=baseline.objective if baseline.experts(len(domains)) else None,
+        objective=baseline.objective if baseline.experts(domains) else None,
         kind="baselines",
     )
 

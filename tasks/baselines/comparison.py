@@ -5,17 +5,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.cluster.compute import Piece
+from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import SUMMARY
+from tasks.engine.costs import Cost, read_cost
 from tasks.engine.params import MEASURING
 from tasks.engine.stage import StageRun, each, stage
-from tasks.scoring.evaluation import heldout_arguments
+from tasks.engine.workspace import Workspace
+from tasks.scoring.evaluation import dense_piece, heldout_arguments, perplexities
 from upcycle_core.baselines.ensemble import evaluate_ensemble
 from upcycle_core.evaluation.text.comparison import Compared, comparison_metrics
-from upcycle_core.evaluation.text.pieces import Scores, evaluate_checkpoint
+from upcycle_core.evaluation.text.pieces import Scores
 from upcycle_core.evaluation.text.results import expert_row, title_of
-from upcycle_core.evaluation.text.scores import Score
 from upcycle_core.moe.size import Counts, parameter_counts
 from upcycle_core.progress import Progress
 
@@ -38,36 +39,26 @@ def _tokens(recipe: Recipe) -> list[str]:
 
 
 @stage(
-    "comparison",
-    inputs=_inputs,
-    params=lambda recipe, item: (*MEASURING, "baselines", *_tokens(recipe)),
+    "comparison", _inputs, params=lambda recipe, item: (*MEASURING, "baselines", *_tokens(recipe))
 )
 def comparison(run: StageRun) -> None:
     """Write metrics.json: scores, parameters and tokens of every row."""
+    recipe = run.recipe
     report = json.loads((run.path("report") / "metrics.json").read_text())
-    done = run.run([_piece(run, name) for name in run.recipe.baselines], "evaluation")
     rows = {name: _reported(run, name, report) for name in REPORTED if name in report["perplexity"]}
-    for name, piece in done.items():
+    common = heldout_arguments(run)
+    trained = {"experts": {domain: run.path(f"experts/{domain}") for domain in recipe.domains}}
+    pieces = [
+        Piece.of(name, dense_piece, model=run.path(f"baselines/{name}"), **common)
+        if row.trains
+        else Piece.of(name, ensemble_piece, **trained, **common)
+        for name, row in recipe.baselines.items()
+    ]
+    for name, piece in run.run(pieces, "evaluation").items():
         rows[name] = _baseline(run, name, piece.result)
-    experts = {
-        domain: report["perplexity"][expert_row(domain)][domain] for domain in run.recipe.domains
-    }
+    experts = {d: report["perplexity"][expert_row(d)][d] for d in recipe.domains}
     metrics = comparison_metrics(experts, rows)
     (run.out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
-
-
-def _piece(run: StageRun, name: str) -> Piece:
-    common = heldout_arguments(run)
-    if run.recipe.baselines[name].trains:
-        arguments = {"model": run.path(f"baselines/{name}"), **common}
-        return Piece(name=name, function=baseline_piece, arguments=arguments)
-    experts = {domain: run.path(f"experts/{domain}") for domain in run.recipe.domains}
-    return Piece(name=name, function=ensemble_piece, arguments={"experts": experts, **common})
-
-
-def baseline_piece(*, out: Path, progress: Progress, model: Path, **common: Any) -> Scores:
-    """The piece: a trained baseline."""
-    return evaluate_checkpoint(model, progress=progress, **common)
 
 
 def ensemble_piece(
@@ -91,7 +82,7 @@ def _reported(run: StageRun, name: str, report: Mapping[str, Any]) -> Compared:
     )
 
 
-def _baseline(run: StageRun, name: str, scores: Mapping[str, Mapping[str, float]]) -> Compared:
+def _baseline(run: StageRun, name: str, scores: Scores) -> Compared:
     baseline = run.recipe.baselines[name]
     tokens = run.recipe.expert_tokens if baseline.uses_experts else 0
     trained = 0
@@ -100,10 +91,15 @@ def _baseline(run: StageRun, name: str, scores: Mapping[str, Mapping[str, float]
         counts = Counts(total=summary["total_parameters"], active=summary["active_parameters"])
         trained, tokens = summary["trained_parameters"], tokens + summary["tokens"]
     else:
-        counts = _ensemble([run.path(f"experts/{d}") for d in run.recipe.domains])
+        # Every token passes through every expert.
+        each_one = [parameter_counts(run.path(f"experts/{d}")) for d in run.recipe.domains]
+        counts = Counts(
+            total=sum(counts.total for counts in each_one),
+            active=sum(counts.active for counts in each_one),
+        )
     return Compared(
         title=baseline.title or name,
-        perplexities={d: Score.from_dict(score).perplexity for d, score in scores.items()},
+        perplexities=perplexities(scores),
         trained_parameters=trained,
         active_parameters=counts.active,
         total_parameters=counts.total,
@@ -111,10 +107,28 @@ def _baseline(run: StageRun, name: str, scores: Mapping[str, Mapping[str, float]
     )
 
 
-def _ensemble(experts: list[Path]) -> Counts:
-    """Every token passes through every expert."""
-    each_one = [parameter_counts(path) for path in experts]
-    return Counts(
-        total=sum(counts.total for counts in each_one),
-        active=sum(counts.active for counts in each_one),
-    )
+def row_costs(recipe: Recipe, workspace: Workspace) -> dict[str, Cost]:
+    """{row: what was spent on it after the seed}; a row is absent if any part of it is unknown.
+
+    Evaluation is left out: every row has the same.
+    """
+    experts = [f"experts@{domain}" for domain in recipe.domains]
+    statistics = [f"statistics@{domain}" for domain in recipe.domains]
+    dume = [*experts, "backbone", *statistics, "router", "model"]
+    stages = {
+        "seed": [],
+        "model_averaging": experts,
+        "random_routing": [*experts, "backbone", "model"],
+        "dume": dume,
+        "oracle": [*experts, "backbone", "model"],
+    }
+    for name, row in recipe.baselines.items():
+        begun = dume if row.method == "dume" else experts if row.uses_experts else []
+        stages[name] = [*begun, f"baselines-{name}"] if row.trains else begun
+    found = {}
+    for row_name, labels in stages.items():
+        costs = [read_cost(workspace, label) for label in labels]
+        known = [cost for cost in costs if cost is not None]
+        if len(known) == len(costs):
+            found[row_name] = Cost.together(known)
+    return found

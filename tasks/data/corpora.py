@@ -4,10 +4,7 @@ from tasks.engine.stage import StageRun, stage
 from upcycle_core.corpora.shards import write_corpus
 
 
-@stage(
-    "corpora/{domain}",
-    inputs=lambda recipe, domain: [f"documents/{domain}", "tokenizer"],
-)
+@stage("corpora/{domain}", lambda recipe, domain: [f"documents/{domain}", "tokenizer"])
 def corpora(run: StageRun) -> None:
     """Write ``SPLIT/tokens.bin`` and a manifest."""
     run.run_one(

@@ -6,9 +6,7 @@ from upcycle_core.corpora.documents import write_documents
 
 
 @stage(
-    "documents/{domain}",
-    inputs=lambda recipe, domain: [f"sources/{domain}.json"],
-    params=document_keys,
+    "documents/{domain}", lambda recipe, domain: [f"sources/{domain}.json"], params=document_keys
 )
 def documents(run: StageRun) -> None:
     """Write ``SPLIT.parquet`` and a manifest."""

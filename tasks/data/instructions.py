@@ -7,7 +7,7 @@ from upcycle_core.corpora.tuning.prepare import prepare_instructions
 
 @stage(
     INSTRUCTIONS,
-    inputs=lambda recipe, item: [f"sources/{INSTRUCTIONS}.json"],
+    lambda recipe, item: [f"sources/{INSTRUCTIONS}.json"],
     params=("seed", "folder", "instructions"),
 )
 def instructions(run: StageRun) -> None:

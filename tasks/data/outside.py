@@ -12,7 +12,7 @@ from upcycle_core.progress import Progress
 
 @stage(
     "outside/{outside}",
-    inputs=lambda recipe, name: [f"sources/outside/{name}.json", "tokenizer"],
+    lambda recipe, name: [f"sources/outside/{name}.json", "tokenizer"],
     params=("seed", "corpus.min_characters", "outside.{outside}"),
     each=lambda recipe: recipe.outside,
 )

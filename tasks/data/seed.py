@@ -16,7 +16,7 @@ from upcycle_core.training.seed import initialise_model
 
 @stage(
     "seed",
-    inputs=lambda recipe, domain: (
+    lambda recipe, domain: (
         [*each(recipe, "corpora/{domain}/train"), "tokenizer"]
         if recipe.trains_seed
         else [f"sources/{SEED}.json"]

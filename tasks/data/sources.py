@@ -5,94 +5,64 @@ It always runs, and is where bad input is found: every fault of every domain, in
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from infra.recipe.schema import Recipe
-from tasks.data.segmentation import segmentation_faults
-from tasks.data.task_files import task_fingerprint, task_set_faults
-from tasks.engine.artifacts import INSTRUCTIONS, SEED
+from tasks.data.task_sets import task_fingerprint, task_set_faults
+from tasks.engine.artifacts import SEED
 from tasks.engine.stage import StageRun, stage
-from upcycle_core.architectures.compare import compare_experts, compare_strangers
+from upcycle_core.architectures.compare import compare_experts
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
 from upcycle_core.corpora.sources import source_faults, source_fingerprint
-from upcycle_core.corpora.tuning.prepare import instruction_faults, instruction_fingerprint
 from upcycle_core.errors import Fault, InputError, raise_faults
-from upcycle_core.training.config import LlamaShape
 
 TEXTS = ("train", "calibration", "heldout", "elsewhere")
 # What training costs on disk: weights and two moments, in two checkpoints, and the result.
 TRAINING_COPIES = 8
+KEYS = ("folder", "domains", "seed_model.model", "tasks", "task_evaluation.folder")
+"""What names things outside, whatever the method."""
 
 
-@stage(
-    "sources",
-    inputs=lambda recipe, domain: (),
-    params=(
-        "folder",
-        "domains",
-        "outside",
-        "seed_model.model",
-        "symphony",
-        "tasks",
-        "task_evaluation.folder",
-        "simoe",
-        "instructions",
-    ),
-    always=True,
-)
+@stage("sources", lambda recipe, item: (), params=KEYS, always=True)
 def sources(run: StageRun) -> None:
-    """Write ``DOMAIN.json``, ``seed.json``, ``instructions.json``, ``tasks/TASK.json``: sha256 of
-    all that is outside."""
+    """Write ``DOMAIN.json``, ``seed.json``, ``tasks/TASK.json``: sha256 of all that is outside."""
+    raise_faults(outside_faults(run.recipe, run.models))
+    write_sources(run)
+
+
+def write_sources(run: StageRun) -> None:
+    """Write the fingerprints of what any recipe may name."""
     recipe = run.recipe
-    check(recipe, run.models)
-    cache = run.models
-    folder = recipe.text_folder
     for name, domain in recipe.domains.items():
         found: dict[str, object] = {
-            part: source_fingerprint(source, folder=folder)
+            part: source_fingerprint(source, folder=recipe.text_folder)
             for part in TEXTS
             if (source := getattr(domain, part)) is not None
         }
-        if domain.expert is not None:
-            found["expert"] = tree_digest(resolve_model(domain.expert, cache))
-        if domain.origin is not None and domain.origin.model is not None:
-            found["origin"] = tree_digest(resolve_model(domain.origin.model, cache))
-        _write(run.out / f"{name}.json", found)
-    for name, source in recipe.outside.items():
-        (run.out / "outside").mkdir(exist_ok=True)
-        found = dict(source_fingerprint(source, folder=folder))
-        _write(run.out / "outside" / f"{name}.json", found)
+        origin = None if domain.origin is None else domain.origin.model
+        for part, model in {"expert": domain.expert, "origin": origin}.items():
+            if model is not None:
+                found[part] = tree_digest(resolve_model(model, run.models))
+        write_fingerprints(run.out / f"{name}.json", found)
     if recipe.seed_model.model is not None:
-        _write(
-            run.out / f"{SEED}.json",
-            {SEED: tree_digest(resolve_model(recipe.seed_model.model, cache))},
-        )
-    if recipe.simoe is not None:
-        read = instruction_fingerprint(recipe.instructions, folder=folder)
-        _write(run.out / f"{INSTRUCTIONS}.json", read)
+        digest = tree_digest(resolve_model(recipe.seed_model.model, run.models))
+        write_fingerprints(run.out / f"{SEED}.json", {SEED: digest})
     for name in recipe.tasks:
-        (run.out / "tasks").mkdir(exist_ok=True)
-        _write(run.out / "tasks" / f"{name}.json", task_fingerprint(recipe, name))
+        write_fingerprints(run.out / "tasks" / f"{name}.json", task_fingerprint(recipe, name))
 
 
-def check(recipe: Recipe, cache: Path) -> None:
-    """Look at everything that the recipe names outside the workspace.
+def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
+    """What is wrong with texts, models and tasks outside the workspace.
 
     Args:
-        recipe: What to make.
+        recipe: What to make, of experts of one seed.
         cache: Where models from a hub are kept.
-
-    Raises:
-        InputError: With every fault of every text, model and task.
     """
-    found = [*text_faults(recipe), *model_faults(recipe, cache), *task_set_faults(recipe)]
-    if recipe.simoe is not None:
-        found += instruction_faults(recipe.instructions, folder=recipe.text_folder)
-    raise_faults(found)
+    return [*text_faults(recipe), *_model_faults(recipe, cache), *task_set_faults(recipe)]
 
 
 def text_faults(recipe: Recipe) -> list[Fault]:
@@ -112,10 +82,8 @@ def text_faults(recipe: Recipe) -> list[Fault]:
     ]
 
 
-def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
+def _model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     """What is wrong with ready experts and a given seed: each alone, and all of them together."""
-    if recipe.method == "symphony":
-        return stranger_faults(recipe, cache)
     given = {
         f"domains.{name}.expert": domain.expert
         for name, domain in recipe.domains.items()
@@ -123,58 +91,15 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     }
     if recipe.seed_model.model is not None:
         given["seed_model.model"] = recipe.seed_model.model
-    readers, vocabularies, faults = _opened(given, cache)
+    readers, vocabularies, faults = opened_models(given, cache)
     if recipe.trains_experts and given and recipe.seed_model.model is None:
-        faults.append(
-            Fault(
-                "seed_model.model",
-                None,
-                "some domains bring an expert and others do not; name the seed model that the "
-                "experts came from",
-            )
-        )
+        remedy = "some domains bring an expert and others do not; name the seed model that the "
+        faults.append(Fault("seed_model.model", None, f"{remedy}experts came from"))
     faults += compare_experts(readers, vocabularies)
-    return [*faults, *_disk_faults(recipe, readers, cache.parent)]
+    return [*faults, *disk_faults(recipe, readers, cache.parent)]
 
 
-def stranger_faults(recipe: Recipe, cache: Path) -> list[Fault]:
-    """What is wrong with the models of a recipe whose domains share no seed."""
-    given = {}
-    for name, domain in recipe.domains.items():
-        if domain.expert is not None:
-            given[f"domains.{name}.expert"] = domain.expert
-        elif domain.origin is not None and domain.origin.model is not None:
-            given[f"domains.{name}.origin.model"] = domain.origin.model
-    readers, vocabularies, faults = _opened(given, cache)
-    faults += compare_strangers(readers, vocabularies)
-    assert recipe.symphony is not None
-    if recipe.trains_shape:
-        faults += _shape_faults(recipe.seed_model.shape, readers)
-    elif not faults:
-        models = dict(zip(recipe.domains, (r.directory for r in readers.values()), strict=True))
-        faults += segmentation_faults(models, recipe.symphony.segmentation)
-    return [*faults, *_disk_faults(recipe, readers, cache.parent)]
-
-
-def _shape_faults(shape: LlamaShape, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:
-    """Where given models differ from those that are trained here from random weights."""
-    wanted = {
-        "model_type": shape.family,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.attention_heads,
-        "num_key_value_heads": shape.key_value_heads,
-    }
-    for field, reader in readers.items():
-        for name, value in wanted.items():
-            if reader.config.get(name, value) != value:
-                remedy = f"seed_model.shape has {value!r} for the models that are trained here; "
-                remedy += "set it to the given model's"
-                yield Fault(f"{field}.config.{name}", reader.config[name], remedy)
-
-
-def _opened(
+def opened_models(
     given: Mapping[str, str], cache: Path
 ) -> tuple[dict[str, CheckpointReader], dict[str, str], list[Fault]]:
     """Readers and vocabulary fingerprints of models, and what keeps the others from being read."""
@@ -195,7 +120,7 @@ def _at(field: str, fault: Fault) -> Fault:
     return Fault(named, fault.value, fault.remedy)
 
 
-def _disk_faults(recipe: Recipe, readers: dict[str, CheckpointReader], home: Path) -> list[Fault]:
+def disk_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader], home: Path) -> list[Fault]:
     """The result holds every expert once, beside a copy of each."""
     if not readers:
         return []
@@ -211,15 +136,13 @@ def _disk_faults(recipe: Recipe, readers: dict[str, CheckpointReader], home: Pat
     free = shutil.disk_usage(home).free
     if free >= copies * size:
         return []
-    return [
-        Fault(
-            "workspace",
-            str(home),
-            f"{free / 1e9:.1f} GB free, about {copies * size / 1e9:.1f} GB needed; free some space "
-            "or set UPCYCLE_HOME to a larger disk",
-        )
-    ]
+    remedy = (
+        f"{free / 1e9:.1f} GB free, about {copies * size / 1e9:.1f} GB needed; free some space "
+    )
+    return [Fault("workspace", str(home), f"{remedy}or set UPCYCLE_HOME to a larger disk")]
 
 
-def _write(path: Path, values: object) -> None:
+def write_fingerprints(path: Path, values: object) -> None:
+    """Write a file of the artifact."""
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")

@@ -24,11 +24,7 @@ def _params(recipe: Recipe, item: str) -> Iterator[str]:
         yield "tokenizer"
 
 
-@stage(
-    "tokenizer",
-    inputs=_inputs,
-    params=_params,
-)
+@stage("tokenizer", _inputs, params=_params)
 def tokenizer(run: StageRun) -> None:
     """Write the tokenizer's files."""
     recipe = run.recipe

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from infra.recipe.names import name_fault
 from infra.recipe.schema import Recipe
 from upcycle_core.errors import Fault
 
@@ -15,13 +16,11 @@ def ders_faults(recipe: Recipe) -> Iterator[Fault]:
     compression = recipe.compression
     if compression is None:
         return
-    if recipe.symphony is not None:
-        remedy = "experts that share no seed share no base; remove it"
-        yield Fault("compression", "given", remedy)
     if not compression.codecs:
         remedy = "no way to store a delta; add one, e.g. {rank-4: {codec: low_rank, rank: 4}}"
         yield Fault("compression.codecs", {}, remedy)
     for name, codec in compression.codecs.items():
+        yield from name_fault(f"compression.codecs.{name}", name)
         yield from codec.faults(f"compression.codecs.{name}")
         if name == "original":
             remedy = "names a row of the table already; rename it"

@@ -8,17 +8,17 @@ from statistics import mean
 from typing import Any
 
 from infra.recipe.schema import Recipe, recipe_yaml
-from tasks.ders.sweeps import artifact_of, base_of, sweep_inputs
+from tasks.ders.sweeps import artifact_of, base_of, section, sweep_inputs
 from tasks.engine.artifacts import ORIGINAL, SWEEP
 from tasks.engine.params import dume_keys
 from tasks.engine.stage import StageRun, stage
+from tasks.scoring.evaluation import perplexities
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.ders.compress import compress
 from upcycle_core.ders.config import CodecConfig, CompressionConfig
 from upcycle_core.evaluation.compression.report import write_compression_report
 from upcycle_core.evaluation.compression.results import Point, Sweep, smallest_within
 from upcycle_core.evaluation.text.results import expert_row, title_of
-from upcycle_core.evaluation.text.scores import Score
 from upcycle_core.progress import Progress
 
 REPORT, MODEL = "report", "model"
@@ -26,35 +26,31 @@ REPORT, MODEL = "report", "model"
 
 
 def _inputs(recipe: Recipe, item: str) -> list[str]:
-    first = sweep_inputs(recipe, recipe.compressed[0])
-    return [*first, *(f"sweeps/{row}" for row in recipe.compressed), "report"]
+    first = sweep_inputs(recipe, section(recipe).models[0])
+    return [*first, *(f"sweeps/{row}" for row in section(recipe).models), "report"]
 
 
 @stage(
     "compression",
-    inputs=_inputs,
+    _inputs,
     params=lambda recipe, item: (*dume_keys(recipe), "compression", "baselines"),
 )
 def compression(run: StageRun) -> None:
     """Write ``report/``, and in ``model/`` the smallest checkpoint within the tolerance."""
-    recipe = run.recipe
-    assert recipe.compression is not None
+    recipe, how = run.recipe, section(run.recipe)
     report = json.loads((run.path("report") / "metrics.json").read_text())
     experts = {d: report["perplexity"][expert_row(d)][d] for d in recipe.domains}
-    found = {
-        row: json.loads((run.path(f"sweeps/{row}") / SWEEP).read_text())
-        for row in recipe.compressed
-    }
+    found = {row: json.loads((run.path(f"sweeps/{row}") / SWEEP).read_text()) for row in how.models}
     sweeps = [_sweep(recipe, row, values, experts) for row, values in found.items()]
-    chosen = smallest_within(sweeps[0], recipe.compression.tolerance)
+    chosen = smallest_within(sweeps[0], how.tolerance)
     if chosen is not None:
         run.run_one(
             chosen_piece,
             "assembly",
-            model=run.path(artifact_of(recipe, recipe.compressed[0])),
+            model=run.path(artifact_of(recipe, how.models[0])),
             base=base_of(run),
-            codec=recipe.compression.codecs[chosen],
-            compression=recipe.compression,
+            codec=how.codecs[chosen],
+            compression=how,
             max_shard_bytes=recipe.moe.max_shard_bytes,
             title=f"{recipe.name}, {chosen}",
             recipe=recipe_yaml(recipe, [*dume_keys(recipe), "compression"]),
@@ -65,16 +61,14 @@ def compression(run: StageRun) -> None:
         sweeps,
         {row_title(recipe, row): values[ORIGINAL]["cosines"] for row, values in found.items()},
         model=recipe.name,
-        tolerance=recipe.compression.tolerance,
+        tolerance=how.tolerance,
     )
 
 
 def row_title(recipe: Recipe, row: str) -> str:
     """What people call a row that is compressed."""
     baseline = recipe.baselines.get(row)
-    if baseline is None:
-        return title_of(row, ())
-    return baseline.title or row
+    return title_of(row, ()) if baseline is None else baseline.title or row
 
 
 def _sweep(
@@ -86,24 +80,20 @@ def _sweep(
         source=row_title(recipe, row),
         domains=tuple(recipe.domains),
         experts=experts,
-        original=_perplexities(original),
+        original=perplexities(original["scores"]),
         original_bytes=next(iter(reports.values()))["bytes_of_original"],
         original_expert_bytes=original["expert_bytes"],
         points={
             name: Point(
                 codec=found[name]["codec"],
                 bytes=report["bytes_on_disk"],
-                perplexity=_perplexities(found[name]),
+                perplexity=perplexities(found[name]["scores"]),
                 formula_bytes=report["bytes_by_formula"],
                 relative_error=mean(report["relative_errors"].values()),
             )
             for name, report in reports.items()
         },
     )
-
-
-def _perplexities(found: Mapping[str, Any]) -> dict[str, float]:
-    return {d: Score.from_dict(score).perplexity for d, score in found["scores"].items()}
 
 
 def chosen_piece(

@@ -3,15 +3,23 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from infra.recipe.schema import Recipe
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.progress import Progress
 
 
+def averaged(recipe: Recipe) -> tuple[str, ...]:
+    """Domains whose experts' backbones are averaged."""
+    if recipe.lineage is not None and "backbone" in recipe.lineage.pinned:
+        return recipe.lineage.backbone
+    return recipe.backbone.experts or tuple(recipe.domains)
+
+
 @stage(
     "backbone",
-    inputs=lambda recipe, domain: [f"experts/{name}" for name in recipe.averaged],
+    lambda recipe, domain: [f"experts/{name}" for name in averaged(recipe)],
     params=("moe.max_shard_bytes",),
 )
 def backbone(run: StageRun) -> None:
@@ -19,7 +27,7 @@ def backbone(run: StageRun) -> None:
     run.run_one(
         average_piece,
         "assembly",
-        experts=[run.path(f"experts/{name}") for name in run.recipe.averaged],
+        experts=[run.path(f"experts/{name}") for name in averaged(run.recipe)],
         max_shard_bytes=run.recipe.moe.max_shard_bytes,
     )
 

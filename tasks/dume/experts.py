@@ -6,6 +6,7 @@ from tasks.engine.stage import StageRun, stage
 from tasks.training import Texts, train_piece
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.checkpoints.fetch import resolve_model
+from upcycle_core.errors import Fault, InputError
 
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
@@ -15,11 +16,7 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
     return [*given, f"corpora/{domain}/train", start] if trained else given
 
 
-@stage(
-    "experts/{domain}",
-    inputs=_inputs,
-    params=expert_keys,
-)
+@stage("experts/{domain}", _inputs, params=expert_keys)
 def experts(run: StageRun) -> None:
     """Write the expert's checkpoint."""
     recipe = run.recipe
@@ -37,3 +34,26 @@ def experts(run: StageRun) -> None:
         seed=recipe.seed,
         device=run.device("experts"),
     )
+
+
+@stage(
+    "parents/{parent}",
+    inputs=lambda recipe, domain: (),
+    each=lambda recipe: recipe.parents,
+    params=("lineage.parents.{parent}",),
+    once=True,  # the expert is another by the time that it has learnt
+)
+def parents(run: StageRun) -> None:
+    """Write a copy of the expert that the lineage names.
+
+    Raises:
+        InputError: It is there no more, or damaged.
+    """
+    domain, named = run.item, run.recipe.parents[run.item]
+    expert, workspace = f"experts/{domain}", run.session.workspace
+    if not workspace.has_digest(expert, named) or workspace.provenance(expert) is None:
+        remedy = "is the expert that is continued, and it is not in the workspace as it was; bring "
+        remedy += "it back (dvc pull --force, or flows.restore), or build all anew: flows.dume "
+        remedy += "--rebuild"
+        raise InputError(Fault(f"lineage.parents.{domain}", named, remedy))
+    copy_checkpoint(workspace.path(expert), run.out)

@@ -12,7 +12,8 @@ ROUTERS = {"calibration": "router.safetensors", "elsewhere": "elsewhere.safetens
 
 def splits(recipe: Recipe) -> list[str]:
     """The calibration texts that a router is solved from."""
-    return ["calibration", "elsewhere"] if recipe.has_elsewhere else ["calibration"]
+    has_elsewhere = any(domain.elsewhere is not None for domain in recipe.domains.values())
+    return ["calibration", "elsewhere"] if has_elsewhere else ["calibration"]
 
 
 def calibration_splits(recipe: Recipe, domain: str) -> list[str]:

@@ -1,15 +1,13 @@
 """DUME: experts of one seed, an averaged backbone, and routers in closed form."""
 
-from infra.recipe.checks import text_figures
 from tasks.data.corpora import corpora
 from tasks.data.documents import documents
 from tasks.data.seed import seed
-from tasks.data.sources import sources
+from tasks.data.sources import outside_faults, sources
 from tasks.data.tokenizer import tokenizer
 from tasks.dume.backbone import backbone
-from tasks.dume.experts import experts
+from tasks.dume.experts import experts, parents
 from tasks.dume.model import model
-from tasks.dume.parents import parents
 from tasks.dume.report import report
 from tasks.dume.router import router
 from tasks.dume.statistics import statistics
@@ -33,6 +31,7 @@ METHOD = Method(
         model,
         report,
     ),
-    checks=lambda recipe: (),
-    figures=text_figures,
+    outside=outside_faults,
+    compares=True,
+    lives=True,
 )

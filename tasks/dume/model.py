@@ -11,7 +11,7 @@ from upcycle_core.moe.assemble import assemble
 
 @stage(
     "model",
-    inputs=lambda recipe, domain: [*each(recipe, "experts/{domain}"), "backbone", "router"],
+    lambda recipe, domain: [*each(recipe, "experts/{domain}"), "backbone", "router"],
     params=lambda recipe, item: dume_keys(recipe),
 )
 def model(run: StageRun) -> None:

@@ -1,10 +1,9 @@
 """Stage ``report``: perplexity on held-out text of everything that belongs in the table."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from infra.cluster.compute import Done, Piece
+from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
 from tasks.dume.files import ROUTERS, splits, statistics_files
 from tasks.engine.params import router_keys
@@ -12,9 +11,11 @@ from tasks.engine.stage import StageRun, each, stage
 from tasks.scoring.evaluation import (
     ROWS,
     average_piece,
+    counts,
     dense_piece,
     heldout_arguments,
     oracle_piece,
+    perplexities,
     random_piece,
     routed_piece,
     sweep_piece,
@@ -23,7 +24,6 @@ from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.pieces import Scores
 from upcycle_core.evaluation.text.report import write_report
 from upcycle_core.evaluation.text.results import Evaluation, Parameter, expert_row
-from upcycle_core.evaluation.text.scores import Score
 
 RANDOM = "random_routing"
 
@@ -51,46 +51,28 @@ def _swept(config: EvaluationConfig) -> dict[Parameter, Sequence[float]]:
     }
 
 
-@stage(
-    "report",
-    inputs=_inputs,
-    params=_params,
-)
+@stage("report", _inputs, params=_params)
 def report(run: StageRun) -> None:
     """Write metrics.json, tables, pictures and the CSV behind them."""
-    done = run.run([*_dense_pieces(run), *_moe_pieces(run)], "evaluation")
-    evaluation = _collect(run.recipe, done)
+    dense = _dense_pieces(run)
+    done = run.run([*dense, *_moe_pieces(run)], "evaluation")
+    results = {name: piece.result for name, piece in done.items()}
+    evaluation = _collect(run.recipe, {piece.name: results[piece.name] for piece in dense}, results)
     write_report(evaluation, run.out, model=run.recipe.name)
 
 
 def _dense_pieces(run: StageRun) -> list[Piece]:
     """Every dense expert, the seed, the averaged model, and the oracle domain by domain."""
-    domains = list(run.recipe.domains)
     common = heldout_arguments(run)
-    pieces = [_dense(expert_row(d), run.path(f"experts/{d}"), common) for d in domains]
+    experts = {domain: run.path(f"experts/{domain}") for domain in run.recipe.domains}
+    models = {expert_row(domain): path for domain, path in experts.items()}
     if run.recipe.has_seed:
-        pieces.append(_dense("seed", run.path("seed"), common))
-    averaged = [run.path(f"experts/{d}") for d in domains]
-    pieces.append(
-        Piece(
-            name="model_averaging",
-            function=average_piece,
-            arguments={"experts": averaged, **common},
-        )
-    )
-    oracle = {"backbone": run.path("backbone"), **common}
+        models["seed"] = run.path("seed")
     return [
-        *pieces,
-        Piece(
-            name="oracle",
-            function=oracle_piece,
-            arguments={"experts": dict(zip(domains, averaged, strict=True)), **oracle},
-        ),
+        *(Piece.of(row, dense_piece, model=path, **common) for row, path in models.items()),
+        Piece.of("model_averaging", average_piece, experts=list(experts.values()), **common),
+        Piece.of("oracle", oracle_piece, backbone=run.path("backbone"), experts=experts, **common),
     ]
-
-
-def _dense(name: str, model: Path, common: Mapping[str, Any]) -> Piece:
-    return Piece(name=name, function=dense_piece, arguments={"model": model, **common})
 
 
 def _moe_pieces(run: StageRun) -> list[Piece]:
@@ -98,77 +80,49 @@ def _moe_pieces(run: StageRun) -> list[Piece]:
     config = run.recipe.evaluation
     common = {"model": run.path("model"), **heldout_arguments(run)}
     table = {split: run.path("router") / ROUTERS[split] for split in splits(run.recipe)}
-    pieces = [
-        Piece(name="routed", function=routed_piece, arguments={"routers": table, **common}),
-        *(
-            Piece(
-                name=f"{RANDOM}-{seed}",
-                function=random_piece,
-                arguments={"seed": seed, **common},
-            )
-            for seed in config.random_routing_seeds
-        ),
-    ]
-    for parameter, value in _points(config):
-        arguments = {
-            "parameter": parameter,
-            "value": value,
+    pieces = [Piece.of("routed", routed_piece, routers=table, **common)]
+    for seed in config.random_routing_seeds:
+        pieces.append(Piece.of(f"{RANDOM}-{seed}", random_piece, seed=seed, **common))
+    for name, (parameter, value) in _points(config).items():
+        solving = {
             "statistics": {split: statistics_files(run, split) for split in table},
             "router": run.recipe.router,
-            **common,
         }
-        name = _point(parameter, value)
-        pieces.append(Piece(name=name, function=sweep_piece, arguments=arguments))
+        point = {"parameter": parameter, "value": value, **solving}
+        pieces.append(Piece.of(name, sweep_piece, **point, **common))
     return pieces
 
 
-def _points(config: EvaluationConfig) -> list[tuple[Parameter, float]]:
-    return [(parameter, value) for parameter, values in _swept(config).items() for value in values]
+def _points(config: EvaluationConfig) -> dict[str, tuple[Parameter, float]]:
+    """{the piece that measures a point of a sweep: that point}."""
+    return {
+        f"sweep_{parameter}-{value}": (parameter, value)
+        for parameter, values in _swept(config).items()
+        for value in values
+    }
 
 
-def _point(parameter: Parameter, value: float) -> str:
-    """The piece that measures one point of a sweep."""
-    return f"sweep_{parameter}-{value}"
-
-
-def _collect(recipe: Recipe, done: Mapping[str, Done]) -> Evaluation:
-    routed = done["routed"].result
-    dense = {name: piece.result for name, piece in done.items() if name in _dense_names(recipe)}
-    any_scores = next(iter(dense.values()))
+def _collect(recipe: Recipe, dense: Mapping[str, Scores], results: Mapping[str, Any]) -> Evaluation:
+    routed = results["routed"]
     rows = {**dense, **{row: found["scores"] for row, found in routed.items()}}
+    drawn = [results[f"{RANDOM}-{seed}"] for seed in recipe.evaluation.random_routing_seeds]
     return Evaluation(
         domains=tuple(recipe.domains),
-        perplexities={row: _perplexities(scores) for row, scores in rows.items()},
-        repeats={
-            RANDOM: [
-                _perplexities(done[f"{RANDOM}-{seed}"].result["scores"])
-                for seed in recipe.evaluation.random_routing_seeds
-            ]
-        },
-        heldout={
-            domain: {"tokens": score["tokens"], "bytes": score["bytes"]}
-            for domain, score in any_scores.items()
-        },
+        perplexities={row: perplexities(scores) for row, scores in rows.items()},
+        repeats={RANDOM: [perplexities(found["scores"]) for found in drawn]},
+        heldout=counts(next(iter(dense.values()))),
         routing=routed[ROWS["calibration"]]["routing"],
-        sweeps=_sweeps(recipe, done),
+        sweeps=_sweeps(recipe, results),
     )
 
 
-def _dense_names(recipe: Recipe) -> set[str]:
-    return {"seed", "model_averaging", "oracle", *(expert_row(d) for d in recipe.domains)}
-
-
 def _sweeps(
-    recipe: Recipe, done: Mapping[str, Done]
+    recipe: Recipe, results: Mapping[str, Any]
 ) -> dict[Parameter, dict[str, dict[float, dict[str, float]]]]:
     """{parameter: {row: {value: perplexities}}}."""
     sweeps: dict[Parameter, dict[str, dict[float, dict[str, float]]]] = {}
-    for parameter, value in _points(recipe.evaluation):
-        for row, result in done[_point(parameter, value)].result.items():
+    for name, (parameter, value) in _points(recipe.evaluation).items():
+        for row, found in results[name].items():
             points = sweeps.setdefault(parameter, {}).setdefault(row, {})
-            points[float(value)] = _perplexities(result["scores"])
+            points[float(value)] = perplexities(found["scores"])
     return sweeps
-
-
-def _perplexities(scores: Scores) -> dict[str, float]:
-    return {domain: Score.from_dict(score).perplexity for domain, score in scores.items()}

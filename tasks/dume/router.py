@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from infra.cluster.compute import Piece
+from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
 from tasks.dume.files import ROUTERS, calibration_splits, splits, statistics_files
 from tasks.dume.sequential import solve_layer_by_layer
@@ -27,11 +27,7 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
     return found
 
 
-@stage(
-    "router",
-    inputs=_inputs,
-    params=lambda recipe, item: router_keys(recipe),
-)
+@stage("router", _inputs, params=lambda recipe, item: router_keys(recipe))
 def router(run: StageRun) -> None:
     """Write one file a calibration text: ``router`` and, where there is one, ``elsewhere``."""
     recipe = run.recipe
@@ -40,11 +36,7 @@ def router(run: StageRun) -> None:
             solve_layer_by_layer(run, split, statistics_files(run, split), run.out / ROUTERS[split])
         return
     pieces = [
-        Piece(
-            name=split,
-            function=solve_piece,
-            arguments={"statistics": statistics_files(run, split), "config": recipe.router},
-        )
+        Piece.of(split, solve_piece, statistics=statistics_files(run, split), config=recipe.router)
         for split in splits(recipe)
     ]
     for split, done in run.run(pieces, "assembly").items():

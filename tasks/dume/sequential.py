@@ -5,12 +5,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from infra.cluster.compute import Piece
+from tasks.dume.statistics import in_shards
 from tasks.engine.stage import StageRun
 from upcycle_core.dume.router import choose_lambda, save_routers, solve_routers, solve_sequentially
 from upcycle_core.dume.router_reader import RouterSolution
 from upcycle_core.dume.sequential import sequential_statistics
-from upcycle_core.dume.statistics import Statistics, merge_statistics
+from upcycle_core.dume.statistics import Statistics
 from upcycle_core.moe.assemble import assemble
 
 
@@ -44,50 +44,28 @@ def solve_layer_by_layer(
 def _assembled(run: StageRun, split: str, solution: RouterSolution) -> Path:
     """A MoE to send tokens through; its routers are replaced as they are solved."""
     recipe = run.recipe
-    piece = Piece(
-        name=f"{split}-moe",
-        function=assemble,
-        arguments={
-            "experts": {name: run.path(f"experts/{name}") for name in recipe.domains},
-            "backbone": run.path("backbone"),
-            "routers": solution.weights,
-            "top_k": recipe.moe.top_k,
-            "max_shard_bytes": recipe.moe.max_shard_bytes,
-        },
-    )
-    return run.run([piece], "assembly")[piece.name].path
+    return run.done(
+        f"{split}-moe",
+        assemble,
+        "assembly",
+        experts={name: run.path(f"experts/{name}") for name in recipe.domains},
+        backbone=run.path("backbone"),
+        routers=solution.weights,
+        top_k=recipe.moe.top_k,
+        max_shard_bytes=recipe.moe.max_shard_bytes,
+    ).path
 
 
 def _layer_statistics(
     run: StageRun, split: str, moe: Path, layer: int, routers: Mapping[int, Tensor]
 ) -> dict[str, Statistics]:
-    recipe = run.recipe
-    shards = range(recipe.statistics.shards)
-    pieces = {
-        (domain, shard): Piece(
-            name=f"{split}-{layer}-{domain}-{shard}",
-            function=sequential_statistics,
-            arguments={
-                "moe": moe,
-                "routers": dict(routers),
-                "layer": layer,
-                "corpus": _text(run, domain, split),
-                "config": recipe.statistics,
-                "shard": shard,
-                "device": run.device("statistics"),
-            },
-        )
-        for domain in recipe.domains
-        for shard in shards
+    common = {"moe": moe, "routers": dict(routers), "layer": layer}
+    texts = {
+        f"{split}-{layer}-{domain}": {"corpus": _text(run, domain, split), **common}
+        for domain in run.recipe.domains
     }
-    done = run.run(list(pieces.values()), "statistics")
-    found = {}
-    for domain in recipe.domains:
-        merged = run.pieces_directory / f"{split}-{layer}-{domain}.merged"
-        files = [done[pieces[domain, shard].name].path for shard in shards]
-        merge_statistics(files, merged)
-        found[domain] = Statistics.load(merged)
-    return found
+    files = in_shards(run, sequential_statistics, texts).values()
+    return dict(zip(run.recipe.domains, map(Statistics.load, files), strict=True))
 
 
 def _text(run: StageRun, domain: str, split: str) -> Path:

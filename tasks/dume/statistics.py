@@ -1,6 +1,10 @@
 """Stage ``statistics``: (A_d, s_d, n_d) of one domain, in pieces of (text, shard)."""
 
-from infra.cluster.compute import Piece
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
 from tasks.dume.files import STATISTICS, calibration_splits
 from tasks.engine.stage import StageRun, stage
@@ -12,32 +16,40 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
     return [*texts, f"experts/{domain}", "backbone"]
 
 
-@stage(
-    "statistics/{domain}",
-    inputs=_inputs,
-    params=("statistics",),
-)
+@stage("statistics/{domain}", _inputs, params=("statistics",))
 def statistics(run: StageRun) -> None:
     """Write one file a calibration text: ``calibration`` and, where there is one, ``elsewhere``."""
+    models = {"backbone": run.path("backbone"), "expert": run.path(f"experts/{run.domain}")}
+    texts = {
+        split: {**models, "corpus": run.path(f"corpora/{run.domain}/{split}")}
+        for split in calibration_splits(run.recipe, run.domain)
+    }
+    for split, file in in_shards(run, domain_statistics, texts).items():
+        file.rename(run.out / STATISTICS.format(split=split))
+
+
+def in_shards(
+    run: StageRun, function: Callable[..., None], texts: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Path]:
+    """Statistics of several texts, each computed in shards and summed.
+
+    Args:
+        run: The stage's run; its pieces are (text, shard).
+        function: Writes the statistics of one shard.
+        texts: What it is given for each text, beside the recipe's ``statistics``.
+
+    Returns:
+        A file a text.
+    """
     config = run.recipe.statistics
-    splits = calibration_splits(run.recipe, run.domain)
+    common = {"config": config, "device": run.device("statistics")}
     pieces = [
-        Piece(
-            name=f"{split}-{shard}",
-            function=domain_statistics,
-            arguments={
-                "backbone": run.path("backbone"),
-                "expert": run.path(f"experts/{run.domain}"),
-                "corpus": run.path(f"corpora/{run.domain}/{split}"),
-                "config": config,
-                "shard": shard,
-                "device": run.device("statistics"),
-            },
-        )
-        for split in splits
+        Piece.of(f"{name}-{shard}", function, shard=shard, **arguments, **common)
+        for name, arguments in texts.items()
         for shard in range(config.shards)
     ]
     done = run.run(pieces, "statistics")
-    for split in splits:
-        files = [done[f"{split}-{shard}"].path for shard in range(config.shards)]
-        merge_statistics(files, run.out / STATISTICS.format(split=split))
+    merged = {name: run.pieces_directory / f"{name}.merged" for name in texts}
+    for name, file in merged.items():
+        merge_statistics([done[f"{name}-{n}"].path for n in range(config.shards)], file)
+    return merged

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from infra.cluster.compute import Done
+from infra.cluster.pieces import Done
 from infra.durable import write_atomically
 from tasks.engine.workspace import Workspace
 

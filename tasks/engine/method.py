@@ -1,11 +1,32 @@
 """What a method is, to everything that is not the method itself: data."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from infra.recipe.schema import Recipe
-from tasks.engine.stage import Stage
+from tasks.engine.stage import Stage, each
 from upcycle_core.errors import Fault
+from upcycle_core.evaluation.text.results import expert_row
+
+Checks = Callable[[Recipe], Iterable[Fault]]
+Models = Mapping[str, Sequence[str]]
+"""{row of a report: the artifacts whose weights its model is the mean of}"""
+ON_TEXT = ("seed_model.training", "experts.training", "statistics", "evaluation")
+TEXT_METRICS = ("normalised_average", "normalised_worst")
+
+
+def models_of_one_seed(recipe: Recipe) -> Models:
+    """The experts, the seed where there is one, the experts' average, and what the method makes."""
+    experts = tuple(each(recipe, "experts/{domain}"))
+    rows = {expert_row(d): (e,) for d, e in zip(recipe.domains, experts, strict=True)}
+    seed = {"seed": ("seed",)} if recipe.has_seed else {}
+    return {**rows, **seed, "model_averaging": experts, recipe.method: ("model",)}
+
+
+def text_figures(recipe: Recipe) -> Sequence[str]:
+    """Figures that a report of perplexity on held-out text holds."""
+    return [*TEXT_METRICS, *(f"perplexity.{name}" for name in recipe.domains)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,16 +38,38 @@ class Method:
         title: For people.
         paper: Where it was published.
         stages: What makes its model and its report, in the order in which data flows.
+        outside: What is wrong with the files and models that a recipe names outside its workspace;
+            takes the folder of models from a hub.
         checks: What is wrong with what a recipe says about it, found without reading any file.
+        unused: What a recipe of another method says of it in vain.
+        section: The section of a recipe that asks for it, if it has one.
         figures: What the gate may name: figures that every report of it holds.
+        models: Rows of its report that are models of their own, beside the trained baselines.
+        lengths: Sections whose ``sequence_length`` a model that is shaped here must have positions
+            for.
+        trains_shape: Whether any model begins with random weights here.
+        has_seed: Whether its models begin with one seed.
+        has_labels: Whether its domains, if it has any, are labels of instructions and no experts'.
+        compares: Whether the rows to compare with are made after its own model and report.
+        lives: Whether domains may come, go and learn.
     """
 
     name: str
     title: str
     paper: str
     stages: tuple[Stage, ...]
-    checks: Callable[[Recipe], Iterable[Fault]]
-    figures: Callable[[Recipe], Sequence[str]]
+    outside: Callable[[Recipe, Path], Iterable[Fault]]
+    checks: Checks = lambda recipe: ()
+    unused: Checks = lambda recipe: ()
+    section: str | None = None
+    figures: Callable[[Recipe], Sequence[str]] = text_figures
+    models: Callable[[Recipe], Models] = models_of_one_seed
+    lengths: Callable[[Recipe], Iterable[str]] = lambda recipe: ON_TEXT
+    trains_shape: Callable[[Recipe], bool] = lambda recipe: recipe.trains_seed
+    has_seed: bool = True
+    has_labels: bool = False
+    compares: bool = False
+    lives: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,4 +86,4 @@ class Addition:
     name: str
     stages: tuple[Stage, ...]
     asked: Callable[[Recipe], bool]
-    checks: Callable[[Recipe], Iterable[Fault]] = lambda recipe: ()
+    checks: Checks = lambda recipe: ()

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from infra.recipe.schema import Recipe
-from infra.recipe.tuning import TuningConfig
+from infra.recipe.schema import Recipe, TuningConfig
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.evaluation.tasks.config import TaskEvaluationConfig
 from upcycle_core.symphony.config import PostTrainingConfig

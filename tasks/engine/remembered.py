@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.cluster.pieces import Piece, read_record, write_record
+from infra.durable import read_json
 from tasks.engine.sources import module_digests, package_versions
 from tasks.engine.workspace import Workspace, fingerprint
 
@@ -60,16 +61,13 @@ class Remembered:
             partial.replace(self._path)
 
     def _known(self) -> dict[str, Any]:
-        try:
-            known = json.loads(self._path.read_text())
-        except (OSError, ValueError):
-            return {}
+        known = read_json(self._path)
         return known if isinstance(known, dict) else {}
 
     def _mark(self, piece: Piece) -> str | None:
         """What decides its result; None if that cannot be said."""
         try:
-            arguments = self._plain(piece.arguments)
+            arguments = json.dumps(piece.arguments, default=self._plain)
         except ValueError:
             return None
         return fingerprint(
@@ -81,22 +79,18 @@ class Remembered:
             }
         )
 
-    def _plain(self, value: Any) -> Any:
-        """An argument as JSON holds it; an artifact by its digest.
+    def _plain(self, value: object) -> Any:
+        """An argument that JSON does not hold: an artifact, by its digest, or a config.
 
         Raises:
             ValueError: It is something else.
         """
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
         if isinstance(value, Path):
             return self._digest(value)
         if is_dataclass(value) and not isinstance(value, type):
-            return [type(value).__name__, self._plain(asdict(value))]
+            return [type(value).__name__, asdict(value)]
         if isinstance(value, Mapping):
-            return [[str(key), self._plain(part)] for key, part in value.items()]
-        if isinstance(value, list | tuple):
-            return [self._plain(part) for part in value]
+            return dict(value)
         raise ValueError(f"{type(value)} has no digest")
 
     def _digest(self, path: Path) -> list[str | None]:

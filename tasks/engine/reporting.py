@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from infra.cluster.compute import ProgressReader
+from infra.cluster.progress import ProgressReader
 
 LINE_SECONDS = 5.0
 Show = Callable[[str, float, str], None]

@@ -42,8 +42,9 @@ class Stage:
         inputs: What it reads, below the workspace.
         params: Dotted keys of the recipe that decide its result, with the same words in braces; or
             what gives them for an item.
-        each: What it runs once for: the domains, the baselines that are trained, ...; one empty
-            name for a stage that runs once, nothing where a recipe has no need of it.
+        each: What it runs once for: the baselines that are trained, ...; one empty name for a stage
+            that runs once, nothing where a recipe has no need of it. By default it runs once a
+            domain if ``out`` names ``{domain}``, or else once.
         always: Whether it looks at the world outside the workspace, and so always runs.
         once: Whether what it has made for these settings stays, whatever code and packages become:
             what it was made from may be there no more.
@@ -53,7 +54,7 @@ class Stage:
     out: str
     inputs: Inputs
     params: Params
-    each: Items
+    each: Items | None = None
     always: bool = False
     once: bool = False
 
@@ -74,7 +75,9 @@ class Stage:
 
     def items(self, recipe: Recipe) -> list[str]:
         """The domains, baselines, ... it runs for, or one empty name."""
-        return list(self.each(recipe))
+        if self.each is not None:
+            return list(self.each(recipe))
+        return list(recipe.domains) if "{domain}" in self.out else [""]
 
     def keys(self, recipe: Recipe, item: str) -> list[str]:
         """Dotted keys of the recipe that decide the result."""
@@ -203,41 +206,15 @@ class Stage:
 
 def stage(
     out: str,
-    *,
     inputs: Inputs,
+    *,
     params: Params = (),
     each: Items | None = None,
     always: bool = False,
     once: bool = False,
 ) -> Callable[[Callable[[StageRun], None]], Stage]:
-    """Make a function a stage; see ``Stage``.
-
-    One whose ``out`` names ``{domain}`` runs once a domain where ``each`` does not say otherwise.
-    """
-
-    def made(function: Callable[[StageRun], None]) -> Stage:
-        default = of_each_domain if "{domain}" in out else of_the_recipe
-        return Stage(
-            function=function,
-            out=out,
-            inputs=inputs,
-            params=params,
-            each=each or default,
-            always=always,
-            once=once,
-        )
-
-    return made
-
-
-def of_each_domain(recipe: Recipe) -> Iterable[str]:
-    """A stage runs once a domain."""
-    return recipe.domains
-
-
-def of_the_recipe(recipe: Recipe) -> Iterable[str]:
-    """A stage runs once."""
-    return [""]
+    """Make a function a stage; see ``Stage``."""
+    return lambda function: Stage(function, out, inputs, params, each, always, once)
 
 
 def _record(session: Session, label: str, artifact: str) -> dict[str, Any] | None:

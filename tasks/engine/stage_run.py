@@ -7,7 +7,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
 
-from infra.cluster.compute import Done, Piece, progress_file, run_pieces
+from infra.cluster.compute import run_pieces
+from infra.cluster.pieces import Done, Piece
+from infra.cluster.progress import progress_file
 from infra.recipe.resources import Resources
 from infra.recipe.schema import Recipe
 from tasks.engine.costs import Cost, cost_of
@@ -170,11 +172,24 @@ class StageRun:
         ]
         return done
 
-    def run_one(self, function: Callable[..., Any], kind: str, **arguments: Any) -> Any:
+    def run_one(self, function: Callable[..., Any], kind: str, /, **arguments: Any) -> Any:
         """Run one piece that fills ``self.out``; returns its result."""
-        done = self.run([Piece(name="whole", function=function, arguments=arguments)], kind)
-        take(done["whole"].path, self.out)
-        return done["whole"].result
+        done = self.done("whole", function, kind, **arguments)
+        take(done.path, self.out)
+        return done.result
+
+    def done(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        kind: str,
+        /,
+        *,
+        uses_gpu: bool = True,
+        **arguments: Any,
+    ) -> Done:
+        """Run one piece of several; see ``run``."""
+        return self.run([Piece.of(name, function, **arguments)], kind, uses_gpu=uses_gpu)[name]
 
     def device(self, kind: str) -> str:
         """Where pieces of this kind compute."""

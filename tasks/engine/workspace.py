@@ -59,14 +59,9 @@ class Workspace:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.seek(0)
-                raise InputError(
-                    Fault(
-                        "workspace",
-                        str(self.root),
-                        f"held by {file.read().strip() or 'another process'}; wait until it ends, "
-                        "or stop it",
-                    )
-                ) from None
+                by = file.read().strip() or "another process"
+                remedy = f"held by {by}; wait until it ends, or stop it"
+                raise InputError(Fault("workspace", str(self.root), remedy)) from None
             file.truncate(0)
             file.write(f"{holder}, process {os.getpid()}")
             file.flush()
@@ -239,14 +234,11 @@ def disk_faults(field: str, path: Path) -> Iterator[None]:
         if not _is_full_disk(error):
             raise
         free = shutil.disk_usage(path).free
-        raise InputError(
-            Fault(
-                field,
-                str(path),
-                f"the disk is full ({free / 1e6:.0f} MB free), or a file larger than allowed; free "
-                "some space and run the same command again: finished pieces are kept",
-            )
-        ) from error
+        remedy = (
+            f"the disk is full ({free / 1e6:.0f} MB free), or a file larger than allowed; free "
+        )
+        remedy += "some space and run the same command again: finished pieces are kept"
+        raise InputError(Fault(field, str(path), remedy)) from error
 
 
 def _is_full_disk(error: BaseException) -> bool:

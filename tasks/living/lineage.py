@@ -10,9 +10,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from infra.durable import write_atomically
-from infra.recipe.lineage import Lineage
-from infra.recipe.schema import Recipe
+from infra.recipe.schema import Lineage, Recipe
 from tasks.engine.workspace import Workspace
+from tasks.methods import METHODS
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 FILE = "lineage.json"
@@ -26,7 +26,7 @@ def with_lineage(recipe: Recipe, workspace: Workspace) -> Recipe:
     What was said of domains that the recipe has no more is left out.
     """
     path = workspace.root / FILE
-    if recipe.method != "dume" or not path.exists():
+    if not (METHODS[recipe.method].lives and path.exists()):
         return recipe
     lineage = _load(path)
     parents = {name: found for name, found in lineage.parents.items() if name in recipe.domains}

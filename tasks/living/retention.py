@@ -14,8 +14,7 @@ from typing import Any
 
 import yaml
 
-from infra.recipe.keep import KeepConfig
-from infra.recipe.schema import Recipe
+from infra.recipe.schema import KeepConfig, Recipe
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
 from infra.tracking.retention import OURS, Past, Records

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.cluster.compute import Done, Piece, run_pieces
+from infra.cluster.compute import run_pieces
+from infra.cluster.pieces import Done, Piece
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
 from tasks.engine.stage import Session

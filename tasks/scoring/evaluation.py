@@ -15,7 +15,6 @@ from upcycle_core.dume.config import RouterConfig
 from upcycle_core.dume.router import solve_routers
 from upcycle_core.dume.router_reader import load_routers
 from upcycle_core.dume.statistics import Statistics
-from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.pieces import (
     Scores,
     Variant,
@@ -33,7 +32,8 @@ ROWS = {"calibration": "dume", "elsewhere": "dume_ood"}
 
 
 def dense_piece(*, out: Path, progress: Progress, model: Path, **common: Any) -> Scores:
-    """The piece: one dense checkpoint."""
+    """The piece: one checkpoint as it is."""
+    register_architectures()
     return evaluate_checkpoint(model, progress=progress, **common)
 
 
@@ -54,20 +54,13 @@ def oracle_piece(
     backbone: Path,
     experts: Mapping[str, Path],
     corpora: Mapping[str, Path],
-    config: EvaluationConfig,
-    device: str,
+    **common: Any,
 ) -> Scores:
     """The piece: every domain's tokens through its own expert."""
     scores: Scores = {}
     for domain, expert in experts.items():
-        scores |= evaluate_stitched(
-            backbone,
-            expert,
-            {domain: corpora[domain]},
-            config=config,
-            device=device,
-            progress=progress,
-        )
+        text = {domain: corpora[domain]}
+        scores |= evaluate_stitched(backbone, expert, text, progress=progress, **common)
     return scores
 
 
@@ -128,31 +121,33 @@ def champion_piece(
     tokenizer: Path,
     documents: Mapping[str, Path],
     corpora: Mapping[str, Path],
-    config: EvaluationConfig,
-    device: str,
     reference: Mapping[str, Mapping[str, float]],
+    **common: Any,
 ) -> dict[str, float]:
     """The piece: another model's perplexity on this text, per token of this run's tokenizer."""
     register_architectures()
     if vocabulary_fingerprint(model) == vocabulary_fingerprint(tokenizer):
-        scores = evaluate_checkpoint(
-            model, corpora, config=config, device=device, progress=progress
-        )
-        return {domain: Score.from_dict(score).perplexity for domain, score in scores.items()}
+        return perplexities(evaluate_checkpoint(model, corpora, progress=progress, **common))
     texts = {domain: path / "heldout.parquet" for domain, path in documents.items()}
     limits = {domain: values["bytes"] for domain, values in reference.items()}
-    scores = evaluate_text(
-        model, texts, config=config, max_bytes=limits, device=device, progress=progress
-    )
+    scores = evaluate_text(model, texts, max_bytes=limits, progress=progress, **common)
+    own = {
+        d: Score(nll=0.0, tokens=int(v["tokens"]), bytes=v["bytes"]) for d, v in reference.items()
+    }
     return {
-        domain: perplexity_per_reference_token(
-            Score.from_dict(score),
-            Score(
-                nll=0.0, tokens=int(reference[domain]["tokens"]), bytes=reference[domain]["bytes"]
-            ),
-        )
+        domain: perplexity_per_reference_token(Score.from_dict(score), own[domain])
         for domain, score in scores.items()
     }
+
+
+def perplexities(scores: Scores) -> dict[str, float]:
+    """{domain: perplexity} of what a piece has measured."""
+    return {domain: Score.from_dict(score).perplexity for domain, score in scores.items()}
+
+
+def counts(scores: Scores) -> dict[str, dict[str, float]]:
+    """{domain: scored tokens and bytes}: the same of every model with the same tokenizer."""
+    return {d: {"tokens": score["tokens"], "bytes": score["bytes"]} for d, score in scores.items()}
 
 
 def heldout_arguments(run: StageRun) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 import json
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from infra.recipe.schema import SYMPHONY, Recipe
-from tasks.engine.stage import StageRun, each, stage
+from infra.recipe.schema import Recipe
+from tasks.engine.method import Models
+from tasks.engine.stage import Stage, StageRun, stage
 from tasks.scoring.architectures import register_architectures
 from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -15,43 +16,30 @@ from upcycle_core.evaluation.tasks.adapter import evaluate_tasks
 from upcycle_core.evaluation.tasks.config import TaskEvaluationConfig
 from upcycle_core.evaluation.tasks.items import Item, read_items, write_items
 from upcycle_core.evaluation.tasks.score import TaskScore
-from upcycle_core.evaluation.text.results import expert_row
 from upcycle_core.progress import Progress
 
 SCORES, ITEMS = "scores.json", "items.parquet"
 
 
-def _models(recipe: Recipe, model: str) -> list[str]:
-    """The checkpoints that a row is made of: one, or all that are averaged."""
-    own = {expert_row(domain): f"experts/{domain}" for domain in recipe.domains}
-    own |= {"seed": "seed", recipe.method: "model", "harmonised": f"starts/{SYMPHONY}"}
-    if model == "model_averaging":
-        united = recipe.method == SYMPHONY
-        return list(each(recipe, "united/{domain}" if united else "experts/{domain}"))
-    return [own.get(model, f"baselines/{model}")]
+def task_scores_of(models: Callable[[Recipe], Models]) -> Stage:
+    """The stage, of the models that a recipe scores, each with the checkpoints it is made of."""
 
+    def inputs(recipe: Recipe, row: str) -> list[str]:
+        return [*models(recipe)[row], *(f"task_sets/{name}" for name in recipe.tasks)]
 
-def _inputs(recipe: Recipe, model: str) -> Iterable[str]:
-    yield from _models(recipe, model)
-    yield from (f"task_sets/{name}" for name in recipe.tasks)
+    @stage("task_scores/{model}", inputs, params=("task_evaluation",), each=models)
+    def task_scores(run: StageRun) -> None:
+        """Write ``scores.json`` and ``items.parquet``: every item's prompt, answer and score."""
+        run.run_one(
+            score_model,
+            "evaluation",
+            models=[run.path(artifact) for artifact in models(run.recipe)[run.item]],
+            task_sets={name: run.path(f"task_sets/{name}") for name in run.recipe.tasks},
+            config=run.recipe.task_evaluation,
+            device=run.device("evaluation"),
+        )
 
-
-@stage(
-    "task_scores/{model}",
-    inputs=_inputs,
-    params=("task_evaluation",),
-    each=lambda recipe: recipe.scored_models,
-)
-def task_scores(run: StageRun) -> None:
-    """Write ``scores.json`` and ``items.parquet``: every item's prompt, answer and score."""
-    run.run_one(
-        score_model,
-        "evaluation",
-        models=[run.path(artifact) for artifact in _models(run.recipe, run.item)],
-        task_sets={name: run.path(f"task_sets/{name}") for name in run.recipe.tasks},
-        config=run.recipe.task_evaluation,
-        device=run.device("evaluation"),
-    )
+    return task_scores
 
 
 def score_model(

@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.recipe.schema import SIMOE, Recipe
+from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import ANSWERS
 from tasks.engine.stage import StageRun, stage
 from tasks.scoring.architectures import register_architectures
+from tasks.simoe.rows import model_of, tuned
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.evaluation.instructions.activations import expert_activations
 from upcycle_core.evaluation.instructions.answers import answer
@@ -23,16 +24,11 @@ from upcycle_core.evaluation.instructions.structure import structure_of
 from upcycle_core.progress import Progress
 
 
-def model_of(row: str) -> str:
-    """The artifact that holds a row's model."""
-    return {"seed": "seed", SIMOE: "model"}.get(row, f"baselines/{row}")
-
-
 @stage(
     "answers/{tuned}",
-    inputs=lambda recipe, row: ["instructions", model_of(row)],
+    lambda recipe, row: ["instructions", model_of(row)],
     params=("tuning.max_new_tokens", "tuning.batch_size"),
-    each=lambda recipe: recipe.tuned,
+    each=tuned,
 )
 def answers(run: StageRun) -> None:
     """Write ``answers.json`` and, an instance a line, ``seen.jsonl`` and ``unseen.jsonl``."""

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import fields
 
-from infra.recipe.schema import SIMOE, Recipe
-from infra.recipe.tuning import TuningConfig
+from infra.recipe.checks import warmup_faults
+from infra.recipe.schema import Recipe, TuningConfig
+from tasks.simoe.rows import SIMOE, section
 from upcycle_core.corpora.tuning.config import InstructionsConfig
 from upcycle_core.errors import Fault
 from upcycle_core.simoe.checks import reach_faults
@@ -21,15 +22,15 @@ FIGURES = ("exact_match_unseen", "rouge_l_unseen", "exact_match_seen", "rouge_l_
 def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
     """Every fault of the fields that SIMoE adds."""
     if recipe.simoe is None:
-        yield from _unused(recipe)
-        return
-    yield from recipe.simoe.faults("simoe")
-    yield from reach_faults(recipe.simoe, recipe.tuning.training, "simoe")
+        remedy = "says how experts are found; add it, {} for the defaults"
+        yield Fault("simoe", None, remedy)
+    yield from section(recipe).faults("simoe")
+    yield from reach_faults(section(recipe), recipe.tuning.training, "simoe")
     yield from recipe.instructions.faults("instructions")
     yield from _excluded(recipe)
     yield from _worker_faults(recipe)
     yield from _length_faults("tuning.training", recipe.tuning.training, recipe)
-    if recipe.trains_seed and not recipe.domains:
+    if recipe.seed_model.model is None and not recipe.domains:
         remedy = "name a model, or give domains with text to train one on"
         yield Fault("seed_model.model", None, remedy)
     for name, row in recipe.baselines.items():
@@ -57,7 +58,8 @@ def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
         yield from _length_faults("experts.training", recipe.experts.training, recipe)
 
 
-def _unused(recipe: Recipe) -> Iterator[Fault]:
+def unused_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Fields that say nothing without SIMoE."""
     remedy = "is for instruction tuning; add a `simoe` section, or remove it"
     if recipe.instructions != InstructionsConfig():
         yield Fault("instructions", "given", remedy)
@@ -106,14 +108,12 @@ def _worker_faults(recipe: Recipe) -> Iterator[Fault]:
 def _length_faults(where: str, config: TrainingConfig, recipe: Recipe) -> Iterator[Fault]:
     if where == "tuning.training":
         yield from training_faults(config, where)
-        if config.warmup_steps >= config.steps:
-            remedy = "the peak learning rate is never reached; use less than steps = "
-            yield Fault(f"{where}.warmup_steps", config.warmup_steps, f"{remedy}{config.steps}")
+        yield from warmup_faults(where, config)
     if config.evaluation_steps is not None:
         remedy = "no validation rows are set aside from the instructions; remove it"
         yield Fault(f"{where}.evaluation_steps", config.evaluation_steps, remedy)
     longest = recipe.seed_model.shape.max_positions
-    if where == "tuning.training" and recipe.trains_shape:
+    if where == "tuning.training" and recipe.trains_seed:
         needed = config.sequence_length + recipe.tuning.max_new_tokens
         if needed > longest:
             remedy = f"a prompt of sequence_length tokens and an answer are {needed}, more than "

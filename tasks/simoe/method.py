@@ -1,17 +1,27 @@
 """SIMoE: sparse interpolated experts, found in a dense model by instruction tuning."""
 
-from infra.recipe.schema import SIMOE
+from collections.abc import Iterator
+
+from infra.recipe.schema import Recipe
 from tasks.data.corpora import corpora
 from tasks.data.documents import documents
 from tasks.data.instructions import instructions
 from tasks.data.seed import seed
-from tasks.data.sources import sources
 from tasks.data.tokenizer import tokenizer
 from tasks.engine.method import Method
 from tasks.simoe.answers import answers
-from tasks.simoe.checks import FIGURES, simoe_faults
+from tasks.simoe.checks import FIGURES, simoe_faults, unused_faults
 from tasks.simoe.model import baselines, model
 from tasks.simoe.report import report
+from tasks.simoe.rows import SIMOE
+from tasks.simoe.sources import outside_faults, sources
+
+
+def _lengths(recipe: Recipe) -> Iterator[str]:
+    yield "seed_model.training"
+    if any(row.method == "btx" for row in recipe.baselines.values()):
+        yield "experts.training"
+
 
 METHOD = Method(
     name=SIMOE,
@@ -29,6 +39,12 @@ METHOD = Method(
         answers,
         report,
     ),
+    outside=outside_faults,
     checks=simoe_faults,
+    unused=unused_faults,
+    section=SIMOE,
     figures=lambda recipe: FIGURES,
+    models=lambda recipe: {"seed": ("seed",), SIMOE: ("model",)},
+    lengths=_lengths,
+    has_labels=True,
 )

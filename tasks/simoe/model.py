@@ -1,4 +1,4 @@
-"""Stages ``tuned`` and ``simoe``: one model tuned on the instructions; a row of their table."""
+"""Stages ``baselines`` and ``model``: one model tuned on the instructions; a row of their table."""
 
 import json
 from collections.abc import Iterator
@@ -6,14 +6,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from infra.cluster.compute import Piece
 from infra.recipe.schema import Recipe, recipe_yaml
+from tasks.baselines.start import start_of
 from tasks.engine.artifacts import SUMMARY, TRAINING
 from tasks.engine.stage import StageRun, stage
-from tasks.engine.workspace import take
-from tasks.training import Instructions, row_counts, train_piece, trained_rows, write_training
-from upcycle_core.baselines.config import Baseline
-from upcycle_core.baselines.start import write_start
+from tasks.simoe.rows import section
+from tasks.training import Instructions, row_counts, train_from, trained_rows, training_piece
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.errors import InputError
 from upcycle_core.progress import Progress
@@ -40,12 +38,7 @@ def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
         yield "experts.training"
 
 
-@stage(
-    "baselines/{baseline}",
-    each=trained_rows,
-    inputs=lambda recipe, name: INPUTS,
-    params=_row_params,
-)
+@stage("baselines/{baseline}", lambda recipe, name: INPUTS, each=trained_rows, params=_row_params)
 def baselines(run: StageRun) -> None:
     """Write a rival's or an ablation's checkpoint, and beside it what its training came to."""
     row = run.recipe.baselines[run.item]
@@ -57,36 +50,24 @@ def baselines(run: StageRun) -> None:
             raise InputError(*own) from None
         return
     labels = _labels(run)
-    copies = row.experts(len(labels))
-    start = Piece(
-        name="start",
-        function=write_start,
-        arguments={
-            "baseline": row,
-            "experts": _experts(run, labels) if row.method == "btx" else {},
-            "seed_model": run.path("seed"),
-            "copies": copies,
-            "seed": run.recipe.seed,
-            "max_shard_bytes": run.recipe.moe.max_shard_bytes,
-        },
+    experts = _experts(run, labels) if row.method == "btx" else {}
+    parts = {"experts": experts, "seed_model": run.path("seed")}
+    start = start_of(run, row, "baselines", domains=len(labels), **parts)
+    train_from(
+        run,
+        start,
+        training=row.training,
+        objective=row.objective if row.experts(len(labels)) else None,
+        kind="baselines",
+        data=_data(run),
     )
-    started = run.run([start], "baselines", uses_gpu=False)["start"]
-    piece = _piece("tuned", started.path, run, row, kind="baselines", objective=bool(copies))
-    done = run.run([piece], "baselines")["tuned"]
-    take(done.path, run.out)
-    write_training(run, done.result, row.training, is_moe=bool(copies))
 
 
-@stage(
-    "model",
-    inputs=lambda recipe, item: INPUTS,
-    params=CARD_KEYS,
-)
+@stage("model", lambda recipe, item: INPUTS, params=CARD_KEYS)
 def model(run: StageRun) -> None:
     """Write the recipe's model: the seed, with the sparse experts that tuning has found."""
     recipe = run.recipe
-    assert recipe.simoe is not None
-    tune_simoe(run, recipe.simoe, recipe.tuning.training, "post_training")
+    tune_simoe(run, section(recipe), recipe.tuning.training, "post_training")
     write_model_card(
         run.out,
         title=recipe.name,
@@ -120,37 +101,19 @@ def _labels(run: StageRun) -> list[str]:
 
 def _experts(run: StageRun, labels: list[str]) -> dict[str, Path]:
     """Branch-Train-MiX's experts, one a label, from the seed."""
-    row = Baseline(method="full-finetune", training=run.recipe.experts.training)
-    pieces = [
-        _piece(f"expert-{label}", run.path("seed"), run, row, label=label) for label in labels
-    ]
-    done = run.run(pieces, "experts")
-    return {label: done[f"expert-{label}"].path for label in labels}
+    seed, training = run.path("seed"), run.recipe.experts.training
+    pieces = {
+        label: training_piece(
+            run, f"expert-{label}", seed, _data(run, label), training, kind="experts"
+        )
+        for label in labels
+    }
+    done = run.run(list(pieces.values()), "experts")
+    return {label: done[piece.name].path for label, piece in pieces.items()}
 
 
-def _piece(
-    name: str,
-    start: Path,
-    run: StageRun,
-    row: Baseline,
-    *,
-    kind: str = "experts",
-    label: str = "*",
-    objective: bool = False,
-) -> Piece:
-    return Piece(
-        name=name,
-        function=train_piece,
-        workers=getattr(getattr(run.recipe.compute, kind), "workers", 1),
-        arguments={
-            "start": start,
-            "data": Instructions(files=_files(run.path("instructions"), label)),
-            "config": row.training,
-            "objective": row.objective if objective else None,
-            "seed": run.recipe.seed,
-            "device": run.device(kind),
-        },
-    )
+def _data(run: StageRun, label: str = "*") -> Instructions:
+    return Instructions(files=_files(run.path("instructions"), label))
 
 
 def simoe_piece(

@@ -1,14 +1,14 @@
-"""Stage ``tuning_report``: every tuned model's scores on instructions, tables and pictures."""
+"""Stage ``report``: every tuned model's scores on instructions, tables and pictures."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from infra.recipe.schema import SIMOE, Recipe
+from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import ANSWERS, SUMMARY
 from tasks.engine.stage import StageRun, stage
-from tasks.simoe.answers import model_of
+from tasks.simoe.rows import SIMOE, model_of, row_title, section, tuned
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.instructions.activations import Activation
@@ -18,22 +18,17 @@ from upcycle_core.evaluation.instructions.scores import SplitScore
 from upcycle_core.evaluation.instructions.structure import Structure
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 
-TITLES = {"seed": "Pre-trained", SIMOE: "SIMoE"}
 MODELS, ABLATIONS = "Models", "SIMoE, other ways"
 SWEEPS = {"tau": "Sparsity τ", "beta": "Orthogonality β"}
 NO_PENALTY = "no-orthogonality"
 
 
 def _inputs(recipe: Recipe, item: str) -> list[str]:
-    trained = [row for row in recipe.tuned if row != "seed"]
-    return [*(f"answers/{row}" for row in recipe.tuned), *(model_of(row) for row in trained)]
+    trained = [row for row in tuned(recipe) if row != "seed"]
+    return [*(f"answers/{row}" for row in tuned(recipe)), *(model_of(row) for row in trained)]
 
 
-@stage(
-    "report",
-    inputs=_inputs,
-    params=("name", "baselines", "simoe", "tuning.least_exact_match"),
-)
+@stage("report", _inputs, params=("name", "baselines", "simoe", "tuning.least_exact_match"))
 def report(run: StageRun) -> None:
     """Write metrics.json, tables, the paper's three pictures and the CSV behind them.
 
@@ -42,7 +37,7 @@ def report(run: StageRun) -> None:
     """
     recipe = run.recipe
     found = {
-        row: json.loads((run.path(f"answers/{row}") / ANSWERS).read_text()) for row in recipe.tuned
+        row: json.loads((run.path(f"answers/{row}") / ANSWERS).read_text()) for row in tuned(recipe)
     }
     _check_reached(recipe, found)
     evaluation = InstructionEvaluation(
@@ -69,12 +64,6 @@ def figures(metrics: Mapping[str, Any], row: str) -> dict[str, float]:
     }
 
 
-def row_title(recipe: Recipe, row: str) -> str:
-    """What people call a row."""
-    baseline = recipe.baselines.get(row)
-    return TITLES[row] if baseline is None else baseline.title or row
-
-
 def _row(run: StageRun, row: str, found: Mapping[str, Any]) -> Row:
     summary: dict[str, Any] = {"trained_parameters": 0}
     if row != "seed":
@@ -97,9 +86,8 @@ def _row(run: StageRun, row: str, found: Mapping[str, Any]) -> Row:
 
 def _groups(recipe: Recipe, row: str) -> tuple[str, ...]:
     """The tables that a row stands in: SIMoEs that differ in tau or beta alone are sweeps of it."""
-    assert recipe.simoe is not None
     every = {
-        name: _varied(own.simoe or SimoeUpcyclingConfig(), recipe.simoe)
+        name: _varied(own.simoe or SimoeUpcyclingConfig(), section(recipe))
         for name, own in recipe.baselines.items()
         if own.method == "simoe"
     }

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-from infra.recipe.schema import SYMPHONY, Recipe
+from infra.recipe.checks import domain_faults, warmup_faults
+from infra.recipe.schema import Recipe
+from tasks.symphony.variants import SYMPHONY, chosen_of, section, trains_shape, variants
 from upcycle_core.corpora.config import Domain
 from upcycle_core.errors import Fault
 from upcycle_core.symphony.config import SymphonyConfig
@@ -15,11 +17,13 @@ METHODS = ("symphony", "btx", "bam", "drop-upcycling", "full-finetune")
 def symphony_faults(recipe: Recipe) -> Iterator[Fault]:
     """Every fault of the fields that Symphony-MoE adds."""
     if recipe.symphony is None:
-        yield from _unused(recipe)
-        return
+        remedy = "says how models of different origin are joined; add it, {} for the defaults"
+        yield Fault("symphony", None, remedy)
+    if recipe.compression is not None:
+        yield Fault("compression", "given", "experts that share no seed share no base; remove it")
     for name, domain in recipe.domains.items():
         yield from _origin_faults(recipe, name, domain)
-    for name, variant in recipe.variants.items():
+    for name, variant in variants(recipe).items():
         where = "symphony" if name == SYMPHONY else f"baselines.{name}.symphony"
         yield from _variant_faults(recipe, variant, where)
     yield from _vocabulary_faults(recipe)
@@ -28,7 +32,7 @@ def symphony_faults(recipe: Recipe) -> Iterator[Fault]:
             remedy = f"begins with one seed, and these models have none; use one of {METHODS}"
             yield Fault(f"baselines.{name}.method", row.method, remedy)
         family = recipe.seed_model.shape.family
-        if row.method == "bam" and recipe.trains_shape and family != "llama":
+        if row.method == "bam" and trains_shape(recipe) and family != "llama":
             remedy = f"has no stock attention to build on for {family}; remove the row"
             yield Fault(f"baselines.{name}.method", row.method, remedy)
         if row.method == "drop-upcycling" and row.start == "seed":
@@ -45,7 +49,7 @@ def symphony_faults(recipe: Recipe) -> Iterator[Fault]:
             yield Fault(f"outside.{name}", name, "is a domain as well; rename one")
 
 
-def _unused(recipe: Recipe) -> Iterator[Fault]:
+def unused_faults(recipe: Recipe) -> Iterator[Fault]:
     """Fields that say nothing without Symphony-MoE."""
     remedy = "is for models that share no seed; add a `symphony` section, or remove it"
     for name, domain in recipe.domains.items():
@@ -76,10 +80,8 @@ def _origin_faults(recipe: Recipe, name: str, domain: Domain) -> Iterator[Fault]
                 remedy = "the model brings its own; remove it, or the model"
                 yield Fault(f"{where}.origin.{field}", value, remedy)
     for other, share in origin.mixture.items():
-        if other not in recipe.domains:
-            remedy = f"not a domain; the domains are {list(recipe.domains)}"
-            yield Fault(f"{where}.origin.mixture", other, remedy)
-        elif recipe.domains[other].train is None and share:
+        yield from domain_faults(f"{where}.origin.mixture", [other], recipe)
+        if other in recipe.domains and recipe.domains[other].train is None and share:
             remedy = f"domains.{other} has no training text; give it some, or remove the share"
             yield Fault(f"{where}.origin.mixture.{other}", share, remedy)
         if share < 0:
@@ -89,7 +91,7 @@ def _origin_faults(recipe: Recipe, name: str, domain: Domain) -> Iterator[Fault]
 
 
 def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Iterator[Fault]:
-    chosen, texts = config.models or tuple(recipe.domains), config.calibration.domains
+    chosen, texts = chosen_of(recipe, config), config.calibration.domains
     named: Mapping[str, tuple[str, ...]] = {
         "models": config.models or (),
         "anchor": (config.anchor,) if config.anchor else (),
@@ -98,10 +100,7 @@ def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Itera
         "calibration.domains": () if texts == "anchor" else texts or (),
     }
     for field, names in named.items():
-        for name in names:
-            if name not in recipe.domains:
-                remedy = f"not a domain; the domains are {list(recipe.domains)}"
-                yield Fault(f"{where}.{field}", name, remedy)
+        yield from domain_faults(f"{where}.{field}", names, recipe)
     if len(chosen) != len(set(chosen)) or len(chosen) < 2:
         yield Fault(f"{where}.models", list(chosen), "name two models or more, each once")
     for field, value in (("anchor", config.anchor), ("segmentation", config.segmentation)):
@@ -111,8 +110,7 @@ def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Itera
     if texts is not None and not texts:
         yield Fault(f"{where}.calibration.domains", [], "no text at all; name a domain")
     yield from weight_faults(config.merge.weights, chosen, f"{where}.merge.weights")
-    assert recipe.symphony is not None  # or there were no variants
-    if where != SYMPHONY and config.segmentation not in (None, recipe.symphony.segmentation):
+    if where != SYMPHONY and config.segmentation not in (None, section(recipe).segmentation):
         remedy = "all rows share one tokenizer; say it in symphony.segmentation"
         yield Fault(f"{where}.segmentation", config.segmentation, remedy)
     if config.router == "ridge" and len(chosen) < len(recipe.domains):
@@ -122,8 +120,7 @@ def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Itera
 
 def _vocabulary_faults(recipe: Recipe) -> Iterator[Fault]:
     """Tokenizers that are trained here and will cut text by different rules."""
-    assert recipe.symphony is not None
-    if recipe.symphony.segmentation is not None:
+    if section(recipe).segmentation is not None:
         return
     kinds = set()
     for name, domain in recipe.domains.items():
@@ -146,20 +143,14 @@ def _post_training_faults(recipe: Recipe) -> Iterator[Fault]:
         return
     yield from training_faults(post.training, f"{where}.training")
     yield from objective_faults(post.objective, f"{where}.objective")
-    if post.training.warmup_steps >= post.training.steps:
-        remedy = "the peak learning rate is never reached; use less than steps = "
-        remedy += str(post.training.steps)
-        yield Fault(f"{where}.training.warmup_steps", post.training.warmup_steps, remedy)
+    yield from warmup_faults(f"{where}.training", post.training)
     if recipe.moe.top_k == 1 and {"router", "all"} & set(post.objective.trainable):
         remedy = "a renormalised top-1 weight is always 1, so the text's loss gives the router no "
         remedy += "gradient; use moe.top_k >= 2 (the paper's 2)"
         yield Fault("moe.top_k", 1, remedy)
-    for name in post.objective.domain_weights:
-        if name not in recipe.domains:
-            remedy = f"not a domain; the domains are {list(recipe.domains)}"
-            yield Fault(f"{where}.objective.domain_weights", name, remedy)
-    weights = post.objective.domain_weights
-    yield from weight_faults(weights, recipe.domains, f"{where}.objective.domain_weights")
+    weights, weighted = post.objective.domain_weights, f"{where}.objective.domain_weights"
+    yield from domain_faults(weighted, weights, recipe)
+    yield from weight_faults(weights, recipe.domains, weighted)
     without = [name for name, domain in recipe.domains.items() if domain.train is None]
     if without:
         remedy = f"is done on all domains, and {without} have no training text"

@@ -19,7 +19,7 @@ from upcycle_core.corpora.reader import read_documents
 from upcycle_core.corpora.shards import encoded, write_split
 from upcycle_core.corpora.tokenizer import train_tokenizer
 from upcycle_core.progress import Progress
-from upcycle_core.training.config import LlamaShape, TrainingConfig
+from upcycle_core.training.config import LlamaShape
 from upcycle_core.training.seed import initialise_model
 
 
@@ -36,11 +36,7 @@ def _params(recipe: Recipe, domain: str) -> Iterator[str]:
         yield from ("seed_model.shape", "tokenizer")
 
 
-@stage(
-    "experts/{domain}",
-    inputs=_inputs,
-    params=_params,
-)
+@stage("experts/{domain}", _inputs, params=_params)
 def experts(run: StageRun) -> None:
     """Write the model's checkpoint, with its own tokenizer."""
     recipe, domain = run.recipe, run.recipe.domains[run.domain]
@@ -74,9 +70,8 @@ def stranger_piece(
     start: Path | None,
     shape: LlamaShape,
     vocabulary: TokenizerConfig,
-    config: TrainingConfig,
     seed: int,
-    device: str,
+    **training: Any,
 ) -> dict[str, Any]:
     """The piece: train from ``start``, or from random weights with a tokenizer of their own."""
     beside = out.with_suffix("")
@@ -104,9 +99,8 @@ def stranger_piece(
         progress=progress,
         start=start,
         data=Texts(train=[texts / domain for domain in mixture], weights=list(mixture.values())),
-        config=config,
         seed=seed,
-        device=device,
+        **training,
     )
 
 

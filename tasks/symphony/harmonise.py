@@ -8,17 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from infra.cluster.compute import Piece
-from tasks.data.segmentation import union_of
+from infra.cluster.pieces import Piece
 from tasks.dume.router import solve_piece
+from tasks.dume.statistics import in_shards
 from tasks.engine.artifacts import ALIGNMENT
 from tasks.engine.stage import StageRun
 from tasks.symphony.pairs import groups_of, moment_files, strangers_of
-from tasks.symphony.vocabulary import union_arguments
+from tasks.symphony.variants import anchor_of, chosen_of, pairings
+from tasks.symphony.vocabulary import union_arguments, union_of
 from upcycle_core.backbone.residual import residual_map
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.dume.router_reader import load_routers
-from upcycle_core.dume.statistics import domain_statistics, merge_statistics
+from upcycle_core.dume.statistics import domain_statistics
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.moe.random import random_routers
 from upcycle_core.progress import Progress
@@ -42,24 +43,22 @@ from upcycle_core.symphony.unite import shared_tokens
 def harmonise(run: StageRun, config: SymphonyConfig, *, top_k: int) -> Path:
     """Join the strangers as ``config`` says; returns where the checkpoint lies."""
     recipe = run.recipe
-    chosen = config.models or tuple(recipe.domains)
-    aligned, facts = _aligned(run, config)
+    chosen, anchor = chosen_of(recipe, config), anchor_of(recipe, config)
+    aligned, facts = _aligned(run, config, anchor)
     everyone = {name: aligned.get(name, run.path(f"experts/{name}")) for name in recipe.domains}
     weights = {name: config.merge.weights.get(name, 1.0) for name in recipe.domains}
     # A model that is no expert has no part in the mean, but for tokens that nobody else has.
     weights = {name: weight if name in chosen else 0.0 for name, weight in weights.items()}
-    merged = Piece(
-        name="backbone",
-        function=write_merged_backbone,
-        arguments={
-            "models": everyone,
-            "union": union_of(**union_arguments(run)),
-            "config": replace(config.merge, weights=weights),
-            "anchor": recipe.anchor_of(config),
-            "max_shard_bytes": recipe.moe.max_shard_bytes,
-        },
-    )
-    backbone = run.run([merged], "assembly")["backbone"].path
+    backbone = run.done(
+        "backbone",
+        write_merged_backbone,
+        "assembly",
+        models=everyone,
+        union=union_of(**union_arguments(run)),
+        config=replace(config.merge, weights=weights),
+        anchor=anchor,
+        max_shard_bytes=recipe.moe.max_shard_bytes,
+    ).path
     experts = {name: everyone[name] for name in chosen}
     routers: Mapping[int, Tensor]
     if config.router == "random":
@@ -68,64 +67,60 @@ def harmonise(run: StageRun, config: SymphonyConfig, *, top_k: int) -> Path:
         routers = random_routers(layers, hidden, len(experts), seed=recipe.seed)
     else:
         routers = _ridge_routers(run, backbone, experts)
-    assembled = Piece(
-        name="assembled",
-        function=assemble,
-        arguments={
-            "experts": experts,
-            "backbone": backbone,
-            "routers": routers,
-            "top_k": top_k,
-            "max_shard_bytes": recipe.moe.max_shard_bytes,
-        },
-    )
-    path = run.run([assembled], "assembly")["assembled"].path
+    path = run.done(
+        "assembled",
+        assemble,
+        "assembly",
+        experts=experts,
+        backbone=backbone,
+        routers=routers,
+        top_k=top_k,
+        max_shard_bytes=recipe.moe.max_shard_bytes,
+    ).path
     (path / ALIGNMENT).write_text(json.dumps(facts, indent=1) + "\n")
     return path
 
 
-def _aligned(run: StageRun, config: SymphonyConfig) -> tuple[dict[str, Path], dict[str, Any]]:
+def _aligned(
+    run: StageRun, config: SymphonyConfig, anchor: str
+) -> tuple[dict[str, Path], dict[str, Any]]:
     """Checkpoints in the anchor's coordinates, of those that change, and what was found."""
     recipe, alignment = run.recipe, config.alignment
-    anchor, others = recipe.anchor_of(config), strangers_of(recipe, config)
+    others = strangers_of(recipe, config)
     folded = alignment.residual != "none"
     if not folded and alignment.neurons == "none" and alignment.heads == "none":
         return {}, {}
     layers = groups_of(run.path(f"experts/{anchor}"), config.calibration)
     files = {}
     if alignment.uses_activations:
-        pairs = run.path(f"pairs/{recipe.pairings[run.item]}")
+        pairs = run.path(f"pairs/{pairings(recipe)[run.item]}")
         files = {name: moment_files(pairs, name, layers) for name in others}
     shape = {"anchor": run.path(f"experts/{anchor}"), "config": alignment}
     pieces = {
-        (name, layer): Piece(
-            name=f"align-{name}-{layer:04d}",
-            function=align_piece,
-            arguments={"file": files[name][index], "layer": layer, **shape},
+        (name, layer): Piece.of(
+            f"align-{name}-{layer:04d}", align_piece, file=file, layer=layer, **shape
         )
         for name in files
-        for index, group in enumerate(layers)
+        for file, group in zip(files[name], layers, strict=True)
         for layer in group
         if alignment.neurons != "none" or alignment.heads == "match"
     }
     done = run.run(list(pieces.values()), "alignment", uses_gpu=False)
-    written = [
-        Piece(
-            name=f"aligned-{name}",
-            function=write_piece,
-            arguments={
-                "name": name,
-                "parts": [done[p.name].path for (n, _), p in pieces.items() if n == name],
-                "files": files.get(name, []),
-                "max_shard_bytes": recipe.moe.max_shard_bytes,
-                **shape,
-                **union_arguments(run),
-            },
+    written = {
+        name: Piece.of(
+            f"aligned-{name}",
+            write_piece,
+            name=name,
+            parts=[done[p.name].path for (n, _), p in pieces.items() if n == name],
+            files=files.get(name, []),
+            max_shard_bytes=recipe.moe.max_shard_bytes,
+            **shape,
+            **union_arguments(run),
         )
         for name in ([anchor, *others] if folded else others)
-    ]
-    made = run.run(written, "assembly")
-    found = {name.removeprefix("aligned-"): piece for name, piece in made.items()}
+    }
+    made = run.run(list(written.values()), "assembly")
+    found = {name: made[piece.name] for name, piece in written.items()}
     facts = {name: piece.result for name, piece in found.items() if name != anchor}
     return {name: piece.path for name, piece in found.items()}, facts
 
@@ -193,28 +188,20 @@ def _ridge_routers(
     run: StageRun, backbone: Path, experts: Mapping[str, Path]
 ) -> Mapping[int, Tensor]:
     """DUME's routers on the harmonised model: layer to W [H, D]."""
-    recipe = run.recipe
-    shards = range(recipe.statistics.shards)
-    pieces = [
-        Piece(
-            name=f"statistics-{name}-{shard}",
-            function=domain_statistics,
-            arguments={
-                "backbone": backbone,
-                "expert": expert,
-                "corpus": run.path(f"corpora/{name}/calibration"),
-                "config": recipe.statistics,
-                "shard": shard,
-                "device": run.device("statistics"),
-            },
-        )
+    texts = {
+        f"statistics-{name}": {
+            "backbone": backbone,
+            "expert": expert,
+            "corpus": run.path(f"corpora/{name}/calibration"),
+        }
         for name, expert in experts.items()
-        for shard in shards
-    ]
-    done = run.run(pieces, "statistics")
-    merged = {name: run.pieces_directory / f"statistics-{name}.merged" for name in experts}
-    for name, file in merged.items():
-        merge_statistics([done[f"statistics-{name}-{shard}"].path for shard in shards], file)
-    arguments = {"statistics": merged, "config": recipe.router}
-    solved = Piece(name="routers", function=solve_piece, arguments=arguments)
-    return load_routers(run.run([solved], "assembly")["routers"].path).weights
+    }
+    files = in_shards(run, domain_statistics, texts).values()
+    solved = run.done(
+        "routers",
+        solve_piece,
+        "assembly",
+        statistics=dict(zip(experts, files, strict=True)),
+        config=run.recipe.router,
+    )
+    return load_routers(solved.path).weights

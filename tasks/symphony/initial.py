@@ -5,40 +5,37 @@ The recipe's own way is the item ``symphony``; every row to compare with is anot
 
 from collections.abc import Iterator
 
-from infra.cluster.compute import Piece
-from infra.recipe.schema import SYMPHONY, Recipe
+from infra.recipe.schema import Recipe
+from tasks.baselines.start import start_of
 from tasks.engine.stage import StageRun, each, stage
 from tasks.engine.workspace import take
 from tasks.symphony.harmonise import harmonise
 from tasks.symphony.pairs import config_key
 from tasks.symphony.unified import ALONE, lifted
-from upcycle_core.baselines.start import write_start
-
-
-def start_top_k(recipe: Recipe, item: str) -> int:
-    """Experts that a token passes through."""
-    return recipe.moe.top_k if item == SYMPHONY else recipe.baselines[item].top_k
+from tasks.symphony.variants import SYMPHONY, anchor_of, pairings, section, variants
+from tasks.symphony.variants import starts as starts_of
 
 
 def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
-    config = recipe.variants.get(item)
+    config = variants(recipe).get(item)
     if config is None and recipe.baselines[item].method != "full-finetune":
         yield "united"
         return
     yield from each(recipe, "experts/{domain}")
     if config is None:
         return
-    if item in recipe.pairings:
-        yield f"pairs/{recipe.pairings[item]}"
+    pairing = pairings(recipe).get(item)
+    if pairing is not None:
+        yield f"pairs/{pairing}"
     if config.router == "ridge":
         yield from each(recipe, "corpora/{domain}/calibration")
 
 
 def _keys(recipe: Recipe, item: str) -> Iterator[str]:
     yield from ("seed", "moe", "symphony.segmentation")
-    yield from ("symphony.anchor", "symphony.models") if item not in recipe.variants else ()
-    config = recipe.variants.get(item)
+    config = variants(recipe).get(item)
     if config is None:
+        yield from ("symphony.anchor", "symphony.models")
         row = ("method", "top_k", "copies", "start", "reinitialised")
         yield from (f"baselines.{item}.{part}" for part in row)
         return
@@ -50,34 +47,21 @@ def _keys(recipe: Recipe, item: str) -> Iterator[str]:
         yield from ("statistics", "router")
 
 
-@stage(
-    "starts/{variant}",
-    inputs=_inputs,
-    params=_keys,
-    each=lambda recipe: recipe.starts,
-)
+@stage("starts/{variant}", _inputs, params=_keys, each=starts_of)
 def starts(run: StageRun) -> None:
     """Write the checkpoint that training starts from."""
-    recipe = run.recipe
-    config = recipe.variants.get(run.item)
+    recipe, config = run.recipe, variants(run.recipe).get(run.item)
+    if run.item == SYMPHONY:
+        take(harmonise(run, section(recipe), top_k=recipe.moe.top_k), run.out)
+        return
+    row = recipe.baselines[run.item]
     if config is not None:
-        take(harmonise(run, config, top_k=start_top_k(recipe, run.item)), run.out)
-        return
-    domains, row = list(recipe.domains), recipe.baselines[run.item]
-    if row.method == "full-finetune":  # the dense anchor, which must be able to read all tokens
-        anchor = recipe.anchor_of(recipe.variants[SYMPHONY])
-        take(lifted(run, [anchor], config=ALONE, anchor=anchor)[anchor], run.out)
-        return
-    piece = Piece(
-        name="start",
-        function=write_start,
-        arguments={
-            "baseline": row,
-            "experts": {name: run.path("united") / name for name in domains},
-            "seed_model": run.path("united") / domains[0],
-            "copies": row.experts(len(domains)),
-            "seed": recipe.seed,
-            "max_shard_bytes": recipe.moe.max_shard_bytes,
-        },
-    )
-    take(run.run([piece], "assembly")["start"].path, run.out)
+        start = harmonise(run, config, top_k=row.top_k)
+    elif row.method == "full-finetune":  # the dense anchor, which must be able to read all tokens
+        anchor = anchor_of(recipe, section(recipe))
+        start = lifted(run, [anchor], config=ALONE, anchor=anchor)[anchor]
+    else:
+        united = {name: run.path("united") / name for name in recipe.domains}
+        parts = {"experts": united, "seed_model": next(iter(united.values()))}
+        start = start_of(run, row, "assembly", domains=len(united), **parts)
+    take(start, run.out)

@@ -1,12 +1,11 @@
-"""Stages ``post_training`` and ``symphony``: joined strangers, trained on all domains' text."""
+"""Stages ``baselines`` and ``model``: joined strangers, trained on all domains' text."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from infra.cluster.compute import Piece
-from infra.recipe.schema import SYMPHONY, Recipe, recipe_yaml
+from infra.recipe.schema import Recipe, recipe_yaml
 from tasks.engine.stage import StageRun, each, stage
-from tasks.engine.workspace import take
+from tasks.symphony.variants import SYMPHONY, chosen_of, section
 from tasks.training import train_from, trained_rows
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.checkpoints.copy import copy_checkpoint
@@ -42,8 +41,8 @@ def _row_inputs(recipe: Recipe, name: str) -> Iterator[str]:
 
 @stage(
     "baselines/{baseline}",
+    _row_inputs,
     each=trained_rows,
-    inputs=_row_inputs,
     params=("seed", "baselines.{baseline}.training", "baselines.{baseline}.objective"),
 )
 def baselines(run: StageRun) -> None:
@@ -66,29 +65,23 @@ def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
         yield from _texts(recipe, validated)
 
 
-@stage(
-    "model",
-    inputs=_inputs,
-    params=CARD_KEYS,
-)
+@stage("model", _inputs, params=CARD_KEYS)
 def model(run: StageRun) -> None:
     """Write the recipe's model: trained, or as it was joined where the recipe trains nothing."""
     recipe, start = run.recipe, run.path(f"starts/{SYMPHONY}")
     if recipe.post_training is None:
-        copied = Piece(name="copied", function=copy_piece, arguments={"start": start})
-        take(run.run([copied], "assembly")["copied"].path, run.out)
+        run.run_one(copy_piece, "assembly", start=start)
     else:
         post = recipe.post_training
         train_from(
             run, start, training=post.training, objective=post.objective, kind="post_training"
         )
-    assert recipe.symphony is not None
     write_model_card(
         run.out,
         title=recipe.name,
         recipe_text=recipe_yaml(recipe, CARD_KEYS),
         method="Symphony-MoE",
-        experts=list(recipe.symphony.models or recipe.domains),
+        experts=list(chosen_of(recipe, section(recipe))),
     )
 
 

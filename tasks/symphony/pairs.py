@@ -7,9 +7,10 @@ place. Variants that compare the same models on the same text share them.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from infra.cluster.compute import Piece
-from infra.recipe.schema import SYMPHONY, Recipe
+from infra.cluster.pieces import Piece
+from infra.recipe.schema import Recipe
 from tasks.engine.stage import StageRun, each, stage
+from tasks.symphony.variants import SYMPHONY, anchor_of, pairings, variants
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.symphony.config import CalibrationConfig, SymphonyConfig
 from upcycle_core.symphony.moments import collect_moments, layer_groups
@@ -25,12 +26,12 @@ def config_key(recipe: Recipe, variant: str, *parts: str) -> list[str]:
 def calibrated(recipe: Recipe, config: SymphonyConfig) -> tuple[str, ...]:
     """The domains whose calibration text is read."""
     chosen = config.calibration.domains
-    return (recipe.anchor_of(config),) if chosen == "anchor" else chosen or tuple(recipe.domains)
+    return (anchor_of(recipe, config),) if chosen == "anchor" else chosen or tuple(recipe.domains)
 
 
 def strangers_of(recipe: Recipe, config: SymphonyConfig) -> list[str]:
     """The models that are compared with the anchor."""
-    return [name for name in recipe.domains if name != recipe.anchor_of(config)]
+    return [name for name in recipe.domains if name != anchor_of(recipe, config)]
 
 
 def moment_files(directory: Path, model: str, layers: Sequence[tuple[int, ...]]) -> list[Path]:
@@ -44,40 +45,41 @@ def groups_of(model: Path, config: CalibrationConfig) -> list[tuple[int, ...]]:
 
 
 def _inputs(recipe: Recipe, pairing: str) -> Iterator[str]:
-    config = recipe.variants[pairing]
+    config = variants(recipe)[pairing]
     yield from each(recipe, "experts/{domain}")
     yield from (f"documents/{name}" for name in calibrated(recipe, config))
 
 
 @stage(
     "pairs/{pairing}",
-    inputs=_inputs,
+    _inputs,
     params=lambda recipe, name: config_key(recipe, name, "anchor", "models", "calibration"),
-    each=lambda recipe: dict.fromkeys(recipe.pairings.values()),
+    each=lambda recipe: dict.fromkeys(pairings(recipe).values()),
 )
 def pairs(run: StageRun) -> None:
     """Write one file of sums a model and group of layers."""
     recipe = run.recipe
-    config = recipe.variants[run.item]
-    anchor = recipe.anchor_of(config)
+    config = variants(recipe)[run.item]
+    anchor = anchor_of(recipe, config)
     groups = groups_of(run.path(f"experts/{anchor}"), config.calibration)
     texts = {
         name: run.path(f"documents/{name}") / "calibration.parquet"
         for name in calibrated(recipe, config)
     }
+    common = {
+        "anchor": run.path(f"experts/{anchor}"),
+        "texts": texts,
+        "config": config.calibration,
+        "device": run.device("alignment"),
+    }
     pieces = [
-        Piece(
-            name=f"{name}-{group[0]:04d}",
-            function=collect_moments,
-            arguments={
-                "anchor": run.path(f"experts/{anchor}"),
-                "model": run.path(f"experts/{name}"),
-                "names": (anchor, name),
-                "texts": texts,
-                "config": config.calibration,
-                "layers": group,
-                "device": run.device("alignment"),
-            },
+        Piece.of(
+            f"{name}-{group[0]:04d}",
+            collect_moments,
+            model=run.path(f"experts/{name}"),
+            names=(anchor, name),
+            layers=group,
+            **common,
         )
         for name in strangers_of(recipe, config)
         for group in groups

@@ -6,9 +6,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from infra.cluster.compute import Piece
-from infra.recipe.schema import SYMPHONY, Recipe
+from infra.cluster.pieces import Piece
+from infra.recipe.schema import Recipe
 from tasks.engine.stage import StageRun, each, stage
+from tasks.symphony.variants import SYMPHONY, chosen_of, variants
 from upcycle_core.evaluation.similarity.config import SimilarityConfig
 from upcycle_core.evaluation.similarity.measure import (
     PairSimilarity,
@@ -27,9 +28,9 @@ STATES = {"before": "before post-training", "after": "after post-training"}
 def compared(recipe: Recipe) -> dict[str, str]:
     """{variant: what the page calls its experts}: the first of each kind of alignment."""
     found: dict[str, str] = {}
-    for name, variant in recipe.variants.items():
+    for name, variant in variants(recipe).items():
         title = _title(variant.alignment)
-        whole = variant.models is None or len(variant.models) == len(recipe.domains)
+        whole = len(chosen_of(recipe, variant)) == len(recipe.domains)
         if whole and title not in found.values():
             found[name] = title
     return {name: found[name] for name in sorted(found, key=lambda n: len(found[n]))}
@@ -63,7 +64,7 @@ def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
 
 @stage(
     "similarity",
-    inputs=_inputs,
+    _inputs,
     params=("similarity", "symphony", "baselines", "post_training"),
     each=lambda recipe: [""] if recipe.similarity is not None else [],
 )
@@ -71,33 +72,22 @@ def similarity(run: StageRun) -> None:
     """Write ``similarity.{json,csv,md,png}`` and a picture a representation."""
     recipe = run.recipe
     common = {"config": recipe.similarity, "device": run.device("evaluation")}
+    texts = {n: run.path(f"documents/{n}") / "calibration.parquet" for n in recipe.domains}
+    models = {name: run.path(f"experts/{name}") for name in recipe.domains}
     pieces = [
-        Piece(
-            name=f"{first}.{second}",
-            function=dense_piece,
-            arguments={
-                "models": {name: run.path(f"experts/{name}") for name in (first, second)},
-                "texts": {
-                    name: run.path(f"documents/{name}") / "calibration.parquet"
-                    for name in recipe.domains
-                },
-                **common,
-            },
+        Piece.of(
+            f"{first}.{second}",
+            dense_piece,
+            models={name: models[name] for name in (first, second)},
+            texts=texts,
+            **common,
         )
         for first, second in combinations(recipe.domains, 2)
     ]
     corpora = [run.path(f"corpora/{name}/calibration") for name in recipe.domains]
+    moe = {"corpora": corpora, "names": list(recipe.domains), **common}
     pieces += [
-        Piece(
-            name=key,
-            function=moe_piece,
-            arguments={
-                "model": run.path(artifact),
-                "corpora": corpora,
-                "names": list(recipe.domains),
-                **common,
-            },
-        )
+        Piece.of(key, moe_piece, model=run.path(artifact), **moe)
         for key, _, artifact in _models(recipe)
     ]
     done = {name: _pairs(piece.result) for name, piece in run.run(pieces, "evaluation").items()}

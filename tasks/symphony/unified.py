@@ -7,10 +7,9 @@ model's own.
 from collections.abc import Sequence
 from pathlib import Path
 
-from infra.cluster.compute import Piece
-from tasks.data.segmentation import union_of
+from infra.cluster.pieces import Piece
 from tasks.engine.stage import StageRun, each, stage
-from tasks.symphony.vocabulary import union_arguments
+from tasks.symphony.vocabulary import union_arguments, union_of
 from upcycle_core.symphony.config import MergeConfig
 from upcycle_core.symphony.merge import write_merged_backbone
 from upcycle_core.symphony.unite import write_united
@@ -21,7 +20,7 @@ ALONE = MergeConfig(embeddings="anchor", attention="anchor", norms="anchor")
 
 @stage(
     "united",
-    inputs=lambda recipe, item: each(recipe, "experts/{domain}"),
+    lambda recipe, item: each(recipe, "experts/{domain}"),
     params=("symphony.segmentation", "moe.max_shard_bytes"),
 )
 def united(run: StageRun) -> None:
@@ -35,14 +34,18 @@ def lifted(
     run: StageRun, names: Sequence[str], *, config: MergeConfig, anchor: str
 ) -> dict[str, Path]:
     """Models over the union's vocabulary, with the rows that ``config`` gives it."""
-    shards = {"max_shard_bytes": run.recipe.moe.max_shard_bytes}
+    largest = run.recipe.moe.max_shard_bytes
     models = {name: run.path(f"experts/{name}") for name in run.recipe.domains}
-    union = union_of(**union_arguments(run))
-    arguments = {"models": models, "union": union, "config": config, "anchor": anchor, **shards}
-    merged = Piece(name="merged", function=write_merged_backbone, arguments=arguments)
-    common = {"backbone": run.run([merged], "assembly")["merged"].path, **shards}
-    pieces = [
-        Piece(name=name, function=write_united, arguments={"model": models[name], **common})
-        for name in names
-    ]
+    merged = run.done(
+        "merged",
+        write_merged_backbone,
+        "assembly",
+        models=models,
+        union=union_of(**union_arguments(run)),
+        config=config,
+        anchor=anchor,
+        max_shard_bytes=largest,
+    )
+    common = {"backbone": merged.path, "max_shard_bytes": largest}
+    pieces = [Piece.of(name, write_united, model=models[name], **common) for name in names]
     return {name: done.path for name, done in run.run(pieces, "assembly").items()}

@@ -1,18 +1,19 @@
-"""Stage ``vocabulary``: the union of the strangers' tokenizers, in the place of a shared one."""
+"""Stage ``tokenizer``: the union of the strangers' tokenizers, in the place of a shared one."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.data.segmentation import union_of
 from tasks.engine.stage import StageRun, each, stage
-from upcycle_core.backbone.vocabulary import write_union_tokenizer
+from tasks.symphony.variants import section
+from upcycle_core.backbone.vocabulary import Union, unite_vocabularies, write_union_tokenizer
+from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress
 
 
 @stage(
     "tokenizer",
-    inputs=lambda recipe, item: each(recipe, "experts/{domain}"),
+    lambda recipe, item: each(recipe, "experts/{domain}"),
     params=("symphony.segmentation",),
 )
 def tokenizer(run: StageRun) -> None:
@@ -23,10 +24,9 @@ def tokenizer(run: StageRun) -> None:
 def union_arguments(run: StageRun) -> dict[str, Any]:
     """What ``union_of`` takes."""
     recipe = run.recipe
-    assert recipe.symphony is not None
     return {
         "models": {name: run.path(f"experts/{name}") for name in recipe.domains},
-        "segmentation": recipe.symphony.segmentation,
+        "segmentation": section(recipe).segmentation,
     }
 
 
@@ -37,3 +37,34 @@ def union_piece(
     progress.start("uniting the vocabularies", 1, "vocabularies")
     write_union_tokenizer(union_of(models, segmentation), out)
     progress.advance()
+
+
+def union_of(models: Mapping[str, Path], segmentation: str | None) -> Union:
+    """All tokens of all models; their rows in the models' order.
+
+    Raises:
+        InputError: The models cut text by different rules, and ``segmentation`` names none.
+    """
+    ruling = None if segmentation is None else list(models).index(segmentation)
+    try:
+        return unite_vocabularies(list(models.values()), ruling=ruling)
+    except InputError as error:
+        raise InputError(*(_named(fault, list(models)) for fault in error.faults)) from None
+
+
+def segmentation_faults(models: Mapping[str, Path], segmentation: str | None) -> list[Fault]:
+    """What keeps the tokenizers of ``models`` from becoming one."""
+    try:
+        union_of(models, segmentation)
+    except InputError as error:
+        return list(error.faults)
+    return []
+
+
+def _named(fault: Fault, names: list[str]) -> Fault:
+    """``fault`` with the recipe's words for models and for the choice among them."""
+    field, remedy = fault.field, fault.remedy.replace("(ruling)", "(symphony.segmentation)")
+    for index, name in enumerate(names):
+        field = field.replace(f"models[{index}]", f"domains.{name}")
+        remedy = remedy.replace(f"models[{index}]", f"domains.{name}")
+    return Fault(field, fault.value, remedy)

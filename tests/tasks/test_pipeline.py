@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from infra.recipe.lineage import Lineage
+from infra.recipe.schema import Lineage
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace

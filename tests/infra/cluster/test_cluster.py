@@ -68,7 +68,8 @@ place = settings.configure()
 
 from pathlib import Path
 
-from infra.cluster.compute import Piece, cluster, run_pieces
+from infra.cluster.compute import cluster, run_pieces
+from infra.cluster.pieces import Piece
 from infra.recipe.resources import Resources
 from tasks.probe import ranks, where
 from upcycle_core.dume.config import StatisticsConfig

@@ -12,7 +12,8 @@ import pytest
 from pico import save_pico
 
 from infra.cluster.capacity import room_faults
-from infra.cluster.compute import Piece, cluster, placements, run_pieces
+from infra.cluster.compute import cluster, placements, run_pieces
+from infra.cluster.pieces import Piece
 from infra.cluster.shared_storage import look, storage_fault, written_token
 from infra.recipe.resources import Resources
 from infra.settings import read

@@ -16,9 +16,11 @@ from ray.train import WorkerGroupError
 from torch.utils.data import Dataset
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from infra.cluster.compute import Piece, cluster, progress_file, run_pieces
+from infra.cluster.compute import cluster, run_pieces
 from infra.cluster.distributed import cause
+from infra.cluster.pieces import Piece
 from infra.cluster.private import WorkerHealthCheckFailedError
+from infra.cluster.progress import progress_file
 from infra.cluster.worker import WorkerLost
 from infra.recipe.resources import Resources
 from infra.settings import read

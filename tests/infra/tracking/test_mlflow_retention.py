@@ -5,7 +5,7 @@ from mlflow import MlflowClient
 from mlflow.entities import ViewType
 
 from infra import settings
-from infra.recipe.keep import KeepConfig
+from infra.recipe.schema import KeepConfig
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
 from infra.tracking.retention import Records

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.data.task_files import task_fingerprint, task_set_faults
+from tasks.data.task_sets import task_fingerprint, task_set_faults
 from tasks.engine.sources import CODE
 from tasks.recipes import load_recipe
 

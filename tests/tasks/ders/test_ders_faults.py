@@ -4,6 +4,7 @@ import copy
 
 import pytest
 
+from tasks.ders.sweeps import section
 from tasks.recipes import validate
 from upcycle_core.errors import InputError
 
@@ -46,7 +47,7 @@ def changed(path, value):
 
 def test_a_valid_recipe_has_no_fault():
     recipe = validate(VALID)
-    assert recipe.compressed == ("dume", "copies")
+    assert section(recipe).models == ("dume", "copies")
     assert recipe.baselines["light"].experts(2) == 2
 
 
@@ -127,4 +128,4 @@ def test_ready_experts_without_their_seed_are_taken_apart_from_their_mean():
     }
     assert fields_of(values) == {"compression.base"}
     values["compression"]["base"] = "mean"
-    assert validate(values).compressed == ("dume",)
+    assert section(validate(values)).models == ("dume",)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from texts import pico_recipe
 
-from infra.cluster.compute import Done
-from tasks.baselines.costs import row_costs
+from infra.cluster.pieces import Done
+from tasks.baselines.comparison import row_costs
 from tasks.engine.costs import Cost, cost_of, read_cost, write_cost
 from tasks.engine.workspace import Workspace
 from tasks.recipes import validate

@@ -17,7 +17,7 @@ from infra.cluster.worker import Performed
 from infra.versioning.known import FILE, Recorded
 from tasks.engine.costs import FOLDER, Cost, read_cost, write_cost
 from tasks.engine.sources import CODE
-from tasks.engine.stage import Session, Stage, of_the_recipe
+from tasks.engine.stage import Session, Stage
 from tasks.engine.workspace import PROVENANCE, Workspace
 from tasks.living.lineage import FILE as LINEAGE
 from tasks.living.lineage import modelled, with_lineage
@@ -51,7 +51,6 @@ def stage_of(out, *inputs):
         out=out,
         inputs=lambda recipe, item: inputs,
         params=("seed", "router"),
-        each=of_the_recipe,
     )
 
 

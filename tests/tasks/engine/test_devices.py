@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.cluster.compute import Done
+from infra.cluster.pieces import Done
 from infra.recipe.resources import Resources
 from infra.tracking.records import Version
 from tasks.baselines.baselines import baselines

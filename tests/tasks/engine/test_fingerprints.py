@@ -15,7 +15,7 @@ from tasks.dume.backbone import backbone
 from tasks.dume.experts import experts
 from tasks.dume.statistics import statistics
 from tasks.engine.sources import CODE, LEFT_OUT, deciding_modules, module_digests, package_versions
-from tasks.engine.stage import Session, Stage, of_the_recipe
+from tasks.engine.stage import Session, Stage
 from tasks.engine.stage_run import StageRun
 from tasks.engine.workspace import PROVENANCE, Workspace, fingerprint
 from tasks.methods import every_stage, stages_of
@@ -212,7 +212,6 @@ STAGE = Stage(
     "copied",
     inputs=lambda recipe, item: ["input"],
     params=("seed", "experts.training"),
-    each=of_the_recipe,
 )
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from infra.recipe.lineage import Lineage
+from infra.recipe.schema import Lineage
 from infra.versioning.known import Recorded
 from infra.versioning.versions import Versions
 from tasks.engine.sources import CODE
-from tasks.engine.stage import Session, Stage, of_the_recipe
+from tasks.engine.stage import Session, Stage
 from tasks.engine.workspace import Workspace
 from tasks.recipes import load_recipe
 from upcycle_core.errors import InputError
@@ -31,7 +31,6 @@ STAGE = Stage(
     "model",
     inputs=lambda recipe, item: (),
     params=(),
-    each=of_the_recipe,
 )
 
 

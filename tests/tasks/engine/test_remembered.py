@@ -11,7 +11,7 @@ from infra.cluster.compute import cluster
 from infra.settings import read
 from tasks.engine.remembered import FOLDER
 from tasks.engine.sources import CODE
-from tasks.engine.stage import Session, Stage, of_the_recipe
+from tasks.engine.stage import Session, Stage
 from tasks.engine.workspace import Workspace
 from tasks.recipes import validate
 from upcycle_core.corpora.config import CorpusConfig
@@ -71,7 +71,6 @@ class Sweep:
             "measured",
             inputs=lambda recipe, item: ["input"],
             params=("seed",),
-            each=of_the_recipe,
         )
         self.calls.write_text("")
         self.recipe = replace(self.recipe, seed=self.recipe.seed + 1)

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from infra.cluster.compute import FileProgress
+from infra.cluster.progress import FileProgress
 from tasks.engine.reporting import Bar, PieceWatch
 
 

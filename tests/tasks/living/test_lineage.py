@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 from texts import pico_recipe
 
-from infra.recipe.lineage import Lineage
-from infra.recipe.schema import resolve
+from infra.recipe.schema import Lineage, resolve
 from tasks.data.seed import seed
-from tasks.dume.backbone import backbone
-from tasks.dume.parents import parents
+from tasks.dume.backbone import averaged, backbone
+from tasks.dume.experts import parents
 from tasks.engine.stage_run import Session
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import (
@@ -102,15 +101,15 @@ def test_a_second_beginning_keeps_the_first(recipe, workspace):
     publish(workspace, "backbone", "another", **{"experts/letters": "0"})
     again = begin(recipe, workspace)
     assert again.pinned["backbone"] == first
-    assert again.averaged == DOMAINS
+    assert averaged(again) == DOMAINS
 
 
 def test_a_backbone_made_again_averages_all_domains(recipe, workspace):
     grown = replace(recipe, domains={**recipe.domains, "colours": recipe.domains["letters"]})
     begun = begin(grown, workspace)
-    assert begun.averaged == DOMAINS
+    assert averaged(begun) == DOMAINS
     rebuilt = without_backbone(begun)
-    assert rebuilt.averaged == tuple(grown.domains)
+    assert averaged(rebuilt) == tuple(grown.domains)
     assert set(rebuilt.pinned) == {"tokenizer", "seed"}
 
 

@@ -17,8 +17,7 @@ from project import ROOT, Project
 from texts import pico_recipe, save_recipe
 
 from infra import settings
-from infra.recipe.keep import KeepConfig
-from infra.recipe.schema import recipe_yaml
+from infra.recipe.schema import KeepConfig, recipe_yaml
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
 from infra.tracking.retention import Records

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
-from infra.recipe.schema import SIMOE
 from tasks.recipes import validate
+from tasks.simoe.rows import SIMOE, tuned
 from upcycle_core.errors import InputError
 
 TRAINING = {"steps": 20, "warmup_steps": 2, "sequence_length": 64}
@@ -48,7 +48,7 @@ def fields_of(values):
 def test_a_sound_recipe_has_its_rows():
     recipe = validate(VALID)
     assert recipe.method == SIMOE
-    assert recipe.tuned == ("seed", "dense", "copies", "btx", "free", SIMOE)
+    assert tuned(recipe) == ("seed", "dense", "copies", "btx", "free", SIMOE)
     assert recipe.has_seed
     assert recipe.trains_seed
 

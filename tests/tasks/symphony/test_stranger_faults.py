@@ -7,8 +7,7 @@ import pytest
 from pico import save_pico
 from vocabularies import CODE, NATURE, byte_level
 
-from tasks.data.sources import check
-from tasks.recipes import validate
+from tasks.recipes import check, validate
 from upcycle_core.errors import InputError
 
 

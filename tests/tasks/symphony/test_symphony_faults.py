@@ -4,7 +4,9 @@ import copy
 
 import pytest
 
+from tasks.methods import models_of
 from tasks.recipes import validate
+from tasks.symphony.variants import pairings, variants
 from upcycle_core.errors import InputError
 
 TEXT = {"files": ["text.txt"]}
@@ -44,8 +46,8 @@ def changed(path, value):
 def test_a_valid_recipe_has_no_fault():
     recipe = validate(VALID)
     assert recipe.method == "symphony"
-    assert list(recipe.variants) == ["symphony", "paper"]
-    assert recipe.models == (
+    assert list(variants(recipe)) == ["symphony", "paper"]
+    assert tuple(models_of(recipe)) == (
         "expert_code",
         "expert_law",
         "expert_physics",
@@ -145,7 +147,7 @@ def test_variants_on_the_same_text_and_anchor_share_what_is_collected():
         },
     }
     values["baselines"] = {n: {"method": "symphony", "symphony": row} for n, row in rows.items()}
-    assert validate(values).pairings == {
+    assert pairings(validate(values)) == {
         "symphony": "symphony",
         "same": "symphony",
         "other-anchor": "other-anchor",

@@ -1,0 +1,122 @@
+"""What is wrong across the fields of a recipe, where its method has a say in what they mean."""
+
+from collections.abc import Iterator
+
+from infra.recipe.checks import warmup_faults
+from infra.recipe.schema import Recipe
+from tasks.engine.method import Method
+from tasks.engine.params import value_at
+from tasks.methods import ADDITIONS, METHODS, models_of, scored_models
+from upcycle_core.baselines.checks import baseline_faults
+from upcycle_core.errors import Fault
+from upcycle_core.evaluation.text.results import expert_row
+from upcycle_core.training.checks import shape_faults, training_faults
+from upcycle_core.training.config import TrainingConfig
+
+
+def faults(recipe: Recipe) -> Iterator[Fault]:
+    """What the methods, and what runs on their models, say against a recipe."""
+    if recipe.method not in METHODS:
+        yield Fault("method", recipe.method, f"no method; use one of {list(METHODS)}")
+        return
+    method = METHODS[recipe.method]
+    yield from method.checks(recipe)
+    for other in METHODS.values():
+        if other is not method:
+            yield from other.unused(recipe)
+    for addition in ADDITIONS:
+        yield from addition.checks(recipe)
+    if len(recipe.domains) < 2 and not method.has_labels:
+        remedy = f"{len(recipe.domains)} given; at least two are needed"
+        yield Fault("domains", sorted(recipe.domains), remedy)
+    yield from _training_faults(recipe, method)
+    yield from _row_faults(recipe, method)
+    yield from _gate_faults(recipe, method)
+
+
+def _training_faults(recipe: Recipe, method: Method) -> Iterator[Fault]:
+    """What would come up only after hours: the experts are trained long after the seed."""
+    trained: dict[str, TrainingConfig] = {}
+    if method.has_seed and recipe.trains_seed:
+        trained["seed_model.training"] = recipe.seed_model.training
+    if recipe.trains_experts:
+        trained["experts.training"] = recipe.experts.training
+    rows = {
+        f"baselines.{name}.training": row.training
+        for name, row in recipe.baselines.items()
+        if row.trains
+    }
+    for where, config in trained.items():
+        if config.evaluation_steps is not None:
+            remedy = "is for baselines; seed and experts are trained to their last step: remove it"
+            yield Fault(f"{where}.evaluation_steps", config.evaluation_steps, remedy)
+    for where, config in {**trained, **rows}.items():
+        yield from training_faults(config, where)
+    # A budget sets the rows' steps, and has judged them.
+    for where, config in {**trained, **({} if recipe.comparison.tokens else rows)}.items():
+        yield from warmup_faults(where, config)
+    if method.trains_shape(recipe):
+        yield from shape_faults(recipe.seed_model.shape, "seed_model.shape")
+        longest = recipe.seed_model.shape.max_positions
+        for where in (*method.lengths(recipe), *rows):
+            length = value_at(recipe, f"{where}.sequence_length")
+            if length > longest:
+                remedy = f"longer than seed_model.shape.max_positions = {longest}; shorten it or "
+                yield Fault(f"{where}.sequence_length", length, f"{remedy}raise that")
+
+
+def _row_faults(recipe: Recipe, method: Method) -> Iterator[Fault]:
+    """Rows that the recipe's models are compared with, or scored as."""
+    without = [d for d, domain in recipe.domains.items() if domain.train is None]
+    for name, row in recipe.baselines.items():
+        where = f"baselines.{name}"
+        # Labels stand in files that have not been read.
+        labels = [""] * row.top_k if method.has_labels else list(recipe.domains)
+        weighted = f"{where}.objective.domain_weights"
+        for fault in baseline_faults(row, labels, where):
+            if not (method.has_labels and fault.field == weighted):
+                yield fault
+        if method.has_seed and row.uses_seed and not recipe.has_seed:
+            remedy = "begins with the seed, and the recipe has none; give seed_model.model"
+            yield Fault(f"{where}.method", row.method, remedy)
+        if row.trains and without and not method.has_labels:
+            remedy = f"is trained on all domains, and {without} have no training text"
+            yield Fault(f"{where}.method", row.method, remedy)
+        accumulated, workers = row.training.gradient_accumulation, recipe.compute.baselines.workers
+        if row.trains and accumulated % workers:
+            remedy = f"must be a multiple of compute.baselines.workers = {workers}"
+            yield Fault(f"{where}.training.gradient_accumulation", accumulated, remedy)
+    known = list(models_of(recipe))
+    for model in recipe.task_evaluation.models or ():
+        if model not in known:
+            remedy = f"not a model of this recipe; use some of {known}"
+            yield Fault("task_evaluation.models", model, remedy)
+
+
+def _gate_faults(recipe: Recipe, method: Method) -> Iterator[Fault]:
+    gate, scored = recipe.registry.gate, scored_models(recipe)
+    for metric, points in gate.tolerances.items():
+        if points < 0:
+            yield Fault(f"registry.gate.tolerances.{metric}", points, "must not be negative")
+    on_text = method.figures(recipe)
+    known = [*on_text, *(f"task.{name}" for name in recipe.tasks)]
+    if any(task.domain is not None for task in recipe.tasks.values()):
+        known.append("task_average")
+    for metric in gate.metrics:
+        where = "metric" if metric == gate.metric else "tolerances"
+        if metric not in known:
+            yield Fault(f"registry.gate.{where}", metric, f"not measured; use one of {known}")
+        elif metric not in on_text:
+            needed = [recipe.method, *_normalising(recipe, metric)]
+            missing = [model for model in needed if model not in scored]
+            if missing:
+                remedy = f"the gate's {metric} needs {missing} as well; add them"
+                yield Fault("task_evaluation.models", list(scored), remedy)
+
+
+def _normalising(recipe: Recipe, metric: str) -> list[str]:
+    """The experts whose scores a task figure is divided by."""
+    if metric != "task_average":
+        return []
+    domains = {task.domain for task in recipe.tasks.values() if task.domain is not None}
+    return [expert_row(domain) for domain in sorted(domains)]

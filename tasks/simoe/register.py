@@ -1,0 +1,53 @@
+"""The last step of instruction tuning: judge the model beside the champion and register it."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tasks.engine.artifacts import ANSWERS
+from tasks.engine.stage import Session
+from tasks.release.champion import Champion
+from tasks.release.gate import decide
+from tasks.release.register import Registrar
+from tasks.release.versions import Outcome
+from tasks.simoe.answers import answer_arguments, answers_piece
+from tasks.simoe.report import figures
+from tasks.simoe.rows import SIMOE
+
+TITLE = "Sparse interpolated experts (SIMoE), found by instruction tuning."
+
+
+def register_tuned(registrar: Registrar, champion: Champion | None) -> Outcome:
+    """Register the workspace's tuned model, unless its bytes are the newest version already.
+
+    Args:
+        registrar: Of the flow.
+        champion: Whom it has to beat, on the same instructions.
+    """
+    known = registrar.offered()
+    if known is not None:
+        return known
+    session = registrar.session
+    report = session.workspace.path("report")
+    metrics = json.loads((report / "metrics.json").read_text())
+    mine, theirs = figures(metrics, SIMOE), None
+    if champion is not None:
+        theirs = mine if champion.is_own else _figures_of(session, champion)
+    # All tables would be a page of numbers.
+    models = (report / "table.md").read_text().partition("\n## Unseen categories")[0]
+    return registrar.register_model(
+        decide(session.recipe.registry.gate, challenger=mine, champion=theirs),
+        metrics=metrics,
+        scores=mine,
+        description=f"{TITLE}\n\n{models}",
+    )
+
+
+def _figures_of(session: Session, champion: Champion) -> Mapping[str, Any]:
+    """The champion's, on this run's instructions."""
+    arguments = answer_arguments(session.recipe, session.workspace.path)
+    mark = session.workspace.digest("report")
+    done = champion.run(
+        "champion", answers_piece, {**arguments, "model": champion.directory}, f"{mark}"
+    )
+    return json.loads((done.path / ANSWERS).read_text())["figures"]

@@ -1,0 +1,75 @@
+"""Stage ``sources`` of models that share no seed: each is held against the others."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from infra.recipe.schema import Recipe
+from tasks.data.sources import (
+    KEYS,
+    disk_faults,
+    opened_models,
+    text_faults,
+    write_fingerprints,
+    write_sources,
+)
+from tasks.data.task_sets import task_set_faults
+from tasks.engine.stage import StageRun, stage
+from tasks.symphony.variants import section, trains_shape
+from tasks.symphony.vocabulary import segmentation_faults
+from upcycle_core.architectures.compare import compare_strangers
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.corpora.sources import source_fingerprint
+from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.training.config import LlamaShape
+
+
+@stage("sources", lambda recipe, item: (), params=(*KEYS, "outside", "symphony"), always=True)
+def sources(run: StageRun) -> None:
+    """Write sha256 of all that is outside; ``outside/NAME.json`` of texts to judge models on."""
+    recipe = run.recipe
+    raise_faults(outside_faults(recipe, run.models))
+    write_sources(run)
+    for name, source in recipe.outside.items():
+        fingerprint = source_fingerprint(source, folder=recipe.text_folder)
+        write_fingerprints(run.out / "outside" / f"{name}.json", fingerprint)
+
+
+def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
+    """What is wrong with texts, models and tasks outside the workspace."""
+    return [*text_faults(recipe), *_model_faults(recipe, cache), *task_set_faults(recipe)]
+
+
+def _model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
+    """What is wrong with given models: each alone, and all of them together."""
+    given = {}
+    for name, domain in recipe.domains.items():
+        if domain.expert is not None:
+            given[f"domains.{name}.expert"] = domain.expert
+        elif domain.origin is not None and domain.origin.model is not None:
+            given[f"domains.{name}.origin.model"] = domain.origin.model
+    readers, vocabularies, faults = opened_models(given, cache)
+    faults += compare_strangers(readers, vocabularies)
+    if trains_shape(recipe):
+        faults += _shape_faults(recipe.seed_model.shape, readers)
+    elif not faults:
+        models = dict(zip(recipe.domains, (r.directory for r in readers.values()), strict=True))
+        faults += segmentation_faults(models, section(recipe).segmentation)
+    return [*faults, *disk_faults(recipe, readers, cache.parent)]
+
+
+def _shape_faults(shape: LlamaShape, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:
+    """Where given models differ from those that are trained here from random weights."""
+    wanted = {
+        "model_type": shape.family,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.attention_heads,
+        "num_key_value_heads": shape.key_value_heads,
+    }
+    for field, reader in readers.items():
+        for name, value in wanted.items():
+            if reader.config.get(name, value) != value:
+                remedy = f"seed_model.shape has {value!r} for the models that are trained here; "
+                remedy += "set it to the given model's"
+                yield Fault(f"{field}.config.{name}", reader.config[name], remedy)

@@ -1,0 +1,53 @@
+"""What a recipe says about Symphony-MoE: its own way to join strangers, and its rows'."""
+
+from infra.recipe.schema import Recipe
+from upcycle_core.symphony.config import SymphonyConfig
+
+SYMPHONY = "symphony"
+"""The recipe's own way of joining strangers, among the variants of its baselines."""
+
+
+def section(recipe: Recipe) -> SymphonyConfig:
+    """How the recipe's own model is joined."""
+    return recipe.symphony or SymphonyConfig()
+
+
+def variants(recipe: Recipe) -> dict[str, SymphonyConfig]:
+    """Every way in which strangers are joined by Symphony-MoE: the recipe's, and its rows'."""
+    rows = {n: row.symphony for n, row in recipe.baselines.items() if row.method == SYMPHONY}
+    return {SYMPHONY: section(recipe), **{n: v or SymphonyConfig() for n, v in rows.items()}}
+
+
+def starts(recipe: Recipe) -> tuple[str, ...]:
+    """What strangers are joined to before training: the recipe's own way, and every row's."""
+    return (SYMPHONY, *recipe.baselines)
+
+
+def pairings(recipe: Recipe) -> dict[str, str]:
+    """{variant: the first variant that compares the same models on the same text}.
+
+    Variants that learn nothing from activations are left out.
+    """
+    first: dict[object, str] = {}
+    found = {}
+    for name, variant in variants(recipe).items():
+        if variant.alignment.uses_activations:
+            key = (anchor_of(recipe, variant), variant.calibration)
+            found[name] = first.setdefault(key, name)
+    return found
+
+
+def anchor_of(recipe: Recipe, variant: SymphonyConfig) -> str:
+    """The domain whose model the others are aligned to."""
+    return variant.anchor or chosen_of(recipe, variant)[0]
+
+
+def chosen_of(recipe: Recipe, variant: SymphonyConfig) -> tuple[str, ...]:
+    """The domains whose models become experts."""
+    return variant.models or tuple(recipe.domains)
+
+
+def trains_shape(recipe: Recipe) -> bool:
+    """Whether any model begins with random weights here."""
+    own = (d.origin for d in recipe.domains.values() if d.expert is None)
+    return any(origin is None or origin.model is None for origin in own)
