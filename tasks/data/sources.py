@@ -11,13 +11,14 @@ from pathlib import Path
 from infra.recipe.schema import Recipe
 from tasks.data.segmentation import segmentation_faults
 from tasks.data.task_files import task_fingerprint, task_set_faults
-from tasks.engine.artifacts import INSTRUCTIONS, SEED
+from tasks.engine.artifacts import FORMS, INSTRUCTIONS, SEED
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.architectures.compare import compare_experts, compare_strangers
+from upcycle_core.backbone.form import Form, common_forms
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
+from upcycle_core.checkpoints.tokenizer import TokenIds, token_ids
 from upcycle_core.corpora.sources import source_faults, source_fingerprint
 from upcycle_core.corpora.tuning.prepare import instruction_faults, instruction_fingerprint
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -36,6 +37,7 @@ TRAINING_COPIES = 8
         "domains",
         "outside",
         "seed_model.model",
+        "experts.dtype",
         "symphony",
         "tasks",
         "task_evaluation.folder",
@@ -46,7 +48,7 @@ TRAINING_COPIES = 8
 )
 def sources(run: StageRun) -> None:
     """Write ``DOMAIN.json``, ``seed.json``, ``instructions.json``, ``tasks/TASK.json``: sha256 of
-    all that is outside."""
+    all that is outside; and ``form/DOMAIN``, ``form/seed``: what given models are made into."""
     recipe = run.recipe
     check(recipe, run.models)
     cache = run.models
@@ -71,12 +73,38 @@ def sources(run: StageRun) -> None:
             run.out / f"{SEED}.json",
             {SEED: tree_digest(resolve_model(recipe.seed_model.model, cache))},
         )
+    for name, form in _forms(recipe, cache).items():
+        form.save(run.out / FORMS / name)
+        if form.said:
+            run.session.log(
+                f"{name}: brought into one form with the others: {'; '.join(form.said)}"
+            )
     if recipe.simoe is not None:
         read = instruction_fingerprint(recipe.instructions, folder=folder)
         _write(run.out / f"{INSTRUCTIONS}.json", read)
     for name in recipe.tasks:
         (run.out / "tasks").mkdir(exist_ok=True)
         _write(run.out / "tasks" / f"{name}.json", task_fingerprint(recipe, name))
+
+
+def _forms(recipe: Recipe, cache: Path) -> dict[str, Form]:
+    """The form of every given model, by its domain; ``seed`` for the seed."""
+    given = {
+        name: domain.expert or (domain.origin.model if domain.origin is not None else None)
+        for name, domain in recipe.domains.items()
+    }
+    given[SEED] = recipe.seed_model.model
+    opened = {n: CheckpointReader(resolve_model(m, cache)) for n, m in given.items() if m}
+    if not opened:
+        return {}
+    dtype = recipe.experts.dtype
+    if dtype == "auto" and recipe.trains_experts:
+        dtype = "fp32"  # what training leaves
+    if recipe.symphony is None:
+        tokens = {name: token_ids(reader.directory) for name, reader in opened.items()}
+        return common_forms(opened, tokens, dtype=dtype)
+    anchor = recipe.anchor_of(recipe.symphony) if recipe.symphony.rope == "anchor" else None
+    return common_forms(opened, {}, dtype=dtype, rope_of=anchor)
 
 
 def check(recipe: Recipe, cache: Path) -> None:
@@ -121,9 +149,10 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
         for name, domain in recipe.domains.items()
         if domain.expert is not None
     }
+    experts = list(given)
     if recipe.seed_model.model is not None:
         given["seed_model.model"] = recipe.seed_model.model
-    readers, vocabularies, faults = _opened(given, cache)
+    readers, tokens, faults = _opened(given, cache)
     if recipe.trains_experts and given and recipe.seed_model.model is None:
         faults.append(
             Fault(
@@ -133,7 +162,7 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
                 "experts came from",
             )
         )
-    faults += compare_experts(readers, vocabularies)
+    faults += compare_experts(readers, tokens, ready=experts)
     return [*faults, *_disk_faults(recipe, readers, cache.parent)]
 
 
@@ -145,9 +174,14 @@ def stranger_faults(recipe: Recipe, cache: Path) -> list[Fault]:
             given[f"domains.{name}.expert"] = domain.expert
         elif domain.origin is not None and domain.origin.model is not None:
             given[f"domains.{name}.origin.model"] = domain.origin.model
-    readers, vocabularies, faults = _opened(given, cache)
-    faults += compare_strangers(readers, vocabularies)
+    readers, tokens, faults = _opened(given, cache)
     assert recipe.symphony is not None
+    faults += compare_strangers(
+        readers,
+        tokens,
+        ready=[f"domains.{n}.expert" for n, d in recipe.domains.items() if d.expert is not None],
+        one_rope=recipe.symphony.rope == "same",
+    )
     if recipe.trains_shape:
         faults += _shape_faults(recipe.seed_model.shape, readers)
     elif not faults:
@@ -176,17 +210,17 @@ def _shape_faults(shape: LlamaShape, readers: Mapping[str, CheckpointReader]) ->
 
 def _opened(
     given: Mapping[str, str], cache: Path
-) -> tuple[dict[str, CheckpointReader], dict[str, str], list[Fault]]:
-    """Readers and vocabulary fingerprints of models, and what keeps the others from being read."""
-    readers, vocabularies, faults = {}, {}, []
+) -> tuple[dict[str, CheckpointReader], dict[str, TokenIds], list[Fault]]:
+    """Readers and tokens of models, and what keeps the others from being read."""
+    readers, tokens, faults = {}, {}, []
     for field, reference in given.items():
         try:
             directory = resolve_model(reference, cache)
             readers[field] = CheckpointReader(directory, field=field)
-            vocabularies[field] = vocabulary_fingerprint(directory)
+            tokens[field] = token_ids(directory)
         except InputError as error:
             faults += [_at(field, fault) for fault in error.faults]
-    return readers, vocabularies, faults
+    return readers, tokens, faults
 
 
 def _at(field: str, fault: Fault) -> Fault:

@@ -15,8 +15,8 @@ def router_inputs(
 ) -> Iterator[None]:
     """Within this context each forward of ``model`` hands the routers' inputs to ``consume``.
 
-    A router reads what the layer's MLP reads: the output of the norm after attention. Nothing
-    behind the last such norm is computed: the model is cut there and mended afterwards.
+    A router reads what the layer's MLP reads. Nothing behind the last one's input is computed: the
+    model is cut there and mended afterwards.
 
     Args:
         model: A decoder without lm_head, dense or MoE (``LlamaModel``, ``MixtralModel``, ...).
@@ -26,17 +26,16 @@ def router_inputs(
     decoder_layers: Any = model.layers
     watched = range(len(decoder_layers)) if layers is None else sorted(layers)
     with ExitStack() as stack:
-        for layer in watched:
-            norm = decoder_layers[layer].post_attention_layernorm
-            hook = norm.register_forward_hook(_handing(consume, layer))
-            stack.callback(hook.remove)
         stack.enter_context(_cut_before_mlp(model, watched[-1]))
+        for layer in watched:
+            mlp = decoder_layers[layer].mlp
+            stack.callback(mlp.register_forward_pre_hook(_handing(consume, layer)).remove)
         yield
 
 
 def _handing(consume: Consumer, layer: int):
-    def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        consume(layer, output)
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        consume(layer, inputs[0])
 
     return hook
 
