@@ -14,11 +14,12 @@ from tasks.data.task_files import task_fingerprint, task_set_faults
 from tasks.engine.artifacts import FORMS, INSTRUCTIONS, SEED
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.architectures.compare import compare_experts, compare_strangers
+from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.form import Form, common_forms
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.tokenizer import TokenIds, token_ids
+from upcycle_core.checkpoints.tokenizer import TokenIds, check_tokenizer, token_ids
 from upcycle_core.corpora.sources import source_faults, source_fingerprint
 from upcycle_core.corpora.tuning.prepare import instruction_faults, instruction_fingerprint
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -73,11 +74,17 @@ def sources(run: StageRun) -> None:
             run.out / f"{SEED}.json",
             {SEED: tree_digest(resolve_model(recipe.seed_model.model, cache))},
         )
-    for name, form in _forms(recipe, cache).items():
+    given = _given(recipe, cache)
+    for name, form in _forms(recipe, given).items():
         form.save(run.out / FORMS / name)
         if form.said:
             run.session.log(
                 f"{name}: brought into one form with the others: {'; '.join(form.said)}"
+            )
+        unread = family_of(given[name].config).unread(given[name].config)
+        if unread:
+            run.session.log(
+                f"{name}: nothing reads {', '.join(unread)} of its config.json: left out"
             )
     if recipe.simoe is not None:
         read = instruction_fingerprint(recipe.instructions, folder=folder)
@@ -87,24 +94,28 @@ def sources(run: StageRun) -> None:
         _write(run.out / "tasks" / f"{name}.json", task_fingerprint(recipe, name))
 
 
-def _forms(recipe: Recipe, cache: Path) -> dict[str, Form]:
-    """The form of every given model, by its domain; ``seed`` for the seed."""
-    given = {
+def _given(recipe: Recipe, cache: Path) -> dict[str, CheckpointReader]:
+    """Every given model, by its domain; ``seed`` for the seed."""
+    models = {
         name: domain.expert or (domain.origin.model if domain.origin is not None else None)
         for name, domain in recipe.domains.items()
     }
-    given[SEED] = recipe.seed_model.model
-    opened = {n: CheckpointReader(resolve_model(m, cache)) for n, m in given.items() if m}
-    if not opened:
+    models[SEED] = recipe.seed_model.model
+    return {n: CheckpointReader(resolve_model(m, cache)) for n, m in models.items() if m}
+
+
+def _forms(recipe: Recipe, given: Mapping[str, CheckpointReader]) -> dict[str, Form]:
+    """What each given model is made into."""
+    if not given:
         return {}
     dtype = recipe.experts.dtype
     if dtype == "auto" and recipe.trains_experts:
         dtype = "fp32"  # what training leaves
     if recipe.symphony is None:
-        tokens = {name: token_ids(reader.directory) for name, reader in opened.items()}
-        return common_forms(opened, tokens, dtype=dtype)
+        tokens = {name: token_ids(reader.directory) for name, reader in given.items()}
+        return common_forms(given, tokens, dtype=dtype)
     anchor = recipe.anchor_of(recipe.symphony) if recipe.symphony.rope == "anchor" else None
-    return common_forms(opened, {}, dtype=dtype, rope_of=anchor)
+    return common_forms(given, {}, dtype=dtype, rope_of=anchor)
 
 
 def check(recipe: Recipe, cache: Path) -> None:
@@ -218,6 +229,7 @@ def _opened(
             directory = resolve_model(reference, cache)
             readers[field] = CheckpointReader(directory, field=field)
             tokens[field] = token_ids(directory)
+            check_tokenizer(directory)
         except InputError as error:
             faults += [_at(field, fault) for fault in error.faults]
     return readers, tokens, faults

@@ -170,6 +170,9 @@ class Family:
         for name in sorted(set(full) - judged - set(self.unread(config))):
             if not is_neutral(name, full):
                 remedy = f"{self.target.architecture} cannot express it; delete it if the model "
+                if name == "auto_map":
+                    remedy = "names code of the checkpoint, which is never run; delete it if the "
+                    remedy += f"stock {self.model_type} "
                 remedy += "computes the same without it"
                 faults.append(Fault(f"{field}.config.{name}", full[name], remedy))
         if "rope_theta" not in full["rope_parameters"]:

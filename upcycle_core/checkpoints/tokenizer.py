@@ -78,6 +78,20 @@ def vocabulary_fingerprint(directory: Path) -> str:
     return token_ids(directory).fingerprint
 
 
+def check_tokenizer(directory: Path) -> None:
+    """Load a tokenizer as every later stage does.
+
+    Raises:
+        InputError: transformers cannot, or would need code of the checkpoint, which is never run.
+    """
+    from transformers import AutoTokenizer  # slow to import
+
+    try:
+        AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises no narrower class
+        raise InputError(_unreadable(directory, error)) from error
+
+
 def copy_tokenizer(source: Path, destination: Path) -> None:
     """Copy the tokenizer files of one directory to another, to the disk.
 
