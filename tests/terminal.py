@@ -2,6 +2,7 @@
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -32,7 +33,7 @@ class Terminal:
             [sys.executable, *arguments],
             cwd=ROOT,
             env=dict(environment),
-            preexec_fn=partial(os.login_tty, screen),
+            preexec_fn=partial(_sit_down, screen),
         )
         os.close(screen)
         self._shown = b""
@@ -104,6 +105,13 @@ class Terminal:
             self._closed.set()
             self._reader.join()  # what is being read is not yet closed
             os.close(self._keyboard)
+
+
+def _sit_down(screen: int) -> None:
+    """Take the terminal, and heed its signals: a job in the background ignores some."""
+    os.login_tty(screen)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def processes(name: str, value: str) -> list[str]:
