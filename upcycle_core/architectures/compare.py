@@ -201,7 +201,8 @@ def _token_faults(
 ) -> Iterator[Fault]:
     """Ids that mean different things, or added tokens that no one tokenizer has all of."""
     fields = [field for field in readers if field in tokens]
-    clash, union = False, {}
+    clash = False
+    union: dict[str, int] = {}
     for field in fields:
         found = _clash(tokens[fields[0]], union, tokens[field])
         if found is not None:

@@ -164,8 +164,15 @@ def write_in_form(source: Path, form: Form, out: Path, *, max_shard_bytes: int) 
     specs = [TensorSpec(name, shape, form.dtype) for name, shape in shapes.items()]
     write_sharded(out, specs, produce, max_shard_bytes=max_shard_bytes)
     write_json(out / "config.json", config)
+    write_json(out / FORM, {"said": form.said})
     copy_tokenizer(form.tokenizer or source, out)
     write_generation_config(reader, out)
+
+
+def changes(checkpoint: Path) -> list[str]:
+    """What ``write_in_form`` changed in a checkpoint that it wrote, for people."""
+    path = checkpoint / FORM
+    return json.loads(path.read_text())["said"] if path.is_file() else []
 
 
 def _missing(tokens: Mapping[str, TokenIds], name: str, own: int, size: int) -> tuple[int, ...]:

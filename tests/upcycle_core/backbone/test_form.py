@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.pico import save_pico, save_pico_tokenizer
 from upcycle_core.architectures.compare import compare_experts, compare_strangers
 from upcycle_core.backbone.average import write_backbone
-from upcycle_core.backbone.form import Form, common_forms, write_in_form
+from upcycle_core.backbone.form import Form, changes, common_forms, write_in_form
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -74,6 +74,7 @@ def test_experts_of_other_tokens_types_and_lengths_become_one_model(tmp_path):
     experts, forms = brought(models, tmp_path / "out")
     assert "max_position_embeddings: 128 -> 64" in forms["law"].said
     assert "2 tokens that chat added" in forms["code"].said
+    assert changes(experts["code"]) == list(forms["code"].said)
     readers = [CheckpointReader(path) for path in experts.values()]
     assert {info.dtype for r in readers for info in r.tensors.values()} == {torch.float32}
     assert {r.config["vocab_size"] for r in readers} == {128}
@@ -124,6 +125,7 @@ def test_models_that_agree_are_copied_to_the_byte(tmp_path):
     expected = tree_digest(law)
     del expected["notes.txt"]
     assert tree_digest(experts["law"]) == expected
+    assert changes(experts["law"]) == []
 
 
 @pytest.mark.parametrize(
