@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+LONGEST = 300
+"""Characters of a value that an error shows."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -19,7 +22,9 @@ class Fault:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.field} = {self.value!r}: {self.remedy}"
+        value = repr(self.value)
+        value = value if len(value) <= LONGEST else f"{value[: LONGEST - 3]}..."
+        return f"{self.field or repr('')} = {value}: {self.remedy}"
 
 
 class InputError(ValueError):

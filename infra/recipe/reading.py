@@ -14,9 +14,10 @@ from pydantic import TypeAdapter, ValidationError
 from infra.recipe.budget import budget_faults, with_budget
 from infra.recipe.checks import faults
 from infra.recipe.names import masked
+from infra.recipe.paths import rooted
 from infra.recipe.schema import ADAPTER, Recipe, resolve
 from infra.recipe.strict_yaml import read_yaml
-from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.errors import Fault, raise_faults
 
 Section = TypeVar("Section")
 ADDABLE = ("baselines", "tasks", "compression")
@@ -53,9 +54,7 @@ def load_recipe(
         _add(values, file)
     for override in overrides:
         _override(values, override)
-    if isinstance(values.get("folder"), str):  # where pieces run, the current folder is another
-        values["folder"] = _absolute(values["folder"])
-    return validate(values, checks=checks, completed=completed)
+    return validate(rooted(values), checks=checks, completed=completed)
 
 
 def validate(
@@ -166,13 +165,6 @@ def _booleans_as_numbers(given: object, read: object, where: str = "") -> Iterat
             yield from _booleans_as_numbers(value, number, where)
     elif isinstance(given, bool) and type(read) in (int, float):
         yield Fault(where, given, "is no number; write the number that is meant")
-
-
-def _absolute(folder: str) -> str:
-    try:
-        return str(Path(folder).expanduser().absolute())
-    except RuntimeError as error:  # ~nobody
-        raise InputError(Fault("folder", folder, f"{error} Write the whole path")) from error
 
 
 def _drop(values: Any, location: Sequence[int | str]) -> None:

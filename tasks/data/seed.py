@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from tasks.engine.artifacts import SEED
+from tasks.engine.artifacts import FORMS, SEED
 from tasks.engine.params import seed_keys
 from tasks.engine.stage import StageRun, each, stage
 from tasks.training import Texts, train_piece
-from upcycle_core.checkpoints.copy import copy_checkpoint
+from upcycle_core.backbone.form import Form, write_in_form
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.progress import Progress
 from upcycle_core.training.config import LlamaShape
@@ -19,7 +19,7 @@ from upcycle_core.training.seed import initialise_model
     lambda recipe, domain: (
         [*each(recipe, "corpora/{domain}/train"), "tokenizer"]
         if recipe.trains_seed
-        else [f"sources/{SEED}.json"]
+        else [f"sources/{SEED}.json", f"sources/{FORMS}/{SEED}"]
     ),
     params=lambda recipe, item: seed_keys(recipe),
     each=lambda recipe: [""] if recipe.has_seed else [],
@@ -28,7 +28,12 @@ def seed(run: StageRun) -> None:
     """Write the seed checkpoint."""
     recipe = run.recipe
     if recipe.seed_model.model is not None:
-        copy_checkpoint(resolve_model(recipe.seed_model.model, run.models), run.out)
+        write_in_form(
+            resolve_model(recipe.seed_model.model, run.models),
+            Form.load(run.path(f"sources/{FORMS}/{SEED}")),
+            run.out,
+            max_shard_bytes=recipe.moe.max_shard_bytes,
+        )
         return
     run.run_one(
         seed_piece,

@@ -10,28 +10,34 @@ from pathlib import Path
 
 from infra.recipe.schema import Recipe
 from tasks.data.task_sets import task_fingerprint, task_set_faults
-from tasks.engine.artifacts import SEED
+from tasks.engine.artifacts import FORMS, SEED
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.architectures.compare import compare_experts
+from upcycle_core.architectures.families import family_of
+from upcycle_core.backbone.form import common_forms
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
+from upcycle_core.checkpoints.tokenizer import TokenIds, check_tokenizer, token_ids
 from upcycle_core.corpora.sources import source_faults, source_fingerprint
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 TEXTS = ("train", "calibration", "heldout", "elsewhere")
 # What training costs on disk: weights and two moments, in two checkpoints, and the result.
 TRAINING_COPIES = 8
-KEYS = ("folder", "domains", "seed_model.model", "tasks", "task_evaluation.folder")
-"""What names things outside, whatever the method."""
+KEYS = ("folder", "domains", "seed_model.model", "tasks", "task_evaluation.folder", "experts.dtype")
+"""What names things outside, or says what they become, whatever the method."""
 
 
 @stage("sources", lambda recipe, item: (), params=KEYS, always=True)
 def sources(run: StageRun) -> None:
-    """Write ``DOMAIN.json``, ``seed.json``, ``tasks/TASK.json``: sha256 of all that is outside."""
+    """Write ``DOMAIN.json``, ``seed.json``, ``tasks/TASK.json``: sha256 of all that is outside.
+
+    And ``form/DOMAIN``, ``form/seed``: what given models are made into.
+    """
     raise_faults(outside_faults(run.recipe, run.models))
     write_sources(run)
+    write_forms(run)
 
 
 def write_sources(run: StageRun) -> None:
@@ -53,6 +59,35 @@ def write_sources(run: StageRun) -> None:
         write_fingerprints(run.out / f"{SEED}.json", {SEED: digest})
     for name in recipe.tasks:
         write_fingerprints(run.out / "tasks" / f"{name}.json", task_fingerprint(recipe, name))
+
+
+def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None = None) -> None:
+    """Write what each given model is made into, and say what that changes and leaves out.
+
+    Args:
+        run: Of the stage; ``form/DOMAIN`` and ``form/seed`` are written.
+        of_one_seed: Whether the models share a vocabulary.
+        rope_of: Domain whose rope all get.
+    """
+    recipe = run.recipe
+    models = {
+        name: domain.expert or (domain.origin.model if domain.origin is not None else None)
+        for name, domain in recipe.domains.items()
+    }
+    models[SEED] = recipe.seed_model.model
+    given = {n: CheckpointReader(resolve_model(m, run.models)) for n, m in models.items() if m}
+    tokens = {n: token_ids(r.directory) for n, r in given.items()} if of_one_seed else {}
+    trains = recipe.experts.dtype == "auto" and recipe.trains_experts
+    dtype = "fp32" if trains else recipe.experts.dtype  # fp32 is what training leaves
+    for name, form in common_forms(given, tokens, dtype=dtype, rope_of=rope_of).items():
+        form.save(run.out / FORMS / name)
+        if form.said:
+            said = "; ".join(form.said)
+            run.session.log(f"{name}: brought into one form with the others: {said}")
+        config = given[name].config
+        if unread := family_of(config).unread(config):
+            said = ", ".join(unread)
+            run.session.log(f"{name}: nothing reads {said} of its config.json: left out")
 
 
 def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
@@ -89,29 +124,31 @@ def _model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
         for name, domain in recipe.domains.items()
         if domain.expert is not None
     }
+    ready = list(given)
     if recipe.seed_model.model is not None:
         given["seed_model.model"] = recipe.seed_model.model
-    readers, vocabularies, faults = opened_models(given, cache)
+    readers, tokens, faults = opened_models(given, cache)
     if recipe.trains_experts and given and recipe.seed_model.model is None:
         remedy = "some domains bring an expert and others do not; name the seed model that the "
         faults.append(Fault("seed_model.model", None, f"{remedy}experts came from"))
-    faults += compare_experts(readers, vocabularies)
+    faults += compare_experts(readers, tokens, ready=ready)
     return [*faults, *disk_faults(recipe, readers, cache.parent)]
 
 
 def opened_models(
     given: Mapping[str, str], cache: Path
-) -> tuple[dict[str, CheckpointReader], dict[str, str], list[Fault]]:
-    """Readers and vocabulary fingerprints of models, and what keeps the others from being read."""
-    readers, vocabularies, faults = {}, {}, []
+) -> tuple[dict[str, CheckpointReader], dict[str, TokenIds], list[Fault]]:
+    """Readers and tokens of models, and what keeps the others from being read."""
+    readers, tokens, faults = {}, {}, []
     for field, reference in given.items():
         try:
             directory = resolve_model(reference, cache)
             readers[field] = CheckpointReader(directory, field=field)
-            vocabularies[field] = vocabulary_fingerprint(directory)
+            tokens[field] = token_ids(directory)
+            check_tokenizer(directory)
         except InputError as error:
             faults += [_at(field, fault) for fault in error.faults]
-    return readers, vocabularies, faults
+    return readers, tokens, faults
 
 
 def _at(field: str, fault: Fault) -> Fault:

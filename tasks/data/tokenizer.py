@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from infra.recipe.schema import Recipe
-from tasks.engine.artifacts import SEED
+from tasks.engine.artifacts import FORMS, SEED
 from tasks.engine.stage import StageRun, each, stage
+from upcycle_core.backbone.form import Form
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
 from upcycle_core.corpora.tokenizer import train_tokenizer
@@ -13,9 +14,8 @@ from upcycle_core.corpora.tokenizer import train_tokenizer
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
     if recipe.trains_seed:
         return list(each(recipe, "documents/{domain}"))
-    if recipe.seed_model.model is not None:
-        return [f"sources/{SEED}.json"]
-    return [f"sources/{next(iter(recipe.domains))}.json"]
+    named = SEED if recipe.seed_model.model is not None else next(iter(recipe.domains))
+    return [f"sources/{named}.json", f"sources/{FORMS}/{named}"]
 
 
 def _params(recipe: Recipe, item: str) -> Iterator[str]:
@@ -29,9 +29,12 @@ def tokenizer(run: StageRun) -> None:
     """Write the tokenizer's files."""
     recipe = run.recipe
     if not recipe.trains_seed:
-        reference = recipe.seed_model.model or next(iter(recipe.domains.values())).expert
-        assert reference is not None
-        copy_tokenizer(resolve_model(reference, run.models), run.out)
+        given = recipe.seed_model.model
+        name = SEED if given is not None else next(iter(recipe.domains))
+        given = given or recipe.domains[name].expert
+        assert given is not None
+        tokenizer = Form.load(run.path(f"sources/{FORMS}/{name}")).tokenizer
+        copy_tokenizer(tokenizer or resolve_model(given, run.models), run.out)
         return
     run.run_one(
         train_tokenizer,

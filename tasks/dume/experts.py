@@ -1,19 +1,21 @@
 """Stage ``experts``: one expert a domain, trained from the seed, continued, or given."""
 
 from infra.recipe.schema import Recipe
+from tasks.engine.artifacts import FORMS
 from tasks.engine.params import expert_keys
 from tasks.engine.stage import StageRun, stage
 from tasks.training import Texts, train_piece
-from upcycle_core.checkpoints.copy import copy_checkpoint
+from upcycle_core.backbone.form import Form, write_in_form
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.errors import Fault, InputError
 
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
     given = [f"sources/{domain}.json"]
+    if recipe.domains[domain].expert is not None:
+        return [*given, f"sources/{FORMS}/{domain}"]
     start = f"parents/{domain}" if domain in recipe.parents else "seed"
-    trained = recipe.domains[domain].expert is None
-    return [*given, f"corpora/{domain}/train", start] if trained else given
+    return [*given, f"corpora/{domain}/train", start]
 
 
 @stage("experts/{domain}", _inputs, params=expert_keys)
@@ -22,7 +24,12 @@ def experts(run: StageRun) -> None:
     recipe = run.recipe
     given = recipe.domains[run.domain].expert
     if given is not None:
-        copy_checkpoint(resolve_model(given, run.models), run.out)
+        write_in_form(
+            resolve_model(given, run.models),
+            Form.load(run.path(f"sources/{FORMS}/{run.domain}")),
+            run.out,
+            max_shard_bytes=recipe.moe.max_shard_bytes,
+        )
         return
     is_continued = run.domain in recipe.parents
     run.run_one(

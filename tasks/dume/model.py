@@ -4,6 +4,7 @@ from infra.recipe.schema import recipe_yaml
 from tasks.dume.files import ROUTERS
 from tasks.engine.params import dume_keys
 from tasks.engine.stage import StageRun, each, stage
+from upcycle_core.backbone.form import changes
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.dume.router_reader import load_routers
 from upcycle_core.moe.assemble import assemble
@@ -32,4 +33,5 @@ def model(run: StageRun) -> None:
         recipe_text=recipe_yaml(recipe, dume_keys(recipe)),
         method="DUME",
         experts=list(recipe.domains),
+        changes={name: changes(run.path(f"experts/{name}")) for name in recipe.domains},
     )

@@ -2,6 +2,8 @@
 
 SEED, INSTRUCTIONS = "seed", "instructions"
 """Files of ``sources/`` beside those of the domains."""
+FORMS = "form"
+"""Folder of ``sources/``: what each given model is made into, so that it fits the others."""
 DOCUMENTS, TOKENS = "documents", "tokens"
 """Folders of a text from outside."""
 TRAINING = "training"

@@ -16,6 +16,7 @@ def sources(run: StageRun) -> None:
     recipe = run.recipe
     raise_faults(outside_faults(recipe, run.models))
     texts.write_sources(run)
+    texts.write_forms(run)
     read = instruction_fingerprint(recipe.instructions, folder=recipe.text_folder)
     texts.write_fingerprints(run.out / f"{INSTRUCTIONS}.json", read)
 

@@ -10,9 +10,10 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from infra.recipe.schema import Recipe
+from tasks.engine.artifacts import FORMS
 from tasks.engine.stage import StageRun, each, stage
 from tasks.training import Texts, train_piece
-from upcycle_core.checkpoints.copy import copy_checkpoint
+from upcycle_core.backbone.form import Form, write_in_form
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.corpora.config import Origin, TokenizerConfig
 from upcycle_core.corpora.reader import read_documents
@@ -24,9 +25,10 @@ from upcycle_core.training.seed import initialise_model
 
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
-    given = [f"sources/{domain}.json"]
-    trained = recipe.domains[domain].expert is None
-    return [*given, *each(recipe, "documents/{domain}")] if trained else given
+    own, given = recipe.domains[domain], [f"sources/{domain}.json"]
+    if own.expert is not None or (own.origin is not None and own.origin.model is not None):
+        given.append(f"sources/{FORMS}/{domain}")
+    return given if own.expert is not None else [*given, *each(recipe, "documents/{domain}")]
 
 
 def _params(recipe: Recipe, domain: str) -> Iterator[str]:
@@ -40,11 +42,16 @@ def _params(recipe: Recipe, domain: str) -> Iterator[str]:
 def experts(run: StageRun) -> None:
     """Write the model's checkpoint, with its own tokenizer."""
     recipe, domain = run.recipe, run.recipe.domains[run.domain]
-    if domain.expert is not None:
-        copy_checkpoint(resolve_model(domain.expert, run.models), run.out)
-        return
     origin = domain.origin or Origin()
-    start = None if origin.model is None else resolve_model(origin.model, run.models)
+    given = domain.expert or origin.model
+    start = None
+    if given is not None:
+        form = Form.load(run.path(f"sources/{FORMS}/{run.domain}"))
+        start = run.out if domain.expert is not None else _fresh(run.out, ".start")
+        size = recipe.moe.max_shard_bytes
+        write_in_form(resolve_model(given, run.models), form, start, max_shard_bytes=size)
+    if domain.expert is not None:
+        return
     run.run_one(
         stranger_piece,
         "experts",
@@ -58,6 +65,8 @@ def experts(run: StageRun) -> None:
         seed=recipe.seed,
         device=run.device("experts"),
     )
+    if start is not None:
+        shutil.rmtree(start)
 
 
 def stranger_piece(

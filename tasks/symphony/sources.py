@@ -10,11 +10,12 @@ from tasks.data.sources import (
     opened_models,
     text_faults,
     write_fingerprints,
+    write_forms,
     write_sources,
 )
 from tasks.data.task_sets import task_set_faults
 from tasks.engine.stage import StageRun, stage
-from tasks.symphony.variants import section, trains_shape
+from tasks.symphony.variants import anchor_of, section, trains_shape
 from tasks.symphony.vocabulary import segmentation_faults
 from upcycle_core.architectures.compare import compare_strangers
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -29,6 +30,9 @@ def sources(run: StageRun) -> None:
     recipe = run.recipe
     raise_faults(outside_faults(recipe, run.models))
     write_sources(run)
+    own = section(recipe)
+    anchor = anchor_of(recipe, own) if own.rope == "anchor" else None
+    write_forms(run, of_one_seed=False, rope_of=anchor)
     for name, source in recipe.outside.items():
         fingerprint = source_fingerprint(source, folder=recipe.text_folder)
         write_fingerprints(run.out / "outside" / f"{name}.json", fingerprint)
@@ -47,8 +51,10 @@ def _model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
             given[f"domains.{name}.expert"] = domain.expert
         elif domain.origin is not None and domain.origin.model is not None:
             given[f"domains.{name}.origin.model"] = domain.origin.model
-    readers, vocabularies, faults = opened_models(given, cache)
-    faults += compare_strangers(readers, vocabularies)
+    readers, tokens, faults = opened_models(given, cache)
+    ready = [f"domains.{n}.expert" for n, domain in recipe.domains.items() if domain.expert]
+    one_rope = section(recipe).rope == "same"
+    faults += compare_strangers(readers, tokens, ready=ready, one_rope=one_rope)
     if trains_shape(recipe):
         faults += _shape_faults(recipe.seed_model.shape, readers)
     elif not faults:

@@ -13,8 +13,8 @@ Consumer = Callable[[int, Tensor], None]
 def router_inputs(model: nn.Module, consume: Consumer, *, layers: Sequence[int]) -> Iterator[None]:
     """Within this context each forward of ``model`` hands the routers' inputs to ``consume``.
 
-    A router reads what the layer's MLP reads: the output of the norm after attention. Nothing
-    behind the last such norm is computed: the model is cut there and mended afterwards.
+    A router reads what the layer's MLP reads. Nothing behind the last one's input is computed: the
+    model is cut there and mended afterwards.
 
     Args:
         model: A decoder without lm_head, dense or MoE (``LlamaModel``, ``MixtralModel``, ...).
@@ -24,13 +24,12 @@ def router_inputs(model: nn.Module, consume: Consumer, *, layers: Sequence[int])
     decoder_layers: Any = model.layers
     watched = sorted(layers)
     with ExitStack() as stack:
+        stack.enter_context(_cut_before_mlp(model, watched[-1]))
         for layer in watched:
-            norm = decoder_layers[layer].post_attention_layernorm
-            hook = norm.register_forward_hook(
-                lambda _norm, _inputs, x_BSH, layer=layer: consume(layer, x_BSH)
+            hook = decoder_layers[layer].mlp.register_forward_pre_hook(
+                lambda _mlp, inputs, layer=layer: consume(layer, inputs[0])
             )
             stack.callback(hook.remove)
-        stack.enter_context(_cut_before_mlp(model, watched[-1]))
         yield
 
 

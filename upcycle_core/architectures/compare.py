@@ -1,14 +1,15 @@
 """Whether models can become one: everything that speaks against it, in one list."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
-from upcycle_core.architectures.families import family_of
+from upcycle_core.architectures.families import FAMILIES, family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, RECOMPUTED, Family
 from upcycle_core.architectures.resolve import stock_faults
 from upcycle_core.checkpoints.reader import CheckpointReader, chunks, first_non_finite
+from upcycle_core.checkpoints.tokenizer import TokenIds
 from upcycle_core.checkpoints.vocabulary import read_vocabulary
 from upcycle_core.errors import Fault, InputError
 
@@ -30,25 +31,32 @@ MUST_AGREE = {
     "rope_parameters": "rope",
     "max_position_embeddings": "rope",
 }
-# Strangers' tokens are matched one by one, so their vocabularies may be of any size.
-STRANGERS_AGREE = {name: what for name, what in MUST_AGREE.items() if name != "vocab_size"}
+# What need not agree here: it is brought into one form before models are joined (backbone.form).
+_BROUGHT = {"vocab_size", "max_position_embeddings"}
 OF_ONE_SEED = "use experts of one seed model"
 OF_ONE_SHAPE = (
     "only models of one architecture, shape and rope can be aligned; choose another model"
 )
+# Types of rope whose frequencies follow from max_position_embeddings.
+_ROPES_OF_A_LENGTH = ("dynamic", "longrope")
 
 
 def compare_experts(
-    readers: Mapping[str, CheckpointReader], vocabularies: Mapping[str, str]
+    readers: Mapping[str, CheckpointReader],
+    tokens: Mapping[str, TokenIds],
+    *,
+    ready: Collection[str] | None = None,
 ) -> list[Fault]:
     """Find everything that keeps these experts from becoming one model.
 
-    Reads every weight once. The first expert is what the others are compared to.
+    Reads every weight once. The first expert is what the others are compared to. Types of weights,
+    lengths and added tokens may differ: ``backbone.form`` brings them together.
 
     Args:
         readers: Checkpoints by the name that faults give them (``experts.law``).
-        vocabularies: Fingerprints (``vocabulary_fingerprint``) by the same names; one that is not
-            there is not compared.
+        tokens: What their tokenizers' ids mean, by the same names; one that is not there is not
+            compared.
+        ready: Names of those that become experts; all by default. The seed may equal one.
 
     Returns:
         All faults, none if the experts fit.
@@ -57,49 +65,54 @@ def compare_experts(
     first: str | None = None
     for field, reader in readers.items():
         faults += _own_faults(reader, field)
+        if field in tokens:
+            faults += _row_faults(reader, max(tokens[field].ids.values(), default=-1), field)
         if first is None:
             first = field
             continue
         faults += _differences(readers, first, field, MUST_AGREE, OF_ONE_SEED)
-        ours, theirs = vocabularies.get(first), vocabularies.get(field)
-        if ours and theirs and ours != theirs:
-            remedy = f"another vocabulary than {first}: the same tokens must have the same ids; "
-            remedy += "use experts of one seed model with its tokenizer"
-            faults.append(Fault(f"{field}.tokenizer", theirs, remedy))
-    return faults
+    return [*faults, *_token_faults(readers, tokens), *_twice(readers, ready)]
 
 
 def compare_strangers(
-    readers: Mapping[str, CheckpointReader], vocabularies: Mapping[str, str]
+    readers: Mapping[str, CheckpointReader],
+    readable: Collection[str],
+    *,
+    ready: Collection[str] | None = None,
+    one_rope: bool = True,
 ) -> list[Fault]:
     """Find everything that keeps models without a common seed from becoming one (Symphony-MoE).
 
-    Architecture, shape and rope must agree as with ``compare_experts``; vocabularies need not, but
-    embeddings are tied in all models or in none. Reads every weight once, and again only those of
-    models that begin alike.
+    Architecture, shape and rope must agree as with ``compare_experts``; vocabularies need not, and
+    a head may be tied or not. Reads every weight once, and again only those of models that begin
+    alike.
 
     Args:
         readers: Checkpoints by the name that faults give them (``domains.law.expert``).
-        vocabularies: Fingerprints (``vocabulary_fingerprint``) by the same names: the tokenizers
-            that can be read. Others are not looked at.
+        readable: Names of those whose tokenizers can be read. Others are not looked at.
+        ready: Names of those that are joined as they are; all by default. One model may be what
+            several others are fine-tuned from.
+        one_rope: Whether ropes must agree.
 
     Returns:
         All faults, none if the models fit.
     """
     faults: list[Fault] = []
     fields = list(readers)
+    without = {"tie_word_embeddings"} if one_rope else {"tie_word_embeddings", "rope_parameters"}
+    agree = {name: what for name, what in MUST_AGREE.items() if name not in without}
     for at, field in enumerate(fields):
         faults += _own_faults(readers[field], field)
-        if field in vocabularies:
+        family = FAMILIES.get(str(readers[field].config.get("model_type")))
+        if family is not None and not family.norms_first:
+            remedy = "has its norms behind attention and FFN, and Symphony-MoE folds norms into "
+            remedy += "what reads them; join experts of one seed, with DUME, or use another family"
+            faults.append(Fault(f"{field}.config.model_type", family.model_type, remedy))
+        if field in readable:
             faults += _vocabulary_faults(readers[field], field)
         if at:
-            faults += _differences(readers, fields[0], field, STRANGERS_AGREE, OF_ONE_SHAPE)
-        same = next((f for f in fields[:at] if _same_model(readers[f], readers[field])), None)
-        if same is not None:
-            remedy = f"is the same model as {same} ({readers[same].directory}): it would be its "
-            remedy += "own anchor; give each model once"
-            faults.append(Fault(field, str(readers[field].directory), remedy))
-    return faults
+            faults += _differences(readers, fields[0], field, agree, OF_ONE_SHAPE)
+    return [*faults, *_twice(readers, ready)]
 
 
 def tensor_faults(
@@ -132,7 +145,8 @@ def tensor_faults(
     for name in reader.tensors:
         if name not in expected and RECOMPUTED.fullmatch(name) is None:
             faults += list(_surplus_fault(reader, name, field))
-    dtypes = {str(info.dtype) for info in reader.tensors.values()}
+    weights = {n: t for n, t in reader.tensors.items() if RECOMPUTED.fullmatch(n) is None}
+    dtypes = {str(info.dtype) for info in weights.values()}
     if len(dtypes) > 1:
         remedy = f"mixes {', '.join(sorted(dtypes))}; save it in one type"
         faults.append(Fault(field, place, remedy))
@@ -170,12 +184,65 @@ def _vocabulary_faults(reader: CheckpointReader, field: str) -> Iterator[Fault]:
     except InputError as error:
         yield from error.faults
         return
+    yield from _row_faults(reader, max((token.id for token in tokens), default=-1), field)
+
+
+def _row_faults(reader: CheckpointReader, last: int, field: str) -> Iterator[Fault]:
+    """An embedding with fewer rows than the tokenizer has ids."""
     rows = reader.tensors[EMBEDDING].shape[0] if EMBEDDING in reader.tensors else None
-    last = max((token.id for token in tokens), default=-1)
     if rows is not None and last >= rows:
         remedy = f"{EMBEDDING} has {rows} rows, and the tokenizer's last token is {last}; resize "
         remedy += "the model's embedding, or remove tokens that it does not know"
         yield Fault(f"{field}.tokenizer", str(reader.directory), remedy)
+
+
+def _token_faults(
+    readers: Mapping[str, CheckpointReader], tokens: Mapping[str, TokenIds]
+) -> Iterator[Fault]:
+    """Ids that mean different things, or added tokens that no one tokenizer has all of."""
+    fields = [field for field in readers if field in tokens]
+    clash = False
+    union: dict[str, int] = {}
+    for field in fields:
+        found = _clash(tokens[fields[0]], union, tokens[field])
+        if found is not None:
+            clash = True
+            remedy = f"another vocabulary than {fields[0]}: {found}; the same tokens must have the "
+            remedy += "same ids: use experts of one seed model with its tokenizer"
+            yield Fault(f"{field}.tokenizer", str(readers[field].directory), remedy)
+        else:
+            union |= tokens[field].ids
+    if fields and not clash and all(len(tokens[field].ids) < len(union) for field in fields):
+        remedy = "no one tokenizer has the tokens that all of them added; add them all to one of "
+        remedy += "the experts (add_tokens, resize_token_embeddings), at the ids that they have"
+        yield Fault(f"{fields[0]}.tokenizer", str(readers[fields[0]].directory), remedy)
+
+
+def _clash(first: TokenIds, known: Mapping[str, int], other: TokenIds) -> str | None:
+    """The first thing that a tokenizer means differently; what one alone has is no clash."""
+    if first.kind != other.kind or first.merges != other.merges:
+        return "its model or its merges differ"
+    at_ids = {id: token for token, id in known.items()}
+    for token, id in sorted(other.ids.items(), key=lambda pair: pair[1]):
+        if known.get(token, id) != id:
+            return f"{token!r} is {id} here and {known[token]} there"
+        if at_ids.get(id, token) != token:
+            return f"id {id} is {token!r} here and {at_ids[id]!r} there"
+    return None
+
+
+def _twice(
+    readers: Mapping[str, CheckpointReader], ready: Collection[str] | None
+) -> Iterator[Fault]:
+    """Models that are given more than once."""
+    fields = [field for field in readers if ready is None or field in ready]
+    for at, field in enumerate(fields):
+        same = next((f for f in fields[:at] if _same_model(readers[f], readers[field])), None)
+        if same is not None:
+            remedy = (
+                f"is the same model as {same} ({readers[same].directory}); give each model once"
+            )
+            yield Fault(field, str(readers[field].directory), remedy)
 
 
 def _same_model(first: CheckpointReader, other: CheckpointReader) -> bool:
@@ -189,8 +256,12 @@ def _same_model(first: CheckpointReader, other: CheckpointReader) -> bool:
     # A tied head may lie on the disk or not.
     if (names[0] ^ names[1]) - {LM_HEAD}:
         return False
-    # Small ones first: models that differ do so in their norms.
-    shared = sorted(names[0] & names[1], key=lambda name: math.prod(first.tensors[name].shape))
+
+    # FFNs first, for some experts differ in them alone; then small ones.
+    def order(name: str) -> tuple[bool, int]:
+        return ".mlp." not in name, math.prod(first.tensors[name].shape)
+
+    shared = sorted(names[0] & names[1], key=order)
     return all(_equal(first.tensor(name), other.tensor(name)) for name in shared)
 
 
@@ -220,11 +291,23 @@ def _differences(
     except InputError:
         return  # said already, of the expert that it is about
     for name, what in must_agree.items():
-        if ours.get(name) != theirs.get(name):
+        if name in _BROUGHT and (name == "vocab_size" or not _has_length(ours, theirs)):
+            continue
+        if _computed(ours.get(name)) != _computed(theirs.get(name)):
             remedy = f"another {what} than {first_field} ({ours.get(name)!r})"
             remedy += f"; {advice}"
+            if name == "rope_parameters" and must_agree.keys() != MUST_AGREE.keys():
+                remedy += ", or take the anchor's for all: symphony.rope: anchor"
             yield Fault(f"{field}.config.{name}", theirs.get(name), remedy)
-    dtypes = [next((t.dtype for t in r.tensors.values()), None) for r in (first, other)]
-    if dtypes[0] != dtypes[1]:
-        remedy = f"another type of weights than {first_field} ({dtypes[0]}); save both in one"
-        yield Fault(field, str(dtypes[1]), remedy)
+
+
+def _has_length(*configs: Mapping) -> bool:
+    return any(c["rope_parameters"].get("rope_type") in _ROPES_OF_A_LENGTH for c in configs)
+
+
+def _computed(value: object) -> object:
+    """A number as the model computes with it: in fp32."""
+    if isinstance(value, Mapping):
+        return {name: _computed(item) for name, item in value.items()}
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return torch.tensor(value, dtype=torch.float32).item() if is_number else value

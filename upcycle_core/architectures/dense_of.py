@@ -5,12 +5,24 @@ H hidden size, I intermediate size of an expert, D experts.
 
 from collections.abc import Mapping
 
-from upcycle_core.architectures.families import FAMILIES, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from upcycle_core.architectures.families import (
+    FAMILIES,
+    FLEX_OLMO,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from upcycle_core.architectures.family import WINDOW_ATTRIBUTES, Family, Target
+from upcycle_core.architectures.judged import decides, is_neutral
 from upcycle_core.errors import Fault, InputError, raise_faults
 
-TARGETS = {target.model_type: target for target in (MIXTRAL, QWEN2_MOE, QWEN3_MOE)}
-_DENSE = {MIXTRAL.model_type: "llama", QWEN2_MOE.model_type: "qwen2", QWEN3_MOE.model_type: "qwen3"}
+_DENSE = {
+    MIXTRAL.model_type: "llama",
+    QWEN2_MOE.model_type: "qwen2",
+    QWEN3_MOE.model_type: "qwen3",
+    FLEX_OLMO.model_type: "olmo2",
+}
+TARGETS = {target.model_type: target for target in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, FLEX_OLMO)}
 # Where config.json says nothing, the stock class of the MoE takes this and the dense one does not.
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {
     MIXTRAL.model_type: {
@@ -22,6 +34,14 @@ _DEFAULTS: Mapping[str, Mapping[str, object]] = {
     },
     QWEN2_MOE.model_type: {"norm_topk_prob": False, "decoder_sparse_step": 1},
     QWEN3_MOE.model_type: {"norm_topk_prob": False, "decoder_sparse_step": 1, "head_dim": None},
+    FLEX_OLMO.model_type: {
+        "norm_topk_prob": False,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5e5,
+        "pad_token_id": 100277,
+        "eos_token_id": 100257,
+    },
 }
 # What says how tokens are routed, or how experts are computed and trained: no dense model has it.
 _OF_ROUTING = {
@@ -166,7 +186,7 @@ def _faults(said: Mapping, target: Target, family: Family, field: str) -> list[F
     judged |= {"rope_theta", "rope_scaling", "sliding_window", *WINDOW_ATTRIBUTES[family.windows]}
     judged |= {*target.count_fields, *target.width_fields, *target.constants}
     for name in sorted(set(said) - judged):
-        if said[name] not in (None, False):
+        if decides(name, target.model_type) and not is_neutral(name, said):
             remedy = "is unknown; delete it if the model computes the same without it"
             faults.append(Fault(f"{field}.config.{name}", said[name], remedy))
     return faults

@@ -23,6 +23,13 @@ _QK_NORM = {
     _LAYER + "self_attn.q_norm.weight": "N",
     _LAYER + "self_attn.k_norm.weight": "N",
 }
+# Norms of whole queries and keys, and behind attention and FFN rather than before them.
+_OLMO2 = {name: shape for name, shape in _ATTENTION.items() if "input_layernorm" not in name} | {
+    _LAYER + "self_attn.q_norm.weight": "Q",
+    _LAYER + "self_attn.k_norm.weight": "K",
+    _LAYER + "post_feedforward_layernorm.weight": "H",
+}
+_O_BIAS = {_LAYER + "self_attn.o_proj.bias": "H"}
 _BASE = {"model.norm.weight": "H"}
 
 _KEPT = (
@@ -50,24 +57,17 @@ _IGNORED = frozenset(
         "architectures",
         "dtype",
         "transformers_version",
-        "_name_or_path",
-        "_attn_implementation_autoset",
-        "unsloth_fixed",
-        "unsloth_version",
+        "_attn_implementation",
+        "_experts_implementation",
         # A way to compute Llama's matrix products in slices; the result is the same.
         "pretraining_tp",
         # What every configuration of transformers carries: outputs, labels, other kinds of models.
         "return_dict",
         "output_hidden_states",
         "output_attentions",
-        "chunk_size_feed_forward",
-        "is_encoder_decoder",
-        "is_decoder",
         "id2label",
         "label2id",
         "problem_type",
-        "torchscript",
-        "tokenizer_class",
     }
 )
 _DEFAULTS = {
@@ -104,6 +104,15 @@ _QWEN2_DEFAULTS = {
     "eos_token_id": None,
 }
 _QWEN3_DEFAULTS = {**_QWEN2_DEFAULTS, "head_dim": 128, "attention_bias": False}
+_OLMO2_DEFAULTS = {
+    **_DEFAULTS,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "attention_bias": False,
+    "pad_token_id": 1,
+    "bos_token_id": None,
+    "eos_token_id": 50279,
+}
 _BALANCE = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 
 MIXTRAL = Target(
@@ -155,6 +164,15 @@ QWEN3_MOE = Target(
     width_fields=("moe_intermediate_size", "intermediate_size"),
     constants={**_BALANCE, **_EVERY_LAYER},
 )
+FLEX_OLMO = Target(
+    model_type="flex_olmo",
+    architecture="FlexOlmoForCausalLM",
+    router=_LAYER + "mlp.gate.weight",
+    expert=_QWEN_EXPERT,
+    count_fields=("num_experts",),
+    width_fields=("intermediate_size",),
+    constants={**_BALANCE, "norm_topk_prob": True},
+)
 
 FAMILIES = {
     family.model_type: family
@@ -200,15 +218,53 @@ FAMILIES = {
             target=QWEN3_MOE,
             base_tensors=_BASE,
             layer_tensors={**_ATTENTION, **_QK_NORM},
-            bias_tensors={**_QKV_BIAS, _LAYER + "self_attn.o_proj.bias": "H"},
+            bias_tensors={**_QKV_BIAS, **_O_BIAS},
             kept=(*_KEPT, "attention_bias"),
             demanded={},
             ignored=_IGNORED,
             defaults=_QWEN3_DEFAULTS,
             windows="all-or-none",
         ),
+        Family(
+            model_type="olmo2",
+            target=FLEX_OLMO,
+            base_tensors=_BASE,
+            layer_tensors=_OLMO2,
+            bias_tensors={**_QKV_BIAS, **_O_BIAS},
+            kept=(*_KEPT, "attention_bias"),
+            demanded={},
+            ignored=_IGNORED,
+            defaults=_OLMO2_DEFAULTS,
+            windows="none",
+            norms_first=False,
+        ),
     )
 }
+
+_LAYERNORM = ": no stock MoE has its LayerNorm and ungated FFN"
+NO_STOCK_MOE: Mapping[str, str] = {
+    "cohere": ": no stock MoE runs attention and FFN side by side",
+    "falcon": _LAYERNORM,
+    "gemma": ": no stock MoE scales its embedding and adds 1 to its norms",
+    "gemma2": ": no stock MoE caps its logits and has its four norms a layer",
+    "gemma3": ": no stock MoE has its four norms a layer and two ropes",
+    "gemma3_text": ": no stock MoE has its four norms a layer and two ropes",
+    "glm4": ": its stock MoE lacks its norms after attention and FFN",
+    "gpt2": _LAYERNORM,
+    "gpt_bigcode": _LAYERNORM,
+    "gpt_neox": _LAYERNORM,
+    "granite": ": its stock MoE keeps all experts in one tensor, which is not written here yet",
+    "mixtral": ": it is a Mixture-of-Experts already",
+    "mpt": _LAYERNORM,
+    "olmo": ": no stock MoE has its LayerNorm without weights",
+    "opt": _LAYERNORM,
+    "phi": _LAYERNORM,
+    "phi3": ": its stock MoE (PhiMoE) has LayerNorm and weights experts by sparsemixer",
+    "smollm3": ": no stock MoE leaves out the rope in every fourth layer",
+    "stablelm": ": no stock MoE has its LayerNorm and partial rope",
+    "starcoder2": _LAYERNORM,
+}
+"""Architectures that people ask for, and why they are no experts of a stock MoE."""
 
 
 def family_of(config: Mapping, *, field: str = "model_type") -> Family:
@@ -222,7 +278,8 @@ def family_of(config: Mapping, *, field: str = "model_type") -> Family:
         InputError: The family is not supported; the message lists those that are.
     """
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        remedy = f"is not supported; choose a model of {', '.join(FAMILIES)}"
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        reason = NO_STOCK_MOE.get(str(model_type), "")
+        remedy = f"is not supported{reason}; choose a model of {', '.join(FAMILIES)}"
         raise InputError(Fault(field, model_type, remedy))
     return FAMILIES[model_type]

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from upcycle_core.architectures.judged import decides, is_neutral
 from upcycle_core.architectures.resolve import resolve_config
 from upcycle_core.errors import Fault, raise_faults
 
@@ -20,7 +21,7 @@ EMBEDDING = "model.embed_tokens.weight"
 # width 0 transformers misses its empty tensors, or vLLM stumbles over them if they are there.
 UNUSED_WIDTH = 16
 # Rotary frequencies follow from the configuration; checkpoints of 2023 carry them all the same.
-RECOMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Family:
         defaults: What its stock class takes where config.json says nothing.
         windows: Sliding windows: none, the model's one, the same for all layers or none, or said
             layer by layer.
+        norms_first: Whether attention and FFN read a norm's output; else norms come behind them.
     """
 
     model_type: str
@@ -102,6 +104,7 @@ class Family:
     ignored: frozenset[str]
     defaults: Mapping[str, object]
     windows: Literal["none", "model", "all-or-none", "by-layer"]
+    norms_first: bool = True
 
     def ffn(self, layer: int) -> Ffn:
         """Names of the gate, up and down matrices of ``layer``."""
@@ -113,7 +116,7 @@ class Family:
         return re.match(r"model\.layers\.\d+\.mlp\.", name) is not None
 
     def router_norm(self, layer: int) -> str:
-        """Path of the module whose output the router of ``layer`` reads."""
+        """Path of the module whose output the router of ``layer`` reads, where norms come first."""
         return f"model.layers.{layer}.post_attention_layernorm"
 
     def resolve(self, config: Mapping, *, field: str = "config") -> dict:
@@ -156,26 +159,55 @@ class Family:
         return {name: _shape(letters, sizes) for name, letters in names.items()}
 
     def config_faults(self, config: Mapping, field: str) -> list[Fault]:
-        """Everything in ``config`` that the target cannot express or that nobody has judged."""
+        """Everything in ``config`` that could change the computation and the target cannot say."""
         full = self.resolve(config, field=f"{field}.config")
         faults = []
         for name, only in self.demanded.items():
             if full.get(name, only) not in (only, None):
                 remedy = f"{self.target.architecture} cannot express it; only {only!r} is supported"
                 faults.append(Fault(f"{field}.config.{name}", full[name], remedy))
-        judged = {*self.kept, *self.demanded, *self.ignored, *WINDOW_ATTRIBUTES[self.windows]}
-        judged.add("intermediate_size")
-        for name in sorted(set(full) - judged):
-            if full[name] is not None:
-                remedy = "is unknown; delete it if the model computes the same without it"
+        judged = self._judged()
+        for name in sorted(set(full) - judged - set(self.unread(config))):
+            if not is_neutral(name, full):
+                remedy = f"{self.target.architecture} cannot express it; delete it if the model "
+                if name == "auto_map":
+                    remedy = "names code of the checkpoint, which is never run; delete it if the "
+                    remedy += f"stock {self.model_type} "
+                remedy += "computes the same without it"
                 faults.append(Fault(f"{field}.config.{name}", full[name], remedy))
         if "rope_theta" not in full["rope_parameters"]:
             remedy = f"{self.target.architecture} has one rope for all layers"
             faults.append(Fault(f"{field}.config.rope_parameters", full["rope_parameters"], remedy))
+        elif not full["rope_parameters"]["rope_theta"] > 0:
+            remedy = "must be more than 0: rotary frequencies are its powers; mend config.json"
+            theta = full["rope_parameters"]["rope_theta"]
+            faults.append(Fault(f"{field}.config.rope_theta", theta, remedy))
+        if "sliding_attention" in (full.get("layer_types") or ()) and not full.get(
+            "sliding_window"
+        ):
+            remedy = "has sliding layers, and no sliding window is switched on; mend config.json"
+            faults.append(Fault(f"{field}.config.layer_types", full["layer_types"], remedy))
         if self.windows == "all-or-none" and len(set(full["layer_types"])) > 1:
             remedy = f"{self.target.architecture} has one sliding window for all layers, or none"
             faults.append(Fault(f"{field}.config.layer_types", full["layer_types"], remedy))
         return faults
+
+    def unread(self, config: Mapping) -> list[str]:
+        """Attributes of ``config`` that the stock class neither declares nor reads, sorted.
+
+        They change nothing in what transformers computes, so nothing that it computes is lost
+        where they are left out.
+        """
+        names = set(config) - self._judged() - {"torch_dtype", "rope_theta", "rope_scaling"}
+        return sorted(
+            name
+            for name in names
+            if config[name] is not None and not decides(name, self.model_type)
+        )
+
+    def _judged(self) -> set[str]:
+        windows = WINDOW_ATTRIBUTES[self.windows]
+        return {*self.kept, *self.demanded, *self.ignored, *windows, "intermediate_size"}
 
     def target_config(
         self, config: Mapping, *, experts: int, top_k: int, dtype: torch.dtype | None = None
@@ -210,7 +242,7 @@ class Family:
             "num_experts_per_tok": top_k,
             **self.target.constants,
             **_window_fields(full, self.windows),
-            **_rope_fields(full["rope_parameters"]),
+            **rope_fields(full["rope_parameters"]),
             "dtype": name,
             "torch_dtype": name,
             # Tokenizer loading branches on it, and the tokenizer is the experts' own.
@@ -260,7 +292,7 @@ def _window_fields(full: Mapping, windows: str) -> dict:
     return fields
 
 
-def _rope_fields(rope: Mapping) -> dict:
+def rope_fields(rope: Mapping) -> dict:
     """``rope_parameters`` of transformers 5 and the two fields that older readers look for."""
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {

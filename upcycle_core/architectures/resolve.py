@@ -34,7 +34,7 @@ def resolve_config(config: Mapping, defaults: Mapping[str, object], *, field: st
         field: How errors name the configuration.
 
     Raises:
-        InputError: A size that is missing or no positive number.
+        InputError: A size that is missing or no positive number; a rope that is no object.
     """
     full = {**defaults, **config}
     if full.get("num_key_value_heads") is None:
@@ -52,27 +52,33 @@ def resolve_config(config: Mapping, defaults: Mapping[str, object], *, field: st
 def stock_faults(config: Mapping, field: str) -> list[Fault]:
     """What the stock class of transformers has to say against ``config``."""
     # Slow to import, and not needed where a configuration has been checked before.
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     try:
         CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(dict(config)))
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except Exception as error:  # whatever a value of any type makes of it
         return [Fault(field, config.get("model_type"), f"is not valid: {error}; mend config.json")]
     return []
 
 
 def _size_faults(full: Mapping, field: str) -> list[Fault]:
-    return [
+    sizes = SIZES if full.get("head_dim") is None else (*SIZES, "head_dim")
+    faults = [
         Fault(f"{field}.{name}", full.get(name), "must be a positive whole number")
-        for name in SIZES
+        for name in sizes
         if type(full.get(name)) is not int or full[name] < 1
+    ]
+    return faults + [
+        Fault(f"{field}.{name}", full[name], "must be an object, or null; mend config.json")
+        for name in ("rope_parameters", "rope_scaling")
+        if not isinstance(full.get(name) or {}, Mapping)
     ]
 
 
 def _rope(full: dict) -> dict:
     """``rope_parameters`` of transformers 5, from either generation's fields."""
-    theta = full.pop("rope_theta", None) or _ROPE_THETA
+    theta = full.pop("rope_theta", None)
+    theta = _ROPE_THETA if theta is None else theta
     rope = dict(full.pop("rope_scaling", None) or full.get("rope_parameters") or {})
     if any(isinstance(value, Mapping) for value in rope.values()):
         return rope  # one a layer type: no target holds that, and the family says so

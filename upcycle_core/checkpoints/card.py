@@ -1,7 +1,7 @@
 """The model card: what a checkpoint is and how it was made, for whoever finds it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from upcycle_core.checkpoints.writer import write_text
@@ -17,6 +17,7 @@ def write_model_card(
     method: str,
     experts: Sequence[str] = (),
     licence: str | None = None,
+    changes: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Write README.md beside a checkpoint of experts.
 
@@ -30,6 +31,7 @@ def write_model_card(
         method: What joined the experts (``DUME``), or found them (``SIMoE``).
         experts: Domains, in the order of the experts; none if they were found in one model.
         licence: Identifier for hubs; the experts' own decides where none is given.
+        changes: Domain to what was changed in its model so that it fits the others.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
@@ -46,6 +48,7 @@ def write_model_card(
         origin,
         _table(config),
         *(["\n".join(["| expert | domain |", "| --- | --- |", *rows])] if experts else []),
+        *[f"Changed in {name} to fit: {'; '.join(c)}." for name, c in (changes or {}).items() if c],
         "Load it with transformers alone:",
         _fenced("python", _usage(config)),
         "The recipe that made it:",

@@ -14,6 +14,7 @@ from upcycle_core.errors import Fault, raise_faults
 DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
+    "fp16": torch.float16,
     "fp64": torch.float64,
 }
 """Types of weights by the precisions that recipes name."""

@@ -1,6 +1,7 @@
 """Read a checkpoint without holding it: tensors are views of memory-mapped safetensors files."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,9 +138,12 @@ def _read_config(directory: Path, field: str) -> tuple[dict, list[Fault]]:
         remedy = "has no config.json; give the directory of a Hugging Face checkpoint"
         return {}, [Fault(field, str(directory), remedy)]
     try:
-        return json.loads(path.read_text(encoding="utf-8")), []
-    except ValueError as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         return {}, [Fault(field, str(path), f"is not valid JSON ({error}); fetch it again")]
+    if not isinstance(config, dict):
+        return {}, [Fault(field, str(path), "is no object of attributes; fetch it again")]
+    return config, []
 
 
 def _weight_files(
@@ -151,11 +155,11 @@ def _weight_files(
     index_path = directory / INDEX_FILE
     if index_path.is_file():
         try:
-            index = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError) as error:
+            index = dict(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"])
+            files = sorted(set(map(os.fspath, index.values())))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             remedy = f"is no index of weights ({error!r}); fetch it again"
             return [], None, [Fault(field, str(index_path), remedy)]
-        files = sorted(set(index.values()))
         remedy = "no name of a file beside it; fetch the checkpoint again"
         outside = [Fault(field, name, remedy) for name in files if Path(name).name != name]
         return files, index, outside

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from upcycle_core.checkpoints.writer import sync_directory, sync_file
@@ -22,29 +24,72 @@ TOKENIZER_FILES = (
 )
 
 
-def vocabulary_fingerprint(directory: Path) -> str:
-    """Hash what ids mean: the map from token to id and the merges, whatever file they are in.
+@dataclass(frozen=True)
+class TokenIds:
+    """What the ids of a tokenizer mean.
+
+    Args:
+        kind: Of its model: BPE, Unigram, ...
+        merges: Pairs that are joined, in order; none for models without.
+        ids: Token to id, added tokens among them.
+    """
+
+    kind: str
+    merges: tuple[tuple[str, ...], ...]
+    ids: Mapping[str, int]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hexadecimal sha256 of all of it."""
+        merges = list(map(list, self.merges))
+        content = {"type": self.kind, "vocabulary": self.ids, "merges": merges}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def token_ids(directory: Path) -> TokenIds:
+    """Read what ids mean, whatever file they are in.
 
     Args:
         directory: A checkpoint or tokenizer directory.
-
-    Returns:
-        Hexadecimal sha256. Two directories of equal fingerprint give a text the same ids, as far
-        as vocabulary and merges decide.
 
     Raises:
         InputError: There is no tokenizer that can be read.
     """
     core = _core(Path(directory))
-    model = core["model"]
-    vocabulary = model["vocab"]
-    if isinstance(vocabulary, list):  # Unigram: pairs of token and score, the id is the position
-        vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
-    vocabulary = vocabulary | {t["content"]: t["id"] for t in core.get("added_tokens") or ()}
-    # "a b" in older files, ["a", "b"] in newer ones.
-    merges = [m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges") or ()]
-    content = {"type": model["type"], "vocabulary": vocabulary, "merges": merges}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8")).hexdigest()
+    try:
+        model = core["model"]
+        ids = model["vocab"]
+        if isinstance(ids, list):  # Unigram: pairs of token and score, the id is the position
+            ids = {token: index for index, (token, _) in enumerate(ids)}
+        ids = ids | {t["content"]: t["id"] for t in core.get("added_tokens") or ()}
+        # "a b" in older files, ["a", "b"] in newer ones.
+        merges = (m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges") or ())
+        return TokenIds(model["type"], tuple(map(tuple, merges)), ids)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(_unreadable(Path(directory), error)) from error
+
+
+def vocabulary_fingerprint(directory: Path) -> str:
+    """Hash what ids mean: the map from token to id and the merges, whatever file they are in.
+
+    Two directories of equal fingerprint give a text the same ids, as far as vocabulary and merges
+    decide. Arguments and errors are those of ``token_ids``.
+    """
+    return token_ids(directory).fingerprint
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Load a tokenizer as every later stage does.
+
+    Raises:
+        InputError: transformers cannot, or would need code of the checkpoint, which is never run.
+    """
+    from transformers import AutoTokenizer  # slow to import
+
+    try:
+        AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises no narrower class
+        raise InputError(_unreadable(directory, error)) from error
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
@@ -80,8 +125,12 @@ def _core(directory: Path) -> dict:
     except (ValueError, OSError, AttributeError, ImportError) as error:
         if isinstance(error, InputError):
             raise
-        remedy = f"its tokenizer cannot be read ({error}); save it with a tokenizer.json"
-        raise InputError(Fault("tokenizer", str(directory), remedy)) from error
+        raise InputError(_unreadable(directory, error)) from error
+
+
+def _unreadable(directory: Path, error: Exception) -> Fault:
+    remedy = f"its tokenizer cannot be read ({error!r}); save it with a tokenizer.json"
+    return Fault("tokenizer", str(directory), remedy)
 
 
 def _no_tokenizer(directory: Path) -> Fault:

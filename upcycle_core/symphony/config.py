@@ -81,6 +81,9 @@ class SymphonyConfig:
     """Domain whose model the others are aligned to; the first by default."""
     segmentation: str | None = None
     """Domain whose model's tokenizer cuts text in the result. Needed where the rules differ."""
+    rope: Literal["same", "anchor"] = "same"
+    """Ropes must agree, or all models take the anchor's: where theirs was another, attention is no
+    longer what it was trained to be."""
     merge: MergeConfig = field(default_factory=MergeConfig)
     """The backbone."""
     alignment: AlignmentConfig = field(default_factory=AlignmentConfig)

@@ -5,7 +5,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.pico import save_pico_tokenizer
-from upcycle_core.checkpoints.tokenizer import copy_tokenizer, vocabulary_fingerprint
+from upcycle_core.checkpoints.tokenizer import (
+    check_tokenizer,
+    copy_tokenizer,
+    vocabulary_fingerprint,
+)
 from upcycle_core.errors import InputError
 
 
@@ -73,3 +77,22 @@ def test_a_broken_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="cannot be read"):
         vocabulary_fingerprint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", '{"model": {}}', "[]", '{"model": {"vocab": null}}', "null"]
+)
+def test_a_file_that_is_only_shaped_like_a_tokenizer_is_refused(tmp_path, text):
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(InputError, match="cannot be read"):
+        vocabulary_fingerprint(tmp_path)
+
+
+def test_a_tokenizer_that_needs_code_of_the_checkpoint_is_refused(tmp_path):
+    save_pico_tokenizer(tmp_path)
+    check_tokenizer(tmp_path)
+    evil = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(evil))
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(InputError, match="cannot be read"):
+        check_tokenizer(tmp_path)

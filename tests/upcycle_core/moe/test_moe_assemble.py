@@ -44,6 +44,8 @@ CASES = {
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
     ),
+    "olmo2": ("olmo2", {}),
+    "olmo2, attention bias": ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
 }
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
 TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

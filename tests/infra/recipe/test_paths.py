@@ -1,0 +1,51 @@
+import pytest
+
+from infra.recipe.paths import rooted
+from upcycle_core.errors import InputError
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "models" / "code").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_paths_are_seen_from_where_the_recipe_is_read(here):
+    given = {
+        "name": "models",
+        "folder": "texts",
+        "domains": {
+            "code": {
+                "expert": "models/code",
+                "train": {"files": ["a.txt", "{folder}/b.txt", "/c/*.txt", "~/d.txt"]},
+                "origin": {"model": "~/models/code"},
+            },
+            "law": {"expert": "owner/law", "heldout": {"dataset": "models"}},
+        },
+        "seed_model": {"model": "models/code", "training": {"steps": 3}},
+        "registry": {"model": "models"},
+    }
+    found = rooted(given)
+    code, law = found["domains"]["code"], found["domains"]["law"]
+    assert found["folder"] == f"{here}/texts"
+    assert code["expert"] == code["origin"]["model"] == f"{here}/models/code"
+    files = [f"{here}/a.txt", "{folder}/b.txt", "/c/*.txt", f"{here}/d.txt"]
+    assert code["train"]["files"] == files
+    assert law == {"expert": "owner/law", "heldout": {"dataset": f"{here}/models"}}
+    assert found["seed_model"] == {"model": f"{here}/models/code", "training": {"steps": 3}}
+    assert found["registry"] == {"model": "models"}
+    assert given["folder"] == "texts"
+
+
+def test_values_of_the_wrong_kind_stay_for_those_who_judge_them(here):
+    given = {"folder": 3, "domains": [1], "seed_model": {"model": ["x"]}, "outside": {"a": None}}
+    assert rooted(given) == given
+    odd = {"domains": {"a": {"expert": "", "train": {"files": "x"}}, "b": {"expert": "x" * 5000}}}
+    assert rooted(odd) == odd
+
+
+def test_the_home_of_nobody_is_a_fault(here):
+    with pytest.raises(InputError, match=r"domains\.a\.expert = '~nosuchuser/x'"):
+        rooted({"domains": {"a": {"expert": "~nosuchuser/x"}}})
