@@ -97,7 +97,7 @@ def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
         recipe: What to make, of experts of one seed.
         cache: Where models from a hub are kept.
     """
-    return [*text_faults(recipe), *_model_faults(recipe, cache), *task_set_faults(recipe)]
+    return [*text_faults(recipe), *model_faults(recipe, cache), *task_set_faults(recipe)]
 
 
 def text_faults(recipe: Recipe) -> list[Fault]:
@@ -117,7 +117,7 @@ def text_faults(recipe: Recipe) -> list[Fault]:
     ]
 
 
-def _model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
+def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     """What is wrong with ready experts and a given seed: each alone, and all of them together."""
     given = {
         f"domains.{name}.expert": domain.expert

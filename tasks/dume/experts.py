@@ -6,6 +6,7 @@ from tasks.engine.params import expert_keys
 from tasks.engine.stage import StageRun, stage
 from tasks.training import Texts, train_piece
 from upcycle_core.backbone.form import Form, write_in_form
+from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.errors import Fault, InputError
 

@@ -40,10 +40,10 @@ def sources(run: StageRun) -> None:
 
 def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     """What is wrong with texts, models and tasks outside the workspace."""
-    return [*text_faults(recipe), *_model_faults(recipe, cache), *task_set_faults(recipe)]
+    return [*text_faults(recipe), *model_faults(recipe, cache), *task_set_faults(recipe)]
 
 
-def _model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
+def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     """What is wrong with given models: each alone, and all of them together."""
     given = {}
     for name, domain in recipe.domains.items():
