@@ -113,7 +113,7 @@ def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Itera
     if where != SYMPHONY and config.segmentation not in (None, section(recipe).segmentation):
         remedy = "all rows share one tokenizer; say it in symphony.segmentation"
         yield Fault(f"{where}.segmentation", config.segmentation, remedy)
-    if where != SYMPHONY and config.rope != recipe.symphony.rope:
+    if where != SYMPHONY and config.rope == "anchor" != section(recipe).rope:
         remedy = "all rows share the models as they are brought in; say it in symphony.rope"
         yield Fault(f"{where}.rope", config.rope, remedy)
     if config.router == "ridge" and len(chosen) < len(recipe.domains):
