@@ -77,8 +77,10 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
     models[SEED] = recipe.seed_model.model
     given = {n: CheckpointReader(resolve_model(m, run.models)) for n, m in models.items() if m}
     tokens = {n: token_ids(r.directory) for n, r in given.items()} if of_one_seed else {}
-    trains = recipe.experts.dtype == "auto" and recipe.trains_experts
-    dtype = "fp32" if trains else recipe.experts.dtype  # fp32 is what training leaves
+    dtype = recipe.experts.dtype
+    ready = any(domain.expert is not None for domain in recipe.domains.values())
+    if dtype == "auto" and ready and recipe.trains_experts:
+        dtype = "fp32"  # what training leaves beside them
     for name, form in common_forms(given, tokens, dtype=dtype, rope_of=rope_of).items():
         form.save(run.out / FORMS / name)
         if form.said:

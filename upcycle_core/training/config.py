@@ -122,7 +122,7 @@ class ExpertsConfig:
     """The same for every domain."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type that the weights of given models get; by default the narrowest that holds all of theirs
-    (fp32 where experts are trained here, which is what training leaves)."""
+    (fp32 where others are trained beside ready ones, which is what training leaves)."""
     continued: TrainingConfig | None = None
     """Of an expert that learns new text, from the expert that it was; as `training` by default."""
 
