@@ -19,7 +19,7 @@ from torch import Tensor
 
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
 from upcycle_core.checkpoints.given_as import write_given_as
-from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.reader import INDEX_FILE, SINGLE_FILE, CheckpointReader
 from upcycle_core.checkpoints.tokenizer import TOKENIZER_FILES, copy_tokenizer
 from upcycle_core.checkpoints.writer import TensorSpec, write_json, write_sharded, write_text
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -181,8 +181,9 @@ class Adapter:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter, and no model beside it."""
-    return (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file()
+    """Whether a directory holds an adapter, and no whole model beside it."""
+    whole = any((directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+    return (directory / ADAPTER_CONFIG).is_file() and not whole
 
 
 def merge_adapter(adapter: Adapter, base: Path, out: Path) -> None:

@@ -74,6 +74,10 @@ def resolve_model(reference: str, cache_dir: Path, *, base: str | None = None) -
 def _directory(reference: str, cache_dir: Path) -> Path:
     directory = Path(reference).expanduser()
     if directory.is_dir():
+        files = sorted(path.name for path in directory.glob(f"*{GGUF}"))
+        if files and not (directory / "config.json").is_file():
+            remedy = f"holds GGUF files; name one of them: {directory / files[0]}"
+            raise InputError(Fault("model", reference, remedy))
         return directory
     return _fetched(
         reference,

@@ -84,6 +84,22 @@ def test_a_gguf_file_of_the_hub_is_fetched_alone(tmp_path, monkeypatch, gguf_fil
         resolve.resolve_model("o/n/m.gguf", tmp_path)
 
 
+def test_a_folder_of_gguf_files_asks_for_one(tmp_path, gguf_file):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    gguf_file.rename(folder / "a.gguf")
+    with pytest.raises(InputError, match=f"name one of them: {folder}/a.gguf"):
+        resolve.resolve_model(str(folder), tmp_path)
+
+
+def test_a_whole_model_is_no_adapter_whatever_lies_beside_it(tmp_path, base):
+    adapter, _ = save_adapter(tmp_path / "adapter", base)
+    shutil.copyfile(base / "config.json", adapter / "config.json")
+    assert resolve.resolve_model(str(adapter), tmp_path / "cache") != adapter
+    shutil.copyfile(base / "model.safetensors", adapter / "model.safetensors")
+    assert resolve.resolve_model(str(adapter), tmp_path / "cache") == adapter
+
+
 def test_the_same_bytes_are_converted_once(tmp_path, base, gguf_file):
     adapter, _ = save_adapter(tmp_path / "adapter", base)
     for given in (adapter, gguf_file):
