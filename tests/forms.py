@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from pico import save_pico
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -164,3 +164,16 @@ def save_bpe_model(directory: Path, texts: list[str], family: str = "llama", **c
     for name, content in kept.items():
         (directory / name).write_bytes(content)
     return directory
+
+
+def save_rounded(checkpoint: Path, kind: str) -> None:
+    """Round a checkpoint as a quantiser does, then to bf16, in place; rows are rounded alone."""
+    stored = gguf.GGMLQuantizationType[kind]
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1:
+            rounded = gguf.dequantize(gguf.quantize(tensor.numpy(), stored), stored)
+            tensors[name] = torch.from_numpy(np.array(rounded))
+    half = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(half, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    change_json(checkpoint / "config.json", dtype="bfloat16")

@@ -1,10 +1,10 @@
-"""Experts as adapter, GGUF file and registered version: the model that safetensors make."""
+"""Experts as GGUF files and as a registered adapter: the model that safetensors make."""
 
 import json
 
 import pytest
 import torch
-from forms import save_adapter, save_bpe_model, save_gguf, save_merged
+from forms import save_adapter, save_bpe_model, save_gguf, save_merged, save_rounded
 from project import Project
 from safetensors.torch import load_file
 from texts import WORDS, save_recipe, write_texts
@@ -38,11 +38,11 @@ def recipe(name, texts, seed, experts):
 
 
 def register(project, checkpoint):
-    """Make a checkpoint the champion of ``colours``, as our flows or another's do."""
+    """Make a checkpoint the champion of ``letters``, as our flows or another's do."""
     place = settings.read(project.environment())
     registry = Registry(place)
     with Tracker(place, "elsewhere").start_run("made") as run:
-        version = registry.register("colours", checkpoint, Registration(), run=run)
+        version = registry.register("letters", checkpoint, Registration(), run=run)
     registry.set_alias(version, "champion")
 
 
@@ -56,15 +56,16 @@ def projects(tmp_path_factory):
     adapter, tuned = save_adapter(folder / "adapter", seed, target_modules=["up_proj", "q_proj"])
     plain["letters"] = save_merged(folder / "merged", tuned, seed)
     given = {
-        "letters": adapter,
+        "letters": "models:/letters@champion",
         "numbers": save_gguf(folder / "numbers.gguf", plain["numbers"]),
-        "colours": "models:/colours@champion",
+        "colours": save_gguf(folder / "colours.gguf", plain["colours"], matrices="Q8_0"),
     }
+    save_rounded(plain["colours"], "Q8_0")
     found = {}
     for name, experts in (("plain", plain), ("given", given)):
         values = recipe(name, texts, seed, experts)
         found[name] = Project(folder, save_recipe(folder / f"{name}.yaml", values), name)
-        register(found[name], plain["colours"]) if name == "given" else None
+        register(found[name], adapter) if name == "given" else None
         found[name].flow()
     return found
 
@@ -87,7 +88,7 @@ def test_card_and_report_say_what_experts_were(projects):
         said = (workspace / place).read_text()
         assert adapter in said
         assert file in said
-        assert "colours: " not in said
+        assert "colours: GGUF file (Q8_0), dequantised to bfloat16" in said
     assert "LoRA" not in (projects["plain"].workspace / "model" / "README.md").read_text()
 
 
