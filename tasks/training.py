@@ -16,7 +16,8 @@ from upcycle_core.corpora.instructions import InstructionRows
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.moe.size import parameter_counts
 from upcycle_core.progress import Progress
-from upcycle_core.training.config import MoEObjective, TrainingConfig
+from upcycle_core.training.config import ExpertTrainingConfig, MoEObjective, TrainingConfig
+from upcycle_core.training.expert import train_expert
 from upcycle_core.training.pictures import write_load
 from upcycle_core.training.trainer import train
 
@@ -194,18 +195,18 @@ def train_piece(
     Checkpoints lie beside ``out``; a piece that was killed continues from the last whole one.
     """
     rows = data.rows(start, config=config, seed=seed)
-    result = train(
-        start,
-        rows,
-        out,
-        config=config,
-        seed=seed,
-        checkpoints=out.with_suffix(".checkpoints"),
-        progress=progress,
-        device=device,
-        objective=objective,
-        validation=data.validation_rows(config, seed) if isinstance(data, Texts) else None,
-    )
+    common: dict[str, Any] = {
+        "config": config,
+        "seed": seed,
+        "checkpoints": out.with_suffix(".checkpoints"),
+        "progress": progress,
+        "device": device,
+    }
+    if isinstance(config, ExpertTrainingConfig):
+        result = train_expert(start, rows, out, **common)
+    else:
+        validation = data.validation_rows(config, seed) if isinstance(data, Texts) else None
+        result = train(start, rows, out, objective=objective, validation=validation, **common)
     summary = {
         "loss": result.final_loss,
         "validation_loss": result.validation_loss,

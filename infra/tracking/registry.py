@@ -1,5 +1,6 @@
 """Registered models in MLflow."""
 
+import hashlib
 import json
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ from infra.recipe.names import masked
 from infra.settings import Settings
 from infra.tracking.records import Registration, Version, flatten, local_folder
 from infra.tracking.runs import METRICS_PER_CALL, PARAM_LENGTH, Run, milliseconds, open_database
+from upcycle_core.checkpoints.place import make_once
 from upcycle_core.errors import Fault, InputError
 
 MODEL_SCHEME = "models:/"
@@ -151,6 +153,34 @@ class Registry:
             shutil.rmtree(staging, ignore_errors=True)
         return destination
 
+    def fetch(self, reference: str, cache: Path) -> Path:
+        """Return the checkpoint directory of a registered model, ours or one that MLflow logged.
+
+        Args:
+            reference: ``models:/NAME@ALIAS`` or ``models:/NAME/NUMBER``.
+            cache: Each version is copied there once.
+
+        Raises:
+            InputError: There is no such version.
+        """
+        version = self._referenced(reference)
+        marks = "\n".join([self._uri, version.reference, version.model_id, version.run_id])
+        folder = hashlib.sha256(marks.encode()).hexdigest()[:12]
+        out = cache / "registered" / f"{version.name}-{version.number}-{folder}"
+        make_once(out, lambda partial: _take_checkpoint(self, version.reference, partial))
+        return out
+
+    def _referenced(self, reference: str) -> Version:
+        """The version that ``models:/NAME@ALIAS`` or ``models:/NAME/NUMBER`` names."""
+        name, at, alias = reference.removeprefix(MODEL_SCHEME).partition("@")
+        if not at:
+            name, _, alias = name.partition("/")
+        for version in self.versions(name):
+            if (alias in version.aliases) if at else (alias == str(version.number)):
+                return version
+        remedy = "not in the registry; name a version: models:/NAME@champion or models:/NAME/NUMBER"
+        raise InputError(Fault("model", reference, remedy))
+
     def _store_model(self, name: str, directory: Path, registration: Registration, run: Run) -> str:
         client = self._client
         model = client.create_logged_model(
@@ -213,6 +243,19 @@ class Registry:
         if not source.startswith(MODEL_SCHEME):
             return None
         return self._client.get_logged_model(source.removeprefix(MODEL_SCHEME))
+
+
+def _take_checkpoint(registry: Registry, reference: str, out: Path) -> None:
+    """Copy a registered model's files into ``out``: checkpoint and tokenizer, side by side.
+
+    MLflow's own flavour of transformers keeps them in folders of their own.
+    """
+    files = registry.download(reference, out / ".files")
+    for folder in (files, files / "model", files / "components" / "tokenizer", files / "tokenizer"):
+        for path in sorted(folder.glob("*")):
+            if path.is_file() and not (out / path.name).exists():
+                path.rename(out / path.name)
+    shutil.rmtree(files)
 
 
 def _remove_files(model: LoggedModel) -> None:

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+from tasks.data.given import given_model
 from tasks.engine.artifacts import FORMS, SEED
 from tasks.engine.params import seed_keys
 from tasks.engine.stage import StageRun, each, stage
 from tasks.training import Texts, train_piece
 from upcycle_core.backbone.form import Form, write_in_form
-from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.progress import Progress
 from upcycle_core.training.config import LlamaShape
 from upcycle_core.training.seed import initialise_model
@@ -29,7 +29,7 @@ def seed(run: StageRun) -> None:
     recipe = run.recipe
     if recipe.seed_model.model is not None:
         write_in_form(
-            resolve_model(recipe.seed_model.model, run.models),
+            given_model(recipe, recipe.seed_model.model, run.models),
             Form.load(run.path(f"sources/{FORMS}/{SEED}")),
             run.out,
             max_shard_bytes=recipe.moe.max_shard_bytes,

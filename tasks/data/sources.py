@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from infra.recipe.schema import Recipe
+from tasks.data.given import given_model
 from tasks.data.task_sets import task_fingerprint, task_set_faults
 from tasks.engine.artifacts import FORMS, SEED
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.architectures.compare import compare_experts
 from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.form import common_forms
-from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import TokenIds, check_tokenizer, token_ids
@@ -52,10 +52,10 @@ def write_sources(run: StageRun) -> None:
         origin = None if domain.origin is None else domain.origin.model
         for part, model in {"expert": domain.expert, "origin": origin}.items():
             if model is not None:
-                found[part] = tree_digest(resolve_model(model, run.models))
+                found[part] = tree_digest(given_model(recipe, model, run.models))
         write_fingerprints(run.out / f"{name}.json", found)
     if recipe.seed_model.model is not None:
-        digest = tree_digest(resolve_model(recipe.seed_model.model, run.models))
+        digest = tree_digest(given_model(recipe, recipe.seed_model.model, run.models))
         write_fingerprints(run.out / f"{SEED}.json", {SEED: digest})
     for name in recipe.tasks:
         write_fingerprints(run.out / "tasks" / f"{name}.json", task_fingerprint(recipe, name))
@@ -75,7 +75,9 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
         for name, domain in recipe.domains.items()
     }
     models[SEED] = recipe.seed_model.model
-    given = {n: CheckpointReader(resolve_model(m, run.models)) for n, m in models.items() if m}
+    given = {
+        n: CheckpointReader(given_model(recipe, m, run.models)) for n, m in models.items() if m
+    }
     tokens = {n: token_ids(r.directory) for n, r in given.items()} if of_one_seed else {}
     dtype = recipe.experts.dtype
     ready = any(domain.expert is not None for domain in recipe.domains.values())
@@ -129,7 +131,7 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     ready = list(given)
     if recipe.seed_model.model is not None:
         given["seed_model.model"] = recipe.seed_model.model
-    readers, tokens, faults = opened_models(given, cache)
+    readers, tokens, faults = opened_models(recipe, given, cache)
     if recipe.trains_experts and given and recipe.seed_model.model is None:
         remedy = "some domains bring an expert and others do not; name the seed model that the "
         faults.append(Fault("seed_model.model", None, f"{remedy}experts came from"))
@@ -138,13 +140,13 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
 
 
 def opened_models(
-    given: Mapping[str, str], cache: Path
+    recipe: Recipe, given: Mapping[str, str], cache: Path
 ) -> tuple[dict[str, CheckpointReader], dict[str, TokenIds], list[Fault]]:
     """Readers and tokens of models, and what keeps the others from being read."""
     readers, tokens, faults = {}, {}, []
     for field, reference in given.items():
         try:
-            directory = resolve_model(reference, cache)
+            directory = given_model(recipe, reference, cache)
             readers[field] = CheckpointReader(directory, field=field)
             tokens[field] = token_ids(directory)
             check_tokenizer(directory)

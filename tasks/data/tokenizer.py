@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from infra.recipe.schema import Recipe
+from tasks.data.given import given_model
 from tasks.engine.artifacts import FORMS, SEED
 from tasks.engine.stage import StageRun, each, stage
 from upcycle_core.backbone.form import Form
-from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
 from upcycle_core.corpora.tokenizer import train_tokenizer
 
@@ -34,7 +34,7 @@ def tokenizer(run: StageRun) -> None:
         given = given or recipe.domains[name].expert
         assert given is not None
         tokenizer = Form.load(run.path(f"sources/{FORMS}/{name}")).tokenizer
-        copy_tokenizer(tokenizer or resolve_model(given, run.models), run.out)
+        copy_tokenizer(tokenizer or given_model(recipe, given, run.models), run.out)
         return
     run.run_one(
         train_tokenizer,

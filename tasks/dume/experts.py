@@ -1,13 +1,13 @@
 """Stage ``experts``: one expert a domain, trained from the seed, continued, or given."""
 
 from infra.recipe.schema import Recipe
+from tasks.data.given import given_model
 from tasks.engine.artifacts import FORMS
 from tasks.engine.params import expert_keys
 from tasks.engine.stage import StageRun, stage
 from tasks.training import Texts, train_piece
 from upcycle_core.backbone.form import Form, write_in_form
 from upcycle_core.checkpoints.copy import copy_checkpoint
-from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.errors import Fault, InputError
 
 
@@ -26,7 +26,7 @@ def experts(run: StageRun) -> None:
     given = recipe.domains[run.domain].expert
     if given is not None:
         write_in_form(
-            resolve_model(given, run.models),
+            given_model(recipe, given, run.models),
             Form.load(run.path(f"sources/{FORMS}/{run.domain}")),
             run.out,
             max_shard_bytes=recipe.moe.max_shard_bytes,

@@ -1,6 +1,7 @@
 """Stage ``model``: experts, averaged backbone and routers as one stock MoE checkpoint."""
 
 from infra.recipe.schema import recipe_yaml
+from tasks.data.given import forms
 from tasks.dume.files import ROUTERS
 from tasks.engine.params import dume_keys
 from tasks.engine.stage import StageRun, each, stage
@@ -33,5 +34,6 @@ def model(run: StageRun) -> None:
         recipe_text=recipe_yaml(recipe, dume_keys(recipe)),
         method="DUME",
         experts=list(recipe.domains),
+        given=forms(run),
         changes={name: changes(run.path(f"experts/{name}")) for name in recipe.domains},
     )

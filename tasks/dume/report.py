@@ -5,6 +5,7 @@ from typing import Any
 
 from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
+from tasks.data.given import forms
 from tasks.dume.files import ROUTERS, splits, statistics_files
 from tasks.engine.params import router_keys
 from tasks.engine.stage import StageRun, each, stage
@@ -58,7 +59,7 @@ def report(run: StageRun) -> None:
     done = run.run([*dense, *_moe_pieces(run)], "evaluation")
     results = {name: piece.result for name, piece in done.items()}
     evaluation = _collect(run.recipe, {piece.name: results[piece.name] for piece in dense}, results)
-    write_report(evaluation, run.out, model=run.recipe.name)
+    write_report(evaluation, run.out, model=run.recipe.name, given=forms(run))
 
 
 def _dense_pieces(run: StageRun) -> list[Piece]:

@@ -8,12 +8,18 @@ from infra.recipe.schema import Recipe, TuningConfig
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.evaluation.tasks.config import TaskEvaluationConfig
 from upcycle_core.symphony.config import PostTrainingConfig
-from upcycle_core.training.config import ExpertsConfig, SeedConfig, TrainingConfig
+from upcycle_core.training.config import (
+    ExpertsConfig,
+    ExpertTrainingConfig,
+    SeedConfig,
+    TrainingConfig,
+)
 
 SAME_WEIGHTS = ("log_steps", "checkpoint_steps", "gradient_checkpointing")
 """Settings of a training that do not change its result."""
 NARROWED: Mapping[type, tuple[str, ...]] = {
     TrainingConfig: SAME_WEIGHTS,
+    ExpertTrainingConfig: SAME_WEIGHTS,
     Baseline: ("title",),
     TaskEvaluationConfig: ("models",),
     ExpertsConfig: (),

@@ -22,12 +22,12 @@ LEFT_OUT = (
     "infra/",
     "tasks/engine/",
     # Readers of what other stages published: what they read has a hash of its own.
-    "upcycle_core/checkpoints/fetch.py",
     "upcycle_core/checkpoints/hashing.py",
     "upcycle_core/checkpoints/reader.py",
     "upcycle_core/checkpoints/tensor_file.py",
     "upcycle_core/corpora/reader.py",
     "upcycle_core/dume/router_reader.py",
+    "upcycle_core/given/resolve.py",
     # What is said to people.
     "upcycle_core/errors.py",
     "upcycle_core/progress.py",

@@ -43,6 +43,10 @@ def symphony_faults(recipe: Recipe) -> Iterator[Fault]:
     if recipe.seed_model.model is not None:
         remedy = "these models share no seed; name it as a domain's origin.model, or remove it"
         yield Fault("seed_model.model", recipe.seed_model.model, remedy)
+    method = recipe.experts.training.method
+    if method != "full" and trains_shape(recipe):
+        remedy = "models with random weights are trained whole: use full, or give origin.model"
+        yield Fault("experts.training.method", method, remedy)
     yield from _post_training_faults(recipe)
     for name in recipe.outside:
         if name in recipe.domains:

@@ -10,11 +10,11 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from infra.recipe.schema import Recipe
+from tasks.data.given import given_model
 from tasks.engine.artifacts import FORMS
 from tasks.engine.stage import StageRun, each, stage
 from tasks.training import Texts, train_piece
 from upcycle_core.backbone.form import Form, write_in_form
-from upcycle_core.checkpoints.fetch import resolve_model
 from upcycle_core.corpora.config import Origin, TokenizerConfig
 from upcycle_core.corpora.reader import read_documents
 from upcycle_core.corpora.shards import encoded, write_split
@@ -49,7 +49,7 @@ def experts(run: StageRun) -> None:
         form = Form.load(run.path(f"sources/{FORMS}/{run.domain}"))
         start = run.out if domain.expert is not None else _fresh(run.out, ".start")
         size = recipe.moe.max_shard_bytes
-        write_in_form(resolve_model(given, run.models), form, start, max_shard_bytes=size)
+        write_in_form(given_model(recipe, given, run.models), form, start, max_shard_bytes=size)
     if domain.expert is not None:
         return
     run.run_one(

@@ -8,6 +8,7 @@ from typing import Any
 
 from infra.cluster.pieces import Done, Piece
 from infra.recipe.schema import Recipe
+from tasks.data.given import forms
 from tasks.engine.artifacts import ALIGNMENT, DOCUMENTS, SUMMARY, TOKENS
 from tasks.engine.params import MEASURING
 from tasks.engine.stage import StageRun, each, stage
@@ -89,6 +90,7 @@ def report(run: StageRun) -> None:
         run.out,
         model=recipe.name,
         first=first,
+        given=forms(run),
         more={"ablation": rows, "alignment": alignment},
         tables={"alignment.csv": alignment_table(alignment)},
     )

@@ -51,7 +51,7 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
             given[f"domains.{name}.expert"] = domain.expert
         elif domain.origin is not None and domain.origin.model is not None:
             given[f"domains.{name}.origin.model"] = domain.origin.model
-    readers, tokens, faults = opened_models(given, cache)
+    readers, tokens, faults = opened_models(recipe, given, cache)
     ready = [f"domains.{n}.expert" for n, domain in recipe.domains.items() if domain.expert]
     one_rope = section(recipe).rope == "same"
     faults += compare_strangers(readers, tokens, ready=ready, one_rope=one_rope)

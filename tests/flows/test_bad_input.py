@@ -1,6 +1,7 @@
 """Bad input through the command line: named, with what to do, before anything is written."""
 
 import pytest
+from forms import change_json, save_adapter
 from pico import save_pico
 from prefect_server import free_port
 from project import Project
@@ -59,6 +60,24 @@ def test_experts_that_do_not_fit_are_named(tmp_path, texts):
     message = refused(tmp_path, values)
     assert "intermediate_size" in message
     assert "rope" in message
+
+
+def test_faults_of_models_in_other_forms_come_at_once(tmp_path, texts):
+    seed = save_pico(tmp_path / "seed")
+    other = save_pico(tmp_path / "other", hidden_size=64, head_dim=16)
+    adapter, _ = save_adapter(tmp_path / "adapter", other)
+    change_json(adapter / "adapter_config.json", base_model_name_or_path="/gone")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF")
+    write_texts(texts, domains=("colours",))
+    values = pico_recipe(texts)
+    values["seed_model"] = {"model": str(seed)}
+    experts = {"letters": adapter, "numbers": tmp_path / "cut.gguf", "colours": "models:/no@one"}
+    for name, expert in experts.items():
+        values["domains"][name]["expert"] = str(expert)
+    message = refused(tmp_path, values)
+    assert f"domains.letters.expert: adapter = '{adapter}': is an adapter of another" in message
+    assert f"domains.numbers.expert: gguf = '{tmp_path / 'cut.gguf'}': is truncated" in message
+    assert "domains.colours.expert: model = 'models:/no@one': not in the registry" in message
 
 
 def test_a_prefect_server_that_does_not_answer_is_named(tmp_path, texts, monkeypatch):

@@ -24,6 +24,8 @@ WATCHED = {
     "upcycle_core.dume.statistics": ("domain_statistics",),
     "upcycle_core.dume.router": ("solve_routers",),
     "upcycle_core.moe.assemble": ("assemble",),
+    "upcycle_core.given.adapter": ("merge_adapter",),
+    "upcycle_core.given.gguf_file": ("write_gguf",),
     "upcycle_core.evaluation.text.pieces": (
         "evaluate_checkpoint",
         "evaluate_moe",

@@ -17,6 +17,7 @@ from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, rope_fields
 from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.copy import copy_checkpoint
+from upcycle_core.checkpoints.given_as import given_as, write_given_as
 from upcycle_core.checkpoints.load import DTYPES
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import TokenIds, copy_tokenizer
@@ -170,6 +171,8 @@ def write_in_form(source: Path, form: Form, out: Path, *, max_shard_bytes: int) 
     if form.tokenizer is not None:
         copy_tokenizer(form.tokenizer, out)
     write_json(out / FORM, {"said": form.said})
+    if (said := given_as(source)) is not None:
+        write_given_as(out, said)
 
 
 def changes(checkpoint: Path) -> list[str]:

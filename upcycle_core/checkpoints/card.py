@@ -17,6 +17,7 @@ def write_model_card(
     method: str,
     experts: Sequence[str] = (),
     licence: str | None = None,
+    given: Mapping[str, str] | None = None,
     changes: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Write README.md beside a checkpoint of experts.
@@ -31,6 +32,7 @@ def write_model_card(
         method: What joined the experts (``DUME``), or found them (``SIMoE``).
         experts: Domains, in the order of the experts; none if they were found in one model.
         licence: Identifier for hubs; the experts' own decides where none is given.
+        given: Domain to what its expert was made from, where that was no checkpoint.
         changes: Domain to what was changed in its model so that it fits the others.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -48,6 +50,7 @@ def write_model_card(
         origin,
         _table(config),
         *(["\n".join(["| expert | domain |", "| --- | --- |", *rows])] if experts else []),
+        *(["\n".join(f"- {name}: {said}" for name, said in given.items())] if given else []),
         *[f"Changed in {name} to fit: {'; '.join(c)}." for name, c in (changes or {}).items() if c],
         "Load it with transformers alone:",
         _fenced("python", _usage(config)),

@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+from upcycle_core.checkpoints.given_as import GIVEN_AS
+
 PATTERNS = (
     "config.json",
     "generation_config.json",
@@ -14,6 +16,7 @@ PATTERNS = (
     "vocab.*",
     "merges.txt",
     "chat_template*",
+    GIVEN_AS,
 )
 
 

@@ -1,7 +1,8 @@
 """Directories that are written whole: never over something else, and there when complete."""
 
+import fcntl
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,3 +41,22 @@ def new_directory(out: Path) -> Iterator[Path]:
     sync_directory(partial)
     partial.replace(out)
     sync_directory(out.parent)
+
+
+def make_once(out: Path, write: Callable[[Path], None]) -> Path:
+    """Let ``write`` fill ``out``, unless it is there; of several processes that ask, one does.
+
+    Args:
+        out: Where the result appears when it is whole.
+        write: Fills an empty directory.
+
+    Returns:
+        ``out``.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.with_name(f"{out.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.is_dir():
+            with new_directory(out) as partial:
+                write(partial)
+    return out

@@ -4,7 +4,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
 
 from upcycle_core.errors import Fault
-from upcycle_core.training.config import Group, LlamaShape, MoEObjective, TrainingConfig
+from upcycle_core.training.config import (
+    ExpertTrainingConfig,
+    Group,
+    LlamaShape,
+    MoEObjective,
+    TrainingConfig,
+)
 
 RENORMALISING = frozenset({"mixtral", "bam"})
 """Model types whose routers always make a token's k weights sum to one."""
@@ -26,12 +32,22 @@ def training_faults(config: TrainingConfig, field: str = "training") -> Iterator
     """Settings that leave nothing to train on, or that do not fit each other."""
     if config.steps < 1:
         yield Fault(f"{field}.steps", config.steps, "trains on no token; give at least one step")
+    if isinstance(config, ExpertTrainingConfig):
+        yield from _method_faults(config, field)
     if config.keep == "best" and config.evaluation_steps is None:
         remedy = "the best weights are those of the lowest validation loss; set evaluation_steps"
         yield Fault(f"{field}.keep", config.keep, remedy)
     if config.evaluation_steps is not None and config.evaluation_steps % config.checkpoint_steps:
         remedy = f"must be a multiple of checkpoint_steps = {config.checkpoint_steps}"
         yield Fault(f"{field}.evaluation_steps", config.evaluation_steps, remedy)
+
+
+def _method_faults(config: ExpertTrainingConfig, field: str) -> Iterator[Fault]:
+    if config.lora is not None and config.method != "lora":
+        remedy = f"is only trained with method: lora, and method is {config.method}; set it"
+        yield Fault(f"{field}.lora", f"rank {config.lora.rank}", remedy)
+    if config.lora is not None and not config.lora.modules:
+        yield Fault(f"{field}.lora.modules", [], "trains nothing; name linear layers")
 
 
 def objective_faults(objective: MoEObjective, field: str = "objective") -> Iterator[Fault]:

@@ -115,18 +115,44 @@ class SeedConfig:
 
 
 @config
+class LoraSettings:
+    """A low-rank adapter (arXiv 2106.09685): W + (alpha / rank) B A; A and B are trained."""
+
+    rank: int = field(default=16, metadata={"ge": 1})
+    """Rows of A and columns of B."""
+    alpha: float = field(default=32.0, metadata={"gt": 0})
+    """What is added is scaled by alpha / rank."""
+    modules: tuple[str, ...] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
+    """Last names of the linear layers that get one."""
+
+
+@config
+class ExpertTrainingConfig(TrainingConfig):
+    """Training of a dense model that becomes an expert."""
+
+    method: Literal["full", "ffn", "lora"] = "full"
+    """What is trained: all weights; the FFNs, which are all that experts do not share; or a LoRA
+    adapter, which is published merged, with the adapter beside it."""
+    lora: LoraSettings | None = None
+    """The adapter, with `method: lora`; its defaults where nothing is said."""
+
+
+@config
 class ExpertsConfig:
     """Training of one expert a domain, from the seed."""
 
-    training: TrainingConfig = field(default_factory=TrainingConfig)
+    training: ExpertTrainingConfig = field(default_factory=ExpertTrainingConfig)
     """The same for every domain."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type that the weights of given models get; by default the narrowest that holds all of theirs
     (fp32 where others are trained beside ready ones, which is what training leaves)."""
-    continued: TrainingConfig | None = None
+    continued: ExpertTrainingConfig | None = None
     """Of an expert that learns new text, from the expert that it was; as `training` by default."""
 
     @property
-    def continuing(self) -> TrainingConfig:
+    def continuing(self) -> ExpertTrainingConfig:
         """How an expert that learns new text is trained."""
         return self.continued or self.training

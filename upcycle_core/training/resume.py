@@ -9,7 +9,7 @@ from typing import Any
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.training import workers
 from upcycle_core.training.checkpoints import Checkpoint, discard_incomplete, newest_complete
-from upcycle_core.training.config import MoEObjective, TrainingConfig
+from upcycle_core.training.config import ExpertTrainingConfig, MoEObjective, TrainingConfig
 from upcycle_core.training.extension import Extension
 
 _ABSENT = "nothing"
@@ -130,7 +130,7 @@ def _complete(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record with every key of today, as JSON holds it."""
     objective = record.get("objective")
     whole = {
-        "config": asdict(TrainingConfig()) | record["config"],
+        "config": asdict(ExpertTrainingConfig()) | record["config"],
         "seed": record["seed"],
         "objective": asdict(MoEObjective()) | objective if objective else {},
         "fingerprint": dict(record.get("fingerprint", {})),

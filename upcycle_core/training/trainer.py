@@ -106,7 +106,7 @@ def train(
     def load(device: str) -> Subject:
         network = load_causal_lm(model, device=device, precision=config.precision, training=True)
         trainable = select_trainable(network, objective.trainable if objective else ("all",))
-        return Subject(network, trainable, write=lambda: _write(network, model, out))
+        return Subject(network, trainable, write=lambda: write_network(network, model, out))
 
     return train_subject(
         load,
@@ -217,7 +217,8 @@ def _finish(subject: Subject, config: TrainingConfig, last: Checkpoint) -> Train
     )
 
 
-def _write(network: PreTrainedModel, source: Path, out: Path) -> None:
+def write_network(network: PreTrainedModel, source: Path, out: Path) -> None:
+    """Write a trained model with the tokenizer of ``source``."""
     with quiet_loading():
         network.save_pretrained(out)
     copy_tokenizer(source, out)

@@ -6,8 +6,13 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 
+import mlflow
 import pytest
+import torch
 from mlflow import MlflowClient
+from pico import save_pico
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra import settings
 from infra.tracking.records import DatasetRecord, Registration, flatten
@@ -268,3 +273,49 @@ def test_a_database_that_does_not_answer_is_named_without_its_password(
     with pytest.raises(InputError, match=r"MLFLOW_TRACKING_URI = .*cannot be opened") as caught:
         Tracker(place, "test")
     assert "cret" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_registered_model_is_fetched_once_a_version(registry, tracker, checkpoint, tmp_path):
+    for name in ("fetched", "again"):
+        with tracker.start_run(name) as run:
+            version = registry.register("fetched", checkpoint, Registration(), run=run)
+        (checkpoint / "config.json").write_text('{"model_type": "llama"}')
+    registry.set_alias(version, "champion")
+    first = registry.fetch("models:/fetched/1", tmp_path)
+    second = registry.fetch("models:/fetched@champion", tmp_path)
+    assert (first / "config.json").read_text() == '{"model_type": "mixtral"}'
+    assert (second / "config.json").read_text() == '{"model_type": "llama"}'
+    whole = (checkpoint / "model.safetensors").read_bytes()
+    assert (second / "model.safetensors").read_bytes() == whole
+    stamp = (second / "model.safetensors").stat()
+    assert registry.fetch("models:/fetched/2", tmp_path) == second
+    assert (second / "model.safetensors").stat() == stamp
+    assert not [path for path in second.iterdir() if path.is_dir()]
+
+
+def test_what_mlflow_logs_itself_lies_together(registry, place, tmp_path, monkeypatch):
+    save_pico(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    words = AutoTokenizer.from_pretrained(tmp_path / "model")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", place.mlflow_tracking_uri)
+    mlflow.create_experiment("theirs", artifact_location=str(tmp_path / "artifacts"))
+    mlflow.set_experiment("theirs")
+    with mlflow.start_run():
+        mlflow.transformers.log_model(
+            {"model": model, "tokenizer": words},
+            name="theirs",
+            task="text-generation",
+            registered_model_name="theirs",
+            pip_requirements=[],
+        )
+    found = registry.fetch("models:/theirs/1", tmp_path / "cache")
+    theirs = load_file(tmp_path / "model" / "model.safetensors")
+    for name, tensor in load_file(found / "model.safetensors").items():
+        assert torch.equal(tensor, theirs[name]), name
+    assert AutoTokenizer.from_pretrained(found)("abc").input_ids == words("abc").input_ids
+
+
+@pytest.mark.parametrize("reference", ["models:/nobody/1", "models:/nobody@champion", "models:/"])
+def test_a_version_that_is_not_there_is_named(registry, tmp_path, reference):
+    with pytest.raises(InputError, match="not in the registry; name a version"):
+        registry.fetch(reference, tmp_path)

@@ -40,7 +40,7 @@ def test_every_model_of_a_papers_recipe_passes_its_check(tmp_path, monkeypatch, 
         model: checkpoint(model, tmp_path / f"model{index}", seed=index)
         for index, model in enumerate(sorted(named(RECIPES[name])))
     }
-    monkeypatch.setattr(sources, "resolve_model", lambda reference, _cache: models[reference])
+    monkeypatch.setattr(sources, "given_model", lambda recipe, model, cache: models[model])
     recipe = RECIPES[name]
     look = strangers.model_faults if recipe.method == "symphony" else sources.model_faults
     assert look(recipe, tmp_path / "cache") == []

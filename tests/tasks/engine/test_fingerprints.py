@@ -165,10 +165,11 @@ def test_settings_that_leave_the_weights_alone_do_not_train_again(tmp_path):
         before, experts=replace(before.experts, training=replace(training, log_steps=7))
     )
     assert settings_of(before) == settings_of(after)
-    longer = replace(training, steps=training.steps + 1)
-    taught = settings_of(replace(before, experts=replace(before.experts, training=longer)))
-    changed = {label for label, own in settings_of(before).items() if own != taught[label]}
-    assert changed == {"experts@letters", "experts@numbers", "experts@colours", "model"}
+    for change in ({"steps": training.steps + 1}, {"method": "lora"}):
+        other = replace(training, **change)
+        taught = settings_of(replace(before, experts=replace(before.experts, training=other)))
+        changed = {label for label, own in settings_of(before).items() if own != taught[label]}
+        assert changed == {"experts@letters", "experts@numbers", "experts@colours", "model"}
 
 
 def test_resources_decide_nothing():

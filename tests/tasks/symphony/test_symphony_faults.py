@@ -68,6 +68,7 @@ def test_a_valid_recipe_has_no_fault():
         ("domains.law.origin.model", "models/law", "domains.law.origin.initialisation"),
         ("domains.law.elsewhere", TEXT, "domains.law.elsewhere"),
         ("domains.law.origin.vocabulary_size", 400, "symphony.segmentation"),
+        ("experts.training.method", "lora", "experts.training.method"),
         ("symphony.anchor", "tax", "symphony.anchor"),
         ("symphony.models", ["law"], "symphony.models"),
         ("symphony.models", ["law", "law"], "symphony.models"),

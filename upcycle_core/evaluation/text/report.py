@@ -7,7 +7,15 @@ from pathlib import Path
 from upcycle_core.errors import raise_faults
 from upcycle_core.evaluation.report import files
 from upcycle_core.evaluation.report.numbers import best, cells, number
-from upcycle_core.evaluation.report.parts import Block, Figure, Report, Section, Table, by_columns
+from upcycle_core.evaluation.report.parts import (
+    Block,
+    Figure,
+    Notes,
+    Report,
+    Section,
+    Table,
+    by_columns,
+)
 from upcycle_core.evaluation.text import plots, results, routing
 from upcycle_core.evaluation.text.results import Evaluation, Parameter, title_of
 
@@ -29,6 +37,7 @@ def write_report(
     out: Path,
     *,
     model: str,
+    given: Mapping[str, str] | None = None,
     first: Sequence[Section] = (),
     more: Mapping[str, object] | None = None,
     tables: Mapping[str, Table] | None = None,
@@ -42,6 +51,7 @@ def write_report(
         evaluation: What was measured.
         out: The directory.
         model: What people call what was evaluated.
+        given: What a domain's expert was made from, where that was no checkpoint.
         first: Sections that come before the evaluation's own.
         more: What else belongs into metrics.json.
         tables: {file name: further numbers, as CSV}.
@@ -50,8 +60,10 @@ def write_report(
         InputError: rows or numbers are missing; nothing is written.
     """
     raise_faults(results.faults(evaluation))
+    forms = [Notes([f"{name}: {form}" for name, form in given.items()])] if given else []
+    shown = [Section("Experts in another form", forms), *first, *sections(evaluation)]
     files.write_report(
-        Report(f"{model}: evaluation on held-out text", [*first, *sections(evaluation)]),
+        Report(f"{model}: evaluation on held-out text", shown),
         out,
         metrics={**results.metrics(evaluation), **(more or {})},
         tables={"table.csv": _numbers(evaluation), **(tables or {})},

@@ -1,0 +1,43 @@
+"""Models that a recipe names, whatever form they are given in."""
+
+from pathlib import Path
+
+from infra import settings as environment
+from infra.recipe.schema import Recipe
+from tasks.engine.stage_run import StageRun
+from upcycle_core.checkpoints.given_as import given_as
+from upcycle_core.given.resolve import resolve_model
+
+REGISTERED = "models:/"
+
+
+def given_model(recipe: Recipe, reference: str, cache: Path) -> Path:
+    """Return the directory of a model: config.json, safetensors and the tokenizer.
+
+    Args:
+        recipe: Its seed, where it names one, is the base of adapters.
+        reference: As for ``resolve_model``; or ``models:/NAME@ALIAS`` or ``models:/NAME/NUMBER`` of
+            the MLflow registry.
+        cache: Where models are kept.
+
+    Raises:
+        InputError: As ``resolve_model``; there is no such version.
+    """
+    seed = recipe.seed_model.model
+    base = None if seed is None or seed == reference else _on_disk(seed, cache)
+    return resolve_model(_on_disk(reference, cache), cache, base=base)
+
+
+def forms(run: StageRun) -> dict[str, str]:
+    """What experts of the workspace were made from, by domain, where that was no checkpoint."""
+    made = {name: given_as(run.path(f"experts/{name}")) for name in run.recipe.domains}
+    return {name: form for name, form in made.items() if form is not None}
+
+
+def _on_disk(reference: str, cache: Path) -> str:
+    """``reference``, or the directory of the registered model that it names."""
+    if not reference.startswith(REGISTERED):
+        return reference
+    from infra.tracking.registry import Registry  # imports MLflow
+
+    return str(Registry(environment.configure()).fetch(reference, cache))

@@ -1,0 +1,207 @@
+"""LoRA adapters merged by streaming, against peft's own ``merge_and_unload``."""
+
+import json
+
+import pytest
+import torch
+from forms import change_json, save_adapter
+from pico import save_pico, save_pico_tokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from upcycle_core.checkpoints.given_as import given_as
+from upcycle_core.errors import InputError
+from upcycle_core.given.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, merge_adapter
+
+
+@pytest.fixture
+def base(tmp_path):
+    return save_pico(tmp_path / "base")
+
+
+def merged(adapter, base, out):
+    merge_adapter(Adapter(adapter), base, out)
+    return load_file(out / "model.safetensors")
+
+
+VARIANTS = {
+    "plain": {},
+    "rank-stabilised": {"use_rslora": True},
+    "patterns": {
+        "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 8},
+        "alpha_pattern": {"down_proj": 3, "0.self_attn.q_proj": 11},
+    },
+    "fan-in-fan-out": {"fan_in_fan_out": True},  # peft lays it aside for linear layers
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "head": {"target_modules": ["lm_head", "v_proj"]},
+    "whole-modules": {"modules_to_save": ["lm_head", "embed_tokens"]},
+    "one-norm-whole": {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_merged_weights_are_pefts_to_the_last_bit(tmp_path, base, variant):
+    adapter, tuned = save_adapter(tmp_path / "adapter", base, **VARIANTS[variant])
+    before = load_file(base / "model.safetensors")
+    ours, theirs = merged(adapter, base, tmp_path / "out"), tuned.merge_and_unload().state_dict()
+    assert set(ours) == set(theirs)
+    assert any(not torch.equal(ours[name], before[name]) for name in before)
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+def test_biases_are_merged_too(tmp_path):
+    base = save_pico(tmp_path / "base", "qwen2")
+    names = ["q_proj", "v_proj"]
+    for bias in ({"bias": "lora_only"}, {"bias": "all"}, {"lora_bias": True}):
+        folder = tmp_path / "-".join(map(str, *bias.items()))
+        adapter, tuned = save_adapter(folder, base, target_modules=names, **bias)
+        ours = merged(adapter, base, folder / "out")
+        for name, tensor in tuned.merge_and_unload().state_dict().items():
+            assert torch.equal(ours[name], tensor), (bias, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_are_fp32_whatever_the_base_is(tmp_path, base, dtype):
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    model.save_pretrained(tmp_path / "half")
+    save_pico_tokenizer(tmp_path / "half")
+    adapter, tuned = save_adapter(tmp_path / "adapter", tmp_path / "half", dtype=dtype)
+    ours = merged(adapter, tmp_path / "half", tmp_path / "out")
+    for name, tensor in tuned.merge_and_unload().state_dict().items():
+        assert ours[name].dtype == dtype
+        assert torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.parametrize("touched", ["lm_head", "embed_tokens"])
+def test_a_tied_head_that_is_touched_is_tied_no_more(tmp_path, touched):
+    base = save_pico(tmp_path / "base", tie_word_embeddings=True)
+    adapter, tuned = save_adapter(tmp_path / "adapter", base, target_modules=[touched, "q_proj"])
+    merged(adapter, base, tmp_path / "out")
+    assert not json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        wanted = tuned(ids).logits
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
+    # The same sums in another order, in fp32; without untying they differ by 1.
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_added_tokens_come_along(tmp_path, base):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(100)
+    model.save_pretrained(tmp_path / "longer")
+    modules = ["embed_tokens", "lm_head"]
+    adapter, tuned = save_adapter(
+        tmp_path / "adapter", tmp_path / "longer", modules_to_save=modules
+    )
+    save_pico_tokenizer(adapter, 100)
+    ours = merged(adapter, base, tmp_path / "out")
+    assert torch.equal(
+        ours["lm_head.weight"], tuned.merge_and_unload().state_dict()["lm_head.weight"]
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["vocab_size"] == 100
+    words = (tmp_path / "out" / "tokenizer.json").read_text()
+    assert words == (adapter / "tokenizer.json").read_text()
+
+
+def test_what_it_was_is_said_and_its_tokenizer_is_the_bases(tmp_path, base):
+    adapter, _ = save_adapter(tmp_path / "adapter", base)
+    merged(adapter, base, tmp_path / "out")
+    assert given_as(tmp_path / "out") == ("LoRA adapter (rank 4, 14 matrices) merged into its base")
+    words = (tmp_path / "out" / "tokenizer.json").read_text()
+    assert words == (base / "tokenizer.json").read_text()
+
+
+def refused(adapter, base, out, match):
+    with pytest.raises(InputError, match=match) as caught:
+        merge_adapter(Adapter(adapter), base, out)
+    assert not list(out.glob("*"))
+    return caught.value.faults
+
+
+REFUSED = {
+    "another method": ({"peft_type": "IA3"}, "peft_type = 'IA3': only LORA"),
+    "DoRA": ({"use_dora": True}, "use_dora = True: is no plain LoRA"),
+    "experts": ({"target_parameters": ["experts.up"]}, "target_parameters"),
+    "an unknown variant": ({"of_tomorrow": {"a": 1}}, "of_tomorrow"),
+    "another start": ({"init_lora_weights": "pissa"}, "changes the base as well"),
+    "another rank": ({"r": 5}, "its config says r = 5"),
+    "no scaling": ({"lora_alpha": None}, "lora_alpha = None: must be a positive number"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_plain_lora_is_refused(tmp_path, base, case):
+    changes, match = REFUSED[case]
+    adapter, _ = save_adapter(tmp_path / "adapter", base)
+    change_json(adapter / ADAPTER_CONFIG, **changes)
+    refused(adapter, base, tmp_path / "out", match)
+
+
+def test_all_faults_of_its_settings_come_at_once(tmp_path, base):
+    adapter, _ = save_adapter(tmp_path / "adapter", base)
+    change_json(adapter / ADAPTER_CONFIG, use_dora=True, init_lora_weights="olora", r=0)
+    assert len(refused(adapter, base, tmp_path / "out", "use_dora")) == 3
+
+
+def change_tensors(adapter, change):
+    tensors = load_file(adapter / ADAPTER_WEIGHTS)
+    save_file(change(tensors), adapter / ADAPTER_WEIGHTS)
+
+
+def test_an_adapter_that_changes_nothing_is_refused(tmp_path, base):
+    fresh, _ = save_adapter(tmp_path / "fresh", base, init_lora_weights=True)
+    refused(fresh, base, tmp_path / "out", "changes nothing")
+    of_base = load_file(base / "model.safetensors")["lm_head.weight"]
+    change_tensors(fresh, lambda tensors: tensors | {"base_model.model.lm_head.weight": of_base})
+    refused(fresh, base, tmp_path / "out", "changes nothing")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_named(tmp_path, base, value):
+    adapter, _ = save_adapter(tmp_path / "adapter", base)
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
+    change_tensors(adapter, lambda t: t | {name: torch.full_like(t[name], value)})
+    refused(adapter, base, tmp_path / "out", f"{name} holds no finite")
+
+
+def test_every_tensor_has_a_meaning_and_a_place(tmp_path, base):
+    adapter, _ = save_adapter(tmp_path / "adapter", base)
+    place = "base_model.model.model.layers.0.self_attn.q_proj"
+    change_tensors(adapter, lambda t: t | {f"{place}.lora_magnitude_vector": torch.ones(32)})
+    refused(adapter, base, tmp_path / "out", "lora_magnitude_vector is no tensor of LoRA")
+    change_tensors(
+        adapter, lambda t: {n: v for n, v in t.items() if not n.endswith("magnitude_vector")}
+    )
+    change_tensors(adapter, lambda t: t | {"base_model.model.vision.weight": torch.ones(3)})
+    refused(adapter, base, tmp_path / "out", "vision.weight is not there, the adapter's is")
+
+
+def test_half_a_pair_is_refused(tmp_path, base):
+    adapter, _ = save_adapter(tmp_path / "adapter", base)
+    half = "0.mlp.up_proj.lora_A"
+    change_tensors(adapter, lambda t: {n: v for n, v in t.items() if half not in n})
+    refused(adapter, base, tmp_path / "out", "A and B belong together")
+
+
+def test_an_adapter_of_another_base_is_named(tmp_path, base):
+    other = save_pico(tmp_path / "other", hidden_size=64, head_dim=16)
+    adapter, _ = save_adapter(tmp_path / "adapter", other)
+    (fault,) = refused(adapter, base, tmp_path / "out", "is an adapter of another model")
+    assert str(base) in fault.remedy
+    assert "and 11 more" in fault.remedy
+
+
+def test_a_vocabulary_that_is_half_resized_is_refused(tmp_path, base):
+    adapter, _ = save_adapter(tmp_path / "adapter", base, modules_to_save=["lm_head"])
+    name = "base_model.model.lm_head.weight"
+    change_tensors(adapter, lambda t: t | {name: torch.ones(100, 32)})
+    refused(adapter, base, tmp_path / "out", r"would have \[96, 100\] rows")
+
+
+def test_pickled_weights_are_not_read(tmp_path, base):
+    adapter, _ = save_adapter(tmp_path / "adapter", base)
+    (adapter / ADAPTER_WEIGHTS).rename(adapter / "adapter_model.bin")
+    refused(adapter, base, tmp_path / "out", "pickled weights")

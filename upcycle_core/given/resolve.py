@@ -1,0 +1,203 @@
+"""Find a model in whatever form it is given, as a directory of safetensors.
+
+A directory is taken as it is, a repository of the hub fetched. A GGUF file and a LoRA adapter are
+turned into an ordinary checkpoint once, in the models' cache, under the hash of what was given.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from upcycle_core.checkpoints.hashing import sha256_file
+from upcycle_core.checkpoints.place import make_once
+from upcycle_core.errors import Fault, InputError
+from upcycle_core.given.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    Adapter,
+    is_adapter,
+    merge_adapter,
+)
+
+# Configuration, tokenizer, safetensors; no pickle, no code, no other formats.
+WANTED = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+)
+GGUF = ".gguf"
+CONVERTED = "converted"
+"""Folder of the cache for what was made of other forms."""
+CONVERSION = 1
+"""Raised when the same file is to become another checkpoint."""
+
+
+def resolve_model(reference: str, cache_dir: Path, *, base: str | None = None) -> Path:
+    """Return the directory of a model: config.json, safetensors and the tokenizer.
+
+    Args:
+        reference: A directory, or a repository of the Hugging Face hub (``owner/name``), of a model
+            or a LoRA adapter; or a GGUF file, a path or ``owner/name/FILE.gguf``.
+        cache_dir: Where fetched repositories, and checkpoints made of other forms, are kept.
+        base: What an adapter is merged into, in any of these forms but an adapter; by default what
+            it names itself.
+
+    Raises:
+        InputError: It is not there, and why; it cannot be read; an adapter that does not fit.
+    """
+    if reference.endswith(GGUF):
+        return _of_gguf(_gguf_path(reference, cache_dir), cache_dir)
+    directory = _directory(reference, cache_dir)
+    return _merged(directory, base, cache_dir) if is_adapter(directory) else directory
+
+
+def _directory(reference: str, cache_dir: Path) -> Path:
+    directory = Path(reference).expanduser()
+    if directory.is_dir():
+        files = sorted(path.name for path in directory.glob(f"*{GGUF}"))
+        if files and not (directory / "config.json").is_file():
+            remedy = f"holds GGUF files; name one of them: {directory / files[0]}"
+            raise InputError(Fault("model", reference, remedy))
+        return directory
+    return _fetched(
+        reference,
+        lambda: snapshot_download(reference, cache_dir=cache_dir, allow_patterns=list(WANTED)),
+    )
+
+
+def _gguf_path(reference: str, cache_dir: Path) -> Path:
+    path = Path(reference).expanduser()
+    parts = reference.split("/", 2)
+    if path.is_file() or len(parts) < 3 or path.is_absolute():
+        if not path.is_file():
+            remedy = "is no file; give a path, or owner/name/FILE.gguf of the hub"
+            raise InputError(Fault("model", reference, remedy))
+        return path
+    owner, name, file = parts
+    return _fetched(
+        reference, lambda: hf_hub_download(f"{owner}/{name}", file, cache_dir=cache_dir)
+    )
+
+
+def _fetched(reference: str, fetch: Callable[[], str]) -> Path:
+    """What the hub has, or why it does not come."""
+    try:
+        found = fetch()
+    except HFValidationError:
+        remedy = "is no directory, nor owner/name of a repository; mend the path"
+    except GatedRepoError:
+        remedy = "is a gated repository; accept its terms on the hub and log in with hf auth login"
+    except RepositoryNotFoundError:
+        remedy = "is neither a directory nor a repository of the hub; mend the name, or log in"
+    except LocalEntryNotFoundError:
+        remedy = "is no directory, and the hub cannot be reached to fetch it; give a directory"
+    except EntryNotFoundError:
+        remedy = "is no file of that repository; mend its name"
+    except OSError as error:
+        remedy = f"could not be fetched ({error}); try again, or give a directory"
+    else:
+        return Path(found)
+    raise InputError(Fault("model", reference, remedy))
+
+
+def _of_gguf(path: Path, cache_dir: Path) -> Path:
+    from upcycle_core.given.gguf_file import open_gguf, write_gguf  # imports transformers
+
+    out = _place(cache_dir, {"gguf": _digest(path)})
+    return make_once(out, lambda partial: write_gguf(open_gguf(path), partial))
+
+
+def _merged(directory: Path, base: str | None, cache_dir: Path) -> Path:
+    adapter = Adapter(directory)
+    into = _base(adapter, base, cache_dir)
+    parts = {"adapter": _digests(directory), "base": _digests(into)}
+    return make_once(
+        _place(cache_dir, parts), lambda partial: merge_adapter(adapter, into, partial)
+    )
+
+
+def _base(adapter: Adapter, named: str | None, cache_dir: Path) -> Path:
+    """The checkpoint that an adapter is merged into.
+
+    Raises:
+        InputError: Nobody names one, or the adapter names another one than the recipe.
+    """
+    own, place = adapter.base_name, str(adapter.directory)
+    reference = named or own
+    if reference is None:
+        remedy = f"{ADAPTER_CONFIG} names no base; name it in seed_model.model"
+        raise InputError(Fault("adapter", place, remedy))
+    base = _base_directory(reference, place, cache_dir)
+    if named is None or own is None or own == named:
+        return base
+    if Path(own).is_dir():
+        is_other = _weights(Path(own)) != _weights(base)
+    else:
+        is_other = _is_hub_id(own) and _is_hub_id(named)
+    if is_other:
+        remedy = f"is an adapter of {own}, and the seed is {named}: name the base that it was "
+        remedy += f"trained on; if both are one model, write that into its {ADAPTER_CONFIG}"
+        raise InputError(Fault("adapter", place, remedy))
+    return base
+
+
+def _base_directory(reference: str, place: str, cache_dir: Path) -> Path:
+    try:
+        if not reference.endswith(GGUF) and is_adapter(_directory(reference, cache_dir)):
+            remedy = f"its base {reference} is an adapter too; give the model that both are of"
+            raise InputError(Fault("adapter", place, remedy))
+        return resolve_model(reference, cache_dir)
+    except InputError as error:
+        faults = (Fault("base of the adapter", f.value, f.remedy) for f in error.faults)
+        raise InputError(*faults) from error
+
+
+def _is_hub_id(reference: str) -> bool:
+    return reference.count("/") == 1 and not Path(reference).expanduser().exists()
+
+
+def _weights(directory: Path) -> list[str]:
+    return sorted(_digest(path) for path in directory.glob("*.safetensors"))
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    """{file: sha256} of what belongs to a model or an adapter."""
+    files = {path for pattern in WANTED for path in directory.glob(pattern) if path.is_file()}
+    return {path.name: _digest(path) for path in sorted(files)}
+
+
+def _place(cache_dir: Path, parts: Mapping[str, object]) -> Path:
+    """Where the checkpoint made of these bytes is kept."""
+    text = json.dumps({"conversion": CONVERSION, **parts}, sort_keys=True)
+    return cache_dir / CONVERTED / hashlib.sha256(text.encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    status = path.stat()
+    return _known_digest(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _known_digest(path: Path, *_: int) -> str:
+    """sha256 of a file, read again once it has changed."""
+    return sha256_file(path)

@@ -1,0 +1,147 @@
+"""Training a dense model in part: its FFNs, or a LoRA adapter that is merged afterwards."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+
+from upcycle_core.architectures.families import family_of
+from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
+from upcycle_core.checkpoints.writer import sync_directory, sync_file, write_json
+from upcycle_core.errors import Fault, InputError
+from upcycle_core.given.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, merge_adapter
+from upcycle_core.progress import Progress
+from upcycle_core.training.arguments import checked_shape
+from upcycle_core.training.config import ExpertTrainingConfig, LoraSettings
+from upcycle_core.training.groups import Trainable
+from upcycle_core.training.resume import training_record
+from upcycle_core.training.trainer import (
+    Subject,
+    TrainingResult,
+    train,
+    train_subject,
+    write_network,
+)
+
+ADAPTER = "adapter"
+"""Folder of the adapter beside the merged weights."""
+
+
+def train_expert(
+    model: Path,
+    dataset: Dataset,
+    out: Path,
+    *,
+    config: ExpertTrainingConfig,
+    seed: int,
+    checkpoints: Path,
+    progress: Progress,
+    device: str | None = None,
+    fingerprint: Mapping[str, Any] | None = None,
+) -> TrainingResult:
+    """Train a dense model by ``config.method``, as ``train`` does; only what is trained has
+    gradients and moments.
+
+    Args:
+        model, dataset, seed, checkpoints, progress, device, fingerprint: As for ``train``.
+        out: Directory to write: all weights, in fp32 or, merged with the adapter, in ``model``'s
+            type; with ``lora`` also ``adapter/``, as peft reads it.
+        config: What to do. With ``lora`` and bf16 arithmetic the frozen weights are bf16 too; what
+            is trained is fp32.
+
+    Raises:
+        InputError: As ``train``; no layer has the name of a LoRA module.
+        FloatingPointError: As ``train``.
+    """
+    common: dict[str, Any] = {
+        "config": config,
+        "seed": seed,
+        "checkpoints": checkpoints,
+        "progress": progress,
+        "device": device,
+    }
+    if config.method == "full":
+        return train(model, dataset, out, fingerprint=fingerprint, **common)
+    shape = checked_shape(model, dataset, None, config, None)
+
+    def load(device: str) -> Subject:
+        lora = config.method == "lora"
+        dtype = DTYPES[config.precision] if lora else torch.float32
+        network = load_causal_lm(
+            model, dtype=dtype, device=device, precision=config.precision, training=True
+        )
+        if lora:
+            tuned = add_adapter(network, config.lora or LoraSettings(), seed=seed)
+            return Subject(network, _trainable(network), partial(_write_merged, tuned, model, out))
+        family = family_of(network.config.to_dict())
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(family.is_ffn(name))
+        return Subject(network, _trainable(network), partial(write_network, network, model, out))
+
+    record = training_record(config, seed, None, fingerprint or {})
+    return train_subject(load, dataset, shape=shape, record=record, **common)
+
+
+def add_adapter(network: PreTrainedModel, settings: LoraSettings, *, seed: int) -> nn.Module:
+    """Put a new LoRA adapter into ``network``, which is changed in place and frozen beside it.
+
+    Args:
+        network: Freshly loaded.
+        settings: Rank, scaling, layers.
+        seed: Of A; B is zero. The caller's random state is left as it was.
+
+    Returns:
+        peft's model around it.
+
+    Raises:
+        InputError: No layer has one of the names.
+    """
+    from peft import LoraConfig, get_peft_model  # slow to import
+
+    names = {name.rpartition(".")[2] for name, m in network.named_modules() if _is_linear(m)}
+    unknown = sorted(set(settings.modules) - names)
+    if unknown:
+        remedy = f"no linear layer is called so; choose among {', '.join(sorted(names))}"
+        raise InputError(Fault("experts.training.lora.modules", unknown, remedy))
+    wanted = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a factor, whole or not
+        target_modules=sorted(settings.modules),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_peft_model(network, wanted)  # A and B in fp32, whatever the network is in
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _trainable(network: nn.Module) -> Trainable:
+    sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    return Trainable(trained, sum(size for size, _ in sizes), frozenset())
+
+
+def _write_merged(tuned: Any, source: Path, out: Path) -> None:
+    """Write the adapter, and what it makes of the checkpoint that it was trained on."""
+    from peft import get_peft_model_state_dict
+
+    folder = out / ADAPTER
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {n: t.cpu().contiguous() for n, t in get_peft_model_state_dict(tuned).items()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (folder / ADAPTER_WEIGHTS).chmod(0o644)
+    sync_file(folder / ADAPTER_WEIGHTS)
+    settings = tuned.peft_config["default"].to_dict() | {"base_model_name_or_path": None}
+    settings |= {"inference_mode": True, "target_modules": sorted(settings["target_modules"])}
+    write_json(folder / ADAPTER_CONFIG, settings)
+    sync_directory(folder)
+    merge_adapter(Adapter(folder), source, out)
