@@ -1,6 +1,7 @@
 """What is wrong across the fields of a recipe, found without reading any file."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 
 from infra.recipe.names import (
     BESIDE_DOMAINS,
@@ -20,6 +21,8 @@ from upcycle_core.training.config import TrainingConfig
 
 ON_THE_CPU = ("corpora", "assembly")
 """Kinds of work that no GPU does."""
+CALIBRATION = ("calibration", "elsewhere")
+"""Texts that statistics are gathered on."""
 
 
 def faults(recipe: Recipe) -> list[Fault]:
@@ -30,6 +33,7 @@ def faults(recipe: Recipe) -> list[Fault]:
         *_router_faults(recipe),
         *_evaluation_faults(recipe),
         *_bound_faults(recipe),
+        *_response_faults(recipe),
         *_task_faults(recipe),
         *_compute_faults(recipe),
     ]
@@ -85,15 +89,54 @@ def _domain_faults(recipe: Recipe) -> Iterator[Fault]:
                 yield from _source_faults(source, f"{where}.{part}", recipe.folder)
     for name, source in recipe.outside.items():
         yield from _source_faults(source, f"outside.{name}", recipe.folder)
+    if recipe.seed_model.text is not None:
+        yield from _source_faults(recipe.seed_model.text, "seed_model.text", recipe.folder)
     yield from domain_faults("backbone.experts", recipe.backbone.experts or (), recipe)
 
 
 def _source_faults(source: Source, where: str, folder: str | None) -> Iterator[Fault]:
-    given = [part for part in ("harvest", "files", "dataset") if getattr(source, part)]
-    if len(given) != 1:
-        yield Fault(where, given, "give exactly one of harvest, files and dataset")
+    yield from source.faults(where)
     if folder is None and any("{folder}" in part for part in (*source.files, source.dataset or "")):
         yield Fault("folder", None, f"{where} needs it; add --set folder=PATH")
+
+
+def responses_asked(recipe: Recipe) -> Iterator[tuple[str, str, Source]]:
+    """Each setting that counts responses alone, with each text that it counts them in."""
+    trained = {"experts.training": recipe.experts.training}
+    if recipe.experts.continued is not None:
+        trained["experts.continued"] = recipe.experts.continued
+    own = [name for name, domain in recipe.domains.items() if domain.expert is None]
+    asked: list[tuple[str, str, list[str], Sequence[str]]] = [
+        (f"{where}.loss", c.loss, own, ("train",)) for where, c in trained.items()
+    ]
+    everywhere = {f"baselines.{n}.training": r.training for n, r in recipe.baselines.items()}
+    if recipe.post_training is not None:
+        everywhere["post_training.training"] = recipe.post_training.training
+    if recipe.trains_seed and recipe.seed_text is None:
+        everywhere["seed_model.training"] = recipe.seed_model.training
+    for where, c in everywhere.items():
+        parts = ("train", "calibration") if c.evaluation_steps else ("train",)
+        asked.append((f"{where}.loss", c.loss, list(recipe.domains), parts))
+    statistics = recipe.statistics.count
+    asked.append(("statistics.count", statistics, list(recipe.domains), CALIBRATION))
+    asked.append(("evaluation.loss", recipe.evaluation.loss, list(recipe.domains), ("heldout",)))
+    for setting, count, names, parts in asked:
+        for name, part in product(names, parts) if count == "responses" else ():
+            own = getattr(recipe.domains[name], part)
+            read = part if own is not None or part == "elsewhere" else "train"
+            if (source := getattr(recipe.domains[name], read)) is not None:
+                yield setting, f"domains.{name}.{read}", source
+    if recipe.evaluation.loss == "responses":
+        yield from (("evaluation.loss", f"outside.{n}", s) for n, s in recipe.outside.items())
+    if recipe.seed_text is not None and recipe.seed_model.training.loss == "responses":
+        yield "seed_model.training.loss", "seed_model.text", recipe.seed_text
+
+
+def _response_faults(recipe: Recipe) -> Iterator[Fault]:
+    for setting, field, source in responses_asked(recipe):
+        if source.form != "chat":
+            remedy = f"{field} holds texts, which have no responses; use all, or form: chat"
+            yield Fault(setting, "responses", remedy)
 
 
 def _router_faults(recipe: Recipe) -> Iterator[Fault]:
