@@ -12,7 +12,7 @@ from infra.recipe.names import (
     secret_faults,
 )
 from infra.recipe.schema import Recipe, resolve
-from upcycle_core.config import SEEDS
+from upcycle_core.config import SEEDS, Counted
 from upcycle_core.corpora.config import Source
 from upcycle_core.errors import Fault
 from upcycle_core.evaluation.tasks.config import KINDS
@@ -102,30 +102,30 @@ def _source_faults(source: Source, where: str, folder: str | None) -> Iterator[F
 
 def responses_asked(recipe: Recipe) -> Iterator[tuple[str, str, Source]]:
     """Each setting that counts responses alone, with each text that it counts them in."""
-    trained = {"experts.training": recipe.experts.training}
-    if recipe.experts.continued is not None:
-        trained["experts.continued"] = recipe.experts.continued
-    own = [name for name, domain in recipe.domains.items() if domain.expert is None]
-    asked: list[tuple[str, str, list[str], Sequence[str]]] = [
-        (f"{where}.loss", c.loss, own, ("train",)) for where, c in trained.items()
-    ]
-    everywhere = {f"baselines.{n}.training": r.training for n, r in recipe.baselines.items()}
+    everyone = tuple(recipe.domains)
+    untrained = tuple(name for name in everyone if recipe.domains[name].expert is None)
+    counts: dict[str, tuple[Counted, Sequence[str], Sequence[str]]] = {
+        "statistics.count": (recipe.statistics.count, everyone, CALIBRATION),
+        "evaluation.loss": (recipe.evaluation.loss, everyone, ("heldout",)),
+        "experts.training.loss": (recipe.experts.training.loss, untrained, ("train",)),
+        "experts.continued.loss": (recipe.experts.continuing.loss, untrained, ("train",)),
+    }
+    rows = {f"baselines.{name}.training": row.training for name, row in recipe.baselines.items()}
     if recipe.post_training is not None:
-        everywhere["post_training.training"] = recipe.post_training.training
-    if recipe.trains_seed and recipe.seed_text is None:
-        everywhere["seed_model.training"] = recipe.seed_model.training
-    for where, c in everywhere.items():
-        parts = ("train", "calibration") if c.evaluation_steps else ("train",)
-        asked.append((f"{where}.loss", c.loss, list(recipe.domains), parts))
-    statistics = recipe.statistics.count
-    asked.append(("statistics.count", statistics, list(recipe.domains), CALIBRATION))
-    asked.append(("evaluation.loss", recipe.evaluation.loss, list(recipe.domains), ("heldout",)))
-    for setting, count, names, parts in asked:
+        rows["post_training.training"] = recipe.post_training.training
+    if recipe.seed_text is None and recipe.trains_seed:
+        rows["seed_model.training"] = recipe.seed_model.training
+    for where, config in rows.items():
+        read = ("train", "calibration") if config.evaluation_steps else ("train",)
+        counts[f"{where}.loss"] = (config.loss, everyone, read)
+    if recipe.experts.continued is None:
+        del counts["experts.continued.loss"]
+    for setting, (count, names, parts) in counts.items():
         for name, part in product(names, parts) if count == "responses" else ():
-            own = getattr(recipe.domains[name], part)
-            read = part if own is not None or part == "elsewhere" else "train"
-            if (source := getattr(recipe.domains[name], read)) is not None:
-                yield setting, f"domains.{name}.{read}", source
+            given = getattr(recipe.domains[name], part) is not None
+            text = part if given or part == "elsewhere" else "train"
+            if (source := getattr(recipe.domains[name], text)) is not None:
+                yield setting, f"domains.{name}.{text}", source
     if recipe.evaluation.loss == "responses":
         yield from (("evaluation.loss", f"outside.{n}", s) for n, s in recipe.outside.items())
     if recipe.seed_text is not None and recipe.seed_model.training.loss == "responses":
