@@ -16,6 +16,7 @@ from infra.recipe.schema import Recipe, resolve
 from tasks.data.corpora import corpora
 from tasks.data.documents import documents
 from tasks.data.seed import seed
+from tasks.data.seed_text import seed_text
 from tasks.data.sources import sources
 from tasks.data.tokenizer import tokenizer
 from tasks.dume.backbone import backbone
@@ -63,6 +64,7 @@ def build(session: FlowSession, *, changed: Sequence[str] | None = None) -> Outc
     session.ensure(documents, only=changed)
     session.ensure(tokenizer)
     session.ensure(corpora, only=changed)
+    session.ensure(seed_text)
     session.ensure(seed)
     session.ensure(parents)
     session.ensure(experts, only=changed)

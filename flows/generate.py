@@ -6,9 +6,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from flows.running.command_line import command
 from infra import settings as environment
-from infra.tracking.registry import Registry
+from infra.tracking.registry import PROVENANCE_FOLDER, Registry
+from upcycle_core.corpora.config import Bos
 from upcycle_core.errors import Fault, InputError
 
 
@@ -17,7 +20,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Print a continuation of the prompt by ``models:/NAME@ALIAS``."""
     parser = argparse.ArgumentParser(prog="python -m flows.generate", description=__doc__)
     parser.add_argument("model", help="NAME@ALIAS or NAME/VERSION in the MLflow registry")
-    parser.add_argument("prompt", help="text to continue")
+    parser.add_argument(
+        "prompt", help="text to continue; a special token's name in it is text like any other"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="answer the prompt, in the model's chat template"
+    )
     parser.add_argument("--tokens", type=int, default=100, help="at most this many new tokens")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
@@ -33,25 +41,39 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def generate(directory: Path, chosen: argparse.Namespace) -> str:
-    """The prompt and its continuation, by stock transformers classes."""
+    """The prompt and its continuation, or the answer to it, by stock transformers classes."""
     import torch
     from transformers import AutoTokenizer
 
     from tasks.scoring.architectures import register_architectures
     from upcycle_core.checkpoints.load import load_causal_lm
+    from upcycle_core.corpora.encoding import asked
 
     register_architectures()
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     model: Any = load_causal_lm(directory)
     torch.manual_seed(chosen.seed)
-    inputs = tokenizer(chosen.prompt, return_tensors="pt", return_token_type_ids=False)
+    ids = torch.tensor([asked(tokenizer, chosen.prompt, bos=_bos(directory), chat=chosen.chat)])
     sampling = (
         {"do_sample": True, "temperature": chosen.temperature}
         if chosen.temperature > 0
         else {"do_sample": False}
     )
-    output = model.generate(**inputs, max_new_tokens=chosen.tokens, **sampling)
-    return str(tokenizer.decode(output[0], skip_special_tokens=True))
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=chosen.tokens,
+        **sampling,
+    )
+    first = ids.shape[1] if chosen.chat else 0
+    return str(tokenizer.decode(output[0, first:], skip_special_tokens=True))
+
+
+def _bos(directory: Path) -> Bos:
+    """What stood before the texts that the model was made and judged on."""
+    file = directory / PROVENANCE_FOLDER / "recipe.yaml"
+    recipe = yaml.safe_load(file.read_text()) if file.exists() else {}
+    return recipe.get("corpus", {}).get("bos", "auto")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ def _training_faults(recipe: Recipe, method: Method) -> Iterator[Fault]:
     trained: dict[str, TrainingConfig] = {}
     if method.has_seed and recipe.trains_seed:
         trained["seed_model.training"] = recipe.seed_model.training
+    elif recipe.seed_model.text is not None:
+        yield Fault("seed_model.text", None, "no seed is trained here; remove it")
     if recipe.trains_experts:
         trained["experts.training"] = recipe.experts.training
     rows = {

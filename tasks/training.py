@@ -139,19 +139,24 @@ class Texts:
 
     def rows(self, tokenizer: Path, *, config: TrainingConfig, seed: int) -> PackedSequences:
         """All that a training of ``config`` reads, in seeded order."""
-        count = config.tokens // config.sequence_length
-        return self._packed(self.train, config.sequence_length, count, seed)
+        return self._packed(self.train, config, config.tokens // config.sequence_length, seed)
 
     def validation_rows(self, config: TrainingConfig, seed: int) -> PackedSequences | None:
         """What ``evaluation_steps`` measures the loss on, where it is set."""
         if config.evaluation_steps is None:
             return None
-        return self._packed(self.validation, config.sequence_length, VALIDATION_ROWS, seed)
+        return self._packed(self.validation, config, VALIDATION_ROWS, seed)
 
-    def _packed(self, paths: Sequence[Path], length: int, count: int, seed: int) -> PackedSequences:
-        corpora = [TokenCorpus(path) for path in paths]
+    def _packed(
+        self, paths: Sequence[Path], config: TrainingConfig, count: int, seed: int
+    ) -> PackedSequences:
         return packed_sequences(
-            corpora, sequence_length=length, count=count, seed=seed, weights=self.weights
+            [TokenCorpus(path) for path in paths],
+            sequence_length=config.sequence_length,
+            count=count,
+            seed=seed,
+            weights=self.weights,
+            loss=config.loss,
         )
 
 

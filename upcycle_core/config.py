@@ -5,7 +5,7 @@ The library knows no pydantic: it only leaves word, where pydantic looks for it,
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar, dataclass_transform
+from typing import Literal, TypeVar, dataclass_transform
 
 READ = "__pydantic_config__"
 """Where pydantic looks."""
@@ -17,6 +17,8 @@ RULES: Mapping[str, object] = {
 """No key that nobody knows, no number that compares with none; texts under fields describe them."""
 SEEDS = 2**32
 """Seeds of random choices are below it: NumPy takes no larger one."""
+Counted = Literal["all", "responses"]
+"""Which tokens count: all, or of chats what the assistant says, its end token included."""
 Section = TypeVar("Section")
 
 

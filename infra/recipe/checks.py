@@ -1,6 +1,7 @@
 """What is wrong across the fields of a recipe, found without reading any file."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 
 from infra.recipe.names import (
     BESIDE_DOMAINS,
@@ -11,7 +12,7 @@ from infra.recipe.names import (
     secret_faults,
 )
 from infra.recipe.schema import Recipe, resolve
-from upcycle_core.config import SEEDS
+from upcycle_core.config import SEEDS, Counted
 from upcycle_core.corpora.config import Source
 from upcycle_core.errors import Fault
 from upcycle_core.evaluation.tasks.config import KINDS
@@ -20,6 +21,8 @@ from upcycle_core.training.config import TrainingConfig
 
 ON_THE_CPU = ("corpora", "assembly")
 """Kinds of work that no GPU does."""
+CALIBRATION = ("calibration", "elsewhere")
+"""Texts that statistics are gathered on."""
 
 
 def faults(recipe: Recipe) -> list[Fault]:
@@ -30,6 +33,7 @@ def faults(recipe: Recipe) -> list[Fault]:
         *_router_faults(recipe),
         *_evaluation_faults(recipe),
         *_bound_faults(recipe),
+        *_response_faults(recipe),
         *_task_faults(recipe),
         *_compute_faults(recipe),
     ]
@@ -85,15 +89,54 @@ def _domain_faults(recipe: Recipe) -> Iterator[Fault]:
                 yield from _source_faults(source, f"{where}.{part}", recipe.folder)
     for name, source in recipe.outside.items():
         yield from _source_faults(source, f"outside.{name}", recipe.folder)
+    if recipe.seed_model.text is not None:
+        yield from _source_faults(recipe.seed_model.text, "seed_model.text", recipe.folder)
     yield from domain_faults("backbone.experts", recipe.backbone.experts or (), recipe)
 
 
 def _source_faults(source: Source, where: str, folder: str | None) -> Iterator[Fault]:
-    given = [part for part in ("harvest", "files", "dataset") if getattr(source, part)]
-    if len(given) != 1:
-        yield Fault(where, given, "give exactly one of harvest, files and dataset")
+    yield from source.faults(where)
     if folder is None and any("{folder}" in part for part in (*source.files, source.dataset or "")):
         yield Fault("folder", None, f"{where} needs it; add --set folder=PATH")
+
+
+def responses_asked(recipe: Recipe) -> Iterator[tuple[str, str, Source]]:
+    """Each setting that counts responses alone, with each text that it counts them in."""
+    everyone = tuple(recipe.domains)
+    untrained = tuple(name for name in everyone if recipe.domains[name].expert is None)
+    counts: dict[str, tuple[Counted, Sequence[str], Sequence[str]]] = {
+        "statistics.count": (recipe.statistics.count, everyone, CALIBRATION),
+        "evaluation.loss": (recipe.evaluation.loss, everyone, ("heldout",)),
+        "experts.training.loss": (recipe.experts.training.loss, untrained, ("train",)),
+        "experts.continued.loss": (recipe.experts.continuing.loss, untrained, ("train",)),
+    }
+    rows = {f"baselines.{name}.training": row.training for name, row in recipe.baselines.items()}
+    if recipe.post_training is not None:
+        rows["post_training.training"] = recipe.post_training.training
+    if recipe.seed_text is None and recipe.trains_seed:
+        rows["seed_model.training"] = recipe.seed_model.training
+    for where, config in rows.items():
+        read = ("train", "calibration") if config.evaluation_steps else ("train",)
+        counts[f"{where}.loss"] = (config.loss, everyone, read)
+    if recipe.experts.continued is None:
+        del counts["experts.continued.loss"]
+    for setting, (count, names, parts) in counts.items():
+        for name, part in product(names, parts) if count == "responses" else ():
+            given = getattr(recipe.domains[name], part) is not None
+            text = part if given or part == "elsewhere" else "train"
+            if (source := getattr(recipe.domains[name], text)) is not None:
+                yield setting, f"domains.{name}.{text}", source
+    if recipe.evaluation.loss == "responses":
+        yield from (("evaluation.loss", f"outside.{n}", s) for n, s in recipe.outside.items())
+    if recipe.seed_text is not None and recipe.seed_model.training.loss == "responses":
+        yield "seed_model.training.loss", "seed_model.text", recipe.seed_text
+
+
+def _response_faults(recipe: Recipe) -> Iterator[Fault]:
+    for setting, field, source in responses_asked(recipe):
+        if source.form != "chat":
+            remedy = f"{field} holds texts, which have no responses; use all, or form: chat"
+            yield Fault(setting, "responses", remedy)
 
 
 def _router_faults(recipe: Recipe) -> Iterator[Fault]:

@@ -202,6 +202,11 @@ class Recipe:
         return self.trains_experts and self.seed_model.model is None
 
     @property
+    def seed_text(self) -> Source | None:
+        """Text of the seed's own, where it is not trained on the domains'."""
+        return self.seed_model.text if self.trains_seed else None
+
+    @property
     def trains_experts(self) -> bool:
         """Whether any expert is made here."""
         return any(domain.expert is None for domain in self.domains.values())

@@ -4,7 +4,11 @@ from tasks.engine.stage import StageRun, stage
 from upcycle_core.corpora.shards import write_corpus
 
 
-@stage("corpora/{domain}", lambda recipe, domain: [f"documents/{domain}", "tokenizer"])
+@stage(
+    "corpora/{domain}",
+    lambda recipe, domain: [f"documents/{domain}", "tokenizer"],
+    params=("corpus.bos",),
+)
 def corpora(run: StageRun) -> None:
     """Write ``SPLIT/tokens.bin`` and a manifest."""
     run.run_one(
@@ -12,4 +16,5 @@ def corpora(run: StageRun) -> None:
         "corpora",
         documents=run.path(f"documents/{run.domain}"),
         tokenizer=run.path("tokenizer"),
+        bos=run.recipe.corpus.bos,
     )

@@ -1,11 +1,12 @@
 """Stage ``outside``: text of a domain that no model, alignment or training sees, to judge on."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tasks.engine.artifacts import DOCUMENTS, TOKENS
 from tasks.engine.stage import StageRun, stage
-from upcycle_core.corpora.config import CorpusConfig, Source
-from upcycle_core.corpora.documents import write_heldout
+from upcycle_core.corpora.config import CorpusConfig, Source, Split
+from upcycle_core.corpora.documents import write_texts
 from upcycle_core.corpora.shards import write_corpus
 from upcycle_core.progress import Progress
 
@@ -13,15 +14,16 @@ from upcycle_core.progress import Progress
 @stage(
     "outside/{outside}",
     lambda recipe, name: [f"sources/outside/{name}.json", "tokenizer"],
-    params=("seed", "corpus.min_characters", "outside.{outside}"),
+    params=("seed", "corpus.min_characters", "corpus.bos", "outside.{outside}"),
     each=lambda recipe: recipe.outside,
 )
 def outside(run: StageRun) -> None:
     """Write ``documents/heldout.parquet`` and ``tokens/heldout``."""
     run.run_one(
-        outside_piece,
+        text_piece,
         "corpora",
-        name=run.item,
+        split="heldout",
+        name=f"outside.{run.item}",
         source=run.recipe.outside[run.item],
         config=run.recipe.corpus,
         seed=run.recipe.seed,
@@ -30,26 +32,30 @@ def outside(run: StageRun) -> None:
     )
 
 
-def outside_piece(
+def text_piece(
     *,
     out: Path,
     progress: Progress,
+    split: Split,
     name: str,
     source: Source,
     config: CorpusConfig,
     seed: int,
     folder: Path | None,
     tokenizer: Path,
+    apart_from: Sequence[Path] = (),
 ) -> None:
-    """The piece: one text."""
-    write_heldout(
+    """The piece: one text, its documents and their tokens."""
+    write_texts(
+        split,
         source,
         out / DOCUMENTS,
         config=config,
         seed=seed,
         folder=folder,
+        apart_from=apart_from,
         progress=progress,
-        name=f"outside.{name}",
+        name=name,
     )
     (out / TOKENS).mkdir()
-    write_corpus(out / DOCUMENTS, tokenizer, out / TOKENS, progress=progress)
+    write_corpus(out / DOCUMENTS, tokenizer, out / TOKENS, bos=config.bos, progress=progress)

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from infra.recipe.schema import Recipe
 from tasks.data.given import given_model
-from tasks.engine.artifacts import FORMS, SEED
+from tasks.engine.artifacts import FORMS, SEED, TOKENS
 from tasks.engine.params import seed_keys
 from tasks.engine.stage import StageRun, each, stage
 from tasks.training import Texts, train_piece
@@ -14,10 +15,17 @@ from upcycle_core.training.config import LlamaShape
 from upcycle_core.training.seed import initialise_model
 
 
+def _texts(recipe: Recipe) -> list[str]:
+    """What a seed is trained on."""
+    if recipe.seed_text is not None:
+        return [f"seed_text/{TOKENS}/train"]
+    return list(each(recipe, "corpora/{domain}/train"))
+
+
 @stage(
     "seed",
     lambda recipe, domain: (
-        [*each(recipe, "corpora/{domain}/train"), "tokenizer"]
+        [*_texts(recipe), "tokenizer"]
         if recipe.trains_seed
         else [f"sources/{SEED}.json", f"sources/{FORMS}/{SEED}"]
     ),
@@ -40,7 +48,7 @@ def seed(run: StageRun) -> None:
         "seed",
         tokenizer=run.path("tokenizer"),
         shape=recipe.seed_model.shape,
-        data=Texts(train=[run.path(f"corpora/{name}/train") for name in recipe.domains]),
+        data=Texts(train=[run.path(name) for name in _texts(recipe)]),
         config=recipe.seed_model.training,
         seed=recipe.seed,
         device=run.device("seed"),

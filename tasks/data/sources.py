@@ -5,9 +5,11 @@ It always runs, and is where bad input is found: every fault of every domain, in
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from infra.recipe.checks import responses_asked
 from infra.recipe.schema import Recipe
 from tasks.data.given import given_model
 from tasks.data.task_sets import task_fingerprint, task_set_faults
@@ -16,16 +18,33 @@ from tasks.engine.stage import StageRun, stage
 from upcycle_core.architectures.compare import compare_experts
 from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.form import common_forms
-from upcycle_core.checkpoints.hashing import tree_digest
+from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import TokenIds, check_tokenizer, token_ids
-from upcycle_core.corpora.sources import source_faults, source_fingerprint
+from upcycle_core.corpora.config import Source
+from upcycle_core.corpora.encoding import chat_template_of
+from upcycle_core.corpora.sources import (
+    first_chats,
+    source_faults,
+    source_files,
+    source_fingerprint,
+)
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 TEXTS = ("train", "calibration", "heldout", "elsewhere")
 # What training costs on disk: weights and two moments, in two checkpoints, and the result.
 TRAINING_COPIES = 8
-KEYS = ("folder", "domains", "seed_model.model", "tasks", "task_evaluation.folder", "experts.dtype")
+CHATS_TRIED = 64
+"""Of each text, written before anything is computed; all are when they are tokenised."""
+KEYS = (
+    "folder",
+    "domains",
+    "seed_model.model",
+    "seed_model.text",
+    "tasks",
+    "task_evaluation.folder",
+    "experts.dtype",
+)
 """What names things outside, or says what they become, whatever the method."""
 
 
@@ -57,6 +76,9 @@ def write_sources(run: StageRun) -> None:
     if recipe.seed_model.model is not None:
         digest = tree_digest(given_model(recipe, recipe.seed_model.model, run.models))
         write_fingerprints(run.out / f"{SEED}.json", {SEED: digest})
+    if recipe.seed_text is not None:
+        read = source_fingerprint(recipe.seed_text, folder=recipe.text_folder)
+        write_fingerprints(run.out / f"{SEED}.json", read)
     for name in recipe.tasks:
         write_fingerprints(run.out / "tasks" / f"{name}.json", task_fingerprint(recipe, name))
 
@@ -101,12 +123,27 @@ def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
         recipe: What to make, of experts of one seed.
         cache: Where models from a hub are kept.
     """
-    return [*text_faults(recipe), *model_faults(recipe, cache), *task_set_faults(recipe)]
+    found = [*text_faults(recipe), *model_faults(recipe, cache), *task_set_faults(recipe)]
+    own = recipe.seed_model.model
+    if own is None and not recipe.trains_seed:
+        own = next((domain.expert for domain in recipe.domains.values()), None)
+    return found or list(chat_faults(recipe, [own], cache))
 
 
 def text_faults(recipe: Recipe) -> list[Fault]:
     """What is wrong with the texts."""
     folder = recipe.text_folder
+    named = named_texts(recipe)
+    found = [
+        fault
+        for field, source in named.items()
+        for fault in source_faults(source, field, folder=folder)
+    ]
+    return found or list(_same_faults(recipe))
+
+
+def named_texts(recipe: Recipe) -> dict[str, Source]:
+    """Every text of a recipe, by its field."""
     named = {
         f"domains.{name}.{part}": source
         for name, domain in recipe.domains.items()
@@ -114,11 +151,57 @@ def text_faults(recipe: Recipe) -> list[Fault]:
         if (source := getattr(domain, part)) is not None
     }
     named |= {f"outside.{name}": source for name, source in recipe.outside.items()}
-    return [
-        fault
-        for field, source in named.items()
-        for fault in source_faults(source, field, folder=folder)
-    ]
+    if recipe.seed_text is not None:
+        named["seed_model.text"] = recipe.seed_text
+    return named
+
+
+def _same_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Text of one domain that is another domain's, to the byte."""
+    folder = recipe.text_folder
+    for part in TEXTS:
+        alike: dict[str, list[str]] = {}
+        for name, domain in recipe.domains.items():
+            if (source := getattr(domain, part)) is not None:
+                sizes = sorted(f.stat().st_size for f in source_files(source, folder).values())
+                how = asdict(replace(source, files=(), max_bytes=None))
+                alike.setdefault(json.dumps([sizes, how]), []).append(name)
+        for names in alike.values():  # only of these everything is read
+            first: dict[str, str] = {}
+            for name in names if len(names) > 1 else ():
+                source = getattr(recipe.domains[name], part)
+                files = source_files(source, folder).values()
+                read = json.dumps(sorted(map(sha256_file, files)))
+                if (other := first.setdefault(read, name)) != name:
+                    given = source.harvest or source.dataset or list(source.files)
+                    remedy = f"is the same text as domains.{other}.{part}; name other text for one"
+                    yield Fault(f"domains.{name}.{part}", given, remedy)
+
+
+def chat_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> Iterator[Fault]:
+    """What keeps tokenizers from writing the chats, found on the first ones of each text.
+
+    Args:
+        recipe: Whose texts are read.
+        models: Those whose tokenizers read them; None for one that is trained here.
+        cache: Where models from a hub are kept.
+    """
+    chats = {field: text for field, text in named_texts(recipe).items() if text.form == "chat"}
+    if None in models:
+        remedy = "a tokenizer that is trained here has no chat template; start from a model, or "
+        remedy += "read the records with a template of the text's own: '{prompt} {response}'"
+        yield from (Fault(f"{field}.form", "chat", remedy) for field in chats)
+    counted = {field for _, field, _ in responses_asked(recipe)}
+    for reference in filter(None, models if chats else ()):
+        template = chat_template_of(given_model(recipe, reference, cache))
+        for field, source in chats.items():
+            try:
+                for chat in first_chats(source, CHATS_TRIED, folder=recipe.text_folder):
+                    ids = template.ids(chat)
+                    if field in counted:
+                        template.responses(chat, ids)
+            except InputError as error:
+                yield from (_at(field, fault) for fault in error.faults)
 
 
 def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:

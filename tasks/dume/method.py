@@ -3,6 +3,7 @@
 from tasks.data.corpora import corpora
 from tasks.data.documents import documents
 from tasks.data.seed import seed
+from tasks.data.seed_text import seed_text
 from tasks.data.sources import outside_faults, sources
 from tasks.data.tokenizer import tokenizer
 from tasks.dume.backbone import backbone
@@ -22,6 +23,7 @@ METHOD = Method(
         documents,
         tokenizer,
         corpora,
+        seed_text,
         seed,
         parents,
         experts,

@@ -29,7 +29,8 @@ NARROWED: Mapping[type, tuple[str, ...]] = {
 }
 """Sections that are named field by field, and their fields that decide no bytes."""
 MEASURING = tuple(
-    f"evaluation.{name}" for name in ("tokens", "sequence_length", "batch_size", "precision")
+    f"evaluation.{name}"
+    for name in ("tokens", "sequence_length", "loss", "batch_size", "precision")
 )
 """How perplexity is measured, whatever is measured."""
 
@@ -75,9 +76,8 @@ def recorded_setting(params: Mapping[str, Any], key: str) -> Any:
 def document_keys(recipe: Recipe, domain: str) -> Iterator[str]:
     """Of a domain's documents. Text that is named for its use is taken whole, in its own order."""
     if draws_text(recipe, domain):
-        yield from ("seed", "corpus")
-    else:
-        yield "corpus.min_characters"
+        yield from ("seed", "corpus.calibration_share", "corpus.heldout_share")
+    yield "corpus.min_characters"
     for text in ("train", "calibration", "heldout", "elsewhere"):
         yield f"domains.{domain}.{text}"
 
@@ -115,7 +115,7 @@ def router_keys(recipe: Recipe) -> Iterator[str]:
 
 def dume_keys(recipe: Recipe) -> list[str]:
     """Of a model of DUME's: what has a part in its weights, as its card quotes it."""
-    keys = {"name", "moe", "statistics", *seed_keys(recipe), *router_keys(recipe)}
+    keys = {"name", "moe", "statistics", "corpus.bos", *seed_keys(recipe), *router_keys(recipe)}
     if recipe.trains_seed:
         keys.add("tokenizer")
     for domain in recipe.domains:

@@ -16,7 +16,7 @@ from tasks.methods import METHODS
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 FILE = "lineage.json"
-PINNED = ("tokenizer", "seed", "backbone")
+PINNED = ("tokenizer", "seed_text", "seed", "backbone")
 """Artifacts that statistics and experts of all domains hang on."""
 
 
@@ -46,7 +46,8 @@ def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) ->
     """
     recipe = with_lineage(recipe, workspace)
     lineage = recipe.lineage or Lineage()
-    wanted = [name for name in PINNED if name != "seed" or recipe.has_seed]
+    there = {"seed_text": recipe.seed_text is not None, "seed": recipe.has_seed}
+    wanted = [name for name in PINNED if there.get(name, True)]
     found = {name: workspace.digest(name) for name in wanted if name not in lineage.pinned}
     raise_faults(
         Fault("workspace", str(workspace.path(name)), "has not been built; run flows.dume first")

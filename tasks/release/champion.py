@@ -56,6 +56,7 @@ class Champion:
             "documents": {d: workspace.path(f"documents/{d}") for d in recipe.domains},
             "corpora": {d: workspace.path(f"corpora/{d}/heldout") for d in recipe.domains},
             "config": recipe.evaluation,
+            "bos": recipe.corpus.bos,
             "device": recipe.compute.evaluation.device,
             "reference": heldout,
         }
@@ -69,6 +70,7 @@ class Champion:
             "models": [self.directory],
             "task_sets": {name: workspace.path(f"task_sets/{name}") for name in recipe.tasks},
             "config": recipe.task_evaluation,
+            "bos": recipe.corpus.bos,
             "device": recipe.compute.evaluation.device,
         }
         # What this run's own model was scored with decides what the champion's scores are.

@@ -11,6 +11,7 @@ from tasks.scoring.architectures import register_architectures
 from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
+from upcycle_core.corpora.config import Bos
 from upcycle_core.dume.config import RouterConfig
 from upcycle_core.dume.router import solve_routers
 from upcycle_core.dume.router_reader import load_routers
@@ -122,6 +123,7 @@ def champion_piece(
     documents: Mapping[str, Path],
     corpora: Mapping[str, Path],
     reference: Mapping[str, Mapping[str, float]],
+    bos: Bos,
     **common: Any,
 ) -> dict[str, float]:
     """The piece: another model's perplexity on this text, per token of this run's tokenizer."""
@@ -130,7 +132,7 @@ def champion_piece(
         return perplexities(evaluate_checkpoint(model, corpora, progress=progress, **common))
     texts = {domain: path / "heldout.parquet" for domain, path in documents.items()}
     limits = {domain: values["bytes"] for domain, values in reference.items()}
-    scores = evaluate_text(model, texts, max_bytes=limits, progress=progress, **common)
+    scores = evaluate_text(model, texts, bos=bos, max_bytes=limits, progress=progress, **common)
     own = {
         d: Score(nll=0.0, tokens=int(v["tokens"]), bytes=v["bytes"]) for d, v in reference.items()
     }

@@ -12,6 +12,7 @@ from tasks.scoring.architectures import register_architectures
 from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
+from upcycle_core.corpora.config import Bos
 from upcycle_core.evaluation.tasks.adapter import evaluate_tasks
 from upcycle_core.evaluation.tasks.config import TaskEvaluationConfig
 from upcycle_core.evaluation.tasks.items import Item, read_items, write_items
@@ -27,7 +28,7 @@ def task_scores_of(models: Callable[[Recipe], Models]) -> Stage:
     def inputs(recipe: Recipe, row: str) -> list[str]:
         return [*models(recipe)[row], *(f"task_sets/{name}" for name in recipe.tasks)]
 
-    @stage("task_scores/{model}", inputs, params=("task_evaluation",), each=models)
+    @stage("task_scores/{model}", inputs, params=("task_evaluation", "corpus.bos"), each=models)
     def task_scores(run: StageRun) -> None:
         """Write ``scores.json`` and ``items.parquet``: every item's prompt, answer and score."""
         run.run_one(
@@ -36,6 +37,7 @@ def task_scores_of(models: Callable[[Recipe], Models]) -> Stage:
             models=[run.path(artifact) for artifact in models(run.recipe)[run.item]],
             task_sets={name: run.path(f"task_sets/{name}") for name in run.recipe.tasks},
             config=run.recipe.task_evaluation,
+            bos=run.recipe.corpus.bos,
             device=run.device("evaluation"),
         )
 
@@ -49,6 +51,7 @@ def score_model(
     models: Sequence[Path],
     task_sets: Mapping[str, Path],
     config: TaskEvaluationConfig,
+    bos: Bos,
     device: str,
 ) -> None:
     """The piece: one checkpoint, or the average of several."""
@@ -57,7 +60,7 @@ def score_model(
     with tempfile.TemporaryDirectory(dir=out) as folder:
         model = models[0] if len(models) == 1 else _average(models, Path(folder))
         scores, items = evaluate_tasks(
-            model, task_sets, config=config, device=device, progress=progress
+            model, task_sets, config=config, bos=bos, device=device, progress=progress
         )
     values = {task: score.to_dict() for task, score in scores.items()}
     (out / SCORES).write_text(json.dumps(values, indent=1) + "\n")

@@ -7,6 +7,7 @@ from tasks.data.corpora import corpora
 from tasks.data.documents import documents
 from tasks.data.instructions import instructions
 from tasks.data.seed import seed
+from tasks.data.seed_text import seed_text
 from tasks.data.tokenizer import tokenizer
 from tasks.engine.method import Method
 from tasks.simoe.answers import answers
@@ -32,6 +33,7 @@ METHOD = Method(
         documents,
         tokenizer,
         corpora,
+        seed_text,
         seed,
         instructions,
         baselines,

@@ -15,9 +15,10 @@ from tasks.engine.artifacts import FORMS
 from tasks.engine.stage import StageRun, each, stage
 from tasks.training import Texts, train_piece
 from upcycle_core.backbone.form import Form, write_in_form
-from upcycle_core.corpora.config import Origin, TokenizerConfig
-from upcycle_core.corpora.reader import read_documents
-from upcycle_core.corpora.shards import encoded, write_split
+from upcycle_core.corpora.config import Bos, Origin, TokenizerConfig
+from upcycle_core.corpora.encoding import encoded
+from upcycle_core.corpora.reader import read_chats
+from upcycle_core.corpora.shards import write_split
 from upcycle_core.corpora.tokenizer import train_tokenizer
 from upcycle_core.progress import Progress
 from upcycle_core.training.config import LlamaShape
@@ -35,7 +36,7 @@ def _params(recipe: Recipe, domain: str) -> Iterator[str]:
     yield f"domains.{domain}.expert"
     if recipe.domains[domain].expert is None:
         yield from ("seed", "experts.training", f"domains.{domain}.origin")
-        yield from ("seed_model.shape", "tokenizer")
+        yield from ("seed_model.shape", "tokenizer", "corpus.bos")
 
 
 @stage("experts/{domain}", _inputs, params=_params)
@@ -62,6 +63,7 @@ def experts(run: StageRun) -> None:
         shape=recipe.seed_model.shape,
         vocabulary=recipe.tokenizer,
         config=recipe.experts.training,
+        bos=recipe.corpus.bos,
         seed=recipe.seed,
         device=run.device("experts"),
     )
@@ -79,6 +81,7 @@ def stranger_piece(
     start: Path | None,
     shape: LlamaShape,
     vocabulary: TokenizerConfig,
+    bos: Bos,
     seed: int,
     **training: Any,
 ) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def stranger_piece(
     for domain in mixture:
         write_split(
             texts / domain,
-            encoded(read_documents(documents[domain] / "train.parquet"), encoder),
+            encoded(read_chats(documents[domain] / "train.parquet"), encoder, bos=bos),
             eos_id=encoder.eos_token_id,
             vocabulary_size=len(encoder),
         )

@@ -59,7 +59,9 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
 
 
 @stage(
-    "report", _inputs, params=("name", *MEASURING, "baselines", "symphony", "post_training", "moe")
+    "report",
+    _inputs,
+    params=("name", *MEASURING, "corpus.bos", "baselines", "symphony", "post_training", "moe"),
 )
 def report(run: StageRun) -> None:
     """Write metrics.json, tables, pictures and the CSV behind them."""
@@ -142,6 +144,7 @@ def _dense_pieces(run: StageRun, heldout: Mapping[str, Mapping[str, float]]) -> 
     documents = {name: run.path(f"documents/{name}") for name in recipe.domains}
     documents |= {name: run.path(f"outside/{name}") / DOCUMENTS for name in recipe.outside}
     judged = {"tokenizer": run.path("tokenizer"), "documents": documents, "reference": heldout}
+    judged["bos"] = recipe.corpus.bos
     return [
         Piece.of(
             expert_row(name),

@@ -6,6 +6,7 @@ from pathlib import Path
 from infra.recipe.schema import Recipe
 from tasks.data.sources import (
     KEYS,
+    chat_faults,
     disk_faults,
     opened_models,
     text_faults,
@@ -40,7 +41,10 @@ def sources(run: StageRun) -> None:
 
 def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     """What is wrong with texts, models and tasks outside the workspace."""
-    return [*text_faults(recipe), *model_faults(recipe, cache), *task_set_faults(recipe)]
+    found = [*text_faults(recipe), *model_faults(recipe, cache), *task_set_faults(recipe)]
+    origins = ((domain.expert, domain.origin) for domain in recipe.domains.values())
+    models = [expert or (origin.model if origin else None) for expert, origin in origins]
+    return found or list(chat_faults(recipe, models, cache))
 
 
 def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:

@@ -28,6 +28,7 @@ STRANGERS = load_recipe(
 )
 TUNED = load_recipe(
     CODE / "recipes" / "simoe.yaml",
+    ["seed_model.text={harvest: documentation-elsewhere}"],
     added=[CODE / "recipes" / f"simoe-{name}.yaml" for name in ("rivals", "ablations", "sweeps")],
 )
 PINNED = {"tokenizer": "1", "seed": "2", "backbone": "3"}

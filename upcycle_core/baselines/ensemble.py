@@ -77,7 +77,7 @@ def evaluate_ensemble(
             log_prior_D = estimate_prior(prior_texts[name].log_likelihoods_DP()).log()
         log_likelihood_P = mixed_log_likelihood(text.log_likelihoods_DP(), log_prior_D)
         nll = -log_likelihood_P.sum().item()
-        scores[name] = score_of(nll, text.corpus, text.pieces).to_dict()
+        scores[name] = score_of(nll, text.corpus, text.pieces, config).to_dict()
     return scores
 
 
@@ -149,7 +149,7 @@ class _Text:
             progress=progress,
             what=what,
         ):
-            sums += [-part.sum() for part in losses_N.split((batch.lengths - 1).tolist())]
+            sums += [-part.sum() for part in losses_N.split(batch.counted[:, 1:].sum(1).tolist())]
         found_P = torch.stack(sums).cpu()
         # Batches hold long paragraphs first, equally long ones in their order.
         order_P = np.argsort(-self.pieces.rows[:, 2], kind="stable")

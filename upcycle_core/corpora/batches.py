@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from upcycle_core.config import Counted
 from upcycle_core.corpora.mixture import Turns, weight_faults, weighted_turns
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.seeded import permutation
 from upcycle_core.errors import Fault, raise_faults
 
+NO_LOSS = -100
+"""A label that is not predicted."""
 PAD_ID = 0
 """Stands right of shorter texts. Any token does: nothing sees it there, and it is not counted."""
 SHORTEST_PARAGRAPH = 8
@@ -44,6 +47,7 @@ class PackedSequences(Dataset):
         count: int,
         seed: int,
         weights: Sequence[float] | None = None,
+        loss: Counted = "all",
     ) -> None:
         shares = [1.0] * len(corpora) if weights is None else list(weights)
         raise_faults(weight_faults(shares, len(corpora)))
@@ -52,24 +56,36 @@ class PackedSequences(Dataset):
             for corpus, share in zip(corpora, shares, strict=True)
             if share and not len(corpus.tokens)
         )
+        raise_faults(
+            Fault("corpus", str(corpus.directory), "it holds no response to train on; add some")
+            for corpus, share in zip(corpora, shares, strict=True)
+            if share and loss == "responses" and not corpus.responses.any()
+        )
         self.corpora = tuple(corpora)
         self.sequence_length = sequence_length
         self.count = count
         self.seed = seed
         self.weights = shares
+        self.loss = loss
         self._orders: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._rounds: dict[int, tuple[int, np.ndarray]] = {}
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> Tensor:
-        """Token ids ``[S]`` int64 of one sequence."""
+    def __getitem__(self, index: int) -> Tensor | dict[str, Tensor]:
+        """Token ids ``[S]`` int64 of one sequence; with loss on responses also its ``labels``."""
         if not 0 <= index < self.count:
             raise IndexError(index)
         domain, turn = self._turn(index)
         start = self._place(domain, turn) * self.sequence_length
-        return torch.from_numpy(self._stream(domain, start, start + self.sequence_length))
+        ids = self._stream(domain, start, start + self.sequence_length)
+        if self.loss == "all":
+            return torch.from_numpy(ids)
+        return {
+            "input_ids": torch.from_numpy(np.where(ids < 0, ~ids, ids)),
+            "labels": torch.from_numpy(np.where(ids < 0, NO_LOSS, ids)),
+        }
 
     def _turn(self, index: int) -> tuple[int, int]:
         """Which domain gives a sequence, and how many it has given before."""
@@ -94,7 +110,7 @@ class PackedSequences(Dataset):
         return number * size + int(self._rounds[domain][1][place])
 
     def _stream(self, domain: int, start: int, stop: int) -> np.ndarray:
-        """Tokens ``start`` to ``stop`` of a domain's endless stream, int64."""
+        """Tokens ``start`` to ``stop`` of a domain's stream, int64; ``~id`` where is no loss."""
         corpus = self.corpora[domain]
         total = len(corpus.tokens) + len(corpus)
         parts = []
@@ -108,12 +124,15 @@ class PackedSequences(Dataset):
     def _epoch(self, domain: int, epoch: int, start: int, stop: int) -> np.ndarray:
         """Tokens ``start`` to ``stop`` of one pass over a domain's documents, int64."""
         corpus = self.corpora[domain]
+        read, end = corpus.document, corpus.eos_id
+        if self.loss == "responses":
+            read, end = corpus.marked, ~corpus.eos_id
         order, ends = self._order(domain, epoch)
         first = int(np.searchsorted(ends, start, side="right"))
         last = int(np.searchsorted(ends, stop, side="left"))
         pieces: list[np.ndarray] = []
         for place in range(first, last + 1):
-            pieces += [corpus.document(order[place]), np.array([corpus.eos_id])]
+            pieces += [read(order[place]), np.array([end])]
         before = int(ends[first - 1]) if first else 0
         return np.concatenate(pieces, dtype=np.int64)[start - before : stop - before]
 
@@ -137,6 +156,7 @@ def packed_sequences(
     count: int,
     seed: int,
     weights: Sequence[float] | None = None,
+    loss: Counted = "all",
 ) -> PackedSequences:
     """Sequences for training, the same ones for the same seed wherever a run is resumed.
 
@@ -147,16 +167,19 @@ def packed_sequences(
         seed: Decides the order of documents and domains.
         weights: Share of each corpus, relative to the others, met within one sequence at every
             moment; 0 leaves a corpus out. None and equal weights give the same sequences.
+        loss: On all tokens, or on the responses of chats alone.
 
     Returns:
-        A map-style dataset of ``count`` tensors ``[S]`` int64. No corpus repeats a window before it
-        has given about all of its text.
+        A map-style dataset of ``count`` tensors ``[S]`` int64; with loss on responses, of mappings
+        of two of them, ``input_ids`` and ``labels`` (-100 elsewhere). No corpus repeats a window
+        before it has given about all of its text.
 
     Raises:
-        InputError: A corpus that has a share holds no tokens; a weight is negative, or all are 0.
+        InputError: A corpus that has a share holds no tokens, or no responses where these are asked
+            for; a weight is negative, or all are 0.
     """
     return PackedSequences(
-        corpora, sequence_length=sequence_length, count=count, seed=seed, weights=weights
+        corpora, sequence_length=sequence_length, count=count, seed=seed, weights=weights, loss=loss
     )
 
 
@@ -260,6 +283,7 @@ class Batch:
         lengths: ``[B]`` int64, tokens of each paragraph.
         documents: ``[B]`` int64, the document of each paragraph.
         fold: The fold of all of them; 0 where there are no folds.
+        responses: ``[B, S]`` int64, 1 on the tokens that alone are counted; None counts all.
     """
 
     input_ids: Tensor
@@ -267,6 +291,12 @@ class Batch:
     lengths: Tensor
     documents: Tensor
     fold: int
+    responses: Tensor | None = None
+
+    @property
+    def counted(self) -> Tensor:
+        """``[B, S]`` int64, 1 on tokens that are counted or scored."""
+        return self.attention_mask if self.responses is None else self.responses
 
 
 def paragraph_batches(
@@ -276,6 +306,7 @@ def paragraph_batches(
     pad_id: int = PAD_ID,
     *,
     folds: int = 1,
+    count: Counted = "all",
 ) -> Iterator[Batch]:
     """Batches of similar length, long ones first, each within one fold.
 
@@ -288,20 +319,48 @@ def paragraph_batches(
         batch_size: B; a fold's last batch may be smaller.
         pad_id: What stands right of shorter paragraphs.
         folds: Parts that never share a batch.
+        count: Which tokens are counted, or scored.
+
+    Raises:
+        InputError: Responses are asked for, and the split does not tell them.
     """
     rows = pieces.rows
     for fold in range(folds):
         own = rows[fold_of(rows[:, 0], folds) == fold]
         own = own[np.argsort(-own[:, 2], kind="stable")]
         for first in range(0, len(own), batch_size):
-            yield _batch(corpus, own[first : first + batch_size], pad_id, fold)
+            yield _batch(corpus, own[first : first + batch_size], pad_id, fold, count)
 
 
-def _batch(corpus: TokenCorpus, rows: np.ndarray, pad_id: int, fold: int) -> Batch:
+def _batch(corpus: TokenCorpus, rows: np.ndarray, pad_id: int, fold: int, count: Counted) -> Batch:
     documents, _, lengths = torch.from_numpy(rows).unbind(1)
     input_ids = torch.full((len(rows), int(lengths.max())), pad_id)
     for row, (document, start, length) in enumerate(rows.tolist()):
         text = corpus.document(document)[start : start + length]
         input_ids[row, :length] = torch.from_numpy(text.astype(np.int64))
     mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
-    return Batch(input_ids, mask, lengths.clone(), documents.clone(), fold)
+    responses = torch.zeros_like(mask) if count == "responses" else None
+    if responses is not None:
+        for row, (document, start, length) in enumerate(rows.tolist()):
+            first = int(corpus.offsets[document]) + start
+            marks = corpus.responses[first : first + length]
+            responses[row, :length] = torch.from_numpy(marks.astype(np.int64))
+    return Batch(input_ids, mask, lengths.clone(), documents.clone(), fold, responses)
+
+
+def scored_tokens(corpus: TokenCorpus, pieces: Paragraphs, count: Counted = "all") -> np.ndarray:
+    """How many tokens of each paragraph something predicts: all but the first. ``[N]`` int64.
+
+    Args:
+        corpus: The split that ``pieces`` were cut from.
+        pieces: Paragraphs.
+        count: Which tokens are counted at all.
+
+    Raises:
+        InputError: As ``paragraph_batches``.
+    """
+    if count == "all":
+        return pieces.rows[:, 2] - 1
+    before = np.concatenate([[0], np.cumsum(corpus.responses, dtype=np.int64)])
+    first = corpus.offsets[pieces.rows[:, 0]] + pieces.rows[:, 1]
+    return before[first + pieces.rows[:, 2]] - before[first + 1]

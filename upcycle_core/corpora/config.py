@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import field
+from string import Formatter
 from typing import Literal
 
 from upcycle_core.config import SEEDS, config
+from upcycle_core.errors import Fault
 
 Harvest = Literal[
     "python",
@@ -18,6 +20,7 @@ Harvest = Literal[
 ]
 Split = Literal["train", "calibration", "heldout", "elsewhere"]
 SPLITS: tuple[Split, ...] = ("train", "calibration", "heldout", "elsewhere")
+Bos = Literal["auto", "always", "never"]
 
 
 @config
@@ -38,8 +41,53 @@ class Source:
     """The dataset's revision. Name it, or the run cannot be repeated."""
     text_field: str = "text"
     """The field that holds the text (.jsonl, .parquet, dataset)."""
+    template: str | None = None
+    """A document made of several fields: text with their names in braces, `{question}`; `{{` and
+    `}}` stand for braces."""
+    form: Literal["text", "chat"] = "text"
+    """What a record is: text, or a chat (`messages`, or `prompt` and `response`), which the
+    tokenizer's chat template writes."""
     max_bytes: int | None = field(default=None, metadata={"gt": 0})
     """Read documents in seeded order until this many UTF-8 bytes are reached; all by default."""
+
+    def faults(self, name: str) -> list[Fault]:
+        """What is wrong with it, without reading any file; ``name`` is the field's."""
+        given = [kind for kind in ("harvest", "files", "dataset") if getattr(self, kind)]
+        found = []
+        if len(given) != 1:
+            remedy = "give exactly one of harvest, files and dataset"
+            found.append(Fault(name, " and ".join(given) or None, remedy))
+        if self.harvest is not None and self.form == "chat":
+            remedy = "a harvest is text; name files or a dataset of chats, or remove it"
+            found.append(Fault(f"{name}.form", self.form, remedy))
+        if self.template is None:
+            return found
+        if self.harvest is not None or self.form == "chat":
+            remedy = "is for records of text; remove it (chats have the tokenizer's)"
+            found.append(Fault(f"{name}.template", self.template, remedy))
+        try:
+            template_fields(self.template)
+        except ValueError as error:
+            remedy = f"{error}; write names of fields in braces, like {{question}}"
+            found.append(Fault(f"{name}.template", self.template, remedy))
+        return found
+
+
+def template_fields(template: str) -> list[str]:
+    """The fields that a record's template names.
+
+    Raises:
+        ValueError: It names none, or not plainly.
+    """
+    parts = list(Formatter().parse(template))
+    names = [name for _, name, _, _ in parts if name is not None]
+    if any(spec or conversion for _, _, spec, conversion in parts) or not all(
+        name.isidentifier() for name in names
+    ):
+        raise ValueError("what stands in its braces is no plain name")
+    if not names:
+        raise ValueError("it names no field")
+    return list(dict.fromkeys(names))
 
 
 @config
@@ -89,6 +137,10 @@ class CorpusConfig:
     bytes of a harvest, else of the documents, on average. What has been training text stays it."""
     min_characters: int = field(default=64, metadata={"ge": 1})
     """Shorter documents are left out."""
+    bos: Bos = "auto"
+    """The beginning-of-sequence token before a document, a task's prompt and what `flows.generate`
+    is asked: as the tokenizer itself does, always, or never. A chat has what its template writes,
+    and with `always` one in any case."""
 
 
 @config

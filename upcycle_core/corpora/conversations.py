@@ -7,11 +7,11 @@ A record is one of::
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from upcycle_core.corpora.readers import json_rows, parquet_rows
+from upcycle_core.corpora.readers import file_rows
 from upcycle_core.errors import Fault, InputError
 
 PROMPT_FIELDS = ("prompt", "instruction")
@@ -82,17 +82,18 @@ def place_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         ValueError: The file is of another kind, or a line is no record.
         OSError: The file cannot be read.
     """
-    readers: dict[str, tuple[str, Callable[[], Iterator[tuple[int, dict]]]]] = {
-        ".jsonl": ("line", lambda: json_rows(file, FORM)),
-        ".parquet": ("row", lambda: parquet_rows(file)),
-    }
-    if file.suffix not in readers:
-        raise ValueError(f"its ending is none of {', '.join(readers)}; convert or rename it")
-    what, read = readers[file.suffix]
-    for number, row in read():
-        # A Parquet file has all columns in every row.
-        present = {name: value for name, value in row.items() if value is not None}
-        yield f"{file}, {what} {number}", present
+    for place, row in file_rows(file, FORM):
+        yield f"{file}, {place}", present(row)
+
+
+def present(row: dict[str, Any]) -> dict[str, Any]:
+    """Fields that hold something: a Parquet file has all columns in every row."""
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def joined(messages: Sequence[Message]) -> str:
+    """What was said, without who said it: an empty line between messages."""
+    return "\n\n".join(message["content"] for message in messages)
 
 
 def messages_of(row: dict[str, Any], place: str) -> list[Message]:

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from upcycle_core.corpora.conversations import Message
+
 NOT_LETTERS = re.compile(r"[\W_]+")
 SUBSTANTIAL = 20
 """Letters that a line needs before its return means anything."""
@@ -16,6 +18,13 @@ class Document(NamedTuple):
     text: str
     file: str
     """Label of the file that was read, the same on every machine; of a dataset, its name."""
+    messages: list[Message] | None = None
+    """Of a chat, whose text is what was said."""
+
+    @property
+    def size(self) -> int:
+        """UTF-8 bytes of the text."""
+        return len(self.text.encode())
 
 
 def normalised(text: str) -> str:

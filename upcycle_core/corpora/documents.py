@@ -1,16 +1,22 @@
 """Documents of one domain, each in one split: distinct, in seeded order, split by document."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.corpora.config import SPLITS, CorpusConfig, Domain, Source, Split
-from upcycle_core.corpora.distinct import Document
+from upcycle_core.corpora.distinct import Document, content_key
+from upcycle_core.corpora.reader import read_documents
 from upcycle_core.corpora.seeded import permutation
 from upcycle_core.corpora.sources import read_source, source_files, source_fingerprint
-from upcycle_core.corpora.splits import Selection, size_of
+from upcycle_core.corpora.splits import Selection
+from upcycle_core.corpora.spool import Kept, in_groups
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.progress import Progress, Silent
+
+ROWS, GROUP_BYTES = 4096, 1 << 22
+"""Of a Parquet row group at most: what is in memory while it is written."""
 
 
 def write_documents(
@@ -32,7 +38,8 @@ def write_documents(
 
     Args:
         domain: Its sources.
-        out: Fresh directory for ``<split>.parquet`` (column ``text``, zstd) and ``manifest.json``.
+        out: Fresh directory for ``<split>.parquet`` (column ``text``, zstd; of chats ``messages``,
+            too, as JSON) and ``manifest.json``.
         config: Shares and the shortest document.
         seed: Decides order and splits.
         folder: What ``{folder}`` stands for.
@@ -49,12 +56,7 @@ def write_documents(
     selection = Selection()
     progress.start(f"documents of {name}", len(sources), "sources")
     for split, source in sources.items():
-        selection.add(
-            split,
-            read_source(source, seed=seed, folder=folder),
-            max_bytes=source.max_bytes,
-            min_characters=config.min_characters,
-        )
+        _add(selection, split, source, out, config=config, seed=seed, folder=folder)
         progress.advance()
     selection.separate(name)
     _set_aside(selection, domain, config, seed)
@@ -62,17 +64,30 @@ def write_documents(
     _write(selection, sources, out, seed=seed, folder=folder)
 
 
-def write_heldout(
+def write_texts(
+    split: Split,
     source: Source,
     out: Path,
     *,
     config: CorpusConfig,
     seed: int,
     folder: Path | None = None,
+    apart_from: Iterable[Path] = (),
     progress: Progress | None = None,
-    name: str = "outside",
+    name: str,
 ) -> None:
-    """Read text that models are only judged on; see ``write_documents``.
+    """Read text of no domain as the one split that it is; see ``write_documents``.
+
+    Args:
+        split: What it is for.
+        source: Where it is read.
+        out: Fresh directory for what ``write_documents`` writes.
+        config: The shortest document.
+        seed: Decides the order.
+        folder: What ``{folder}`` stands for.
+        apart_from: Parquet files of documents that it may not hold, and which it yields to.
+        progress: Told when it is read.
+        name: What faults call it.
 
     Raises:
         InputError: A source that cannot be read, or holds no documents.
@@ -80,15 +95,12 @@ def write_heldout(
     progress = progress or Silent()
     progress.start(f"documents of {name}", 1, "sources")
     selection = Selection()
-    selection.add(
-        "heldout",
-        read_source(source, seed=seed, folder=folder),
-        max_bytes=source.max_bytes,
-        min_characters=config.min_characters,
-    )
+    _add(selection, split, source, out, config=config, seed=seed, folder=folder)
     progress.advance()
+    others = {content_key(text) for path in apart_from for text in read_documents(path)}
+    selection.leave_out(split, others, "in a domain's text")
     raise_faults(selection.empty_splits(name))
-    _write(selection, {"heldout": source}, out, seed=seed, folder=folder)
+    _write(selection, {split: source}, out, seed=seed, folder=folder)
 
 
 def named_sources(domain: Domain) -> dict[Split, Source]:
@@ -115,10 +127,30 @@ def domain_faults(domain: Domain, field: str) -> list[Fault]:
     ]
 
 
+def _add(
+    selection: Selection,
+    split: Split,
+    source: Source,
+    out: Path,
+    *,
+    config: CorpusConfig,
+    seed: int,
+    folder: Path | None,
+) -> None:
+    """Read a source into ``split``, its documents in a file beside ``out``."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    selection.add(
+        split,
+        read_source(source, seed=seed, folder=folder, scratch=out.parent),
+        max_bytes=source.max_bytes,
+        min_characters=config.min_characters,
+    )
+
+
 def _set_aside(selection: Selection, domain: Domain, config: CorpusConfig, seed: int) -> None:
     if domain.train is None:
         return
-    total = sum(map(size_of, selection.splits["train"].values()))
+    total = sum(document.size for document in selection.splits["train"].values())
     by_file = domain.train.harvest is not None
     if domain.heldout is None and by_file:
         target = total * config.heldout_share
@@ -150,7 +182,7 @@ def _write(
         source = sources.get(split) or sources["train"]
         manifest["splits"][split] = {
             "documents": len(documents),
-            "bytes": sum(map(size_of, documents)),
+            "bytes": sum(document.size for document in documents),
             "sha256": sha256_file(path),
             "files": _files_read(documents, source_files(source, folder)),
         }
@@ -161,16 +193,23 @@ def _write(
     (out / "manifest.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _files_read(documents: list[Document], paths: dict[str, Path]) -> dict[str, str]:
+def _files_read(documents: list[Document | Kept], paths: dict[str, Path]) -> dict[str, str]:
     """The sha256 of each local file that ``documents`` came from, by label."""
     labels = sorted({document.file for document in documents})
     return {label: sha256_file(paths[label]) for label in labels if label in paths}
 
 
-def _write_parquet(documents: list[Document], path: Path) -> None:
+def _write_parquet(documents: list[Document | Kept], path: Path) -> None:
     import pyarrow
     import pyarrow.parquet as parquet
 
-    texts = pyarrow.array([document.text for document in documents], pyarrow.large_string())
-    table = pyarrow.table({"text": texts})
-    parquet.write_table(table, path, compression="zstd", row_group_size=4096)
+    columns = [("text", pyarrow.large_string())]
+    if documents[0].messages is not None:  # a source holds chats or none
+        columns.append(("messages", pyarrow.large_string()))
+    schema = pyarrow.schema(columns)
+    with parquet.ParquetWriter(path, schema, compression="zstd") as file:
+        for group in in_groups(documents, lambda d: d.size, count=ROWS, limit=GROUP_BYTES):
+            values = {"text": [document.text for document in group]}
+            if len(columns) > 1:
+                values["messages"] = [json.dumps(d.messages, ensure_ascii=False) for d in group]
+            file.write_table(pyarrow.table(values, schema=schema), row_group_size=ROWS)

@@ -3,7 +3,6 @@
 S tokens a row.
 """
 
-import re
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -11,23 +10,21 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer
 
+from upcycle_core.corpora.batches import NO_LOSS
 from upcycle_core.corpora.conversations import Conversation, Message, read_conversations
+from upcycle_core.corpora.encoding import ChatTemplate
 from upcycle_core.corpora.seeded import permutation
 from upcycle_core.errors import Fault, InputError
 
-NO_LOSS = -100
 UNKNOWN_TASK = -1
 STAND_IN = "x"
 """A response for a prompt that has none yet: how a prompt is written does not depend on it."""
-GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""What a chat template marks the assistant's text with, if it does."""
 
 
 class InstructionRows(Dataset):
@@ -190,7 +187,7 @@ def _mapped(rows: list[_Encoded], size: int) -> np.ndarray:
 
 
 class _Encoder:
-    """Conversations to tokens.
+    """Conversations to rows of a training.
 
     Args:
         tokenizer: Its directory, or the loaded one.
@@ -206,25 +203,20 @@ class _Encoder:
             raise InputError(Fault("tokenizer", self.tokenizer.name_or_path, remedy))
         pad_id = self.tokenizer.pad_token_id
         self.pad_id: int = self.end_id if pad_id is None else pad_id
-        added = self.tokenizer.added_tokens_decoder.items()
-        self.special = {index for index, token in added if token.special}
-        self.special |= {*self.tokenizer.all_special_ids, self.end_id}
+        self.template = ChatTemplate(self.tokenizer)
 
     def encode(self, conversation: Conversation) -> _Encoded:
         """Tokens up to the end of the last response."""
         if not self.tokenizer.chat_template:
             return self._joined(conversation.messages)
-        try:
-            ids, loss = self._templated(conversation)
-        except jinja2.TemplateError as error:
-            remedy = f"the tokenizer's chat template refuses it ({error}); change or remove it"
-            raise InputError(Fault("instructions", conversation.place, remedy)) from None
+        ids = self.template.ids(conversation)
+        loss = self.template.responses(conversation, ids)
         if not any(loss):
             remedy = "the tokenizer's chat template shows no text of the assistant; mend it"
             raise InputError(Fault("instructions", conversation.place, remedy))
         size = len(loss) - loss[::-1].index(True)
         ids, loss = ids[:size], loss[:size]
-        if ids[-1] not in self.special:
+        if ids[-1] not in self.template.special:
             ids, loss = [*ids, self.end_id], [*loss, True]
         return _Encoded(ids, loss)
 
@@ -239,56 +231,3 @@ class _Encoder:
             ids += [*more, self.end_id] if is_response else more
             loss += [is_response] * (len(ids) - len(loss))
         return _Encoded(ids, loss)
-
-    def _templated(self, conversation: Conversation) -> _Encoded:
-        """With the chat template: what the model is asked, then what the template adds to it.
-
-        Where rendering the prompt alone does not give a prefix of the whole, as in templates that
-        shorten earlier turns, the template's own marks are used, if it has them.
-        """
-        messages = conversation.messages
-        ids = self._rendered(messages)
-        loss = [False] * len(ids)
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._rendered(messages[:i], add_generation_prompt=True)
-            upto = self._rendered(messages[: i + 1])
-            if upto[: len(before)] != before or ids[: len(upto)] != upto:
-                return self._marked(conversation)
-            stop = self._end_of_response(upto)
-            loss[len(before) : stop] = [True] * (stop - len(before))
-        return _Encoded(ids, loss)
-
-    def _end_of_response(self, ids: list[int]) -> int:
-        """Where the last response ends: with its end token, not with white space behind that."""
-        stop = len(ids)
-        while stop and ids[stop - 1] not in self.special:
-            if self.tokenizer.decode(ids[stop - 1 : stop]).strip():
-                return len(ids)
-            stop -= 1
-        return stop
-
-    def _marked(self, conversation: Conversation) -> _Encoded:
-        """Loss where the template says that the assistant speaks, and on the end token behind."""
-        if not GENERATION_BLOCK.search(self.tokenizer.chat_template):
-            remedy = (
-                "the tokenizer's chat template writes this conversation so that its start is not "
-                "what the model is asked; split it into records of one response each, or mark the "
-                "assistant's text in the template with {% generation %}"
-            )
-            raise InputError(Fault("instructions", conversation.place, remedy))
-        out = self.tokenizer.apply_chat_template(
-            conversation.messages, return_dict=True, return_assistant_tokens_mask=True
-        )
-        ids, loss = list(out["input_ids"]), [bool(mark) for mark in out["assistant_masks"]]
-        for i in range(1, len(ids)):
-            behind = loss[i - 1] and ids[i - 1] not in self.special
-            loss[i] = loss[i] or (behind and ids[i] in self.special)
-        return _Encoded(ids, loss)
-
-    def _rendered(self, messages: list[Message], **options: bool) -> list[int]:
-        out = self.tokenizer.apply_chat_template(
-            messages, return_dict=True, sanitize_control_tokens=True, **options
-        )
-        return list(out["input_ids"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from upcycle_core.corpora.conversations import Conversation
 from upcycle_core.errors import Fault, InputError
 
 
@@ -33,6 +34,7 @@ class TokenCorpus:
         self.dtype = np.dtype(facts["dtype"])
         self.eos_id: int = facts["eos_id"]
         self.vocabulary_size: int = facts["vocabulary_size"]
+        self.unmarked: int | None = facts.get("unmarked")
         if size != self.offsets[-1] * self.dtype.itemsize:
             remedy = f"tokens.bin has {size} bytes for {self.offsets[-1]} tokens of {self.dtype}"
             raise InputError(
@@ -45,6 +47,26 @@ class TokenCorpus:
         if not self.offsets[-1]:
             return np.empty(0, self.dtype)
         return np.memmap(self.directory / "tokens.bin", dtype=self.dtype, mode="r")
+
+    @cached_property
+    def responses(self) -> np.ndarray:
+        """Which tokens are responses, ``[T]`` bool, memory-mapped.
+
+        Raises:
+            InputError: It holds documents that do not say.
+        """
+        if self.unmarked != 0:
+            count = len(self) if self.unmarked is None else self.unmarked
+            remedy = (
+                f"{count} of its {len(self)} documents do not say which of their tokens are "
+                "responses: they are no chats, or the chat template writes earlier turns anew; "
+                "split those into records of one response each, mark the assistant's text in the "
+                "template with {% generation %}, or use all tokens"
+            )
+            raise InputError(Fault("corpus", str(self.directory), remedy))
+        if not self.offsets[-1]:
+            return np.empty(0, bool)
+        return np.memmap(self.directory / "responses.bin", dtype=bool, mode="r")
 
     @property
     def bytes(self) -> int:
@@ -59,14 +81,34 @@ class TokenCorpus:
         """Token ids of one document, ``[tokens]``, a view into the file."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
+    def marked(self, index: int) -> np.ndarray:
+        """Token ids of one document, ``[tokens]`` int64, ``~id`` where it is no response."""
+        ids = self.document(index).astype(np.int64)
+        return np.where(self.responses[self.offsets[index] : self.offsets[index + 1]], ids, ~ids)
+
     def __reduce__(self):  # workers map the file themselves instead of receiving its content
         return type(self), (self.directory,)
 
 
 def read_documents(path: Path) -> Iterator[str]:
-    """The texts of one split's Parquet file, in order."""
+    """The texts of one split's Parquet file, in order; of a chat, what is said in it."""
+    return (text for (text,) in _rows(path, ["text"]))
+
+
+def read_chats(path: Path) -> Iterator[str | Conversation]:
+    """What is tokenised of one split's Parquet file, in order: texts, or chats as they are."""
+    import pyarrow.parquet as parquet
+
+    if "messages" not in parquet.read_schema(path).names:
+        yield from read_documents(path)
+        return
+    for number, (messages,) in enumerate(_rows(path, ["messages"]), start=1):
+        yield Conversation(json.loads(messages), f"{path.name}, chat {number}")
+
+
+def _rows(path: Path, columns: list[str]) -> Iterator[tuple]:
     import pyarrow.parquet as parquet
 
     with parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(columns=["text"], batch_size=1024):
-            yield from batch.column(0).to_pylist()
+        for batch in file.iter_batches(columns=columns, batch_size=256):
+            yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)

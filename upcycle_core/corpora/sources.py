@@ -3,15 +3,26 @@
 import glob
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from upcycle_core.checkpoints.hashing import sha256_file
-from upcycle_core.corpora.config import Source
+from upcycle_core.corpora.config import Source, template_fields
+from upcycle_core.corpora.conversations import (
+    FORM,
+    Conversation,
+    joined,
+    messages_of,
+    present,
+)
 from upcycle_core.corpora.distinct import Document
 from upcycle_core.corpora.harvest import MissingPackage, harvest_documents, harvest_files
-from upcycle_core.corpora.readers import checked_text, read_file
+from upcycle_core.corpora.readers import checked_text, encodable, file_rows, read_txt
 from upcycle_core.corpora.seeded import permutation
+from upcycle_core.corpora.spool import Kept, Spool
 from upcycle_core.errors import Fault, InputError
 
 FOLDER = "{folder}"
@@ -20,31 +31,57 @@ SHUFFLE_BUFFER = 10_000
 """Documents of a stream among which the next one is drawn."""
 
 
-def read_source(source: Source, *, seed: int, folder: Path | None) -> Iterator[Document]:
+def read_source(
+    source: Source, *, seed: int, folder: Path | None, scratch: Path | None = None
+) -> Iterator[Kept]:
     """The documents of a source in seeded order, with nothing left out.
 
-    Files are read whole and ordered by document, so their text must fit in memory; a dataset is
-    streamed and ordered within a buffer. ``source.max_bytes`` is the caller's to apply, after it
-    has dropped duplicates.
+    Documents are read one at a time and kept on disk; those of files are ordered all together, a
+    dataset is ordered within a buffer. ``source.max_bytes`` is the caller's to apply, after it has
+    dropped duplicates.
 
     Args:
         source: What to read.
         seed: Decides the order.
         folder: What ``{folder}`` stands for.
+        scratch: Folder of the temporary file that holds the documents.
 
     Raises:
         InputError: Something cannot be read; ``source_faults`` tells so beforehand.
     """
+    spool = Spool(scratch)
     if source.harvest is not None:
-        return harvest_documents(source.harvest, seed=seed)
+        return map(spool.keep, harvest_documents(source.harvest, seed=seed))
     if source.dataset is not None:
-        return _stream(source, seed=seed, folder=folder)
+        return map(spool.keep, _stream(source, seed=seed, folder=folder))
     documents = [
-        Document(text, label)
+        spool.keep(document)
         for label, path in source_files(source, folder).items()
-        for text in _read(path, source.text_field)
+        for document in _read(path, label, source)
     ]
     return (documents[i] for i in permutation(len(documents), seed, "files", *source.files))
+
+
+def first_chats(source: Source, count: int, *, folder: Path | None) -> Iterator[Conversation]:
+    """The first chats of a source.
+
+    Args:
+        source: Of chats.
+        count: How many.
+        folder: What ``{folder}`` stands for.
+
+    Raises:
+        InputError: A record is no chat.
+    """
+    rows: Iterator[tuple[str, Mapping[str, Any]]]
+    if source.dataset is not None:
+        stream = enumerate(_open_dataset(source, folder))
+        rows = ((f"{source.dataset}, row {number}", row) for number, row in stream)
+    else:
+        paths = source_files(source, folder).values()
+        rows = ((f"{f}, {place}", row) for f in paths for place, row in file_rows(f, FORM))
+    for place, row in islice(rows, count):
+        yield Conversation(messages_of(present(dict(row)), place), place)
 
 
 def source_files(source: Source, folder: Path | None) -> dict[str, Path]:
@@ -105,14 +142,8 @@ def source_faults(source: Source, field: str, folder: Path | None) -> list[Fault
     Returns:
         One fault for each file, pattern, package or dataset that cannot be read.
     """
-    kinds = {
-        "harvest": source.harvest is not None,
-        "files": bool(source.files),
-        "dataset": source.dataset is not None,
-    }
-    if sum(kinds.values()) != 1:
-        given = " and ".join(kind for kind, named in kinds.items() if named) or None
-        return [Fault(field, given, "name exactly one of harvest, files and dataset")]
+    if found := source.faults(field):
+        return found
     if source.harvest is not None:
         return _harvest_faults(source.harvest, f"{field}.harvest")
     if source.dataset is not None:
@@ -120,7 +151,7 @@ def source_faults(source: Source, field: str, folder: Path | None) -> list[Fault
     return [
         fault
         for pattern in source.files
-        for fault in _pattern_faults(pattern, source.text_field, f"{field}.files", folder)
+        for fault in _pattern_faults(pattern, source, f"{field}.files", folder)
     ]
 
 
@@ -132,7 +163,7 @@ def _matches(pattern: str, folder: Path | None) -> dict[str, Path]:
     """Label and path of each file that ``pattern`` stands for."""
     if not glob.has_magic(pattern):
         path = Path(_filled(pattern, folder))
-        return {pattern: path} if path.is_file() else {}
+        return {pattern: path} if os.path.isfile(path) else {}  # False of what is no path, too
     root = None if folder is None else Path(glob.escape(str(folder)))
     paths = sorted(glob.glob(_filled(pattern, root), recursive=True))
     start = str(folder) if folder and pattern.startswith(FOLDER) else ""
@@ -143,18 +174,57 @@ def _matches(pattern: str, folder: Path | None) -> dict[str, Path]:
     }
 
 
-def _read(path: Path, text_field: str) -> Iterator[str]:
+def _read(path: Path, label: str, source: Source) -> Iterator[Document]:
     try:
-        yield from read_file(path, text_field)
+        yield from file_documents(path, label, source)
+    except InputError:
+        raise
     except (ValueError, OSError) as error:
         raise InputError(Fault("files", str(path), str(error))) from error
+
+
+def file_documents(path: Path, label: str, source: Source) -> Iterator[Document]:
+    """The documents of a file, by its ending and the form that the source says it has.
+
+    Args:
+        path: A .txt (documents separated by a line ``<|doc|>``), .jsonl or .parquet file.
+        label: What its documents say they are from.
+        source: Its form, template or text field.
+
+    Raises:
+        ValueError: The ending is unknown, or the content is not what it says.
+        OSError: The file cannot be opened.
+    """
+    if path.suffix == ".txt" and source.form == "text" and source.template is None:
+        return (Document(text, label) for text in read_txt(path))
+    fields, form = (None, FORM) if source.form == "chat" else _fields(source)
+    rows = file_rows(path, form, fields)
+    return (_of_row(row, source, place, label) for place, row in rows)
+
+
+def _of_row(row: Mapping[str, Any], source: Source, place: str, label: str) -> Document:
+    """The document that a record is."""
+    row = dict(row)
+    if source.form == "chat":
+        messages = messages_of(present(row), place)
+        return Document(encodable(joined(messages), place), label, messages)
+    if source.template is None:
+        return Document(checked_text(row, source.text_field, place), label)
+    values = {name: checked_text(row, name, place) for name in template_fields(source.template)}
+    return Document(source.template.format(**values), label)
+
+
+def _fields(source: Source) -> tuple[list[str], str]:
+    """Fields of a record that are read, and what it looks like."""
+    names = [source.text_field] if source.template is None else template_fields(source.template)
+    return names, "{" + ", ".join(f'"{name}": ...' for name in names) + "}"
 
 
 def _stream(source: Source, *, seed: int, folder: Path | None) -> Iterator[Document]:
     rows = _open_dataset(source, folder).shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
     try:
         for row in rows:
-            yield Document(checked_text(row, source.text_field, "a row"), str(source.dataset))
+            yield _of_row(row, source, "a row", str(source.dataset))
     except ValueError as error:
         raise InputError(Fault("dataset", source.dataset, str(error))) from error
 
@@ -187,7 +257,7 @@ def _dataset_faults(source: Source, field: str, folder: Path | None) -> list[Fau
         first = next(iter(_open_dataset(source, folder)), None)
         if first is None:
             raise ValueError("it holds no rows; name a split that does")
-        checked_text(first, source.text_field, "the first row")
+        _of_row(first, source, "the first row", str(source.dataset))
     except ValueError as error:
         return [Fault(field, source.dataset, str(error))]
     except Exception as error:
@@ -199,7 +269,7 @@ def _dataset_faults(source: Source, field: str, folder: Path | None) -> list[Fau
 
 
 def _pattern_faults(
-    pattern: str, text_field: str, field: str, folder: Path | None
+    pattern: str, source: Source, field: str, folder: Path | None
 ) -> Iterable[Fault]:
     if folder is None and FOLDER in pattern:
         yield _no_folder(field, pattern)
@@ -209,7 +279,8 @@ def _pattern_faults(
         yield Fault(field, _filled(pattern, folder), "there is no such file; check the path")
     for path in files.values():
         try:
-            if not sum(1 for text in read_file(path, text_field) if text.strip()):
+            documents = file_documents(path, str(path), source)
+            if not sum(1 for document in documents if document.text.strip()):
                 yield Fault(field, str(path), "it holds no text; remove it or fill it")
         except (ValueError, OSError) as error:
             yield Fault(field, str(path), str(error))

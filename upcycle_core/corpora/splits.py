@@ -1,15 +1,16 @@
 """Which document stands in which split: never in two."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from upcycle_core.corpora.config import Split
 from upcycle_core.corpora.distinct import Document, content_key
 from upcycle_core.corpora.seeded import permutation, place
+from upcycle_core.corpora.spool import Kept
 from upcycle_core.errors import Fault, raise_faults
 
-Texts = dict[bytes, Document]
+Texts = dict[bytes, Document | Kept]
 """Distinct documents by content key, in seeded order."""
 
 
@@ -23,7 +24,7 @@ class Selection:
     def add(
         self,
         split: Split,
-        documents: Iterable[Document],
+        documents: Iterable[Document | Kept],
         *,
         max_bytes: int | None,
         min_characters: int,
@@ -33,13 +34,14 @@ class Selection:
         left_out: Counter[str] = Counter()
         size = 0
         for document in documents:
-            if len(document.text) < min_characters:
+            text = document.text
+            if len(text) < min_characters:
                 left_out["short"] += 1
-            elif (key := content_key(document.text)) in texts:
+            elif (key := content_key(text)) in texts:
                 left_out["duplicate"] += 1
             else:
                 texts[key] = document
-                size += size_of(document)
+                size += document.size
             if max_bytes is not None and size >= max_bytes:
                 break
         self.splits[split] = texts
@@ -80,7 +82,7 @@ class Selection:
         groups: dict[object, list[bytes]] = {}
         for key, document in train.items():
             groups.setdefault(document.file if by_file else key, []).append(key)
-        sizes = {name: sum(size_of(train[key]) for key in groups[name]) for name in groups}
+        sizes = {name: sum(train[key].size for key in groups[name]) for name in groups}
         names = list(groups)
         chosen: list[object] = []
         room = target
@@ -107,7 +109,7 @@ class Selection:
             seed: Decides which.
         """
         train = self.splits["train"]
-        sizes = {key: size_of(document) for key, document in train.items()}
+        sizes = {key: document.size for key, document in train.items()}
         room = share * sum(sizes.values())
         places = {key: place(key, seed, "set aside", split) for key in train if sizes[key] <= room}
         chosen = [key for key, found in places.items() if found < share]
@@ -127,16 +129,14 @@ class Selection:
         ]
 
     def _drop(self, split: Split, other: Split) -> None:
-        """Leave out of ``split`` what also stands in ``other``."""
-        texts, others = self.splits.get(split, {}), self.splits.get(other, {})
+        self.leave_out(split, self.splits.get(other, {}), f"in {other}")
+
+    def leave_out(self, split: Split, others: Container[bytes], reason: str) -> None:
+        """Leave out of ``split`` the documents whose content keys are among ``others``."""
+        texts = self.splits.get(split, {})
         for key in [key for key in texts if key in others]:
             del texts[key]
-            self.left_out[split][f"in {other}"] += 1
-
-
-def size_of(document: Document) -> int:
-    """UTF-8 bytes of a document."""
-    return len(document.text.encode())
+            self.left_out[split][reason] += 1
 
 
 def _shared(texts: Texts, heldout: Texts, where: str) -> list[Fault]:

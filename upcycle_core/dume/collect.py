@@ -104,7 +104,9 @@ def collect_shard(
     )
     pieces = shard_of(everything, shard, config.shards)
     progress.start(what, pieces.tokens, "tokens")
-    batches = paragraph_batches(tokens, pieces, config.batch_size, folds=config.folds)
+    batches = paragraph_batches(
+        tokens, pieces, config.batch_size, folds=config.folds, count=config.count
+    )
     return layout, collect(model, batches, layout, device=model.device, progress=progress)
 
 
@@ -137,7 +139,7 @@ def collect(
 
     with torch.inference_mode(), router_inputs(model, consume, layers=layout.layers):
         for batch in batches:
-            of_batch = counted_tokens(batch.attention_mask, batch.fold, layout)
+            of_batch = counted_tokens(batch.counted, batch.fold, layout)
             counted[:] = [tokens.to(device) for tokens in of_batch]
             # causal attention hides padding on the right from every counted token: without a mask
             # attention runs its fast path
@@ -147,10 +149,10 @@ def collect(
 
 
 def counted_tokens(mask_BS: Tensor, fold: int, layout: Layout) -> list[Counted]:
-    """Sort a batch's tokens into position buckets; padding goes nowhere.
+    """Sort a batch's tokens into position buckets; what is not counted goes nowhere.
 
     Args:
-        mask_BS: 1 where there is a token, 0 for padding on the right.
+        mask_BS: 1 on tokens that are counted, 0 elsewhere and on padding on the right.
     """
     mask_BS = mask_BS.bool()
     edges = (0, *layout.position_buckets, mask_BS.shape[1])

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Literal
 
-from upcycle_core.config import config
+from upcycle_core.config import Counted, config
 
 
 @config
@@ -23,6 +23,8 @@ class StatisticsConfig:
     """Calibration tokens a domain; all there are by default."""
     sequence_length: int = field(default=1024, metadata={"ge": 2})
     """Documents are cut into paragraphs of this many tokens."""
+    count: Counted = "all"
+    """Tokens whose features are counted: all, or of chats the responses. All are forwarded."""
     window: int | None = field(default=None, metadata={"ge": 1})
     """Only the first tokens of each paragraph are forwarded and counted (the paper's Figure 2a)."""
     batch_size: int = field(default=16, metadata={"ge": 1})

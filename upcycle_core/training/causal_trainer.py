@@ -147,7 +147,8 @@ class CausalTrainer(Trainer):
         own = torch.stack([targets(batch) for batch in batch_samples]).sum()
         whole = workers.total(own.to(device))
         if not whole:
-            step, remedy = self.state.global_step + 1, "no label to predict; leave such rows out"
+            step, remedy = self.state.global_step + 1, "no label to predict; leave such rows "
+            remedy += "out, or raise batch_size"
             raise InputError(Fault("dataset", f"rows of step {step}", remedy))
         return whole
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Literal
 
-from upcycle_core.config import config
+from upcycle_core.config import Counted, config
+from upcycle_core.corpora.config import Source
 
 Group = Literal["router", "experts", "expert_gates", "shared_base", "backbone", "all"]
 
@@ -19,6 +20,8 @@ class TrainingConfig:
     """Sequences in one forward pass."""
     sequence_length: int = field(default=1024, metadata={"ge": 8})
     """Tokens a sequence."""
+    loss: Counted = "all"
+    """Tokens that are learnt: all, or of chats the responses (always, where instructions are)."""
     gradient_accumulation: int = field(default=1, metadata={"ge": 1})
     """Forward passes an optimizer step."""
     learning_rate: float = field(default=6e-5, metadata={"gt": 0})
@@ -110,8 +113,11 @@ class SeedConfig:
     """Directory or hub id of a seed model with its tokenizer. Without it one is trained."""
     shape: LlamaShape = field(default_factory=LlamaShape)
     """Shape of the model that is trained."""
+    text: Source | None = None
+    """What it is trained on; by default the training text of all domains. What domains calibrate
+    or are judged on is left out of it."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    """Training of the seed on the training text of all domains."""
+    """Training of the seed."""
 
 
 @config

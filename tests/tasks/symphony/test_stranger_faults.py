@@ -17,17 +17,18 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("strangers")
     for number, name in enumerate(("code", "law")):
         save_pico(folder / name, seed=number)
-        (folder / f"{name}.txt").write_text("text of some length\n<|doc|>\nmore of it\n" * 20)
+    for name in ("code", "law", "physics", "tax"):
+        text = f"text of some length on {name}\n<|doc|>\nmore of it\n"
+        (folder / f"{name}.txt").write_text(text * 20)
     return folder
 
 
 def recipe_of(folder, **experts):
     experts = {"code": folder / "code", "law": folder / "law", **experts}
-    text = {name: {"files": [str(folder / f"{name}.txt")]} for name in ("code", "law")}
     return {
         "name": "strangers",
         "domains": {
-            name: {"expert": str(path), "train": text["code" if name == "code" else "law"]}
+            name: {"expert": str(path), "train": {"files": [str(folder / f"{name}.txt")]}}
             for name, path in experts.items()
         },
         "symphony": {},

@@ -11,6 +11,7 @@ from upcycle_core.corpora.batches import (
     packed_sequences,
     paragraph_batches,
     paragraphs,
+    scored_tokens,
     shard_of,
 )
 from upcycle_core.corpora.reader import TokenCorpus
@@ -224,3 +225,64 @@ def test_batches_hold_paragraphs_of_like_length_in_one_order(tmp_path):
     batches = list(paragraph_batches(corpus, paragraphs(corpus, sequence_length=99), 2, PAD))
     assert [batch.documents.tolist() for batch in batches] == [[1, 3], [2, 5], [0, 4]]
     assert [batch.lengths.tolist() for batch in batches] == [[30, 30], [20, 20], [10, 10]]
+
+
+def chats_of(directory, documents, seed=0):
+    """Random tokens are responses."""
+    draw = np.random.default_rng(seed)
+    marked = [(ids, len(ids), (draw.random(len(ids)) < 0.4).tolist()) for ids in documents]
+    write_split(directory, marked, eos_id=EOS, vocabulary_size=2000)
+    return TokenCorpus(directory), [marks for _, _, marks in marked]
+
+
+def test_loss_on_responses_leaves_prompts_and_separators_out(tmp_path):
+    documents = [ids for ids in random_documents(1) if ids]
+    corpus, marks = chats_of(tmp_path / "chats", documents)
+    options = {"sequence_length": 16, "count": 60, "seed": 3}
+    rows = packed_sequences([corpus], loss="responses", **options)
+    labelled = [
+        [token if mark else -100 for token, mark in zip(ids, own, strict=True)]
+        for ids, own in zip(documents, marks, strict=True)
+    ]
+    size = (sum(map(len, documents)) + len(documents)) // 16
+    stream = []
+    for epoch in range(8):  # as stream_of, with no loss on the end tokens
+        for index in permutation(len(documents), 3, "epoch", 0, epoch):
+            stream += [*labelled[index], -100]
+    expected = drawn_from(stream[: 16 * size * 3], 16, size, 3, 0)
+    plain = packed_sequences([corpus], **options)
+    for row, ids, labels in zip(rows, plain, expected, strict=False):
+        assert torch.equal(row["input_ids"], ids)
+        assert row["labels"].tolist() == labels
+        assert row["labels"].dtype == row["input_ids"].dtype == torch.int64
+    assert pickle.loads(pickle.dumps(rows))[5]["labels"].tolist() == rows[5]["labels"].tolist()
+
+
+def test_loss_on_responses_needs_some(tmp_path, corpus):
+    options = {"sequence_length": 16, "count": 1, "seed": 0, "loss": "responses"}
+    with pytest.raises(InputError, match="do not say which of their tokens are responses"):
+        packed_sequences([corpus], **options)
+    write_split(tmp_path / "no", [([5] * 9, 9, [False] * 9)], eos_id=EOS, vocabulary_size=2000)
+    with pytest.raises(InputError, match="it holds no response to train on"):
+        packed_sequences([TokenCorpus(tmp_path / "no")], **options)
+    chats, _ = chats_of(tmp_path / "chats", [[7] * 30])
+    packed_sequences([corpus, chats], weights=[0.0, 1.0], **options)
+
+
+def test_batches_count_responses_alone_where_these_are_asked_for(tmp_path):
+    documents = random_documents(2)
+    corpus, marks = chats_of(tmp_path / "chats", documents)
+    pieces = paragraphs(corpus, sequence_length=16)
+    found = {}
+    for batch in paragraph_batches(corpus, pieces, 4, PAD, count="responses"):
+        assert batch.counted.dtype == torch.int64
+        assert not (batch.counted > batch.attention_mask).any()
+        for row, (document, length) in enumerate(zip(batch.documents, batch.lengths, strict=True)):
+            own = batch.counted[row, :length].bool().tolist()
+            found.setdefault(int(document), []).append((batch.input_ids[row, :length], own))
+    for piece, scored in zip(pieces, scored_tokens(corpus, pieces, "responses"), strict=True):
+        own = marks[piece.document][piece.start : piece.start + piece.length]
+        assert own in [counted for _, counted in found[piece.document]]
+        assert scored == sum(own[1:])
+    for batch in paragraph_batches(corpus, pieces, 4, PAD):
+        assert batch.counted is batch.attention_mask

@@ -1,20 +1,40 @@
 import hashlib
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source
-from upcycle_core.corpora.documents import domain_faults, write_documents
+from upcycle_core.corpora.documents import domain_faults, write_documents, write_texts
 from upcycle_core.corpora.reader import read_documents
 from upcycle_core.corpora.sources import source_files
 from upcycle_core.errors import InputError
 
+ROOT = Path(__file__).resolve().parents[3]
+LETTERS = (
+    "abcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyzabcdefghijkl"
+)
 CONFIG = CorpusConfig(calibration_share=0.2, heldout_share=0.1, min_characters=10)
 
 
 def text_file(path, texts):
     path.write_text("\n<|doc|>\n".join(texts))
     return Source(files=(str(path),))
+
+
+def save_line_tokenizer(directory):
+    """A line is a token: what it takes to tokenise much text in seconds."""
+    core = Tokenizer(models.WordLevel({"<end>": 0, "<other>": 1}, unk_token="<other>"))
+    core.pre_tokenizer = pre_tokenizers.Split("\n", "removed")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
+    tokenizer.save_pretrained(directory)
 
 
 def distinct_texts(count, start=0, words=10):
@@ -201,3 +221,85 @@ def test_progress_counts_sources(tmp_path):
     domain = Domain(train=text_file(tmp_path / "a.txt", distinct_texts(5)))
     written(domain, tmp_path / "out", progress=watched, name="law")
     assert watched.seen == [("documents of law", 1, "sources"), 1]
+
+
+def test_text_of_no_domain_yields_to_what_domains_hold_out(tmp_path):
+    texts = distinct_texts(60)
+    domain = Domain(train=text_file(tmp_path / "law.txt", texts[:30]))
+    split, _ = written(domain, tmp_path / "law")
+    apart = [tmp_path / "law" / f"{name}.parquet" for name in ("calibration", "heldout")]
+    source = text_file(tmp_path / "all.txt", [text.upper() for text in texts])
+    out = tmp_path / "seed" / "documents"
+    write_texts("train", source, out, config=CONFIG, seed=0, apart_from=apart, name="seed")
+    found = {text.lower().strip() for text in read_documents(out / "train.parquet")}
+    held = {text.strip() for name in ("calibration", "heldout") for text in split[name]}
+    assert held
+    assert found == {text.strip() for text in texts} - held
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["left_out"] == {"train": {"in a domain's text": len(held)}}
+
+
+def test_row_groups_are_bounded_by_rows_and_by_bytes(tmp_path):
+    small = text_file(tmp_path / "small.txt", distinct_texts(5000, words=1))
+    large = text_file(tmp_path / "large.txt", [f"{n} " + "x" * 3_000_000 for n in range(5)])
+    for source, rows in ((small, [4096, 904]), (large, [2, 2, 1])):
+        out = tmp_path / "out" / str(len(rows)) / str(rows[0])
+        write_texts("heldout", source, out, config=CONFIG, seed=0, name="outside")
+        file = parquet.ParquetFile(out / "heldout.parquet")
+        groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        assert groups == rows
+        assert file.schema_arrow.names == ["text"]
+
+
+def test_a_file_of_documents_is_what_one_call_of_pyarrow_writes(tmp_path):
+    source = text_file(tmp_path / "a.txt", distinct_texts(5000))
+    write_texts("heldout", source, tmp_path / "out", config=CONFIG, seed=0, name="outside")
+    found = list(read_documents(tmp_path / "out" / "heldout.parquet"))
+    table = pyarrow.table({"text": pyarrow.array(found, pyarrow.large_string())})
+    parquet.write_table(table, tmp_path / "whole.parquet", compression="zstd", row_group_size=4096)
+    own = (tmp_path / "out" / "heldout.parquet").read_bytes()
+    assert own == (tmp_path / "whole.parquet").read_bytes()
+
+
+MEASURED = """
+import json, resource, sys
+from pathlib import Path
+import upcycle_core.corpora.shards
+from upcycle_core.corpora.config import CorpusConfig, Domain, Source
+from upcycle_core.corpora.documents import write_documents
+from upcycle_core.corpora.shards import write_corpus
+
+def run(name):
+    domain = Domain(train=Source(files=(f"{name}.jsonl",)))
+    out = Path(f"{name}.documents")
+    write_documents(domain, out, config=CorpusConfig(), seed=0)
+    write_corpus(out, Path("tokenizer"), Path(f"{name}.tokens"))
+
+run("small")  # what is imported, and the threads that are started, are no part of the text
+used = next(line for line in open("/proc/self/status") if line.startswith("VmData"))
+limit = int(used.split()[1]) * 1024 + int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+run("large")
+"""
+
+
+def test_text_of_ten_times_the_memory_is_streamed(tmp_path):
+    allowed, size = 16_000_000, 20_000
+    save_line_tokenizer(tmp_path / "tokenizer")
+    for name, total in (("small", 20 * size), ("large", 11 * allowed)):
+        with (tmp_path / f"{name}.jsonl").open("w") as file:
+            for number in range(total // size):
+                lines = [f"{number}{line:03d}{LETTERS}" for line in range(size // 100)]
+                file.write(json.dumps({"text": "\n".join(lines)}) + "\n")
+    assert (tmp_path / "large.jsonl").stat().st_size >= 10 * allowed
+    found = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(allowed)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    manifest = json.loads((tmp_path / "large.tokens" / "manifest.json").read_text())
+    assert sum(split["bytes"] for split in manifest["splits"].values()) > 10 * allowed

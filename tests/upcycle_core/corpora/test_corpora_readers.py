@@ -4,7 +4,12 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
-from upcycle_core.corpora.readers import read_file
+from upcycle_core.corpora.config import Source
+from upcycle_core.corpora.sources import file_documents
+
+
+def read_file(path, text_field):
+    return (d.text for d in file_documents(path, "label", Source(text_field=text_field)))
 
 
 def write(path, content):
@@ -43,7 +48,8 @@ def test_parquet_gives_the_named_column(tmp_path):
         ("a.jsonl", b'{"text": 3}\n', "line 1 holds int in 'text'"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "half a surrogate pair"),
         ("a.parquet", b"PAR1 not really", "not a whole Parquet file"),
-        ("a.csv", b"text\n", "its ending is none of .txt, .jsonl, .parquet"),
+        ("a.csv", b"text\n", "its ending is none of .jsonl, .parquet"),
+        ("a.jsonl", b'{"text": ' + b"[" * 50_000 + b"]" * 50_000 + b"}\n", "line 1 is not JSON"),
     ],
 )
 def test_unreadable_content_is_located(tmp_path, name, content, says):
@@ -60,3 +66,14 @@ def test_parquet_without_the_column_or_with_a_gap_is_located(tmp_path):
         list(read_file(path, "text"))
     with pytest.raises(ValueError, match="no field 'body', it has text"):
         list(read_file(path, "body"))
+
+
+def test_a_parquet_file_that_is_cut_short_or_damaged_says_what_to_do(tmp_path):
+    path = tmp_path / "a.parquet"
+    texts = {"text": [f"a text of some length {i}" for i in range(5000)]}
+    parquet.write_table(pyarrow.table(texts), path, compression="zstd")
+    content = path.read_bytes()
+    for damaged in (content[: len(content) // 2], content[:400] + b"\0" * 4000 + content[4400:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"not a whole Parquet file .*; write it again"):
+            list(read_file(path, "text"))

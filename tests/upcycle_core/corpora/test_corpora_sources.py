@@ -8,6 +8,7 @@ import pytest
 from upcycle_core.corpora import harvest
 from upcycle_core.corpora.config import Source
 from upcycle_core.corpora.sources import (
+    first_chats,
     read_source,
     source_faults,
     source_files,
@@ -151,3 +152,105 @@ def test_reading_without_checking_first_names_the_file(tmp_path):
     (tmp_path / "bytes.txt").write_bytes(b"\xff")
     with pytest.raises(InputError, match="byte 0 is not UTF-8"):
         texts(Source(files=(str(tmp_path / "bytes.txt"),)))
+
+
+QUESTIONS = [{"question": "why {so}?", "answer": "é", "id": 1}, {"question": "b", "answer": "c"}]
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_template_makes_a_document_of_several_fields(tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", QUESTIONS)
+    table = pyarrow.table(
+        {name: [row[name] for row in QUESTIONS] for name in ("question", "answer")}
+    )
+    parquet.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "data").mkdir()
+    jsonl(tmp_path / "data" / "train.jsonl", [{**row, "id": 1} for row in QUESTIONS])
+    template = "Q: {question}\nA: {answer} {{!}} {question}"
+    expected = ["Q: b\nA: c {!} b", "Q: why {so}?\nA: é {!} why {so}?"]
+    for named in ({"files": (file,)}, {"files": (str(tmp_path / "a.parquet"),)}):
+        assert sorted(texts(Source(template=template, **named))) == expected
+    assert sorted(texts(Source(template=template, dataset=str(tmp_path / "data")))) == expected
+
+
+def test_chats_are_read_in_every_form_of_a_record(tmp_path):
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [
+        {"messages": said},
+        {"prompt": "a", "response": "b"},
+        {"instruction": "a", "output": "b"},
+    ]
+    source = Source(files=(jsonl(tmp_path / "a.jsonl", rows),), form="chat")
+    found = list(read_source(source, seed=0, folder=None))
+    assert [document.messages for document in found] == [said] * 3
+    assert {(document.text, document.size) for document in found} == {("a\n\nb", 4)}
+    table = pyarrow.table({"messages": [said], "prompt": [None], "note": ["x"]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    (chat,) = read_source(
+        Source(files=(str(tmp_path / "a.parquet"),), form="chat"), seed=0, folder=None
+    )
+    assert chat.messages == said
+    assert faults(source) == []
+    places = [chat.place for chat in first_chats(source, 2, folder=None)]
+    assert places == [f"{tmp_path}/a.jsonl, line 1", f"{tmp_path}/a.jsonl, line 2"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "row", "says"),
+    [
+        ({"template": "{a} {b}"}, {"a": "x"}, "line 1 has no field 'b', it has a"),
+        ({"template": "{a}"}, {"a": 3}, "line 1 holds int in 'a', not text"),
+        ({"form": "chat"}, {"text": "x"}, "line 1, prompt = ['text']: the record has none of"),
+        ({"form": "chat"}, {"prompt": "x", "response": ""}, "line 1, response = '': must be text"),
+        (
+            {"form": "chat"},
+            {"messages": [{"role": "user", "content": "x"}]},
+            "a response (role assistant) must follow some prompt",
+        ),
+        ({"form": "chat"}, {"prompt": "\ud800", "response": "x"}, "half a surrogate pair"),
+    ],
+)
+def test_records_of_another_form_are_named_with_their_line(tmp_path, settings, row, says):
+    source = Source(files=(jsonl(tmp_path / "a.jsonl", [row]),), **settings)
+    ((field, value, remedy),) = faults(source)
+    assert (field, value) == ("domains.law.train.files", str(tmp_path / "a.jsonl"))
+    assert says in remedy
+
+
+def test_plain_text_holds_no_records(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    for settings in ({"form": "chat"}, {"template": "{a}"}):
+        ((_, _, remedy),) = faults(Source(files=(str(tmp_path / "a.txt"),), **settings))
+        assert "its ending is none of .jsonl, .parquet" in remedy
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "says"),
+    [
+        ({"template": "no field"}, "template", "it names no field"),
+        ({"template": "{a"}, "template", "expected '}'"),
+        ({"template": "{a.__class__}"}, "template", "no plain name"),
+        ({"template": "{a!r}"}, "template", "no plain name"),
+        ({"template": "{0}"}, "template", "no plain name"),
+        ({"template": "{a}", "form": "chat"}, "template", "is for records of text"),
+    ],
+)
+def test_what_is_no_template_is_refused(settings, field, says):
+    ((found, _, remedy),) = faults(Source(files=("a.jsonl",), **settings))
+    assert found == f"domains.law.train.{field}"
+    assert says in remedy
+
+
+def test_a_harvest_holds_no_chats():
+    ((field, _, _),) = faults(Source(harvest="cpp", form="chat"))
+    assert field == "domains.law.train.form"
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a/" * 3000, "a" * 5000 + "*"])
+def test_a_path_that_is_too_long_is_a_fault(name):
+    ((field, _, remedy),) = faults(Source(files=(name,)))
+    assert (field, remedy) == ("domains.law.train.files", "there is no such file; check the path")

@@ -90,6 +90,24 @@ def test_statistics_are_sums_over_every_documents_router_inputs(models, corpus, 
     assert_equal(statistics.moments(layer).sum(), x_TH.sum(0))
 
 
+def test_responses_alone_are_counted_of_all_that_is_forwarded(models, tmp_path):
+    draw = np.random.default_rng(1)
+    documents = [(draw.integers(2, 96, n), n, (draw.random(n) < 0.4).tolist()) for n in LENGTHS]
+    write_split(tmp_path / "chats", documents, eos_id=0, vocabulary_size=96)
+    statistics = compute(models, tmp_path / "chats", tmp_path, count="responses")
+    paragraphs = [
+        torch.tensor(marks[start : start + 16])
+        for _, _, marks in documents
+        for start in range(0, len(marks), 16)
+        if len(marks) - start >= 8
+    ]
+    features = [x for _, x in plain_features(models, tmp_path / "chats", 1)]
+    x_TH = torch.cat([x[marks] for x, marks in zip(features, paragraphs, strict=True)])
+    assert statistics.count(1) == len(x_TH) < sum(LENGTHS) / 2
+    assert_equal(statistics.gram(1), x_TH.T @ x_TH)
+    assert_equal(statistics.sum(1), x_TH.sum(0))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_lower_precision_is_close(models, corpus, tmp_path, precision):
     exact = compute(models, corpus, tmp_path / "fp64")

@@ -31,7 +31,7 @@ def task_file_records(
             continue
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
+        except (ValueError, RecursionError, OSError) as error:
             yield Fault("instructions", str(path), f"is no JSON in UTF-8 ({error}); get it again")
             continue
         faults = list(_task_faults(found, path))

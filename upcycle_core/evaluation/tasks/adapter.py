@@ -14,6 +14,8 @@ from typing import Any
 from transformers import AutoTokenizer, set_seed
 
 from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
+from upcycle_core.corpora.config import Bos
+from upcycle_core.corpora.encoding import with_prefix
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.evaluation.tasks.config import TaskEvaluationConfig
 from upcycle_core.evaluation.tasks.items import Item
@@ -34,6 +36,7 @@ def evaluate_tasks(
     task_sets: Mapping[str, Path],
     *,
     config: TaskEvaluationConfig,
+    bos: Bos = "auto",
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> tuple[dict[str, TaskScore], list[Item]]:
@@ -43,6 +46,7 @@ def evaluate_tasks(
         directory: The checkpoint, dense or MoE, with its tokenizer.
         task_sets: {task: what ``definitions.write_task`` wrote}.
         config: Seeds, batch size, chat template, whether programs may run.
+        bos: Whether a beginning-of-sequence token stands before each prompt.
         device: Where the model runs.
         progress: Told of requests as they are answered.
 
@@ -58,7 +62,7 @@ def evaluate_tasks(
             HarnessTask(name, path, code=config.code, cache=Path(cache))
             for name, path in task_sets.items()
         ]
-        model = _load_model(directory, config, device)
+        model = _load_model(directory, config, bos, device)
         raise_faults(fault for task in tasks for fault in task.room_faults(model.max_length))
         scores: dict[str, TaskScore] = {}
         items: list[Item] = []
@@ -131,7 +135,7 @@ class _Counter:
         self.progress.advance(1)
 
 
-def _load_model(directory: Path, config: TaskEvaluationConfig, device: str) -> Any:
+def _load_model(directory: Path, config: TaskEvaluationConfig, bos: Bos, device: str) -> Any:
     """The harness's own class for Hugging Face models, around a model that is loaded strictly."""
     from lm_eval.models.huggingface import HFLM
 
@@ -144,6 +148,6 @@ def _load_model(directory: Path, config: TaskEvaluationConfig, device: str) -> A
     model: Any = load_causal_lm(directory, dtype=DTYPES[config.precision], device=device)
     return HFLM(
         pretrained=model,
-        tokenizer=tokenizer,
+        tokenizer=with_prefix(tokenizer, bos),
         batch_size=config.batch_size or fitting_batch_size(model, device),
     )

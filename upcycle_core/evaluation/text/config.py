@@ -3,7 +3,7 @@
 from dataclasses import field, replace
 from typing import Literal
 
-from upcycle_core.config import config
+from upcycle_core.config import Counted, config
 
 
 @config
@@ -14,6 +14,8 @@ class EvaluationConfig:
     """Held-out tokens a domain; all there are by default."""
     sequence_length: int = field(default=1024, metadata={"ge": 8})
     """Tokens a sequence; its first token is not scored."""
+    loss: Counted = "all"
+    """Tokens that are scored: all, or of chats the responses."""
     batch_size: int = field(default=16, metadata={"ge": 1})
     """Sequences a forward pass."""
     precision: Literal["fp32", "bf16"] = "fp32"

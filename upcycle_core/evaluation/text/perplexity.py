@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from upcycle_core.corpora.batches import PAD_ID, Batch, Paragraphs, paragraph_batches, paragraphs
+from upcycle_core.corpora.batches import (
+    PAD_ID,
+    Batch,
+    Paragraphs,
+    paragraph_batches,
+    paragraphs,
+    scored_tokens,
+)
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.text.config import EvaluationConfig
@@ -55,17 +62,17 @@ def score_model(
         model, corpus, pieces, config=config, pad_id=pad_id, progress=progress, what=what
     ):
         nll += losses_N.sum().item()
-    return score_of(nll, corpus, pieces)
+    return score_of(nll, corpus, pieces, config)
 
 
 def scored_paragraphs(corpus: TokenCorpus, config: EvaluationConfig) -> Paragraphs:
     """The paragraphs that are scored, each but for its first token, which nothing predicts.
 
     Raises:
-        InputError: No token to score.
+        InputError: No token to score, or a split that does not tell its responses.
     """
     pieces = paragraphs(corpus, sequence_length=config.sequence_length, max_tokens=config.tokens)
-    if not _scored_tokens(pieces).sum():
+    if not scored_tokens(corpus, pieces, config.loss).sum():
         raise InputError(Fault("corpus", str(corpus.directory), "no token to score; add text"))
     return pieces
 
@@ -82,16 +89,18 @@ def token_losses(
 ) -> Iterator[tuple[Batch, Tensor]]:
     """Yield each batch with the losses of its scored tokens, [N] fp64 in nats.
 
-    Tokens stand paragraph after paragraph: batch.lengths - 1 of each. Batches and their order
-    depend on text and configuration alone, not on the model. Arguments as ``score_model``.
+    Tokens stand paragraph after paragraph: of each what is counted behind its first token. Batches
+    and their order depend on text and configuration alone, not on the model. Arguments as
+    ``score_model``.
 
     Raises:
         InputError: A loss that is not finite.
     """
     progress = progress or Silent()
-    progress.start(what, int(_scored_tokens(pieces).sum()), "tokens")
+    progress.start(what, int(scored_tokens(corpus, pieces, config.loss).sum()), "tokens")
     nll, done, began = 0.0, 0, time.monotonic()
-    for batch in paragraph_batches(corpus, pieces, config.batch_size, pad_id):
+    batches = paragraph_batches(corpus, pieces, config.batch_size, pad_id, count=config.loss)
+    for batch in batches:
         losses_N = _batch_losses(model, batch)
         nll += losses_N.sum().item()
         if not np.isfinite(nll):
@@ -99,14 +108,22 @@ def token_losses(
             raise InputError(Fault("model", model.name_or_path, remedy))
         done += len(losses_N)
         rate = done / max(time.monotonic() - began, 1e-9)
-        progress.advance(len(losses_N), loss=nll / done, tokens_per_second=rate)
+        progress.advance(len(losses_N), loss=nll / max(done, 1), tokens_per_second=rate)
         yield batch, losses_N
 
 
-def score_of(nll: float, corpus: TokenCorpus, pieces: Paragraphs) -> Score:
-    """The score of a loss in nats over all scored tokens of ``pieces``."""
-    tokens = int(_scored_tokens(pieces).sum())
-    return Score(nll=nll, tokens=tokens, bytes=_scored_bytes(corpus, pieces))
+def score_of(
+    nll: float, corpus: TokenCorpus, pieces: Paragraphs, config: EvaluationConfig
+) -> Score:
+    """The score of a loss in nats over all scored tokens of ``pieces``.
+
+    Its bytes are each document's, times the share of its tokens that are scored.
+    """
+    scored = scored_tokens(corpus, pieces, config.loss)
+    documents = pieces.rows[:, 0]
+    bytes_per_token = np.diff(corpus.byte_offsets)[documents] / np.diff(corpus.offsets)[documents]
+    size = float(np.sum(bytes_per_token * scored))
+    return Score(nll=nll, tokens=int(scored.sum()), bytes=size)
 
 
 def check_plain_head(model: PreTrainedModel) -> None:
@@ -134,9 +151,11 @@ def _batch_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
     input_BS = batch.input_ids.to(model.device)
     mask_BS = batch.attention_mask.to(model.device)
     hidden_BSH = _hidden_states(model, input_BS, mask_BS)
-    scored_BS = mask_BS[:, 1:].bool()  # padding is on the right: its predecessor is real as well
+    scored_BS = batch.counted.to(model.device)[
+        :, 1:
+    ].bool()  # padding is on the right: its predecessor is real as well
     hidden_NH, target_N = hidden_BSH[:, :-1][scored_BS], input_BS[:, 1:][scored_BS]
-    losses = []
+    losses = [torch.zeros(0, dtype=torch.float64, device=model.device)]
     for h_NH, t_N in zip(
         hidden_NH.split(_TOKENS_AT_ONCE), target_N.split(_TOKENS_AT_ONCE), strict=True
     ):
@@ -149,15 +168,3 @@ def _batch_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
 def _hidden_states(model: PreTrainedModel, input_BS: Tensor, mask_BS: Tensor) -> Tensor:
     decoder = model.base_model
     return decoder(input_ids=input_BS, attention_mask=mask_BS, use_cache=False).last_hidden_state
-
-
-def _scored_tokens(pieces: Paragraphs) -> np.ndarray:
-    """Scored tokens of each paragraph: the first has nothing before it. [paragraphs] int64."""
-    return pieces.rows[:, 2] - 1
-
-
-def _scored_bytes(corpus: TokenCorpus, pieces: Paragraphs) -> float:
-    """Each document's bytes, times the share of its tokens that are scored; fp64."""
-    documents = pieces.rows[:, 0]
-    bytes_per_token = np.diff(corpus.byte_offsets)[documents] / np.diff(corpus.offsets)[documents]
-    return float(np.sum(bytes_per_token * _scored_tokens(pieces)))

@@ -22,8 +22,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
-from upcycle_core.corpora.reader import TokenCorpus, read_documents
-from upcycle_core.corpora.shards import encoded, write_split
+from upcycle_core.corpora.config import Bos
+from upcycle_core.corpora.conversations import Conversation, joined
+from upcycle_core.corpora.encoding import encoded
+from upcycle_core.corpora.reader import TokenCorpus, read_chats, read_documents
+from upcycle_core.corpora.shards import write_split
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.perplexity import check_plain_head, score_model
 from upcycle_core.moe.inspect import (
@@ -161,6 +164,7 @@ def evaluate_text(
     documents: Mapping[str, Path],
     *,
     config: EvaluationConfig,
+    bos: Bos = "auto",
     max_bytes: Mapping[str, float] | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
@@ -171,8 +175,10 @@ def evaluate_text(
 
     Args:
         directory: The checkpoint and its tokenizer.
-        documents: {domain: Parquet file of held-out documents (column ``text``)}.
+        documents: {domain: Parquet file of held-out documents}. Chats are written by this
+            tokenizer's template; without one, what is said in them is read.
         config: What is scored; ``tokens`` is left aside, for it counts another tokenizer's.
+        bos: Whether a beginning-of-sequence token stands before each document.
         max_bytes: {domain: UTF-8 bytes of text to read}, in document order; all by default.
     """
     tokenizer = AutoTokenizer.from_pretrained(
@@ -183,13 +189,13 @@ def evaluate_text(
     with tempfile.TemporaryDirectory() as folder:
         corpora = {}
         for index, (domain, path) in enumerate(documents.items()):
-            texts = read_documents(path)
+            texts = read_chats(path) if tokenizer.chat_template else read_documents(path)
             if max_bytes is not None:
                 texts = _first_bytes(texts, int(max_bytes[domain]))
             corpora[domain] = Path(folder) / str(index)
             write_split(
                 corpora[domain],
-                encoded(texts, tokenizer),
+                encoded(texts, tokenizer, bos=bos),
                 eos_id=tokenizer.eos_token_id or 0,
                 vocabulary_size=len(tokenizer),
             )
@@ -226,11 +232,11 @@ def _evaluate(
     }
 
 
-def _first_bytes(texts: Iterable[str], limit: int) -> Iterator[str]:
-    """Texts until ``limit`` UTF-8 bytes; the last one is cut between characters."""
+def _first_bytes(texts: Iterable[str | Conversation], limit: int) -> Iterator[str | Conversation]:
+    """Texts until ``limit`` UTF-8 bytes; the last one is cut between characters, a chat is not."""
     for text in texts:
         if limit <= 0:
             return
-        data = text.encode()
-        yield data[:limit].decode(errors="ignore")
+        data = (text if isinstance(text, str) else joined(text.messages)).encode()
+        yield data[:limit].decode(errors="ignore") if isinstance(text, str) else text
         limit -= len(data)

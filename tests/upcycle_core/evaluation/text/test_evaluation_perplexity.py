@@ -99,6 +99,43 @@ def test_padding_does_not_reach_the_loss(family, corpus):
     assert one.nll == pytest.approx(other.nll, rel=1e-12)
 
 
+@pytest.mark.parametrize("batch_size", [2, 7])
+def test_loss_on_responses_is_the_loss_of_their_tokens_alone(tmp_path, batch_size):
+    draw = np.random.default_rng(3)
+    documents = [
+        (draw.integers(2, VOCABULARY, n), 3 * n, (draw.random(n) < 0.3).tolist()) for n in LENGTHS
+    ]
+    write_split(tmp_path / "chats", documents, eos_id=0, vocabulary_size=VOCABULARY)
+    corpus, model = TokenCorpus(tmp_path / "chats"), make_model()
+    config = EvaluationConfig(sequence_length=16, batch_size=batch_size, loss="responses")
+    found = score_model(model, corpus, config=config, pad_id=1)
+    nll, scored = 0.0, 0
+    for ids, _, marks in documents:
+        for start in range(0, len(ids), 16):
+            text, wanted = ids[start : start + 16], marks[start : start + 16]
+            if len(text) < 8:
+                continue
+            with torch.no_grad():
+                logits = model(input_ids=torch.from_numpy(text)[None]).logits[0]
+            for t in range(1, len(text)):
+                if wanted[t]:
+                    nll -= torch.log_softmax(logits[t - 1], 0)[text[t]].item()
+                    scored += 1
+    assert found.nll == pytest.approx(nll, rel=1e-10)
+    assert found.tokens == scored > 20
+    assert found.bytes == pytest.approx(3 * scored)
+
+
+def test_responses_of_a_text_that_has_none_are_refused(tmp_path, corpus):
+    config = EvaluationConfig(sequence_length=16, loss="responses")
+    with pytest.raises(InputError, match="7 of its 7 documents do not say"):
+        score_model(make_model(), corpus, config=config)
+    silent = [(np.arange(2, 30), 28, [True] + [False] * 27)]
+    write_split(tmp_path / "silent", silent, eos_id=0, vocabulary_size=VOCABULARY)
+    with pytest.raises(InputError, match="no token to score"):  # nothing predicts the first one
+        score_model(make_model(), TokenCorpus(tmp_path / "silent"), config=config)
+
+
 def test_many_tokens_are_scored_in_parts(tmp_path, monkeypatch):
     corpus, model = make_corpus(tmp_path, lengths=(16,) * 10), make_model()
     expected = score_model(model, corpus, config=CONFIG, pad_id=1)

@@ -178,8 +178,7 @@ def test_text_is_scored_with_the_model_s_own_tokenizer(bench, tmp_path):
     assert found == expected
 
 
-def test_nothing_is_put_before_a_text(bench, tmp_path):
-    """Corpora are tokenised without special tokens, so other tokenizers add none either."""
+def test_what_the_tokenizer_puts_before_a_text_is_read_unless_it_is_refused(bench, tmp_path):
     adding = shutil.copytree(bench.experts["law"], tmp_path / "adding")
     tokenizer = AutoTokenizer.from_pretrained(adding)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -188,8 +187,41 @@ def test_nothing_is_put_before_a_text(bench, tmp_path):
     tokenizer.save_pretrained(adding)
     assert AutoTokenizer.from_pretrained(adding)("a")["input_ids"] == [0, 67]
     path = write_texts(tmp_path / "heldout.parquet", TEXTS)
-    found = evaluate_text(adding, {"law": path}, config=CONFIG)
-    assert found == evaluate_text(bench.experts["law"], {"law": path}, config=CONFIG)
+    never = evaluate_text(adding, {"law": path}, config=CONFIG, bos="never")
+    assert never == evaluate_text(bench.experts["law"], {"law": path}, config=CONFIG)
+    found = evaluate_text(adding, {"law": path}, config=CONFIG)["law"]
+    documents = [([0, *(2 + ord(c) - 32 for c in text)], len(text)) for text in TEXTS]
+    write_split(tmp_path / "split", documents, eos_id=0, vocabulary_size=VOCABULARY)
+    assert found == evaluate_checkpoint(adding, {"law": tmp_path / "split"}, config=CONFIG)["law"]
+
+
+def test_chats_are_written_by_the_model_s_own_template_or_read_as_text(bench, tmp_path):
+    messages = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}]
+    table = {"text": ["one two\n\nthree"] * 2, "messages": [json.dumps(messages)] * 2}
+    parquet.write_table(pa.table(table), tmp_path / "chats.parquet")
+    given = {"law": tmp_path / "chats.parquet"}
+    plain = write_texts(tmp_path / "plain.parquet", table["text"])
+    without = evaluate_text(bench.experts["law"], given, config=CONFIG)
+    assert without == evaluate_text(bench.experts["law"], {"law": plain}, config=CONFIG)
+    chatting = shutil.copytree(bench.experts["law"], tmp_path / "chatting")
+    tokenizer = AutoTokenizer.from_pretrained(chatting)
+    tokenizer.chat_template = "{% for m in messages %}({{ m['content'] }}){% endfor %}" + (
+        "{% if add_generation_prompt %}({% endif %}"
+    )
+    tokenizer.save_pretrained(chatting)
+    written = "(one two)(three)"
+    documents = [([2 + ord(c) - 32 for c in written], 14) for _ in range(2)]
+    write_split(tmp_path / "split", documents, eos_id=0, vocabulary_size=VOCABULARY)
+    own = {"law": tmp_path / "split"}
+    found = evaluate_text(chatting, given, config=CONFIG)
+    assert found == evaluate_checkpoint(chatting, own, config=CONFIG)
+    whole = evaluate_text(chatting, given, config=CONFIG, max_bytes={"law": 3.0})["law"]
+    assert whole["tokens"] == found["law"]["tokens"] / 2
+    config = EvaluationConfig(sequence_length=16, batch_size=3, loss="responses")
+    responses = evaluate_text(chatting, given, config=config)["law"]
+    assert responses["tokens"] == 2 * len("three)")
+    with pytest.raises(InputError, match="do not say which of their tokens are responses"):
+        evaluate_text(bench.experts["law"], given, config=config)
 
 
 def test_text_is_read_up_to_a_number_of_bytes_whatever_the_token_limit(bench, tmp_path):

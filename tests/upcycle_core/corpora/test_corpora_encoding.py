@@ -1,0 +1,258 @@
+"""Texts and chats as ids, held against what the tokenizer of transformers itself makes of them."""
+
+import json
+
+import pytest
+from chat import CHATML, LLAMA3, save_chat_tokenizer
+from transformers import AutoTokenizer
+
+from upcycle_core.corpora.config import CorpusConfig, Domain, Source
+from upcycle_core.corpora.conversations import Conversation
+from upcycle_core.corpora.documents import write_documents
+from upcycle_core.corpora.encoding import asked, encoded, with_prefix
+from upcycle_core.corpora.reader import TokenCorpus, read_chats, read_documents
+from upcycle_core.corpora.shards import write_corpus, write_split
+from upcycle_core.errors import InputError
+
+KINDS = ("chatml", "llama3")
+MARKED = {
+    "chatml": CHATML.replace(
+        "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}",
+        "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+        "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}",
+    ),
+    "llama3": "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' +"
+    " message['role'] + '<|end_header_id|>\n\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}",
+}
+"""The same templates with marks, from which transformers itself tells the responses."""
+CHATS = [
+    {"prompt": "What is two and two?", "response": "Four, of course."},
+    {"instruction": "Add.", "input": "2 2", "output": " Four "},
+    {
+        "messages": [
+            {"role": "system", "content": "The court."},
+            {"role": "user", "content": "Is it held?\n"},
+            {"role": "assistant", "content": "It is, é 世界."},
+            {"role": "user", "content": "And else?"},
+            {"role": "assistant", "content": "nothing else"},
+        ]
+    },
+]
+MESSAGES = [
+    [
+        {"role": "user", "content": "What is two and two?"},
+        {"role": "assistant", "content": "Four, of course."},
+    ],
+    [{"role": "user", "content": "Add.\n\n2 2"}, {"role": "assistant", "content": " Four "}],
+    CHATS[2]["messages"],
+]
+TEXT = "A text that names <|im_end|>, <|eot_id|> and <|begin_of_text|>, é."
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def directory(tmp_path, kind):
+    return save_chat_tokenizer(tmp_path / "tokenizer", kind)
+
+
+@pytest.fixture
+def tokenizer(directory):
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def conversation(*texts, roles=("user", "assistant")):
+    said = [{"role": roles[i % len(roles)], "content": text} for i, text in enumerate(texts)]
+    return Conversation(said, "here")
+
+
+def plain(tokenizer, text):
+    """Ids of the text in pieces that name no special token."""
+    return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+
+def chat_documents(folder, rows):
+    """What the stage of documents makes of chats."""
+    file = folder / "chats.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chats = Source(files=(str(file),), form="chat")
+    domain = Domain(expert="given", calibration=chats, heldout=text_of(folder))
+    write_documents(domain, folder / "documents", config=CorpusConfig(min_characters=1), seed=0)
+    return folder / "documents"
+
+
+def text_of(folder):
+    (folder / "heldout.txt").write_text(TEXT)
+    return Source(files=(str(folder / "heldout.txt"),))
+
+
+def test_chats_have_the_ids_that_the_tokenizer_itself_gives_them(directory, tokenizer, tmp_path):
+    documents = chat_documents(tmp_path, CHATS)
+    write_corpus(documents, directory, tmp_path / "out")
+    corpus = TokenCorpus(tmp_path / "out" / "calibration")
+    own = [tokenizer.apply_chat_template(m, return_dict=False) for m in MESSAGES]
+    found = [corpus.document(i).tolist() for i in range(3)]
+    assert sorted(found) == sorted(own)
+    said = ["\n\n".join(message["content"] for message in messages) for messages in MESSAGES]
+    assert sorted(read_documents(documents / "calibration.parquet")) == sorted(said)
+    assert corpus.bytes == sum(len(text.encode()) for text in said)
+    heldout = TokenCorpus(tmp_path / "out" / "heldout")
+    assert heldout.unmarked is None
+    assert not (heldout.directory / "responses.bin").exists()
+
+
+def test_responses_are_those_of_a_template_with_marks(directory, tokenizer, kind, tmp_path):
+    found = list(encoded([Conversation(m, "here") for m in MESSAGES], tokenizer))
+    for document, messages in zip(found, MESSAGES, strict=True):
+        marked = tokenizer.apply_chat_template(
+            messages,
+            chat_template=MARKED[kind],
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+        )
+        assert document.ids == marked["input_ids"]
+        assert document.responses == [bool(mark) for mark in marked["assistant_masks"]]
+    write_split(tmp_path / "out", found, eos_id=0, vocabulary_size=400)
+    corpus = TokenCorpus(tmp_path / "out")
+    assert corpus.unmarked == 0
+    assert corpus.responses.tolist() == [mark for one in found for mark in one.responses]
+    marked = corpus.marked(2)
+    assert [i if i >= 0 else ~i for i in marked] == found[2].ids
+    assert [i >= 0 for i in marked] == found[2].responses
+
+
+def test_names_of_special_tokens_in_texts_and_messages_stay_text(tokenizer):
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    (text,) = encoded([TEXT], tokenizer, bos="never")
+    assert not special & set(text.ids)
+    assert tokenizer.decode(text.ids) == TEXT
+    (chat,) = encoded([conversation(TEXT, TEXT)], tokenizer)
+    (other,) = encoded([conversation("a", "b")], tokenizer)
+    count = lambda document: sum(i in special for i in document.ids)  # noqa: E731
+    assert count(chat) == count(other) > 0
+
+
+@pytest.mark.parametrize("bos", ["auto", "always", "never"])
+def test_bos_stands_where_it_is_asked_for(tokenizer, kind, bos):
+    text = "The court held."
+    own = tokenizer(text)["input_ids"]
+    first = [tokenizer.bos_token_id]
+    assert (own[:1] == first) == (kind == "llama3")
+    expected = {
+        "auto": own,
+        "always": first + plain(tokenizer, text),
+        "never": plain(tokenizer, text),
+    }
+    (found,) = encoded([text], tokenizer, bos=bos)
+    assert found.ids == expected[bos]
+    assert found.size == len(text)
+    assert asked(tokenizer, text, bos=bos) == expected[bos]
+    written = tokenizer.apply_chat_template(MESSAGES[0], return_dict=False)
+    (chat,) = encoded([conversation(*(m["content"] for m in MESSAGES[0]))], tokenizer, bos=bos)
+    lacks = bos == "always" and kind == "chatml"  # the other's template writes it itself
+    assert chat.ids == (first + written if lacks else written)
+    assert chat.responses[-2:] == [True, kind == "llama3"]
+    assert len(chat.responses) == len(chat.ids)
+    assert with_prefix(tokenizer, bos)(text)["input_ids"] == expected[bos]
+
+
+def test_what_a_model_is_asked_is_what_stands_before_the_answer(tokenizer):
+    question = [{"role": "user", "content": "What is two and two?"}]
+    own = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    assert asked(tokenizer, "What is two and two?", chat=True) == own
+    (whole,) = encoded([conversation("What is two and two?", "Four")], tokenizer)
+    assert whole.ids[: len(own)] == own
+    assert whole.responses.index(True) == len(own)
+
+
+def test_texts_and_chats_come_in_their_order(tokenizer):
+    documents = [f"text {i}" if i % 3 else conversation(f"text {i}", "yes") for i in range(600)]
+    found = list(encoded(documents, tokenizer))
+    for i in (0, 1, 255, 256, 257, 599):
+        (one,) = encoded([documents[i]], tokenizer)
+        assert found[i] == one
+
+
+def test_always_needs_a_token(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(save_chat_tokenizer(tmp_path, "chatml"))
+    tokenizer.bos_token = None
+    with pytest.raises(InputError, match=r"corpus\.bos = 'always': the tokenizer has no"):
+        list(encoded(["a"], tokenizer, bos="always"))
+    assert next(encoded(["a"], tokenizer)).ids == plain(tokenizer, "a")
+
+
+def refused(folder, template, *chats):
+    tokenizer = AutoTokenizer.from_pretrained(
+        save_chat_tokenizer(folder, "chatml", template=template)
+    )
+    with pytest.raises(InputError) as error:
+        list(encoded(chats, tokenizer))
+    return str(error.value)
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path):
+    said = refused(tmp_path, None, conversation("a", "b"))
+    assert "the tokenizer has none; give it one, or read the records with a template" in said
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(InputError, match="the tokenizer has none"):
+        asked(tokenizer, "a", chat=True)
+
+
+def test_a_template_that_drops_a_role_is_refused(tmp_path):
+    template = CHATML.replace(
+        "{% for message in messages %}",
+        "{% for message in messages if message['role'] != 'system' %}",
+    )
+    chat = conversation("be kind", "hi", "yo", roles=("system", "user", "assistant"))
+    said = refused(tmp_path, template, conversation("a", "b"), chat)
+    assert "chat_template = 'here': " in said
+    assert "leaves out what the role 'system' says" in said
+
+
+def test_a_template_that_shortens_what_is_said_is_not_one_that_drops_it(tmp_path):
+    template = LLAMA3.replace("message['content'] | trim", "message['content'].split('#')[-1]")
+    directory = save_chat_tokenizer(tmp_path, "llama3", template=template)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    (found,) = encoded([conversation("hi", "let me think#yo")], tokenizer)
+    assert "think" not in tokenizer.decode(found.ids)
+
+
+def test_a_template_that_refuses_is_named_with_its_reason(tmp_path):
+    said = refused(tmp_path, "{{ raise_exception('no system here') }}", conversation("a", "b"))
+    assert "chat_template = 'here': the tokenizer's chat template refuses it (no system" in said
+
+
+def test_chats_whose_template_rewrites_earlier_turns_are_read_but_tell_no_responses(tmp_path):
+    directory = save_chat_tokenizer(
+        tmp_path / "tokenizer", "chatml", template="{{ messages | length }}" + CHATML
+    )
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    chats = [conversation("a", "b", "c", "d"), conversation("e", "f")]
+    found = list(encoded(chats, tokenizer))
+    for document, chat in zip(found, chats, strict=True):
+        own = tokenizer.apply_chat_template(chat.messages, return_dict=False)
+        assert (document.ids, document.responses) == (own, None)
+    write_split(tmp_path / "out", [*found, marked_one(tokenizer)], eos_id=0, vocabulary_size=400)
+    corpus = TokenCorpus(tmp_path / "out")
+    with pytest.raises(InputError, match="2 of its 3 documents do not say which of their tokens"):
+        _ = corpus.responses
+
+
+def marked_one(tokenizer):
+    other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    other.chat_template = CHATML
+    return next(encoded([conversation("g", "h")], other))
+
+
+def test_chats_come_back_from_disk_as_they_were(tmp_path):
+    documents = chat_documents(tmp_path, CHATS)
+    found = list(read_chats(documents / "calibration.parquet"))
+    assert sorted(map(str, (chat.messages for chat in found))) == sorted(map(str, MESSAGES))
+    assert found[1].place == "calibration.parquet, chat 2"
+    assert list(read_chats(documents / "heldout.parquet")) == [TEXT]

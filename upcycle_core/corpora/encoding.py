@@ -1,0 +1,294 @@
+"""Texts and chats as token ids: one way for statistics, perplexity, training, tasks and answers."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from tokenizers import processors
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from upcycle_core.corpora.config import Bos
+from upcycle_core.corpora.conversations import Conversation, Message, joined
+from upcycle_core.corpora.spool import in_groups
+from upcycle_core.errors import Fault, InputError
+from upcycle_core.progress import Progress, Silent
+
+DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 20
+"""Tokenised in one call: enough to keep all threads busy, and some 50 bytes a character."""
+GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""What a chat template marks the assistant's text with, if it does."""
+SAID = "x{number}x"
+"""Stands for a message when a template is asked whether it writes all of them."""
+
+
+class Encoded(NamedTuple):
+    """A document.
+
+    Args:
+        ids: Token ids.
+        size: UTF-8 bytes of its text; of a chat, of what is said in it.
+        responses: Which tokens are responses, their end tokens included; None of a text, and of a
+            chat whose template does not tell.
+    """
+
+    ids: Sequence[int]
+    size: int
+    responses: Sequence[bool] | None = None
+
+
+def encoded(
+    documents: Iterable[str | Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    bos: Bos = "auto",
+    progress: Progress | None = None,
+) -> Iterator[Encoded]:
+    """Token ids of each document, as ``shards.write_split`` takes them.
+
+    A special token's name in a text or a message stays ordinary text; those that the chat template
+    writes are themselves.
+
+    Args:
+        documents: Texts and chats.
+        tokenizer: Of the model that reads them.
+        bos: Whether a beginning-of-sequence token stands before each.
+        progress: Told of each document.
+
+    Raises:
+        InputError: ``always``, and the tokenizer has no such token; a chat that cannot be written,
+            see ``ChatTemplate``.
+    """
+    progress = progress or Silent()
+    prefix = prefix_ids(tokenizer, bos)
+    template = ChatTemplate(tokenizer, prefix=prefix if bos == "always" else ())
+    for batch in in_groups(
+        documents,
+        lambda document: len(document) if isinstance(document, str) else 0,
+        count=DOCUMENTS_AT_ONCE,
+        limit=CHARACTERS_AT_ONCE,
+    ):
+        texts = [document for document in batch if isinstance(document, str)]
+        plain = iter(_plain(tokenizer, texts) if texts else [])
+        for document in batch:
+            progress.advance()
+            if isinstance(document, str):
+                yield Encoded([*prefix, *next(plain)], len(document.encode()))
+            else:
+                yield template.document(document)
+
+
+def _plain(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    return tokenizer(
+        texts,
+        add_special_tokens=False,
+        split_special_tokens=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )["input_ids"]
+
+
+def prefix_ids(tokenizer: PreTrainedTokenizerBase, bos: Bos) -> list[int]:
+    """What stands before a text: no or one id, or whatever the tokenizer itself puts there.
+
+    Raises:
+        InputError: ``always``, and the tokenizer has no beginning-of-sequence token.
+    """
+    if bos == "never":
+        return []
+    if bos == "auto":
+        whole, (plain,) = tokenizer("a", verbose=False)["input_ids"], _plain(tokenizer, ["a"])
+        starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return list(whole[: next(starts, 0)])
+    if tokenizer.bos_token_id is None:
+        remedy = "the tokenizer has no beginning-of-sequence token; use auto or never"
+        raise InputError(Fault("corpus.bos", bos, remedy))
+    return [tokenizer.bos_token_id]
+
+
+def asked(tokenizer: Any, prompt: str, *, bos: Bos = "auto", chat: bool = False) -> list[int]:
+    """Token ids of what a model is asked.
+
+    Args:
+        tokenizer: Of the model.
+        prompt: A text to continue; with ``chat`` what a user says, to be answered.
+        bos: As for ``encoded``.
+        chat: Whether the chat template writes it.
+
+    Raises:
+        InputError: As ``encoded``.
+    """
+    if not chat:
+        return list(next(encoded([prompt], tokenizer, bos=bos)).ids)
+    prefix = prefix_ids(tokenizer, bos) if bos == "always" else ()
+    return ChatTemplate(tokenizer, prefix=prefix).asked([{"role": "user", "content": prompt}])
+
+
+def with_prefix(tokenizer: Any, bos: Bos) -> Any:
+    """The tokenizer, itself putting before a text what ``bos`` asks for, for who calls it as it is.
+
+    Args:
+        tokenizer: Changed in place, unless ``bos`` is auto.
+        bos: As for ``encoded``.
+
+    Raises:
+        InputError: As ``prefix_ids``.
+    """
+    if bos != "auto":
+        tokens = tokenizer.convert_ids_to_tokens(prefix_ids(tokenizer, bos))
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*tokens, "$A"],
+            special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in tokens],
+        )
+    return tokenizer
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, as it writes conversations.
+
+    Args:
+        tokenizer: Loaded; it may have no template, until one is asked for.
+        prefix: Ids that stand before a chat even where the template does not write them.
+    """
+
+    def __init__(self, tokenizer: Any, *, prefix: Sequence[int] = ()) -> None:
+        self.tokenizer, self.prefix = tokenizer, list(prefix)
+        added = tokenizer.added_tokens_decoder.items()
+        self.special = {index for index, token in added if token.special}
+        self.special |= {*tokenizer.all_special_ids}
+        self._shows: dict[tuple[str, ...], list[str]] = {}
+
+    def document(self, chat: Conversation) -> Encoded:
+        """A chat as a document: all that the tokenizer's own ``apply_chat_template`` gives.
+
+        Raises:
+            InputError: The tokenizer has no template, or it refuses the chat or leaves out what
+                some role says.
+        """
+        ids = self.ids(chat)
+        try:
+            responses: list[bool] | None = self.responses(chat, ids)
+        except InputError:
+            responses = None
+        before = self._before(ids)
+        if responses is not None:
+            responses = [*[False] * len(before), *responses]
+        return Encoded([*before, *ids], len(joined(chat.messages).encode()), responses)
+
+    def _before(self, ids: list[int]) -> list[int]:
+        return [] if ids[: len(self.prefix)] == self.prefix else self.prefix
+
+    def ids(self, chat: Conversation) -> list[int]:
+        """Token ids of the whole chat.
+
+        Raises:
+            InputError: As ``document``.
+        """
+        with _refusals(chat):
+            ids = self._written(chat.messages)
+            left_out = self._left_out(tuple(message["role"] for message in chat.messages))
+        if left_out:
+            remedy = f"the tokenizer's chat template leaves out what the role {left_out[0]!r} says "
+            remedy += "here; mend it, or remove those messages"
+            raise InputError(Fault("chat_template", chat.place, remedy))
+        return ids
+
+    def asked(self, messages: list[Message]) -> list[int]:
+        """Token ids of what the model is asked, up to where its answer begins.
+
+        Raises:
+            InputError: The tokenizer has no template.
+        """
+        ids = self._written(messages, add_generation_prompt=True)
+        return [*self._before(ids), *ids]
+
+    def responses(self, chat: Conversation, ids: list[int]) -> list[bool]:
+        """Which of the ``ids`` of a chat are responses: what the template adds to what is asked.
+
+        Where writing the prompt alone does not give a prefix of the whole, as in templates that
+        shorten earlier turns, the template's own marks are used, if it has them.
+
+        Raises:
+            InputError: It has none.
+        """
+        found = [False] * len(ids)
+        for i, message in enumerate(chat.messages):
+            if message["role"] != "assistant":
+                continue
+            with _refusals(chat):
+                before = self._written(chat.messages[:i], add_generation_prompt=True)
+                upto = self._written(chat.messages[: i + 1])
+            if upto[: len(before)] != before or ids[: len(upto)] != upto:
+                return self._marked(chat)
+            stop = self._end_of_response(upto)
+            found[len(before) : stop] = [True] * (stop - len(before))
+        return found
+
+    def _end_of_response(self, ids: list[int]) -> int:
+        """Where the last response ends: with its end token, not with white space behind that."""
+        stop = len(ids)
+        while stop and ids[stop - 1] not in self.special:
+            if self.tokenizer.decode(ids[stop - 1 : stop]).strip():
+                return len(ids)
+            stop -= 1
+        return stop
+
+    def _marked(self, chat: Conversation) -> list[bool]:
+        """Where the template says that the assistant speaks, and the end token behind."""
+        if not GENERATION_BLOCK.search(self.tokenizer.chat_template):
+            remedy = (
+                "the tokenizer's chat template writes this conversation so that its start is not "
+                "what the model is asked; split it into records of one response each, or mark the "
+                "assistant's text in the template with {% generation %}"
+            )
+            raise InputError(Fault("chat_template", chat.place, remedy))
+        out = self.tokenizer.apply_chat_template(
+            chat.messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, found = list(out["input_ids"]), [bool(mark) for mark in out["assistant_masks"]]
+        for i in range(1, len(ids)):
+            behind = found[i - 1] and ids[i - 1] not in self.special
+            found[i] = found[i] or (behind and ids[i] in self.special)
+        return found
+
+    def _left_out(self, roles: tuple[str, ...]) -> list[str]:
+        """Roles of which the template does not write what they say, where all speak in turn."""
+        if roles not in self._shows:
+            said = [SAID.format(number=number) for number in range(len(roles))]
+            messages = [{"role": r, "content": s} for r, s in zip(roles, said, strict=True)]
+            written = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            self._shows[roles] = [
+                role for role, text in zip(roles, said, strict=True) if text not in written
+            ]
+        return self._shows[roles]
+
+    def _written(self, messages: list[Message], **options: bool) -> list[int]:
+        if not self.tokenizer.chat_template:
+            remedy = "the tokenizer has none; give it one, or read the records with a template "
+            remedy += "of the text's own: template: '{prompt} {response}'"
+            raise InputError(Fault("chat_template", None, remedy))
+        out = self.tokenizer.apply_chat_template(
+            messages, return_dict=True, sanitize_control_tokens=True, **options
+        )
+        return list(out["input_ids"])
+
+
+@contextmanager
+def _refusals(chat: Conversation) -> Iterator[None]:
+    """What a template refuses of ``chat``, in words."""
+    try:
+        yield
+    except jinja2.TemplateError as error:
+        remedy = f"the tokenizer's chat template refuses it ({error}); change or remove it"
+        raise InputError(Fault("chat_template", chat.place, remedy)) from None
+
+
+def chat_template_of(directory: Path) -> ChatTemplate:
+    """The chat template of a model's directory."""
+    tokenizer = AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    )
+    return ChatTemplate(tokenizer)
