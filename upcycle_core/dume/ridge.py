@@ -114,9 +114,9 @@ def ridge(equations: NormalEquations, ridge_lambda: float, *, layer: int) -> Ten
         factor = linalg.cholesky(matrix, lower=True)
     except linalg.LinAlgError:
         raise _not_positive_definite(matrix, ridge_lambda, layer) from None
-    # rounding can let a singular matrix through: its solution has no correct digit
+    # rounding can let a singular matrix through: its solution has not one correct digit
     reciprocal_condition, _ = linalg.lapack.dpocon(factor, linalg.norm(matrix, 1), uplo="L")
-    if reciprocal_condition < np.finfo(np.float64).eps:
+    if reciprocal_condition < 10 * np.finfo(np.float64).eps:
         raise _not_positive_definite(matrix, ridge_lambda, layer)
     return torch.from_numpy(linalg.cho_solve((factor, True), equations.sums_HD.numpy()))
 
