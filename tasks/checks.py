@@ -60,8 +60,9 @@ def _training_faults(recipe: Recipe, method: Method) -> Iterator[Fault]:
     if method.trains_shape(recipe):
         yield from shape_faults(recipe.seed_model.shape, "seed_model.shape")
         longest = recipe.seed_model.shape.max_positions
-        for where in (*method.lengths(recipe), *rows):
-            length = value_at(recipe, f"{where}.sequence_length")
+        lengths = {w: value_at(recipe, f"{w}.sequence_length") for w in method.lengths(recipe)}
+        lengths |= {where: row.sequence_length for where, row in rows.items()}
+        for where, length in lengths.items():
             if length > longest:
                 remedy = f"longer than seed_model.shape.max_positions = {longest}; shorten it or "
                 yield Fault(f"{where}.sequence_length", length, f"{remedy}raise that")

@@ -156,12 +156,14 @@ def killed(folder, recipe):
     return project
 
 
+@pytest.mark.faults
 def test_flow_with_a_kill_in_every_phase_ends_with_the_same_bytes(project, killed):
     assert killed.starts == 2
     assert all(killed.killed[phase] for phase in KILLS), killed.killed
     assert killed.digests() == project.digests()
 
 
+@pytest.mark.faults
 def test_what_was_finished_before_a_kill_is_not_made_again(project, killed):
     extra = killed.all_calls - project.first_calls
     # What ran when it was killed.
@@ -169,6 +171,7 @@ def test_what_was_finished_before_a_kill_is_not_made_again(project, killed):
     assert not project.first_calls - killed.all_calls
 
 
+@pytest.mark.faults
 def test_version_of_a_killed_flow_is_registered_once_and_whole(project, killed, tmp_path):
     copies = []
     for number, made in enumerate((project, killed)):
@@ -184,6 +187,7 @@ def files_below(*folders):
     return {file for folder in folders for file in Path(folder).rglob("*") if file.is_file()}
 
 
+@pytest.mark.faults
 def test_secrets_in_the_environment_are_in_no_file_and_no_log(killed):
     # One that is there shows that the search would find them.
     planted = killed.home / "mlflow" / "planted"

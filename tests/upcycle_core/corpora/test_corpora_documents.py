@@ -283,6 +283,7 @@ run("large")
 """
 
 
+@pytest.mark.faults
 def test_text_of_ten_times_the_memory_is_streamed(tmp_path):
     allowed, size = 16_000_000, 20_000
     save_line_tokenizer(tmp_path / "tokenizer")

@@ -15,7 +15,7 @@ from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.baselines.mixture import write_mixture
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
+from upcycle_core.checkpoints.tokenizer import token_ids, vocabulary_fingerprint
 from upcycle_core.errors import InputError
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.moe.inspect import force_expert
@@ -73,8 +73,8 @@ def test_a_lifted_model_is_its_own_but_for_the_merged_rows(case):
 
 def test_lifted_models_fit_together_and_their_mean_has_the_merged_rows(case):
     readers = {name: CheckpointReader(path) for name, path in case.lifted.items()}
-    prints = {name: vocabulary_fingerprint(path) for name, path in case.lifted.items()}
-    assert compare_experts(readers, prints) == []
+    tokens = {name: token_ids(path) for name, path in case.lifted.items()}
+    assert compare_experts(readers, tokens) == []
     write_average(list(readers.values()), case.folder / "three", max_shard_bytes=10**9)
     write_average(list(readers.values())[:2], case.folder / "two", max_shard_bytes=10**9)
     three, two, merged = (

@@ -150,7 +150,7 @@ def _die_in_publishing() -> None:
         (out / "model.safetensors").write_bytes(b"half")
         _die()
 
-    trainer._write = half
+    trainer.write_network = half
 
 
 MOMENTS = {

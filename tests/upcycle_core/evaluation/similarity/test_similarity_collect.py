@@ -11,9 +11,10 @@ import torch
 from torch.nn.functional import linear, silu
 
 from tests.pico import save_pico
+from tests.upcycle_core.activations.test_activations_pairs import same_tokens
 from tests.upcycle_core.evaluation.similarity import naive_cka
 from tests.upcycle_core.moe.joined import WIDTH, join
-from upcycle_core.activations.pairs import PairedBatch, same_tokens
+from upcycle_core.activations.pairs import PairedBatch
 from upcycle_core.architectures.families import FAMILIES
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -210,7 +211,10 @@ def test_dense_models_read_their_own_ids_and_states(family, tmp_path):
 
 def test_dense_models_of_one_vocabulary_read_a_split(tmp_path, corpora):
     paths = {f"m{i}": save_pico(tmp_path / f"{i}", seed=i) for i in range(2)}
-    batches = [same_tokens(batch) for batch in split_batches(corpora, CONFIG)]
+    batches = [
+        same_tokens(batch.input_ids, batch.attention_mask)
+        for batch in split_batches(corpora, CONFIG)
+    ]
     assert any(not batch.first_mask.all() for batch in batches)
     found = dense_similarity(paths, batches, config=CONFIG)
     alone = [mlp_features(path, pieces(), 0) for path in paths.values()]
