@@ -6,6 +6,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5Config,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -21,6 +22,7 @@ CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "olmo2": Olmo2Config,
+    "ernie4_5": Ernie4_5Config,
 }
 VOCABULARY = 96
 

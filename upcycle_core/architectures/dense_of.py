@@ -6,6 +6,7 @@ H hidden size, I intermediate size of an expert, D experts.
 from collections.abc import Mapping
 
 from upcycle_core.architectures.families import (
+    ERNIE_MOE,
     FAMILIES,
     FLEX_OLMO,
     MIXTRAL,
@@ -21,8 +22,13 @@ _DENSE = {
     QWEN2_MOE.model_type: "qwen2",
     QWEN3_MOE.model_type: "qwen3",
     FLEX_OLMO.model_type: "olmo2",
+    ERNIE_MOE.model_type: "ernie4_5",
 }
-TARGETS = {target.model_type: target for target in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, FLEX_OLMO)}
+TARGETS = {
+    target.model_type: target for target in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, FLEX_OLMO, ERNIE_MOE)
+}
+_COUNT_FIELDS = tuple({n: 0 for t in TARGETS.values() for n in t.count_fields})
+_TOP_K_FIELDS = tuple({n: 0 for t in TARGETS.values() for n in t.top_k_fields})
 # Where config.json says nothing, the stock class of the MoE takes this and the dense one does not.
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {
     MIXTRAL.model_type: {
@@ -41,6 +47,11 @@ _DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "rope_theta": 5e5,
         "pad_token_id": 100277,
         "eos_token_id": 100257,
+    },
+    ERNIE_MOE.model_type: {
+        "head_dim": None,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
     },
 }
 # What says how tokens are routed, or how experts are computed and trained: no dense model has it.
@@ -81,14 +92,18 @@ def target_of(config: Mapping, *, field: str = "model_type") -> Target:
 
 
 def experts_of(config: Mapping) -> tuple[int, int]:
-    """D and the number of experts a token passes through, of a supported MoE's config.json."""
-    counts = (config.get(name) for name in ("num_local_experts", "num_experts"))
-    return next((count for count in counts if count), 0), config.get("num_experts_per_tok") or 0
+    """D and the number of experts a token passes through, of a MoE's config.json; 0 if unsaid."""
+    experts, top_k = (
+        next((config[name] for name in names if config.get(name)), 0)
+        for names in (_COUNT_FIELDS, _TOP_K_FIELDS)
+    )
+    return experts, top_k
 
 
 def normalises(config: Mapping) -> bool:
-    """Whether the weights of a token's experts sum to one; a Mixtral's always do."""
-    return config["model_type"] == MIXTRAL.model_type or bool(config.get("norm_topk_prob"))
+    """Whether the weights of a token's experts sum to one, in a supported MoE."""
+    is_always = TARGETS[config["model_type"]].always_normalises
+    return is_always or bool(config.get("norm_topk_prob"))
 
 
 def dense_of(config: Mapping, *, like: Family | None = None, field: str = "moe") -> dict:
@@ -145,7 +160,7 @@ def moe_tensors(config: Mapping, dense: Mapping) -> dict[str, tuple[int, ...]]:
     target, family = TARGETS[config["model_type"]], FAMILIES[dense["model_type"]]
     (experts, _), shared = experts_of(config), shared_width(config)
     width, hidden = dense["intermediate_size"], dense["hidden_size"]
-    sizes = {"H": hidden, "S": shared, "1": 1}
+    sizes = {"H": hidden, "S": shared, "D": experts, "1": 1}
     names = family.tensors(dense, ffn=False)
     for layer in range(dense["num_hidden_layers"]):
         names[target.router_name(layer)] = experts, hidden
@@ -174,6 +189,7 @@ def _faults(said: Mapping, target: Target, family: Family, field: str) -> list[F
     """What no dense model of the family expresses, and what nobody has judged."""
     faults = []
     only = {"decoder_sparse_step": 1, "mlp_only_layers": [], "qkv_bias": True}
+    only |= {name: value for name, value in target.constants.items() if name.startswith("moe_")}
     for name, value in only.items():
         if said.get(name, value) not in (value, None):
             remedy = f"only {value!r} is supported: every layer a MoE, of one kind"
@@ -185,6 +201,7 @@ def _faults(said: Mapping, target: Target, family: Family, field: str) -> list[F
     judged = {*family.kept, *family.demanded, *family.ignored, *_OF_ROUTING, "torch_dtype"}
     judged |= {"rope_theta", "rope_scaling", "sliding_window", *WINDOW_ATTRIBUTES[family.windows]}
     judged |= {*target.count_fields, *target.width_fields, *target.constants}
+    judged |= set(target.top_k_fields)
     for name in sorted(set(said) - judged):
         if decides(name, target.model_type) and not is_neutral(name, said):
             remedy = "is unknown; delete it if the model computes the same without it"

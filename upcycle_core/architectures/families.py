@@ -113,6 +113,18 @@ _OLMO2_DEFAULTS = {
     "bos_token_id": None,
     "eos_token_id": 50279,
 }
+_ERNIE_DEFAULTS = {
+    **{name: value for name, value in _DEFAULTS.items() if name != "attention_dropout"},
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "head_dim": 128,
+    "use_bias": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _BALANCE = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 
 MIXTRAL = Target(
@@ -172,6 +184,26 @@ FLEX_OLMO = Target(
     count_fields=("num_experts",),
     width_fields=("intermediate_size",),
     constants={**_BALANCE, "norm_topk_prob": True},
+)
+# Its routers add a bias before the choice; zero chooses as if there were none.
+ERNIE_MOE = Target(
+    model_type="ernie4_5_moe",
+    architecture="Ernie4_5_MoeForCausalLM",
+    router=_LAYER + "mlp.gate.weight",
+    expert=_QWEN_EXPERT,
+    count_fields=("moe_num_experts", "num_experts"),
+    width_fields=("moe_intermediate_size", "intermediate_size"),
+    top_k_fields=("moe_k", "num_experts_per_tok"),
+    constants={
+        **_BALANCE,
+        "use_bias": False,
+        "moe_num_shared_experts": 0,
+        "moe_layer_start_index": 0,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+        "moe_norm_min": 1e-12,
+    },
+    zeros={_LAYER + "mlp.moe_statics.e_score_correction_bias": "1D"},
 )
 
 FAMILIES = {
@@ -237,6 +269,18 @@ FAMILIES = {
             defaults=_OLMO2_DEFAULTS,
             windows="none",
             norms_first=False,
+        ),
+        Family(
+            model_type="ernie4_5",
+            target=ERNIE_MOE,
+            base_tensors=_BASE,
+            layer_tensors=_ATTENTION,
+            bias_tensors={},
+            kept=tuple(name for name in _KEPT if name != "attention_dropout"),
+            demanded={"use_bias": False},
+            ignored=_IGNORED | {"attention_dropout"},
+            defaults=_ERNIE_DEFAULTS,
+            windows="none",
         ),
     )
 }

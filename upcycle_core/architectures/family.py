@@ -1,7 +1,7 @@
 """What a model family is: the names and shapes of its tensors, its configuration, its MoE target.
 
 Shapes are words over these letters: V vocabulary, H hidden size, I intermediate size, N head size,
-Q query heads x N, K key-value heads x N, S width of an unused shared expert, 1.
+Q query heads x N, K key-value heads x N, S width of an unused shared expert, D experts, 1.
 """
 
 import re
@@ -54,6 +54,7 @@ class Target:
         count_fields: Attributes that hold D.
         width_fields: Attributes that hold I.
         constants: Attributes that exactness or older readers ask for.
+        top_k_fields: Attributes that hold k.
         zeros: Name, with ``{layer}``, to shape of tensors that must be there and stay zero.
     """
 
@@ -64,7 +65,13 @@ class Target:
     count_fields: tuple[str, ...]
     width_fields: tuple[str, ...]
     constants: Mapping[str, object]
+    top_k_fields: tuple[str, ...] = ("num_experts_per_tok",)
     zeros: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def always_normalises(self) -> bool:
+        """Whether the weights of a token's experts sum to one, whatever its configuration says."""
+        return "norm_topk_prob" not in self.constants
 
     def router_name(self, layer: int) -> str:
         """Name of the router weight [D, H] of ``layer``."""
@@ -127,9 +134,9 @@ class Family:
         """
         return resolve_config(config, self.defaults, field=field)
 
-    def zeros(self, config: Mapping, layer: int) -> dict[str, tuple[int, ...]]:
-        """Name to shape of what the target's ``layer`` holds and must stay zero."""
-        sizes = _sizes(self.resolve(config))
+    def zeros(self, config: Mapping, layer: int, *, experts: int) -> dict[str, tuple[int, ...]]:
+        """Name to shape of what ``layer`` of a target of D experts holds and must stay zero."""
+        sizes = {**_sizes(self.resolve(config)), "D": experts}
         zeros = self.target.zeros.items()
         return {name.format(layer=layer): _shape(letters, sizes) for name, letters in zeros}
 
@@ -239,7 +246,7 @@ class Family:
             **{key: full[key] for key in self.kept if key in full},
             **dict.fromkeys(self.target.width_fields, full["intermediate_size"]),
             **dict.fromkeys(self.target.count_fields, experts),
-            "num_experts_per_tok": top_k,
+            **dict.fromkeys(self.target.top_k_fields, top_k),
             **self.target.constants,
             **_window_fields(full, self.windows),
             **rope_fields(full["rope_parameters"]),

@@ -79,7 +79,7 @@ def compress(
     the last delta (the paper's appendix A), where it can: see ``ders.decompose.SHARED_GATE``.
 
     Args:
-        moe: A Mixtral, Qwen2Moe or Qwen3Moe checkpoint; it is only read.
+        moe: A checkpoint of a stock MoE of ``architectures.families``; it is only read.
         out: The directory that is written, with the code of the architecture.
         config: How deltas are stored.
         base: The dense checkpoint that the experts began with; None for their mean.

@@ -74,6 +74,8 @@ class Decomposed:
         if seed is not None and like is not None:
             faults += _seed_faults(seed, like, dense)
         raise_faults(faults)
+        if target is not QWEN2_MOE:
+            raise_faults(list(_zero_faults(reader, target, dense)))
         universal = target is QWEN2_MOE and _is_used(reader, dense)
         if universal:
             raise_faults(_universal_faults(reader, dense))
@@ -208,6 +210,15 @@ def _seed_faults(seed: CheckpointReader, family: Family, dense: Mapping) -> Iter
         if name not in seed.tensors or seed.tensors[name].shape != expected[name]:
             remedy = f"lacks {name} of shape {list(expected[name])}; fetch it again"
             yield Fault("base", str(seed.directory), remedy)
+
+
+def _zero_faults(reader: CheckpointReader, target: Target, dense: Mapping) -> Iterator[Fault]:
+    """Tensors of the target that deltas do not express, unless they are zero."""
+    for layer in range(dense["num_hidden_layers"]):
+        for name in (zero.format(layer=layer) for zero in target.zeros):
+            if reader.tensor(name).any():
+                remedy = "must be zero: it changes which experts are chosen, and DeRS has no "
+                yield Fault(f"moe.{name}", "not zero", f"{remedy}place for it; give another MoE")
 
 
 def _is_used(reader: CheckpointReader, dense: Mapping) -> bool:

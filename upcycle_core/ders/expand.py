@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from upcycle_core.architectures.families import MIXTRAL, QWEN2_MOE, family_of
+from upcycle_core.architectures.families import QWEN2_MOE, family_of
 from upcycle_core.architectures.family import LM_HEAD, Family
 from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.checkpoints.place import new_directory, place_faults
@@ -164,7 +164,8 @@ class _Compressed:
         plan: Plan = {target.router_name(layer): ((self.experts, hidden), self.dtype, router)}
         mlp, tensors = mlp_name(layer), self.reader.tensors
         shapes = {m: tensors[f"{mlp}.base.{m}.weight"].shape for m in MATRICES}
-        for name, shape in self.family.zeros(self.dense, layer).items():
+        zeros_of = self.family.zeros(self.dense, layer, experts=self.experts)
+        for name, shape in zeros_of.items():
             if self.universal == "none" or name == SHARED_GATE.format(layer=layer):
                 zeros = partial(torch.zeros, shape, dtype=self.dtype)
                 plan[name] = shape, self.dtype, zeros
@@ -186,7 +187,7 @@ class _Compressed:
             top_k=config["num_experts_per_tok"],
             dtype=self.dtype,
         )
-        if target is not MIXTRAL:
+        if not target.always_normalises:
             content["norm_topk_prob"] = config["combine"] == "normalised"
         if self.universal != "none":
             content["shared_expert_intermediate_size"] = self.dense["intermediate_size"]
@@ -209,6 +210,6 @@ def _stock_faults(config: Mapping, family: Family) -> Iterator[Fault]:
     elif universal != "none" and combine != "sum":
         remedy = f"{stock} adds its shared expert whatever the router says; run it as it is"
         yield Fault("compressed.config.combine", combine, remedy)
-    elif combine == "sum" and family.target is MIXTRAL:
+    elif combine == "sum" and family.target.always_normalises:
         remedy = f"{stock} always divides weights by their sum; run it as it is"
         yield Fault("compressed.config.combine", combine, remedy)

@@ -121,7 +121,7 @@ def _moe_layer(parts: Parts, layer: int, router_HD: torch.Tensor, edit: Edit | N
     family, target, dtype = parts.family, parts.family.target, parts.dtype
     router_DH = router_HD.T
     plan: Plan = {target.router_name(layer): (router_DH.shape, dtype, partial(router_DH.to, dtype))}
-    for name, shape in family.zeros(parts.config, layer).items():
+    for name, shape in family.zeros(parts.config, layer, experts=len(parts.experts)).items():
         plan[name] = shape, dtype, partial(torch.zeros, shape, dtype=dtype)
     kinds: tuple[Part, ...] = ("gate", "up", "down")
     for index, reader in enumerate(parts.experts):

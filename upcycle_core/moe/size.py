@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from upcycle_core.architectures.dense_of import experts_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, RECOMPUTED
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import Fault, InputError
@@ -53,8 +54,7 @@ def parameter_counts(checkpoint: Path) -> Counts:
     in_experts = sum(size for name, size in sizes.items() if _FFN_EXPERT.fullmatch(name))
     if not in_experts:
         return Counts(total, active=total)
-    experts = reader.config.get("num_local_experts") or reader.config.get("num_experts")
-    top_k = reader.config.get("num_experts_per_tok")
+    experts, top_k = experts_of(reader.config)
     if not experts or not top_k:
         remedy = "has experts, but config.json does not say how many, and how many a token uses"
         raise InputError(Fault("checkpoint", str(checkpoint), remedy))

@@ -12,7 +12,7 @@ from upcycle_core.training.config import (
     TrainingConfig,
 )
 
-RENORMALISING = frozenset({"mixtral", "bam"})
+RENORMALISING = frozenset({"mixtral", "ernie4_5_moe", "bam"})
 """Model types whose routers always make a token's k weights sum to one."""
 ON_EXPERTS = ("router", "experts", "expert_gates", "shared_base")
 """Groups that only a Mixture-of-Experts has."""

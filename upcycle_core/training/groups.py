@@ -15,6 +15,8 @@ from upcycle_core.moe.inspect import routers_of
 from upcycle_core.training.checks import objective_faults
 from upcycle_core.training.config import Group, MoEObjective
 
+_CHOOSING = "e_score_correction_bias"
+
 Part = Literal["router", "experts", "base", "backbone"]
 
 
@@ -45,7 +47,7 @@ def select_trainable(model: nn.Module, groups: Sequence[Group]) -> Trainable:
 
     A module of an own architecture joins a group with an attribute
     ``parameter_group: "router" | "experts" | "base" | "backbone"``, which holds for all that is
-    inside it.
+    inside it. A bias that only decides which experts are chosen has no gradient and stays as it is.
 
     Args:
         model: Freshly loaded; changed in place.
@@ -115,6 +117,7 @@ def _chosen(parts: dict[str, Part], groups: Sequence[Group]) -> set[str]:
         else:
             part = "base" if group == "shared_base" else group
             named = {name for name in parts if parts[name] == part}
+        named = {name for name in named if name.rpartition(".")[2] != _CHOOSING}
         if not named:
             remedy = "the model has no such parameters; train what it has"
             raise InputError(Fault("objective.trainable", group, remedy))

@@ -188,10 +188,11 @@ def test_a_configuration_of_transformers_4_says_the_same():
 def test_transformers_reads_the_target_back_unchanged(family):
     config = dense(family, rope_parameters=LLAMA3_ROPE, rms_norm_eps=3e-5)
     target = family_of(config).target_config(config, experts=3, top_k=2)
-    read = AutoConfig.for_model(**target).to_dict()
+    stock = AutoConfig.for_model(**target)
+    read = stock.to_dict()
     for name in ("rope_parameters", "rms_norm_eps", "head_dim", "vocab_size", "eos_token_id"):
         assert read[name] == config[name]
-    assert read["num_experts_per_tok"] == 2
+    assert stock.num_experts_per_tok == 2
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.pico import save_pico
@@ -31,6 +32,7 @@ FAMILIES = {
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
     ),
     "qwen3, attention bias, tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "ernie4.5": ("ernie4_5", {}),
 }
 WHOLE = {"max_shard_bytes": 10**9}
 PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -45,6 +47,18 @@ def refused(*args, **kwargs) -> str:
     with pytest.raises(InputError) as caught:
         compress(*args, **{**WHOLE, **kwargs})
     return str(caught.value)
+
+
+def test_a_bias_that_chooses_experts_is_no_delta(tmp_path):
+    grown = grow(tmp_path, "ernie4_5")
+    name = "model.layers.1.mlp.moe_statics.e_score_correction_bias"
+    file = grown.model / "model.safetensors"
+    weights = load_file(file)
+    weights[name][0, 2] = 0.5
+    save_file(weights, file, {"format": "pt"})
+    said = refused(grown.model, tmp_path / "out", config=EXACT, base=grown.seed)
+    assert name in said
+    assert "which experts are chosen" in said
 
 
 @pytest.mark.parametrize("case", FAMILIES)

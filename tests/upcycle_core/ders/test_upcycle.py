@@ -77,7 +77,9 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi", "stablelm"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "ernie4_5", "phi", "stablelm"]
+)
 def test_step_0_computes_what_the_dense_model_computes(tmp_path, family):
     """For every setting in which the weights of a token sum to one."""
     dense = save_pico(tmp_path / "dense", family, num_hidden_layers=3)

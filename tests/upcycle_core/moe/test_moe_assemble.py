@@ -44,6 +44,8 @@ CASES = {
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
     ),
+    "ernie4.5": ("ernie4_5", {}),
+    "ernie4.5, wide heads": ("ernie4_5", {"head_dim": 16}),
     "olmo2": ("olmo2", {}),
     "olmo2, attention bias": ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
 }

@@ -14,7 +14,7 @@ from upcycle_core.moe.inspect import (
     set_top_k,
 )
 
-FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "ernie4_5"])
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from upcycle_core.ders.upcycle import write_ders_upcycling
 from upcycle_core.errors import InputError
 from upcycle_core.moe.size import Counts, expert_bytes, parameter_counts
 
-FAMILIES = pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+FAMILIES = pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "ernie4_5"])
 TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 # 2 layers, H = 32: the parameters of one expert in all layers.
 ONE_EXPERT = 2 * 3 * 32 * WIDTH

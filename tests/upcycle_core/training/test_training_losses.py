@@ -16,7 +16,7 @@ from upcycle_core.training.losses import (
     z_loss,
 )
 
-FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "ernie4_5"])
 
 
 def random_routing(layers=3, tokens=17, experts=5, k=2, masked=()):
