@@ -5,6 +5,7 @@ from pathlib import Path
 from infra import settings as environment
 from infra.recipe.schema import Recipe
 from tasks.engine.stage_run import StageRun
+from upcycle_core.backbone.form import changes
 from upcycle_core.checkpoints.given_as import given_as
 from upcycle_core.given.resolve import resolve_model
 
@@ -29,9 +30,18 @@ def given_model(recipe: Recipe, reference: str, cache: Path) -> Path:
 
 
 def forms(run: StageRun) -> dict[str, str]:
-    """What experts of the workspace were made from, by domain, where that was no checkpoint."""
-    made = {name: given_as(run.path(f"experts/{name}")) for name in run.recipe.domains}
-    return {name: form for name, form in made.items() if form is not None}
+    """What experts of the workspace were given as, and what was changed so that they fit.
+
+    Returns:
+        Domain to that, in words; a checkpoint that was taken as it is is not there.
+    """
+    told = {}
+    for name in run.recipe.domains:
+        expert = run.path(f"experts/{name}")
+        form = given_as(expert)
+        if parts := [*([] if form is None else [form]), *changes(expert)]:
+            told[name] = "; ".join(parts)
+    return told
 
 
 def _on_disk(reference: str, cache: Path) -> str:

@@ -5,7 +5,6 @@ from tasks.data.given import forms
 from tasks.dume.files import ROUTERS
 from tasks.engine.params import dume_keys
 from tasks.engine.stage import StageRun, each, stage
-from upcycle_core.backbone.form import changes
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.dume.router_reader import load_routers
 from upcycle_core.moe.assemble import assemble
@@ -35,5 +34,4 @@ def model(run: StageRun) -> None:
         method="DUME",
         experts=list(recipe.domains),
         given=forms(run),
-        changes={name: changes(run.path(f"experts/{name}")) for name in recipe.domains},
     )

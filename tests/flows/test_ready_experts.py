@@ -1,5 +1,6 @@
 """Experts that exist already: nothing is trained, the router can be solved layer by layer."""
 
+import html
 import json
 
 import pytest
@@ -24,7 +25,15 @@ def project(tmp_path_factory):
         "folder": str(texts),
         "domains": {
             domain: {
-                "expert": str(save_pico(folder / domain, "qwen2", seed=i, intermediate_size=64)),
+                "expert": str(
+                    save_pico(
+                        folder / domain,
+                        "qwen2",
+                        seed=i,
+                        intermediate_size=64,
+                        max_position_embeddings=128 >> i,
+                    )
+                ),
                 "calibration": {"files": [f"{{folder}}/{domain}/train.txt"]},
                 "heldout": {"files": [f"{{folder}}/{domain}/heldout.txt"]},
             }
@@ -55,6 +64,17 @@ def test_report_has_no_seed_row(project):
     assert {"random_routing", "model_averaging", "dume", "oracle"} <= set(
         metrics["normalised_average"]
     )
+
+
+def test_the_smallest_length_counts_and_page_and_card_say_so(project):
+    workspace = project.workspace
+    config = json.loads((workspace / "model" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 64
+    told = "letters: max_position_embeddings: 128 -> 64, the smallest of all models counts"
+    for place in ("report/report.html", "model/README.md"):
+        said = html.unescape((workspace / place).read_text())
+        assert told in said
+        assert "numbers: max_position" not in said
 
 
 def test_model_holds_the_experts_as_they_were(project):

@@ -190,6 +190,8 @@ def _faults(said: Mapping, target: Target, family: Family, field: str) -> list[F
     faults = []
     only = {"decoder_sparse_step": 1, "mlp_only_layers": [], "qkv_bias": True}
     only |= {name: value for name, value in target.constants.items() if name.startswith("moe_")}
+    if said.get("moe_layer_end_index") == said["num_hidden_layers"] - 1:
+        del only["moe_layer_end_index"]  # what the stock class makes of -1
     for name, value in only.items():
         if said.get(name, value) not in (value, None):
             remedy = f"only {value!r} is supported: every layer a MoE, of one kind"

@@ -115,7 +115,7 @@ def common_forms(
         if size not in (None, full[name]["vocab_size"]):
             config["vocab_size"] = size
         changed = [key for key in config if key not in ("torch_dtype", "rope_theta")]
-        said = [f"{key}: {full[name].get(key)} -> {config[key]}" for key in changed]
+        said = [_change(key, full[name].get(key), config[key]) for key in changed]
         rows: dict[str, torch.Tensor] = {}
         ids: tuple[int, ...] = ()
         tokenizer = None
@@ -179,6 +179,12 @@ def changes(checkpoint: Path) -> list[str]:
     """What ``write_in_form`` changed in a checkpoint that it wrote, for people."""
     path = checkpoint / FORM
     return json.loads(path.read_text())["said"] if path.is_file() else []
+
+
+def _change(key: str, old: object, new: object) -> str:
+    if key == "max_position_embeddings":
+        return f"{key}: {old} -> {new}, the smallest of all models counts"
+    return f"{key}: {old} -> {new}"
 
 
 def _missing(tokens: Mapping[str, TokenIds], name: str, own: int, size: int) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ def write_model_card(
     experts: Sequence[str] = (),
     licence: str | None = None,
     given: Mapping[str, str] | None = None,
-    changes: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Write README.md beside a checkpoint of experts.
 
@@ -32,8 +31,8 @@ def write_model_card(
         method: What joined the experts (``DUME``), or found them (``SIMoE``).
         experts: Domains, in the order of the experts; none if they were found in one model.
         licence: Identifier for hubs; the experts' own decides where none is given.
-        given: Domain to what its expert was made from, where that was no checkpoint.
-        changes: Domain to what was changed in its model so that it fits the others.
+        given: Domain to what its expert was made from, where that was no checkpoint, and to what
+            was changed in it to fit the others.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
@@ -51,7 +50,6 @@ def write_model_card(
         _table(config),
         *(["\n".join(["| expert | domain |", "| --- | --- |", *rows])] if experts else []),
         *(["\n".join(f"- {name}: {said}" for name, said in given.items())] if given else []),
-        *[f"Changed in {name} to fit: {'; '.join(c)}." for name, c in (changes or {}).items() if c],
         "Load it with transformers alone:",
         _fenced("python", _usage(config)),
         "The recipe that made it:",

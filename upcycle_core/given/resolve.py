@@ -72,8 +72,8 @@ def resolve_model(reference: str, cache_dir: Path, *, base: str | None = None) -
 
 
 def _directory(reference: str, cache_dir: Path) -> Path:
-    directory = Path(reference).expanduser()
-    if directory.is_dir():
+    directory = _found(reference)
+    if directory is not None and directory.is_dir():
         files = sorted(path.name for path in directory.glob(f"*{GGUF}"))
         if files and not (directory / "config.json").is_file():
             remedy = f"holds GGUF files; name one of them: {directory / files[0]}"
@@ -86,17 +86,26 @@ def _directory(reference: str, cache_dir: Path) -> Path:
 
 
 def _gguf_path(reference: str, cache_dir: Path) -> Path:
-    path = Path(reference).expanduser()
-    parts = reference.split("/", 2)
-    if path.is_file() or len(parts) < 3 or path.is_absolute():
-        if not path.is_file():
-            remedy = "is no file; give a path, or owner/name/FILE.gguf of the hub"
-            raise InputError(Fault("model", reference, remedy))
+    path = _found(reference)
+    if path is not None and path.is_file():
         return path
+    parts = reference.split("/", 2)
+    if path is not None or len(parts) < 3 or not all(parts) or reference.startswith("~"):
+        remedy = "is no file; give a path, or owner/name/FILE.gguf of the hub"
+        raise InputError(Fault("model", reference, remedy))
     owner, name, file = parts
     return _fetched(
         reference, lambda: hf_hub_download(f"{owner}/{name}", file, cache_dir=cache_dir)
     )
+
+
+def _found(reference: str) -> Path | None:
+    """What is there under this path; None where nothing is, or it cannot be a path."""
+    try:
+        path = Path(reference).expanduser()
+        return path if reference and path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long, ~ of nobody, a zero in it
+        return None
 
 
 def _fetched(reference: str, fetch: Callable[[], str]) -> Path:
@@ -173,7 +182,7 @@ def _base_directory(reference: str, place: str, cache_dir: Path) -> Path:
 
 
 def _is_hub_id(reference: str) -> bool:
-    return reference.count("/") == 1 and not Path(reference).expanduser().exists()
+    return reference.count("/") == 1 and _found(reference) is None
 
 
 def _weights(directory: Path) -> list[str]:

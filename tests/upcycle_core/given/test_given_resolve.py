@@ -36,6 +36,18 @@ def test_a_hub_name_is_fetched_without_pickle_or_code(tmp_path, monkeypatch):
         assert any(Path(name).match(pattern) for pattern in wanted)
 
 
+@pytest.mark.parametrize(
+    "reference",
+    ["", "~nosuch/x", "x" * 5000, "\0", "~nosuch/x.gguf", "y" * 5000 + ".gguf", "a//.gguf"],
+)
+def test_what_can_be_no_path_is_an_input_error(tmp_path, reference):
+    with pytest.raises(InputError) as refused:
+        resolve.resolve_model(reference, tmp_path)
+    (fault,) = refused.value.faults
+    assert fault.value == reference
+    assert fault.remedy.startswith(("is no directory", "is no file"))
+
+
 @pytest.mark.parametrize("reference", ["./no/such/place", "a/b/c"])
 def test_a_path_that_is_not_there_is_named(tmp_path, reference):
     with pytest.raises(InputError, match="is no directory") as caught:

@@ -51,7 +51,8 @@ def write_report(
         evaluation: What was measured.
         out: The directory.
         model: What people call what was evaluated.
-        given: What a domain's expert was made from, where that was no checkpoint.
+        given: What a domain's expert was made from, where that was no checkpoint, and what was
+            changed in it to fit the others.
         first: Sections that come before the evaluation's own.
         more: What else belongs into metrics.json.
         tables: {file name: further numbers, as CSV}.
@@ -61,7 +62,7 @@ def write_report(
     """
     raise_faults(results.faults(evaluation))
     forms = [Notes([f"{name}: {form}" for name, form in given.items()])] if given else []
-    shown = [Section("Experts in another form", forms), *first, *sections(evaluation)]
+    shown = [Section("Experts brought into one form", forms), *first, *sections(evaluation)]
     files.write_report(
         Report(f"{model}: evaluation on held-out text", shown),
         out,
