@@ -3,6 +3,7 @@
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from upcycle_core.errors import Fault, InputError
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    """Print a continuation of the prompt by ``models:/NAME@ALIAS``."""
+    """Print a continuation of each prompt by ``models:/NAME@ALIAS``, a line of --- between them."""
     parser = argparse.ArgumentParser(prog="python -m flows.generate", description=__doc__)
     parser.add_argument("model", help="NAME@ALIAS or NAME/VERSION in the MLflow registry")
     parser.add_argument(
-        "prompt", help="text to continue; a special token's name in it is text like any other"
+        "prompts",
+        metavar="prompt",
+        nargs="+",
+        help="text to continue; a special token's name in it is text like any other",
     )
     parser.add_argument(
         "--chat", action="store_true", help="answer the prompt, in the model's chat template"
@@ -37,11 +41,12 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         reference = f"models:/{chosen.model.removeprefix('models:/')}"
         directory = registry.download(reference, Path(folder) / "model")
-        print(generate(directory, chosen))
+        for index, text in enumerate(generate(directory, chosen)):
+            print(f"---\n{text}" if index else text)
 
 
-def generate(directory: Path, chosen: argparse.Namespace) -> str:
-    """The prompt and its continuation, or the answer to it, by stock transformers classes."""
+def generate(directory: Path, chosen: argparse.Namespace) -> Iterator[str]:
+    """Each prompt and its continuation, or the answer to it, by stock transformers classes."""
     import torch
     from transformers import AutoTokenizer
 
@@ -52,21 +57,22 @@ def generate(directory: Path, chosen: argparse.Namespace) -> str:
     register_architectures()
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     model: Any = load_causal_lm(directory)
-    torch.manual_seed(chosen.seed)
-    ids = torch.tensor([asked(tokenizer, chosen.prompt, bos=_bos(directory), chat=chosen.chat)])
     sampling = (
         {"do_sample": True, "temperature": chosen.temperature}
         if chosen.temperature > 0
         else {"do_sample": False}
     )
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=chosen.tokens,
-        **sampling,
-    )
-    first = ids.shape[1] if chosen.chat else 0
-    return str(tokenizer.decode(output[0, first:], skip_special_tokens=True))
+    for prompt in chosen.prompts:
+        torch.manual_seed(chosen.seed)
+        ids = torch.tensor([asked(tokenizer, prompt, bos=_bos(directory), chat=chosen.chat)])
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=chosen.tokens,
+            **sampling,
+        )
+        first = ids.shape[1] if chosen.chat else 0
+        yield str(tokenizer.decode(output[0, first:], skip_special_tokens=True))
 
 
 def _bos(directory: Path) -> Bos:

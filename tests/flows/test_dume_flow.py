@@ -128,10 +128,11 @@ def test_version_carries_what_made_it(project, registry, tmp_path):
 
 
 def test_documented_command_generates_text(project):
-    done = project.run(
-        sys.executable, "-m", "flows.generate", "upcycle-pico@champion", "one two", "--tokens", "5"
-    )
-    assert done.stdout.startswith("one two")
+    command = [sys.executable, "-m", "flows.generate", "upcycle-pico@champion"]
+    done = project.run(*command, "one two", "three", "--tokens", "5")
+    first, second = done.stdout.split("\n---\n")
+    assert first.startswith("one two")
+    assert second.startswith("three")
 
 
 def test_second_run_calls_nothing_and_registers_nothing(project, registry):

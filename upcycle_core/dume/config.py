@@ -35,7 +35,7 @@ class StatisticsConfig:
     """Parts kept apart for cross-validation of lambda. Each costs H(H+1)/2 fp64 numbers a layer."""
     position_buckets: tuple[int, ...] = ()
     """Token windows whose statistics are kept apart, ascending (2, 16, 128): for Figure 2a."""
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp64"] = "fp32"
     """Arithmetic of the forward pass. Sums across batches are fp64 always."""
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
+from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.dume.collect import collect_shard
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.dume.statistics import save_statistics
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.moe.inspect import set_routers
+from upcycle_core.precision import weights_type
 from upcycle_core.progress import Progress, Silent
 
 
@@ -46,7 +47,7 @@ def sequential_statistics(
     missing = [before for before in range(layer) if before not in routers]
     if missing:
         raise InputError(Fault("routers", missing, f"solve these layers before layer {layer}"))
-    model = load_causal_lm(moe, dtype=DTYPES[config.precision], device=device)
+    model = load_causal_lm(moe, dtype=weights_type(config.precision, device), device=device)
     if config.precision == "fp64":
         model.set_experts_implementation("eager")  # torch's grouped product has no fp64
     set_routers(model, {before: routers[before] for before in range(layer)})

@@ -12,11 +12,11 @@ from safetensors import safe_open
 
 from upcycle_core.activations.moments import Moments, save_sums
 from upcycle_core.backbone.stitch import load_stitched
-from upcycle_core.checkpoints.load import DTYPES
 from upcycle_core.checkpoints.tensor_file import read_header
 from upcycle_core.dume.collect import Layout, collect_shard
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.errors import Fault, InputError
+from upcycle_core.precision import weights_type
 from upcycle_core.progress import Progress, Silent
 
 KIND = "statistics"
@@ -109,7 +109,7 @@ def domain_statistics(
         device: Where the model runs.
         progress: Hears of every batch, in tokens.
     """
-    dtype = DTYPES[config.precision]
+    dtype = weights_type(config.precision, device)
     model = load_stitched(backbone, expert, headless=True, dtype=dtype, device=device)
     layout, moments = collect_shard(
         model,

@@ -62,7 +62,7 @@ class CalibrationConfig:
     """Longest sequence in one forward pass, in tokens of either model."""
     batch_size: int = field(default=16, metadata={"ge": 1})
     """Sequences a forward pass. Part of the result: sums depend on it in the last bits."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Arithmetic of the forward pass."""
     features: Literal["fp32", "bf16"] = "bf16"
     """What features are rounded to before they are multiplied; products are added up in fp32 within

@@ -30,6 +30,7 @@ from upcycle_core.backbone.residual import unit_rows
 from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import Fault, InputError
+from upcycle_core.precision import weights_type
 from upcycle_core.progress import Progress, Silent
 from upcycle_core.symphony.config import CalibrationConfig
 from upcycle_core.symphony.texts import paired_texts
@@ -137,7 +138,7 @@ def residual_moments(files: Sequence[Path]) -> CrossMoments:
 
 def _decoder(directory: Path, config: CalibrationConfig, device: str) -> nn.Module:
     """The model without lm_head."""
-    dtype = DTYPES[config.precision]
+    dtype = weights_type(config.precision, device)
     return load_causal_lm(directory, dtype=dtype, device=device).get_decoder()
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback
 
 from upcycle_core.errors import Fault, InputError
+from upcycle_core.precision import arithmetic
 from upcycle_core.progress import Progress
 from upcycle_core.training import workers
 from upcycle_core.training.checkpoints import (
@@ -178,8 +179,9 @@ class CausalTrainer(Trainer):
         return self._losses.add(text, micro_batches=micro_batches) / micro_batches
 
     def _autocast(self) -> torch.autocast:
-        bf16 = self._config.precision == "bf16"
-        return torch.autocast(self.args.device.type, torch.bfloat16, enabled=bf16)
+        device = self.args.device
+        bf16 = arithmetic(self._config.precision, device) == "bf16"
+        return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
     def _options(self) -> dict[str, bool]:
         """What the model is called with beside the batch."""

@@ -38,8 +38,9 @@ class TrainingConfig:
     """AdamW's decay of the second moment."""
     max_gradient_norm: float = field(default=1.0, metadata={"gt": 0})
     """Gradients are clipped to this global norm."""
-    precision: Literal["fp32", "bf16"] = "bf16"
-    """Arithmetic of forward and backward pass; weights and optimizer stay fp32."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Arithmetic of forward and backward pass; weights and optimizer stay fp32. `auto`: bf16 where
+    the device multiplies it faster."""
     checkpoint_steps: int = field(default=200, metadata={"ge": 1})
     """Optimizer steps between checkpoints; a killed training continues from the last whole one."""
     log_steps: int = field(default=10, metadata={"ge": 1})

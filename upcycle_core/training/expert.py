@@ -12,10 +12,13 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from upcycle_core.architectures.families import family_of
+from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
+from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.writer import sync_directory, sync_file, write_json
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.given.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, merge_adapter
+from upcycle_core.precision import arithmetic
 from upcycle_core.progress import Progress
 from upcycle_core.training.arguments import checked_shape
 from upcycle_core.training.config import ExpertTrainingConfig, LoraSettings
@@ -26,9 +29,9 @@ from upcycle_core.training.trainer import (
     TrainingResult,
     train,
     train_subject,
-    write_network,
 )
 
+SHARD_BYTES = 5_000_000_000
 ADAPTER = "adapter"
 """Folder of the adapter beside the merged weights."""
 
@@ -72,17 +75,16 @@ def train_expert(
 
     def load(device: str) -> Subject:
         lora = config.method == "lora"
-        dtype = DTYPES[config.precision] if lora else torch.float32
+        precision = arithmetic(config.precision, device)
+        dtype = DTYPES[precision] if lora else torch.float32
         network = load_causal_lm(
-            model, dtype=dtype, device=device, precision=config.precision, training=True
+            model, dtype=dtype, device=device, precision=precision, training=True
         )
         if lora:
             tuned = add_adapter(network, config.lora or LoraSettings(), seed=seed)
             return Subject(network, _trainable(network), partial(_write_merged, tuned, model, out))
-        family = family_of(network.config.to_dict())
-        for name, parameter in network.named_parameters():
-            parameter.requires_grad_(family.is_ffn(name))
-        return Subject(network, _trainable(network), partial(write_network, network, model, out))
+        _freeze_all_but_ffns(network, DTYPES[precision])
+        return Subject(network, _trainable(network), partial(_write_ffns, network, model, out))
 
     record = training_record(config, seed, None, fingerprint or {})
     return train_subject(load, dataset, shape=shape, record=record, **common)
@@ -118,6 +120,37 @@ def add_adapter(network: PreTrainedModel, settings: LoraSettings, *, seed: int) 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return get_peft_model(network, wanted)  # A and B in fp32, whatever the network is in
+
+
+def _freeze_all_but_ffns(network: PreTrainedModel, frozen: torch.dtype) -> None:
+    """Train the FFNs, in fp32; the rest needs no gradient, and no more digits than arithmetic has.
+
+    Norms stay in fp32: they are small.
+    """
+    family = family_of(network.config.to_dict())
+    for name, parameter in network.named_parameters():
+        is_trained = family.is_ffn(name)
+        parameter.requires_grad_(is_trained)
+        if not is_trained and parameter.dim() > 1:
+            parameter.data = parameter.data.to(frozen)
+
+
+def _write_ffns(network: PreTrainedModel, source: Path, out: Path) -> None:
+    """Write the FFNs that were trained and all else of ``source`` to the bit, in fp32."""
+    reader = CheckpointReader(source)
+    config = {**reader.config, "dtype": "float32", "torch_dtype": "float32"}
+    family, trained = family_of(config), dict(network.named_parameters())
+
+    def produce(name: str) -> torch.Tensor:
+        if family.is_ffn(name):
+            return trained[name].detach().cpu()
+        return reader.tensor(name).float()
+
+    plan: Plan = {
+        name: (shape, torch.float32, partial(produce, name))
+        for name, shape in family.tensors(config).items()
+    }
+    write_model(out, plan, config, source=reader, max_shard_bytes=SHARD_BYTES)
 
 
 def _is_linear(module: nn.Module) -> bool:

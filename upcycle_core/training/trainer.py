@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from upcycle_core.checkpoints.load import load_causal_lm, quiet_loading
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
+from upcycle_core.precision import arithmetic
 from upcycle_core.progress import Progress, Silent
 from upcycle_core.training import workers
 from upcycle_core.training.arguments import checked_shape, training_arguments
@@ -28,6 +29,7 @@ from upcycle_core.training.checkpoints import PREFIX, Checkpoint
 from upcycle_core.training.config import MoEObjective, TrainingConfig
 from upcycle_core.training.extension import Extension
 from upcycle_core.training.groups import Trainable, select_trainable
+from upcycle_core.training.head import sliced_head
 from upcycle_core.training.resume import (
     checkpoint_to_resume,
     kept_step,
@@ -104,7 +106,8 @@ def train(
     shape = checked_shape(model, dataset, validation, config, objective)
 
     def load(device: str) -> Subject:
-        network = load_causal_lm(model, device=device, precision=config.precision, training=True)
+        precision = arithmetic(config.precision, device)
+        network = load_causal_lm(model, device=device, precision=precision, training=True)
         trainable = select_trainable(network, objective.trainable if objective else ("all",))
         return Subject(network, trainable, write=lambda: write_network(network, model, out))
 
@@ -175,19 +178,20 @@ def train_subject(
     progress.start("training", config.steps)
     progress.advance(found.step if found else 0)
     if found is None or found.step < config.steps:
-        trainer = CausalTrainer(
-            subject.network,
-            settings,
-            dataset=dataset,
-            config=config,
-            record=record,
-            progress=progress,
-            objective=objective,
-            undecayed=subject.trainable.undecayed,
-            validation=validation,
-            extension=subject.extension,
-        )
-        found = trainer.run(found)
+        with sliced_head(subject.network):
+            trainer = CausalTrainer(
+                subject.network,
+                settings,
+                dataset=dataset,
+                config=config,
+                record=record,
+                progress=progress,
+                objective=objective,
+                undecayed=subject.trainable.undecayed,
+                validation=validation,
+                extension=subject.extension,
+            )
+            found = trainer.run(found)
     return _finish(subject, config, found)
 
 

@@ -19,7 +19,7 @@ class SimilarityConfig:
     """Longest sequence in one forward pass."""
     batch_size: int = field(default=16, metadata={"ge": 1})
     """Sequences a forward pass."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Arithmetic of the forward pass; sums over batches are fp64."""
     representations: tuple[Representation, ...] = ("neurons", "outputs")
     """`neurons`: act(gate) * up; `outputs`: what the FFN adds to the residual stream."""

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from upcycle_core.activations.pairs import PairedBatch
-from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
+from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.evaluation.similarity.cka import StreamMoments, compare
 from upcycle_core.evaluation.similarity.collect import Key, collect_dense, collect_moe
 from upcycle_core.evaluation.similarity.config import Representation, SimilarityConfig
+from upcycle_core.precision import weights_type
 from upcycle_core.progress import Progress, Silent
 
 
@@ -90,7 +91,7 @@ def moe_similarity(
     progress = progress or Silent()
     tokens = sum(pieces.tokens for _, pieces in _cut(corpora, config))
     progress.start("expert similarity", tokens, "tokens")
-    loaded = load_causal_lm(checkpoint, dtype=DTYPES[config.precision], device=device)
+    loaded = load_causal_lm(checkpoint, dtype=weights_type(config.precision, device), device=device)
     model: Any = loaded.base_model
     layers = [
         layer
@@ -132,7 +133,7 @@ def dense_similarity(
     Raises:
         InputError: Models of different shapes, no text, or features that are not finite.
     """
-    dtype = DTYPES[config.precision]
+    dtype = weights_type(config.precision, device)
     models: list[Any] = [
         load_causal_lm(path, dtype=dtype, device=device).base_model for path in checkpoints.values()
     ]

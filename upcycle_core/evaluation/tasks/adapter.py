@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, set_seed
 
-from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
+from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.encoding import with_prefix
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -28,6 +28,7 @@ from upcycle_core.evaluation.tasks.samples import (
 )
 from upcycle_core.evaluation.tasks.score import TaskScore
 from upcycle_core.evaluation.tasks.tasks import HarnessTask
+from upcycle_core.precision import weights_type
 from upcycle_core.progress import Progress, Silent
 
 
@@ -145,7 +146,9 @@ def _load_model(directory: Path, config: TaskEvaluationConfig, bos: Bos, device:
     if config.chat_template and tokenizer.chat_template is None:
         remedy = f"the tokenizer of {directory} has no chat template; set it to false"
         raise InputError(Fault("task_evaluation.chat_template", True, remedy))
-    model: Any = load_causal_lm(directory, dtype=DTYPES[config.precision], device=device)
+    model: Any = load_causal_lm(
+        directory, dtype=weights_type(config.precision, device), device=device
+    )
     return HFLM(
         pretrained=model,
         tokenizer=with_prefix(tokenizer, bos),

@@ -80,7 +80,7 @@ class TaskEvaluationConfig:
     """One run each: they draw the examples in prompts, and samples where a task is not greedy."""
     batch_size: int | None = field(default=None, metadata={"ge": 1})
     """Sequences a forward pass; found from the free memory by default."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Type of the weights."""
     chat_template: bool = False
     """Whether prompts are wrapped in the tokenizer's chat template, examples as turns."""

@@ -18,7 +18,7 @@ class EvaluationConfig:
     """Tokens that are scored: all, or of chats the responses."""
     batch_size: int = field(default=16, metadata={"ge": 1})
     """Sequences a forward pass."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Arithmetic of the forward pass; losses are summed in fp64."""
     random_routing_seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the random routers; their scores are averaged."""

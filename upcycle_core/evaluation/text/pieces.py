@@ -21,7 +21,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from upcycle_core.backbone.stitch import load_stitched
-from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
+from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.conversations import Conversation, joined
 from upcycle_core.corpora.encoding import encoded
@@ -36,6 +36,7 @@ from upcycle_core.moe.inspect import (
     set_routers,
     set_top_k,
 )
+from upcycle_core.precision import weights_type
 from upcycle_core.progress import Progress
 
 Scores = dict[str, dict[str, float]]
@@ -86,7 +87,9 @@ def evaluate_stitched(
         expert: The dense expert whose FFNs are used.
         corpora: For the oracle, that of the expert's own domain alone.
     """
-    model = load_stitched(backbone, expert, dtype=DTYPES[config.precision], device=device)
+    model = load_stitched(
+        backbone, expert, dtype=weights_type(config.precision, device), device=device
+    )
     return _evaluate(model, corpora, config, progress)
 
 
@@ -208,7 +211,7 @@ def load_scored(directory: Path, config: EvaluationConfig, device: str) -> PreTr
     Raises:
         InputError: It cannot be loaded, or it does something to its logits that scoring leaves out.
     """
-    model = load_causal_lm(directory, dtype=DTYPES[config.precision], device=device)
+    model = load_causal_lm(directory, dtype=weights_type(config.precision, device), device=device)
     check_plain_head(model)
     return model
 

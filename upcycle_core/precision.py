@@ -1,0 +1,49 @@
+"""Which arithmetic a model is computed in, where that is left to the machine."""
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from upcycle_core.checkpoints.load import DTYPES
+
+Precision = Literal["auto", "fp32", "bf16"]
+CPUINFO = Path("/proc/cpuinfo")
+# Units that multiply bf16: Intel's and AMD's, Intel's tiles, Arm's.
+_UNITS = re.compile(r"^(?:flags|Features)\s*:.*\b(avx512_bf16|amx_bf16|bf16)\b", re.MULTILINE)
+
+
+def arithmetic(precision: Precision, device: str | torch.device) -> Literal["fp32", "bf16"]:
+    """What ``auto`` is on a device: bf16 where it multiplies that faster than fp32.
+
+    A GPU does if CUDA says so. A CPU does if it has units for it; one without emulates bf16, which
+    takes several times as long as fp32.
+
+    Args:
+        precision: As a recipe says it; what is not ``auto`` stays.
+        device: Where it is computed (``cpu``, ``cuda:0``).
+    """
+    if precision != "auto":
+        return precision
+    if torch.device(device).type == "cpu":
+        return "bf16" if bf16_units() else "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+
+
+def weights_type(
+    precision: Literal["auto", "fp32", "bf16", "fp64"], device: str | torch.device
+) -> torch.dtype:
+    """Type of weights for a forward pass in ``precision``; fp64 is possible there too."""
+    return DTYPES["fp64" if precision == "fp64" else arithmetic(precision, device)]
+
+
+@cache
+def bf16_units() -> str | None:
+    """Name of this machine's CPU feature that multiplies bf16; None without one."""
+    try:
+        found = _UNITS.search(CPUINFO.read_text(encoding="ascii", errors="replace"))
+    except OSError:  # no Linux
+        return None
+    return found[1] if found else None

@@ -1,0 +1,132 @@
+"""The output head and its cross-entropy, a slice of tokens at a time: logits are never whole.
+
+T tokens that are predicted, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from upcycle_core.architectures.dense_of import TARGETS
+from upcycle_core.architectures.families import FAMILIES
+from upcycle_core.training.rows import NO_LOSS
+
+SLICE = 1 << 24
+"""Logits that are held at once."""
+
+
+class HeadLoss(torch.autograd.Function):
+    """Sum over tokens of -log softmax(W h)[label]; both gradients are made on the way forward.
+
+    With p the softmax and e the label's unit vector, the gradient of W h is p - e: of h it is
+    W^T (p - e), and of W the sum of (p - e) h^T. Made slice by slice, neither logits nor their
+    gradient [T, V] are kept for the way back.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, h_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, learns: bool
+    ) -> Tensor:
+        """Args: hidden states, the head, int64 labels, whether gradients are wanted; a scalar."""
+        kind, device = h_TH.dtype, h_TH.device.type
+        if torch.is_autocast_enabled(device):
+            kind = torch.get_autocast_dtype(device)
+        total = torch.zeros((), dtype=torch.float32, device=h_TH.device)
+        wants_h, wants_weight, *_ = (learns and wanted for wanted in ctx.needs_input_grad)
+        grad_TH = torch.empty_like(h_TH) if wants_h else None
+        grad_VH = torch.zeros_like(weight_VH) if wants_weight else None
+        with torch.autocast(device, enabled=False):
+            cast_VH = weight_VH.to(kind)
+            rows = max(1, SLICE // len(weight_VH))
+            for first in range(0, len(h_TH), rows):
+                part = slice(first, first + rows)
+                h_tH, labels_t = h_TH[part].to(kind), labels_T[part, None]
+                logits_tV = (h_tH @ cast_VH.T).float()
+                normaliser_t1 = logits_tV.logsumexp(1, keepdim=True)
+                total += (normaliser_t1 - logits_tV.gather(1, labels_t)).sum()
+                if not (wants_h or wants_weight):
+                    continue
+                grad_tV = logits_tV.sub_(normaliser_t1).exp_()
+                grad_tV.scatter_add_(1, labels_t, -torch.ones_like(normaliser_t1))
+                grad_tV = grad_tV.to(kind)
+                if grad_TH is not None:
+                    grad_TH[part] = grad_tV @ cast_VH
+                if grad_VH is not None:
+                    grad_VH += grad_tV.T @ h_tH
+        ctx.gradients = grad_TH, grad_VH
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """Times the gradient of what the sum goes into."""
+        grad_TH, grad_VH = (None if grad is None else grad.mul_(outer[0]) for grad in ctx.gradients)
+        ctx.gradients = None, None
+        return grad_TH, grad_VH, None, None
+
+
+@contextmanager
+def sliced_head(network: PreTrainedModel) -> Iterator[None]:
+    """Inside, ``network(..., labels=...)`` has the loss it always has, and no logits.
+
+    Where the network is not a stock one whose logits are one matrix times its last hidden state,
+    nothing changes. Tokens that are not predicted cost nothing.
+
+    Args:
+        network: Changed in place, and back again; its parameters keep their names.
+    """
+    head: Any = network.get_output_embeddings()
+    if not (_is_stock(network) and type(head) is nn.Linear and head.bias is None):
+        yield
+        return
+    network.set_output_embeddings(_Deferred(head.weight))
+    network.loss_function = partial(_loss, head.weight)
+    try:
+        yield
+    finally:
+        network.set_output_embeddings(head)
+        del network._loss_function
+
+
+class _Deferred(nn.Module):
+    """In a head's place: hands on what it would multiply; the loss multiplies."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def _is_stock(network: PreTrainedModel) -> bool:
+    known = network.config.model_type in FAMILIES or network.config.model_type in TARGETS
+    return known and type(network).__module__.startswith("transformers.")
+
+
+def _loss(
+    weight: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    *_: object,  # some pass the vocabulary's size by its place
+    num_items_in_batch: Tensor | int | None = None,
+    **__: object,
+) -> Tensor:
+    """What transformers' loss of causal language models is, from the head's input.
+
+    Args:
+        weight: [V, H].
+        logits: What the head handed on, [B, S, H].
+        labels: [B, S] int64, ``NO_LOSS`` where nothing is predicted.
+        num_items_in_batch: What the sum is divided by; the tokens predicted by default.
+    """
+    following_BS = labels[:, 1:]
+    is_target_BS = following_BS != NO_LOSS
+    h_TH = logits[:, :-1][is_target_BS]
+    targets = following_BS[is_target_BS]
+    total: Tensor = HeadLoss.apply(h_TH, weight, targets, torch.is_grad_enabled())
+    return total / (len(targets) if num_items_in_batch is None else num_items_in_batch)
