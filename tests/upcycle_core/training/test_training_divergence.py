@@ -31,7 +31,11 @@ def broken(monkeypatch, place, step, value=float("nan")):
             output.register_hook(lambda gradient: torch.full_like(gradient, value))
             return output
 
-        model.get_submodule(place).register_forward_hook(poison)
+        if place == "lm_head":  # it multiplies inside the loss
+            loss = model.loss_function
+            model.loss_function = lambda *a, **k: poison(None, None, loss(*a, **k))
+        else:
+            model.get_submodule(place).register_forward_hook(poison)
 
     monkeypatch.setattr(causal_trainer.CausalTrainer, "__init__", init)
 
