@@ -14,7 +14,7 @@ pytestmark = pytest.mark.faults
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SECONDS = 600
-SEED = "Seed of every random choice. At least 0."
+SEED = "Seed of every random choice. At least 0, less than 4294967296."
 
 
 @pytest.fixture(scope="module")

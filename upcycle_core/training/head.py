@@ -46,17 +46,19 @@ class HeadLoss(torch.autograd.Function):
             for first in range(0, len(h_TH), rows):
                 part = slice(first, first + rows)
                 h_tH, labels_t = h_TH[part].to(kind), labels_T[part, None]
-                logits_tV = (h_tH @ cast_VH.T).float()
-                normaliser_t1 = logits_tV.logsumexp(1, keepdim=True)
-                total += (normaliser_t1 - logits_tV.gather(1, labels_t)).sum()
+                log_p_tV = (h_tH @ cast_VH.T).float().log_softmax(1)
+                losses_t1 = -log_p_tV.gather(1, labels_t)
+                total += losses_t1.sum()
                 if not (wants_h or wants_weight):
                     continue
-                grad_tV = logits_tV.sub_(normaliser_t1).exp_()
-                grad_tV.scatter_add_(1, labels_t, -torch.ones_like(normaliser_t1))
+                grad_tV = log_p_tV.exp_()
+                grad_tV.scatter_add_(1, labels_t, -torch.ones_like(losses_t1))
                 grad_tV = grad_tV.to(kind)
                 if grad_TH is not None:
                     grad_TH[part] = grad_tV @ cast_VH
-                if grad_VH is not None:
+                if grad_VH is not None and grad_VH.dtype == kind:
+                    grad_VH.addmm_(grad_tV.T, h_tH)
+                elif grad_VH is not None:
                     grad_VH += grad_tV.T @ h_tH
         ctx.gradients = grad_TH, grad_VH
         return total
