@@ -114,7 +114,8 @@ def common_forms(
             config["dtype"] = config["torch_dtype"] = str(common).removeprefix("torch.")
         if size not in (None, full[name]["vocab_size"]):
             config["vocab_size"] = size
-        changed = [key for key in config if key not in ("torch_dtype", "rope_theta")]
+        implied = ("torch_dtype", "rope_theta", "rope_scaling")
+        changed = [k for k in config if k not in implied and config[k] != full[name].get(k)]
         said = [_change(key, full[name].get(key), config[key]) for key in changed]
         rows: dict[str, torch.Tensor] = {}
         ids: tuple[int, ...] = ()

@@ -74,6 +74,7 @@ def test_experts_of_other_tokens_types_and_lengths_become_one_model(tmp_path):
     experts, forms = brought(models, tmp_path / "out")
     length = "max_position_embeddings: 128 -> 64, the smallest of all models counts"
     assert length in forms["law"].said
+    assert not any(line.startswith("rope") for line in forms["law"].said)
     assert "2 tokens that chat added" in forms["code"].said
     assert changes(experts["code"]) == list(forms["code"].said)
     readers = [CheckpointReader(path) for path in experts.values()]
