@@ -71,10 +71,18 @@ class Terminal:
         os.write(self._keyboard, keys)
 
     def press(self, keys: bytes) -> str:
-        """Press keys that end the command; returns what it shows from then on."""
+        """Press keys that end the command; returns the lines that it shows from then on.
+
+        The terminal writes its echo beside the command, now before and now after what this says of
+        it: here it stands before.
+        """
         before = self.shown
         self.type(keys)
-        return self._rest(before)
+        lines = [line for line in self._rest(before).splitlines() if line]
+        answers = [i for i, line in enumerate(lines) if line.startswith("Stopping")]
+        if answers and "^C" in lines[answers[0] :]:
+            lines.insert(answers[0], lines.pop(lines.index("^C")))
+        return "\n".join(lines)
 
     def hang_up(self) -> str:
         """Close the terminal."""

@@ -38,7 +38,7 @@ class TrainingConfig:
     """AdamW's decay of the second moment."""
     max_gradient_norm: float = field(default=1.0, metadata={"gt": 0})
     """Gradients are clipped to this global norm."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "bf16"
     """Arithmetic of forward and backward pass; weights and optimizer stay fp32. `auto`: bf16 where
     the device multiplies it faster."""
     checkpoint_steps: int = field(default=200, metadata={"ge": 1})

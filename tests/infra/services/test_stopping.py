@@ -205,6 +205,5 @@ def test_ctrl_c_during_start_up_ends_every_flow_with_one_line(tmp_path, module):
     with Terminal("-m", module, environment=environment) as command:
         command.wait_for(lambda: "begun" in command.shown)
         shown = command.press(CTRL_C).splitlines()
-        # "begun" may end its line late, and the terminal's echo come after the command's line.
         assert sorted(line for line in shown if line) == sorted(["^C", LINE])
         assert command.process.returncode == 130
