@@ -75,9 +75,10 @@ def build(session: FlowSession, *, changed: Sequence[str] | None = None) -> Outc
     session.ensure(report)
     own = [r for r in scored_models(session.recipe) if r not in session.recipe.baselines]
     if TASKS.asked(session.recipe):
-        task_sets, task_scores = TASKS.stages
+        task_sets, task_scores, task_routing = TASKS.stages
         session.ensure(task_sets)
         session.ensure(task_scores, only=own)
+        session.ensure(task_routing)
     session.finish()
     return publish(session, own)
 

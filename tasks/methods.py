@@ -10,6 +10,7 @@ from tasks.ders.checks import ders_faults
 from tasks.ders.compression import compression
 from tasks.ders.sweeps import sweeps
 from tasks.dume import method as dume
+from tasks.dume.task_routing import routing_faults, task_routing
 from tasks.engine.method import Addition, Method, Models
 from tasks.engine.stage import Stage
 from tasks.scoring.task_scores import task_scores_of
@@ -49,8 +50,9 @@ COMPRESSION = Addition(
 )
 TASKS = Addition(
     name="tasks",
-    stages=(task_sets, task_scores_of(scored_models)),
+    stages=(task_sets, task_scores_of(scored_models), task_routing),
     asked=lambda recipe: bool(recipe.tasks),
+    checks=routing_faults,
 )
 ADDITIONS = (COMPARISON, COMPRESSION, TASKS)
 """What runs on a model that is finished, in this order."""

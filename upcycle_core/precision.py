@@ -32,6 +32,11 @@ def arithmetic(precision: Precision, device: str | torch.device) -> Literal["fp3
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
+def chosen(precision: Literal["auto", "fp32", "bf16", "fp64"], device: str | torch.device) -> str:
+    """What is said of a computation: " in bf16" where ``auto`` has chosen it, else nothing."""
+    return f" in {arithmetic(precision, device)}" if precision == "auto" else ""
+
+
 def weights_type(
     precision: Literal["auto", "fp32", "bf16", "fp64"], device: str | torch.device
 ) -> torch.dtype:

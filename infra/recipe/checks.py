@@ -144,6 +144,7 @@ def _router_faults(recipe: Recipe) -> Iterator[Fault]:
     for where, k in [
         ("moe.top_k", recipe.moe.top_k),
         *(("evaluation.sweep_top_k", k) for k in recipe.evaluation.sweep_top_k),
+        *(("task_evaluation.sweep_top_k", k) for k in recipe.task_evaluation.sweep_top_k),
     ]:
         if k > domains >= 2:
             yield Fault(where, k, f"more than the {domains} experts; use 1 to {domains}")
@@ -157,19 +158,21 @@ def _router_faults(recipe: Recipe) -> Iterator[Fault]:
 
 def _bound_faults(recipe: Recipe) -> Iterator[Fault]:
     """Numbers in lists, which the bounds of their fields do not reach."""
-    evaluation = recipe.evaluation
+    evaluation, tasks = recipe.evaluation, recipe.task_evaluation
     least: dict[str, tuple[Sequence[float], int]] = {
         "statistics.position_buckets": (recipe.statistics.position_buckets, 1),
         "router.lambda_grid": (recipe.router.lambda_grid, 0),
         "evaluation.sweep_top_k": (evaluation.sweep_top_k, 1),
         "evaluation.sweep_ridge_lambda": (evaluation.sweep_ridge_lambda, 0),
+        "task_evaluation.sweep_top_k": (tasks.sweep_top_k, 1),
+        "task_evaluation.sweep_ridge_lambda": (tasks.sweep_ridge_lambda, 0),
     }
     for where, (values, bound) in least.items():
         for value in (value for value in values if value < bound):
             yield Fault(where, value, f"use {bound} or more")
     seeds = {
         "evaluation.random_routing_seeds": evaluation.random_routing_seeds,
-        "task_evaluation.seeds": recipe.task_evaluation.seeds,
+        "task_evaluation.seeds": tasks.seeds,
     }
     for where, chosen in seeds.items():
         if not chosen:
@@ -184,10 +187,12 @@ def _evaluation_faults(recipe: Recipe) -> Iterator[Fault]:
     buckets = recipe.statistics.position_buckets
     if list(buckets) != sorted(set(buckets)):
         yield Fault("statistics.position_buckets", list(buckets), "must ascend; sort them")
-    for window in recipe.evaluation.sweep_window:
-        if window not in buckets:
-            remedy = f"its statistics are not kept; use one of {list(buckets)} or add it to "
-            yield Fault("evaluation.sweep_window", window, f"{remedy}statistics.position_buckets")
+    for where in ("evaluation", "task_evaluation"):
+        for window in getattr(recipe, where).sweep_window:
+            if window not in buckets:
+                remedy = f"its statistics are not kept; use one of {list(buckets)} or add it to "
+                remedy += "statistics.position_buckets"
+                yield Fault(f"{where}.sweep_window", window, remedy)
 
 
 def _task_faults(recipe: Recipe) -> Iterator[Fault]:

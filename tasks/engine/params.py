@@ -21,7 +21,10 @@ NARROWED: Mapping[type, tuple[str, ...]] = {
     TrainingConfig: SAME_WEIGHTS,
     ExpertTrainingConfig: SAME_WEIGHTS,
     Baseline: ("title",),
-    TaskEvaluationConfig: ("models",),
+    TaskEvaluationConfig: (
+        *("models", "routing"),
+        *("sweep_top_k", "sweep_ridge_lambda", "sweep_window"),
+    ),
     ExpertsConfig: (),
     PostTrainingConfig: (),
     SeedConfig: (),

@@ -79,11 +79,7 @@ def random_piece(
     *, out: Path, progress: Progress, model: Path, seed: int, **common: Any
 ) -> dict[str, Any]:
     """The piece: the MoE with routers that know nothing."""
-    shape = CheckpointReader(model).config
-    routers = random_routers(
-        shape["num_hidden_layers"], shape["hidden_size"], len(common["corpora"]), seed=seed
-    )
-    drawn = {"random": Variant(routers=routers)}
+    drawn = {"random": random_variant(model, len(common["corpora"]), seed)}
     return evaluate_moe(model, drawn, progress=progress, **common)["random"]
 
 
@@ -99,6 +95,17 @@ def sweep_piece(
     **common: Any,
 ) -> dict[str, Any]:
     """The piece: the MoE with one parameter set to ``value`` (the paper's Figure 2)."""
+    variants = {
+        ROWS[split]: swept_variant(parameter, value, statistics=files, router=router)
+        for split, files in statistics.items()
+    }
+    return evaluate_moe(model, variants, progress=progress, **common)
+
+
+def swept_variant(
+    parameter: Parameter, value: float, *, statistics: Mapping[str, Path], router: RouterConfig
+) -> Variant:
+    """The MoE with one parameter set to ``value``, its routers solved anew."""
     config, window, top_k = router, None, None
     if parameter == "ridge_lambda":
         config = replace(router, ridge_lambda=float(value))
@@ -106,12 +113,16 @@ def sweep_piece(
         window = int(value)
     else:
         top_k = int(value)
-    variants = {}
-    for split, files in statistics.items():
-        loaded = {domain: Statistics.load(path) for domain, path in files.items()}
-        solution = solve_routers(loaded, config=config, window=window)
-        variants[ROWS[split]] = Variant(routers=solution.weights, top_k=top_k)
-    return evaluate_moe(model, variants, progress=progress, **common)
+    loaded = {domain: Statistics.load(path) for domain, path in statistics.items()}
+    solution = solve_routers(loaded, config=config, window=window)
+    return Variant(routers=solution.weights, top_k=top_k)
+
+
+def random_variant(model: Path, experts: int, seed: int) -> Variant:
+    """The MoE with routers that know nothing."""
+    shape = CheckpointReader(model).config
+    layers, size = shape["num_hidden_layers"], shape["hidden_size"]
+    return Variant(routers=random_routers(layers, size, experts, seed=seed))
 
 
 def champion_piece(

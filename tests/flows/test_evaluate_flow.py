@@ -122,6 +122,30 @@ def test_another_run_scores_nothing_again(project):
 
 
 @pytest.mark.faults
+def test_routing_rows_and_sweeps_are_scored_beside_the_models(project):
+    before = page(project)
+    asked = "task_evaluation.routing=[oracle, random_routing, dume_ood]"
+    sweeps = ("sweep_ridge_lambda=[1.0, 100.0]", "sweep_window=[2]")
+    swept = [f"task_evaluation.{sweep}" for sweep in sweeps]
+    changes = [part for change in (asked, *swept) for part in ("--set", change)]
+    project.calls()
+    evaluate(project, *changes, "--set", "task_evaluation.sweep_top_k=[2]")
+    assert project.calls()["evaluate_tasks"] == 1 + 2 + 1 + 2 + 1 + 1
+    found = page(project)
+    assert found["scores"].keys() == {*ROWS, "oracle", "random_routing", "dume_ood"}
+    assert found["scores"]["oracle"].keys() == {*DOMAINS, "text"}  # what has a domain
+    assert len(found["scores"]["random_routing"]["text"]["values"]) == 2  # one a draw
+    assert {row: found["scores"][row] for row in ROWS} == before["scores"]
+    assert [point["value"] for point in found["sweeps"]["ridge_lambda"]] == [1.0, 100.0]
+    assert found["sweeps"].keys() == {"top_k", "ridge_lambda", "window"}
+    evaluate(project, *changes, "--set", "task_evaluation.sweep_top_k=[1, 2]")
+    assert project.calls()["evaluate_tasks"] == 1  # the new point
+    saved, wider = page(project)["sweeps"]["top_k"]
+    means = {task: score["mean"] for task, score in before["scores"]["dume"].items()}
+    assert saved["scores"] == means != wider["scores"]
+
+
+@pytest.mark.faults
 def test_a_new_model_is_judged_beside_the_champion_on_the_same_tasks(project, registry):
     project.calls()
     tasks = yaml.safe_load(project.tasks.read_text())["tasks"]
@@ -159,6 +183,23 @@ def test_programs_run_only_where_the_recipe_allows_it(project, folder):
     change = f"tasks.programs={{definition: {folder / 'programs.yaml'}}}"
     message = refused(project, "name=other", change)
     assert "task_evaluation.code.allow" in message
+
+
+def test_what_cannot_be_routed_is_refused(capsys):
+    demo, tasks = "recipes/demo.yaml", "recipes/tasks.yaml"
+    change = "task_evaluation.routing=[oracle, nobody]"
+    assert main([demo, tasks, "--set", change]) == 2
+    assert "task_evaluation.routing" in capsys.readouterr().err
+    changes = ("sweep_top_k=[0, 9]", "sweep_window=[3]", "sweep_ridge_lambda=[-1]")
+    settings = [part for c in changes for part in ("--set", f"task_evaluation.{c}")]
+    assert main([demo, tasks, *settings]) == 2
+    said = capsys.readouterr().err
+    assert "task_evaluation.sweep_top_k = 9: more than the 4 experts" in said
+    assert "task_evaluation.sweep_top_k = 0: use 1 or more" in said
+    assert "task_evaluation.sweep_window = 3" in said
+    assert "task_evaluation.sweep_ridge_lambda = -1" in said
+    assert main(["recipes/symphony.yaml", "--set", "task_evaluation.sweep_top_k=[2]"]) == 2
+    assert "is about DUME's routers, and the method is symphony" in capsys.readouterr().err
 
 
 def test_a_page_needs_tasks_and_the_merged_model(capsys):

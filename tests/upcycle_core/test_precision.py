@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from upcycle_core import precision
-from upcycle_core.precision import arithmetic, weights_type
+from upcycle_core.precision import arithmetic, chosen, weights_type
 
 FLAGS = "processor\t: 0\nmodel name\t: a bf16 cpu\n{}\t\t: fpu avx2 {}\n"
 
@@ -59,3 +59,9 @@ def test_what_is_said_stays(machine):
     assert weights_type("fp32", "cpu") == torch.float32
     assert weights_type("fp64", "cpu") == torch.float64
     assert weights_type("auto", "cpu") == torch.bfloat16
+
+
+def test_what_auto_has_chosen_is_said(machine):
+    machine(FLAGS.format("flags", "amx_bf16"))
+    assert chosen("auto", "cpu") == " in bf16"
+    assert chosen("fp32", "cpu") == chosen("fp64", "cpu") == ""

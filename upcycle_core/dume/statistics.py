@@ -16,7 +16,7 @@ from upcycle_core.checkpoints.tensor_file import read_header
 from upcycle_core.dume.collect import Layout, collect_shard
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.errors import Fault, InputError
-from upcycle_core.precision import weights_type
+from upcycle_core.precision import chosen, weights_type
 from upcycle_core.progress import Progress, Silent
 
 KIND = "statistics"
@@ -118,6 +118,6 @@ def domain_statistics(
         config=config,
         shard=shard,
         progress=progress or Silent(),
-        what="statistics",
+        what=f"statistics{chosen(config.precision, device)}",
     )
     save_statistics(out, layout, moments)

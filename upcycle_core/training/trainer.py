@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from upcycle_core.checkpoints.load import load_causal_lm, quiet_loading
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
-from upcycle_core.precision import arithmetic
+from upcycle_core.precision import arithmetic, chosen
 from upcycle_core.progress import Progress, Silent
 from upcycle_core.training import workers
 from upcycle_core.training.arguments import checked_shape, training_arguments
@@ -175,7 +175,7 @@ def train_subject(
     settings = training_arguments(shape, config, seed=seed, checkpoints=checkpoints, device=device)
     subject = load(device)
     progress = progress if workers.rank() == 0 else Silent()
-    progress.start("training", config.steps)
+    progress.start(f"training{chosen(config.precision, device)}", config.steps)
     progress.advance(found.step if found else 0)
     if found is None or found.step < config.steps:
         with sliced_head(subject.network):

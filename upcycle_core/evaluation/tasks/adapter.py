@@ -7,6 +7,7 @@ every item's prompt, answer and score is kept.
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from upcycle_core.evaluation.tasks.samples import (
 )
 from upcycle_core.evaluation.tasks.score import TaskScore
 from upcycle_core.evaluation.tasks.tasks import HarnessTask
+from upcycle_core.evaluation.text.pieces import Variant
+from upcycle_core.moe.inspect import force_expert, set_routers, set_top_k
 from upcycle_core.precision import weights_type
 from upcycle_core.progress import Progress, Silent
 
@@ -38,6 +41,8 @@ def evaluate_tasks(
     *,
     config: TaskEvaluationConfig,
     bos: Bos = "auto",
+    variant: Variant | None = None,
+    experts: Mapping[str, int] | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> tuple[dict[str, TaskScore], list[Item]]:
@@ -48,6 +53,8 @@ def evaluate_tasks(
         task_sets: {task: what ``definitions.write_task`` wrote}.
         config: Seeds, batch size, chat template, whether programs may run.
         bos: Whether a beginning-of-sequence token stands before each prompt.
+        variant: Other routers, or another k, than a MoE was saved with.
+        experts: {task: index of the expert of a MoE that all its tokens go to}.
         device: Where the model runs.
         progress: Told of requests as they are answered.
 
@@ -56,19 +63,21 @@ def evaluate_tasks(
 
     Raises:
         InputError: A task's data are missing, a metric is unknown, an answer leaves no room for
-            its prompt, or the tokenizer has no chat template. Tasks are loaded before the model.
+            its prompt, or the tokenizer has no chat template; a router, a k or an expert does not
+            fit the MoE. Tasks are loaded before the model.
     """
     with tempfile.TemporaryDirectory() as cache:
         tasks = [
             HarnessTask(name, path, code=config.code, cache=Path(cache))
             for name, path in task_sets.items()
         ]
-        model = _load_model(directory, config, bos, device)
+        model = _load_model(directory, config, bos, variant or Variant(), device)
         raise_faults(fault for task in tasks for fault in task.room_faults(model.max_length))
         scores: dict[str, TaskScore] = {}
         items: list[Item] = []
         for task in tasks:
-            runs = [_run(model, task, config, seed, progress or Silent()) for seed in config.seeds]
+            with _forced(model, (experts or {}).get(task.name)):
+                runs = [_run(model, task, config, s, progress or Silent()) for s in config.seeds]
             own = [item for _, found in runs for item in found]
             scores[task.name] = replace(
                 runs[0][0],
@@ -136,7 +145,13 @@ class _Counter:
         self.progress.advance(1)
 
 
-def _load_model(directory: Path, config: TaskEvaluationConfig, bos: Bos, device: str) -> Any:
+def _forced(model: Any, expert: int | None) -> AbstractContextManager[None]:
+    return nullcontext() if expert is None else force_expert(model.model, expert)
+
+
+def _load_model(
+    directory: Path, config: TaskEvaluationConfig, bos: Bos, variant: Variant, device: str
+) -> Any:
     """The harness's own class for Hugging Face models, around a model that is loaded strictly."""
     from lm_eval.models.huggingface import HFLM
 
@@ -149,6 +164,10 @@ def _load_model(directory: Path, config: TaskEvaluationConfig, bos: Bos, device:
     model: Any = load_causal_lm(
         directory, dtype=weights_type(config.precision, device), device=device
     )
+    if variant.routers:
+        set_routers(model, variant.routers)
+    if variant.top_k is not None:
+        set_top_k(model, variant.top_k)
     return HFLM(
         pretrained=model,
         tokenizer=with_prefix(tokenizer, bos),

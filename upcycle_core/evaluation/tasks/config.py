@@ -6,6 +6,7 @@ from typing import Literal
 from upcycle_core.config import config
 
 HeldoutKind = Literal["continuation", "last_word", "text"]
+Routing = Literal["oracle", "random_routing", "dume_ood"]
 KINDS = ("harness", "definition", "heldout", "superni")
 """A task is exactly one of these."""
 
@@ -74,6 +75,16 @@ class TaskEvaluationConfig:
     models: tuple[str, ...] | None = None
     """Rows: `expert_DOMAIN`, `seed`, `model_averaging`, `dume`, or a baseline that is trained; all
     of them by default."""
+    routing: tuple[Routing, ...] = ()
+    """Rows beside DUME's MoE, as in the paper's Table 3: `oracle` (all tokens of a task go to the
+    expert of its domain), `random_routing` (routers of `evaluation.random_routing_seeds`) and
+    `dume_ood` (the router of the domains' text from elsewhere)."""
+    sweep_top_k: tuple[int, ...] = ()
+    """Values of k to score on tasks (Figure 2b)."""
+    sweep_ridge_lambda: tuple[float, ...] = ()
+    """Values of lambda (Figure 2c)."""
+    sweep_window: tuple[int, ...] = ()
+    """Token windows (Figure 2a); each must be one of `statistics.position_buckets`."""
     folder: str | None = None
     """What `{folder}` stands for in tasks; the recipe's `folder` by default."""
     seeds: tuple[int, ...] = (0,)

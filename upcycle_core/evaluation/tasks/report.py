@@ -23,6 +23,7 @@ from upcycle_core.evaluation.tasks import plot, results
 from upcycle_core.evaluation.tasks.items import write_models
 from upcycle_core.evaluation.tasks.paired import Flip
 from upcycle_core.evaluation.tasks.results import TaskEvaluation
+from upcycle_core.evaluation.text import plots
 from upcycle_core.evaluation.text.results import expert_row
 
 Metrics = Mapping[str, Any]
@@ -87,6 +88,7 @@ def sections(metrics: Metrics, flips: Mapping[str, Sequence[Flip]]) -> list[Sect
         Section("Scores", [score_table(metrics)]),
         Section("Normalised scores", [normalised_table(metrics)] if metrics["normalised"] else []),
         Section("", [bars], page_only=True),
+        *_sweep_sections(metrics),
         Section("Differences item by item", [differences] if differences.rows else []),
         Section("By category", list(_category_sections(metrics)), page_only=True),
         Section("Won and lost", list(_flip_sections(metrics, flips)), page_only=True),
@@ -162,6 +164,38 @@ def _in_turns(flips: Sequence[Flip]) -> list[Flip]:
     for _, group in groupby(sorted(flips, key=lambda flip: flip.task), lambda flip: flip.task):
         ranked += list(enumerate(group))
     return [flip for _, flip in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def _sweep_sections(metrics: Metrics) -> Iterator[Section]:
+    """Scores against each parameter that was swept; drawn where all averages are defined."""
+    averages = metrics["normalised_average"]
+    for parameter, title in plots.SWEEPS.items():
+        points = metrics.get("sweeps", {}).get(parameter, [])
+        if not points:
+            continue
+        shown = sweep_table(metrics, parameter, points)
+        curve = [(point["value"], point["normalised_average"]) for point in points]
+        if any(average is None for _, average in curve):
+            yield Section(title, [shown])
+            continue
+        subject = metrics["titles"][metrics["subject"]]
+        known = {row: averages.get(row) for row in plots.REFERENCES}
+        lines = {metrics["titles"][row]: own for row, own in known.items() if own is not None}
+        draw = partial(plots.draw_sweep, parameter, {subject: curve}, lines)
+        data = Table([parameter, "normalised_average"], curve)
+        yield Section(title, [shown, Figure(f"sweep_{parameter}", title, draw, data)])
+
+
+def sweep_table(metrics: Metrics, parameter: str, points: Sequence[Metrics]) -> Table:
+    """The subject's scores and their normalised average with each value of a parameter."""
+    units = {task: _unit(about) for task, about in metrics["tasks"].items()}
+    rows = []
+    for point in points:
+        own = [number(s * point["scores"][t], digits=d) for t, (s, d) in units.items()]
+        average = point["normalised_average"]
+        rows.append([f"{point['value']:g}", *own, None if average is None else number(average)])
+    caption = "Scores as above, and the normalised average."
+    return Table([parameter, *units, "Average"], rows, caption)
 
 
 def _unit(about: Mapping[str, Any]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from upcycle_core.evaluation.tasks.items import Item
 from upcycle_core.evaluation.tasks.paired import Flip
 from upcycle_core.evaluation.tasks.score import TaskScore
 from upcycle_core.evaluation.text import scores
-from upcycle_core.evaluation.text.results import expert_row
+from upcycle_core.evaluation.text.results import Parameter, expert_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,7 @@ class TaskEvaluation:
         items: {row: its items}.
         subject: The row that the page is about.
         rivals: The rows that the subject is compared with item by item.
+        sweeps: {parameter: {value: {task: score}}}: the subject with one parameter set to others.
     """
 
     tasks: tuple[str, ...]
@@ -38,6 +39,9 @@ class TaskEvaluation:
     items: Mapping[str, Sequence[Item]] = field(default_factory=dict)
     subject: str
     rivals: tuple[str, ...] = ()
+    sweeps: Mapping[Parameter, Mapping[float, Mapping[str, TaskScore]]] = field(
+        default_factory=dict
+    )
 
 
 def faults(evaluation: TaskEvaluation) -> list[Fault]:
@@ -55,12 +59,22 @@ def faults(evaluation: TaskEvaluation) -> list[Fault]:
         found.append(Fault("tasks", evaluation.tasks, "nothing to show; name a task at least"))
     if evaluation.subject in evaluation.rivals:
         found.append(Fault("rivals", evaluation.subject, "the subject itself; leave it out"))
+    points = {
+        f"{parameter} = {value:g}": own
+        for parameter, swept in evaluation.sweeps.items()
+        for value, own in swept.items()
+    }
     for task in evaluation.tasks:
         measured = {row: own[task] for row, own in evaluation.scores.items() if task in own}
         kinds = sorted({(score.metric, score.higher_is_better) for score in measured.values()})
         if len(kinds) != 1:
             remedy = "one metric is needed for all models; evaluate them with the same recipe"
             found.append(Fault(f"scores.{task}", [metric for metric, _ in kinds], remedy))
+        for point, own in points.items():
+            if task in own:
+                measured[point] = own[task]
+            else:
+                found.append(Fault(f"sweeps.{point}", task, "no score; evaluate every task"))
         for row, score in measured.items():
             if not score.values or not all(map(math.isfinite, score.values)):
                 remedy = "no finite score for every seed; the model is broken"
@@ -80,6 +94,8 @@ def metrics(evaluation: TaskEvaluation) -> dict[str, Any]:
         "deviation": {row: {task or "average": deviation of the normalised score}}, where there are
         several seeds,
         "undefined": {task: why it cannot be normalised},
+        "sweeps": {parameter: [{"value", "scores": {task: mean}, "normalised_average": percent, None
+        where undefined}]}, where there are any,
         "differences": {rival: {task: {"mean", "low", "high", "items", "metric", "excludes_zero",
         "won", "lost"}}}}. Scores and differences are in the metric's own unit.
 
@@ -96,7 +112,9 @@ def metrics(evaluation: TaskEvaluation) -> dict[str, Any]:
             for row, own in evaluation.scores.items()
         },
     }
-    return {**kept, **_normalised(evaluation), "differences": _differences(evaluation)}
+    derived = {**_normalised(evaluation), "differences": _differences(evaluation)}
+    sweeps = {name: _points(evaluation, points) for name, points in evaluation.sweeps.items()}
+    return {**kept, **derived, **({"sweeps": sweeps} if sweeps else {})}
 
 
 def flips(evaluation: TaskEvaluation) -> dict[str, list[Flip]]:
@@ -151,6 +169,20 @@ def _normalised(evaluation: TaskEvaluation) -> dict[str, Any]:
         found["deviation"] |= {row: spread} if spread else {}
     undefined = {task: _undefined(evaluation, task) for task in tasks}
     return {**found, "undefined": {task: why for task, why in undefined.items() if why}}
+
+
+def _points(
+    evaluation: TaskEvaluation, points: Mapping[float, Mapping[str, TaskScore]]
+) -> list[dict[str, Any]]:
+    """A sweep, ascending."""
+    found = []
+    for value, own in sorted(points.items()):
+        cells = {task: _ratios(own[task], _expert(evaluation, task)) for task in evaluation.domains}
+        averages = _average(cells, evaluation.domains) if cells else None
+        average = scores.mean_and_deviation(averages)[0] if averages else None
+        means = {task: score.mean for task, score in own.items()}
+        found.append({"value": value, "scores": means, "normalised_average": average})
+    return found
 
 
 def _expert(evaluation: TaskEvaluation, task: str) -> TaskScore | None:

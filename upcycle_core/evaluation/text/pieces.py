@@ -36,7 +36,7 @@ from upcycle_core.moe.inspect import (
     set_routers,
     set_top_k,
 )
-from upcycle_core.precision import weights_type
+from upcycle_core.precision import chosen, weights_type
 from upcycle_core.progress import Progress
 
 Scores = dict[str, dict[str, float]]
@@ -229,7 +229,7 @@ def _evaluate(
             TokenCorpus(corpus),
             config=config,
             progress=progress,
-            what=f"evaluating {what}{domain}",
+            what=f"evaluating {what}{domain}{chosen(config.precision, model.device)}",
         ).to_dict()
         for domain, corpus in corpora.items()
     }

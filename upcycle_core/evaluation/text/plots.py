@@ -17,6 +17,12 @@ _AXES: dict[Parameter, str] = {
     "ridge_lambda": "ridge regularisation (λ)",
     "window": "tokens of each paragraph used for the statistics",
 }
+SWEEPS: Mapping[Parameter, str] = {
+    "window": "Effect of the token window",
+    "top_k": "Effect of k",
+    "ridge_lambda": "Effect of λ",
+}
+"""What is said of a sweep, in the order of the paper's Figure 2."""
 REFERENCES = ("oracle", "model_averaging")
 """Rows that stand beside a sweep as lines."""
 

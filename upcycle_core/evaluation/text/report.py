@@ -19,11 +19,6 @@ from upcycle_core.evaluation.report.parts import (
 from upcycle_core.evaluation.text import plots, results, routing
 from upcycle_core.evaluation.text.results import Evaluation, Parameter, title_of
 
-_SWEEP_HEADINGS: dict[Parameter, str] = {
-    "window": "Effect of the token window",
-    "top_k": "Effect of k",
-    "ridge_lambda": "Effect of λ",
-}
 AVERAGE = "average"
 CAPTION = (
     "Perplexity on held-out text, normalised: 100 is the domain's own dense expert, higher is "
@@ -77,7 +72,7 @@ def sections(evaluation: Evaluation) -> list[Section]:
         "Perplexity": [_perplexities(evaluation)],
         "Normalised average": [_averages(evaluation)],
     }
-    for parameter, heading in _SWEEP_HEADINGS.items():
+    for parameter, heading in plots.SWEEPS.items():
         if evaluation.sweeps.get(parameter):
             shown[heading] = [_sweep(evaluation, parameter, heading)]
     shown["Routing"] = [_routing(evaluation)] if evaluation.routing else []

@@ -339,3 +339,22 @@ def test_nothing_is_written_where_models_cannot_be_compared(evaluation, tmp_path
     with pytest.raises(InputError, match="nobody"):
         write_task_report(replace(evaluation, subject="nobody"), tmp_path / "report", model="demo")
     assert not (tmp_path / "report").exists()
+
+
+def test_a_sweep_has_a_table_and_where_all_is_normalised_a_picture(evaluation, tmp_path):
+    points = {
+        value: {"quiz": score(right), "text": bytes_score(1.5)}
+        for value, right in ((1.0, 0.75), (2.0, 0.63))
+    }
+    swept = replace(evaluation, sweeps={"top_k": points})
+    write_task_report(swept, tmp_path, model="pico")
+    page = (tmp_path / "report.html").read_text()
+    assert "Effect of k" in page
+    with (tmp_path / "sweep_top_k.csv").open() as file:
+        curve = [[float(value) for value in line] for line in list(csv.reader(file))[1:]]
+    assert curve == [[1.0, pytest.approx(100 * 0.75 / 0.9)], [2.0, pytest.approx(70.0)]]
+    assert (tmp_path / "sweep_top_k.png").stat().st_size > 5000
+    plain = replace(swept, domains={})
+    write_task_report(plain, tmp_path / "plain", model="pico")
+    assert "63.0" in (tmp_path / "plain" / "report.html").read_text()
+    assert not (tmp_path / "plain" / "sweep_top_k.png").exists()

@@ -207,3 +207,24 @@ def test_all_that_does_not_fit_together_is_named():
 
 def test_an_evaluation_without_tasks_is_a_fault():
     assert [fault.field for fault in faults(evaluation(tasks=()))] == ["tasks"]
+
+
+def test_a_sweep_is_normalised_as_the_rows_are():
+    points = {4.0: row(code=0.4, code2=0.5, sums=0.3, text=4.0, quiz=0.1)}
+    points[1.0] = evaluation().scores["dume"]
+    found = metrics(evaluation(sweeps={"top_k": points}))
+    assert [point["value"] for point in found["sweeps"]["top_k"]] == [1.0, 4.0]
+    first, last = found["sweeps"]["top_k"]
+    assert first["normalised_average"] == found["normalised_average"]["dume"]
+    experts = {"code": 0.8, "code2": 0.5, "sums": 0.6, "text": 2.0}
+    values = {"code": 0.4, "code2": 0.5, "sums": 0.3, "text": 4.0}
+    assert last["normalised_average"] == pytest.approx(normalised_average(values, experts))
+    assert last["scores"]["quiz"] == 0.1
+    assert "sweeps" not in metrics(evaluation())
+
+
+def test_a_sweep_without_a_finite_score_is_named():
+    broken = evaluation(sweeps={"ridge_lambda": {0.5: row(code=math.nan)}})
+    message = "\n".join(map(str, faults(broken)))
+    assert "scores.ridge_lambda = 0.5.code = (nan,)" in message
+    assert "sweeps.ridge_lambda = 0.5 = 'text': no score" in message

@@ -1,0 +1,204 @@
+"""Stage ``task_routing``: task scores of what DUME's routers are compared with, and of its choices.
+
+The rows oracle, random routing and DUME OOD of the paper's Table 3, and the sweeps of its Figure 2.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infra.cluster.pieces import Piece
+from infra.recipe.schema import Recipe
+from tasks.dume.files import ROUTERS, splits, statistics_files
+from tasks.engine.params import router_keys
+from tasks.engine.stage import StageRun, each, stage
+from tasks.scoring.evaluation import random_variant, swept_variant
+from upcycle_core.dume.config import RouterConfig
+from upcycle_core.dume.router_reader import load_routers
+from upcycle_core.errors import Fault
+from upcycle_core.evaluation.tasks.adapter import evaluate_tasks
+from upcycle_core.evaluation.tasks.score import TaskScore
+from upcycle_core.evaluation.text.pieces import Variant
+from upcycle_core.evaluation.text.results import Parameter
+from upcycle_core.progress import Progress
+
+DUME, RANDOM, SCORES = "dume", "random_routing", "scores.json"
+Scores = Mapping[str, TaskScore]
+"""{task: score}"""
+
+
+@dataclass(frozen=True)
+class RoutingScores:
+    """What the stage has measured.
+
+    Args:
+        rows: {row: {task: score}}; of random routing one value a draw and seed.
+        sweeps: {parameter: {value: {task: score}}}
+    """
+
+    rows: Mapping[str, Scores] = field(default_factory=dict)
+    sweeps: Mapping[Parameter, Mapping[float, Scores]] = field(default_factory=dict)
+
+
+def swept(recipe: Recipe) -> dict[Parameter, tuple[float, ...]]:
+    """The values of each parameter that is swept on tasks."""
+    config = recipe.task_evaluation
+    return {
+        "top_k": config.sweep_top_k,
+        "ridge_lambda": config.sweep_ridge_lambda,
+        "window": config.sweep_window,
+    }
+
+
+def routing_asked(recipe: Recipe) -> bool:
+    """Whether there is anything to score beside the models."""
+    return bool(recipe.tasks and (recipe.task_evaluation.routing or any(swept(recipe).values())))
+
+
+def routing_faults(recipe: Recipe) -> Iterator[Fault]:
+    """What is asked for and cannot be scored."""
+    where, rows = "task_evaluation.routing", recipe.task_evaluation.routing
+    asked = {f"task_evaluation.sweep_{name}": values for name, values in swept(recipe).items()}
+    if recipe.method != DUME:
+        for field_, values in {where: rows, **asked}.items():
+            if values:
+                remedy = f"is about DUME's routers, and the method is {recipe.method}: remove it"
+                yield Fault(field_, list(values), remedy)
+        return
+    if "oracle" in rows and not any(task.domain for task in recipe.tasks.values()):
+        remedy = "no task has a domain, whose expert it would be; give one a `domain`"
+        yield Fault(where, "oracle", remedy)
+    if "dume_ood" in rows and "elsewhere" not in splits(recipe):
+        yield Fault(
+            where, "dume_ood", "no domain has text from `elsewhere`; give one, or remove it"
+        )
+
+
+def _inputs(recipe: Recipe, item: str) -> list[str]:
+    found = ["model", *(f"task_sets/{name}" for name in recipe.tasks)]
+    if "dume_ood" in recipe.task_evaluation.routing:
+        found.append("router")
+    if any(swept(recipe).values()):
+        found += each(recipe, "statistics/{domain}")
+    return found
+
+
+def _params(recipe: Recipe, item: str) -> Iterator[str]:
+    yield from ("task_evaluation", "corpus.bos", "task_evaluation.routing")
+    yield from (f"tasks.{name}.domain" for name in recipe.tasks)
+    yield from (f"task_evaluation.sweep_{name}" for name in swept(recipe))
+    if RANDOM in recipe.task_evaluation.routing:
+        yield "evaluation.random_routing_seeds"
+    if any(swept(recipe).values()):
+        yield from router_keys(recipe)
+
+
+@stage("task_routing", _inputs, params=_params, each=lambda r: [""] if routing_asked(r) else [])
+def task_routing(run: StageRun) -> None:
+    """Write ``scores.json``: rows, and points of sweeps."""
+    recipe, chosen = run.recipe, run.recipe.task_evaluation.routing
+    common = {
+        "model": run.path("model"),
+        "task_sets": {name: run.path(f"task_sets/{name}") for name in recipe.tasks},
+        "config": recipe.task_evaluation,
+        "bos": recipe.corpus.bos,
+        "device": run.device("evaluation"),
+    }
+    pieces = []
+    if "oracle" in chosen:
+        place = {domain: index for index, domain in enumerate(recipe.domains)}
+        own = {name: place[task.domain] for name, task in recipe.tasks.items() if task.domain}
+        pieces.append(Piece.of("oracle", oracle_piece, experts=own, **common))
+    if "dume_ood" in chosen:
+        path = run.path("router") / ROUTERS["elsewhere"]
+        pieces.append(Piece.of("dume_ood", routed_piece, routers=path, **common))
+    draws = recipe.evaluation.random_routing_seeds if RANDOM in chosen else ()
+    drawing = {"experts": len(recipe.domains), **common}
+    pieces += [Piece.of(f"{RANDOM}-{s}", random_piece, seed=s, **drawing) for s in draws]
+    points = {
+        f"sweep_{parameter}-{value}": (parameter, value)
+        for parameter, values in swept(recipe).items()
+        for value in values
+    }
+    for name, (parameter, value) in points.items():
+        solving = {"statistics": statistics_files(run, "calibration"), "router": recipe.router}
+        point = {"parameter": parameter, "value": value, **solving}
+        pieces.append(Piece.of(name, sweep_piece, **point, **common))
+    found = {name: done.result for name, done in run.run(pieces, "evaluation").items()}
+    rows: dict[str, Any] = {row: found[row] for row in chosen if row in found}
+    if draws:
+        rows[RANDOM] = _together([found[f"{RANDOM}-{seed}"] for seed in draws])
+    sweeps: dict[str, list[dict[str, Any]]] = {}
+    for name, (parameter, value) in points.items():
+        sweeps.setdefault(parameter, []).append({"value": value, "scores": found[name]})
+    values = {"rows": rows, "sweeps": sweeps}
+    (run.out / SCORES).write_text(json.dumps(values, indent=1) + "\n")
+
+
+def read_routing_scores(directory: Path) -> RoutingScores:
+    """What the stage wrote."""
+    values = json.loads((directory / SCORES).read_text())
+    return RoutingScores(
+        rows={row: _scores(own) for row, own in values["rows"].items()},
+        sweeps={
+            parameter: {float(point["value"]): _scores(point["scores"]) for point in points}
+            for parameter, points in values["sweeps"].items()
+        },
+    )
+
+
+def oracle_piece(
+    *, out: Path, progress: Progress, experts: Mapping[str, int], **common: Any
+) -> dict[str, Any]:
+    """The piece: every task's tokens through the expert of its domain."""
+    every = common.pop("task_sets")
+    task_sets = {name: every[name] for name in experts}
+    return _measured(Variant(), progress, experts=experts, task_sets=task_sets, **common)
+
+
+def routed_piece(*, out: Path, progress: Progress, routers: Path, **common: Any) -> dict[str, Any]:
+    """The piece: the MoE with the routers of a file."""
+    return _measured(Variant(routers=load_routers(routers).weights), progress, **common)
+
+
+def random_piece(
+    *, out: Path, progress: Progress, experts: int, seed: int, **common: Any
+) -> dict[str, Any]:
+    """The piece: the MoE with routers that know nothing."""
+    return _measured(random_variant(common["model"], experts, seed), progress, **common)
+
+
+def sweep_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    parameter: Parameter,
+    value: float,
+    statistics: Mapping[str, Path],
+    router: RouterConfig,
+    **common: Any,
+) -> dict[str, Any]:
+    """The piece: the MoE with one parameter set to ``value``."""
+    variant = swept_variant(parameter, value, statistics=statistics, router=router)
+    return _measured(variant, progress, **common)
+
+
+def _measured(
+    variant: Variant, progress: Progress, *, model: Path, task_sets: Mapping[str, Path], **how: Any
+) -> dict[str, Any]:
+    scores, _ = evaluate_tasks(model, task_sets, variant=variant, progress=progress, **how)
+    return {task: score.to_dict() for task, score in scores.items()}
+
+
+def _together(draws: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several draws' scores as one row: the values of all, and the rest of the first."""
+    return {
+        task: {**score, "values": [value for draw in draws for value in draw[task]["values"]]}
+        for task, score in draws[0].items()
+    }
+
+
+def _scores(values: Mapping[str, Any]) -> dict[str, TaskScore]:
+    return {task: TaskScore.from_dict(score) for task, score in values.items()}
