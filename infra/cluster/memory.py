@@ -1,4 +1,4 @@
-"""How much memory a process needs at its peak."""
+"""How much memory a process needs at its peak, and how much there is."""
 
 import gc
 import re
@@ -10,6 +10,11 @@ import torch
 
 SAMPLE_SECONDS = 0.05
 STATUS = Path("/proc/self/status")
+# What a container, or a service, may take at most: control groups of both versions.
+LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 
 class PeakMemory:
@@ -44,6 +49,19 @@ class PeakMemory:
     def _watch(self) -> None:
         while not self._left.wait(SAMPLE_SECONDS):
             self._sampled = max(self._sampled, _resident_bytes())
+
+
+def machine_memory(device: str) -> int | None:
+    """Bytes that this machine, its container or one of its GPUs has; None where it has no GPU."""
+    if device != "cpu":
+        if not torch.cuda.is_available():
+            return None
+        return torch.cuda.get_device_properties(device).total_memory
+    limits = [psutil.virtual_memory().total]
+    for path in LIMITS:
+        if path.exists() and (said := path.read_text().strip()).isdigit():
+            limits.append(int(said))
+    return min(limits)
 
 
 def _devices() -> range:

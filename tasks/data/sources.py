@@ -11,6 +11,7 @@ from pathlib import Path
 
 from infra.recipe.checks import responses_asked
 from infra.recipe.schema import Recipe
+from tasks.data.fits import memory_faults
 from tasks.data.given import given_model
 from tasks.data.task_sets import task_fingerprint, task_set_faults
 from tasks.engine.artifacts import FORMS, SEED
@@ -219,6 +220,8 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
         remedy = "some domains bring an expert and others do not; name the seed model that the "
         faults.append(Fault("seed_model.model", None, f"{remedy}experts came from"))
     faults += compare_experts(readers, tokens, ready=ready)
+    if not faults:
+        faults += memory_faults(recipe, readers)
     return [*faults, *disk_faults(recipe, readers, cache.parent)]
 
 
