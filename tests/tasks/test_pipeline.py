@@ -16,7 +16,7 @@ from tasks.recipes import load_recipe
 
 RECIPE = load_recipe(
     CODE / "recipes" / "demo.yaml",
-    ["comparison.tokens=2252800"],
+    ["comparison.tokens=2252800", "task_evaluation.sweep_top_k=[2]"],
     added=[
         CODE / "recipes" / name for name in ("baselines.yaml", "tasks.yaml", "compression.yaml")
     ],
