@@ -3,7 +3,8 @@
 ``python -m flows.evaluate RECIPE [TASKS ...] [--set dotted.key=value ...]``
 
 The first file is the recipe of ``flows.dume``; what it has made is used again, what is missing is
-made. The others hold ``tasks:`` (or ``baselines:``, whose models are then scored as well).
+made. The others hold ``tasks:`` and ``task_evaluation:`` (or ``baselines:``, whose models are then
+scored as well).
 """
 
 import sys

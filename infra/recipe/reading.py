@@ -20,7 +20,7 @@ from infra.recipe.strict_yaml import read_yaml
 from upcycle_core.errors import Fault, raise_faults
 
 Section = TypeVar("Section")
-ADDABLE = ("baselines", "tasks", "compression")
+ADDABLE = ("baselines", "tasks", "task_evaluation", "compression")
 """What files beside a recipe add to it."""
 
 
