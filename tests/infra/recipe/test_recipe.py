@@ -340,7 +340,7 @@ def test_one_name_for_two_rows_is_refused():
 @pytest.mark.parametrize("text", ["name: a\nbaselines: {}", "baselines: [btx]", "btx: {}"])
 def test_a_file_of_baselines_holds_nothing_else(tmp_path, text):
     (tmp_path / "rows.yaml").write_text(text)
-    with pytest.raises(InputError, match="holds baselines or tasks or .*, names and settings"):
+    with pytest.raises(InputError, match=r"holds baselines or tasks or .*, names and settings"):
         load_recipe(Path("recipes/demo.yaml"), added=[tmp_path / "rows.yaml"])
 
 
