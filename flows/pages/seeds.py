@@ -31,6 +31,7 @@ Spread = Mapping[str, Mapping[str, tuple[float, float]]]
 def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
     """Write ``NAME.md``, ``NAME.json`` and ``NAME/*.png`` of finished runs."""
     recipe, name, seeds = command.recipe, command.recipe.name, command.seeds
+    count = len(seeds)
     runs = [json.loads((own / "report" / "metrics.json").read_text()) for own in workspaces]
     timings = [json.loads((own / "timings.json").read_text()) for own in workspaces]
     scores = across_runs([_with_average(run) for run in runs])
@@ -41,17 +42,19 @@ def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
     averages = {title_of(row, recipe.domains): own["average"] for row, own in scores.items()}
     draw = partial(draw_scores, averages, title_of("dume", ()))
     shown: list[Block] = [
-        _table(recipe, scores, len(seeds)),
+        _table(recipe, scores, count),
         Figure(f"{name}/scores", "Normalised averages", draw),
-        _costs(agreement, timings),
+        _losses(scores, count),
+        _costs(agreement, timings, count),
     ]
     pictures = [Section(SWEEPS[p], [_sweep(recipe, scores, p, sweeps[p])]) for p in sweeps]
     write_page(
         command,
         name,
-        f"{name}: {len(recipe.domains)} domains, {len(seeds)} seeds",
+        f"{name}: {len(recipe.domains)} domains, {count} seed{'s' if count > 1 else ''}",
         [
             Section("", shown),
+            Section("Perplexity", [_perplexities(recipe, runs)]),
             *comparison_section(name, command.out),
             Section("Routing", ["First seed; rows are domains, columns experts.", routing]),
             Section("What the choices do", pictures),
@@ -73,10 +76,36 @@ def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
     )
 
 
-def _costs(agreement: tuple[float, float], timings: Sequence[Mapping[str, Any]]) -> str:
+def _losses(scores: Spread, count: int) -> str:
+    """What is lost on the way from the experts to DUME, and where."""
+    oracle, dume = (scores[row]["average"][0] for row in ("oracle", "dume"))
+    averages = "averages" if count > 1 else "average"
+    return (
+        f"Of 100 the averaged backbone costs {number(100 - oracle)} (100 - oracle) and the routers "
+        f"{number(oracle - dume)} (oracle - DUME), by the normalised {averages}."
+    )
+
+
+def _perplexities(recipe: Recipe, runs: Sequence[Mapping[str, Any]]) -> Table:
+    """The mean over seeds."""
+    rows = [
+        [
+            title_of(row, recipe.domains),
+            *(
+                number(fmean(run["perplexity"][row][domain] for run in runs), digits=2)
+                for domain in recipe.domains
+            ),
+        ]
+        for row in runs[0]["perplexity"]
+    ]
+    caption = "Perplexity itself, by the models' own tokenizer; lower is better."
+    return Table(["Method", *recipe.domains], rows, caption)
+
+
+def _costs(agreement: tuple[float, float], timings: Sequence[Mapping[str, Any]], count: int) -> str:
     router = 100 * max(own["stages"].get("router", 0.0) / own["wall"] for own in timings)
     minutes = ", ".join(f"{timing['wall'] / 60:.0f}" for timing in timings)
-    percent = number(100 * agreement[0], 100 * agreement[1])
+    percent = number(100 * agreement[0], 100 * agreement[1] if count > 1 else None)
     return (
         f"The routers send {percent} % of the tokens to the expert of the text's domain (mean over "
         f"layers and domains). Solving them took {router:.2f} % of a run's time or less; a run "
@@ -106,15 +135,19 @@ def _sweep_mean(
 def _table(recipe: Recipe, scores: Spread, count: int) -> Table:
     columns = [*recipe.domains, "average"]
     rows = [
-        [title_of(row, recipe.domains), *(number(*cells[column]) for column in columns)]
+        [title_of(row, recipe.domains), *(_cell(cells[column], count) for column in columns)]
         for row, cells in scores.items()
     ]
+    spread = f", mean ± standard deviation over {count} seeds" if count > 1 else ""
     caption = (
         "Perplexity on held-out text in percent of each domain's own dense expert (the paper's "
-        f"normalised score), mean ± standard deviation over {count} seeds. The oracle is told the "
-        "domain; the others are not."
+        f"normalised score){spread}. The oracle is told the domain; the others are not."
     )
     return Table(["Method", *columns], rows, caption)
+
+
+def _cell(value: tuple[float, float], count: int) -> str:
+    return number(value[0], value[1] if count > 1 else None)
 
 
 def _sweep(

@@ -1,0 +1,80 @@
+"""The page of several seeds: scores, perplexities, and where what is lost is lost."""
+
+import json
+
+import pytest
+
+from flows.pages.page import Command
+from flows.pages.seeds import write_seeds
+from tasks.recipes import validate
+from upcycle_core.evaluation.text.results import Evaluation, metrics
+
+TEXT = {"files": ["x.txt"]}
+RECIPE = {"name": "pico", "domains": {"code": {"train": TEXT}, "law": {"train": TEXT}}}
+COUNTS = [[3, 1], [2, 2]]
+
+
+def run(folder, scale):
+    """A workspace whose oracle costs ``scale`` and whose routers cost twice that."""
+    perplexities = {
+        "expert_code": {"code": 10.0, "law": 40.0},
+        "expert_law": {"code": 20.0, "law": 20.0},
+        "seed": {"code": 16.0, "law": 32.0},
+        "model_averaging": {"code": 12.5, "law": 25.0},
+        "dume": {d: 100 * own / (100 - 3 * scale) for d, own in (("code", 10), ("law", 20))},
+        "oracle": {d: 100 * own / (100 - scale) for d, own in (("code", 10), ("law", 20))},
+    }
+    evaluation = Evaluation(
+        domains=("code", "law"),
+        perplexities=perplexities,
+        routing=dict.fromkeys(("code", "law"), COUNTS),
+    )
+    (folder / "report").mkdir(parents=True)
+    (folder / "report" / "metrics.json").write_text(json.dumps(metrics(evaluation)))
+    (folder / "report" / "routing.png").write_bytes(b"picture")
+    (folder / "timings.json").write_text(json.dumps({"wall": 60.0, "stages": {"router": 0.3}}))
+    return folder
+
+
+def page(folder, *scales):
+    runs = [run(folder / f"seed-{seed}", scale) for seed, scale in enumerate(scales)]
+    command = Command(
+        flow="seeds",
+        recipe=validate(RECIPE),
+        files=["recipes/pico.yaml"],
+        seeds=list(range(len(scales))),
+        out=folder / "out",
+    )
+    write_seeds(command, runs)
+    return (folder / "out" / "pico.md").read_text()
+
+
+def test_what_is_lost_is_split_between_backbone_and_routers(tmp_path):
+    text = page(tmp_path, 1.0, 3.0)
+    assert "2 domains, 2 seeds" in text
+    assert "backbone costs 2.0 (100 - oracle) and the routers 4.0 (oracle - DUME)" in text
+    assert "| DUME | 94.0 ± 4.2 | 94.0 ± 4.2 | 94.0 ± 4.2 |" in text
+
+
+def test_perplexities_stand_beside_normalised_scores(tmp_path):
+    text = page(tmp_path, 1.0)
+    below = text.split("## Perplexity")[1]
+    assert "| Seed | 16.00 | 32.00 |" in below
+    assert f"| Oracle | {1000 / 99:.2f} | {2000 / 99:.2f} |" in below
+
+
+def test_one_seed_has_no_deviation(tmp_path):
+    text = page(tmp_path, 1.0)
+    assert "2 domains, 1 seed" in text
+    assert "±" not in text
+    assert "| Seed | 62.5 | 62.5 | 62.5 |" in text
+    assert "The routers send 50.0 % of the tokens" in text
+
+
+@pytest.mark.parametrize("scales", [(1.0,), (1.0, 3.0)])
+def test_numbers_are_kept_unrounded(tmp_path, scales):
+    page(tmp_path, *scales)
+    kept = json.loads((tmp_path / "out" / "pico.json").read_text())
+    assert len(kept["runs"]) == len(scales)
+    mean = kept["normalised"]["oracle"]["average"]["mean"]
+    assert mean == pytest.approx(100 - sum(scales) / len(scales))
