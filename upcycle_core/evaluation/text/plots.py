@@ -5,7 +5,7 @@ Drawn on figures of their own: no pyplot, no shared state.
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 
 from upcycle_core.evaluation.report import canvas
@@ -23,12 +23,17 @@ SWEEPS: Mapping[Parameter, str] = {
     "ridge_lambda": "Effect of λ",
 }
 """What is said of a sweep, in the order of the paper's Figure 2."""
+DEEP = 12
+"""Layers of which each has a heat map of its own; of more, all share one."""
 REFERENCES = ("oracle", "model_averaging")
 """Rows that stand beside a sweep as lines."""
 
 
 def draw_routing(counts: Mapping[str, routing.Counts], path: Path) -> None:
-    """Heat maps, one a layer and one of all layers: where each domain's tokens went.
+    """Where each domain's tokens went: heat maps, one a layer and one of all layers.
+
+    Of more than ``DEEP`` layers one heat map of all, and beside it a line a domain over the layers:
+    the share that went to its own expert.
 
     Args:
         counts: {domain: [L][D] tokens}, in the order of the experts.
@@ -36,6 +41,9 @@ def draw_routing(counts: Mapping[str, routing.Counts], path: Path) -> None:
     names = list(counts)
     maps = {"all layers": [routing.mean_shares(layers) for layers in counts.values()]}
     per_domain = [routing.shares(layers) for layers in counts.values()]
+    if len(per_domain[0]) > DEEP:
+        _draw_deep_routing(names, maps["all layers"], per_domain, path)
+        return
     for layer in range(len(per_domain[0])):
         maps[f"layer {layer}"] = [shares[layer] for shares in per_domain]
     columns = min(len(maps), 6)
@@ -57,6 +65,34 @@ def draw_routing(counts: Mapping[str, routing.Counts], path: Path) -> None:
             if index >= columns * (rows - 1):
                 canvas.name_columns(ax, names)
         figure.suptitle("Share of each domain's tokens (rows) sent to each expert (columns), %")
+        canvas.save(figure, path)
+
+
+def _draw_deep_routing(
+    names: Sequence[str],
+    overall: Sequence[Sequence[float]],
+    per_domain: Sequence[Sequence[Sequence[float]]],
+    path: Path,
+) -> None:
+    side = 0.62 * len(names) + 0.55
+    with canvas.new_figure(side + 7.2, max(side + 1.0, 3.6)) as figure:
+        left, right = figure.subplots(1, 2, width_ratios=(side, 5.4))
+        canvas.heat_map(left, overall, text=lambda share: f"{100 * share:.0f}")
+        left.set_title("all layers: % of a domain's tokens (row)\nsent to each expert (column)")
+        left.set_yticks(range(len(names)), names)
+        canvas.name_columns(left, names)
+        styles = product(("-", "--", ":"), canvas.ACCENTS)
+        for own, (name, (style, colour)) in enumerate(zip(names, cycle(styles), strict=False)):
+            line = [100 * layer[own] for layer in per_domain[own]]
+            right.plot(range(len(line)), line, style, color=colour, lw=1.8, label=name)
+        chance = 100 / len(names)
+        right.axhline(chance, color=canvas.FAINT, lw=1.2, ls="--")
+        canvas.beside(right, "chance", chance)
+        right.set_ylim(0, 103)
+        right.set_xlabel("layer")
+        right.set_title("% of a domain's tokens sent to its own expert")
+        right.grid(axis="y", color=canvas.GRID)
+        right.legend(frameon=False, ncols=min(len(names), 4), loc="lower center")
         canvas.save(figure, path)
 
 

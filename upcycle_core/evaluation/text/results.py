@@ -127,9 +127,14 @@ def averages(evaluation: Evaluation) -> dict[str, float]:
 
 
 def deviations(evaluation: Evaluation) -> dict[str, dict[str, float]]:
-    """{row: {domain or "average": standard deviation of the normalised score}} of repeated rows."""
+    """{row: {domain or "average": standard deviation of the normalised score}} of repeated rows.
+
+    A row that was measured once has none.
+    """
     found = {}
     for row, runs in evaluation.repeats.items():
+        if len(runs) < 2:
+            continue
         tables = [scores.normalised(run, evaluation.experts) for run in runs]
         for table in tables:
             table["average"] = scores.average(table)

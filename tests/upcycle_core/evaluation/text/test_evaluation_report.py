@@ -221,7 +221,7 @@ def test_pictures_leave_no_trace_in_matplotlib(tmp_path, monkeypatch):
 
 
 def test_every_layer_is_drawn_however_many(tmp_path, monkeypatch):
-    counts = {domain: [[i + 1, 2] for i in range(14)] for domain in DOMAINS}
+    counts = {domain: [[i + 1, 2] for i in range(plots.DEEP)] for domain in DOMAINS}
     drawn = []
     heat_map = canvas.heat_map
 
@@ -231,9 +231,29 @@ def test_every_layer_is_drawn_however_many(tmp_path, monkeypatch):
 
     monkeypatch.setattr(canvas, "heat_map", recording)
     plots.draw_routing(counts, tmp_path / "routing.png")
-    assert drawn[1:] == [(f"layer {i}", (i + 1) / (i + 3)) for i in range(14)]
+    assert drawn[1:] == [(f"layer {i}", (i + 1) / (i + 3)) for i in range(plots.DEEP)]
     assert drawn[0][0] == "all layers"
     assert (tmp_path / "routing.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_deep_model_has_a_line_a_domain_over_its_layers(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    counts = {
+        name: [[1, 3] if layer < 10 else [2, 2] for layer in range(30)] for name in ("law", "code")
+    }
+    lines = {}
+    plot = Axes.plot
+
+    def recording(ax, x, y, *style, label, **more):
+        lines[label] = list(y)
+        return plot(ax, x, y, *style, label=label, **more)
+
+    monkeypatch.setattr(Axes, "plot", recording)
+    plots.draw_routing(counts, tmp_path / "routing.png")
+    assert lines == {"law": [25.0] * 10 + [50.0] * 20, "code": [75.0] * 10 + [50.0] * 20}
+    width = int.from_bytes((tmp_path / "routing.png").read_bytes()[16:20])
+    assert width < 1700  # the page shows it whole
 
 
 def test_a_report_needs_only_experts_and_one_row(evaluation, tmp_path):
