@@ -102,7 +102,7 @@ def task_routing(run: StageRun) -> None:
     common = {
         "model": run.path("model"),
         "task_sets": {name: run.path(f"task_sets/{name}") for name in recipe.tasks},
-        "config": recipe.task_evaluation,
+        "config": recipe.task_evaluation.measuring,
         "bos": recipe.corpus.bos,
         "device": run.device("evaluation"),
     }

@@ -1,6 +1,6 @@
 """What a recipe says about tasks: which ones models are scored on, and how."""
 
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Literal
 
 from upcycle_core.config import config
@@ -97,3 +97,16 @@ class TaskEvaluationConfig:
     """Whether prompts are wrapped in the tokenizer's chat template, examples as turns."""
     code: CodeConfig = field(default_factory=CodeConfig)
     """Generated programs."""
+
+    @property
+    def measuring(self) -> "TaskEvaluationConfig":
+        """How a model is scored, without which ones are."""
+        none: tuple = ()
+        return replace(
+            self,
+            models=None,
+            routing=none,
+            sweep_top_k=none,
+            sweep_ridge_lambda=none,
+            sweep_window=none,
+        )
