@@ -4,6 +4,7 @@ What writes one in this folder is given the command that ends with it, and the w
 command's runs, one a seed.
 """
 
+import re
 import shlex
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,9 @@ from pathlib import Path
 from infra.recipe.schema import Recipe, recipe_yaml
 from upcycle_core.evaluation.report.files import write_json, write_markdown_page
 from upcycle_core.evaluation.report.parts import Code, Report, Section
+
+ABSOLUTE = re.compile(r"(?<![\w./:}~-])/(?:[^/\s'\",\]]+/)+")
+"""The folders of an absolute path; ``models:/NAME``, ``s3://...`` and ``{folder}/...`` are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,8 @@ class Command:
         words = ["python", "-m", f"flows.{self.flow}", *map(str, self.files)]
         words += ["--seeds", *map(str, self.seeds)] if self.seeds else []
         for change in self.changes:
-            words += ["--set", "folder=FOLDER" if change.startswith("folder=") else change]
+            shown = "folder=FOLDER" if change.startswith("folder=") else _of_any_machine(change)
+            words += ["--set", shown]
         return shlex.join([*words, "--out", "FOLDER" if self.out.is_absolute() else str(self.out)])
 
 
@@ -80,7 +85,12 @@ def write_page(
         write_json(command.out / file, numbers)
     ending = [
         Section("", [f"Every number, each seed's and each domain's too, is in [{file}]({file})."]),
-        Section("The recipe", [Code(recipe_yaml(command.recipe, keys), "yaml")]),
+        Section("The recipe", [Code(_of_any_machine(recipe_yaml(command.recipe, keys)), "yaml")]),
     ]
     report = Report(title, [*sections, *ending], str(command))
     write_markdown_page(report, command.out / f"{name}.md")
+
+
+def _of_any_machine(text: str) -> str:
+    """``text`` with FOLDER for the folders of absolute paths, which are the reader's own."""
+    return ABSOLUTE.sub(r"FOLDER/", text)

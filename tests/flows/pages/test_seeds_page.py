@@ -36,12 +36,13 @@ def run(folder, scale):
     return folder
 
 
-def page(folder, *scales):
+def page(folder, *scales, model="models:/base/1"):
     runs = [run(folder / f"seed-{seed}", scale) for seed, scale in enumerate(scales)]
     command = Command(
         flow="seeds",
-        recipe=validate(RECIPE),
+        recipe=validate({**RECIPE, "seed_model": {"model": model}}),
         files=["recipes/pico.yaml"],
+        changes=["folder=/data/texts", f"seed_model.model={model}"],
         seeds=list(range(len(scales))),
         out=folder / "out",
     )
@@ -78,3 +79,18 @@ def test_numbers_are_kept_unrounded(tmp_path, scales):
     assert len(kept["runs"]) == len(scales)
     mean = kept["normalised"]["oracle"]["average"]["mean"]
     assert mean == pytest.approx(100 - sum(scales) / len(scales))
+
+
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [
+        ("/private/models/base.gguf", "FOLDER/base.gguf"),
+        ("models:/base/1", "models:/base/1"),
+        ("organisation/base", "organisation/base"),
+    ],
+)
+def test_paths_of_a_machine_stay_there(tmp_path, model, shown):
+    text = page(tmp_path, 1.0, model=model)
+    assert f"--set folder=FOLDER --set seed_model.model={shown} " in text
+    assert f"\n  model: {shown}\n" in text
+    assert "/private" not in text
