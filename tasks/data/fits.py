@@ -99,7 +99,7 @@ def _fault(
     cpus: int,
 ) -> Iterator[Fault]:
     """The fault of ``count`` pieces that need so many bytes each, if the memory is too small."""
-    there = machine_memory(resources.device)
+    there = machine_memory(device=resources.device)
     if there is None:
         return
     if resources.gpus:

@@ -54,7 +54,9 @@ def swept(recipe: Recipe) -> dict[Parameter, tuple[float, ...]]:
 
 def routing_asked(recipe: Recipe) -> bool:
     """Whether there is anything to score beside the models."""
-    return bool(recipe.tasks and (recipe.task_evaluation.routing or any(swept(recipe).values())))
+    if recipe.method != DUME or not recipe.tasks:
+        return False
+    return bool(recipe.task_evaluation.routing or any(swept(recipe).values()))
 
 
 def routing_faults(recipe: Recipe) -> Iterator[Fault]:

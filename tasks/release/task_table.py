@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from infra.recipe.schema import Recipe
-from tasks.dume.task_routing import DUME, RoutingScores, read_routing_scores, routing_asked
+from tasks.dume.task_routing import RoutingScores, read_routing_scores, routing_asked
 from tasks.engine.stage import Session
 from tasks.release.champion import CHAMPION, Champion
 from tasks.scoring.task_scores import read_scores
@@ -37,7 +37,7 @@ def task_table(
     for row in models:
         scores[row], items[row] = read_scores(workspace.path(f"task_scores/{row}"))
     routing = RoutingScores()
-    if recipe.method == DUME and routing_asked(recipe):
+    if routing_asked(recipe):
         routing = read_routing_scores(workspace.path("task_routing"))
     scores |= routing.rows
     titles = {row: _title(recipe, row) for row in scores}

@@ -71,7 +71,7 @@ def evaluate_tasks(
             HarnessTask(name, path, code=config.code, cache=Path(cache))
             for name, path in task_sets.items()
         ]
-        model = _load_model(directory, config, bos, variant or Variant(), device)
+        model = _load_model(directory, config, bos, device, variant)
         raise_faults(fault for task in tasks for fault in task.room_faults(model.max_length))
         scores: dict[str, TaskScore] = {}
         items: list[Item] = []
@@ -150,7 +150,11 @@ def _forced(model: Any, expert: int | None) -> AbstractContextManager[None]:
 
 
 def _load_model(
-    directory: Path, config: TaskEvaluationConfig, bos: Bos, variant: Variant, device: str
+    directory: Path,
+    config: TaskEvaluationConfig,
+    bos: Bos,
+    device: str,
+    variant: Variant | None = None,
 ) -> Any:
     """The harness's own class for Hugging Face models, around a model that is loaded strictly."""
     from lm_eval.models.huggingface import HFLM
@@ -164,9 +168,9 @@ def _load_model(
     model: Any = load_causal_lm(
         directory, dtype=weights_type(config.precision, device), device=device
     )
-    if variant.routers:
+    if variant is not None and variant.routers:
         set_routers(model, variant.routers)
-    if variant.top_k is not None:
+    if variant is not None and variant.top_k is not None:
         set_top_k(model, variant.top_k)
     return HFLM(
         pretrained=model,
