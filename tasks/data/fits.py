@@ -45,7 +45,7 @@ class Size:
 
     def training(self, config: ExpertTrainingConfig, device: str) -> int:
         """Bytes at least, to train it as an expert."""
-        frozen = weights_type(config.precision, device).itemsize
+        frozen = weights_type(config.precision, device=device).itemsize
         trained = {"full": self.whole, "ffn": self.ffns, "lora": 0}[config.method]
         return TRAINED * trained + frozen * (self.whole - trained)
 
@@ -80,7 +80,7 @@ def memory_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> It
         ("evaluation", size.mixture(domains), 2, recipe.evaluation.precision),
     ):
         resources: Resources = getattr(compute, kind)
-        each = weights_type(precision, resources.device).itemsize
+        each = weights_type(precision, device=resources.device).itemsize
         what = f"for {held / 1e6:,.0f} M weights of {each} bytes"
         remedy = "use bf16" if each > 2 else ""
         asked = (f"{kind}.precision", precision)
