@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         reference = f"models:/{chosen.model.removeprefix('models:/')}"
         directory = registry.download(reference, Path(folder) / "model")
         for index, text in enumerate(generate(directory, chosen)):
-            print(f"---\n{text}" if index else text)
+            print(f"---\n{text}" if index else text, flush=True)
 
 
 def generate(directory: Path, chosen: argparse.Namespace) -> Iterator[str]:
