@@ -22,6 +22,7 @@ from tasks.data.tokenizer import tokenizer
 from tasks.dume.backbone import backbone
 from tasks.dume.experts import experts, parents
 from tasks.dume.model import model
+from tasks.dume.repaired import repaired
 from tasks.dume.report import report
 from tasks.dume.router import router
 from tasks.dume.statistics import statistics
@@ -69,6 +70,7 @@ def build(session: FlowSession, *, changed: Sequence[str] | None = None) -> Outc
     session.ensure(parents)
     session.ensure(experts, only=changed)
     session.ensure(backbone)
+    session.ensure(repaired)
     session.ensure(statistics)
     session.ensure(router)
     session.ensure(model)

@@ -52,7 +52,7 @@ def params_yaml(recipe: Recipe, workspace: Path) -> str:
 
 
 def _entries(stage: Stage, recipe: Recipe) -> dict[str, Any]:
-    if stage.out.endswith("{domain}"):
+    if stage.out.endswith("{domain}") and stage.items(recipe):
         return {stage.name: _for_each_domain(stage, recipe)}
     return {stage.label(item): _command(stage, recipe, item) for item in stage.items(recipe)}
 
@@ -95,8 +95,7 @@ def _command(stage: Stage, recipe: Recipe, key: str) -> dict[str, Any]:
     inputs = sorted(stage.inputs(recipe, key))
     is_pinned = stage.artifact(key) in recipe.pinned
     if is_pinned:  # the backbone's average may hold domains that have left
-        experts = {f"experts/{domain}" for domain in recipe.domains}
-        inputs = [name for name in inputs if not name.startswith("experts/") or name in experts]
+        inputs = [name for name in inputs if _is_of(recipe, name)]
     entry: dict[str, Any] = {
         "cmd": _command_line(stage, key),
         "deps": [
@@ -111,6 +110,12 @@ def _command(stage: Stage, recipe: Recipe, key: str) -> dict[str, Any]:
     if is_pinned or stage.once:
         entry["frozen"] = True  # what is built upon is not made again
     return {name: value for name, value in entry.items() if value}
+
+
+def _is_of(recipe: Recipe, name: str) -> bool:
+    """Whether an artifact is not that of a domain that has left."""
+    kind, _, rest = name.partition("/")
+    return kind not in ("experts", "corpora") or rest.partition("/")[0] in recipe.domains
 
 
 def _command_line(stage: Stage, key: str) -> str:

@@ -11,12 +11,13 @@ import yaml
 from pydantic import TypeAdapter
 
 from infra.recipe.resources import ComputeConfig
+from upcycle_core.backbone.config import BackboneConfig
 from upcycle_core.baselines.config import Baseline, ComparisonConfig
 from upcycle_core.config import SEEDS, config
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source, TokenizerConfig
 from upcycle_core.corpora.tuning.config import InstructionsConfig
 from upcycle_core.ders.config import CompressionConfig
-from upcycle_core.dume.config import BackboneConfig, MoEConfig, RouterConfig, StatisticsConfig
+from upcycle_core.dume.config import MoEConfig, RouterConfig, StatisticsConfig
 from upcycle_core.evaluation.similarity.config import SimilarityConfig
 from upcycle_core.evaluation.tasks.config import EvaluationTask, TaskEvaluationConfig
 from upcycle_core.evaluation.text.config import EvaluationConfig
@@ -140,7 +141,7 @@ class Recipe:
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     """Training of the experts."""
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
-    """Averaging of what is not an MLP."""
+    """Merging of what is not an MLP."""
     statistics: StatisticsConfig = field(default_factory=StatisticsConfig)
     """The pass over calibration text."""
     router: RouterConfig = field(default_factory=RouterConfig)

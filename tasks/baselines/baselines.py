@@ -4,7 +4,7 @@ from typing import Any
 
 from infra.recipe.schema import Recipe
 from tasks.baselines.start import start_of
-from tasks.dume.files import ROUTERS
+from tasks.dume.files import ROUTERS, all_joined, joined_paths
 from tasks.engine.stage import StageRun, each, stage
 from tasks.training import train_from, trained_rows
 from upcycle_core.baselines.config import Baseline
@@ -16,7 +16,9 @@ def _inputs(recipe: Recipe, name: str) -> list[str]:
     found = list(each(recipe, "corpora/{domain}/train"))
     if baseline.training.evaluation_steps is not None:
         found += each(recipe, "corpora/{domain}/calibration")
-    if baseline.uses_experts:
+    if baseline.method == "dume":
+        found += all_joined(recipe)
+    elif baseline.uses_experts:
         found += each(recipe, "experts/{domain}")
     if baseline.uses_seed:
         found.append("seed")
@@ -49,7 +51,9 @@ def baselines(run: StageRun) -> None:
 def _parts(run: StageRun, baseline: Baseline) -> dict[str, Any]:
     """The models that its start is made of."""
     parts: dict[str, Any] = {}
-    if baseline.uses_experts:
+    if baseline.method == "dume":
+        parts["experts"] = joined_paths(run)
+    elif baseline.uses_experts:
         parts["experts"] = {d: run.path(f"experts/{d}") for d in run.recipe.domains}
     if baseline.uses_seed:
         parts["seed_model"] = run.path("seed")

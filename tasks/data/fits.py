@@ -16,7 +16,8 @@ from infra.recipe.resources import Resources
 from infra.recipe.schema import Recipe
 from upcycle_core.architectures.families import family_of
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.errors import Fault
+from upcycle_core.dume.checks import check_repairable, fewest_tokens
+from upcycle_core.errors import Fault, InputError
 from upcycle_core.precision import weights_type
 from upcycle_core.training.config import ExpertTrainingConfig
 
@@ -52,6 +53,19 @@ class Size:
     def mixture(self, experts: int) -> int:
         """Parameters of the MoE of so many of them, without its routers."""
         return self.whole + (experts - 1) * self.ffns
+
+
+def repair_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:
+    """What the models, all sound, or the text that is asked for say against a repair."""
+    if recipe.experts.repair == "none" or not readers:
+        return
+    reader = next(iter(readers.values()))
+    asked, field = recipe.statistics.tokens, "statistics.tokens"
+    enough = fewest_tokens(reader.config) if asked is None else asked
+    try:
+        check_repairable(family_of(reader.config), reader.config, enough, field)
+    except InputError as error:
+        yield from error.faults
 
 
 def memory_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:

@@ -1,8 +1,9 @@
-"""Where router files lie, and which statistics they are solved from."""
+"""Where router files lie, which statistics they are solved from, and which experts are joined."""
 
 from pathlib import Path
 
 from infra.recipe.schema import Recipe
+from tasks.engine.stage import each
 from tasks.engine.stage_run import StageRun
 
 STATISTICS = "{split}.safetensors"
@@ -29,3 +30,23 @@ def statistics_files(run: StageRun, split: str) -> dict[str, Path]:
         / STATISTICS.format(split=split if domain.elsewhere is not None else "calibration")
         for name, domain in run.recipe.domains.items()
     }
+
+
+def joined(recipe: Recipe, domain: str) -> str:
+    """What gives a domain's MLPs to the MoE."""
+    return f"{'experts' if recipe.experts.repair == 'none' else 'repaired'}/{domain}"
+
+
+def all_joined(recipe: Recipe) -> list[str]:
+    """The same of every domain."""
+    return [joined(recipe, domain) for domain in recipe.domains]
+
+
+def all_experts(recipe: Recipe) -> list[str]:
+    """Every expert, and beside it what it was repaired into, where it was."""
+    return list(dict.fromkeys([*each(recipe, "experts/{domain}"), *all_joined(recipe)]))
+
+
+def joined_paths(run: StageRun) -> dict[str, Path]:
+    """{domain: what gives its MLPs to the MoE}"""
+    return {domain: run.path(joined(run.recipe, domain)) for domain in run.recipe.domains}

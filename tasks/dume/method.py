@@ -7,8 +7,10 @@ from tasks.data.seed_text import seed_text
 from tasks.data.sources import outside_faults, sources
 from tasks.data.tokenizer import tokenizer
 from tasks.dume.backbone import backbone
+from tasks.dume.checks import dume_faults, unused_faults
 from tasks.dume.experts import experts, parents
 from tasks.dume.model import model
+from tasks.dume.repaired import repaired
 from tasks.dume.report import report
 from tasks.dume.router import router
 from tasks.dume.statistics import statistics
@@ -28,12 +30,15 @@ METHOD = Method(
         parents,
         experts,
         backbone,
+        repaired,
         statistics,
         router,
         model,
         report,
     ),
     outside=outside_faults,
+    checks=dume_faults,
+    unused=unused_faults,
     compares=True,
     lives=True,
 )

@@ -2,9 +2,9 @@
 
 from infra.recipe.schema import recipe_yaml
 from tasks.data.given import forms
-from tasks.dume.files import ROUTERS
+from tasks.dume.files import ROUTERS, all_experts, joined_paths
 from tasks.engine.params import dume_keys
-from tasks.engine.stage import StageRun, each, stage
+from tasks.engine.stage import StageRun, stage
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.dume.router_reader import load_routers
 from upcycle_core.moe.assemble import assemble
@@ -12,7 +12,7 @@ from upcycle_core.moe.assemble import assemble
 
 @stage(
     "model",
-    lambda recipe, domain: [*each(recipe, "experts/{domain}"), "backbone", "router"],
+    lambda recipe, domain: [*all_experts(recipe), "backbone", "router"],
     params=lambda recipe, item: dume_keys(recipe),
 )
 def model(run: StageRun) -> None:
@@ -21,7 +21,7 @@ def model(run: StageRun) -> None:
     run.run_one(
         assemble,
         "assembly",
-        experts={name: run.path(f"experts/{name}") for name in recipe.domains},
+        experts=joined_paths(run),
         backbone=run.path("backbone"),
         routers=load_routers(run.path("router") / ROUTERS["calibration"]).weights,
         top_k=recipe.moe.top_k,

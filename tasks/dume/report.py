@@ -6,7 +6,7 @@ from typing import Any
 from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
 from tasks.data.given import forms
-from tasks.dume.files import ROUTERS, splits, statistics_files
+from tasks.dume.files import ROUTERS, all_experts, joined_paths, splits, statistics_files
 from tasks.engine.params import router_keys
 from tasks.engine.stage import StageRun, each, stage
 from tasks.scoring.evaluation import (
@@ -30,11 +30,18 @@ RANDOM = "random_routing"
 
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
-    patterns = ["experts/{domain}", "corpora/{domain}/heldout"]
+    patterns = ["corpora/{domain}/heldout"]
     if any(_swept(recipe.evaluation).values()):
         patterns.append("statistics/{domain}")
     found = [name for pattern in patterns for name in each(recipe, pattern)]
-    return [*found, "backbone", "router", "model", *(["seed"] if recipe.has_seed else [])]
+    return [
+        *all_experts(recipe),
+        *found,
+        "backbone",
+        "router",
+        "model",
+        *(["seed"] if recipe.has_seed else []),
+    ]
 
 
 def _params(recipe: Recipe, item: str) -> Iterator[str]:
@@ -66,13 +73,14 @@ def _dense_pieces(run: StageRun) -> list[Piece]:
     """Every dense expert, the seed, the averaged model, and the oracle domain by domain."""
     common = heldout_arguments(run)
     experts = {domain: run.path(f"experts/{domain}") for domain in run.recipe.domains}
+    joined = joined_paths(run)
     models = {expert_row(domain): path for domain, path in experts.items()}
     if run.recipe.has_seed:
         models["seed"] = run.path("seed")
     return [
         *(Piece.of(row, dense_piece, model=path, **common) for row, path in models.items()),
         Piece.of("model_averaging", average_piece, experts=list(experts.values()), **common),
-        Piece.of("oracle", oracle_piece, backbone=run.path("backbone"), experts=experts, **common),
+        Piece.of("oracle", oracle_piece, backbone=run.path("backbone"), experts=joined, **common),
     ]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tasks.dume.files import joined_paths
 from tasks.dume.statistics import in_shards
 from tasks.engine.stage import StageRun
 from upcycle_core.dume.router import choose_lambda, save_routers, solve_routers, solve_sequentially
@@ -36,7 +37,7 @@ def solve_layer_by_layer(
         next(iter(joint.values())).layout.layers,
         gather,
         choice=choose_lambda(joint, config=config),
-        domain_weights=config.domain_weights,
+        config=config,
     )
     save_routers(solution, out)
 
@@ -48,7 +49,7 @@ def _assembled(run: StageRun, split: str, solution: RouterSolution) -> Path:
         f"{split}-moe",
         assemble,
         "assembly",
-        experts={name: run.path(f"experts/{name}") for name in recipe.domains},
+        experts=joined_paths(run),
         backbone=run.path("backbone"),
         routers=solution.weights,
         top_k=recipe.moe.top_k,

@@ -6,6 +6,7 @@ from typing import Any
 
 from infra.recipe.schema import Recipe, TuningConfig
 from upcycle_core.baselines.config import Baseline
+from upcycle_core.dume.config import RouterConfig
 from upcycle_core.evaluation.tasks.config import TaskEvaluationConfig
 from upcycle_core.symphony.config import PostTrainingConfig
 from upcycle_core.training.config import (
@@ -107,9 +108,26 @@ def expert_keys(recipe: Recipe, domain: str) -> Iterator[str]:
         yield from ("seed", "experts.continued" if continued else "experts.training")
 
 
+def merge_keys(recipe: Recipe) -> Iterator[str]:
+    """Of what the backbone's merge is beside an average."""
+    for name in ("embeddings", "head"):
+        if getattr(recipe.backbone.merge, name) != "average":
+            yield f"backbone.merge.{name}"
+
+
+def repair_keys(recipe: Recipe) -> Iterator[str]:
+    """Of the experts' repair, where there is one."""
+    if recipe.experts.repair != "none":
+        yield "experts.repair"
+
+
 def router_keys(recipe: Recipe) -> Iterator[str]:
-    """Of the ridge regression."""
+    """Of the ridge regression. What came later decides nothing where it is the default."""
     yield from ("router.ridge_lambda", "router.solve", "router.domain_weights")
+    plain = RouterConfig()
+    for name in ("normalise", "scale"):
+        if getattr(recipe.router, name) != getattr(plain, name):
+            yield f"router.{name}"
     if recipe.router.ridge_lambda == "cross-validate":
         yield "router.lambda_grid"
     if recipe.router.solve == "sequential":
@@ -119,6 +137,7 @@ def router_keys(recipe: Recipe) -> Iterator[str]:
 def dume_keys(recipe: Recipe) -> list[str]:
     """Of a model of DUME's: what has a part in its weights, as its card quotes it."""
     keys = {"name", "moe", "statistics", "corpus.bos", *seed_keys(recipe), *router_keys(recipe)}
+    keys |= {*merge_keys(recipe), *repair_keys(recipe)}
     if recipe.trains_seed:
         keys.add("tokenizer")
     for domain in recipe.domains:

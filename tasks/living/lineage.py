@@ -16,6 +16,8 @@ from tasks.methods import METHODS
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 FILE = "lineage.json"
+EXPERTS = ("experts/", "repaired/")
+"""Where experts lie, and what they were repaired into."""
 PINNED = ("tokenizer", "seed_text", "seed", "backbone")
 """Artifacts that statistics and experts of all domains hang on."""
 
@@ -58,7 +60,7 @@ def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) ->
     pinned = {name: digest for name, digest in found.items() if digest is not None}
     backbone = lineage.backbone
     if "backbone" in pinned:
-        backbone = tuple(name.partition("/")[2] for name in _inputs(workspace, "backbone"))
+        backbone = _experts_in(_inputs(workspace, "backbone"))
     pinned = {**lineage.pinned, **pinned}
     parents = {name: found for name, found in lineage.parents.items() if name not in new}
     lineage = replace(lineage, pinned=pinned, backbone=backbone, parents=parents)
@@ -134,8 +136,13 @@ def without_backbone(recipe: Recipe) -> Recipe:
 
 def modelled(workspace: Workspace) -> tuple[str, ...]:
     """Domains of the workspace's model, in its order; none before there is a whole one."""
-    found = _inputs(workspace, "model")
-    return tuple(name.partition("/")[2] for name in found if name.startswith("experts/"))
+    return _experts_in(_inputs(workspace, "model"))
+
+
+def _experts_in(inputs: Collection[str]) -> tuple[str, ...]:
+    """Domains whose experts, repaired or as they are, something was made from."""
+    named = (name.partition("/")[2] for name in inputs if name.startswith(EXPERTS))
+    return tuple(dict.fromkeys(named))
 
 
 def save(lineage: Lineage, workspace: Workspace) -> None:
@@ -167,10 +174,10 @@ def _inputs(workspace: Workspace, artifact: str) -> dict[str, str]:
 
 def _mixed_faults(recipe: Recipe, workspace: Workspace) -> Iterator[Fault]:
     """What was not made from what lies beside it now: a build of everything did not end."""
-    experts = [f"experts/{domain}" for domain in modelled(workspace)]
+    of_each = [f"{kind}{domain}" for kind in EXPERTS for domain in modelled(workspace)]
     remedy = "was made from another {}: a build did not end; end it first: flows.dume"
-    for artifact in ("model", "backbone", *experts, *(["seed"] if recipe.has_seed else [])):
+    for artifact in ("model", "backbone", *of_each, *(["seed"] if recipe.has_seed else [])):
         for name, digest in _inputs(workspace, artifact).items():
-            is_built_upon = name in PINNED or name.startswith("experts/")
+            is_built_upon = name in PINNED or name.startswith(EXPERTS)
             if is_built_upon and not workspace.has_digest(name, digest):
                 yield Fault("workspace", str(workspace.path(artifact)), remedy.format(name))

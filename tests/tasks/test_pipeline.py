@@ -16,7 +16,10 @@ from tasks.recipes import load_recipe
 
 RECIPE = load_recipe(
     CODE / "recipes" / "demo.yaml",
-    ["comparison.tokens=2252800", "task_evaluation.sweep_top_k=[2]"],
+    [
+        *("comparison.tokens=2252800", "task_evaluation.sweep_top_k=[2]"),
+        *("experts.repair=down", "backbone.merge.embeddings=counts"),
+    ],
     added=[
         CODE / "recipes" / name for name in ("baselines.yaml", "tasks.yaml", "compression.yaml")
     ],

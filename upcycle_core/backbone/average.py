@@ -1,6 +1,6 @@
-"""Average models tensor by tensor: the backbone that experts share, and the averaged model."""
+"""Merge models tensor by tensor: the backbone that experts share, and the averaged model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +8,9 @@ import torch
 
 from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
+from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
+from upcycle_core.backbone.config import MergeConfig
+from upcycle_core.backbone.counts import row_weights, weighted_rows
 from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader, chunks
 from upcycle_core.errors import raise_faults
@@ -36,28 +39,47 @@ def average_tensors(readers: Sequence[CheckpointReader], name: str) -> torch.Ten
     return result
 
 
-def write_backbone(readers: Sequence[CheckpointReader], out: Path, *, max_shard_bytes: int) -> None:
-    """Average everything that is not an FFN; configuration and tokenizer are the first's.
+def write_backbone(
+    readers: Sequence[CheckpointReader],
+    out: Path,
+    *,
+    max_shard_bytes: int,
+    merge: MergeConfig | None = None,
+    counts: Sequence[torch.Tensor] = (),
+) -> None:
+    """Merge everything that is not an FFN; configuration and tokenizer are the first's.
 
     Args:
         readers: Experts of one architecture, in the order that they are summed.
         out: The directory that is written: config.json, weights without FFNs, tokenizer.
         max_shard_bytes: Size of one safetensors file.
+        merge: How; everything is averaged by default.
+        counts: Of each reader's domain the tokens [V], where ``merge`` weighs by them.
 
     Raises:
         InputError: A tensor is missing, misshapen or has no place.
     """
-    _write(readers, out, max_shard_bytes=max_shard_bytes, ffn=False)
+    how = merge or MergeConfig()
+    weighed = {EMBEDDING: how.embeddings, LM_HEAD: how.head}
+    names = [name for name, way in weighed.items() if way == "counts"]
+    weights = dict.fromkeys(names, row_weights(counts)) if names else {}
+    _write(readers, out, max_shard_bytes=max_shard_bytes, ffn=False, weights=weights)
 
 
 def write_average(readers: Sequence[CheckpointReader], out: Path, *, max_shard_bytes: int) -> None:
     """Average every tensor, as ``write_backbone`` does some: the model-averaging baseline."""
-    _write(readers, out, max_shard_bytes=max_shard_bytes, ffn=True)
+    _write(readers, out, max_shard_bytes=max_shard_bytes, ffn=True, weights={})
 
 
 def _write(
-    readers: Sequence[CheckpointReader], out: Path, *, max_shard_bytes: int, ffn: bool
+    readers: Sequence[CheckpointReader],
+    out: Path,
+    *,
+    max_shard_bytes: int,
+    ffn: bool,
+    weights: Mapping[str, torch.Tensor],
 ) -> None:
+    """Write the mean; ``weights`` [D, V] are of matrices whose rows are weighed apart."""
     first = readers[0]
     family = family_of(first.config)
     raise_faults(
@@ -65,8 +87,10 @@ def _write(
         for reader in readers
         for fault in tensor_faults(reader, family, reader.field, config=first.config)
     )
-    plan: Plan = {
-        name: (shape, weights_type(first), partial(average_tensors, readers, name))
-        for name, shape in family.tensors(first.config, ffn=ffn).items()
-    }
+    plan: Plan = {}
+    for name, shape in family.tensors(first.config, ffn=ffn).items():
+        source = partial(average_tensors, readers, name)
+        if name in weights:
+            source = partial(weighted_rows, readers, name, weights[name])
+        plan[name] = shape, weights_type(first), source
     write_model(out, plan, first.config, source=first, max_shard_bytes=max_shard_bytes)

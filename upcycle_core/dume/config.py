@@ -1,18 +1,10 @@
-"""What a recipe says about DUME: backbone, statistics, router."""
+"""What a recipe says about DUME: statistics, router, assembled model."""
 
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Literal
 
 from upcycle_core.config import Counted, config
-
-
-@config
-class BackboneConfig:
-    """Which experts' non-MLP weights are averaged."""
-
-    experts: tuple[str, ...] | None = None
-    """Domains whose experts are averaged; all of them by default. Kept when domains come or go."""
 
 
 @config
@@ -51,6 +43,12 @@ class RouterConfig:
     """All layers from one pass (the paper), or layer by layer with L passes (its ablation)."""
     domain_weights: Mapping[str, float] = field(default_factory=dict)
     """Factor on a domain's statistics; 1 where none is given."""
+    normalise: Literal["columns", "common"] = "columns"
+    """What the solution is divided by: each column by its own norm (the paper, Eq. 6), or all of
+    them by the largest, which leaves each token the expert that the regression chose."""
+    scale: float = field(default=1.0, metadata={"gt": 0})
+    """Factor on the normalised solution: the inverse of the softmax's temperature (the paper: 1).
+    It decides nothing where one expert answers, and how far the first of several leads."""
 
 
 @config

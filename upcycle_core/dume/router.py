@@ -23,7 +23,7 @@ def solve(
     layer: int,
     *,
     ridge_lambda: float,
-    domain_weights: Mapping[str, float] | None = None,
+    config: RouterConfig | None = None,
     window: int | None = None,
 ) -> Tensor:
     """W = (A + lambda I)^-1 b, columns divided by their norm (Eqs. 6 and 7).
@@ -32,7 +32,8 @@ def solve(
         statistics: By domain, in the order of the columns.
         layer: Which router.
         ridge_lambda: Added raw to A's diagonal.
-        domain_weights: Factors on a domain's sums; 1 where none is given.
+        config: The domains' weights, and what the solution is divided by and multiplied with; the
+            paper's way by default.
         window: Only the first positions of each paragraph; one of the position buckets.
 
     Returns:
@@ -41,10 +42,16 @@ def solve(
     Raises:
         InputError: a domain without tokens, or A + lambda I not positive definite.
     """
-    equations = normal_equations(statistics, layer, domain_weights=domain_weights, window=window)
+    config = config or RouterConfig()
+    equations = normal_equations(
+        statistics, layer, domain_weights=config.domain_weights, window=window
+    )
     _require_tokens(equations, list(statistics))
     weights_HD = ridge(equations, ridge_lambda, layer=layer)
-    return weights_HD / weights_HD.norm(dim=0)
+    norms_D = weights_HD.norm(dim=0)
+    if config.normalise == "common":
+        norms_D = norms_D.max()
+    return weights_HD * (config.scale / norms_D)
 
 
 def solve_with_bias(
@@ -90,7 +97,7 @@ def solve_routers(
     """All routers from one pass (the paper's ``joint`` way).
 
     Args:
-        config: lambda or how to choose it, and the domains' weights.
+        config: lambda or how to choose it, the domains' weights, the solution's norm.
         statistics, window: As for ``solve``.
 
     Raises:
@@ -100,11 +107,7 @@ def solve_routers(
     layers = next(iter(statistics.values())).layout.layers
     weights = {
         layer: solve(
-            statistics,
-            layer,
-            ridge_lambda=choice.ridge_lambda,
-            domain_weights=config.domain_weights,
-            window=window,
+            statistics, layer, ridge_lambda=choice.ridge_lambda, config=config, window=window
         )
         for layer in layers
     }
@@ -116,7 +119,7 @@ def solve_sequentially(
     gather: Callable[[int, Mapping[int, Tensor]], Mapping[str, Statistics]],
     *,
     choice: LambdaChoice,
-    domain_weights: Mapping[str, float] | None = None,
+    config: RouterConfig | None = None,
 ) -> RouterSolution:
     """Router by router: each from inputs that the routers before it have shaped (the ablation).
 
@@ -125,16 +128,14 @@ def solve_sequentially(
         gather: Called with a layer and the routers before it; returns that layer's statistics by
             domain (``sequential_statistics``). Where pieces are kept, a rerun finds them here.
         choice: lambda; choose it on statistics of the joint pass, if at all.
-        domain_weights: As for ``solve``.
+        config: As for ``solve``.
     """
     weights: dict[int, Tensor] = {}
     domains: tuple[str, ...] = ()
     for layer in layers:
         statistics = gather(layer, dict(weights))
         domains = tuple(statistics)
-        weights[layer] = solve(
-            statistics, layer, ridge_lambda=choice.ridge_lambda, domain_weights=domain_weights
-        )
+        weights[layer] = solve(statistics, layer, ridge_lambda=choice.ridge_lambda, config=config)
     return RouterSolution(weights, domains, choice)
 
 

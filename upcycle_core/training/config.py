@@ -147,6 +147,9 @@ class ExpertTrainingConfig(TrainingConfig):
     """The adapter, with `method: lora`; its defaults where nothing is said."""
 
 
+Repair = Literal["none", "down", "down+head_target"]
+
+
 @config
 class ExpertsConfig:
     """Training of one expert a domain, from the seed."""
@@ -158,6 +161,11 @@ class ExpertsConfig:
     (fp32 where others are trained beside ready ones, which is what training leaves)."""
     continued: ExpertTrainingConfig | None = None
     """Of an expert that learns new text, from the expert that it was; as `training` by default."""
+    repair: Repair = "none"
+    """What the merged backbone took from an expert is given back to its MLPs in closed form, on the
+    calibration text: nothing (the paper), `down`: ridge regression of what the residual stream
+    lacks, added to every layer's down projection; `down+head_target`: in the last layer of what the
+    logits lack."""
 
     @property
     def continuing(self) -> ExpertTrainingConfig:

@@ -65,15 +65,30 @@ def test_a_subset_of_domains_is_solved_in_the_order_asked_for(tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
+TWICE = RouterConfig(domain_weights={"domain1": 2.0})
+
+
 def test_a_domain_of_weight_two_counts_twice(tmp_path):
     features = random_domains()
     twice = {**features, "domain1": features["domain1"] * 2}
     statistics = statistics_of(tmp_path, features)
-    found = solve(statistics, 0, ridge_lambda=0.01, domain_weights={"domain1": 2.0})
+    found = solve(statistics, 0, ridge_lambda=0.01, config=TWICE)
     expected = plain_ridge(*stacked(twice), 0.01)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
-    config = RouterConfig(domain_weights={"domain1": 2.0})
-    assert torch.equal(solve_routers(statistics, config=config).weights[0], found)
+    assert torch.equal(solve_routers(statistics, config=TWICE).weights[0], found)
+
+
+def test_a_common_norm_keeps_what_the_regression_chose(tmp_path):
+    features = random_domains()
+    statistics = statistics_of(tmp_path, features)
+    solution = ridge(normal_equations(statistics, 0), 0.01, layer=0)
+    config = RouterConfig(normalise="common", scale=4.0)
+    found = solve(statistics, 0, ridge_lambda=0.01, config=config)
+    torch.testing.assert_close(found, 4 * solution / solution.norm(dim=0).max())
+    x_TH = stacked(features)[0]
+    assert torch.equal((x_TH @ found).argmax(1), (x_TH @ solution).argmax(1))
+    columns = solve(statistics, 0, ridge_lambda=0.01, config=RouterConfig(scale=2.0))
+    torch.testing.assert_close(columns.norm(dim=0), torch.full((len(features),), 2.0).double())
 
 
 def test_chosen_folds_alone_are_used(tmp_path):
@@ -119,9 +134,13 @@ def test_singular_system_names_layer_lambda_and_condition_number(tmp_path, seed,
     ("arguments", "field", "words"),
     [
         ({"ridge_lambda": -1.0}, "router.ridge_lambda", "0 or more"),
-        ({"ridge_lambda": 1.0, "domain_weights": {"tax": 1.0}}, "router.domain_weights.tax", "no"),
         (
-            {"ridge_lambda": 1.0, "domain_weights": {"domain0": 0.0}},
+            {"ridge_lambda": 1.0, "config": RouterConfig(domain_weights={"tax": 1.0})},
+            "router.domain_weights.tax",
+            "no",
+        ),
+        (
+            {"ridge_lambda": 1.0, "config": RouterConfig(domain_weights={"domain0": 0.0})},
             "router.domain_weights.domain0",
             "above 0",
         ),

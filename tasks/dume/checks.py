@@ -1,0 +1,26 @@
+"""What is wrong with what a recipe says about DUME, without reading any file."""
+
+from collections.abc import Iterator
+
+from infra.recipe.schema import Recipe
+from tasks.engine.params import merge_keys, repair_keys, value_at
+from upcycle_core.dume.checks import fewest_tokens
+from upcycle_core.errors import Fault
+
+
+def dume_faults(recipe: Recipe) -> Iterator[Fault]:
+    """What the shape of a seed that is made here says against a repair."""
+    if recipe.experts.repair == "none" or not recipe.trains_seed:
+        return
+    tokens = recipe.statistics.tokens
+    needed = fewest_tokens({"intermediate_size": recipe.seed_model.shape.intermediate_size})
+    if tokens is not None and tokens < needed:
+        remedy = f"experts.repair needs at least {needed:,}: raise it, or repair none"
+        yield Fault("statistics.tokens", tokens, remedy)
+
+
+def unused_faults(recipe: Recipe) -> Iterator[Fault]:
+    """What only DUME does, asked of another method."""
+    for key in (*merge_keys(recipe), *repair_keys(recipe)):
+        remedy = f"is done by dume alone, and the method is {recipe.method}: remove it"
+        yield Fault(key, value_at(recipe, key), remedy)

@@ -1,0 +1,263 @@
+"""Repair in closed form, against whole passes and least squares on stacked activations."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.pico import save_pico
+from upcycle_core.architectures.families import FAMILIES
+from upcycle_core.backbone.average import write_backbone
+from upcycle_core.backbone.stitch import load_stitched
+from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.corpora.reader import TokenCorpus
+from upcycle_core.corpora.shards import write_split
+from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.repair import LAMBDAS, REPORT, repair_expert
+from upcycle_core.errors import InputError
+from upcycle_core.moe.assemble import assemble
+from upcycle_core.moe.random import random_routers
+
+BEFORE_FFNS = [name for name, family in FAMILIES.items() if family.norms_first]
+EXACT = StatisticsConfig(sequence_length=16, batch_size=3, precision="fp64")
+
+
+def write_corpus(directory: Path, documents: int = 24, size: int = 96) -> Path:
+    generator = np.random.default_rng(0)
+    lengths = [16 * (1 + n % 2) for n in range(documents)]
+    texts = [(generator.zipf(1.3, length) % (size - 2) + 2, length) for length in lengths]
+    write_split(directory, texts, eos_id=0, vocabulary_size=size)
+    return directory
+
+
+def related(root: Path, family: str = "llama", *, count: int = 2, **shape) -> list[Path]:
+    """Experts of one seed: small changes of it, in every weight, as doubles."""
+    seed = load_causal_lm(save_pico(root / "seed", family, **shape), dtype=torch.float64)
+    weights = {name: value.clone() for name, value in seed.state_dict().items()}
+    made = []
+    for number in range(count):
+        torch.manual_seed(number + 1)
+        with torch.no_grad():
+            for name, value in seed.state_dict().items():
+                value.copy_(weights[name] + 0.02 * torch.randn_like(value))
+        made.append(save_pico(root / f"expert{number}", family, **shape))
+        seed.save_pretrained(made[-1])
+    return made
+
+
+def merged(experts: list[Path], out: Path) -> Path:
+    write_backbone([CheckpointReader(e) for e in experts], out, max_shard_bytes=10**9)
+    return out
+
+
+def repaired(backbone: Path, expert: Path, corpus: Path, out: Path, **settings) -> Path:
+    fields = {"repair": "down", "config": EXACT, "max_shard_bytes": 10**9, **settings}
+    repair_expert(backbone, expert, corpus, out, **fields)
+    return out
+
+
+def paragraphs_of(corpus: Path) -> list[Tensor]:
+    """Every paragraph alone; the half of the documents that each belongs to goes with it."""
+    text = TokenCorpus(corpus)
+    return [
+        (document % 2, torch.tensor(text.document(document)[start : start + 16].astype(np.int64)))
+        for document in range(len(text))
+        for start in range(0, len(text.document(document)), 16)
+    ]
+
+
+def layer_features(model: nn.Module, layer: int, texts) -> tuple[list[Tensor], list[Tensor]]:
+    """What a layer's down projection reads, and what the layer leaves, by paragraph."""
+    inner, left = [], []
+    block = model.model.layers[layer]
+    hooks = [
+        block.mlp.down_proj.register_forward_pre_hook(lambda m, given: inner.append(given[0][0])),
+        block.register_forward_hook(lambda m, given, out: left.append(out[0])),
+    ]
+    with torch.no_grad():
+        for _, ids in texts:
+            model.model(ids[None])
+    for hook in hooks:
+        hook.remove()
+    return inner, left
+
+
+def slow_head_target(expert: nn.Module, model: nn.Module, hidden_TH: Tensor, corpus: Path):
+    """Token by token the state whose centred logits come nearest to the expert's, weighed."""
+    counts = np.bincount(TokenCorpus(corpus).tokens, minlength=96)
+    weights = torch.tensor(counts / counts.sum() + 1e-6)
+    wanted = (
+        expert.lm_head.weight.double()
+        @ (
+            hidden_TH / hidden_TH.square().mean(-1, keepdim=True).sqrt() * expert.model.norm.weight
+        ).T.double()
+    )  # [V, T]
+    head = model.lm_head.weight.double()
+    head = head - (weights[:, None] * head).sum(0) / weights.sum()
+    wanted = wanted - (weights[:, None] * wanted).sum(0) / weights.sum()
+    root = weights.sqrt()[:, None]
+    normed = torch.linalg.lstsq(root * head, root * wanted).solution.T
+    return normed / model.model.norm.weight * hidden_TH.square().mean(-1, keepdim=True).sqrt()
+
+
+def slow_repair(backbone: Path, expert: Path, corpus: Path, *, head: bool) -> nn.Module:
+    """Whole passes for every layer, least squares on stacked activations, no sums."""
+    texts = paragraphs_of(corpus)
+    model = load_stitched(backbone, expert, dtype=torch.float64)
+    own = load_causal_lm(expert, dtype=torch.float64)
+    half = torch.tensor([h for h, ids in texts for _ in ids])
+    layers = model.config.num_hidden_layers
+    for layer in range(layers):
+        inner, left = layer_features(model, layer, texts)
+        _, wanted = layer_features(own, layer, texts)
+        target = torch.cat(wanted)
+        if head and layer == layers - 1:
+            target = slow_head_target(own, model, target, corpus)
+        a, r = torch.cat(inner), target - torch.cat(left)
+
+        def solved(rows: Tensor, factor: float, a=a, r=r) -> Tensor:
+            mean = a[rows].square().sum() / a.shape[1]
+            ridge = (factor * mean).sqrt() * torch.eye(a.shape[1], dtype=torch.float64)
+            stacked = torch.cat([a[rows], ridge])
+            zeros = torch.zeros(a.shape[1], r.shape[1], dtype=torch.float64)
+            return torch.linalg.lstsq(stacked, torch.cat([r[rows], zeros])).solution
+
+        def unseen(factor: float, a=a, r=r) -> float:
+            return sum(
+                float((r[half != h] - a[half != h] @ solved(half == h, factor)).square().sum())
+                for h in (0, 1)
+            )
+
+        errors = {factor: unseen(factor) for factor in LAMBDAS}
+        best = min(errors, key=errors.get)
+        if errors[best] < r.square().sum():
+            with torch.no_grad():
+                change = solved(torch.ones(len(a), dtype=bool), best).T
+                model.model.layers[layer].mlp.down_proj.weight += change
+    return model
+
+
+@pytest.mark.parametrize("family", BEFORE_FFNS)
+@pytest.mark.parametrize("head", [False, True])
+def test_repair_is_least_squares_on_whole_passes(family, head, tmp_path):
+    experts = related(tmp_path, family)
+    backbone, corpus = merged(experts, tmp_path / "backbone"), write_corpus(tmp_path / "text")
+    way = "down+head_target" if head else "down"
+    made = load_causal_lm(
+        repaired(backbone, experts[1], corpus, tmp_path / "made", repair=way), dtype=torch.float64
+    )
+    expected = slow_repair(backbone, experts[1], corpus, head=head)
+    before = load_stitched(backbone, experts[1], dtype=torch.float64).state_dict()
+    changed = 0
+    for name, weight in expected.state_dict().items():
+        torch.testing.assert_close(made.state_dict()[name], weight, atol=1e-5, rtol=1e-5)
+        changed += not torch.allclose(weight, before[name], atol=1e-4)
+    assert changed >= 1
+
+
+def distances(root: Path, experts: list[Path]) -> dict[str, float]:
+    """KL divergence from the first expert, on other text, of what each way leaves."""
+    backbone, corpus = merged(experts, root / "backbone"), write_corpus(root / "text", 200)
+    batch = torch.stack([ids for _, ids in paragraphs_of(write_corpus(root / "other", 7))])
+    found = {"none": load_stitched(backbone, experts[0])}
+    for way in ("down", "down+head_target"):
+        found[way] = load_causal_lm(repaired(backbone, experts[0], corpus, root / way, repair=way))
+    with torch.no_grad():
+        own = load_causal_lm(experts[0])(batch).logits.log_softmax(-1)
+        gaps = {way: own - model(batch).logits.log_softmax(-1) for way, model in found.items()}
+    return {way: float((own.exp() * gap).sum(-1).mean()) for way, gap in gaps.items()}
+
+
+def test_repair_brings_the_logits_nearer(tmp_path):
+    left = distances(tmp_path, related(tmp_path, count=3))
+    assert left["down"] < 0.9 * left["none"]
+
+
+def test_a_head_that_moved_is_answered_in_the_last_layer(tmp_path):
+    experts = related(tmp_path, count=3)
+    models = [load_causal_lm(expert, dtype=torch.float64) for expert in experts]
+    for expert, model in zip(experts[1:], models[1:], strict=True):  # their heads alone differ
+        own = model.lm_head.weight
+        model.load_state_dict({**models[0].state_dict(), "lm_head.weight": own})
+        model.save_pretrained(expert)
+    left = distances(tmp_path, experts)
+    assert left["down"] == pytest.approx(left["none"], rel=1e-4)
+    assert left["down+head_target"] < 0.995 * left["down"]
+
+
+@pytest.mark.parametrize("family", BEFORE_FFNS)
+def test_an_unmerged_expert_stays_as_it_is(family, tmp_path):
+    (expert,) = related(tmp_path, family, count=1)
+    backbone, corpus = merged([expert], tmp_path / "backbone"), write_corpus(tmp_path / "text")
+    out = repaired(backbone, expert, corpus, tmp_path / "made", repair="down+head_target")
+    made, before = load_causal_lm(out).state_dict(), load_causal_lm(expert).state_dict()
+    for name, weight in before.items():
+        torch.testing.assert_close(made[name], weight, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("family", BEFORE_FFNS)
+def test_a_repaired_moe_of_identical_experts_is_the_dense_model(family, tmp_path):
+    (expert,) = related(tmp_path, family, count=1)
+    backbone, corpus = merged([expert, expert], tmp_path / "bb"), write_corpus(tmp_path / "text")
+    domains = {name: repaired(backbone, expert, corpus, tmp_path / name) for name in ("a", "b")}
+    routers = random_routers(2, 32, 2, seed=0)
+    assemble(domains, backbone, routers, tmp_path / "moe", top_k=2, max_shard_bytes=10**9)
+    batch = torch.randint(2, 96, (2, 9))
+    with torch.no_grad():
+        dense, moe = (load_causal_lm(p)(batch).logits for p in (expert, tmp_path / "moe"))
+    torch.testing.assert_close(moe, dense, atol=1e-4, rtol=1e-4)
+
+
+def test_what_chance_explains_is_not_repaired(tmp_path):
+    """A drift that the activations do not tell of: another expert's embedding, drawn at random."""
+    experts = related(tmp_path)
+    backbone, corpus = merged(experts, tmp_path / "backbone"), write_corpus(tmp_path / "text", 6)
+    config = StatisticsConfig(sequence_length=16, batch_size=3, precision="fp64")
+    out = repaired(backbone, experts[0], corpus, tmp_path / "made", config=config)
+    report = json.loads((out / REPORT).read_text())
+    assert [layer["layer"] for layer in report] == [0, 1]
+    assert all(layer["lambda"] is None or layer["drift"] < 1 for layer in report)
+
+
+def test_half_precision_weights_keep_their_type(tmp_path):
+    experts = related(tmp_path)
+    for expert in experts:
+        load_causal_lm(expert, dtype=torch.bfloat16).save_pretrained(expert)
+    backbone, corpus = merged(experts, tmp_path / "backbone"), write_corpus(tmp_path / "text")
+    config = StatisticsConfig(sequence_length=16, batch_size=3, precision="bf16")
+    out = repaired(backbone, experts[0], corpus, tmp_path / "made", config=config)
+    assert {info.dtype for info in CheckpointReader(out).tensors.values()} == {torch.bfloat16}
+    before = CheckpointReader(experts[0]).tensor("model.layers.0.mlp.down_proj.weight")
+    after = CheckpointReader(out).tensor("model.layers.0.mlp.down_proj.weight")
+    assert 0 < (after.float() - before.float()).abs().max() < 0.1
+
+
+def test_too_few_tokens_are_refused_with_the_number_that_is_enough(tmp_path):
+    experts = related(tmp_path)
+    backbone, corpus = merged(experts, tmp_path / "backbone"), write_corpus(tmp_path / "text", 3)
+    with pytest.raises(InputError, match=r"tokens = 64: .*at least 96 calibration tokens"):
+        repaired(backbone, experts[0], corpus, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_norms_behind_the_ffn_are_refused(tmp_path):
+    experts = related(tmp_path, "olmo2")
+    backbone, corpus = merged(experts, tmp_path / "backbone"), write_corpus(tmp_path / "text")
+    with pytest.raises(InputError, match="norms behind its FFNs"):
+        repaired(backbone, experts[0], corpus, tmp_path / "made")
+
+
+def test_activations_that_are_not_finite_are_named(tmp_path):
+    experts = related(tmp_path)
+    model = load_causal_lm(experts[0])
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
+    model.save_pretrained(experts[0])
+    backbone, corpus = merged(experts, tmp_path / "backbone"), write_corpus(tmp_path / "text")
+    with pytest.raises(InputError, match="layer 1's activations"):
+        repaired(backbone, experts[0], corpus, tmp_path / "made")
