@@ -139,6 +139,7 @@ class Project:
                 "seed",
                 "experts",
                 "backbone",
+                "repaired",
                 "statistics",
                 "router",
                 "vocabulary",

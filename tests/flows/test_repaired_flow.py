@@ -1,0 +1,114 @@
+"""A model joined in closed form: built, grown, shrunk, restored; killed in the midst of a repair."""
+
+import json
+import shutil
+import sys
+
+import pytest
+from project import Project
+from texts import pico_recipe, save_recipe, write_texts
+
+from upcycle_core.checkpoints.reader import CheckpointReader
+
+OLD, NEW = ("letters", "numbers"), "colours"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+class Repaired(Project):
+    def call(self, module, *arguments):
+        """``python -m MODULE ARGUMENTS``, and the core functions that it called."""
+        self.calls()
+        done = self.run(sys.executable, "-m", module, *map(str, arguments))
+        done.calls = self.calls()
+        return done
+
+
+def recipe_of(folder, texts, domains, **more):
+    values = pico_recipe(texts, domains=domains)
+    values["evaluation"] |= {"sweep_top_k": [], "sweep_ridge_lambda": [], "sweep_window": []}
+    values["experts"]["repair"] = "down+head_target"
+    values["backbone"] = {"merge": {"embeddings": "counts"}}
+    values["versions"] = {"remote": "remote"}
+    return save_recipe(folder / f"{len(domains)}.yaml", values | more)
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("joined")
+    texts = write_texts(folder / "texts", domains=(*OLD, NEW))
+    project = Repaired(folder, recipe_of(folder, texts, OLD))
+    project.grown_recipe = recipe_of(folder, texts, (*OLD, NEW))
+    project.built = project.call("flows.dume", project.recipe)
+    project.first = project.digests()
+    return project
+
+
+def test_the_moe_is_made_of_repaired_experts(joined):
+    assert joined.built.calls["repair_expert"] == 2
+    moe = CheckpointReader(joined.workspace / "model")
+    for index, domain in enumerate(OLD):
+        expert, repaired = (
+            CheckpointReader(joined.workspace / kind / domain).tensor(DOWN)
+            for kind in ("experts", "repaired")
+        )
+        place = f"model.layers.1.block_sparse_moe.experts.{index}.w2.weight"
+        assert moe.tensor(place).equal(repaired)
+        assert not expert.equal(repaired)
+    metrics = json.loads((joined.workspace / "report/metrics.json").read_text())
+    assert min(metrics["normalised"]["oracle"].values()) > 99
+
+
+def test_life_goes_on_with_repaired_experts(joined):
+    """Grow, nothing new, shrink, restore, in turn: each is built upon the one before."""
+    before = joined.first
+    done = joined.call("flows.grow", joined.grown_recipe, NEW)
+    assert (done.calls["repair_expert"], done.calls["train"]) == (1, 1)
+    assert not done.calls["write_backbone"]
+    after = joined.digests()
+    kept = ("seed/", "backbone/", "experts/", "repaired/", "statistics/")
+    assert all(after[name] == digest for name, digest in before.items() if name.startswith(kept))
+    assert json.loads((joined.workspace / "lineage.json").read_text())["backbone"] == list(OLD)
+
+    assert "nothing to do" in joined.call("flows.retrain", joined.grown_recipe).stdout
+
+    done = joined.call("flows.shrink", joined.grown_recipe, NEW)
+    assert not done.calls["repair_expert"] + done.calls["domain_statistics"]
+    assert not (joined.workspace / "repaired" / NEW).exists()
+    first = {n: d for n, d in before.items() if n.startswith("model/") and "provenance" not in n}
+    assert {n: d for n, d in joined.digests().items() if n in first} == first
+
+    shutil.move(joined.workspace, joined.home / "lost")
+    done = joined.call("flows.restore", "upcycle-pico", "champion")
+    assert not done.calls["repair_expert"] + done.calls["train"]
+    assert (joined.workspace / "repaired" / "letters" / "repair.json").exists()
+
+
+def test_too_little_text_is_refused_before_anything_is_computed(joined, tmp_path):
+    texts = joined.grown_recipe.parent / "texts"
+    statistics = {"tokens": 90, "sequence_length": 32}
+    recipe = recipe_of(tmp_path, texts, OLD, statistics=statistics)
+    said = joined.refused(recipe=recipe)
+    assert "statistics.tokens = 90" in said
+    assert "at least 96" in said
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"experts": {"repair": "down"}}, {"backbone": {"merge": {"embeddings": "counts"}}}],
+)
+def test_other_methods_refuse_what_they_do_not_do(joined, tmp_path, change):
+    texts = joined.grown_recipe.parent / "texts"
+    values = pico_recipe(texts, domains=OLD) | change | {"symphony": {}}
+    recipe = save_recipe(tmp_path / "recipe.yaml", values)
+    said = joined.refused(recipe=recipe, module="flows.symphony")
+    assert "is done by dume alone" in said
+
+
+@pytest.mark.faults
+def test_killed_repair_ends_with_the_same_bytes(joined, tmp_path):
+    texts = joined.grown_recipe.parent / "texts"
+    project = Repaired(tmp_path, recipe_of(tmp_path, texts, OLD))
+    project.kill_flow("repairing:5")
+    assert not list((project.workspace / "repaired").glob("*/repair.json"))
+    project.flow()
+    assert project.digests() == joined.first
