@@ -1,4 +1,4 @@
-"""A model joined in closed form: built, grown, shrunk, restored; killed in the midst of a repair."""
+"""A model joined in closed form: built, grown, shrunk, restored; killed while it is repaired."""
 
 import json
 import shutil

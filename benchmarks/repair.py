@@ -1,0 +1,119 @@
+"""Repair in closed form beside the statistics pass on the same text.
+
+    python -m benchmarks.repair [--repeats N] [--tokens N] [--threads N] [--precision auto]
+
+Shape of SmolLM2-135M (``benchmarks.training_real``), random weights and tokens: neither changes the
+time. Each way is a process of its own, in turns: the statistics of one domain as one shard, and the
+repair of its expert with the head's target, both with loading and writing. Memory is the peak of
+anonymous memory above that of the imports.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.children import call_in_child
+from benchmarks.common import alternate, median, median_ratio, parser_of, print_result, print_table
+from benchmarks.training_real import SHAPE, make_model
+from upcycle_core.backbone.average import write_backbone
+from upcycle_core.checkpoints.load import quiet_loading
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.corpora.shards import write_split
+from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.repair import repair_expert
+from upcycle_core.dume.statistics import domain_statistics
+
+LENGTH, BATCH = 512, 4
+WAYS = ("statistics", "repair")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = parser_of(__doc__, repeats=3)
+    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--precision", default="auto")
+    options = parser.parse_args()
+    config = StatisticsConfig(
+        tokens=options.tokens,
+        sequence_length=LENGTH,
+        batch_size=BATCH,
+        shards=1,
+        precision=options.precision,
+    )
+    with tempfile.TemporaryDirectory(prefix="repair-") as name:
+        folder = Path(name)
+        make_models(folder)
+        make_text(folder / "text", options.tokens)
+        calls: dict[str, Callable[[], dict[str, Any]]] = {
+            way: partial(call_in_child, call, folder, config, threads=options.threads)
+            for way, call in zip(WAYS, (statistics, repair), strict=True)
+        }
+        report(alternate(calls, options.repeats), options.tokens)
+
+
+def make_models(folder: Path) -> None:
+    """Two experts, and the backbone between them."""
+    make_model(folder / "one")
+    with quiet_loading():
+        model: Any = AutoModelForCausalLM.from_pretrained(folder / "one", dtype=torch.float32)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 0.1 * weight.std() * torch.randn_like(weight)
+        model.save_pretrained(folder / "other")
+    readers = [CheckpointReader(folder / name) for name in ("one", "other")]
+    write_backbone(readers, folder / "backbone", max_shard_bytes=10**10)
+
+
+def make_text(directory: Path, tokens: int) -> None:
+    """Documents of a paragraph each."""
+    generator = np.random.default_rng(0)
+    count = -(-tokens // LENGTH)
+    size = SHAPE["vocab_size"]
+    texts = ((generator.integers(0, size, LENGTH).tolist(), LENGTH) for _ in range(count))
+    write_split(directory, texts, eos_id=0, vocabulary_size=size)
+
+
+def statistics(folder: Path, config: StatisticsConfig) -> dict[str, float]:
+    """The pass that routers are solved from."""
+    out, parts = folder / "statistics.safetensors", (folder / "backbone", folder / "one")
+    started = time.perf_counter()
+    domain_statistics(*parts, folder / "text", out, config=config, shard=0)
+    return {"seconds": time.perf_counter() - started}
+
+
+def repair(folder: Path, config: StatisticsConfig) -> dict[str, float]:
+    """The repair of one expert."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        repair_expert(
+            *(folder / "backbone", folder / "one", folder / "text", Path(out)),
+            repair="down+head_target",
+            config=config,
+            max_shard_bytes=10**10,
+        )
+        return {"seconds": time.perf_counter() - started}
+
+
+def report(found: dict[str, list[dict[str, Any]]], tokens: int) -> None:
+    """Print the table and the result."""
+    figures = {
+        name: {way: [one[name] for one in found[way]] for way in WAYS}
+        for name in ("seconds", "memory_mb")
+    }
+    rows = [[way, *(median(figures[name][way]) for name in figures)] for way in WAYS]
+    ratios = {n: median_ratio(own["repair"], own["statistics"]) for n, own in figures.items()}
+    rows.append(["repair / statistics", *ratios.values()])
+    print_table(f"{tokens:,} tokens of a domain, medians", ["", "s", "MB"], rows)
+    print_result("repair", ratios, {**figures, "tokens": tokens, "shape": SHAPE})
+
+
+if __name__ == "__main__":
+    main()
