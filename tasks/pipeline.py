@@ -9,7 +9,7 @@ and scored models read different things, so each has an entry of its own.
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +52,19 @@ def params_yaml(recipe: Recipe, workspace: Path) -> str:
 
 
 def _entries(stage: Stage, recipe: Recipe) -> dict[str, Any]:
-    if stage.out.endswith("{domain}") and stage.items(recipe):
-        return {stage.name: _for_each_domain(stage, recipe)}
-    return {stage.label(item): _command(stage, recipe, item) for item in stage.items(recipe)}
+    items = stage.items(recipe)
+    if items and stage.out.endswith("{domain}"):
+        return {stage.name: _for_each_domain(stage, recipe, items)}
+    return {stage.label(item): _command(stage, recipe, item) for item in items}
 
 
-def _for_each_domain(stage: Stage, recipe: Recipe) -> dict[str, Any]:
-    """One entry for all domains, and what each reads or is decided by beside it."""
-    commands = {domain: _command(stage, recipe, domain) for domain in recipe.domains}
-    entry = _command(stage, recipe, next(iter(recipe.domains)))
+def _for_each_domain(stage: Stage, recipe: Recipe, domains: Sequence[str]) -> dict[str, Any]:
+    """One entry for all that it runs for, and what each reads or is decided by beside it."""
+    commands = {domain: _command(stage, recipe, domain) for domain in domains}
+    entry = _command(stage, recipe, domains[0])
     entry["cmd"] = _command_line(stage, KEY)
     entry["outs"] = [stage.artifact(KEY)]
-    beside: dict[str, dict[str, list[str]]] = {domain: {} for domain in recipe.domains}
+    beside: dict[str, dict[str, list[str]]] = {domain: {} for domain in domains}
     for part in ("deps", "params"):
         names = {domain: command.get(part, []) for domain, command in commands.items()}
         shared = _shared(names)
@@ -74,7 +75,8 @@ def _for_each_domain(stage: Stage, recipe: Recipe) -> dict[str, Any]:
         for parts in beside.values():  # DVC wants them alike; what is named twice counts once
             parts[part] += (parts[part] or shared)[-1:] * (longest - len(parts[part]))
         entry[part] = [*shared, *(f"${{item.{part}[{n}]}}" for n in range(longest))]
-    if any(parts[part] for parts in beside.values() for part in parts):
+    some = set(domains) != set(recipe.domains)
+    if some or any(parts[part] for parts in beside.values() for part in parts):
         return {"foreach": beside, "do": entry}
     return {"foreach": "${domains}", "do": entry}
 

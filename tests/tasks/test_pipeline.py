@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from infra.recipe.schema import Lineage
+from tasks.data.documents import documents
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
@@ -81,6 +82,15 @@ def test_dvc_lists_what_the_fingerprint_is_made_from(name, stage, tmp_path):
             f"${{code}}/{source}" for source in made_from["sources"]
         }
         assert resolved(entry["outs"]) == {stage.artifact(item)}
+
+
+@pytest.mark.parametrize("asked", [(), ("cpp",), ("cpp", "python")])
+def test_an_optional_stage_has_an_entry_for_the_domains_it_runs_for_alone(asked, monkeypatch):
+    optional = replace(documents, each=lambda recipe: asked)
+    monkeypatch.setattr("tasks.pipeline.stages_of", lambda recipe: (optional,))
+    entries = yaml.safe_load(dvc_yaml(RECIPE))["stages"]
+    assert set(entries) == ({"documents"} if asked else set())
+    assert all(tuple(entry["foreach"]) == asked for entry in entries.values())
 
 
 def test_params_are_the_resolved_recipe(tmp_path):
