@@ -104,14 +104,11 @@ def folder(tmp_path_factory, models):
     return folder
 
 
-def _apart(left, right, key="loss"):
-    """Largest difference of two curves, and that there is something to compare."""
-    left, right = (
-        {point["step"]: point[key] for point in curve if key in point} for curve in (left, right)
-    )
-    assert left.keys() == right.keys()
-    assert len(left) >= 8
-    return max(abs(left[step] - right[step]) for step in left)
+def _curve(points, key="loss"):
+    """{step: value}, and that there is something to compare."""
+    curve = {point["step"]: point[key] for point in points if key in point}
+    assert len(curve) >= 8
+    return curve
 
 
 @pytest.mark.parametrize("name", ["dense", "mixtral", "qwen2"])
@@ -119,8 +116,9 @@ def test_two_workers_equal_one_that_accumulates(tmp_path, folder, models, name):
     objective = None if name == "dense" else UNBALANCED
     alone = run(tmp_path, models[name], config=CONFIG, objective=objective)
     result, points = _said(folder, f"{name}-accumulated")
-    assert _apart(result.curves, alone.curves) < 1e-4
-    assert _apart(points, alone.curves) < 1e-4
+    expected = pytest.approx(_curve(alone.curves), abs=1e-4)
+    assert _curve(result.curves) == expected
+    assert _curve(points) == expected
     assert result.tokens == alone.tokens
 
 
@@ -130,7 +128,8 @@ def test_one_that_accumulates_counts_the_load_of_a_micro_batch_alone(tmp_path, f
     result, _ = _said(folder, "mixtral-whole")
     first, other = result.curves[0], alone.curves[0]
     assert first["loss"] == pytest.approx(other["loss"], abs=1e-5)
-    assert first["loss/z"] == pytest.approx(other["loss/z"], abs=1e-5)
+    # It is about 57, where machines differ in the last bits of fp32.
+    assert first["loss/z"] == pytest.approx(other["loss/z"], rel=1e-6)
     assert abs(first["loss/balance"] - other["loss/balance"]) > 1e-2
 
 
@@ -141,7 +140,9 @@ def test_two_workers_equal_one_with_the_double_batch(tmp_path, folder, models, n
     alone = run(tmp_path, models["mixtral"], config=double, rows=rows, objective=OBJECTIVE)
     result, _ = _said(folder, "mixtral-whole" if name == "mixtral" else name)
     for key in ("loss", "loss/balance", "loss/z"):
-        assert _apart(result.curves, alone.curves, key) < 1e-5, key
+        # rel is for the z-loss, about 57, where machines differ in the last bits of fp32.
+        expected = pytest.approx(_curve(alone.curves, key), rel=1e-6, abs=1e-5)
+        assert _curve(result.curves, key) == expected, key
     watched = [point for point in alone.curves if "load/layer_0/expert_0" in point]
     assert watched
     for point in watched:
