@@ -33,7 +33,12 @@ from upcycle_core.evaluation.report.files import write_json
 from upcycle_core.evaluation.report.parts import Notes, Section
 from upcycle_core.evaluation.report.text import terminal
 from upcycle_core.evaluation.text.comparison import across_seeds
-from upcycle_core.evaluation.text.comparison_report import Rows, comparison_table, draw_comparison
+from upcycle_core.evaluation.text.comparison_report import (
+    Rows,
+    comparison_blocks,
+    comparison_table,
+    draw_comparison,
+)
 
 PLOT = f"{FOLDER}/score-against-compute.png"
 
@@ -95,8 +100,9 @@ def _publish(session: FlowSession) -> None:
 def _summary(session: FlowSession, rows: Rows) -> str:
     budget, notes = session.recipe.comparison.tokens, statement(rows, session.recipe)
     notes += [] if budget else ["Every trained row takes steps of its own."]
+    scores = [*comparison_blocks(rows, tokens=budget), Notes(notes)]
     return f"""
-{terminal([Section("", [comparison_table(rows, tokens=budget), Notes(notes)])])}
+{terminal([Section("", scores)])}
 Time in the flow: {session.timings()["wall"]:.0f} s
 Plot    {session.workspace.path(PLOT)}
 Rows    {session.workspace.path(ROWS)}

@@ -10,7 +10,12 @@ from flows.pages.page import Command, write_page
 from infra.recipe.schema import Recipe
 from upcycle_core.evaluation.report.parts import Figure, Notes, Section
 from upcycle_core.evaluation.text.comparison import across_seeds
-from upcycle_core.evaluation.text.comparison_report import Rows, comparison_table, draw_comparison
+from upcycle_core.evaluation.text.comparison_report import (
+    Rows,
+    comparison_blocks,
+    comparison_table,
+    draw_comparison,
+)
 
 FOLDER = "compared"
 """In the workspace: the comparison with what its rows cost on this machine."""
@@ -21,21 +26,24 @@ def write_comparison(command: Command, runs: Sequence[Rows]) -> None:
     """Write ``NAME-comparison.md``, ``.json`` and ``.png`` of what each run left in ``ROWS``."""
     recipe, rows = command.recipe, across_seeds(runs)
     name, seeds = f"{recipe.name}-comparison", list(command.seeds) or [recipe.seed]
-    table = comparison_table(rows, seeds=len(runs), tokens=recipe.comparison.tokens)
+    scores = comparison_blocks(rows, seeds=len(runs), tokens=recipe.comparison.tokens)
     draw = partial(draw_comparison, rows, highlight="dume")
     figure = Figure(name, "Score against compute", draw)
     write_page(
         command,
         name,
         f"{recipe.name}: ways of upcycling on equal terms",
-        [Section("", [table, figure, Notes(statement(rows, recipe))])],
+        [Section("", [*scores, figure, Notes(statement(rows, recipe))])],
         keys=("comparison", "baselines"),
         numbers={"recipe": recipe.name, "seeds": seeds, "rows": rows, "runs": list(runs)},
     )
 
 
 def comparison_section(name: str, out: Path) -> list[Section]:
-    """The comparison's table for another page of the same recipe, if there is one."""
+    """The comparison's table for another page of the same recipe, if there is one.
+
+    That page says itself what the backbone and the routers cost.
+    """
     path = out / f"{name}-comparison.json"
     if not path.exists():
         return []

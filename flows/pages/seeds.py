@@ -15,7 +15,7 @@ from infra.recipe.schema import Recipe
 from upcycle_core.evaluation.report.numbers import number
 from upcycle_core.evaluation.report.parts import Block, Figure, Section, Table
 from upcycle_core.evaluation.text.plots import REFERENCES, draw_scores, draw_sweep
-from upcycle_core.evaluation.text.results import Parameter, title_of
+from upcycle_core.evaluation.text.results import Parameter, gaps, title_of
 from upcycle_core.evaluation.text.scores import across_runs, mean_and_deviation
 
 SWEEPS: dict[Parameter, str] = {
@@ -43,8 +43,8 @@ def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
     draw = partial(draw_scores, averages, title_of("dume", ()))
     shown: list[Block] = [
         _table(recipe, scores, count),
+        *gaps({row: own["average"][0] for row, own in scores.items()}),
         Figure(f"{name}/scores", "Normalised averages", draw),
-        _losses(scores, count),
         _costs(agreement, timings, count),
     ]
     pictures = [Section(SWEEPS[p], [_sweep(recipe, scores, p, sweeps[p])]) for p in sweeps]
@@ -73,16 +73,6 @@ def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
             "machine": {"system": platform.platform(), "python": platform.python_version()},
             "runs": runs,
         },
-    )
-
-
-def _losses(scores: Spread, count: int) -> str:
-    """What is lost on the way from the experts to DUME, and where."""
-    oracle, dume = (scores[row]["average"][0] for row in ("oracle", "dume"))
-    averages = "averages" if count > 1 else "average"
-    return (
-        f"Of 100 the averaged backbone costs {number(100 - oracle)} (100 - oracle) and the routers "
-        f"{number(oracle - dume)} (oracle - DUME), by the normalised {averages}."
     )
 
 

@@ -123,6 +123,7 @@ def test_models_say_how_their_experts_were_used(project):
 def test_terminal_shows_the_table_and_states_dume_against_btx(project):
     for text in ("DUME+", "Oracle", "Core time", "which trains nothing after the experts"):
         assert text in project.done.stdout
+    assert re.search(r"^Backbone gap \(100 - oracle\) -?\d", project.done.stdout, re.MULTILINE)
 
 
 def test_page_holds_the_table_the_plot_and_the_command(project):

@@ -7,7 +7,8 @@ from typing import Any
 from upcycle_core.evaluation.report import canvas
 from upcycle_core.evaluation.report.labels import Label, place_labels
 from upcycle_core.evaluation.report.numbers import amount, number
-from upcycle_core.evaluation.report.parts import DASH, Table
+from upcycle_core.evaluation.report.parts import DASH, Block, Table
+from upcycle_core.evaluation.text.results import gaps
 
 Rows = Mapping[str, Mapping[str, Any]]
 """{row: what ``comparison.across_seeds`` gives}"""
@@ -45,6 +46,12 @@ def comparison_table(rows: Rows, *, seeds: int = 1, tokens: int | None = None) -
     spread = f", mean ± deviation over {seeds} seeds" if seeds > 1 else ""
     budget = f"Every trained row sees {tokens:,} tokens after the seed. " if tokens else ""
     return Table(head, lines, f"{SCORES}{spread}; higher is better. {budget}{COSTS}")
+
+
+def comparison_blocks(rows: Rows, *, seeds: int = 1, tokens: int | None = None) -> list[Block]:
+    """The table, and below it what the averaged backbone and the routers cost."""
+    averages = {name: row["scores"]["average"][0] for name, row in rows.items()}
+    return [comparison_table(rows, seeds=seeds, tokens=tokens), *gaps(averages)]
 
 
 def draw_comparison(rows: Rows, path: Path, *, highlight: str) -> None:

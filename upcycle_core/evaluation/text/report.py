@@ -76,8 +76,9 @@ def sections(evaluation: Evaluation) -> list[Section]:
         if evaluation.sweeps.get(parameter):
             shown[heading] = [_sweep(evaluation, parameter, heading)]
     shown["Routing"] = [_routing(evaluation)] if evaluation.routing else []
+    gaps = results.gaps(results.averages(evaluation))
     return [
-        Section("Normalised perplexity", [score_table(evaluation)]),
+        Section("Normalised perplexity", [score_table(evaluation), *gaps]),
         *(Section(heading, blocks, page_only=True) for heading, blocks in shown.items()),
     ]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from upcycle_core.errors import Fault
+from upcycle_core.evaluation.report.numbers import number
 from upcycle_core.evaluation.text import routing, scores
 
 Parameter = Literal["top_k", "ridge_lambda", "window"]
@@ -124,6 +125,21 @@ def normalised_table(evaluation: Evaluation) -> dict[str, dict[str, float]]:
 def averages(evaluation: Evaluation) -> dict[str, float]:
     """{row: mean of its normalised scores over domains}, in ``perplexity_table``'s order."""
     return {row: scores.average(own) for row, own in normalised_table(evaluation).items()}
+
+
+def gaps(averages: Mapping[str, float]) -> list[str]:
+    """A sentence on what the averaged backbone and the routers cost; none without both rows.
+
+    Args:
+        averages: {row: normalised average in percent}; ``oracle`` and ``dume`` are looked at.
+    """
+    if not {"oracle", "dume"} <= averages.keys():
+        return []
+    backbone, router = 100 - averages["oracle"], averages["oracle"] - averages["dume"]
+    return [
+        f"Backbone gap (100 - oracle) {number(backbone)}, "
+        f"router gap (oracle - DUME) {number(router)}."
+    ]
 
 
 def deviations(evaluation: Evaluation) -> dict[str, dict[str, float]]:

@@ -92,6 +92,20 @@ def test_metrics_hold_the_normalised_averages_by_row(report):
     ]
 
 
+def test_gaps_stand_below_the_table_once(report):
+    gaps = "Backbone gap (100 - oracle) 4.0, router gap (oracle - DUME) 3.5."
+    for name in ("table.txt", "table.md", "report.html"):
+        text = (report / name).read_text()
+        assert text.count("gap (") == 2, name
+        assert gaps in text.partition("Oracle")[2], name
+
+
+def test_gaps_need_both_rows(evaluation, tmp_path):
+    for row in ("oracle", "dume"):
+        rows = {name: own for name, own in evaluation.perplexities.items() if name != row}
+        assert results.gaps(results.averages(replace(evaluation, perplexities=rows))) == []
+
+
 def test_routing_shares_and_agreement_with_the_label(report):
     found = json.loads((report / "metrics.json").read_text())["routing"]
     assert found["shares"] == {"law": [[0.75, 0.25], [0.25, 0.75]], "code": [[0.1, 0.9], [0, 1]]}
