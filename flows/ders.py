@@ -99,7 +99,7 @@ def _verdict(outcome: Outcome | None) -> str:
     if outcome is None:
         return "No way to store the deltas is within the tolerance; nothing is registered."
     aliases = ", ".join(outcome.version.aliases) or "no alias"
-    return f"`{outcome.version.reference}` ({aliases}): {outcome.decision}."
+    return f"`{outcome.version.reference}` ({aliases}): {outcome.verdict}."
 
 
 @command

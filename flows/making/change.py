@@ -89,7 +89,7 @@ def finish_change(
     ]
     if other:
         notes = (*notes, OTHER_TEXT.format(", ".join(other)))
-    verdict = f"`{outcome.version.reference}`: {outcome.decision}"
+    verdict = f"`{outcome.version.reference}`: {outcome.verdict}"
     text = markdown([Section("", [table, *notes, verdict, f"{change.what}: {seconds:.0f} s."])])
     session.run.set_tags({"upcycle.change": change.what})
     session.run.log_metrics({f"before/{name}": value for name, value in change.before.items()})

@@ -48,7 +48,7 @@ def publish_tuning(session: FlowSession, outcome: Outcome) -> None:
     publish_outcome(session, outcome, {**scores, **experts}, _datasets(session))
     create_markdown_artifact(
         key=slug(f"{recipe.name}-instructions"),
-        markdown=f"# `{version.reference}`\n\n{outcome.decision}\n\n"
+        markdown=f"# `{version.reference}`\n\n{outcome.verdict}\n\n"
         f"{(report / MARKDOWN).read_text()}",
         description="Exact match and ROUGE-L on instructions, and the registered version.",
     )

@@ -95,9 +95,9 @@ def publish_outcome(
     run.log_text(session.versions.lock_text(), "dvc.lock")
     run.log_inputs(datasets)
     version = outcome.version.reference
-    run.set_tags({"upcycle.version": version, "upcycle.decision": outcome.decision})
+    run.set_tags({"upcycle.version": version, "upcycle.decision": outcome.verdict})
     report = session.workspace.path("report")
-    run.describe(f"{(report / MARKDOWN).read_text()}\n`{version}`: {outcome.decision}")
+    run.describe(f"{(report / MARKDOWN).read_text()}\n`{version}`: {outcome.verdict}")
     publish_pictures(session.recipe.name, sorted(report.glob("*.png")))
     publish_links(session, outcome.version)
 
@@ -166,7 +166,7 @@ Time in the flow: {timings["wall"]:.0f} s, of which pieces on Ray {timings["piec
 
 Model     {session.workspace.path("model")}
 Report    {report / PAGE}
-Registry  {version.reference} ({", ".join(version.aliases) or "no alias"}): {outcome.decision}
+Registry  {version.reference} ({", ".join(version.aliases) or "no alias"}): {outcome.verdict}
 
 See runs and models:  make up      (then open the two addresses that it prints)
 Generate text:        .venv/bin/python -m flows.generate {version.name}@{alias} "The first"
@@ -193,7 +193,7 @@ def _page(session: FlowSession, outcome: Outcome) -> str:
     links = " · ".join(f"[{text}]({link})" for link, text in pages)
     return f"""# {version.name}, version {version.number}: {aliases}
 
-{outcome.decision}
+{outcome.verdict}
 
 `{version.reference}` {links}
 

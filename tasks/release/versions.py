@@ -35,12 +35,19 @@ class Outcome:
     Args:
         version: Its version in the registry.
         is_new: Whether this run registered it.
-        decision: What the gate said, and why.
+        decision: What the gate said when it was registered, and why.
     """
 
     version: Version
     is_new: bool
     decision: str
+
+    @property
+    def verdict(self) -> str:
+        """What a run says of it: a champion of today may be this very version."""
+        if self.is_new:
+            return self.decision
+        return f"as it was registered: version {self.version.number} is this very model"
 
 
 def offered(

@@ -92,6 +92,7 @@ def test_report_has_every_row(project):
 def test_terminal_says_scores_places_and_what_to_type(project):
     for text in ("Oracle", "make up", "flows.generate", str(project.workspace / "model")):
         assert text in project.done.stdout
+    assert "; there was no champion\n" in project.done.stdout
     assert "tokens/s" in project.done.stderr
 
 
@@ -138,10 +139,12 @@ def test_documented_command_generates_text(project):
 def test_second_run_calls_nothing_and_registers_nothing(project, registry):
     before = project.digests()
     project.own_server = False  # it has been seen to work
-    project.flow()
+    done = project.flow()
     assert not project.calls()
     assert project.digests() == before
     assert len(registry.versions("upcycle-pico")) == 1
+    assert "): as it was registered: version 1 is this very model\n" in done.stdout
+    assert "no champion" not in done.stdout
 
 
 def test_dvc_finds_what_the_flow_made_up_to_date(project):

@@ -14,11 +14,13 @@ from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.recipes import load_recipe
 from tasks.release.versions import (
+    DECISION_TAG,
     EXPERTS_TAG,
     MODEL_TAG,
     PENDING_TAG,
     PREVIOUS_TAG,
     ROLLED_BACK_TAG,
+    Outcome,
     expert_digests,
     led_experts,
     offered,
@@ -101,6 +103,17 @@ def test_a_model_without_champion_has_no_way_back(registry):
     for name in ("nobody", "o'brien", "x' or name = 'y"):
         with pytest.raises(InputError, match="is no registered model with a champion"):
             roll_back(registry, name, "why")
+
+
+def test_a_model_that_is_registered_already_says_so_and_not_what_the_gate_said(tmp_path, session):
+    settings = read({"UPCYCLE_HOME": str(tmp_path)})
+    registry, folder = Registry(settings), session.workspace.path("experts/python")
+    made = Registration(tags={MODEL_TAG: "first", DECISION_TAG: "there was no champion"})
+    with Tracker(settings, "test").start_run("test", workspace=tmp_path) as run:
+        version = registry.register(NAME, folder, made, run=run)
+    known = offered(registry, NAME, {"first"})
+    assert known.verdict == "as it was registered: version 1 is this very model"
+    assert Outcome(version, True, known.decision).verdict == "there was no champion"
 
 
 class Killed(BaseException):
