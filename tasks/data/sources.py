@@ -140,7 +140,7 @@ def text_faults(recipe: Recipe) -> list[Fault]:
         for field, source in named.items()
         for fault in source_faults(source, field, folder=folder)
     ]
-    return found or list(_same_faults(recipe))
+    return found or [*_same_faults(recipe), *_heldout_faults(recipe)]
 
 
 def named_texts(recipe: Recipe) -> dict[str, Source]:
@@ -174,9 +174,40 @@ def _same_faults(recipe: Recipe) -> Iterator[Fault]:
                 files = source_files(source, folder).values()
                 read = json.dumps(sorted(map(sha256_file, files)))
                 if (other := first.setdefault(read, name)) != name:
-                    given = source.harvest or source.dataset or list(source.files)
                     remedy = f"is the same text as domains.{other}.{part}; name other text for one"
-                    yield Fault(f"domains.{name}.{part}", given, remedy)
+                    yield Fault(f"domains.{name}.{part}", _given(source), remedy)
+
+
+def _heldout_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Files that are held out though nothing else is there to train on, or for two domains."""
+    earlier: dict[str, set[tuple[str, str]]] = {}
+    for name, domain in recipe.domains.items():
+        if (source := domain.heldout) is None:
+            continue
+        held = _places(source, recipe.text_folder)
+        field, given = f"domains.{name}.heldout", _given(source)
+        train = set() if domain.train is None else _places(domain.train, recipe.text_folder)
+        if train and train <= held and source.max_bytes is None:
+            remedy = f"is all of domains.{name}.train, too, which would leave nothing to train on; "
+            remedy += "name other text, or leave heldout out: a share of train is set aside then"
+            yield Fault(field, given, remedy)
+        for other, places in earlier.items():
+            if held != places and (shared := held & places):  # all of it: ``_same_faults``
+                remedy = f"{min(shared)[0]} is held out for domains.{other}, too; name it in one"
+                yield Fault(field, given, remedy)
+        earlier[name] = held
+
+
+def _places(source: Source, folder: Path | None) -> set[tuple[str, str]]:
+    """Every file that is read, or the dataset, and how."""
+    how = json.dumps(asdict(replace(source, files=(), max_bytes=None)))
+    files = [str(path.resolve()) for path in source_files(source, folder).values()]
+    return {(place, how) for place in files or [str(source.dataset)]}
+
+
+def _given(source: Source) -> object:
+    """What a recipe names, for people."""
+    return source.harvest or source.dataset or list(source.files)
 
 
 def chat_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> Iterator[Fault]:

@@ -131,6 +131,37 @@ def test_the_same_text_in_two_domains_is_refused(tmp_path):
     check(validate(values), tmp_path / "models")
 
 
+def test_held_out_text_that_is_all_of_the_training_text_is_refused(tmp_path):
+    texts = write_texts(tmp_path / "texts", domains=DOMAINS)
+    values = pico_recipe(texts, domains=DOMAINS)
+    letters = values["domains"]["letters"]
+    (texts / "letters" / "link.txt").symlink_to(texts / "letters" / "train.txt")
+    for held in ("{folder}/letters/train.txt", str(texts / "letters" / "link.txt")):
+        letters["heldout"] = {"files": [held]}
+        (found,) = said(values, tmp_path).items()
+        assert found[0] == "domains.letters.heldout"
+        assert "all of domains.letters.train, too" in found[1]
+        assert "leave heldout out" in found[1]
+    letters["heldout"]["max_bytes"] = 1000  # training text yields, and some is left
+    check(validate(values), tmp_path / "models")
+    letters["heldout"] = {"files": ["{folder}/letters/heldout.txt"]}
+    letters["train"] = {"files": ["{folder}/letters/*.txt"]}
+    check(validate(values), tmp_path / "models")
+
+
+def test_a_file_that_two_domains_hold_out_is_refused(tmp_path):
+    texts = write_texts(tmp_path / "texts", domains=DOMAINS)
+    values = pico_recipe(texts, domains=DOMAINS)
+    values["domains"]["numbers"]["heldout"] = {"files": ["{folder}/*/heldout.txt"]}
+    (found,) = said(values, tmp_path).items()
+    assert found[0] == "domains.numbers.heldout"
+    file = texts / "letters" / "heldout.txt"
+    assert found[1] == f"{file} is held out for domains.letters, too; name it in one"
+    values["domains"]["numbers"]["heldout"] = values["domains"]["letters"]["heldout"]
+    (found,) = said(values, tmp_path).items()
+    assert "is the same text as domains.letters.heldout" in found[1]
+
+
 def test_responses_are_asked_of_chats_alone(tmp_path):
     texts = write_texts(tmp_path / "texts", domains=DOMAINS)
     values = pico_recipe(texts, domains=DOMAINS)
