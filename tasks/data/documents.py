@@ -17,5 +17,5 @@ def documents(run: StageRun) -> None:
         config=run.recipe.corpus,
         seed=run.recipe.seed if draws_text(run.recipe, run.domain) else 0,
         folder=run.recipe.text_folder,
-        name=run.domain,
+        name=f"domains.{run.domain}",
     )

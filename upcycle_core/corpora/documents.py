@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from upcycle_core.checkpoints.hashing import sha256_file
@@ -54,7 +55,7 @@ def write_documents(
     raise_faults(domain_faults(domain, name))
     sources = named_sources(domain)
     selection = Selection()
-    progress.start(f"documents of {name}", len(sources), "sources")
+    progress.start(f"documents of {name.removeprefix('domains.')}", len(sources), "sources")
     for split, source in sources.items():
         _add(selection, split, source, out, config=config, seed=seed, folder=folder)
         progress.advance()
@@ -99,7 +100,7 @@ def write_texts(
     progress.advance()
     others = {content_key(text) for path in apart_from for text in read_documents(path)}
     selection.leave_out(split, others, "in a domain's text")
-    raise_faults(selection.empty_splits(name))
+    raise_faults(replace(fault, field=name) for fault in selection.empty_splits(name))
     _write(selection, {split: source}, out, seed=seed, folder=folder)
 
 

@@ -1,7 +1,7 @@
 """Which document stands in which split: never in two."""
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from upcycle_core.corpora.config import Split
@@ -10,16 +10,25 @@ from upcycle_core.corpora.seeded import permutation, place
 from upcycle_core.corpora.spool import Kept
 from upcycle_core.errors import Fault, raise_faults
 
+LEFT_OUT = {"short": "shorter than corpus.min_characters", "duplicate": "duplicates"}
+"""How people call the reasons for which documents are left out."""
 Texts = dict[bytes, Document | Kept]
 """Distinct documents by content key, in seeded order."""
 
 
 @dataclass
 class Selection:
-    """The documents of each split, and how many were left out of it for what reason."""
+    """The documents of each split, and how many were left out of it for what reason.
+
+    Args:
+        splits: The documents.
+        left_out: {reason: count}.
+        taken: The splits that were set aside from training text.
+    """
 
     splits: dict[Split, Texts] = field(default_factory=dict)
     left_out: dict[Split, Counter[str]] = field(default_factory=dict)
+    taken: list[Split] = field(default_factory=list)
 
     def add(
         self,
@@ -92,8 +101,7 @@ class Selection:
                 room -= sizes[name]
         if names and not chosen:
             chosen = [min(names, key=lambda name: sizes[name])]
-        self.splits[split] = {key: train.pop(key) for name in chosen for key in groups[name]}
-        self.left_out[split] = Counter()
+        self._take(split, [key for name in chosen for key in groups[name]])
 
     def set_aside_for_good(self, split: Split, share: float, *, seed: int) -> None:
         """Move training documents into ``split``, each for its own text and whatever else is there.
@@ -117,16 +125,32 @@ class Selection:
             chosen = [
                 min(places, key=places.__getitem__) if places else min(train, key=sizes.__getitem__)
             ]
-        self.splits[split] = {key: train.pop(key) for key in chosen}
-        self.left_out[split] = Counter()
+        self._take(split, chosen)
 
     def empty_splits(self, name: str) -> list[Fault]:
-        """A fault for each split without documents, saying what was left out of it."""
-        return [
+        """A fault for each split without documents, saying what was left out of it.
+
+        Training text that is too little for what is set aside from it is one fault.
+
+        Args:
+            name: The domain, as a recipe names it (``domains.law``).
+        """
+        parts: list[Split] = ["train", *self.taken] if self.taken else []
+        together = [text for split in parts for text in self.splits[split].values()]
+        found = []
+        if together and not all(self.splits[split] for split in parts):
+            found = [_too_few(together, name, self.taken, self.left_out["train"])]
+        return found + [
             Fault(f"{name}.{split}", "no documents", _why_empty(self.left_out[split]))
             for split, texts in self.splits.items()
-            if not texts
+            if not texts and split not in (parts if together else self.taken)
         ]
+
+    def _take(self, split: Split, keys: Iterable[bytes]) -> None:
+        train = self.splits["train"]
+        self.splits[split] = {key: train.pop(key) for key in keys}
+        self.left_out[split] = Counter()
+        self.taken.append(split)
 
     def _drop(self, split: Split, other: Split) -> None:
         self.leave_out(split, self.splits.get(other, {}), f"in {other}")
@@ -150,6 +174,26 @@ def _shared(texts: Texts, heldout: Texts, where: str) -> list[Fault]:
     return [Fault(where, f"{len(texts)} documents", remedy)]
 
 
+def _too_few(
+    texts: Sequence[Document | Kept], name: str, taken: Sequence[Split], left_out: Counter[str]
+) -> Fault:
+    """What is wrong with training text that does not fill the splits that are made of it."""
+    count = f"{len(texts)} document{'s' if len(texts) > 1 else ''}"
+    remedy = f"too few to train on and to set {' and '.join(taken)} text aside from"
+    remedy += f" (left out: {_counted(left_out)})" if left_out else ""
+    fields = " and ".join(f"{name}.{split}" for split in taken)
+    remedy += f"; name {fields}, or give it more documents"
+    if any(text.file.endswith(".txt") for text in texts):
+        remedy += " (in a .txt file, a line <|doc|> stands between two)"
+    return Fault(f"{name}.train", count, remedy)
+
+
 def _why_empty(left_out: Counter[str]) -> str:
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
-    return f"nothing is left for it (left out: {reasons or 'none'}); give the domain more text"
+    reasons = _counted(left_out) if left_out else "none"
+    return f"nothing is left of it (left out: {reasons}); give it other text, or more"
+
+
+def _counted(left_out: Counter[str]) -> str:
+    return ", ".join(
+        f"{n} {LEFT_OUT.get(reason, reason)}" for reason, n in sorted(left_out.items())
+    )

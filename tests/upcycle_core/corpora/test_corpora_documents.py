@@ -161,10 +161,39 @@ def test_a_split_without_documents_is_a_fault(tmp_path):
             seed=0,
             name="domains.law",
         )
-    assert [fault.field for fault in error.value.faults] == [
-        "domains.law.train",
-        "domains.law.heldout",
-    ]
+    assert len(error.value.faults) == 1
+
+
+@pytest.mark.parametrize(
+    ("named", "count", "missing"),
+    [
+        ((), 1, "calibration"),
+        ((), 2, "calibration"),
+        (("heldout",), 1, "calibration"),
+        (("calibration",), 1, "heldout"),
+    ],
+)
+def test_training_text_that_is_too_little_to_set_text_aside_is_one_fault(
+    tmp_path, named, count, missing
+):
+    given = {split: text_file(tmp_path / f"{split}.txt", distinct_texts(5, 100)) for split in named}
+    domain = Domain(train=text_file(tmp_path / "a.txt", ["short", *distinct_texts(count)]), **given)
+    with pytest.raises(InputError) as error:
+        write_documents(domain, tmp_path / "out", config=CONFIG, seed=0, name="domains.law")
+    (fault,) = error.value.faults
+    assert fault.field == "domains.law.train"
+    assert fault.value == ("1 document" if count == 1 else "2 documents")
+    assert f"domains.law.{missing}" in fault.remedy
+    assert not any(f"domains.law.{split}" in fault.remedy for split in named)
+    assert "(left out: 1 shorter than corpus.min_characters)" in fault.remedy
+    assert "in a .txt file, a line <|doc|> stands between two" in fault.remedy
+
+
+def test_records_are_not_told_how_documents_of_text_are_separated(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": distinct_texts(1)[0]}))
+    domain = Domain(train=Source(files=(str(tmp_path / "a.jsonl"),)))
+    with pytest.raises(InputError, match=r"1 document.* give it more documents$"):
+        write_documents(domain, tmp_path / "out", config=CONFIG, seed=0, name="domains.law")
 
 
 def test_even_three_documents_fill_three_splits(tmp_path):
@@ -219,7 +248,7 @@ def test_progress_counts_sources(tmp_path):
 
     watched = Watched()
     domain = Domain(train=text_file(tmp_path / "a.txt", distinct_texts(5)))
-    written(domain, tmp_path / "out", progress=watched, name="law")
+    written(domain, tmp_path / "out", progress=watched, name="domains.law")
     assert watched.seen == [("documents of law", 1, "sources"), 1]
 
 
@@ -237,6 +266,15 @@ def test_text_of_no_domain_yields_to_what_domains_hold_out(tmp_path):
     assert found == {text.strip() for text in texts} - held
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["left_out"] == {"train": {"in a domain's text": len(held)}}
+
+
+def test_text_of_no_domain_that_leaves_no_document_is_named_as_the_recipe_does(tmp_path):
+    source = text_file(tmp_path / "a.txt", ["short"])
+    with pytest.raises(InputError) as error:
+        write_texts(
+            "heldout", source, tmp_path / "out", config=CONFIG, seed=0, name="outside.manual"
+        )
+    assert [fault.field for fault in error.value.faults] == ["outside.manual"]
 
 
 def test_row_groups_are_bounded_by_rows_and_by_bytes(tmp_path):
