@@ -1,15 +1,19 @@
 """Stage ``backbone``: everything that is not an MLP, merged (DUME, section 2.2: averaged)."""
 
+import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from infra.recipe.schema import Recipe
-from tasks.engine.params import merge_keys
+from tasks.engine.params import merge_keys, regression_keys
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.backbone.config import MergeConfig
 from upcycle_core.backbone.counts import token_counts
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.dume.attention import merge_attention
+from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.progress import Progress
 
 
@@ -22,36 +26,47 @@ def averaged(recipe: Recipe) -> tuple[str, ...]:
 
 def _counted(recipe: Recipe) -> list[str]:
     """Texts whose tokens are counted, in the order of the experts; none where nothing asks."""
-    if not any(merge_keys(recipe)):
+    merge = recipe.backbone.merge
+    if "counts" not in (merge.embeddings, merge.head):
         return []
+    has_none = {name for name, domain in recipe.domains.items() if domain.train is None}
     return [
-        f"corpora/{name}/{'calibration' if _has_no_train(recipe, name) else 'train'}"
+        f"corpora/{name}/{'calibration' if name in has_none else 'train'}"
         for name in averaged(recipe)
     ]
 
 
-def _has_no_train(recipe: Recipe, name: str) -> bool:
-    return name in recipe.domains and recipe.domains[name].train is None
+def _regressed(recipe: Recipe) -> list[str]:
+    """Texts that attention is regressed on, in the order of the experts; none where it is not."""
+    if recipe.backbone.merge.attention == "average":
+        return []
+    return [f"corpora/{name}/calibration" for name in averaged(recipe)]
+
+
+def _inputs(recipe: Recipe, item: str) -> list[str]:
+    experts = [f"experts/{name}" for name in averaged(recipe)]
+    return list(dict.fromkeys([*experts, *_counted(recipe), *_regressed(recipe)]))
 
 
 def _params(recipe: Recipe, item: str) -> list[str]:
-    return ["moe.max_shard_bytes", *merge_keys(recipe)]
+    regression = regression_keys() if _regressed(recipe) else ()
+    return ["moe.max_shard_bytes", *merge_keys(recipe), *regression]
 
 
-@stage(
-    "backbone",
-    lambda recipe, item: [*(f"experts/{n}" for n in averaged(recipe)), *_counted(recipe)],
-    params=_params,
-)
+@stage("backbone", _inputs, params=_params)
 def backbone(run: StageRun) -> None:
     """Write the merged tensors."""
+    recipe = run.recipe
     run.run_one(
         merge_piece,
-        "assembly",
-        experts=[run.path(f"experts/{name}") for name in averaged(run.recipe)],
-        merge=run.recipe.backbone.merge,
-        texts=[run.path(text) for text in _counted(run.recipe)],
-        max_shard_bytes=run.recipe.moe.max_shard_bytes,
+        "statistics" if _regressed(recipe) else "assembly",
+        experts=[run.path(f"experts/{name}") for name in averaged(recipe)],
+        merge=recipe.backbone.merge,
+        counted=[run.path(text) for text in _counted(recipe)],
+        regressed=[run.path(text) for text in _regressed(recipe)],
+        config=recipe.statistics,
+        max_shard_bytes=recipe.moe.max_shard_bytes,
+        device=run.device("statistics"),
     )
 
 
@@ -61,13 +76,32 @@ def merge_piece(
     progress: Progress,
     experts: Sequence[Path],
     merge: MergeConfig,
-    texts: Sequence[Path],
+    counted: Sequence[Path],
+    regressed: Sequence[Path],
+    config: StatisticsConfig,
     max_shard_bytes: int,
+    device: str,
 ) -> None:
     """The piece."""
     progress.start("merging the backbone", 1, "models")
     readers = [CheckpointReader(path) for path in experts]
     size = readers[0].config["vocab_size"]
-    counts = [token_counts(text, size) for text in texts]
-    write_backbone(readers, out, max_shard_bytes=max_shard_bytes, merge=merge, counts=counts)
+    counts = [token_counts(text, size) for text in counted]
+    averaged_out = out.with_suffix(".averaged") if regressed else out
+    shutil.rmtree(averaged_out, ignore_errors=True)
+    write = partial(write_backbone, readers, merge=merge, counts=counts)
+    write(averaged_out, max_shard_bytes=max_shard_bytes)
     progress.advance()
+    if merge.attention != "average":
+        merge_attention(
+            experts,
+            averaged_out,
+            regressed,
+            out,
+            way=merge.attention,
+            config=config,
+            max_shard_bytes=max_shard_bytes,
+            device=device,
+            progress=progress,
+        )
+        shutil.rmtree(averaged_out)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.recipe.schema import Recipe
-from tasks.engine.params import repair_keys
+from tasks.engine.params import regression_keys, repair_keys
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.dume.repair import repair_expert
 from upcycle_core.progress import Progress
@@ -20,9 +20,7 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
 
 
 def _params(recipe: Recipe, domain: str) -> Iterator[str]:
-    yield from (*repair_keys(recipe), "moe.max_shard_bytes")
-    for name in ("tokens", "sequence_length", "batch_size", "count", "window", "precision"):
-        yield f"statistics.{name}"
+    yield from (*repair_keys(recipe), "moe.max_shard_bytes", *regression_keys())
 
 
 @stage(

@@ -110,9 +110,15 @@ def expert_keys(recipe: Recipe, domain: str) -> Iterator[str]:
 
 def merge_keys(recipe: Recipe) -> Iterator[str]:
     """Of what the backbone's merge is beside an average."""
-    for name in ("embeddings", "head"):
+    for name in ("embeddings", "head", "attention"):
         if getattr(recipe.backbone.merge, name) != "average":
             yield f"backbone.merge.{name}"
+
+
+def regression_keys() -> Iterator[str]:
+    """Of the calibration text that weights are regressed on."""
+    for name in ("tokens", "sequence_length", "batch_size", "count", "window", "precision"):
+        yield f"statistics.{name}"
 
 
 def repair_keys(recipe: Recipe) -> Iterator[str]:

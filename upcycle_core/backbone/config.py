@@ -17,6 +17,9 @@ class MergeConfig:
     token. A tied head is the same matrix."""
     head: Merge = "average"
     """The same of a head that is not tied."""
+    attention: Literal["average", "regmean", "distilled"] = "average"
+    """Of queries, keys, values and output projections: `average` (the paper), `regmean`: what comes
+    nearest to the experts' outputs on their own inputs, or `distilled`: on the merged model's."""
 
 
 @config

@@ -16,19 +16,16 @@ It is DUME's ridge regression, of another target; no paper of it is known to us.
 Shapes: T tokens, S tokens a paragraph, H hidden size, I intermediate size, V vocabulary.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from scipy import linalg
 from torch import Tensor
 
-from upcycle_core.activations.moments import batch_sums, bf16_units
+from upcycle_core.activations.regression import HALVES, DriftSums, solve_drift
 from upcycle_core.activations.stream import LayerStream, Passing, Read
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, Family
@@ -40,52 +37,13 @@ from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.dume.checks import check_repairable
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.errors import Fault, InputError
 from upcycle_core.precision import chosen
 from upcycle_core.precision import weights_type as type_in
 from upcycle_core.progress import Progress, Silent
 from upcycle_core.training.config import Repair
 
-HALVES = 2
-LAMBDAS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""Candidates of lambda, in mean diagonals of sum a a^T; none of them may be chosen either."""
-SKETCH = 32
-"""Random directions of the residual stream that lambda is judged on."""
 ROWS_AT_ONCE = 1 << 13
 REPORT = "repair.json"
-
-
-@dataclass
-class _Sums:
-    """What the regression of one layer needs of one half of the text."""
-
-    gram_II: Tensor
-    """sum a a^T, fp64."""
-    cross_IH: Tensor
-    """sum a r^T, fp64."""
-    drift: float = 0.0
-    """sum ||r||^2."""
-    tokens: int = 0
-
-    @classmethod
-    def zeros(cls, inner: int, hidden: int, device: str) -> "_Sums":
-        gram_II = torch.zeros(inner, inner, dtype=torch.float64, device=device)
-        return cls(gram_II, torch.zeros(inner, hidden, dtype=torch.float64, device=device))
-
-    def add(self, a_TI: Tensor, r_TH: Tensor) -> None:
-        """Count tokens; products in the features' own precision, as statistics are."""
-        self.gram_II += batch_sums(a_TI)[0]
-        if a_TI.dtype == torch.bfloat16 and not a_TI.is_cuda:
-            with bf16_units():
-                self.cross_IH += a_TI.T.float() @ r_TH.to(a_TI.dtype).float()
-        else:
-            self.cross_IH += a_TI.T.to(r_TH.dtype) @ r_TH
-        self.drift += float(r_TH.double().square().sum())
-        self.tokens += len(a_TI)
-
-    def __add__(self, other: "_Sums") -> "_Sums":
-        gram, cross = self.gram_II + other.gram_II, self.cross_IH + other.cross_IH
-        return _Sums(gram, cross, self.drift + other.drift, self.tokens + other.tokens)
 
 
 @dataclass
@@ -141,9 +99,9 @@ def repair_expert(
     shared = CheckpointReader(backbone, field="backbone")
     own = CheckpointReader(expert, field="expert")
     family = family_of(shared.config)
-    texts = _texts(corpus, config)
+    texts = calibration_batches(corpus, config)
     check_repairable(family, shared.config, sum(int(b.counted.sum()) for b in texts), "tokens")
-    stitched = _reader(family, own, shared)
+    stitched = stitched_reader(family, own, shared)
     streams = [
         LayerStream(backbone, read, dtype=type_in(config.precision, device), device=device)
         for read in (stitched, own.tensor)
@@ -176,11 +134,13 @@ def _plan(
     }
 
 
-def _reader(family: Family, own: CheckpointReader, shared: CheckpointReader) -> Read:
+def stitched_reader(family: Family, own: CheckpointReader, shared: CheckpointReader) -> Read:
+    """Tensors of the backbone with an expert's FFNs."""
     return lambda name: (own if family.is_ffn(name) else shared).tensor(name)
 
 
-def _texts(corpus: Path, config: StatisticsConfig) -> list[Batch]:
+def calibration_batches(corpus: Path, config: StatisticsConfig) -> list[Batch]:
+    """What ``config`` reads of a split; each batch is of one half of its documents."""
     tokens = TokenCorpus(corpus)
     pieces = paragraphs(
         tokens,
@@ -212,7 +172,7 @@ def _repaired(
     for index in range(layers):
         down_HI = stitched(family.ffn(index).down)
         sums = _pass(streams, texts, index, head=head if index == layers - 1 else None)
-        factor, left, delta_IH = _solved(sums, index)
+        factor, left, delta_IH = solve_drift(sums, index, "experts.repair")
         said.append({"layer": index, "lambda": factor, "drift": left})
         repaired_HI = (down_HI.double() + delta_IH.T.cpu()).to(down_HI.dtype)
         change_HI = (repaired_HI.float() - down_HI.float()).to(device)
@@ -231,9 +191,9 @@ def _pass(
     index: int,
     *,
     head: "_HeadTarget | None",
-) -> list[_Sums]:
+) -> list[DriftSums]:
     """Take both models' text through a layer; the sums of each half of it."""
-    sums: list[_Sums] = []
+    sums: list[DriftSums] = []
     down: Any = streams[0].model.layers[index].mlp.down_proj
     with streams[0].layer(index) as merged, streams[1].layer(index) as own:
         for text in texts:
@@ -249,56 +209,9 @@ def _pass(
             target_TH = target_TH.to(wide) if head is None else head.target(target_TH.to(wide))
             if not sums:
                 shape = (a_TI.shape[-1], target_TH.shape[-1], str(a_TI.device))
-                sums = [_Sums.zeros(*shape) for _ in range(HALVES)]
+                sums = [DriftSums.zeros(*shape) for _ in range(HALVES)]
             sums[text.half].add(a_TI, target_TH - text.taken(text.merged.hidden_BSH).to(wide))
     return sums
-
-
-def _solved(sums: Sequence[_Sums], layer: int) -> tuple[float | None, float, Tensor]:
-    """lambda, the share of the drift that it leaves on unseen text, and dW^T [I, H]."""
-    whole = sums[0] + sums[1]
-    if not (torch.isfinite(whole.gram_II).all() and torch.isfinite(whole.cross_IH).all()):
-        remedy = f"layer {layer}'s activations hold NaN or infinity: check the expert's weights"
-        raise InputError(Fault("experts.repair", math.nan, remedy))
-    errors = [_held_out(sums, factor) for factor in LAMBDAS]
-    least = min(errors)
-    if not least < 0:  # nothing is to be won, or nothing has drifted
-        return None, 1.0, torch.zeros_like(whole.cross_IH)
-    factor = LAMBDAS[errors.index(least)]
-    solution = _ridge(whole, factor, whole.cross_IH)
-    return factor, 1 + least / whole.drift, solution
-
-
-def _held_out(sums: Sequence[_Sums], factor: float) -> float:
-    """Change of the squared drift on each half by the other's solution; infinite if it has none.
-
-    ||r - dW a||^2 - ||r||^2 = tr(dW A dW^T) - 2 tr(dW B), on random directions of the drift, which
-    have its expectation.
-    """
-    hidden = sums[0].cross_IH.shape[1]
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, (hidden, SKETCH), generator=generator).double() * 2 - 1
-    if hidden <= SKETCH:
-        signs = torch.eye(hidden, dtype=torch.float64) * math.sqrt(SKETCH)
-    signs = (signs / math.sqrt(SKETCH)).to(sums[0].cross_IH.device)
-    change = 0.0
-    for seen, unseen in (sums, sums[::-1]):
-        try:
-            solution = _ridge(seen, factor, seen.cross_IH @ signs)
-        except linalg.LinAlgError:
-            return math.inf
-        quadratic = ((unseen.gram_II @ solution) * solution).sum()
-        change += float(quadratic - 2 * ((unseen.cross_IH @ signs) * solution).sum())
-    return change
-
-
-def _ridge(sums: _Sums, factor: float, right: Tensor) -> Tensor:
-    """(A + lambda I)^-1 ``right`` by Cholesky in fp64, lambda in mean diagonals of A."""
-    matrix = sums.gram_II.cpu().numpy().copy()
-    matrix[np.diag_indices(len(matrix))] += factor * matrix.trace() / len(matrix)
-    lower = linalg.cholesky(matrix, lower=True, overwrite_a=True, check_finite=False)
-    solution = linalg.cho_solve((lower, True), right.cpu().numpy(), check_finite=False)
-    return torch.from_numpy(solution).to(right.device)
 
 
 class _HeadTarget:

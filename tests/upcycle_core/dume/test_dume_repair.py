@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.pico import save_pico
+from upcycle_core.activations.regression import LAMBDAS
 from upcycle_core.architectures.families import FAMILIES
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.backbone.stitch import load_stitched
@@ -18,7 +19,7 @@ from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.dume.repair import LAMBDAS, REPORT, repair_expert
+from upcycle_core.dume.repair import REPORT, repair_expert
 from upcycle_core.errors import InputError
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.moe.random import random_routers

@@ -1,0 +1,119 @@
+"""Ridge regression of a drift on features, from sums of two halves of a text.
+
+The halves are different documents: lambda is chosen by what one's solution explains of the other.
+
+Shapes: T tokens, I features, H width of the drift.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy import linalg
+from torch import Tensor
+
+from upcycle_core.activations.moments import batch_sums, bf16_units
+from upcycle_core.errors import Fault, InputError
+
+HALVES = 2
+LAMBDAS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""Candidates of lambda, in mean diagonals of sum a a^T; none of them may be chosen either."""
+SKETCH = 32
+"""Random directions of the drift that lambda is judged on."""
+
+
+@dataclass
+class DriftSums:
+    """What the regression needs of one half of the text."""
+
+    gram_II: Tensor
+    """sum a a^T, fp64."""
+    cross_IH: Tensor
+    """sum a r^T, fp64."""
+    drift: float = 0.0
+    """sum ||r||^2."""
+    tokens: int = 0
+
+    @classmethod
+    def zeros(cls, inner: int, hidden: int, device: str) -> "DriftSums":
+        gram_II = torch.zeros(inner, inner, dtype=torch.float64, device=device)
+        return cls(gram_II, torch.zeros(inner, hidden, dtype=torch.float64, device=device))
+
+    def add(self, a_TI: Tensor, r_TH: Tensor) -> None:
+        """Count tokens; products in the features' own precision, as statistics are."""
+        self.gram_II += batch_sums(a_TI)[0]
+        if a_TI.dtype == torch.bfloat16 and not a_TI.is_cuda:
+            with bf16_units():
+                self.cross_IH += a_TI.T.float() @ r_TH.to(a_TI.dtype).float()
+        else:
+            self.cross_IH += a_TI.T.to(r_TH.dtype) @ r_TH
+        self.drift += float(r_TH.double().square().sum())
+        self.tokens += len(a_TI)
+
+    def __add__(self, other: "DriftSums") -> "DriftSums":
+        gram, cross = self.gram_II + other.gram_II, self.cross_IH + other.cross_IH
+        return DriftSums(gram, cross, self.drift + other.drift, self.tokens + other.tokens)
+
+
+def solve_drift(
+    sums: Sequence[DriftSums], layer: int, field: str
+) -> tuple[float | None, float, Tensor]:
+    """Solve for dW in r = dW a, with the lambda that serves the other half best.
+
+    Args:
+        sums: Of both halves.
+        layer: How an error names it.
+        field: Of the recipe, which the error names.
+
+    Returns:
+        lambda in mean diagonals, or None: nothing is to be won on unseen text; the share of the
+        drift that is left on unseen text; dW^T [I, H] fp64.
+
+    Raises:
+        InputError: Activations are not finite.
+    """
+    whole = sums[0] + sums[1]
+    if not (torch.isfinite(whole.gram_II).all() and torch.isfinite(whole.cross_IH).all()):
+        remedy = f"layer {layer}'s activations hold NaN or infinity: check the expert's weights"
+        raise InputError(Fault(field, math.nan, remedy))
+    errors = [_held_out(sums, factor) for factor in LAMBDAS]
+    least = min(errors)
+    if not least < 0:
+        return None, 1.0, torch.zeros_like(whole.cross_IH)
+    factor = LAMBDAS[errors.index(least)]
+    solution = _ridge(whole, factor, whole.cross_IH)
+    return factor, 1 + least / whole.drift, solution
+
+
+def _held_out(sums: Sequence[DriftSums], factor: float) -> float:
+    """Change of the squared drift on each half by the other's solution; infinite if it has none.
+
+    ||r - dW a||^2 - ||r||^2 = tr(dW A dW^T) - 2 tr(dW B), on random directions of the drift, which
+    have its expectation.
+    """
+    hidden = sums[0].cross_IH.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (hidden, SKETCH), generator=generator).double() * 2 - 1
+    if hidden <= SKETCH:
+        signs = torch.eye(hidden, dtype=torch.float64) * math.sqrt(SKETCH)
+    signs = (signs / math.sqrt(SKETCH)).to(sums[0].cross_IH.device)
+    change = 0.0
+    for seen, unseen in (sums, sums[::-1]):
+        try:
+            solution = _ridge(seen, factor, seen.cross_IH @ signs)
+        except linalg.LinAlgError:
+            return math.inf
+        quadratic = ((unseen.gram_II @ solution) * solution).sum()
+        change += float(quadratic - 2 * ((unseen.cross_IH @ signs) * solution).sum())
+    return change
+
+
+def _ridge(sums: DriftSums, factor: float, right: Tensor) -> Tensor:
+    """(A + lambda I)^-1 ``right`` by Cholesky in fp64, lambda in mean diagonals of A."""
+    matrix = sums.gram_II.cpu().numpy().copy()
+    matrix[np.diag_indices(len(matrix))] += factor * matrix.trace() / len(matrix)
+    lower = linalg.cholesky(matrix, lower=True, overwrite_a=True, check_finite=False)
+    solution = linalg.cho_solve((lower, True), right.cpu().numpy(), check_finite=False)
+    return torch.from_numpy(solution).to(right.device)
