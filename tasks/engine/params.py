@@ -131,7 +131,7 @@ def router_keys(recipe: Recipe) -> Iterator[str]:
     """Of the ridge regression. What came later decides nothing where it is the default."""
     yield from ("router.ridge_lambda", "router.solve", "router.domain_weights")
     plain = RouterConfig()
-    for name in ("normalise", "scale"):
+    for name in ("rows", "normalise", "scale"):
         if getattr(recipe.router, name) != getattr(plain, name):
             yield f"router.{name}"
     if recipe.router.ridge_lambda == "cross-validate":

@@ -43,6 +43,9 @@ class RouterConfig:
     """All layers from one pass (the paper), or layer by layer with L passes (its ablation)."""
     domain_weights: Mapping[str, float] = field(default_factory=dict)
     """Factor on a domain's statistics; 1 where none is given."""
+    rows: Literal["ridge", "means"] = "ridge"
+    """`ridge` (the paper), or `means`: an expert's row is the mean of its domain's router inputs,
+    as in mergekit's `hidden` gates. No lambda then."""
     normalise: Literal["columns", "common"] = "columns"
     """What the solution is divided by: each column by its own norm (the paper, Eq. 6), or all of
     them by the largest, which leaves each token the expert that the regression chose."""

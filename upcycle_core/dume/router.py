@@ -47,7 +47,10 @@ def solve(
         statistics, layer, domain_weights=config.domain_weights, window=window
     )
     _require_tokens(equations, list(statistics))
-    weights_HD = ridge(equations, ridge_lambda, layer=layer)
+    if config.rows == "means":
+        weights_HD = equations.sums_HD / equations.counts_D
+    else:
+        weights_HD = ridge(equations, ridge_lambda, layer=layer)
     norms_D = weights_HD.norm(dim=0)
     if config.normalise == "common":
         norms_D = norms_D.max()

@@ -78,6 +78,14 @@ def test_a_domain_of_weight_two_counts_twice(tmp_path):
     assert torch.equal(solve_routers(statistics, config=TWICE).weights[0], found)
 
 
+def test_rows_of_means_are_each_domains_mean(tmp_path):
+    features = random_domains()
+    statistics = statistics_of(tmp_path, features)
+    found = solve(statistics, 0, ridge_lambda=0.01, config=RouterConfig(rows="means"))
+    means = torch.stack([torch.cat(folds).mean(0) for folds in features.values()], 1)
+    torch.testing.assert_close(found, means / means.norm(dim=0), rtol=1e-9, atol=1e-10)
+
+
 def test_a_common_norm_keeps_what_the_regression_chose(tmp_path):
     features = random_domains()
     statistics = statistics_of(tmp_path, features)

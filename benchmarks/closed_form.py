@@ -1,0 +1,103 @@
+"""What each part of joining in closed form gives: one table of DUME flows on the same experts.
+
+    python -m benchmarks.closed_form RECIPE [--set KEY=VALUE ...] [--rows NAME ...] [--out FOLDER]
+
+Every row is a run of ``flows.dume`` in one workspace (``UPCYCLE_HOME``): experts are trained once,
+and only what a row changes is made again. Percent of each domain's dense expert, mean of domains,
+of the oracle, DUME at k = 1 and at k = 2; tokens that routers send to their own domain's expert.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from infra import settings as environment
+from tasks.recipes import load_recipe
+
+COUNTS = ("backbone.merge.embeddings=counts",)
+DOWN = (*COUNTS, "experts.repair=down")
+FULL = (*COUNTS, "experts.repair=down+head_target")
+COMMON = (*FULL, "router.normalise=common")
+ROWS: Mapping[str, tuple[str, ...]] = {
+    "average": (),
+    "counts": COUNTS,
+    "regmean": ("backbone.merge.attention=regmean",),
+    "distilled": ("backbone.merge.attention=distilled",),
+    "average+down": ("experts.repair=down",),
+    "counts+down": DOWN,
+    "counts+repair": FULL,
+    "counts+regmean+repair": (*FULL, "backbone.merge.attention=regmean"),
+    "counts+distilled+repair": (*FULL, "backbone.merge.attention=distilled"),
+    "counts+repair, lambda 100": (*FULL, "router.ridge_lambda=100"),
+    "counts+repair, common norm": COMMON,
+    "counts+repair, common norm, scale 4": (*COMMON, "router.scale=4"),
+    "counts+repair, common norm, scale 16": (*COMMON, "router.scale=16"),
+    "counts+repair, rows of means": (*FULL, "router.rows=means"),
+}
+"""Row to what it changes of the paper's way."""
+PAPER = (
+    *("experts.repair=none", "backbone.merge.embeddings=average"),
+    *("backbone.merge.attention=average", "router.normalise=columns", "router.scale=1"),
+    *("evaluation.sweep_top_k=[2]", "evaluation.sweep_ridge_lambda=[]"),
+    *("evaluation.sweep_window=[]", "evaluation.random_routing_seeds=[]"),
+)
+COLUMNS = ("Oracle", "DUME", "k = 2", "Agreement", "Worst domain")
+
+
+def main() -> None:
+    """Run the rows and print them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS])
+    parser.add_argument("--out", type=Path, help="folder for NAME.json; finished rows stay")
+    chosen = parser.parse_args()
+    recipe = load_recipe(chosen.recipe, chosen.set)
+    home = environment.configure().home
+    file = None if chosen.out is None else chosen.out / f"{recipe.name}.json"
+    found = json.loads(file.read_text()) if file is not None and file.exists() else {}
+    for row in chosen.rows:
+        found[row] = measured(chosen.recipe, [*chosen.set, *PAPER, *ROWS[row]], home / recipe.name)
+        print(table(found), flush=True)
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def measured(recipe: Path, changes: Sequence[str], workspace: Path) -> dict[str, float]:
+    """A row's figures, of a flow that brings the workspace to it.
+
+    Raises:
+        RuntimeError: The flow failed.
+    """
+    sets = [part for change in changes for part in ("--set", change)]
+    command = [sys.executable, "-m", "flows.dume", str(recipe), *sets]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+    metrics = json.loads((workspace / "report" / "metrics.json").read_text())
+    averages, (double,) = metrics["normalised_average"], metrics["sweeps"]["top_k"]["dume"]
+    figures = (
+        averages["oracle"],
+        averages["dume"],
+        double["normalised_average"],
+        100 * metrics["routing"]["agreement"],
+        min(metrics["normalised"]["dume"].values()),
+    )
+    return dict(zip(COLUMNS, figures, strict=True))
+
+
+def table(found: Mapping[str, Mapping[str, float]]) -> str:
+    """The rows as Markdown."""
+    lines = ["", f"| | {' | '.join(COLUMNS)} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
+    for row, figures in found.items():
+        cells = " | ".join(f"{figures[column]:.2f}" for column in COLUMNS)
+        lines.append(f"| {row} | {cells} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
