@@ -42,7 +42,7 @@ PAPER = (
     *("experts.repair=none", "backbone.merge.embeddings=average"),
     *("backbone.merge.attention=average", "router.normalise=columns", "router.scale=1"),
     *("evaluation.sweep_top_k=[2]", "evaluation.sweep_ridge_lambda=[]"),
-    *("evaluation.sweep_window=[]", "evaluation.random_routing_seeds=[]"),
+    *("evaluation.sweep_window=[]", "evaluation.random_routing_seeds=[0]"),
 )
 COLUMNS = ("Oracle", "DUME", "k = 2", "Agreement", "Worst domain")
 
