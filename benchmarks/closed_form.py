@@ -20,7 +20,7 @@ from tasks.recipes import load_recipe
 COUNTS = ("backbone.merge.embeddings=counts",)
 DOWN = (*COUNTS, "experts.repair=down")
 FULL = (*COUNTS, "experts.repair=down+head_target")
-COMMON = (*FULL, "router.normalise=common")
+AS_SOLVED = (*FULL, "router.normalise=none", "router.scale=8")
 ROWS: Mapping[str, tuple[str, ...]] = {
     "average": (),
     "counts": COUNTS,
@@ -32,9 +32,10 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "counts+regmean+repair": (*FULL, "backbone.merge.attention=regmean"),
     "counts+distilled+repair": (*FULL, "backbone.merge.attention=distilled"),
     "counts+repair, lambda 100": (*FULL, "router.ridge_lambda=100"),
-    "counts+repair, common norm": COMMON,
-    "counts+repair, common norm, scale 4": (*COMMON, "router.scale=4"),
-    "counts+repair, common norm, scale 16": (*COMMON, "router.scale=16"),
+    "counts+repair, as solved": (*AS_SOLVED, "router.scale=1"),
+    "counts+repair, as solved, x 8": AS_SOLVED,
+    "counts+repair, as solved, x 32": (*AS_SOLVED, "router.scale=32"),
+    "counts+repair, as solved, x 8, sequential": (*AS_SOLVED, "router.solve=sequential"),
     "counts+repair, rows of means": (*FULL, "router.rows=means"),
 }
 """Row to what it changes of the paper's way."""

@@ -46,11 +46,11 @@ class RouterConfig:
     rows: Literal["ridge", "means"] = "ridge"
     """`ridge` (the paper), or `means`: an expert's row is the mean of its domain's router inputs,
     as in mergekit's `hidden` gates. No lambda then."""
-    normalise: Literal["columns", "common"] = "columns"
-    """What the solution is divided by: each column by its own norm (the paper, Eq. 6), or all of
-    them by the largest, which leaves each token the expert that the regression chose."""
+    normalise: Literal["columns", "none"] = "columns"
+    """Each column is divided by its norm (the paper, Eq. 6), or the solution stays as it is: each
+    token goes where the regression says, and logits estimate the domains' probabilities."""
     scale: float = field(default=1.0, metadata={"gt": 0})
-    """Factor on the normalised solution: the inverse of the softmax's temperature (the paper: 1).
+    """Factor on the solution: the inverse of the softmax's temperature (the paper: 1).
     It decides nothing where one expert answers, and how far the first of several leads."""
 
 

@@ -51,10 +51,9 @@ def solve(
         weights_HD = equations.sums_HD / equations.counts_D
     else:
         weights_HD = ridge(equations, ridge_lambda, layer=layer)
-    norms_D = weights_HD.norm(dim=0)
-    if config.normalise == "common":
-        norms_D = norms_D.max()
-    return weights_HD * (config.scale / norms_D)
+    if config.normalise == "columns":
+        weights_HD = weights_HD / weights_HD.norm(dim=0)
+    return weights_HD * config.scale
 
 
 def solve_with_bias(
