@@ -116,6 +116,7 @@ def test_what_three_models_cost_is_what_the_code_makes():
     config = MistralConfig(num_key_value_heads=8, head_dim=128, vocab_size=32768).to_dict()
     family, experts, gigabyte = family_of(config), 3, 1e9
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    inner = config["intermediate_size"]
     dense = sum(map(math.prod, family.tensors(config).values()))
     backbone = sum(map(math.prod, family.tensors(config, ffn=False).values()))
     moe = backbone + experts * (dense - backbone) + layers * hidden * experts
@@ -133,6 +134,12 @@ def test_what_three_models_cost_is_what_the_code_makes():
         "one shard of statistics": [2 * headless + sums + index, 4 * headless + sums + index],
         "adding up the shards": [experts * (sums + index)] * 2,
         "evaluating the MoE": [2 * moe, 4 * moe],
+        "repairing one expert": [
+            32 * inner * (inner + hidden)
+            + w * 200_000 * (2 * hidden + inner)
+            + 2 * w * dense / layers
+            for w in (2, 4)
+        ],
     }
     text = (ROOT / "docs" / "dume.md").read_text()
     for start, sizes in rows.items():

@@ -19,6 +19,7 @@ from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 from prefect.states import Crashed
 from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.utilities.annotations import quote
 
 from flows.running.progress import ProgressArtifacts
 from infra import settings as environment
@@ -114,11 +115,12 @@ class FlowSession:
             self._record(stage, items[stage.name])
 
     def _submit(self, stage: Stage, items: Sequence[str]) -> list[Any]:
-        """One Prefect task an item."""
-        step = task(name=stage.name, cache_policy=NO_CACHE, persist_result=False)(stage.ensure)
+        """One Prefect task an item; Prefect must not look into what other stages are changing."""
+        run: Any = stage.ensure
+        step = task(name=stage.name, cache_policy=NO_CACHE, persist_result=False)(run)
         futures = [
             step.with_options(task_run_name=f"{stage.name} {item}".rstrip()).submit(
-                self.stages, item
+                quote(self.stages), item
             )
             for item in items
         ]

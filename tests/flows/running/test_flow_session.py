@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from prefect.futures import resolve_to_final_result
+from prefect.utilities.collections import visit_collection
 
 from flows.running.session import FlowSession
 from infra.versioning.versions import Versions
@@ -39,6 +41,34 @@ def test_what_lies_outside_is_looked_at_once(asked):
         session.ensure(sources)
         session.ensure(documents)
     assert counts == {"sources": [1, 0], "documents": [4, 4]}
+
+
+class Changing(set):
+    """What another stage adds to at this moment."""
+
+    def __iter__(self):
+        raise RuntimeError("Set changed size during iteration")
+
+
+def test_prefect_does_not_look_into_what_stages_change(asked, monkeypatch):
+    """It walks what a task is given, before the task runs, beside stages that are at work."""
+    session, _ = asked
+    session.stages.whole = Changing()
+    given = []
+
+    class Step:
+        def with_options(self, **options):
+            return self
+
+        def submit(self, *arguments):
+            given.append(arguments)
+
+    monkeypatch.undo()
+    monkeypatch.setattr("flows.running.session.task", lambda **options: lambda function: Step())
+    session._submit(sources, [""])
+    session._submitted.clear()
+    walk = {"context": {}, "return_data": True, "remove_annotations": True}
+    assert visit_collection(given[0][0], resolve_to_final_result, **walk) is session.stages
 
 
 class Remembering(Versions):
