@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from prefect.futures import resolve_to_final_result
 from prefect.utilities.collections import visit_collection
+from prefect.utilities.engine import resolve_to_final_result
 
 from flows.running.session import FlowSession
 from infra.versioning.versions import Versions
