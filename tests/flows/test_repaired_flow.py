@@ -8,7 +8,10 @@ import pytest
 from project import Project
 from texts import pico_recipe, save_recipe, write_texts
 
+from tasks.recipes import load_recipe
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.evaluation.text.pieces import evaluate_checkpoint
+from upcycle_core.evaluation.text.scores import Score
 
 OLD, NEW = ("letters", "numbers"), "colours"
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -54,8 +57,18 @@ def test_the_moe_is_made_of_repaired_experts(joined):
         place = f"model.layers.1.block_sparse_moe.experts.{index}.w2.weight"
         assert moe.tensor(place).equal(repaired)
         assert not expert.equal(repaired)
-    metrics = json.loads((joined.workspace / "report/metrics.json").read_text())
-    assert min(metrics["normalised"]["oracle"].values()) > 99
+
+
+def test_the_oracle_is_the_repaired_expert(joined):
+    measured = json.loads((joined.workspace / "report/metrics.json").read_text())
+    config = load_recipe(joined.recipe).evaluation
+    for domain in OLD:
+        text = {domain: joined.workspace / "corpora" / domain / "heldout"}
+        expected = evaluate_checkpoint(joined.workspace / "repaired" / domain, text, config=config)
+        (score,) = expected.values()
+        assert measured["perplexity"]["oracle"][domain] == pytest.approx(
+            Score.from_dict(score).perplexity, rel=1e-5
+        )
 
 
 def test_life_goes_on_with_repaired_experts(joined):

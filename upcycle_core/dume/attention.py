@@ -111,12 +111,7 @@ def merge_attention(
             made.update(next(layers))
         return made[name]
 
-    matrices = {
-        f"{LAYER.format(layer=layer)}self_attn.{matrix}.weight"
-        for layer in range(shared.config["num_hidden_layers"])
-        for part in PARTS
-        for matrix in part
-    }
+    matrices = _names(shared.config["num_hidden_layers"])
     dtype = weights_type(shared)
     plan: Plan = {
         name: (shape, dtype, partial(regressed if name in matrices else shared.tensor, name))
@@ -131,6 +126,16 @@ def merge_attention(
         what=f"merging attention{chosen(config.precision, device)}",
         progress=progress or Silent(),
     )
+
+
+def _names(layers: int) -> set[str]:
+    """What is regressed."""
+    return {
+        f"{LAYER.format(layer=layer)}self_attn.{matrix}.weight"
+        for layer in range(layers)
+        for part in PARTS
+        for matrix in part
+    }
 
 
 def _opened(
