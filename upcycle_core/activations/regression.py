@@ -18,7 +18,7 @@ from upcycle_core.activations.moments import batch_sums, bf16_units
 from upcycle_core.errors import Fault, InputError
 
 HALVES = 2
-LAMBDAS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+LAMBDAS = (1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 """Candidates of lambda, in mean diagonals of sum a a^T; none of them may be chosen either."""
 SKETCH = 32
 """Random directions of the drift that lambda is judged on."""
@@ -43,11 +43,13 @@ class DriftSums:
 
     def add(self, a_TI: Tensor, r_TH: Tensor) -> None:
         """Count tokens; products in the features' own precision, as statistics are."""
-        self.gram_II += batch_sums(a_TI)[0]
         if a_TI.dtype == torch.bfloat16 and not a_TI.is_cuda:
+            wide_TI, r_rounded = a_TI.float(), r_TH.to(a_TI.dtype).float()
             with bf16_units():
-                self.cross_IH += a_TI.T.float() @ r_TH.to(a_TI.dtype).float()
+                self.gram_II += wide_TI.T @ wide_TI
+                self.cross_IH += wide_TI.T @ r_rounded
         else:
+            self.gram_II += batch_sums(a_TI)[0]
             self.cross_IH += a_TI.T.to(r_TH.dtype) @ r_TH
         self.drift += float(r_TH.double().square().sum())
         self.tokens += len(a_TI)
@@ -78,7 +80,11 @@ def solve_drift(
     if not (torch.isfinite(whole.gram_II).all() and torch.isfinite(whole.cross_IH).all()):
         remedy = f"layer {layer}'s activations hold NaN or infinity: check the expert's weights"
         raise InputError(Fault(field, math.nan, remedy))
-    errors = [_held_out(sums, factor) for factor in LAMBDAS]
+    errors: list[float] = []
+    for factor in LAMBDAS:  # where a smaller one is worse, those below it are worse still
+        errors.append(_held_out(sums, factor))
+        if errors[-1] > min(errors):
+            break
     least = min(errors)
     if not least < 0:
         return None, 1.0, torch.zeros_like(whole.cross_IH)
@@ -112,8 +118,8 @@ def _held_out(sums: Sequence[DriftSums], factor: float) -> float:
 
 def _ridge(sums: DriftSums, factor: float, right: Tensor) -> Tensor:
     """(A + lambda I)^-1 ``right`` by Cholesky in fp64, lambda in mean diagonals of A."""
-    matrix = sums.gram_II.cpu().numpy().copy()
+    matrix = sums.gram_II.cpu().numpy().copy().T  # symmetric, and as LAPACK lays matrices out
     matrix[np.diag_indices(len(matrix))] += factor * matrix.trace() / len(matrix)
-    lower = linalg.cholesky(matrix, lower=True, overwrite_a=True, check_finite=False)
-    solution = linalg.cho_solve((lower, True), right.cpu().numpy(), check_finite=False)
+    lower = linalg.cho_factor(matrix, lower=True, overwrite_a=True, check_finite=False)
+    solution = linalg.cho_solve(lower, right.cpu().numpy(), check_finite=False)
     return torch.from_numpy(solution).to(right.device)
