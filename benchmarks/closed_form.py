@@ -1,10 +1,11 @@
 """What each part of joining in closed form gives: one table of DUME flows on the same experts.
 
-    python -m benchmarks.closed_form RECIPE [--set KEY=VALUE ...] [--rows NAME ...] [--out FOLDER]
+    python -m benchmarks.closed_form [RECIPE] [--set KEY=VALUE ...] [--rows NAME ...] [--out FOLDER]
 
-Every row is a run of ``flows.dume`` in one workspace (``UPCYCLE_HOME``): experts are trained once,
-and only what a row changes is made again. Percent of each domain's dense expert, mean of domains,
-of the oracle, DUME at k = 1 and at k = 2; tokens that routers send to their own domain's expert.
+Every row is a run of ``flows.dume`` in one workspace (``NAME-closed-form``, of the demo's recipe by
+default): experts are trained once, and only what a row changes is made again. Percent of each
+domain's dense expert, mean of domains, of the oracle, DUME at k = 1 and at k = 2; tokens that
+routers send to their own domain's expert.
 """
 
 import argparse
@@ -51,17 +52,19 @@ COLUMNS = ("Oracle", "DUME", "k = 2", "Agreement", "Worst domain")
 def main() -> None:
     """Run the rows and print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("recipe", type=Path)
+    parser.add_argument("recipe", type=Path, nargs="?", default=Path("recipes/demo.yaml"))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS])
     parser.add_argument("--out", type=Path, help="folder for NAME.json; finished rows stay")
     chosen = parser.parse_args()
     recipe = load_recipe(chosen.recipe, chosen.set)
-    home = environment.configure().home
+    name = f"{recipe.name}-closed-form"  # a workspace of its own: rows leave another model in it
+    workspace = environment.configure().home / name
     file = None if chosen.out is None else chosen.out / f"{recipe.name}.json"
     found = json.loads(file.read_text()) if file is not None and file.exists() else {}
     for row in chosen.rows:
-        found[row] = measured(chosen.recipe, [*chosen.set, *PAPER, *ROWS[row]], home / recipe.name)
+        changes = [*chosen.set, f"name={name}", *PAPER, *ROWS[row]]
+        found[row] = measured(chosen.recipe, changes, workspace)
         print(table(found), flush=True)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,8 @@ from upcycle_core.training.config import Repair
 
 ROWS_AT_ONCE = 1 << 13
 REPORT = "repair.json"
+DIFFERENT_TOKENS = 2
+"""A hidden dimension, that a text must have for the head's target."""
 
 
 @dataclass
@@ -106,7 +108,7 @@ def repair_expert(
         LayerStream(backbone, read, dtype=type_in(config.precision, device), device=device)
         for read in (stitched, own.tensor)
     ]
-    head = _HeadTarget(shared, own, corpus) if repair == "down+head_target" else None
+    head = _HeadTarget.of(shared, own, corpus) if repair == "down+head_target" else None
     said: list[dict[str, Any]] = []
     layers = _repaired(streams, texts, stitched, family, head=head, said=said, device=device)
     write_model(
@@ -225,13 +227,12 @@ class _HeadTarget:
     Args:
         shared: The backbone.
         own: The expert.
-        corpus: Whose tokens weigh the vocabulary.
+        counts_V: How often the text has each token.
     """
 
-    def __init__(self, shared: CheckpointReader, own: CheckpointReader, corpus: Path) -> None:
+    def __init__(self, shared: CheckpointReader, own: CheckpointReader, counts_V: Tensor) -> None:
         merged_VH, own_VH = (_head(reader) for reader in (shared, own))
-        counts = token_counts(corpus, len(merged_VH)).double()
-        weights_V = counts / counts.sum() + FLOOR
+        weights_V = counts_V.double() / counts_V.sum() + FLOOR
         size = merged_VH.shape[1]
         gram, cross = (torch.zeros(size, size, dtype=torch.float64) for _ in range(2))
         sum_m, sum_w = (torch.zeros(size, dtype=torch.float64) for _ in range(2))
@@ -248,6 +249,20 @@ class _HeadTarget:
         gram += 1e-11 * gram.trace() / size * torch.eye(size, dtype=torch.float64)
         self._map_HH = torch.linalg.solve(gram, cross)
         self._norms = [reader.tensor("model.norm.weight").double() for reader in (shared, own)]
+
+    @classmethod
+    def of(
+        cls, shared: CheckpointReader, own: CheckpointReader, corpus: Path
+    ) -> "_HeadTarget | None":
+        """The target that a split's tokens determine; none where it has too few different ones.
+
+        H unknowns a column are then fitted to hardly more logits, at the cost of all other tokens'.
+        """
+        vocabulary_size, size = _head(shared).shape
+        counts_V = token_counts(corpus, vocabulary_size)
+        if int((counts_V > 0).sum()) < DIFFERENT_TOKENS * size:
+            return None
+        return cls(shared, own, counts_V)
 
     def target(self, hidden_TH: Tensor) -> Tensor:
         """What stands before the merged model's final norm, for the expert's own [T, H]."""

@@ -214,6 +214,22 @@ def test_a_repaired_moe_of_identical_experts_is_the_dense_model(family, tmp_path
     torch.testing.assert_close(moe, dense, atol=1e-4, rtol=1e-4)
 
 
+def test_text_of_few_words_does_not_decide_the_head(tmp_path):
+    """Fitted to the logits of twenty tokens, the last layer would spoil all others'."""
+    experts = related(tmp_path)
+    backbone, corpus = merged(experts, tmp_path / "backbone"), tmp_path / "text"
+    draw = np.random.default_rng(0)
+    write_split(
+        corpus, [(draw.integers(2, 22, 32), 32) for _ in range(24)], eos_id=0, vocabulary_size=96
+    )
+    made = [
+        load_causal_lm(repaired(backbone, experts[0], corpus, tmp_path / way, repair=way))
+        for way in ("down", "down+head_target")
+    ]
+    for name, weight in made[0].state_dict().items():
+        assert torch.equal(made[1].state_dict()[name], weight)
+
+
 def test_what_chance_explains_is_not_repaired(tmp_path):
     """A drift that the activations do not tell of: another expert's embedding, drawn at random."""
     experts = related(tmp_path)
