@@ -32,14 +32,14 @@ class DriftSums:
     """sum a a^T, fp64."""
     cross_IH: Tensor
     """sum a r^T, fp64."""
-    drift: float = 0.0
-    """sum ||r||^2."""
+    drift_H: Tensor
+    """sum r^2, fp64."""
     tokens: int = 0
 
     @classmethod
     def zeros(cls, inner: int, hidden: int, device: str) -> "DriftSums":
-        gram_II = torch.zeros(inner, inner, dtype=torch.float64, device=device)
-        return cls(gram_II, torch.zeros(inner, hidden, dtype=torch.float64, device=device))
+        shapes = ((inner, inner), (inner, hidden), (hidden,))
+        return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
 
     def add(self, a_TI: Tensor, r_TH: Tensor) -> None:
         """Count tokens; products in the features' own precision, as statistics are."""
@@ -51,12 +51,17 @@ class DriftSums:
         else:
             self.gram_II += batch_sums(a_TI)[0]
             self.cross_IH += a_TI.T.to(r_TH.dtype) @ r_TH
-        self.drift += float(r_TH.double().square().sum())
+        self.drift_H += r_TH.double().square().sum(0)
         self.tokens += len(a_TI)
+
+    def columns(self, chosen: slice) -> "DriftSums":
+        """The sums of some of the drift's columns."""
+        parts = (self.cross_IH[:, chosen], self.drift_H[chosen])
+        return DriftSums(self.gram_II, *parts, self.tokens)
 
     def __add__(self, other: "DriftSums") -> "DriftSums":
         gram, cross = self.gram_II + other.gram_II, self.cross_IH + other.cross_IH
-        return DriftSums(gram, cross, self.drift + other.drift, self.tokens + other.tokens)
+        return DriftSums(gram, cross, self.drift_H + other.drift_H, self.tokens + other.tokens)
 
 
 def solve_drift(
@@ -90,7 +95,14 @@ def solve_drift(
         return None, 1.0, torch.zeros_like(whole.cross_IH)
     factor = LAMBDAS[errors.index(least)]
     solution = _ridge(whole, factor, whole.cross_IH)
-    return factor, 1 + least / whole.drift, solution
+    return factor, 1 + least / float(whole.drift_H.sum()), solution
+
+
+def unseen_solutions(sums: Sequence[DriftSums], factor: float | None) -> list[Tensor]:
+    """For each half dW^T [I, H] as the other half alone solves for it; zero without a lambda."""
+    if factor is None:
+        return [torch.zeros_like(half.cross_IH) for half in sums]
+    return [_ridge(other, factor, other.cross_IH) for other in sums[::-1]]
 
 
 def _held_out(sums: Sequence[DriftSums], factor: float) -> float:

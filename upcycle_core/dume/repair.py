@@ -9,14 +9,14 @@ the domain's calibration text, and the solution added to the down projection:
 Each layer sees what the repaired layers before it make. Each layer's lambda is chosen by
 cross-validation between two halves of the documents, infinity (no repair) among the candidates. In
 the last layer the target may be the state whose logits under the merged head are the expert's under
-its own.
+its own, where that brings logits of unseen text nearer to the expert's than the plain target does.
 
 It is DUME's ridge regression, of another target; no paper of it is known to us.
 
 Shapes: T tokens, S tokens a paragraph, H hidden size, I intermediate size, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upcycle_core.activations.regression import HALVES, DriftSums, solve_drift
+from upcycle_core.activations.regression import (
+    HALVES,
+    DriftSums,
+    solve_drift,
+    unseen_solutions,
+)
 from upcycle_core.activations.stream import LayerStream, Passing, Read
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, Family
@@ -44,8 +49,10 @@ from upcycle_core.training.config import Repair
 
 ROWS_AT_ONCE = 1 << 13
 REPORT = "repair.json"
-DIFFERENT_TOKENS = 2
-"""A hidden dimension, that a text must have for the head's target."""
+JUDGED_TOKENS = 512
+"""Tokens of the calibration text whose logits decide between the last layer's targets."""
+LOGITS_AT_ONCE = 64
+"""Tokens whose logits are held."""
 
 
 @dataclass
@@ -84,15 +91,16 @@ def repair_expert(
         corpus: A split's directory: the domain's calibration tokens.
         out: The directory that is written: backbone and repaired FFNs as one checkpoint, and
             ``repair.json``.
-        repair: ``down``, or with ``head_target`` in the last layer.
+        repair: ``down``, or with ``head_target`` in the last layer where unseen text is for it.
         config: How much text is read, and in which arithmetic.
         max_shard_bytes: Size of one safetensors file.
         device: Where both models' layers are computed, one after the other.
         progress: Hears of every layer.
 
     Returns:
-        Of each layer ``lambda`` (of the mean diagonal; None: not repaired) and ``drift``, the share
-        of the drift, judged on text that the regression has not seen, that is left.
+        Of each layer ``lambda`` (of the mean diagonal; None: not repaired), ``drift``, the share
+        of the drift, judged on text that the regression has not seen, that is left, and ``target``,
+        "stream" or "head".
 
     Raises:
         InputError: Norms stand behind the FFNs; there are too few tokens, or activations are not
@@ -108,7 +116,7 @@ def repair_expert(
         LayerStream(backbone, read, dtype=type_in(config.precision, device), device=device)
         for read in (stitched, own.tensor)
     ]
-    head = _HeadTarget.of(shared, own, corpus) if repair == "down+head_target" else None
+    head = _HeadTarget(shared, own, corpus) if repair == "down+head_target" else None
     said: list[dict[str, Any]] = []
     layers = _repaired(streams, texts, stitched, family, head=head, said=said, device=device)
     write_model(
@@ -173,9 +181,10 @@ def _repaired(
     layers = streams[0].model.config.num_hidden_layers
     for index in range(layers):
         down_HI = stitched(family.ffn(index).down)
-        sums = _pass(streams, texts, index, head=head if index == layers - 1 else None)
-        factor, left, delta_IH = solve_drift(sums, index, "experts.repair")
-        said.append({"layer": index, "lambda": factor, "drift": left})
+        last_head = head if index == layers - 1 else None
+        sums = _pass(streams, texts, index, head=last_head)
+        target, (factor, left, delta_IH) = _solved(sums, texts, index, last_head)
+        said.append({"layer": index, "lambda": factor, "drift": left, "target": target})
         repaired_HI = (down_HI.double() + delta_IH.T.cpu()).to(down_HI.dtype)
         change_HI = (repaired_HI.float() - down_HI.float()).to(device)
         for text in texts:
@@ -186,6 +195,23 @@ def _repaired(
         yield repaired_HI
 
 
+def _solved(
+    sums: Sequence[DriftSums], texts: Sequence[_Text], index: int, head: "_HeadTarget | None"
+) -> tuple[str, tuple[float | None, float, Tensor]]:
+    """The target and its solution; of two targets the one that unseen text's logits are for."""
+    if head is None:
+        return "stream", solve_drift(sums, index, "experts.repair")
+    size = sums[0].cross_IH.shape[1] // 2
+    solutions, unseen = {}, {}
+    for target, start in (("stream", 0), ("head", size)):
+        halves = [half.columns(slice(start, start + size)) for half in sums]
+        solutions[target] = solve_drift(halves, index, "experts.repair")
+        unseen[target] = unseen_solutions(halves, solutions[target][0])
+    distances = head.distances(texts, unseen)
+    chosen = min(distances, key=distances.__getitem__)
+    return chosen, solutions[chosen]
+
+
 @torch.inference_mode()
 def _pass(
     streams: Sequence[LayerStream],
@@ -194,7 +220,10 @@ def _pass(
     *,
     head: "_HeadTarget | None",
 ) -> list[DriftSums]:
-    """Take both models' text through a layer; the sums of each half of it."""
+    """Take both models' text through a layer; the sums of each half of it.
+
+    With ``head`` the drift is both targets', side by side: [T, 2 H].
+    """
     sums: list[DriftSums] = []
     down: Any = streams[0].model.layers[index].mlp.down_proj
     with streams[0].layer(index) as merged, streams[1].layer(index) as own:
@@ -208,11 +237,14 @@ def _pass(
             a_TI = text.taken(text.inner_BSI)
             target_TH = text.taken(text.own.hidden_BSH)
             wide = torch.float64 if target_TH.dtype == torch.float64 else torch.float32
-            target_TH = target_TH.to(wide) if head is None else head.target(target_TH.to(wide))
+            targets = [target_TH.to(wide)]
+            targets += [] if head is None else [head.target(targets[0])]
+            now_TH = text.taken(text.merged.hidden_BSH).to(wide)
+            drift = torch.cat([target - now_TH for target in targets], dim=1)
             if not sums:
-                shape = (a_TI.shape[-1], target_TH.shape[-1], str(a_TI.device))
+                shape = (a_TI.shape[-1], drift.shape[-1], str(a_TI.device))
                 sums = [DriftSums.zeros(*shape) for _ in range(HALVES)]
-            sums[text.half].add(a_TI, target_TH - text.taken(text.merged.hidden_BSH).to(wide))
+            sums[text.half].add(a_TI, drift)
     return sums
 
 
@@ -227,11 +259,13 @@ class _HeadTarget:
     Args:
         shared: The backbone.
         own: The expert.
-        counts_V: How often the text has each token.
+        corpus: The split whose tokens are counted.
     """
 
-    def __init__(self, shared: CheckpointReader, own: CheckpointReader, counts_V: Tensor) -> None:
-        merged_VH, own_VH = (_head(reader) for reader in (shared, own))
+    def __init__(self, shared: CheckpointReader, own: CheckpointReader, corpus: Path) -> None:
+        self._readers = (shared, own)
+        merged_VH, own_VH = map(_head, self._readers)
+        counts_V = token_counts(corpus, len(merged_VH))
         weights_V = counts_V.double() / counts_V.sum() + FLOOR
         size = merged_VH.shape[1]
         gram, cross = (torch.zeros(size, size, dtype=torch.float64) for _ in range(2))
@@ -248,31 +282,56 @@ class _HeadTarget:
         cross -= torch.outer(sum_m, sum_w) / weights_V.sum()
         gram += 1e-11 * gram.trace() / size * torch.eye(size, dtype=torch.float64)
         self._map_HH = torch.linalg.solve(gram, cross)
-        self._norms = [reader.tensor("model.norm.weight").double() for reader in (shared, own)]
-
-    @classmethod
-    def of(
-        cls, shared: CheckpointReader, own: CheckpointReader, corpus: Path
-    ) -> "_HeadTarget | None":
-        """The target that a split's tokens determine; none where it has too few different ones.
-
-        H unknowns a column are then fitted to hardly more logits, at the cost of all other tokens'.
-        """
-        vocabulary_size, size = _head(shared).shape
-        counts_V = token_counts(corpus, vocabulary_size)
-        if int((counts_V > 0).sum()) < DIFFERENT_TOKENS * size:
-            return None
-        return cls(shared, own, counts_V)
+        self._norms = [reader.tensor("model.norm.weight").double() for reader in self._readers]
 
     def target(self, hidden_TH: Tensor) -> Tensor:
         """What stands before the merged model's final norm, for the expert's own [T, H]."""
         merged_H, own_H = (norm.to(hidden_TH.device) for norm in self._norms)
         wide_TH = hidden_TH.double()
-        size_T1 = wide_TH.square().mean(-1, keepdim=True).sqrt()
+        size_T1 = _size(wide_TH)
         normed_TH = (wide_TH / size_T1 * own_H) @ self._map_HH.T.to(hidden_TH.device)
         passes_H = merged_H.abs() > 1e-4 * merged_H.abs().max()
         target_TH = normed_TH / torch.where(passes_H, merged_H, 1.0) * size_T1
         return torch.where(passes_H, target_TH, wide_TH).to(hidden_TH.dtype)
+
+    @torch.inference_mode()
+    def distances(
+        self, texts: Sequence[_Text], solutions: Mapping[str, Sequence[Tensor]]
+    ) -> dict[str, float]:
+        """KL(expert || repaired) of some tokens' logits, summed, by each way to repair.
+
+        Args:
+            texts: Both models' streams behind the last layer, before it is repaired.
+            solutions: Way to dW^T [I, H] for each half.
+        """
+        heads = [_head(reader) for reader in self._readers]
+        found = dict.fromkeys(solutions, 0.0)
+        share = -(-JUDGED_TOKENS // len(texts))
+        for text in texts:
+            rows = text.rows[:: max(1, len(text.rows) // share)][:share]
+            for some in rows.split(LOGITS_AT_ONCE):
+                merged_TH, own_TH, a_TI = (
+                    x.reshape(-1, x.shape[-1])[some].float()
+                    for x in (text.merged.hidden_BSH, text.own.hidden_BSH, text.inner_BSI)
+                )
+                own_TV = _log_softmax(own_TH, self._norms[1], heads[1])
+                for way, deltas in solutions.items():
+                    repaired_TH = merged_TH + a_TI @ deltas[text.half].float()
+                    way_TV = _log_softmax(repaired_TH, self._norms[0], heads[0])
+                    found[way] += float((own_TV.exp() * (own_TV - way_TV)).sum(dtype=torch.float64))
+        return found
+
+
+def _size(x: Tensor) -> Tensor:
+    """What an RMSNorm divides by, [..., 1]."""
+    return x.square().mean(-1, keepdim=True).sqrt()
+
+
+def _log_softmax(hidden_TH: Tensor, norm_H: Tensor, head_VH: Tensor) -> Tensor:
+    """Log-probabilities [T, V] of the next token, from what stands before the final norm."""
+    normed_TH = hidden_TH / _size(hidden_TH) * norm_H.to(hidden_TH)
+    parts = [normed_TH @ rows.to(normed_TH).T for rows in head_VH.split(ROWS_AT_ONCE)]
+    return torch.cat(parts, dim=1).log_softmax(-1)
 
 
 def _head(reader: CheckpointReader) -> Tensor:

@@ -106,6 +106,30 @@ def slow_head_target(expert: nn.Module, model: nn.Module, hidden_TH: Tensor, cor
     return normed / model.model.norm.weight * hidden_TH.square().mean(-1, keepdim=True).sqrt()
 
 
+def slow_ridge(a: Tensor, r: Tensor, factor: float) -> Tensor:
+    mean = a.square().sum() / a.shape[1]
+    ridge = (factor * mean).sqrt() * torch.eye(a.shape[1], dtype=torch.float64)
+    zeros = torch.zeros(a.shape[1], r.shape[1], dtype=torch.float64)
+    return torch.linalg.lstsq(torch.cat([a, ridge]), torch.cat([r, zeros])).solution
+
+
+def slow_solution(a: Tensor, r: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:
+    """The solution of all text, and for each token what the other half's adds to its state."""
+
+    def unseen(factor: float) -> Tensor:
+        added = torch.empty_like(r)
+        for h in (0, 1):
+            added[half != h] = a[half != h] @ slow_ridge(a[half == h], r[half == h], factor)
+        return added
+
+    errors = {factor: float((r - unseen(factor)).square().sum()) for factor in LAMBDAS}
+    best = min(errors, key=errors.get)
+    if errors[best] >= r.square().sum():
+        return torch.zeros(a.shape[1], r.shape[1], dtype=torch.float64), torch.zeros_like(r)
+    return slow_ridge(a, r, best), unseen(best)
+
+
+@torch.no_grad()
 def slow_repair(backbone: Path, expert: Path, corpus: Path, *, head: bool) -> nn.Module:
     """Whole passes for every layer, least squares on stacked activations, no sums."""
     texts = paragraphs_of(corpus)
@@ -114,32 +138,21 @@ def slow_repair(backbone: Path, expert: Path, corpus: Path, *, head: bool) -> nn
     half = torch.tensor([h for h, ids in texts for _ in ids])
     layers = model.config.num_hidden_layers
     for layer in range(layers):
-        inner, left = layer_features(model, layer, texts)
-        _, wanted = layer_features(own, layer, texts)
-        target = torch.cat(wanted)
+        inner, left = map(torch.cat, layer_features(model, layer, texts))
+        wanted = torch.cat(layer_features(own, layer, texts)[1])
+        targets = [wanted]
         if head and layer == layers - 1:
-            target = slow_head_target(own, model, target, corpus)
-        a, r = torch.cat(inner), target - torch.cat(left)
+            targets.append(slow_head_target(own, model, wanted, corpus))
+        found = [slow_solution(inner, target - left, half) for target in targets]
 
-        def solved(rows: Tensor, factor: float, a=a, r=r) -> Tensor:
-            mean = a[rows].square().sum() / a.shape[1]
-            ridge = (factor * mean).sqrt() * torch.eye(a.shape[1], dtype=torch.float64)
-            stacked = torch.cat([a[rows], ridge])
-            zeros = torch.zeros(a.shape[1], r.shape[1], dtype=torch.float64)
-            return torch.linalg.lstsq(stacked, torch.cat([r[rows], zeros])).solution
+        def apart(added: Tensor, left=left, wanted=wanted) -> float:
+            """KL divergence of the logits from the expert's."""
+            goal = own.lm_head(own.model.norm(wanted)).log_softmax(-1)
+            made = model.lm_head(model.model.norm(left + added)).log_softmax(-1)
+            return float((goal.exp() * (goal - made)).sum())
 
-        def unseen(factor: float, a=a, r=r) -> float:
-            return sum(
-                float((r[half != h] - a[half != h] @ solved(half == h, factor)).square().sum())
-                for h in (0, 1)
-            )
-
-        errors = {factor: unseen(factor) for factor in LAMBDAS}
-        best = min(errors, key=errors.get)
-        if errors[best] < r.square().sum():
-            with torch.no_grad():
-                change = solved(torch.ones(len(a), dtype=bool), best).T
-                model.model.layers[layer].mlp.down_proj.weight += change
+        solution, _ = min(found, key=lambda each: apart(each[1]))
+        model.model.layers[layer].mlp.down_proj.weight += solution.T
     return model
 
 
@@ -189,6 +202,7 @@ def test_a_head_that_moved_is_answered_in_the_last_layer(tmp_path):
     left = distances(tmp_path, experts)
     assert left["down"] == pytest.approx(left["none"], rel=1e-4)
     assert left["down+head_target"] < 0.995 * left["down"]
+    assert last_target(tmp_path / "down+head_target") == "head"
 
 
 @pytest.mark.parametrize("family", BEFORE_FFNS)
@@ -228,6 +242,12 @@ def test_text_of_few_words_does_not_decide_the_head(tmp_path):
     ]
     for name, weight in made[0].state_dict().items():
         assert torch.equal(made[1].state_dict()[name], weight)
+    assert last_target(tmp_path / "down+head_target") == "stream"
+
+
+def last_target(directory: Path) -> str:
+    """What the last layer's repair was towards."""
+    return json.loads((directory / REPORT).read_text())[-1]["target"]
 
 
 def test_what_chance_explains_is_not_repaired(tmp_path):
