@@ -38,8 +38,10 @@ class DriftSums:
 
     @classmethod
     def zeros(cls, inner: int, hidden: int, device: str) -> "DriftSums":
-        shapes = ((inner, inner), (inner, hidden), (hidden,))
-        return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
+        def empty(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        return cls(empty(inner, inner), empty(inner, hidden), empty(hidden))
 
     def add(self, a_TI: Tensor, r_TH: Tensor) -> None:
         """Count tokens; products in the features' own precision, as statistics are."""
