@@ -2,9 +2,9 @@
 
 ``python -m flows.evaluate RECIPE [TASKS ...] [--set dotted.key=value ...]``
 
-The first file is the recipe of ``flows.dume``; what it has made is used again, what is missing is
-made. The others hold ``tasks:`` and ``task_evaluation:`` (or ``baselines:``, whose models are then
-scored as well).
+The first file is the recipe of ``flows.dume``, ``flows.symphony`` or ``flows.simoe``; what it has
+made is used again, what is missing is made. The others hold ``tasks:`` and ``task_evaluation:`` (or
+``baselines:``, whose models are then scored as well).
 """
 
 import sys
@@ -15,6 +15,7 @@ from flows.making.building import made
 from flows.pages.tasks import FOLDER
 from flows.running.command_line import command, load, rows_parser, run_flow
 from flows.running.session import THREADS
+from flows.simoe import tuned
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
 from tasks.methods import scored_models
@@ -34,7 +35,7 @@ def evaluate(recipe: Recipe) -> str:
     """
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
-    return made("evaluate", recipe)
+    return (tuned if recipe.simoe is not None else made)("evaluate", recipe)
 
 
 def _faults(recipe: Recipe) -> list[Fault]:

@@ -16,13 +16,15 @@ from prefect import flow
 from flows.pages.instructions import publish_tuning, write_instructions
 from flows.pages.model import folder_faults
 from flows.pages.page import Command
+from flows.pages.tasks import publish_tasks
 from flows.running.command_line import command, load, rows_parser, run_flow
 from flows.running.session import THREADS, open_session
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
-from tasks.methods import stages_of
+from tasks.methods import scored_models, stages_of
 from tasks.recipes import validate
 from tasks.release.champion import standing_champion
+from tasks.release.task_table import task_table
 from tasks.simoe.model import baselines, model
 from tasks.simoe.register import register_tuned
 from upcycle_core.errors import Fault, raise_faults
@@ -40,7 +42,12 @@ def simoe(recipe: Recipe) -> str:
     """
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
-    with open_session("simoe", recipe) as session:
+    return tuned("simoe", recipe)
+
+
+def tuned(flow_name: str, recipe: Recipe) -> str:
+    """Bring every stage of a recipe up to date, and register its model; see ``simoe``."""
+    with open_session(flow_name, recipe) as session:
         for stage in stages_of(recipe):
             if stage is baselines:  # the recipe's own model is one more of the trainings
                 session.ensure(model, stage)
@@ -48,8 +55,11 @@ def simoe(recipe: Recipe) -> str:
                 session.ensure(stage)
         session.finish()
         with standing_champion(session.stages, session.registry) as champion:
+            tasks = task_table(session.stages, champion, models=list(scored_models(recipe)))
             outcome = register_tuned(session.registrar, champion)
         publish_tuning(session, outcome)
+        if tasks is not None:
+            publish_tasks(session, outcome.version, tasks)
         session.workspace.sweep()
     return outcome.version.reference
 

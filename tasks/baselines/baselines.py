@@ -41,7 +41,7 @@ def baselines(run: StageRun) -> None:
     train_from(
         run,
         start,
-        training=baseline.training,
+        training=baseline.trained_as,
         # A dense model has neither routers nor experts.
         objective=baseline.objective if baseline.experts(domains) else None,
         kind="baselines",

@@ -15,6 +15,7 @@ from infra.cluster.memory import machine_memory
 from infra.recipe.resources import Resources
 from infra.recipe.schema import Recipe
 from upcycle_core.architectures.families import family_of
+from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.dume.checks import check_repairable, fewest_tokens
 from upcycle_core.errors import Fault, InputError
@@ -32,22 +33,33 @@ class Size:
     Args:
         whole: All of them.
         ffns: Those of its FFNs, which a MoE has once an expert.
+        ends: Those of its embeddings and its head.
     """
 
     whole: int
     ffns: int
+    ends: int
 
     @classmethod
     def of(cls, reader: CheckpointReader) -> "Size":
         """What a checkpoint's headers say."""
         family = family_of(reader.config)
         sizes = {name: math.prod(info.shape) for name, info in reader.tensors.items()}
-        return cls(sum(sizes.values()), sum(n for name, n in sizes.items() if family.is_ffn(name)))
+        return cls(
+            whole=sum(sizes.values()),
+            ffns=sum(size for name, size in sizes.items() if family.is_ffn(name)),
+            ends=sum(sizes.get(name, 0) for name in (EMBEDDING, LM_HEAD)),
+        )
 
     def training(self, config: ExpertTrainingConfig, device: str) -> int:
         """Bytes at least, to train it as an expert."""
         frozen = weights_type(config.precision, device=device).itemsize
-        trained = {"full": self.whole, "ffn": self.ffns, "lora": 0}[config.method]
+        trained = {
+            "full": self.whole,
+            "layers": self.whole - self.ends,
+            "ffn": self.ffns,
+            "lora": 0,
+        }[config.method]
         return TRAINED * trained + frozen * (self.whole - trained)
 
     def mixture(self, experts: int) -> int:

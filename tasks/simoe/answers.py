@@ -11,7 +11,7 @@ from tasks.engine.stage import StageRun, stage
 from tasks.scoring.architectures import register_architectures
 from tasks.simoe.rows import model_of, tuned
 from upcycle_core.checkpoints.load import load_causal_lm
-from upcycle_core.evaluation.instructions.activations import expert_activations
+from upcycle_core.evaluation.instructions.activations import Use, expert_activations
 from upcycle_core.evaluation.instructions.answers import answer
 from upcycle_core.evaluation.instructions.scores import (
     METRICS,
@@ -34,6 +34,9 @@ def answers(run: StageRun) -> None:
     """Write ``answers.json`` and, an instance a line, ``seen.jsonl`` and ``unseen.jsonl``."""
     arguments = answer_arguments(run.recipe, run.path)
     run.run_one(answers_piece, "evaluation", **arguments, model=run.path(model_of(run.item)))
+    use = json.loads((run.out / ANSWERS).read_text()).get("use")
+    for warning in Use.from_dict(use).warnings() if use else ():
+        run.session.log(f"{run.item}: {warning}")
 
 
 def answer_arguments(recipe: Recipe, path: Callable[[str], Path]) -> dict[str, Any]:
@@ -104,4 +107,5 @@ def _structure(
         del network
         activations = expert_activations(model, rows, **common)
         found["activations"] = [activation.to_dict() for activation in activations]
+        found["use"] = Use.of(activations).to_dict()
     return found

@@ -79,7 +79,6 @@ def _excluded(recipe: Recipe) -> Iterator[Fault]:
         "post_training": recipe.post_training,
         "similarity": recipe.similarity,
         "outside": recipe.outside or None,
-        "tasks": recipe.tasks or None,
         "comparison.tokens": recipe.comparison.tokens,
     }
     for field, value in given.items():

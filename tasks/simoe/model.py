@@ -56,7 +56,7 @@ def baselines(run: StageRun) -> None:
     train_from(
         run,
         start,
-        training=row.training,
+        training=row.trained_as,
         objective=row.objective if row.experts(len(labels)) else None,
         kind="baselines",
         data=_data(run),

@@ -76,6 +76,7 @@ def _row(run: StageRun, row: str, found: Mapping[str, Any]) -> Row:
                 total_parameters=found["parameters"],
                 trained_parameters=summary["trained_parameters"],
                 density_parameters=found.get("density_parameters"),
+                effective_experts=found["use"]["effective"] if "use" in found else None,
                 seen=scores["seen"],
                 unseen=scores["unseen"],
             ),

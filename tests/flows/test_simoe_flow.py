@@ -36,6 +36,17 @@ ASKS = {
     "copy": lambda words: " ".join(words),
     "second": lambda words: words[1],
 }
+CHOICE = {
+    "task": "asked",
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": "{folder}/tasks.jsonl"}},
+    "test_split": "test",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{prompt}}",
+    "doc_to_choice": "choices",
+    "doc_to_target": 0,
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+}
 ELSEWHERE = """
 import sys
 sys.modules["upcycle_core"] = None
@@ -154,6 +165,30 @@ def test_the_version_is_champion_and_generates(project):
         "--tokens", "4",
     )  # fmt: skip
     assert done.stdout.startswith("first: one two")
+
+
+def test_it_is_scored_on_tasks(project):
+    folder = project.recipe.parent
+    rows = [
+        {"id": i, "prompt": f"first: {w} two", "choices": [w, "two"]} for i, w in enumerate("ab")
+    ]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    definition = save_recipe(folder / "definition.yaml", CHOICE)
+    tasks = {
+        "tasks": {"asked": {"definition": str(definition)}},
+        "task_evaluation": {"folder": str(folder), "models": ["seed", "simoe"]},
+    }
+    extra = save_recipe(folder / "tasks.yaml", tasks)
+    files = [str(project.recipe), str(project.rows), str(extra)]
+    project.calls()
+    done = project.run(sys.executable, "-m", "flows.evaluate", *files)
+    calls = project.calls()
+    assert (calls["evaluate_tasks"], calls["train_simoe"]) == (2, 0)
+    assert "SIMoE" in done.stdout
+    found = json.loads((project.workspace / "evaluated" / "metrics.json").read_text())
+    assert set(found["scores"]) == {"seed", "simoe"}
+    version = Registry(read(project.environment())).find("upcycle-pico", "champion")
+    assert version.metrics["task.asked"] == found["scores"]["simoe"]["asked"]["mean"]
 
 
 def test_curves_reach_mlflow(project):

@@ -46,6 +46,12 @@ def baseline_faults(baseline: Baseline, domains: Collection[str], field: str) ->
     if method == "full-finetune" and tuple(baseline.objective.trainable) != ("all",):
         remedy = "a dense model is trained whole; use [all]"
         yield Fault(f"{field}.objective.trainable", list(baseline.objective.trainable), remedy)
+    if baseline.tuned != "full" and method != "full-finetune":
+        remedy = f"is for full-finetune; {method} trains what objective.trainable says: remove it"
+        yield Fault(f"{field}.tuned", baseline.tuned, remedy)
+    if baseline.lora is not None and baseline.tuned != "lora":
+        remedy = f"is only trained with tuned: lora, and tuned is {baseline.tuned}; set it"
+        yield Fault(f"{field}.lora", f"rank {baseline.lora.rank}", remedy)
     for name in ("balance_coefficient", "z_coefficient"):
         if not experts and getattr(baseline.objective, name):
             remedy = f"{method} has no routers; set it to 0"

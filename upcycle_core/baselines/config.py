@@ -7,7 +7,13 @@ from upcycle_core.config import config
 from upcycle_core.ders.config import DersUpcyclingConfig
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.symphony.config import SymphonyConfig
-from upcycle_core.training.config import MoEObjective, TrainingConfig
+from upcycle_core.training.config import (
+    ExpertMethod,
+    ExpertTrainingConfig,
+    LoraSettings,
+    MoEObjective,
+    TrainingConfig,
+)
 
 Method = Literal[
     "btx",
@@ -69,6 +75,11 @@ class Baseline:
     """Training on the training text of all domains; a comparison's token budget sets its steps."""
     objective: MoEObjective = field(default_factory=MoEObjective)
     """What is trained, and with which losses."""
+    tuned: ExpertMethod = "full"
+    """What a `full-finetune` trains: all weights, or a part, named as by
+    `experts.training.method`."""
+    lora: LoraSettings | None = None
+    """The adapter, with `tuned: lora`; its defaults where nothing is said."""
 
     @property
     def uses_experts(self) -> bool:
@@ -84,6 +95,13 @@ class Baseline:
     def trains(self) -> bool:
         """Whether there is anything to train."""
         return self.method not in WITHOUT_TRAINING
+
+    @property
+    def trained_as(self) -> TrainingConfig:
+        """Its training; where a part of a dense model is tuned, that part is said."""
+        if self.tuned == "full":
+            return self.training
+        return ExpertTrainingConfig(**vars(self.training), method=self.tuned, lora=self.lora)
 
     def experts(self, domains: int) -> int:
         """How many experts its model has, of a recipe with ``domains``; 0 if it is dense."""

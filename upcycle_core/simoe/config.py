@@ -38,8 +38,19 @@ class SimoeUpcyclingConfig:
     task."""
     router_hidden_size: int | None = field(default=None, metadata={"ge": 1})
     """Width of the router's hidden layer; the model's hidden size by default."""
+    standardise: bool = False
+    """Whether the router reads states without what training prompts have in common: minus their
+    mean, divided by their deviation, a feature at a time (not in the paper)."""
+    balance: float = field(default=0.0, metadata={"ge": 0})
+    """Factor of log M minus the entropy of a batch's mean coefficients (not in the paper)."""
     initial_spread: float = field(default=0.05, metadata={"ge": 0})
     """Standard deviation of the initial log phi around the mean that gives P(z = 0) = 0.05."""
+    closing: float | None = field(default=None, metadata={"gt": 0, "le": 1})
+    """Share of the steps over which tau rises from 0 to its value, lambda following it; from the
+    first step on it has its value by default (the paper's way)."""
+    reopen: bool = False
+    """Whether a gate that is zero still hears from the likelihood, by the slope that it has without
+    the clamp: it may come back, and lambda closes another for it (not in the paper)."""
     mask_learning_rate: float = field(default=5e-3, metadata={"gt": 0})
     """Adam's learning rate of log phi, on the schedule of the others."""
     router_learning_rate: float | None = field(default=None, metadata={"gt": 0})
@@ -63,6 +74,17 @@ class SimoeUpcyclingConfig:
         if self.experts < 2:
             remedy = "one expert leaves nothing to interpolate; use at least 2"
             found.append(Fault(f"{name}.experts", self.experts, remedy))
+        for word in ("standardise", "balance"):
+            if getattr(self, word) and self.routing == "task":
+                remedy = "routing by task reads no state and sees no batch; leave it out"
+                found.append(Fault(f"{name}.{word}", getattr(self, word), remedy))
+        for word in ("closing", "reopen"):
+            if getattr(self, word) and not self.is_constrained:
+                remedy = "real masks have no gates that close; leave it out"
+                found.append(Fault(f"{name}.{word}", getattr(self, word), remedy))
+        if self.reopen and self.closing is None:
+            remedy = "say how long gates take to close, as a share of the steps, e.g. 0.4"
+            found.append(Fault(f"{name}.closing", None, remedy))
         if self.masks == "real" and self.sparsity == "union":
             remedy = "real masks are not sparse; leave it out"
             found.append(Fault(f"{name}.sparsity", self.sparsity, remedy))

@@ -15,14 +15,19 @@ from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.model.gates_simoe import median
 from upcycle_core.simoe.sparsity import (
     Sparsity,
+    close_deficit,
     expected_sparsity,
     gate_stacks,
+    keep_near,
     mean_overlap,
     open_surplus,
     realised_sparsity,
 )
 from upcycle_core.training.config import TrainingConfig
 from upcycle_core.training.extension import ParameterGroup
+
+SETTLING = 0.1
+"""Share of the steps, the last ones, in which gates that came back have others closed at once."""
 
 
 def orthogonality(model: nn.Module, config: SimoeUpcyclingConfig) -> Tensor:
@@ -59,6 +64,15 @@ class SimoeObjective:
 
     Gradients of the masks are clipped by their own norm: lambda's would shrink all others.
 
+    With ``closing`` tau rises from 0 over that share of the steps. Until it is there lambda ascends
+    by what the realised *and* the expected sparsity lack: no gate can be zero before it has gone
+    the way there, and a lambda that meanwhile grew by the realised one would close all gates at
+    once. With ``reopen`` gates come back, and lambda closes others for them: it falls where more
+    are closed than asked for, and is not reset. In the last tenth of the steps sparsity is held at
+    tau from both sides, so that the training ends with it.
+
+    With ``balance`` the loss has balance x (log M - H(mean alpha of the batch)) as well.
+
     Args:
         model: Upcycled; every parameter that has gradients is trained.
         config: Of the upcycling.
@@ -74,6 +88,13 @@ class SimoeObjective:
         self._model, self._config, self._training = model, config, training
         self.multiplier = 0.0
         self._sparsity: Sparsity | None = None
+        self._alpha: Tensor | None = None
+        if config.balance:
+            model.get_submodule("router").register_forward_hook(self._note)
+
+    def _note(self, _router: nn.Module, _given: Any, alpha: Tensor) -> None:
+        if alpha.requires_grad:
+            self._alpha = alpha
 
     def penalty(self) -> Tensor:
         """beta x orthogonality + lambda (tau - expected sparsity), a scalar."""
@@ -82,6 +103,11 @@ class SimoeObjective:
         if self.multiplier:
             expected = expected_sparsity(self._model, config.sparsity, rooted=True)
             loss = loss + self.multiplier * (config.tau - expected)
+        if self._alpha is not None:
+            mean_M = self._alpha.flatten(0, -2).mean(0)
+            entropy = -(mean_M * mean_M.clamp(min=1e-12).log()).sum()
+            loss = loss + config.balance * (math.log(len(mean_M)) - entropy)
+            self._alpha = None
         return loss
 
     def groups(self) -> list[ParameterGroup]:
@@ -107,12 +133,24 @@ class SimoeObjective:
             FloatingPointError: A mask or lambda is not finite.
         """
         config = self._config
+        tau = self.tau_at(step)
         if config.is_constrained:
-            open_surplus(self._model, config.tau, config.sparsity)
+            settles = step > (1 - SETTLING) * self._training.steps
+            if config.reopen:
+                keep_near(self._model)
+            if settles or not config.reopen:
+                open_surplus(self._model, tau, config.sparsity)
+            if settles and config.reopen:
+                close_deficit(self._model, tau, config.sparsity)
         try:
             self._sparsity = realised_sparsity(self._model)
             if config.is_constrained:
-                self._ascend(getattr(self._sparsity, config.sparsity))
+                found = getattr(self._sparsity, config.sparsity)
+                if tau < config.tau:
+                    with torch.no_grad():
+                        expected = expected_sparsity(self._model, config.sparsity)
+                    found = max(found, expected.item())
+                self._ascend(tau - found)
         except FloatingPointError as error:
             raise FloatingPointError(
                 f"After step {step} {error}. The last checkpoint before it is kept. Lower "
@@ -121,12 +159,19 @@ class SimoeObjective:
                 "with an empty checkpoint directory."
             ) from None
 
-    def _ascend(self, sparsity: float) -> None:
-        gap = self._config.tau - sparsity
+    def tau_at(self, step: int) -> float:
+        """What sparsity is asked for after a step."""
+        config = self._config
+        if config.closing is None:
+            return config.tau
+        return config.tau * min(1.0, step / (config.closing * self._training.steps))
+
+    def _ascend(self, gap: float) -> None:
         moved = self.multiplier + self._config.multiplier_learning_rate * gap
         if not math.isfinite(moved):
             raise FloatingPointError(f"lambda is not finite: it is {moved}")
-        self.multiplier = 0.0 if gap <= 0 else max(0.0, moved)
+        is_reset = gap <= 0 and not self._config.reopen
+        self.multiplier = 0.0 if is_reset else max(0.0, moved)
 
     @torch.no_grad()
     def point(self) -> dict[str, float]:

@@ -21,6 +21,10 @@ Way = Literal["mean", "union"]
 """Zeros of all masks together, or places where every expert's mask is zero."""
 JUST_OPEN = -1.5975
 """log phi of a gate that is nearly closed, but not zero: z = 0.00015."""
+FARTHEST = -2.1
+"""log phi below which no gate goes that may be opened again."""
+JUST_CLOSED = -1.5987
+"""log phi of a gate that is zero, and nearly open."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +124,8 @@ def open_surplus(model: nn.Module, tau: float, way: Way) -> None:
         way: What tau is about.
     """
     modules = _trained(model)
-    scores = [m.log_phi if way == "mean" else m.log_phi.amax(0) for m in modules]
+    scores, places, weights = _places(modules, way)
     sizes = [score.numel() for score in scores]
-    places = torch.cat([score.flatten() for score in scores])
-    each = torch.tensor([module.weights_per_gate for module in modules], device=places.device)
-    weights = each.repeat_interleave(torch.tensor(sizes, device=places.device))
     closed = (median(places) == 0).nonzero().squeeze(1)
     needed = _least_count(tau, int(weights.sum()))
     if int(weights[closed].sum()) <= needed:
@@ -139,6 +140,53 @@ def open_surplus(model: nn.Module, tau: float, way: Way) -> None:
     for module, score, chosen in zip(modules, scores, opened.split(sizes), strict=True):
         nearest = (module.log_phi == score) & chosen.view_as(score)
         module.log_phi.masked_fill_(nearest, JUST_OPEN)
+
+
+@torch.no_grad()
+def close_deficit(model: nn.Module, tau: float, way: Way) -> None:
+    """Close the gates that are nearest to it until the realised sparsity is tau, or more by a gate.
+
+    Of ``union``, all gates of a place are closed whose nearest to being open is the least so.
+
+    Args: as for ``open_surplus``.
+    """
+    modules = _trained(model)
+    scores, places, weights = _places(modules, way)
+    is_closed = median(places) == 0
+    missing = _least_count(tau, int(weights.sum())) - int(weights[is_closed].sum())
+    if missing <= 0:
+        return
+    still = (~is_closed).nonzero().squeeze(1)
+    order = still[places[still].argsort(stable=True)]
+    before = weights[order].cumsum(0) - weights[order]
+    closing = torch.zeros_like(is_closed)
+    closing[order[before < missing]] = True
+    sizes = [score.numel() for score in scores]
+    for module, score, chosen in zip(modules, scores, closing.split(sizes), strict=True):
+        here = chosen.view_as(score).expand_as(module.log_phi)
+        module.log_phi.copy_(
+            torch.where(here, module.log_phi.clamp(max=JUST_CLOSED), module.log_phi)
+        )
+
+
+@torch.no_grad()
+def keep_near(model: nn.Module) -> None:
+    """Hold gates that are closed where they can be opened again.
+
+    lambda, which pulls at closed gates too, would take them where their slope is nothing.
+    """
+    for module in _trained(model):
+        module.log_phi.clamp_(min=FARTHEST)
+
+
+def _places(modules: list[Any], way: Way) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Of each module the log phi that decide whether a place is closed; all of them in a row; the
+    parameters that each decides about."""
+    scores = [m.log_phi if way == "mean" else m.log_phi.amax(0) for m in modules]
+    places = torch.cat([score.flatten() for score in scores])
+    each = torch.tensor([module.weights_per_gate for module in modules], device=places.device)
+    sizes = torch.tensor([score.numel() for score in scores], device=places.device)
+    return scores, places, each.repeat_interleave(sizes)
 
 
 def gate_stacks(model: nn.Module) -> Iterator[tuple[int, Tensor]]:

@@ -17,6 +17,7 @@ from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.objective import SimoeObjective
 from upcycle_core.simoe.prune import save_pruned
 from upcycle_core.simoe.sparsity import overlap, realised_sparsity
+from upcycle_core.simoe.standardise import standardise_states
 from upcycle_core.simoe.upcycle import upcycle_in_memory
 from upcycle_core.training.arguments import checked_shape
 from upcycle_core.training.config import TrainingConfig
@@ -36,6 +37,8 @@ class SimoeResult:
         sparsity_union: Share that no expert uses, which pruning removed.
         overlap: Pairwise overlap of the masks there, M rows of M, Jaccard's index.
         multiplier: lambda after the last step.
+        common: Share of the routing states' energy that all training prompts have in common; None
+            where the router does not take it away.
     """
 
     training: TrainingResult
@@ -44,6 +47,7 @@ class SimoeResult:
     sparsity_union: float
     overlap: tuple[tuple[float, ...], ...]
     multiplier: float
+    common: float | None
 
 
 def train_simoe(
@@ -86,9 +90,12 @@ def train_simoe(
     shape = checked_shape(model, dataset, validation, config, None)
     settings = {"simoe": asdict(simoe), "tasks": list(tasks)}
     made: list[Subject] = []
+    common: list[float] = []
 
     def load(device: str) -> Subject:
         network: Any = upcycle_in_memory(model, simoe, seed=seed, device=device, tasks=tasks)
+        if simoe.standardise:
+            common[:] = [standardise_states(network, dataset)]
         network.config.use_cache = shape.use_cache  # the Trainer does it too, but only if it trains
         made[:] = [_subject(network, SimoeObjective(network, simoe, config), model, out)]
         return made[0]
@@ -105,7 +112,7 @@ def train_simoe(
         device=device,
         validation=validation,
     )
-    return _result(found, made[0], config)
+    return _result(found, made[0], config, common[0] if common else None)
 
 
 def _subject(network: Any, objective: SimoeObjective, source: Path, out: Path) -> Subject:
@@ -127,7 +134,9 @@ def _write(network: Any, source: Path, out: Path) -> None:
     unfinished.rmdir()
 
 
-def _result(result: TrainingResult, subject: Subject, config: TrainingConfig) -> SimoeResult:
+def _result(
+    result: TrainingResult, subject: Subject, config: TrainingConfig, common: float | None
+) -> SimoeResult:
     kept = kept_step(result.curves, config, subject.extension)
     assert kept is not None  # the training ended with it
     sparsity = realised_sparsity(subject.network)
@@ -139,4 +148,5 @@ def _result(result: TrainingResult, subject: Subject, config: TrainingConfig) ->
         sparsity_union=sparsity.union,
         overlap=tuple(map(tuple, overlap(subject.network).tolist())),
         multiplier=multipliers[-1] if multipliers else 0.0,
+        common=common,
     )

@@ -97,6 +97,8 @@ def simoe_config(
         router_hidden_size=config.router_hidden_size,
         tasks=list(tasks),
         initial_spread=config.initial_spread,
+        standardise=config.standardise,
+        reopen=config.reopen,
     )
 
 

@@ -121,6 +121,9 @@ class SeedConfig:
     """Training of the seed."""
 
 
+ExpertMethod = Literal["full", "layers", "ffn", "lora"]
+
+
 @config
 class LoraSettings:
     """A low-rank adapter (arXiv 2106.09685): W + (alpha / rank) B A; A and B are trained."""
@@ -140,9 +143,10 @@ class LoraSettings:
 class ExpertTrainingConfig(TrainingConfig):
     """Training of a dense model that becomes an expert."""
 
-    method: Literal["full", "ffn", "lora"] = "full"
-    """What is trained: all weights; the FFNs, which are all that experts do not share; or a LoRA
-    adapter, which is published merged, with the adapter beside it."""
+    method: ExpertMethod = "full"
+    """What is trained: all weights; all `layers`, without the embeddings and the head; the FFNs,
+    which are all that experts do not share; or a LoRA adapter, which is published merged, with the
+    adapter beside it."""
     lora: LoraSettings | None = None
     """The adapter, with `method: lora`; its defaults where nothing is said."""
 

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from upcycle_core.architectures.families import family_of
+from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
 from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -21,7 +22,11 @@ from upcycle_core.given.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter,
 from upcycle_core.precision import arithmetic
 from upcycle_core.progress import Progress
 from upcycle_core.training.arguments import checked_shape
-from upcycle_core.training.config import ExpertTrainingConfig, LoraSettings
+from upcycle_core.training.config import (
+    ExpertMethod,
+    ExpertTrainingConfig,
+    LoraSettings,
+)
 from upcycle_core.training.groups import Trainable
 from upcycle_core.training.resume import training_record
 from upcycle_core.training.trainer import (
@@ -83,8 +88,8 @@ def train_expert(
         if lora:
             tuned = add_adapter(network, config.lora or LoraSettings(), seed=seed)
             return Subject(network, _trainable(network), partial(_write_merged, tuned, model, out))
-        _freeze_all_but_ffns(network, DTYPES[precision])
-        return Subject(network, _trainable(network), partial(_write_ffns, network, model, out))
+        _freeze_others(network, config.method, DTYPES[precision])
+        return Subject(network, _trainable(network), partial(_write_trained, network, model, out))
 
     record = training_record(config, seed, None, fingerprint or {})
     return train_subject(load, dataset, shape=shape, record=record, **common)
@@ -122,29 +127,30 @@ def add_adapter(network: PreTrainedModel, settings: LoraSettings, *, seed: int) 
         return get_peft_model(network, wanted)  # A and B in fp32, whatever the network is in
 
 
-def _freeze_all_but_ffns(network: PreTrainedModel, frozen: torch.dtype) -> None:
-    """Train the FFNs, in fp32; the rest needs no gradient, and no more digits than arithmetic has.
+def _freeze_others(network: PreTrainedModel, method: ExpertMethod, frozen: torch.dtype) -> None:
+    """Train the FFNs or all layers, in fp32; the rest needs no gradient, and no more digits than
+    arithmetic has.
 
     Norms stay in fp32: they are small.
     """
     family = family_of(network.config.to_dict())
     for name, parameter in network.named_parameters():
-        is_trained = family.is_ffn(name)
+        is_trained = family.is_ffn(name) if method == "ffn" else name not in (EMBEDDING, LM_HEAD)
         parameter.requires_grad_(is_trained)
         if not is_trained and parameter.dim() > 1:
             parameter.data = parameter.data.to(frozen)
 
 
-def _write_ffns(network: PreTrainedModel, source: Path, out: Path) -> None:
-    """Write the FFNs that were trained and all else of ``source`` to the bit, in fp32."""
+def _write_trained(network: PreTrainedModel, source: Path, out: Path) -> None:
+    """Write what was trained and all else of ``source`` to the bit, in fp32."""
     reader = CheckpointReader(source)
     config = {**reader.config, "dtype": "float32", "torch_dtype": "float32"}
-    family, trained = family_of(config), dict(network.named_parameters())
+    family = family_of(config)
+    trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
 
     def produce(name: str) -> torch.Tensor:
-        if family.is_ffn(name):
-            return trained[name].detach().cpu()
-        return reader.tensor(name).float()
+        found = trained.get(name)
+        return reader.tensor(name).float() if found is None else found.detach().cpu()
 
     plan: Plan = {
         name: (shape, torch.float32, partial(produce, name))

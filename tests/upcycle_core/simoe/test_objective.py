@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from tests.upcycle_core.simoe.grown import all_masks, grown, save_dense, upcycled
 from tests.upcycle_core.training.runs import settings
@@ -87,6 +88,52 @@ def test_lambda_ascends_by_realised_zeros_and_resets(dense):
     assert 0.5 <= point["sparsity"] < 0.51
     assert own.may_keep(point)
     assert not own.may_keep({**point, "sparsity": 0.4999})
+
+
+def test_tau_rises_and_lambda_waits_for_gates_that_are_on_their_way(dense):
+    """Half of 6 steps: tau is a third, two thirds, all of itself; lambda goes by what is expected
+    where that is more than what is there."""
+    model = upcycled(dense, experts=2)
+    own = objective(model, experts=2, tau=0.6, closing=0.5, multiplier_learning_rate=0.1)
+    wanted = 0.0
+    for step, log_phi in enumerate((1.3, 0.0, -1.0, -1.0), 1):
+        for module in gated_modules(model).values():
+            module.log_phi.data.fill_(log_phi)
+        expected = 1 - 1 / (1 + math.exp(-(log_phi - 2 / 3 * math.log(0.1 / 1.1))))
+        gap = 0.6 * min(1, step / 3) - (expected if step < 3 else 0)
+        wanted = 0.0 if gap <= 0 else wanted + 0.1 * gap
+        own.after_step(step)
+        assert own.multiplier == pytest.approx(wanted, rel=1e-5), step
+
+
+def test_a_lambda_of_gates_that_may_come_back_falls_and_is_not_reset(dense):
+    model = upcycled(dense, experts=2)
+    own = objective(
+        model, experts=2, tau=0.5, closing=0.1, reopen=True, multiplier_learning_rate=0.1
+    )
+    own.load_state({"lambda": 2.0})
+    for module in gated_modules(model).values():
+        module.log_phi.data.fill_(-9.0)
+    own.after_step(2)
+    assert own.multiplier == pytest.approx(2.0 - 0.1 * 0.5)
+    assert all(m.log_phi.min().item() == pytest.approx(-2.1) for m in gated_modules(model).values())
+    assert realised_sparsity(model).mean == 1
+    own.after_step(6)  # the last of six: sparsity is tau
+    assert 0.5 <= realised_sparsity(model).mean < 0.51
+
+
+def test_balance_is_what_the_mean_coefficients_lack_of_the_largest_entropy(dense):
+    model = grown(dense, experts=3)
+    own = objective(model, experts=3, beta=0.0, balance=0.5)
+    batch = {"input_ids": torch.randint(2, 90, (4, 7))}
+    alpha = model.coefficients(**batch)
+    mean = alpha.mean(0).tolist()
+    entropy = -sum(share * math.log(share) for share in mean)
+    penalty = own.penalty()
+    assert penalty.item() == pytest.approx(0.5 * (math.log(3) - entropy), rel=1e-5)
+    penalty.backward()
+    assert model.router.output.weight.grad.abs().sum() > 0
+    assert own.penalty().item() == 0  # of a batch once
 
 
 def test_its_state_is_lambda(dense):

@@ -10,6 +10,7 @@ from upcycle_core.errors import InputError
 from upcycle_core.simoe.model import gated_modules
 from upcycle_core.simoe.prune import prune
 from upcycle_core.simoe.sparsity import (
+    close_deficit,
     expected_sparsity,
     mean_overlap,
     open_surplus,
@@ -68,6 +69,37 @@ def test_overlap_is_the_jaccard_index_of_mask_entries(dense, masks):
     )
     pairs = [slow[i][j] for i, j in itertools.combinations(range(3), 2)]
     assert mean_overlap(model) == pytest.approx(sum(pairs) / 3, abs=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_missing_is_closed_where_gates_are_nearest_to_it(dense, way):
+    model = grown(dense, experts=3)
+    before = [m.log_phi.detach().clone() for m in gated_modules(model).values()]
+    weights = [m.weights_per_gate for m in gated_modules(model).values()]
+    whole = sum(
+        w * (p.numel() if way == "mean" else p.shape[1])
+        for w, p in zip(weights, before, strict=True)
+    )
+    places = []  # (log phi that decides, parameters, layer, gates)
+    for layer, (log_phi, weight) in enumerate(zip(before, weights, strict=True)):
+        for i in range(log_phi.shape[1]):
+            own = [(m, i) for m in range(3)]
+            for gates in [own] if way == "union" else [[gate] for gate in own]:
+                places.append((max(float(log_phi[gate]) for gate in gates), weight, layer, gates))
+    closed = sum(w for score, w, *_ in places if score <= -1.5986)
+    wanted = {layer: set() for layer in range(len(before))}
+    for score, weight, layer, gates in sorted(places, key=lambda place: place[0]):
+        if closed >= 0.7 * whole:
+            break
+        if score > -1.5986:
+            closed += weight
+            wanted[layer] |= set(gates)
+    close_deficit(model, 0.7, way)
+    for layer, (module, old) in enumerate(zip(gated_modules(model).values(), before, strict=True)):
+        for gate in ((m, i) for m in range(3) for i in range(old.shape[1])):
+            new, was = module.log_phi[gate].item(), old[gate].item()
+            assert new == pytest.approx(min(was, -1.5987) if gate in wanted[layer] else was)
+    assert 0.7 <= getattr(realised_sparsity(model), way) < 0.71
 
 
 def test_experts_without_anything_do_not_overlap(dense):

@@ -3,6 +3,7 @@
 B rows, M experts.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,67 @@ class Activation(Plain):
     def label(self) -> str:
         """``domain: name``, as in the paper's Fig. 2."""
         return f"{self.domain}: {self.name}" if self.domain else self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use(Plain):
+    """How a model's prompts share its experts, over all of them.
+
+    Args:
+        effective: exp(H(mean alpha)), 1 to M: experts, if they were used alike.
+        apart: Of the entropy of mean alpha, the share in nats that tasks explain: 0 where every
+            task's mean coefficients are the same, log M where each has experts of its own.
+        leading: The largest mean coefficient.
+        unused: Experts that no task gives more than ``UNUSED``, from 1.
+    """
+
+    effective: float
+    apart: float
+    leading: float
+    unused: tuple[int, ...]
+
+    @classmethod
+    def of(cls, activations: Sequence[Activation]) -> "Use":
+        """What the means of tasks say, each weighed by its prompts."""
+        prompts = sum(own.count for own in activations)
+        shares = [own.count / prompts for own in activations]
+        columns = list(zip(*(own.coefficients for own in activations), strict=True))
+        means = [
+            sum(s * alpha for s, alpha in zip(shares, column, strict=True)) for column in columns
+        ]
+        within = sum(
+            s * _entropy(own.coefficients) for s, own in zip(shares, activations, strict=True)
+        )
+        return cls(
+            effective=math.exp(_entropy(means)),
+            apart=_entropy(means) - within,
+            leading=max(means),
+            unused=tuple(n for n, column in enumerate(columns, 1) if max(column) <= UNUSED),
+        )
+
+    def warnings(self) -> list[str]:
+        """What is no mixture, and what may be done about it."""
+        found = []
+        if self.leading > COLLAPSED:
+            found.append(
+                f"one expert has {100 * self.leading:.1f} % of the coefficients: it is no mixture; "
+                "try simoe.standardise: true, a larger initial_spread, or balance"
+            )
+        if self.unused:
+            names = ", ".join(map(str, self.unused))
+            found.append(f"no task uses the experts {names}; their parameters stay in the file")
+        return found
+
+
+COLLAPSED = 0.9
+"""Mean coefficient of one expert above which the others do nothing."""
+UNUSED = 0.01
+"""Mean coefficient of a task up to which it does not use an expert."""
+
+
+def _entropy(shares: Sequence[float]) -> float:
+    """In nats."""
+    return -sum(share * math.log(share) for share in shares if share > 0)
 
 
 def expert_activations(

@@ -33,7 +33,8 @@ CAPTION = (
     "Exact match and ROUGE-L in percent, the mean over task categories, each counting the same. "
     "Unseen: categories that training did not have. Marked: the best model. Parameters: of "
     "the saved model; by density: the pre-trained model's and the masks' mean density times the "
-    "experts' (the paper's count); trained: those that training changes."
+    "experts' (the paper's count); trained: those that training changes. Effective experts: "
+    "exp of the entropy of the mean coefficients; one is no mixture."
 )
 STRUCTURE = (
     "Share of expert parameters whose mask is not zero, by layer type and by depth (Fig. 4 of "
@@ -69,6 +70,7 @@ def write_instruction_report(
          "rows": {row: {
             "title", "groups": [...],
             "total_parameters", "trained_parameters", "density_parameters": S or null,
+            "effective_experts": S or null,
             "seen", "unseen": null or {
                 "exact_match": S, "rouge_l": S,       means over categories
                 "count": instances, "truncated": prompts that were cut, the most of any seed,
@@ -173,6 +175,13 @@ def _group_table(rows: Rows) -> Table:
         title: {row: amount(own[name]["mean"]) for row, own in rows.items() if own[name]}
         for title, name in counts.items()
     }
+    effective = {
+        row: own["effective_experts"]["mean"]
+        for row, own in rows.items()
+        if own["effective_experts"]
+    }
+    if effective:
+        columns["Effective experts"] = {row: f"{value:.1f}" for row, value in effective.items()}
     for split in SPLITS:
         for metric in METRICS:
             scores = {name: row[split][metric] for name, row in rows.items() if row[split]}

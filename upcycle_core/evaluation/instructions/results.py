@@ -9,7 +9,7 @@ from upcycle_core.evaluation.instructions.scores import METRICS, SPLITS, Split, 
 from upcycle_core.evaluation.text.scores import mean_and_deviation
 from upcycle_core.plain import Plain
 
-COUNTS = ("total_parameters", "trained_parameters", "density_parameters")
+COUNTS = ("total_parameters", "trained_parameters", "density_parameters", "effective_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,7 @@ class Run(Plain):
         seen: Scores on the others; None where they were not asked.
         density_parameters: The paper's way of counting SIMoE: the pre-trained model's and the mean
             density of the masks times the delta's. None for other models.
+        effective_experts: exp(H(mean coefficients)) of a SIMoE, 1 to M. None for other models.
     """
 
     total_parameters: int
@@ -30,6 +31,7 @@ class Run(Plain):
     unseen: SplitScore
     seen: SplitScore | None = None
     density_parameters: int | None = None
+    effective_experts: float | None = None
     written = (*COUNTS, *SPLITS)
 
 

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import AutoTokenizer, set_seed
 
 from upcycle_core.checkpoints.load import load_causal_lm
@@ -172,8 +174,41 @@ def _load_model(
         set_routers(model, variant.routers)
     if variant is not None and variant.top_k is not None:
         set_top_k(model, variant.top_k)
-    return HFLM(
+    kind = _prompted(HFLM) if hasattr(model, "coefficients") else HFLM
+    return kind(
         pretrained=model,
         tokenizer=with_prefix(tokenizer, bos),
         batch_size=config.batch_size or fitting_batch_size(model, device),
     )
+
+
+def _prompted(base: Any) -> Any:
+    """The harness's class for models that look at the prompt alone before they answer (SIMoE).
+
+    Of a likelihood request the prompt is its context: requests whose contexts are equally long are
+    asked together, and the model is told that length.
+    """
+
+    class Prompted(base):
+        _prompt_length = 1
+
+        def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> list[Any]:
+            places: dict[int, list[int]] = {}
+            for place, (_, context, answer) in enumerate(requests):
+                kept = min(len(context), self.max_length + 1 - len(answer))
+                places.setdefault(max(1, kept), []).append(place)
+            found: list[Any] = [None] * len(requests)
+            for length, own in places.items():
+                self._prompt_length = length
+                asked = [requests[place] for place in own]
+                answers = super()._loglikelihood_tokens(asked, *args, **kwargs)
+                for place, answer in zip(own, answers, strict=True):
+                    found[place] = answer
+            return found
+
+        def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            lengths = torch.full((len(inps),), self._prompt_length, device=inps.device)
+            with torch.inference_mode():
+                return self.model(inps, prompt_lengths=lengths).logits
+
+    return Prompted

@@ -22,6 +22,7 @@ _TITLES = {
     "oracle": "Oracle",
     "harmonised": "Symphony, untrained",
     "symphony": "Symphony-MoE",
+    "simoe": "SIMoE",
 }
 _BASELINES = ("seed", "model_averaging", "random_routing")
 _METHODS = ("dume", "dume_ood", "oracle", "harmonised", "symphony")

@@ -48,7 +48,7 @@ class SimoePreTrainedModel(PreTrainedModel):
     config_class = SimoeConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _keep_in_fp32_modules_strict = ["log_phi", "mask"]
+    _keep_in_fp32_modules_strict = ["log_phi", "mask", "state_mean", "state_deviation"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_flash_attn = True
     _supports_sdpa = True

@@ -42,6 +42,9 @@ class SimoeConfig(PretrainedConfig):
         router_hidden_size: Width of the router's hidden layer; the hidden size by default.
         tasks: Names of the tasks, where each has its own coefficients.
         initial_spread: Standard deviation of the initial log phi.
+        standardise: Whether the router takes mean and deviation of the training prompts from a
+            state.
+        reopen: Whether gates that are zero have a gradient.
         kept: Of a pruned model, the number of input neurons left in each module's delta.
 
     Raises:
@@ -63,6 +66,8 @@ class SimoeConfig(PretrainedConfig):
         router_hidden_size: int | None = None,
         tasks: list[str] | None = None,
         initial_spread: float = 0.05,
+        standardise: bool = False,
+        reopen: bool = False,
         kept: dict[str, int] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -81,6 +86,7 @@ class SimoeConfig(PretrainedConfig):
         self.router_hidden_size = router_hidden_size
         self.tasks = list(tasks or [])
         self.initial_spread = initial_spread
+        self.standardise, self.reopen = standardise, reopen
         self.kept = None if kept is None else dict(kept)
         self._check()
         # What was set before there was a dense configuration reaches it now.

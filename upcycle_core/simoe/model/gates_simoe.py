@@ -22,13 +22,17 @@ INITIAL_MEAN = math.log(0.95 / 0.05) + _SHIFT
 """1.3458...: the log phi at which P(z = 0) = 0.05; the gate is 0.959 there."""
 
 
-def median(log_phi: Tensor) -> Tensor:
+def median(log_phi: Tensor, *, reopen: bool = False) -> Tensor:
     """The gate z in [0, 1] of each log phi, of the same shape (Eq. 6 and 7).
 
     s = sigmoid(log phi / beta) (zeta - gamma) + gamma, z = min(1, max(0, s)). It is exactly 0 up to
-    log phi = -1.5986 and exactly 1 from 1.5986 on; there it has no gradient.
+    log phi = -1.5986 and exactly 1 from 1.5986 on; there it has no gradient, but with ``reopen``
+    that of s where it is 0 (a straight-through estimate; not in the paper).
     """
     s = (log_phi / TEMPERATURE).sigmoid() * (ZETA - GAMMA) + GAMMA
+    if reopen:
+        s = torch.where(s < 0, s - s.detach(), s)
+        return s.clamp(max=1)
     return s.clamp(0, 1)
 
 

@@ -53,7 +53,7 @@ class Gated(nn.Module):
         self.mixture = mixture
         self.inputs, self.outputs, self.kept = inputs, outputs, kept
         self.by_parameter = config.masks == "parameters" and outputs is not None
-        self.is_real = config.masks == "real"
+        self.is_real, self.reopen = config.masks == "real", config.reopen
         left = inputs if kept is None else kept
         rows = [outputs] if self.by_parameter and outputs is not None else []
         gates = (config.num_simoe_experts, *rows, left)
@@ -85,7 +85,7 @@ class Gated(nn.Module):
         """z of every expert, fp32: [M, I], [M, O, I] with a gate a parameter, [.., n] pruned."""
         if self.kept is not None:
             return self.mask
-        return self.log_phi if self.is_real else median(self.log_phi)
+        return self.log_phi if self.is_real else median(self.log_phi, reopen=self.reopen)
 
     def _mixed(self, alpha: Tensor) -> Tensor:
         """g = sum_i alpha_i z_i, [B, n] or [B, S, n] in the masks' type."""

@@ -69,7 +69,14 @@ class Recomputed:
 
 
 class SimoeRouter(nn.Module):
-    """alpha = softmax(W2 gelu(W1 h)): coefficients [..., M] fp32 of a frozen state h [..., H]."""
+    """alpha = softmax(W2 gelu(W1 h)): coefficients [..., M] fp32 of a frozen state h [..., H].
+
+    With ``config.standardise`` the state is (h - ``state_mean``) / ``state_deviation``: what all
+    prompts have in common is most of h, and tells the router nothing.
+    """
+
+    state_mean: Tensor
+    state_deviation: Tensor
 
     def __init__(self, config: SimoeConfig) -> None:
         super().__init__()
@@ -79,8 +86,14 @@ class SimoeRouter(nn.Module):
         for layer in (self.hidden, self.output):
             nn.init.normal_(layer.weight, std=ROUTER_STD)
             nn.init.zeros_(layer.bias)
+        self.standardises = config.standardise
+        if config.standardise:
+            self.register_buffer("state_mean", torch.zeros(config.hidden_size))
+            self.register_buffer("state_deviation", torch.ones(config.hidden_size))
 
     def forward(self, state_H: Tensor) -> Tensor:
+        if self.standardises:
+            state_H = (state_H.float() - self.state_mean) / self.state_deviation
         state_H = state_H.to(self.hidden.weight.dtype)
         logits_M = self.output(nn.functional.gelu(self.hidden(state_H)))
         return logits_M.softmax(dim=-1, dtype=torch.float32)
