@@ -64,12 +64,13 @@ class SimoeObjective:
 
     Gradients of the masks are clipped by their own norm: lambda's would shrink all others.
 
-    With ``closing`` tau rises from 0 over that share of the steps. Until it is there lambda ascends
-    by what the realised *and* the expected sparsity lack: no gate can be zero before it has gone
-    the way there, and a lambda that meanwhile grew by the realised one would close all gates at
-    once. With ``reopen`` gates come back, and lambda closes others for them: it falls where more
-    are closed than asked for, and is not reset. In the last tenth of the steps sparsity is held at
-    tau from both sides, so that the training ends with it.
+    With ``closing`` tau rises from 0 over that share of the steps. Until the first gate is zero
+    lambda ascends by what the expected sparsity lacks: no gate can be zero before it has gone the
+    way there, and a lambda that meanwhile grew by the realised one would close all at once.
+
+    With ``reopen`` gates come back, and lambda closes others for them: it falls where more are
+    closed than asked for, and is not reset. In the last tenth of the steps sparsity is held at tau
+    from both sides, so that the training ends with it.
 
     With ``balance`` the loss has balance x (log M - H(mean alpha of the batch)) as well.
 
@@ -146,7 +147,7 @@ class SimoeObjective:
             self._sparsity = realised_sparsity(self._model)
             if config.is_constrained:
                 found = getattr(self._sparsity, config.sparsity)
-                if tau < config.tau:
+                if config.closing is not None and not found:
                     with torch.no_grad():
                         expected = expected_sparsity(self._model, config.sparsity)
                     found = max(found, expected.item())

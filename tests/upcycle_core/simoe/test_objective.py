@@ -92,15 +92,15 @@ def test_lambda_ascends_by_realised_zeros_and_resets(dense):
 
 def test_tau_rises_and_lambda_waits_for_gates_that_are_on_their_way(dense):
     """Half of 6 steps: tau is a third, two thirds, all of itself; lambda goes by what is expected
-    where that is more than what is there."""
+    until there is something."""
     model = upcycled(dense, experts=2)
     own = objective(model, experts=2, tau=0.6, closing=0.5, multiplier_learning_rate=0.1)
     wanted = 0.0
-    for step, log_phi in enumerate((1.3, 0.0, -1.0, -1.0), 1):
+    for step, log_phi in enumerate((1.3, 0.0, -1.0, -2.0), 1):
         for module in gated_modules(model).values():
             module.log_phi.data.fill_(log_phi)
         expected = 1 - 1 / (1 + math.exp(-(log_phi - 2 / 3 * math.log(0.1 / 1.1))))
-        gap = 0.6 * min(1, step / 3) - (expected if step < 3 else 0)
+        gap = 0.6 * min(1, step / 3) - (expected if step < 4 else 1)
         wanted = 0.0 if gap <= 0 else wanted + 0.1 * gap
         own.after_step(step)
         assert own.multiplier == pytest.approx(wanted, rel=1e-5), step
