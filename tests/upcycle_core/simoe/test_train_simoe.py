@@ -400,7 +400,7 @@ MIXED = SimoeUpcyclingConfig(
 
 
 def test_it_finds_a_mixture_without_wind_up_whose_masks_move_to_the_end(folder, monkeypatch):
-    """Without the four words: 1.9 effective experts of 4, a lambda of 6.75 at the first zero, and
+    """Without the four words: 1.3 effective experts of 4, a lambda wound up at the first zero, and
     no mask that moves in the last fifth of the steps."""
     zeros, after = [], objective.SimoeObjective.after_step
 
@@ -425,4 +425,4 @@ def test_it_finds_a_mixture_without_wind_up_whose_masks_move_to_the_end(folder, 
     with torch.no_grad():
         prompts = torch.stack([rows[i]["input_ids"][:4] for i in range(40)])
         mean = model.coefficients(prompts).mean(0)
-    assert torch.exp(-(mean * mean.log()).sum()) > 3
+    assert torch.exp(-(mean * mean.log()).sum()) > 2
