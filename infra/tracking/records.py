@@ -71,6 +71,7 @@ class Registration:
         marks: Tags of the version alone, not of the stored model, for they do not last.
         files: Text kept beside the checkpoint, in ``upcycle/`` (``recipe.yaml``, ``dvc.lock``).
         description: Markdown that the version's page shows.
+        bos: What stands before a text that the model is given: auto, always or never.
     """
 
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class Registration:
     marks: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     description: str = ""
+    bos: str = "auto"
 
 
 def flatten(values: Mapping[str, Any], *, length: int, prefix: str = "") -> dict[str, str]:

@@ -16,6 +16,7 @@ from infra.recipe.names import masked
 from infra.settings import Settings
 from infra.tracking.records import Registration, Version, flatten, local_folder
 from infra.tracking.runs import METRICS_PER_CALL, PARAM_LENGTH, Run, milliseconds, open_database
+from infra.tracking.served import write_mlmodel
 from upcycle_core.checkpoints.place import make_once
 from upcycle_core.errors import Fault, InputError
 
@@ -192,7 +193,7 @@ class Registry:
             model_type="transformers",
         )
         try:
-            self._copy_files(model.model_id, directory, registration.files)
+            self._copy_files(model.model_id, directory, registration, run)
         except BaseException:
             client.finalize_logged_model(model.model_id, "FAILED")
             _remove_files(model)
@@ -211,12 +212,18 @@ class Registry:
         for start in range(0, len(scores), METRICS_PER_CALL):
             self._client.log_batch(run.id, metrics=scores[start : start + METRICS_PER_CALL])
 
-    def _copy_files(self, model_id: str, directory: Path, files: Mapping[str, str]) -> None:
+    def _copy_files(
+        self, model_id: str, directory: Path, registration: Registration, run: Run
+    ) -> None:
         if not directory.is_dir():  # MLflow would copy nothing and call it done
             raise NotADirectoryError(directory)
         self._client.log_model_artifacts(model_id, str(directory))
         with tempfile.TemporaryDirectory() as folder:
-            for file, text in files.items():
+            served = Path(folder) / "served"
+            write_mlmodel(served, model_id=model_id, run_id=run.id, bos=registration.bos)
+            self._client.log_model_artifacts(model_id, str(served))
+        with tempfile.TemporaryDirectory() as folder:
+            for file, text in registration.files.items():
                 (Path(folder) / file).write_text(text)
             self._client.log_model_artifacts(model_id, folder, PROVENANCE_FOLDER)
 

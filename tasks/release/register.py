@@ -113,6 +113,7 @@ class Registrar:
                 "metrics.json": json.dumps(metrics, indent=1),
             },
             description=description,
+            bos=recipe.corpus.bos,
         )
         version = self.registry.register(name, directory, made, run=self.run)
         return Outcome(with_aliases(self.registry, version), True, tags[DECISION_TAG])

@@ -191,6 +191,16 @@ def test_it_is_scored_on_tasks(project):
     assert version.metrics["task.asked"] == found["scores"]["simoe"]["asked"]["mean"]
 
 
+def test_its_version_is_restored(project, tmp_path):
+    again = tmp_path / "again"
+    command = [sys.executable, "-m", "flows.restore", "upcycle-pico", "champion"]
+    project.run(*command, "--into", str(again))
+    for file in ("model.safetensors", "config.json"):
+        assert (again / "pico" / "model" / file).read_bytes() == (
+            project.workspace / "model" / file
+        ).read_bytes()
+
+
 def test_curves_reach_mlflow(project):
     client = MlflowClient(read(project.environment()).mlflow_tracking_uri)
     experiment = client.get_experiment_by_name("upcycle-pico")
@@ -231,6 +241,17 @@ def test_what_is_too_hard_is_not_reported(project):
     done = project.simoe("--set", "tuning.least_exact_match=1.0", check=False)
     assert done.returncode == 2
     assert "tuning.least_exact_match" in done.stderr
+
+
+@pytest.mark.faults
+def test_new_instructions_retrain_it(project):
+    asks = project.recipe.parent / "texts" / "asks.jsonl"
+    lines = asks.read_text().splitlines()
+    asks.write_text("\n".join(lines[: len(lines) // 2]) + "\n")
+    project.calls()
+    project.simoe()
+    assert project.calls()["train_simoe"] == 2
+    assert len(Registry(read(project.environment())).versions("upcycle-pico")) == 2
 
 
 def test_bad_input_is_named_before_anything_runs(project):

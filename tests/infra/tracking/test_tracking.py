@@ -202,7 +202,7 @@ def test_a_registered_checkpoint_comes_back_byte_for_byte(tracker, registry, che
     for reference in ("models:/back@champion", "models:/back/1"):
         folder = registry.download(reference, tmp_path / reference.replace("/", "_"))
         copied = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
-        assert set(copied) == {"config.json", "model.safetensors", "upcycle/recipe.yaml"}
+        assert set(copied) > {"config.json", "model.safetensors", "upcycle/recipe.yaml", "MLmodel"}
         for name in ("config.json", "model.safetensors"):
             assert copied[name].read_bytes() == (checkpoint / name).read_bytes()
         assert copied["upcycle/recipe.yaml"].read_text() == "name: demo"

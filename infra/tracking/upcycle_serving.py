@@ -1,0 +1,79 @@
+"""Text from a registered model: what MLflow loads as its Python function.
+
+This file lies beside the weights of every version and needs torch and transformers alone.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+
+def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> "Generator":
+    return Generator(Path(path), **(model_config or {}))
+
+
+class Generator:
+    """Answers prompts with a registered checkpoint.
+
+    Args:
+        directory: The version's files; own architectures bring their code, which is run.
+        bos: Whether a beginning-of-sequence token stands before a text: always, never, or where
+            the tokenizer itself puts one (auto).
+    """
+
+    def __init__(self, directory: Path, bos: str = "auto") -> None:
+        self.bos = bos
+        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": True}
+        self.tokenizer = AutoTokenizer.from_pretrained(directory, **local)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", **local)
+        self.model = model.to(device).eval()
+
+    def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[str]:
+        """Continue each prompt; with a chat template, ``chat: true`` answers it.
+
+        Args:
+            model_input: A text, texts, or a table whose first column holds them.
+            params: ``max_new_tokens``, ``temperature`` (0: greedy), ``seed``, ``chat``.
+
+        Returns:
+            What follows each prompt, without it.
+        """
+        asked = {"max_new_tokens": 100, "temperature": 0.0, "seed": 0, "chat": False}
+        asked |= params or {}
+        if hasattr(model_input, "iloc"):
+            model_input = model_input.iloc[:, 0].tolist()
+        prompts = [model_input] if isinstance(model_input, str) else list(model_input)
+        return [self._continued(str(prompt), asked) for prompt in prompts]
+
+    def _continued(self, prompt: str, asked: dict[str, Any]) -> str:
+        ids_1S = self._ids(prompt, chat=asked["chat"])
+        sampling: dict[str, Any] = {"do_sample": False}
+        if asked["temperature"] > 0:
+            set_seed(int(asked["seed"]))
+            sampling = {"do_sample": True, "temperature": float(asked["temperature"])}
+        with torch.inference_mode():
+            said_1T = self.model.generate(
+                ids_1S,
+                attention_mask=torch.ones_like(ids_1S),
+                max_new_tokens=int(asked["max_new_tokens"]),
+                pad_token_id=self.tokenizer.eos_token_id,
+                **sampling,
+            )
+        return str(self.tokenizer.decode(said_1T[0, ids_1S.shape[1] :], skip_special_tokens=True))
+
+    def _ids(self, prompt: str, *, chat: bool) -> torch.Tensor:
+        """Token ids [1, S]; a special token's name in a prompt stays text."""
+        if chat:
+            messages = [{"role": "user", "content": prompt}]
+            found = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        else:
+            own = {"split_special_tokens": True, "add_special_tokens": self.bos == "auto"}
+            found = self.tokenizer(prompt, **own)["input_ids"]
+        if self.bos == "always" and found[:1] != [self.tokenizer.bos_token_id]:
+            found = [self.tokenizer.bos_token_id, *found]
+        return torch.tensor([found], device=self.model.device)
