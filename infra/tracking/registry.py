@@ -220,7 +220,8 @@ class Registry:
         self._client.log_model_artifacts(model_id, str(directory))
         with tempfile.TemporaryDirectory() as folder:
             served = Path(folder) / "served"
-            write_mlmodel(served, model_id=model_id, run_id=run.id, bos=registration.bos)
+            own = {"model_id": model_id, "run_id": run.id, "bos": registration.bos}
+            write_mlmodel(served, directory, **own)
             self._client.log_model_artifacts(model_id, str(served))
         with tempfile.TemporaryDirectory() as folder:
             for file, text in registration.files.items():

@@ -1,5 +1,6 @@
 """What lies beside a registered checkpoint so that MLflow's own tools load and serve it."""
 
+import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -8,17 +9,23 @@ import mlflow
 from mlflow.models import Model, ModelSignature
 from mlflow.types.schema import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 
+from upcycle_core.checkpoints.tokenizer import copy_tokenizer
+
 SERVING = Path(__file__).with_name("upcycle_serving.py")
 PACKAGES = ("torch", "transformers", "accelerate")
 """What the loader and every architecture of ours need."""
 EXAMPLE = "The derivative of a function"
 
 
-def write_mlmodel(out: Path, *, model_id: str, run_id: str, bos: str) -> None:
+def write_mlmodel(out: Path, checkpoint: Path, *, model_id: str, run_id: str, bos: str) -> None:
     """Write ``MLmodel``, the loader's code and its environment; the checkpoint goes beside them.
+
+    Its flavours are ``python_function`` and, of a checkpoint with a tokenizer, ``transformers``,
+    whose loader wants the tokenizer in a folder of its own.
 
     Args:
         out: A path where nothing lies yet.
+        checkpoint: The directory that is registered.
         model_id: Of MLflow's logged model.
         run_id: Of the run that made it.
         bos: What stands before a text, as the recipe's ``corpus.bos``.
@@ -33,6 +40,23 @@ def write_mlmodel(out: Path, *, model_id: str, run_id: str, bos: str) -> None:
         input_example=([EXAMPLE], {"max_new_tokens": 20}),
         mlflow_model=Model(model_id=model_id, run_id=run_id),
     )
+    config = json.loads((checkpoint / "config.json").read_text())
+    if config.get("architectures") and (checkpoint / "tokenizer_config.json").exists():
+        described = Model.load(str(out))
+        described.add_flavor(
+            "transformers",
+            transformers_version=version("transformers"),
+            task="text-generation",
+            instance_type="TextGenerationPipeline",
+            pipeline_model_type=config["architectures"][0],
+            model_binary=".",
+            source_model_name="",
+            components=["tokenizer"],
+            tokenizer_type="AutoTokenizer",
+            torch_dtype=f"torch.{config.get('dtype') or 'float32'}",
+        )
+        described.save(str(out / "MLmodel"))
+        copy_tokenizer(checkpoint, out / "components" / "tokenizer")
 
 
 def _signature() -> ModelSignature:

@@ -1,8 +1,15 @@
 """A registered version as MLflow's own tools see it: loaded, asked and served, without our code."""
 
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
 
 import mlflow
 import pytest
@@ -94,7 +101,16 @@ def test_its_page_says_how_it_is_asked(place, registered):
     assert [str(kind) for kind in info.signature.inputs.input_types()] == ["DataType.string"]
     names = {param.name: param.default for param in info.signature.params}
     assert names == {"max_new_tokens": 100, "temperature": 0.0, "seed": 0, "chat": False}
-    assert {"python_function"} == set(info.flavors)
+    assert set(info.flavors) == {"python_function", "transformers"}
+
+
+@pytest.mark.parametrize("kind", ["moe", "simoe"])
+def test_its_flavour_of_transformers_loads_too(place, registered, kind):
+    mlflow.set_tracking_uri(place.mlflow_tracking_uri)
+    pipeline = mlflow.transformers.load_model(f"models:/{kind}@champion")
+    settings = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
+    found = [pipeline(question, **settings)[0]["generated_text"] for question in QUESTIONS]
+    assert found == [continued(registered[kind], question) for question in QUESTIONS]
 
 
 def test_the_checkpoint_lies_beside_it_unchanged(place, registered, tmp_path):
@@ -106,3 +122,40 @@ def test_the_checkpoint_lies_beside_it_unchanged(place, registered, tmp_path):
     assert "transformers==" in needed
     again = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     assert sum(p.numel() for p in again.parameters())
+
+
+@pytest.mark.faults
+def test_mlflow_serves_it(place, registered):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/moe@champion"]
+    command += ["--env-manager", "local", "--host", "127.0.0.1", "--port", str(port)]
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # uvicorn's place
+    changed = {"MLFLOW_TRACKING_URI": place.mlflow_tracking_uri, "PATH": programs}
+    environment = {**os.environ, **changed}
+    server = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        asked = {"inputs": QUESTIONS, "params": {"max_new_tokens": 5}}
+        said = answered(f"http://127.0.0.1:{port}/invocations", asked)
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
+    expected = [continued(registered["moe"], question) for question in QUESTIONS]
+    assert said["predictions"] == expected
+
+
+def answered(url, asked, seconds=120):
+    """What a server says once it is there."""
+    request = urllib.request.Request(
+        url, json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=seconds) as reply:
+                return json.load(reply)
+        except (urllib.error.URLError, ConnectionError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.5)
