@@ -26,6 +26,7 @@ SIMOE = {
 ROUTED = {"trainable": ["all"], "balance_coefficient": 0.01, "z_coefficient": 0.001}
 ROWS = {
     "dense": {"method": "full-finetune", "title": "Full finetuning"},
+    "layers": {"method": "full-finetune", "tuned": "layers"},
     "copies": {"method": "sparse-upcycling", "copies": 3, "top_k": 2, "objective": ROUTED},
     "btx": {"method": "btx", "seed_expert": True, "objective": ROUTED},
     "by-task": {"method": "simoe", "simoe": {**SIMOE, "routing": "task", "sparsity": "union"}},
@@ -129,6 +130,10 @@ def test_the_table_has_every_row(project, metrics):
         assert set(row["seen"]["categories"]) == {"first", "last", "copy"}
     assert "Full finetuning" in project.done.stdout
     dense, copies = metrics["rows"]["dense"], metrics["rows"]["copies"]
+    layers = metrics["rows"]["layers"]["trained_parameters"]["mean"]
+    assert 0 < layers < dense["trained_parameters"]["mean"]
+    assert 1 <= metrics["rows"]["simoe"]["effective_experts"]["mean"] <= 3
+    assert metrics["rows"]["dense"]["effective_experts"] is None
     assert copies["total_parameters"]["mean"] > dense["total_parameters"]["mean"]
 
 

@@ -299,6 +299,7 @@ SHIPPED_WITH = {
     "ders-seeds.yaml": "demo",
     "simoe-rivals.yaml": "simoe",
     "simoe-ablations.yaml": "simoe",
+    "simoe-parts.yaml": "simoe",
     "simoe-sweeps.yaml": "simoe",
     "simoe-parameter-masks.yaml": "simoe",
     "simoe-real-rivals.yaml": "simoe-real",

@@ -67,6 +67,17 @@ def test_a_sound_recipe_has_its_rows():
             {"masks": "real", "sparsity": "union"},
             "baselines.free.simoe.sparsity",
         ),
+        ("simoe/reopen", True, "simoe.closing"),
+        ("simoe/closing", 1.5, "simoe.closing"),
+        *(
+            ("baselines/free/simoe", {**given, word: value}, f"baselines.free.simoe.{word}")
+            for given, word, value in (
+                ({"masks": "real"}, "closing", 0.4),
+                ({"masks": "real"}, "reopen", True),
+                ({"routing": "task"}, "standardise", True),
+                ({"routing": "task"}, "balance", 0.1),
+            )
+        ),
         ("instructions/sources", {}, "instructions.sources"),
         ("instructions/train_categories", ["smallest"], "instructions.train_categories"),
         ("baselines/copies/copies", None, "baselines.copies.copies"),
@@ -85,7 +96,6 @@ def test_a_sound_recipe_has_its_rows():
         ("domains", {}, "seed_model.model"),
         ("comparison/tokens", 10**6, "comparison.tokens"),
         ("symphony", {}, "symphony"),
-        ("tasks/sums", {"lm_eval": "arithmetic"}, "tasks"),
         ("compute/post_training", {"workers": 2}, "compute.post_training.workers"),
         ("compute/baselines", {"workers": 2}, "compute.baselines.workers"),
     ],

@@ -53,6 +53,16 @@ def test_ffn_trains_the_ffns_alone(tmp_path, model):
     assert result.trained_parameters == sum(before[name].numel() for name in changed)
 
 
+def test_layers_trains_all_but_embeddings_and_head(tmp_path, model):
+    result = trained(model, tmp_path / "out", method="layers")
+    before, after = weights(model), weights(tmp_path / "out")
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    assert kept == {"model.embed_tokens.weight", "lm_head.weight"} & set(before)
+    assert result.trained_parameters == sum(
+        tensor.numel() for name, tensor in before.items() if name not in kept
+    )
+
+
 def test_lora_is_published_merged_with_the_adapter_beside(tmp_path, model):
     lora = LoraSettings(rank=2, alpha=3, modules=("q_proj", "up_proj"))
     result = trained(model, tmp_path / "out", method="lora", lora=lora)

@@ -1,6 +1,7 @@
 """Answers and coefficients of batches against one prompt at a time: no padding, no cache."""
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import upcycle_core.simoe.model  # noqa: F401  (registers the architecture)
 from tests.pico import save_pico
 from tests.upcycle_core.moe.joined import join
 from upcycle_core.errors import InputError
-from upcycle_core.evaluation.instructions.activations import expert_activations
+from upcycle_core.evaluation.instructions.activations import Activation, Use, expert_activations
 from upcycle_core.evaluation.instructions.answers import answer, task_ids
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.model import gated_modules
@@ -211,3 +212,26 @@ def test_only_models_that_route_by_task_are_told_it():
     found = task_ids(config, [{"task": "a"}, {"task": "c"}, {}, {"task": "b"}], "cpu")
     assert found["task_ids"].tolist() == [1, -1, -1, 0]
     assert task_ids(SimpleNamespace(routing="instance", tasks=[]), [{"task": "a"}], "cpu") == {}
+
+
+def activation(name, count, *coefficients):
+    return Activation(name=name, domain="", coefficients=coefficients, count=count)
+
+
+def test_effective_experts_are_counted_over_prompts():
+    """Three prompts of one task and one of another: means .75 .25 0 0."""
+    found = Use.of([activation("a", 3, 1.0, 0.0, 0.0, 0.0), activation("b", 1, 0.0, 1.0, 0.0, 0.0)])
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    assert found.effective == pytest.approx(math.exp(entropy))
+    assert found.apart == pytest.approx(entropy)  # a task has an expert of its own
+    assert (found.leading, found.unused) == (0.75, (3, 4))
+    assert found.warnings() == ["no task uses the experts 3, 4; their parameters stay in the file"]
+    assert Use.from_dict(found.to_dict()) == found
+
+
+def test_one_expert_for_all_is_said_to_be_no_mixture():
+    found = Use.of([activation("a", 1, 0.95, 0.05), activation("b", 1, 0.93, 0.07)])
+    assert found.apart == pytest.approx(0, abs=2e-3)
+    (said,) = found.warnings()
+    assert "one expert has 94.0 % of the coefficients: it is no mixture" in said
+    assert not Use.of([activation("a", 1, 0.5, 0.5)]).warnings()
