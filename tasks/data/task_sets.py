@@ -22,9 +22,14 @@ from upcycle_core.progress import Progress
 
 
 def _inputs(recipe: Recipe, item: str) -> Iterable[str]:
-    read = {task.domain for task in recipe.tasks.values() if task.heldout is not None}
-    yield from (f"documents/{domain}" for domain in recipe.domains if domain in read)
+    yield from (f"documents/{domain}" for domain in _read(recipe))
     yield from (f"sources/tasks/{name}.json" for name in recipe.tasks)
+
+
+def _read(recipe: Recipe) -> list[str]:
+    """The domains whose held-out text becomes a task."""
+    read = {task.domain for task in recipe.tasks.values() if task.heldout is not None}
+    return [domain for domain in recipe.domains if domain in read]
 
 
 @stage(
@@ -36,7 +41,7 @@ def task_sets(run: StageRun) -> None:
         write_task_sets,
         "evaluation",
         tasks=run.recipe.tasks,
-        documents={d: run.path(f"documents/{d}/heldout.parquet") for d in run.recipe.domains},
+        documents={d: run.path(f"documents/{d}/heldout.parquet") for d in _read(run.recipe)},
         folder=task_folder(run.recipe),
         seed=run.recipe.seed,
         code=run.recipe.task_evaluation.code,
@@ -58,7 +63,8 @@ def write_task_sets(
 
     progress.start("making tasks", len(tasks), "tasks")
     for name, task in tasks.items():
-        texts = partial(read_documents, documents[task.domain]) if task.domain else tuple
+        own = documents.get(task.domain or "")
+        texts = tuple if own is None else partial(read_documents, own)
         write_task(task, out / name, folder=folder, root=CODE, seed=seed, texts=texts)
         progress.advance(1)
     check_tasks({name: out / name for name in tasks}, code=code)
