@@ -22,11 +22,12 @@ def validate(values: object) -> Recipe:
 
 
 def with_method(recipe: Recipe) -> Recipe:
-    """The recipe with its method's name: also the row of the result in tables."""
+    """The recipe with its method's name, also the row of the result in tables, and what follows."""
     sections = {name: method.section for name, method in METHODS.items() if method.section}
     asked = [name for name, section in sections.items() if getattr(recipe, section) is not None]
     method = asked[-1] if asked else recipe.method or next(iter(METHODS))
-    return replace(recipe, method=method)
+    named = replace(recipe, method=method)
+    return METHODS[method].completed(named) if method in METHODS else named
 
 
 def check(recipe: Recipe, models: Path) -> None:

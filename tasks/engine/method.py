@@ -43,6 +43,7 @@ class Method:
         checks: What is wrong with what a recipe says about it, found without reading any file.
         unused: What a recipe of another method says of it in vain.
         section: The section of a recipe that asks for it, if it has one.
+        completed: The recipe with what it says of itself by saying nothing.
         figures: What the gate may name: figures that every report of it holds.
         models: Rows of its report that are models of their own, beside the trained baselines.
         lengths: Sections whose ``sequence_length`` a model that is shaped here must have positions
@@ -62,6 +63,7 @@ class Method:
     checks: Checks = lambda recipe: ()
     unused: Checks = lambda recipe: ()
     section: str | None = None
+    completed: Callable[[Recipe], Recipe] = lambda recipe: recipe
     figures: Callable[[Recipe], Sequence[str]] = text_figures
     models: Callable[[Recipe], Models] = models_of_one_seed
     lengths: Callable[[Recipe], Iterable[str]] = lambda recipe: ON_TEXT

@@ -17,7 +17,7 @@ from tasks.symphony.report import report
 from tasks.symphony.similarity import similarity
 from tasks.symphony.sources import outside_faults, sources
 from tasks.symphony.unified import united
-from tasks.symphony.variants import SYMPHONY, section, trains_shape
+from tasks.symphony.variants import SYMPHONY, section, trains_shape, with_anchors
 from tasks.symphony.vocabulary import tokenizer
 
 
@@ -60,6 +60,7 @@ METHOD = Method(
     checks=symphony_faults,
     unused=unused_faults,
     section=SYMPHONY,
+    completed=with_anchors,
     models=_models,
     lengths=_lengths,
     trains_shape=trains_shape,

@@ -1,5 +1,7 @@
 """What a recipe says about Symphony-MoE: its own way to join strangers, and its rows'."""
 
+from dataclasses import replace
+
 from infra.recipe.schema import Recipe
 from upcycle_core.symphony.config import SymphonyConfig
 
@@ -16,6 +18,16 @@ def variants(recipe: Recipe) -> dict[str, SymphonyConfig]:
     """Every way in which strangers are joined by Symphony-MoE: the recipe's, and its rows'."""
     rows = {n: row.symphony for n, row in recipe.baselines.items() if row.method == SYMPHONY}
     return {SYMPHONY: section(recipe), **{n: v or SymphonyConfig() for n, v in rows.items()}}
+
+
+def with_anchors(recipe: Recipe) -> Recipe:
+    """The recipe whose rows are joined to its own anchor, where they name none and have it."""
+    anchor, rows = section(recipe).anchor, dict(recipe.baselines)
+    for name, row in rows.items():
+        own = row.symphony or SymphonyConfig()
+        if row.method == SYMPHONY and own.anchor is None and anchor in chosen_of(recipe, own):
+            rows[name] = replace(row, symphony=replace(own, anchor=anchor))
+    return replace(recipe, baselines=rows)
 
 
 def starts(recipe: Recipe) -> tuple[str, ...]:

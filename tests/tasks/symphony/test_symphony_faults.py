@@ -154,3 +154,15 @@ def test_variants_on_the_same_text_and_anchor_share_what_is_collected():
         "other-anchor": "other-anchor",
         "other-text": "other-text",
     }
+
+
+def test_rows_are_joined_to_the_recipe_s_anchor():
+    """One that names none, but not one that leaves that model out, or names another."""
+    values = changed("baselines.fewer", {"method": "symphony", "symphony": {}})
+    values["baselines"]["fewer"]["symphony"] = {"models": ["code", "physics"]}
+    values["baselines"]["other"] = {"method": "symphony", "symphony": {"anchor": "code"}}
+    values["baselines"]["plain"] = {"method": "symphony"}
+    found = {name: own.anchor for name, own in variants(validate(values)).items()}
+    assert found == {
+        "symphony": "law", "paper": "law", "fewer": None, "other": "code", "plain": "law"
+    }  # fmt: skip
