@@ -135,7 +135,8 @@ class Registry:
             ``destination``.
 
         Raises:
-            InputError: There is no such version, or something lies at ``destination``.
+            InputError: There is no such version, something lies at ``destination``, or the
+                version's files cannot be read from here.
         """
         if destination.exists():
             raise InputError(Fault("destination", str(destination), "exists; name a new folder"))
@@ -145,6 +146,8 @@ class Registry:
             folder = download_artifacts(
                 reference, dst_path=str(staging), tracking_uri=self._uri, registry_uri=self._uri
             )
+            if not any(Path(folder).rglob("config.json")):
+                raise InputError(Fault("model", reference, self._empty(reference)))
             Path(folder).rename(destination)
         except MlflowException as error:
             remedy = f"not in the registry ({masked(str(error))}); name a version: "
@@ -164,15 +167,42 @@ class Registry:
         Raises:
             InputError: There is no such version.
         """
-        version = self._referenced(reference)
+        version = self.referenced(reference)
         marks = "\n".join([self._uri, version.reference, version.model_id, version.run_id])
         folder = hashlib.sha256(marks.encode()).hexdigest()[:12]
         out = cache / "registered" / f"{version.name}-{version.number}-{folder}"
         make_once(out, lambda partial: _take_checkpoint(self, version.reference, partial))
         return out
 
-    def _referenced(self, reference: str) -> Version:
-        """The version that ``models:/NAME@ALIAS`` or ``models:/NAME/NUMBER`` names."""
+    def place(self, reference: str) -> Path | None:
+        """Where a version's files lie on this machine; None where they do not.
+
+        Args:
+            reference: ``models:/NAME@ALIAS`` or ``models:/NAME/NUMBER``.
+
+        Raises:
+            InputError: There is no such version.
+        """
+        version = self.referenced(reference)
+        model = self._client.get_logged_model(version.model_id) if version.model_id else None
+        folder = None if model is None else local_folder(model.artifact_location)
+        return folder if folder is not None and (folder / "config.json").is_file() else None
+
+    def _empty(self, reference: str) -> str:
+        """Why nothing came of a version's files."""
+        model_id = self.referenced(reference).model_id
+        where = self._client.get_logged_model(model_id).artifact_location if model_id else "?"
+        return (
+            f"no config.json came from {masked(where)}, where its files are: that place must be "
+            "reachable from this machine"
+        )
+
+    def referenced(self, reference: str) -> Version:
+        """The version that ``models:/NAME@ALIAS`` or ``models:/NAME/NUMBER`` names.
+
+        Raises:
+            InputError: There is no such version.
+        """
         name, at, alias = reference.removeprefix(MODEL_SCHEME).partition("@")
         if not at:
             name, _, alias = name.partition("/")

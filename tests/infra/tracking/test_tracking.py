@@ -315,6 +315,23 @@ def test_what_mlflow_logs_itself_lies_together(registry, place, tmp_path, monkey
     assert AutoTokenizer.from_pretrained(found)("abc").input_ids == words("abc").input_ids
 
 
+def test_files_that_are_elsewhere_are_named_and_nothing_is_left(
+    tracker, registry, checkpoint, tmp_path
+):
+    with tracker.start_run("flow") as run:
+        registry.register("away", checkpoint, Registration(), run=run)
+    here = registry.place("models:/away/1")
+    assert (here / "model.safetensors").read_bytes() == (
+        checkpoint / "model.safetensors"
+    ).read_bytes()
+    here.rename(tmp_path / "moved")
+    here.mkdir()
+    assert registry.place("models:/away/1") is None
+    with pytest.raises(InputError, match=rf"away/1': no config\.json came from .*{here}"):
+        registry.download("models:/away/1", tmp_path / "out" / "model")
+    assert not [*(tmp_path / "out").iterdir()]
+
+
 @pytest.mark.parametrize("reference", ["models:/nobody/1", "models:/nobody@champion", "models:/"])
 def test_a_version_that_is_not_there_is_named(registry, tmp_path, reference):
     with pytest.raises(InputError, match="not in the registry; name a version"):
