@@ -18,7 +18,7 @@ from flows.running.session import THREADS
 from flows.simoe import tuned
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
-from tasks.methods import scored_models
+from tasks.methods import METHODS, scored_models
 from tasks.recipes import validate
 from upcycle_core.errors import Fault, raise_faults
 
@@ -35,7 +35,7 @@ def evaluate(recipe: Recipe) -> str:
     """
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
-    return (tuned if recipe.simoe is not None else made)("evaluate", recipe)
+    return (tuned if METHODS[recipe.method].has_labels else made)("evaluate", recipe)
 
 
 def _faults(recipe: Recipe) -> list[Fault]:

@@ -40,8 +40,9 @@ def write_mlmodel(out: Path, checkpoint: Path, *, model_id: str, run_id: str, bo
         input_example=([EXAMPLE], {"max_new_tokens": 20}),
         mlflow_model=Model(model_id=model_id, run_id=run_id),
     )
-    config = json.loads((checkpoint / "config.json").read_text())
-    if config.get("architectures") and (checkpoint / "tokenizer_config.json").exists():
+    file = checkpoint / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    if "architectures" in config and (checkpoint / "tokenizer_config.json").exists():
         described = Model.load(str(out))
         described.add_flavor(
             "transformers",

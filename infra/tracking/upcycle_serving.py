@@ -3,6 +3,7 @@
 This file lies beside the weights of every version and needs torch and transformers alone.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ class Generator:
 
     def __init__(self, directory: Path, bos: str = "auto") -> None:
         self.bos = bos
-        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": True}
+        own = "auto_map" in json.loads((directory / "config.json").read_text())
+        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": own}
         self.tokenizer = AutoTokenizer.from_pretrained(directory, **local)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", **local)

@@ -67,15 +67,14 @@ def train_simoe(
 ) -> SimoeResult:
     """Upcycle a dense model, train its experts, prune them.
 
-    After a kill the same call goes on bit for bit; after the end it only writes ``out`` again.
-    It ends with the last checkpoint that is as sparse as tau (``config.keep`` = best: the best).
+    After a kill the same call goes on bit for bit; after the end it only writes ``out`` again. It
+    ends with the last checkpoint that is as sparse as tau (``config.keep`` = best: the best).
 
     Args:
         model: Dense checkpoint with its tokenizer.
         dataset: As ``InstructionRows`` makes it, with ``task_ids`` where routing needs them.
         out: Directory to write: the pruned model.
-        config: Its learning rate is that of the deltas.
-        simoe: The upcycling.
+        config, simoe: The training, its learning rate that of the deltas, and the upcycling.
         seed: Of the initial masks and router, and of what is random in the training.
         checkpoints: Directory for checkpoints; the last two and the one that is kept so far stay.
         progress: Told of every step and of the curves, those of ``SimoeObjective.point`` included.
@@ -89,16 +88,14 @@ def train_simoe(
     raise_faults([*simoe.faults("simoe"), *reach_faults(simoe, config)])
     shape = checked_shape(model, dataset, validation, config, None)
     settings = {"simoe": asdict(simoe), "tasks": list(tasks)}
-    made: list[Subject] = []
-    common: list[float] = []
+    made: list[tuple[Subject, float | None]] = []
 
     def load(device: str) -> Subject:
         network: Any = upcycle_in_memory(model, simoe, seed=seed, device=device, tasks=tasks)
-        if simoe.standardise:
-            common[:] = [standardise_states(network, dataset)]
+        common = standardise_states(network, dataset) if simoe.standardise else None
         network.config.use_cache = shape.use_cache  # the Trainer does it too, but only if it trains
-        made[:] = [_subject(network, SimoeObjective(network, simoe, config), model, out)]
-        return made[0]
+        made[:] = [(_subject(network, SimoeObjective(network, simoe, config), model, out), common)]
+        return made[0][0]
 
     found = train_subject(
         load,
@@ -112,7 +109,7 @@ def train_simoe(
         device=device,
         validation=validation,
     )
-    return _result(found, made[0], config, common[0] if common else None)
+    return _result(found, *made[0], config)
 
 
 def _subject(network: Any, objective: SimoeObjective, source: Path, out: Path) -> Subject:
@@ -135,7 +132,7 @@ def _write(network: Any, source: Path, out: Path) -> None:
 
 
 def _result(
-    result: TrainingResult, subject: Subject, config: TrainingConfig, common: float | None
+    result: TrainingResult, subject: Subject, common: float | None, config: TrainingConfig
 ) -> SimoeResult:
     kept = kept_step(result.curves, config, subject.extension)
     assert kept is not None  # the training ended with it
