@@ -155,17 +155,19 @@ def test_the_table_of_simoe_has_the_numbers_of_its_files():
     rows = json.loads((RESULTS / "simoe" / "simoe" / "metrics.json").read_text())["rows"]
     text = (RESULTS / "simoe.md").read_text()
     lines = [line for line in text.splitlines() if line.startswith("|") and "±" in line]
-    printed = [[cell.strip() for cell in line.split("|")[4:6]] for line in lines]
-    expected = [
-        [
-            f"{100 * score['mean']:.1f} ± {100 * score['deviation']:.1f}"
-            for score in (rows[row][split]["exact_match"] for split in ("seen", "unseen"))
-        ]
-        for row in (
-            *("full-finetune", "sparse-upcycling", "btx", "simoe"),
-            *("ffn-only", "no-orthogonality", "no-sparsity", "token-routing"),
-        )
+    printed = [
+        [cell.strip("* ").split(" of ")[0] for cell in line.split("|")[4:7]] for line in lines
     ]
+    order = (
+        *("full-finetune", "frozen-embeddings", "lora", "sparse-upcycling", "btx", "simoe"),
+        *("as-printed", "raw-states", "no-balance", "stay-closed", "no-zeros"),
+    )
+    expected = []
+    for row in order:
+        effective = rows[row]["effective_experts"]
+        scores = [rows[row][split]["exact_match"] for split in ("seen", "unseen")]
+        said = [f"{100 * own['mean']:.1f} ± {100 * own['deviation']:.1f}" for own in scores]
+        expected.append([f"{effective['mean']:.1f}" if effective else "", *said])
     assert printed == expected
 
 
