@@ -1,6 +1,8 @@
 """Small texts and recipes on which the whole pipeline runs in seconds."""
 
+import json
 import random
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,4 +92,25 @@ def pico_recipe(
 def save_recipe(path: Path, values: dict[str, Any]) -> Path:
     """Write ``values`` as YAML."""
     path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def write_choices(file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """A task of the harness, answered by likelihood: ``rows`` of prompt and choices, the first of
+    which is right, in ``file``; the definition beside it, which looks for it in ``{folder}``."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    definition = {
+        "task": file.stem,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": f"{{folder}}/{file.name}"}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_choice": "choices",
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    path = file.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(definition))
     return path

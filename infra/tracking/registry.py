@@ -109,9 +109,13 @@ class Registry:
     def text(self, version: Version, file: str) -> str | None:
         """What is kept beside the checkpoint as ``file`` (``dvc.lock``); None if nothing is.
 
+        A version that others registered has nothing.
+
         Raises:
             InputError: The files of the version cannot be read.
         """
+        if not version.model_id:
+            return None
         path = f"{PROVENANCE_FOLDER}/{file}"
         try:
             listed = self._client.list_logged_model_artifacts(version.model_id, PROVENANCE_FOLDER)

@@ -54,7 +54,7 @@ def write_mlmodel(out: Path, checkpoint: Path, *, model_id: str, run_id: str, bo
             source_model_name="",
             components=["tokenizer"],
             tokenizer_type="AutoTokenizer",
-            torch_dtype=f"torch.{config.get('dtype') or 'float32'}",
+            torch_dtype=f"torch.{config.get('dtype') or config.get('torch_dtype') or 'float32'}",
         )
         described.save(str(out / "MLmodel"))
         copy_tokenizer(checkpoint, out / "components" / "tokenizer")

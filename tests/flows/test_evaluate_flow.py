@@ -8,7 +8,7 @@ import pyarrow.parquet as parquet
 import pytest
 import yaml
 from project import Project
-from texts import WORDS, pico_recipe, save_recipe, write_texts
+from texts import WORDS, pico_recipe, save_recipe, write_choices, write_texts
 
 from flows.evaluate import main
 from infra.settings import read
@@ -33,22 +33,7 @@ def write_definition(folder):
         {"id": i, "prompt": " ".join(words[i : i + 3]), "choices": [words[i + 3], "red"]}
         for i in range(6)
     ]
-    (folder / "data").mkdir()
-    (folder / "data" / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    definition = {
-        "task": "next",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": "{folder}/next.jsonl"}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{prompt}}",
-        "doc_to_choice": "choices",
-        "doc_to_target": 0,
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-    path = folder / "next.yaml"
-    path.write_text(yaml.safe_dump(definition))
-    return path
+    return write_choices(folder / "data" / "next.jsonl", rows)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +164,7 @@ def test_missing_data_are_named_before_anything_starts(project, folder):
 
 
 def test_programs_run_only_where_the_recipe_allows_it(project, folder):
-    definition = yaml.safe_load((folder / "next.yaml").read_text())
+    definition = yaml.safe_load((folder / "data" / "next.yaml").read_text())
     (folder / "programs.yaml").write_text(yaml.safe_dump({**definition, "program": "pass"}))
     change = f"tasks.programs={{definition: {folder / 'programs.yaml'}}}"
     message = refused(project, "name=other", change)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 from project import ROOT, Project
-from texts import TRAINING, WORDS, pico_recipe, save_recipe, write_texts
+from texts import TRAINING, WORDS, pico_recipe, save_recipe, write_choices, write_texts
 
 from infra.settings import read
 from infra.tracking.registry import Registry
@@ -36,17 +36,6 @@ ASKS = {
     "last": lambda words: words[-1],
     "copy": lambda words: " ".join(words),
     "second": lambda words: words[1],
-}
-CHOICE = {
-    "task": "asked",
-    "dataset_path": "json",
-    "dataset_kwargs": {"data_files": {"test": "{folder}/tasks.jsonl"}},
-    "test_split": "test",
-    "output_type": "multiple_choice",
-    "doc_to_text": "{{prompt}}",
-    "doc_to_choice": "choices",
-    "doc_to_target": 0,
-    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
 }
 ELSEWHERE = """
 import sys
@@ -177,11 +166,10 @@ def test_it_is_scored_on_tasks(project):
     rows = [
         {"id": i, "prompt": f"first: {w} two", "choices": [w, "two"]} for i, w in enumerate("ab")
     ]
-    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    definition = save_recipe(folder / "definition.yaml", CHOICE)
+    definition = write_choices(folder / "asked" / "asked.jsonl", rows)
     tasks = {
         "tasks": {"asked": {"definition": str(definition)}},
-        "task_evaluation": {"folder": str(folder), "models": ["seed", "simoe"]},
+        "task_evaluation": {"folder": str(definition.parent), "models": ["seed", "simoe"]},
     }
     extra = save_recipe(folder / "tasks.yaml", tasks)
     files = [str(project.recipe), str(project.rows), str(extra)]

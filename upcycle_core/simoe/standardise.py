@@ -41,7 +41,7 @@ def standardise_states(model: Any, rows: Dataset, *, prompts: int = PROMPTS) -> 
     square: Any = 0
     count = 0
     try:
-        some = Subset(rows, range(min(prompts, len(rows))))  # type: ignore[arg-type]
+        some = Subset(rows, range(min(prompts, len(rows))))  # type: ignore[arg-type]  # it has a length
         for batch in DataLoader(some, batch_size=_AT_ONCE):
             given = {name: value.to(model.device) for name, value in batch.items()}
             known = ("input_ids", "attention_mask", "labels")
