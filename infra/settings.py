@@ -143,6 +143,11 @@ def environment_of(settings: Settings, **changes: str) -> dict[str, str]:
     return {**DEFAULTS, **os.environ, **_derived(settings), **changes}
 
 
+def program_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a program that has nothing to do with ours, with ``changes``."""
+    return {**DEFAULTS, **os.environ, **changes}
+
+
 def is_inner() -> bool:
     """Whether another command runs this one."""
     return INNER in os.environ

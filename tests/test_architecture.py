@@ -28,6 +28,7 @@ ONLY_IN = {
         "infra/cluster/private.py",
     },
     "mlflow": {
+        "infra/readers/ask/ask_mlflow.py",
         "infra/tracking/private.py",
         "infra/tracking/registry.py",
         "infra/tracking/retention.py",

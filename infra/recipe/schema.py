@@ -5,7 +5,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import TypeAdapter
@@ -58,6 +58,9 @@ class RegistryConfig:
     """Name of the registered MLflow model; `upcycle-NAME` by default."""
     gate: GateConfig = field(default_factory=GateConfig)
     """Who becomes champion."""
+    certificate: Literal["at-hand", "none"] = "at-hand"
+    """Which readers are asked whether a new version arrives: all that are installed
+    (`make readers`), or none."""
 
 
 @config

@@ -128,6 +128,13 @@ class Registry:
             remedy = f"its {file} cannot be read ({said}); see that MLflow's files are there"
             raise InputError(Fault("version", version.reference, remedy)) from error
 
+    def attach(self, version: Version, files: Mapping[str, str]) -> None:
+        """Keep texts beside the checkpoint, by file name; one that is there is replaced."""
+        with tempfile.TemporaryDirectory() as folder:
+            for file, text in files.items():
+                (Path(folder) / file).write_text(text)
+            self._client.log_model_artifacts(version.model_id, folder, PROVENANCE_FOLDER)
+
     def download(self, reference: str, destination: Path) -> Path:
         """Copy a registered checkpoint to ``destination``, all of it or nothing.
 

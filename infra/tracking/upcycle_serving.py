@@ -33,6 +33,10 @@ class Generator:
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", **local)
         self.model = model.to(device).eval()
 
+    def get_raw_model(self) -> "Generator":
+        """What MLflow hands to those who ask for more than texts: ``model`` and ``tokenizer``."""
+        return self
+
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[str]:
         """Continue each prompt; with a chat template, ``chat: true`` answers it.
 

@@ -4,18 +4,21 @@ It is no stage: what it does lies in the registry, not in the workspace.
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infra.readers.reader import at_hand
 from infra.recipe.schema import recipe_digest, recipe_yaml, resolve
-from infra.tracking.records import Registration
+from infra.tracking.records import Registration, Version
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Run
 from infra.versioning.versions import Versions, code_version
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
+from tasks.release.certificate import certify_version
 from tasks.release.champion import CHAMPION, Champion
 from tasks.release.gate import Decision, decide, figures
 from tasks.release.versions import (
@@ -30,6 +33,8 @@ from tasks.release.versions import (
 )
 from upcycle_core.evaluation.tasks.results import TaskEvaluation
 from upcycle_core.evaluation.text.results import expert_row, title_of
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,21 @@ class Registrar:
             bos=recipe.corpus.bos,
         )
         version = self.registry.register(name, directory, made, run=self.run)
-        return Outcome(with_aliases(self.registry, version), True, tags[DECISION_TAG])
+        named = with_aliases(self.registry, version)
+        if recipe.registry.certificate == "at-hand":
+            self._certify(named)
+        return Outcome(named, True, tags[DECISION_TAG])
+
+    def _certify(self, version: Version) -> None:
+        """Ask the readers at hand; a version stays registered, whatever they say of it."""
+        files = self.registry.place(version.reference)
+        if files is None:
+            _logger.info("no certificate of %s: its files are elsewhere", version.reference)
+            return
+        rows = certify_version(self.registry, version, files, readers=at_hand(), say=_logger.info)
+        for row in rows:
+            if row.verdict == "failed":
+                _logger.error("%s did not arrive in %s: %s", version.reference, row.reader, row.why)
 
 
 def register(

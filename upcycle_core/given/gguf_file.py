@@ -115,7 +115,7 @@ def open_gguf(path: Path) -> GgufFile:
         InputError: No GGUF file, or a part of one; an architecture, setting, rope or type of block
             that is not understood; tensors that are missing, misshapen or without a place.
     """
-    reader = _reader(path)
+    reader = gguf_reader(path)
     values = {key: field.contents() for key, field in reader.fields.items() if _is_read(key)}
     kind = values.get("general.architecture")
     if kind not in CLASSES:
@@ -151,7 +151,7 @@ def write_gguf(file: GgufFile, out: Path) -> None:
 
     def produce(name: str) -> Tensor:
         tensor = file.tensors[name]
-        weights = torch.from_numpy(np.array(_dequantised(tensor, file.path)))
+        weights = torch.from_numpy(np.array(dequantised(tensor, file.path)))
         own = tensor.name.split(".")[-2]
         if own in INTERLEAVED.get(kind, ()):
             weights = paired_apart(weights, groups[own])
@@ -196,7 +196,12 @@ def scaled_rope(scales: np.ndarray, theta: float) -> dict[str, Any]:
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 
 
-def _reader(path: Path) -> Any:
+def gguf_reader(path: Path) -> Any:
+    """The header and mapped tensors of a GGUF file.
+
+    Raises:
+        InputError: No GGUF file, a part of one, or the package gguf is not installed.
+    """
     if re.search(r"-\d{5}-of-\d{5}\.gguf$", path.name):
         remedy = "is a part of a file; join the parts with llama-gguf-split --merge"
         raise InputError(Fault("gguf", str(path), remedy))
@@ -301,7 +306,12 @@ def _tensor_faults(
             yield Fault("gguf", str(path), remedy)
 
 
-def _dequantised(tensor: Any, path: Path) -> np.ndarray:
+def dequantised(tensor: Any, path: Path) -> np.ndarray:
+    """The values of a tensor of a GGUF file.
+
+    Raises:
+        InputError: A type of block that cannot be dequantised.
+    """
     from gguf import dequantize
 
     try:

@@ -9,6 +9,7 @@ import pyarrow.parquet as parquet
 import pytest
 from transformers import AutoTokenizer
 
+from infra.readers.to_gguf import pre_tokenizer
 from upcycle_core.corpora import tokenizer as room
 from upcycle_core.corpora.config import TokenizerConfig
 from upcycle_core.corpora.tokenizer import train_tokenizer
@@ -30,6 +31,11 @@ def trained(documents, out, **options):
     config = TokenizerConfig(**{"vocabulary_size": 330, **options})
     train_tokenizer(documents, out, config=config)
     return AutoTokenizer.from_pretrained(out)
+
+
+def test_llama_cpp_knows_how_it_splits_text(documents, tmp_path):
+    trained(documents, tmp_path / "out")
+    assert pre_tokenizer(json.loads((tmp_path / "out" / "tokenizer.json").read_text())) == "gpt-2"
 
 
 def test_any_text_survives_a_round_trip(documents, tmp_path):

@@ -1,0 +1,1 @@
+"""Programs that open what leaves the house: each runs in an environment of its own."""

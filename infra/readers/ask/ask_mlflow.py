@@ -1,0 +1,28 @@
+"""Ask what MLflow loads: ``python ask_mlflow.py REQUEST``, with the files of a version."""
+
+from importlib.metadata import version
+from typing import Any
+
+import mlflow
+import torch
+from ask_transformers import continued
+from asked import answer, look_at
+
+
+def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Load a version as a Python function, and let its model continue the prompts.
+
+    It answers in fp32, as all readers here; its weights are the version's own.
+    """
+    loaded: Any = mlflow.pyfunc.load_model(path)
+    generator = loaded.get_raw_model()
+    generator.model.float()
+    asked = {"max_new_tokens": request["tokens"]}
+    said = loaded.predict(request["texts"], params=asked)
+    found = {"texts": said, **look_at(generator.model.named_parameters(), request)}
+    return {**continued(generator.model, request), **found}
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        answer(version("mlflow"), ask)

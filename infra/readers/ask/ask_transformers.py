@@ -1,0 +1,40 @@
+"""Ask stock transformers: ``python ask_transformers.py REQUEST``."""
+
+from typing import Any
+
+import torch
+import transformers
+from asked import answer, look_at
+from transformers import AutoModelForCausalLM
+
+
+def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Load a checkpoint as its users do, and let it continue the prompts."""
+    own = bool(request["own_code"])
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, local_files_only=True, trust_remote_code=own
+    )
+    return {**continued(model.eval(), request), **look_at(model.named_parameters(), request)}
+
+
+def continued(model: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """What a model of transformers makes of the prompts, greedily, past any end of text."""
+    model.generation_config.eos_token_id = None
+    first, greedy = [], []
+    with torch.no_grad():
+        for prompt in request["prompts"]:
+            ids_1S = torch.tensor([prompt])
+            first.append(torch.log_softmax(model(ids_1S).logits[0, -1].float(), -1))
+            whole_1T = model.generate(
+                ids_1S,
+                attention_mask=torch.ones_like(ids_1S),
+                max_new_tokens=request["tokens"],
+                do_sample=False,
+                pad_token_id=0,
+            )
+            greedy.append(whole_1T[0, len(prompt) :].tolist())
+    return {"first": torch.stack(first).numpy(), "greedy": greedy}
+
+
+if __name__ == "__main__":
+    answer(transformers.__version__, ask)

@@ -1,0 +1,56 @@
+"""Ask vLLM: ``python ask_vllm.py REQUEST``, with the interpreter of its environment."""
+
+import gc
+from typing import Any
+
+import numpy
+
+
+def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Load a checkpoint and let it continue the prompts.
+
+    Parameters are looked at when vLLM's own loader has filled them, before a kernel packs them.
+    """
+    from asked import look_at
+    from vllm import LLM, SamplingParams
+    from vllm.model_executor.model_loader import base_loader
+
+    seen: dict[str, Any] = {}
+    pack = base_loader.process_weights_after_loading
+
+    def look(model: Any, *args: Any, **options: Any) -> None:
+        seen.update(look_at(model.named_parameters(), request))
+        pack(model, *args, **options)
+
+    base_loader.process_weights_after_loading = look
+    try:
+        reader: Any = LLM(
+            model=path,
+            dtype="float32",
+            max_model_len=len(max(request["prompts"], key=len)) + request["tokens"],
+            max_logprobs=-1,
+            enforce_eager=True,
+            disable_log_stats=True,
+            seed=0,
+        )
+    finally:
+        base_loader.process_weights_after_loading = pack
+    prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
+    one = SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
+    first = []
+    for said in reader.generate(prompts, one, use_tqdm=False):
+        known = said.outputs[0].logprobs[0]
+        first.append([known[i].logprob for i in range(len(known))])
+    many = SamplingParams(temperature=0, max_tokens=request["tokens"], ignore_eos=True)
+    whole = reader.generate(prompts, many, use_tqdm=False)
+    greedy = [list(said.outputs[0].token_ids) for said in whole]
+    del reader
+    gc.collect()
+    return {"first": numpy.array(first, numpy.float32), "greedy": greedy, **seen}
+
+
+if __name__ == "__main__":
+    import vllm
+    from asked import answer
+
+    answer(vllm.__version__, ask)

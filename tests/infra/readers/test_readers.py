@@ -1,0 +1,89 @@
+"""Readers that crash, hang or are not installed: each is a sentence, and nothing stays behind."""
+
+import time
+
+import psutil
+import pytest
+
+from infra.readers.reader import READERS, Reader, ReaderError, ask
+from infra.readers.to_gguf import pre_tokenizer
+
+
+def reader(folder, program):
+    path = folder / "program.py"
+    path.write_text(program)
+    return Reader("other", str(path), None, "torch")
+
+
+def asked(folder, program, seconds=60.0):
+    request = {"prompts": [[1]], "tokens": 1}
+    place = folder / "place"
+    return ask(
+        reader(folder, program), {"as-it-is": folder}, request, folder=place, seconds=seconds
+    )
+
+
+def test_a_reader_that_crashes_is_quoted(tmp_path):
+    program = "print('loading')\nraise KeyError('model.layers.0.experts.1.w1')"
+    with pytest.raises(ReaderError) as caught:
+        asked(tmp_path, program)
+    assert str(caught.value) == (
+        "at the model as-it-is: exit code 1: KeyError: 'model.layers.0.experts.1.w1'"
+    )
+
+
+def test_a_reader_that_dies_of_a_signal_is_told(tmp_path):
+    with pytest.raises(ReaderError, match="killed by signal 11: half a line"):
+        asked(tmp_path, "import os\nprint('half a line', flush=True)\nos.kill(os.getpid(), 11)")
+
+
+def test_a_reader_that_hangs_is_ended_with_all_it_started(tmp_path):
+    program = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(600)"
+    )
+    with pytest.raises(ReaderError, match="did not answer within 3 s"):
+        asked(tmp_path, program, seconds=3)
+    child = int((tmp_path / "pid").read_text())
+    end = time.monotonic() + 10
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_every_reader_has_a_version_that_was_tried():
+    for one in READERS.values():
+        assert one.pinned[0].isdigit()
+
+
+def test_what_is_not_installed_says_how_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("infra.readers.environments.FOLDER", tmp_path)
+    assert READERS["transformers"].missing is None
+    assert READERS["vllm"].missing == "not installed: make readers (vllm)"
+    assert READERS["llama.cpp"].missing == "not installed: make readers (llama_cpp, converter)"
+
+
+SMOLLM = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Digits", "individual_digits": True},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name"),
+    [
+        ({"pre_tokenizer": SMOLLM}, "smollm"),
+        ({"pre_tokenizer": SMOLLM["pretokenizers"][1]}, "gpt-2"),
+        ({"pre_tokenizer": {**SMOLLM["pretokenizers"][1], "add_prefix_space": True}}, None),
+        ({"pre_tokenizer": SMOLLM["pretokenizers"][1], "normalizer": {"type": "NFC"}}, None),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, None),
+        ({"pre_tokenizer": None}, None),
+    ],
+)
+def test_a_tokenizer_says_itself_how_it_splits_text(tokenizer, name):
+    assert pre_tokenizer(tokenizer) == name

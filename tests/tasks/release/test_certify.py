@@ -1,0 +1,238 @@
+"""Certificates: what arrives, and each way in which experts are lost on the way."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from infra import settings
+from infra.readers.reader import READERS, Reader
+from infra.tracking.records import Registration
+from infra.tracking.registry import Registry
+from infra.tracking.runs import Tracker
+from tasks.release import certify as module
+from tasks.release.certificate import CERTIFICATE_TAG, certify_version
+from tasks.release.certify import as_table, certify
+from tests.pico import save_pico
+from upcycle_core.moe.assemble import assemble
+from upcycle_core.moe.random import random_routers
+
+MOE = "model.layers.1.block_sparse_moe"
+EXPERT = MOE + ".experts.1.{}.weight"
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+NORM = "model.layers.1.post_attention_layernorm.weight"
+SHARED_GATE = "model.layers.0.mlp.shared_expert_gate.weight"
+
+
+def build(folder, family="llama", experts=3, top_k=2, **shape):
+    """A MoE of random experts, large enough for the kernels of all readers."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "head_dim": 32}
+    dense = {
+        name: save_pico(folder / name, family, seed=i, **sizes, **shape)
+        for i, name in enumerate("abcdefg"[:experts])
+    }
+    routers = random_routers(2, 64, experts, std=1.0, seed=0)
+    out = folder / f"{family}-{experts}-{top_k}"
+    assemble(dense, None, routers, out, top_k=top_k, max_shard_bytes=10**9)
+    return out
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("moe"))
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("qwen2"), "qwen2")
+
+
+def silent(_line):
+    pass
+
+
+def damaged(source, out, damage):
+    """A copy of a checkpoint whose tensors ``damage`` has changed."""
+    shutil.copytree(source, out)
+    tensors = load_file(source / "model.safetensors")
+    damage(tensors, source)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def drop_an_expert(tensors, source):
+    for part in ("w1", "w2", "w3"):
+        del tensors[EXPERT.format(part)]
+
+
+def base_weights(tensors, source):
+    base = load_file(source.parent / "a" / "model.safetensors")
+    for part, name in {"w1": "gate", "w2": "down", "w3": "up"}.items():
+        tensors[EXPERT.format(part)] = base[f"model.layers.1.mlp.{name}_proj.weight"]
+
+
+def transpose(tensors, source):
+    tensors[O_PROJ] = tensors[O_PROJ].T
+
+
+def permute_router(tensors, source):
+    tensors[f"{MOE}.gate.weight"] = tensors[f"{MOE}.gate.weight"].flip(0)
+
+
+def swap_gate_and_up(tensors, source):
+    a, b = EXPERT.format("w1"), EXPERT.format("w3")
+    tensors[a], tensors[b] = tensors[b], tensors[a]
+
+
+def exchange_experts(tensors, source):
+    for part in ("w1", "w2", "w3"):
+        a, b = EXPERT.format(part), f"{MOE}.experts.2.{part}.weight"
+        tensors[a], tensors[b] = tensors[b], tensors[a]
+
+
+def norm_of_ones(tensors, source):
+    tensors[NORM] = torch.ones_like(tensors[NORM])
+
+
+def forget_the_shared_gate(tensors, source):
+    del tensors[SHARED_GATE]
+
+
+FAULTS = {
+    drop_an_expert: EXPERT.format("w1"),
+    base_weights: EXPERT.format("w2"),
+    transpose: O_PROJ,
+    permute_router: f"{MOE}.gate.weight",
+    swap_gate_and_up: EXPERT.format("w3"),
+    exchange_experts: EXPERT.format("w1"),
+    norm_of_ones: NORM,
+    forget_the_shared_gate: SHARED_GATE,
+}
+
+
+def lose(source, folder, damage, **options):
+    """The rows of a certificate whose readers get damaged files."""
+    copies = {}
+
+    def arrived(variant):
+        if variant not in copies:
+            mine = source
+            if variant != module.AS_IT_IS:
+                mine = folder / f"own-{variant}"
+                module.change(source, mine, variant)
+                shutil.copytree(source.parent / "a", folder / "a", dirs_exist_ok=True)
+            copies[variant] = damaged(mine, folder / variant, damage)
+        return copies[variant]
+
+    return certify(source, arrived=arrived, say=silent, **options)
+
+
+@pytest.mark.parametrize("damage", [drop_an_expert, base_weights])
+def test_what_transformers_loads_in_silence_is_named(moe, tmp_path, damage):
+    [row] = lose(moe, tmp_path, damage, readers=["transformers"])
+    assert row.verdict == "failed"
+    assert FAULTS[damage] in row.misplaced
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("reader", sorted(READERS))
+@pytest.mark.parametrize("damage", FAULTS, ids=lambda damage: damage.__name__)
+def test_every_fault_is_caught_in_every_reader(request, tmp_path, damage, reader):
+    source = request.getfixturevalue("qwen2" if damage is forget_the_shared_gate else "registered")
+    rows = lose(source, tmp_path, damage, readers=[reader], forms=["fp32", "F32"])
+    for row in rows:
+        if READERS[reader].missing:
+            assert (row.verdict, row.why) == ("not tried", READERS[reader].missing)
+        else:
+            assert row.verdict == "failed"
+            assert FAULTS[damage] in row.misplaced
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return settings.read({"UPCYCLE_HOME": str(tmp_path_factory.mktemp("home"))})
+
+
+@pytest.fixture(scope="module")
+def version(place, moe):
+    with Tracker(place, "flows").start_run("moe") as run:
+        found = Registry(place).register("moe", moe, Registration(description="Ours."), run=run)
+    Registry(place).set_alias(found, "champion")
+    return found
+
+
+@pytest.fixture(scope="module")
+def registered(place, version, moe):
+    """The files of the registered version; the first expert lies beside them."""
+    files = Registry(place).place(version.reference)
+    shutil.copytree(moe.parent / "a", files.parent / "a", dirs_exist_ok=True)
+    return files
+
+
+def test_a_version_arrives_and_says_so(place, version, registered):
+    registry = Registry(place)
+    for _ in range(2):  # done again, it is the same page
+        rows = certify_version(
+            registry, version, registered, readers=["transformers", "mlflow"], say=silent
+        )
+    assert [(row.reader, row.verdict, row.why) for row in rows] == [
+        ("transformers", "arrived", ""),
+        ("mlflow", "arrived", ""),
+    ]
+    for row in rows:
+        assert row.tensors == 35
+        assert row.misplaced == {}
+        assert row.logits < 1e-4
+        assert row.greedy == (48, 48)
+        assert min(row.exchanged, row.zeroed) > 0.1
+    current = registry.referenced("models:/moe@champion")
+    assert current.tags[CERTIFICATE_TAG] == "arrived: transformers, mlflow"
+    assert current.description.count("### Arrival certificate") == 1
+    assert current.description.startswith("Ours.")
+    assert as_table(rows) in current.description
+    kept = json.loads(registry.text(version, "certificate.json"))["readers"]
+    assert [row["reader"] for row in kept] == ["transformers", "mlflow"]
+
+
+def test_our_own_answers_are_those_of_the_stock_model_step_by_step(moe):
+    from upcycle_core.certificate.answers import ours
+    from upcycle_core.checkpoints.load import load_causal_lm
+
+    prompt = [5, 7, 11, 13]
+    answers = ours(load_causal_lm(moe), [prompt], tokens=6)
+    model = AutoModelForCausalLM.from_pretrained(moe)
+    ids = list(prompt)
+    for step, token in enumerate(answers.greedy[0]):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        best = logits.topk(2).values
+        assert int(logits.argmax()) == token
+        assert answers.margins[0][step] == pytest.approx(float(best[0] - best[1]), abs=1e-4)
+        if step == 0:
+            torch.testing.assert_close(answers.first[0], logits, atol=1e-5, rtol=0)
+        ids.append(token)
+
+
+def test_a_model_too_large_for_memory_is_refused_before(moe, monkeypatch):
+    monkeypatch.setattr(module, "ROOM", 1e9)
+    [row] = certify(moe, readers=["transformers"], say=silent)
+    assert row.verdict == "not tried"
+    assert "GB are free" in row.why
+
+
+def test_a_reader_that_is_not_there_or_breaks_has_a_row(moe, monkeypatch, tmp_path):
+    program = tmp_path / "broken.py"
+    program.write_text("raise MemoryError('no room')")
+    broken = Reader("transformers", str(program), None, "transformers")
+    monkeypatch.setitem(READERS, "transformers", broken)
+    monkeypatch.setattr("infra.readers.environments.FOLDER", tmp_path)
+    rows = certify(moe, say=silent, readers=["transformers", "vllm"])
+    assert [(row.reader, row.verdict) for row in rows] == [
+        ("transformers", "failed"),
+        ("vllm", "not tried"),
+    ]
+    assert "MemoryError: no room" in rows[0].why
