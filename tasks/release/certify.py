@@ -105,18 +105,18 @@ def certify(
     raise_faults([Fault("readers", name, f"is no reader; {remedy}") for name in unknown])
     rows = []
     with tempfile.TemporaryDirectory(prefix="certificate-") as folder:
-        model = _Source(files, Path(folder), arrived)
+        model = Source(files, Path(folder), arrived)
         for reader in (READERS[name] for name in READERS if name in readers):
             for form in (form for form in FORMS[reader.takes] if form in forms):
                 say(f"{reader.name}, {form}: opening the model")
                 began = time.monotonic()
-                row = _row(reader, form, model, seconds)
+                row = ask_one(reader, form, model, seconds)
                 rows.append(replace(row, seconds=round(time.monotonic() - began, 1)))
                 say(f"{reader.name}, {form}: {rows[-1].verdict} {rows[-1].why}".rstrip())
     return rows
 
 
-class _Source:
+class Source:
     """The model, its changed copies, and what our own forward pass says of each.
 
     Args:
@@ -198,42 +198,47 @@ class _Source:
             found[variant] = ours(model, self.prompts, tokens=NEW_TOKENS)
         return found
 
+    def request(self, *, looks: bool) -> dict[str, Any]:
+        """What a reader is asked, and whether it is asked for the places of all tensors."""
+        return {
+            "prompts": self.prompts,
+            "texts": self.texts,
+            "tokens": NEW_TOKENS,
+            "vocabulary": self.answers[AS_IT_IS].first.shape[1],
+            "own_code": self.own_code,
+            "plain": self.plain,
+            "threads": max(1, torch.get_num_threads() // 2),
+            "wanted": str(self.wanted) if looks else "",
+        }
+
     @cached_property
     def texts(self) -> list[str]:
         """The prompts as text, for readers that speak in text."""
         return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.prompts]
 
 
-def _row(reader: Reader, form: str, model: _Source, seconds: float) -> Row:
+def ask_one(reader: Reader, form: str, model: Source, seconds: float) -> Row:
     """Ask one reader for one form; whatever goes wrong is said in its row."""
     row = Row(reader.name, form)
-    if reason := _not_tried(reader, model):
+    if reason := reason_not_to_try(reader, model):
         return replace(row, why=reason)
     place = model.folder / f"{reader.name}-{form}"
     place.mkdir(parents=True)
     try:
-        models = {v: _in_form(model, v, reader, form, place, seconds) for v in model.paths}
+        models = {v: in_form(model, v, reader, form, place, seconds) for v in model.paths}
         looks = reader.takes == "checkpoint"
-        request = {
-            "prompts": model.prompts,
-            "texts": model.texts,
-            "tokens": NEW_TOKENS,
-            "vocabulary": model.answers[AS_IT_IS].first.shape[1],
-            "own_code": model.own_code,
-            "plain": model.plain,
-            "threads": max(1, torch.get_num_threads() // 2),
-            "wanted": str(model.wanted) if looks else "",
-        }
+        request = model.request(looks=looks)
         version, said = ask(reader, models, request, folder=place, seconds=seconds)
-        wrong = _misplaced(model, said[AS_IT_IS], models[AS_IT_IS], looks=looks)
+        wrong = lost(model, said[AS_IT_IS], models[AS_IT_IS], looks=looks)
     except (ReaderError, InputError) as error:
         wrong = _lost_on_the_way(model)
         return replace(row, verdict="failed", why=_one_line(error), misplaced=wrong)
     row = replace(row, version=version, tensors=len(model.checkpoint.tensors), misplaced=wrong)
-    return _judged(row, model, said, pinned=reader.pinned)
+    return judged(row, model, said, pinned=reader.pinned)
 
 
-def _not_tried(reader: Reader, model: _Source) -> str | None:
+def reason_not_to_try(reader: Reader, model: Source) -> str | None:
+    """Why a reader is not asked for a model; None if it is."""
     if reader.missing:
         return reader.missing
     if model.own_code and not reader.runs_code:
@@ -244,8 +249,8 @@ def _not_tried(reader: Reader, model: _Source) -> str | None:
     return None
 
 
-def _in_form(
-    model: _Source, variant: str, reader: Reader, form: str, place: Path, seconds: float
+def in_form(
+    model: Source, variant: str, reader: Reader, form: str, place: Path, seconds: float
 ) -> Path:
     """A variant as the reader takes it."""
     path = model.handed(variant)
@@ -256,14 +261,15 @@ def _in_form(
     return out
 
 
-def _misplaced(model: _Source, said: Said, handed: Path, *, looks: bool) -> dict[str, str]:
+def lost(model: Source, said: Said, handed: Path, *, looks: bool) -> dict[str, str]:
+    """Tensors that are not in their place in what a reader has loaded, and why."""
     if not looks:
         return misplaced_in_gguf(handed, model.checkpoint)
     unknown = dict.fromkeys(said.more["unknown"], "was loaded, and is none of the checkpoint's")
     return misplaced(said.more["places"]) | unknown
 
 
-def _lost_on_the_way(model: _Source) -> dict[str, str]:
+def _lost_on_the_way(model: Source) -> dict[str, str]:
     """What already the files lack that a reader could not open."""
     try:
         handed = CheckpointReader(model.handed(AS_IT_IS), integers=True)
@@ -278,7 +284,7 @@ def _lost_on_the_way(model: _Source) -> dict[str, str]:
     return wrong
 
 
-def _judged(row: Row, model: _Source, said: Mapping[str, Said], *, pinned: str) -> Row:
+def judged(row: Row, model: Source, said: Mapping[str, Said], *, pinned: str) -> Row:
     """The verdict: tensors, logits and text, and whether what was changed changes the answers."""
     faults = []
     if row.misplaced:
