@@ -155,13 +155,14 @@ def test_engine_that_is_killed_is_started_again_while_requests_wait(place, serve
 
 
 def test_client_that_leaves_frees_the_engine(server):
-    endless = json.dumps({"max_new_tokens": 100_000, "pad_token_id": 1})
+    endless = json.dumps({"max_new_tokens": 100_000, "min_new_tokens": 100_000})
     body = {"prompt": "ab", "generation_config": endless, "stream": True}
     with (
         httpx.Client(timeout=SECONDS, trust_env=False) as client,
         client.stream("POST", f"{server.url}/v1/completions", json=body) as reply,
     ):
-        assert next(reply.iter_lines()).startswith("data: ")
+        lines = reply.iter_lines()
+        assert next(lines).startswith("data: ")
         assert server.status()["in_flight"] == 1
     server.wait(in_flight=0)
     begun = time.monotonic()
