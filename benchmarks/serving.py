@@ -126,7 +126,7 @@ def _measure(model: Path, process: subprocess.Popen, options: Any) -> dict[str, 
 
 
 def _plain(directory: Path, tokens: int) -> Callable[[], object]:
-    network = AutoModelForCausalLM.from_pretrained(directory)
+    network: Any = AutoModelForCausalLM.from_pretrained(directory)
     ids = torch.arange(1, 17)[None]
     how = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     return partial(network.generate, ids, attention_mask=torch.ones_like(ids), **how)

@@ -51,6 +51,12 @@ class _Trouble:
     until: float = 0.0
 
 
+def has_room(weights: int) -> bool:
+    """Whether an engine of so many bytes of weights fits into the memory that is free now."""
+    needed = weights * MEMORY_FACTOR + MEMORY_BYTES
+    return psutil.virtual_memory().available >= needed
+
+
 class Follower:
     """Keeps one engine in front, that of the version which is wanted.
 
@@ -218,7 +224,7 @@ class Follower:
         self.state = "switching" if self.current else "starting"
         launch = await asyncio.to_thread(self._launch, number)
         if self.current is not None and not await self._fits(launch):
-            LOG.warning("version %d: no room for two; requests wait while it starts", number)
+            LOG.warning("version %d starts in place of the old one; requests wait", number)
             await self._take_away("instead")
         engine = Engine(launch, self.client)
         self._engines.add(engine)
@@ -240,10 +246,9 @@ class Follower:
         """Whether another engine has room beside those that run."""
         if self._swap != "auto":
             return self._swap == "beside"
-        needed = launch.weights * MEMORY_FACTOR + MEMORY_BYTES
-        if psutil.virtual_memory().available < needed and self._retiring:
+        if not has_room(launch.weights) and self._retiring:
             await asyncio.wait(self._retiring)  # those make room first
-        return psutil.virtual_memory().available >= needed
+        return has_room(launch.weights)
 
     def _take_away(self, how: str) -> asyncio.Task:
         """Let the current engine answer no more; returns the task that drains and ends it."""

