@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import count
 from threading import Event
 
@@ -13,10 +14,12 @@ import httpx
 import psutil
 import pytest
 from serving import PROMPTS, SECONDS, environment, greedy, served
+from transformers import AutoTokenizer
 
 from flows.serve import main
 from infra import settings
 from infra.serving.follower import has_room
+from infra.serving.keeper import GRACE_SECONDS
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
@@ -58,6 +61,9 @@ def place(tmp_path_factory):
     place, folder = Place(tmp_path_factory.mktemp("home")), tmp_path_factory.mktemp("models")
     for seed in range(VERSIONS):
         directory = save_pico(folder / str(seed), seed=seed)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        tokenizer.save_pretrained(directory)
         number = place.register(directory).number
         place.texts[number] = greedy(directory)
     place.folder = folder
@@ -155,14 +161,35 @@ def test_engine_that_is_killed_is_started_again_while_requests_wait(place, serve
     assert server.engines() != [engine]
 
 
-def test_client_that_leaves_frees_the_engine(server):
-    endless = json.dumps({"max_new_tokens": 100_000, "min_new_tokens": 100_000})
-    body = {"prompt": "ab", "generation_config": endless, "stream": True}
+@contextmanager
+def endless(server):
+    """The lines of an answer that would take hours."""
+    long = json.dumps({"max_new_tokens": 1_000_000, "min_new_tokens": 1_000_000})
+    body = {"prompt": "ab", "generation_config": long, "stream": True}
     with (
         httpx.Client(timeout=SECONDS, trust_env=False) as client,
         client.stream("POST", f"{server.url}/v1/completions", json=body) as reply,
     ):
-        lines = reply.iter_lines()
+        yield reply.iter_lines()
+
+
+def test_stream_goes_on_while_another_version_answers(place, server):
+    before = server.status()["version"]
+    after = 3 if before != 3 else 1
+    with endless(server) as lines:
+        place.promote(after)
+        server.wait(version=after)
+        assert server.ask("ab").version == after
+        end = time.monotonic() + 3 * GRACE_SECONDS  # what is told to end has ended by then
+        while time.monotonic() < end:
+            line = next(lines)
+            assert not line or "text" in line
+        assert server.status()["engines"] == 2
+    server.wait(engines=1)
+
+
+def test_client_that_leaves_frees_the_engine(server):
+    with endless(server) as lines:
         assert next(lines).startswith("data: ")
         assert server.status()["in_flight"] == 1
     server.wait(in_flight=0)
@@ -209,6 +236,24 @@ def test_pages_of_other_sites_are_not_heard(server, headers, code):
     url = f"{server.url}/v1/completions"
     reply = httpx.post(url, content=content, headers=headers, timeout=SECONDS, trust_env=False)
     assert reply.status_code == code, reply.text
+
+
+def test_chat_is_answered_by_the_model_s_template(place, server):
+    messages = [{"role": "user", "content": "12+3"}]
+    body = {"messages": messages, "max_tokens": 8, "temperature": 0}
+    url = f"{server.url}/v1/chat/completions"
+    reply = httpx.post(url, json=body, timeout=SECONDS, trust_env=False)
+    number = int(reply.headers["x-upcycle-version"])
+    said = reply.json()["choices"][0]["message"]["content"]
+    assert said == place.texts[number]["12+3"]
+
+
+def test_temperature_of_a_request_is_heeded(server):
+    body = {"prompt": "ab", "max_tokens": 16, "temperature": 5}
+    url = f"{server.url}/v1/completions"
+    with httpx.Client(timeout=SECONDS, trust_env=False) as client:
+        replies = [client.post(url, json=body | {"seed": seed}).json() for seed in range(4)]
+    assert len({reply["choices"][0]["text"] for reply in replies}) > 1
 
 
 def test_other_paths_of_the_engine_are_closed(server):
