@@ -12,14 +12,13 @@ import httpx
 import psutil
 
 from infra.serving.engine import AbandonedError, Engine, EngineError, Launch
-from upcycle_core.errors import InputError
 
 LOG = logging.getLogger("upcycle.serving")
 Swap = Literal["auto", "beside", "instead"]
 WATCH_SECONDS = 1.0
 STEADY_SECONDS = 60.0
 """An engine that lived so long did not die of how it was started."""
-FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.5, 60.0
+SHORTEST_DELAY_SECONDS, FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.05, 0.5, 60.0
 MEMORY_FACTOR, MEMORY_BYTES = 1.1, 600_000_000
 """What an engine needs beside its weights: a share for buffers, and Python with torch."""
 
@@ -194,7 +193,7 @@ class Follower:
                 await self._bring_up(target)
             except AbandonedError:
                 continue
-            except (EngineError, InputError, OSError) as error:
+            except Exception as error:  # of the registry, the files, the engine: what runs goes on
                 self._fail(target, str(error))
 
     def _target(self) -> int | None:
@@ -210,10 +209,12 @@ class Follower:
 
     async def _pause(self) -> None:
         """Wait for news, or until what has failed may be tried again."""
-        delays = [self._waiting(n) for n in {self.wanted, self._good} if n is not None]
-        later = [delay for delay in delays if delay > 0]
+        current = self.current.launch.number if self.current else None
+        blocked = {self.wanted, self._good} - {None, current}
+        delays = [self._waiting(number) for number in blocked if number is not None]
+        seconds = max(SHORTEST_DELAY_SECONDS, min(delays)) if delays else None
         try:
-            async with asyncio.timeout(min(later) if later else None):
+            async with asyncio.timeout(seconds):
                 await self._changed.wait()
         except TimeoutError:
             pass
