@@ -125,6 +125,7 @@ def test_champions_change_and_no_request_is_lost_or_cut(place, server):
     assert status["requests"] == len(answers)
 
 
+@pytest.mark.faults
 def test_version_that_does_not_come_up_leaves_the_old_one_in_front(place, server, tmp_path):
     directory = save_pico(tmp_path / "broken", seed=9)
     config = json.loads((directory / "config.json").read_text())
@@ -144,6 +145,7 @@ def test_version_that_does_not_come_up_leaves_the_old_one_in_front(place, server
     assert server.log.read_text().count(f"version {broken}: ended while it started") == 1
 
 
+@pytest.mark.faults
 def test_engine_that_is_killed_is_started_again_while_requests_wait(place, server):
     number = server.status()["version"]
     [engine] = server.engines()
@@ -173,6 +175,7 @@ def endless(server):
         yield reply.iter_lines()
 
 
+@pytest.mark.faults
 def test_stream_goes_on_while_another_version_answers(place, server):
     before = server.status()["version"]
     after = 3 if before != 3 else 1
