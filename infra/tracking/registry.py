@@ -22,6 +22,8 @@ from upcycle_core.errors import Fault, InputError
 
 MODEL_SCHEME = "models:/"
 PROVENANCE_FOLDER = "upcycle"
+ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+"""What MLflow says of a model and of an alias that is not there."""
 DESCRIPTION = """`champion` is the version to use, `challenger` the newest one. Each says what
 made it, and why it is champion or not. To take a champion back: `python -m flows.rollback {}`.
 """
@@ -98,6 +100,21 @@ class Registry:
     def find(self, name: str, alias: str) -> Version | None:
         """Return the version that ``alias`` points at, or ``None`` if there is none."""
         return next((v for v in self.versions(name) if alias in v.aliases), None)
+
+    def pointed(self, name: str, alias: str) -> int | None:
+        """The number of the version that ``alias`` points at now; None if there is none.
+
+        One query, however many versions there are: for who asks again and again.
+
+        Raises:
+            MlflowException: The registry cannot be read.
+        """
+        try:
+            return int(self._client.get_model_version_by_alias(name, alias).version)
+        except MlflowException as error:
+            if error.error_code in ABSENT:
+                return None
+            raise
 
     def versions(self, name: str) -> list[Version]:
         """Return every version of the registered model, oldest first; none of one there is not."""

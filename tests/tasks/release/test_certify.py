@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,9 +19,12 @@ from tasks.release import certify as module
 from tasks.release.certificate import CERTIFICATE_TAG, certify_version
 from tasks.release.certify import as_table, certify
 from tests.pico import save_pico
+from upcycle_core.corpora.config import TokenizerConfig
+from upcycle_core.corpora.tokenizer import train_tokenizer
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.moe.random import random_routers
 
+VOCABULARY = 300
 MOE = "model.layers.1.block_sparse_moe"
 EXPERT = MOE + ".experts.1.{}.weight"
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
@@ -27,13 +32,25 @@ NORM = "model.layers.1.post_attention_layernorm.weight"
 SHARED_GATE = "model.layers.0.mlp.shared_expert_gate.weight"
 
 
-def build(folder, family="llama", experts=3, top_k=2, **shape):
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    """One that llama.cpp can be told of."""
+    folder = tmp_path_factory.mktemp("text")
+    text = [f"def f{n}(x):\n    return x + {n}\n" * 20 for n in range(50)]
+    parquet.write_table(pyarrow.table({"text": text}), folder / "train.parquet")
+    config = TokenizerConfig(vocabulary_size=VOCABULARY)
+    train_tokenizer({"code": folder}, folder / "tokenizer", config=config)
+    return folder / "tokenizer"
+
+
+def build(folder, tokenizer, family="llama", experts=3, top_k=2, **shape):
     """A MoE of random experts, large enough for the kernels of all readers."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "head_dim": 32}
-    dense = {
-        name: save_pico(folder / name, family, seed=i, **sizes, **shape)
-        for i, name in enumerate("abcdefg"[:experts])
-    }
+    sizes["vocab_size"] = VOCABULARY
+    dense = {}
+    for i, name in enumerate("abcdefg"[:experts]):
+        dense[name] = save_pico(folder / name, family, seed=i, **sizes, **shape)
+        shutil.copytree(tokenizer, dense[name], dirs_exist_ok=True)
     routers = random_routers(2, 64, experts, std=1.0, seed=0)
     out = folder / f"{family}-{experts}-{top_k}"
     assemble(dense, None, routers, out, top_k=top_k, max_shard_bytes=10**9)
@@ -41,13 +58,13 @@ def build(folder, family="llama", experts=3, top_k=2, **shape):
 
 
 @pytest.fixture(scope="module")
-def moe(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("moe"))
+def moe(tmp_path_factory, tokenizer):
+    return build(tmp_path_factory.mktemp("moe"), tokenizer)
 
 
 @pytest.fixture(scope="module")
-def qwen2(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("qwen2"), "qwen2")
+def qwen2(tmp_path_factory, tokenizer):
+    return build(tmp_path_factory.mktemp("qwen2"), tokenizer, "qwen2")
 
 
 def silent(_line):

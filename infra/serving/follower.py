@@ -1,0 +1,320 @@
+"""Which engine answers: that of the version an alias points at, as soon as it can."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import httpx
+import psutil
+
+from infra.serving.engine import AbandonedError, Engine, EngineError, Launch
+
+LOG = logging.getLogger("upcycle.serving")
+Swap = Literal["auto", "beside", "instead"]
+WATCH_SECONDS = 1.0
+STEADY_SECONDS = 60.0
+"""An engine that lived so long did not die of how it was started."""
+SHORTEST_DELAY_SECONDS, FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.05, 0.5, 60.0
+MEMORY_FACTOR, MEMORY_BYTES = 1.1, 600_000_000
+"""What an engine needs beside its weights: a share for buffers, and Python with torch."""
+
+
+class UnavailableError(RuntimeError):
+    """No engine answers, and none did within the time that a request waits."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds that things may take.
+
+    Args:
+        hold: A request waits for an engine.
+        drain: An engine finishes what it has when another one answers.
+        start: An engine comes up.
+    """
+
+    hold: float = 600.0
+    drain: float = 300.0
+    start: float = 600.0
+
+
+@dataclass
+class _Trouble:
+    """How often a version has failed of late, and when it may be tried again."""
+
+    count: int = 0
+    until: float = 0.0
+
+
+def has_room(weights: int) -> bool:
+    """Whether an engine of so many bytes of weights fits into the memory that is free now."""
+    needed = weights * MEMORY_FACTOR + MEMORY_BYTES
+    return psutil.virtual_memory().available >= needed
+
+
+class Follower:
+    """Keeps one engine in front, that of the version which is wanted.
+
+    Args:
+        wanted: The version that the alias points at; None if it points at none. Called in a thread.
+        launch: How that version's engine is started; may fetch files. Called in a thread.
+        patience: How long things may take.
+        swap: Whether two engines run side by side while they change places; ``auto`` where the
+            weights of both fit into memory.
+    """
+
+    def __init__(
+        self,
+        wanted: Callable[[], int | None],
+        launch: Callable[[int], Launch],
+        *,
+        patience: Patience,
+        swap: Swap = "auto",
+    ) -> None:
+        self._point, self._launch = wanted, launch
+        self._patience, self._swap = patience, swap
+        # A proxy of the user's knows nothing of loopback. An idle connection is left before the
+        # engine closes it (5 s): a request on one that is just being closed would be lost.
+        self.client = httpx.AsyncClient(
+            trust_env=False,
+            timeout=httpx.Timeout(None, connect=10),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
+        )
+        self.current: Engine | None = None
+        self.wanted: int | None = None
+        self.state = "starting"
+        self.last_failure: dict[str, Any] | None = None
+        self.left: list[dict[str, Any]] = []
+        self.served, self.cut = 0, 0
+        self.on_break: Callable[[], None] = lambda: None
+        self._good: int | None = None
+        self._trouble: dict[int, _Trouble] = {}
+        self._said: dict[int | str, str] = {}
+        self._changed, self._there = asyncio.Event(), asyncio.Event()
+        self._engines: set[Engine] = set()
+        self._retiring: set[asyncio.Task] = set()
+        self._tasks: set[asyncio.Task] = set()
+
+    async def begin(self) -> None:
+        """Bring up the first engine, and follow the alias from then on.
+
+        Raises:
+            InputError: The alias points at no version, or that one cannot be served.
+            EngineError: The engine does not come up.
+        """
+        self.wanted = await asyncio.to_thread(self._point)
+        if self.wanted is None:
+            raise EngineError("the alias points at no version any more")
+        await self._bring_up(self.wanted)
+        self._spawn(self._watch())
+        self._spawn(self._follow())
+
+    async def end(self) -> None:
+        """Stop every engine."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*(engine.stop() for engine in list(self._engines)))
+        finally:
+            for engine in self._engines:
+                engine.clean_up()
+            await self.client.aclose()
+
+    async def lease(self) -> Engine:
+        """The engine that answers now; it counts as busy until ``release``.
+
+        Raises:
+            UnavailableError: There is none, and none came within ``patience.hold``.
+        """
+        try:
+            async with asyncio.timeout(self._patience.hold):
+                while True:
+                    await self._there.wait()
+                    engine = self.current
+                    if engine is not None and engine.alive:
+                        engine.take()
+                        return engine
+                    self._notice()
+        except TimeoutError:
+            raise UnavailableError from None
+
+    def status(self) -> dict[str, Any]:
+        """What ``GET /upcycle`` shows."""
+        engine = self.current
+        return {
+            "state": self.state,
+            "version": engine.launch.number if engine else None,
+            "wanted": self.wanted,
+            "since": engine.since if engine else None,
+            "requests": self.served,
+            "requests_of_this_version": engine.served if engine else 0,
+            "in_flight": sum(one.in_flight for one in self._engines),
+            "cut": self.cut,
+            "engines": len(self._engines),
+            "last_failure": self.last_failure,
+            "left": self.left,
+        }
+
+    async def _watch(self) -> None:
+        """Look where the alias points, for ever."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            try:
+                number = await asyncio.to_thread(self._point)
+            except Exception as error:  # whatever the registry has, the server goes on
+                self._report("registry", f"the registry cannot be read: {error}")
+                continue
+            self._said.pop("registry", None)
+            if number is None:
+                self._report("alias", "the alias is gone; its last version goes on")
+                continue
+            self._said.pop("alias", None)
+            if number != self.wanted:
+                self.wanted = number
+                self._changed.set()
+
+    async def _follow(self) -> None:
+        """Bring up what is wanted, and again what has died, for ever."""
+        while True:
+            self._changed.clear()
+            self._notice()
+            target = self._target()
+            number = self.current.launch.number if self.current else None
+            if target is None or target == number:
+                await self._pause()
+                continue
+            try:
+                await self._bring_up(target)
+            except AbandonedError:
+                continue
+            except Exception as error:  # of the registry, the files, the engine: what runs goes on
+                self._fail(target, str(error))
+
+    def _target(self) -> int | None:
+        """What is wanted, or else what has answered before; None while both must wait."""
+        for number in (self.wanted, self._good):
+            if number is not None and self._waiting(number) <= 0:
+                return number
+        return None
+
+    def _waiting(self, number: int) -> float:
+        trouble = self._trouble.get(number)
+        return trouble.until - time.monotonic() if trouble else 0.0
+
+    async def _pause(self) -> None:
+        """Wait for news, or until what has failed may be tried again."""
+        current = self.current.launch.number if self.current else None
+        blocked = {self.wanted, self._good} - {None, current}
+        delays = [self._waiting(number) for number in blocked if number is not None]
+        seconds = max(SHORTEST_DELAY_SECONDS, min(delays)) if delays else None
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    async def _bring_up(self, number: int) -> None:
+        """Start a version's engine and let it answer."""
+        begun, asked = time.monotonic(), self.wanted
+        self.state = "switching" if self.current else "starting"
+        launch = await asyncio.to_thread(self._launch, number)
+        if self.current is not None and not await self._fits(launch):
+            LOG.warning("version %d starts in place of the old one; requests wait", number)
+            await self._take_away("instead")
+        engine = Engine(launch, self.client)
+        self._engines.add(engine)
+        try:
+            await engine.start(on_end=self._changed.set)
+            await engine.wait_until_ready(self._patience.start, wanted=lambda: self.wanted == asked)
+        except BaseException:
+            self._spawn(self._end(engine))
+            self.state = "serving" if self.current else "waiting"
+            raise
+        if self.current is not None:
+            self._take_away("beside")
+        self.current, self._good, self.state = engine, number, "serving"
+        self._said.pop(number, None)
+        self._there.set()
+        LOG.info("version %d answers, after %.1f s", number, time.monotonic() - begun)
+
+    async def _fits(self, launch: Launch) -> bool:
+        """Whether another engine has room beside those that run."""
+        if self._swap != "auto":
+            return self._swap == "beside"
+        if not has_room(launch.weights) and self._retiring:
+            await asyncio.wait(self._retiring)  # those make room first
+        return has_room(launch.weights)
+
+    def _take_away(self, how: str) -> asyncio.Task:
+        """Let the current engine answer no more; returns the task that drains and ends it."""
+        engine, self.current = self.current, None
+        assert engine is not None
+        self._there.clear()
+        task = self._spawn(self._retire(engine, how))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+        return task
+
+    async def _retire(self, engine: Engine, how: str) -> None:
+        drained = await engine.drain(self._patience.drain)
+        if not drained:
+            LOG.warning("version %d: %d requests cut", engine.launch.number, engine.in_flight)
+        await self._end(engine)
+        note = {"version": engine.launch.number, "how": how, "drained": drained}
+        self.left = [*self.left[-4:], {**note, "requests": engine.served}]
+
+    async def _end(self, engine: Engine) -> None:
+        try:
+            await engine.stop()
+        finally:
+            self._engines.discard(engine)
+
+    def _notice(self) -> None:
+        """See whether the engine in front has died, and take it away if so."""
+        engine = self.current
+        if engine is None or engine.alive:
+            return
+        number = engine.launch.number
+        if time.monotonic() - engine.born > STEADY_SECONDS:
+            self._trouble.pop(number, None)
+        self._fail(
+            number, f"the engine has ended. The end of {engine.launch.log}:\n{engine.tail()}"
+        )
+        self._take_away("died")
+        self.state = "waiting"
+        self._changed.set()
+
+    def _fail(self, number: int, message: str) -> None:
+        """Count a failure of a version: it is tried again later, and later each time."""
+        trouble = self._trouble.setdefault(number, _Trouble())
+        trouble.count += 1
+        delay = min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2 ** (trouble.count - 1))
+        trouble.until = time.monotonic() + delay
+        self._report(number, message)
+
+    def _report(self, what: int | str, message: str) -> None:
+        """Remember a failure for the status; log it the first time."""
+        when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        self.last_failure = {"when": when, "of": what, "message": message}
+        first_line = message.split("\n", 1)[0]
+        if self._said.get(what) != first_line:
+            self._said[what] = first_line
+            LOG.error("version %s: %s" if isinstance(what, int) else "%s: %s", what, message)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            LOG.critical("a bug: the alias is followed no more", exc_info=task.exception())
+            self.on_break()

@@ -1,0 +1,1 @@
+"""The engines that a registered version can be served with."""
