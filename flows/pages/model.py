@@ -212,7 +212,7 @@ def _datasets(session: "FlowSession") -> list[DatasetRecord]:
                 DatasetRecord(
                     name=f"{domain}/{split}",
                     sha256=entry["sha256"],
-                    source=str(session.workspace.path(f"corpora/{domain}/{split}")),
+                    source=f"{session.workspace.root.name}/corpora/{domain}/{split}",
                     context=SPLIT_CONTEXT[split],
                     profile={key: entry[key] for key in ("documents", "tokens", "bytes")},
                 )

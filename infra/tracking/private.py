@@ -17,7 +17,16 @@ from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from mlflow.store.artifact.mlflow_artifacts_repo import MlflowArtifactsRepository
 from mlflow.tracking._tracking_service.utils import _get_store, get_tracking_uri
 from mlflow.utils.uri import validate_path_is_safe
+from sqlalchemy import text
 
+LOCATIONS = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+)
+"""Tables and columns of MLflow's database that say where files are."""
 SCHEME = "mlflow-artifacts"
 """Of files that a server finds below its ``--artifacts-destination``."""
 USES = {
@@ -32,6 +41,10 @@ USES = {
     "mlflow.store.artifact.mlflow_artifacts_repo:MlflowArtifactsRepository": (
         "finds them through a server"
     ),
+    "mlflow.store.tracking.dbmodels.models:SqlRun.artifact_uri": (
+        "where files are; no client's call changes it"
+    ),
+    "mlflow.store.model_registry.dbmodels.models:SqlModelVersion.storage_location": "likewise",
     "mlflow.utils.uri:validate_path_is_safe": "refuses a path that leads out of its folder",
     "mlflow.tracking._tracking_service.utils:get_tracking_uri": (
         "the address of whoever gives none"
@@ -63,6 +76,23 @@ def deletion(uri: str, kind: Literal["run", "logged_model"]) -> Callable[[str], 
 def create_database(uri: str) -> None:
     """Make MLflow's tables, if there are none; files of its default experiment are a server's."""
     _get_store(uri, f"{SCHEME}:/")
+
+
+def rename_location(uri: str, old: str, new: str) -> None:
+    """Name the place of an experiment's files anew, with those of its runs and models.
+
+    Args:
+        uri: The address of the database.
+        old: Where the experiment's files are, as the database says.
+        new: What it is to say.
+    """
+    values = {"old": old, "new": new, "inside": f"{old}/"}
+    with _get_store(uri).engine.begin() as connection:
+        for table, column in LOCATIONS:
+            rest = f"substr({column}, length(:old) + 1)"
+            named = f"{column} = :old OR substr({column}, 1, length(:inside)) = :inside"
+            change = f"UPDATE {table} SET {column} = :new || {rest} WHERE {named}"
+            connection.execute(text(change), values)
 
 
 def delete_files(location: str, uri: str) -> None:

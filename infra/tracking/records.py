@@ -13,7 +13,7 @@ class DatasetRecord:
     Args:
         name: Domain and split, as people call it (``python/train``).
         sha256: Of its content.
-        source: Where it came from.
+        source: Where it lies, seen from the home, which may be moved.
         context: What the run does with it (``training``, ``calibration``, ``evaluation``).
         profile: Numbers about it (documents, tokens, bytes).
     """
