@@ -30,6 +30,7 @@ ONLY_IN = {
     "mlflow": {
         "infra/tracking/private.py",
         "infra/tracking/registry.py",
+        "infra/tracking/renaming.py",
         "infra/tracking/retention.py",
         "infra/tracking/runs.py",
         "infra/tracking/served.py",
