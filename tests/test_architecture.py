@@ -31,6 +31,7 @@ ONLY_IN = {
         "infra/readers/ask/ask_mlflow.py",
         "infra/tracking/private.py",
         "infra/tracking/registry.py",
+        "infra/tracking/renaming.py",
         "infra/tracking/retention.py",
         "infra/tracking/runs.py",
         "infra/tracking/served.py",

@@ -133,7 +133,7 @@ def _datasets(session: FlowSession) -> list[DatasetRecord]:
         DatasetRecord(
             name=f"instructions/{name}",
             sha256=own["sha256"],
-            source=str(folder / name),
+            source=f"{session.workspace.root.name}/instructions/{name}",
             context="training" if name.startswith("train/") else "evaluation",
             profile={"instances": own["instances"]},
         )

@@ -97,7 +97,7 @@ def publish_outcome(
     version = outcome.version.reference
     run.set_tags({"upcycle.version": version, "upcycle.decision": outcome.verdict})
     report = session.workspace.path("report")
-    run.describe(f"{(report / MARKDOWN).read_text()}\n`{version}`: {outcome.verdict}")
+    run.describe(f"`{version}`: {outcome.verdict}\n\n{(report / MARKDOWN).read_text()}")
     publish_pictures(session.recipe.name, sorted(report.glob("*.png")))
     publish_links(session, outcome.version)
 
@@ -212,7 +212,7 @@ def _datasets(session: "FlowSession") -> list[DatasetRecord]:
                 DatasetRecord(
                     name=f"{domain}/{split}",
                     sha256=entry["sha256"],
-                    source=str(session.workspace.path(f"corpora/{domain}/{split}")),
+                    source=f"{session.workspace.root.name}/corpora/{domain}/{split}",
                     context=SPLIT_CONTEXT[split],
                     profile={key: entry[key] for key in ("documents", "tokens", "bytes")},
                 )

@@ -204,11 +204,11 @@ def open_session(flow_name: str, recipe: Recipe) -> Iterator[FlowSession]:
         recipe = with_lineage(recipe, workspace)
         versions = Versions(workspace.root)
         prepare(versions, recipe)
-        tracker = Tracker(settings, f"upcycle-{recipe.name}")
+        tracker, commit = Tracker(settings, f"upcycle-{recipe.name}"), code_version(CODE)
+        # MLflow's pages show a tag of their own, and compare runs by it.
+        tags = {"git.commit": commit, "mlflow.source.git.commit": commit.partition("-")[0]}
         with (
-            tracker.start_run(
-                flow_name, workspace=workspace.root, tags={"git.commit": code_version(CODE)}
-            ) as run,
+            tracker.start_run(flow_name, workspace=workspace.root, tags=tags) as run,
             cluster(settings, recipe.compute.cpus, CODE, workspace=workspace.root),
         ):
             run.log_params(resolve(recipe))
@@ -250,7 +250,9 @@ def _recording(
     def record(label: str, made_from: Mapping[str, Any]) -> Iterator[Recorder]:
         with tracker.start_run(label, parent=parent) as run:
             run.log_params({"params": made_from["params"], "inputs": made_from["inputs"]})
+            began = time.time()
             yield run
+            run.log_metrics({"seconds": time.time() - began})
 
     return record
 

@@ -3,10 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
-from urllib.request import url2pathname
 
 
 @dataclass(frozen=True)
@@ -16,7 +13,7 @@ class DatasetRecord:
     Args:
         name: Domain and split, as people call it (``python/train``).
         sha256: Of its content.
-        source: Where it came from.
+        source: Where it lies, seen from the home, which may be moved.
         context: What the run does with it (``training``, ``calibration``, ``evaluation``).
         profile: Numbers about it (documents, tokens, bytes).
     """
@@ -100,9 +97,3 @@ def flatten(values: Mapping[str, Any], *, length: int, prefix: str = "") -> dict
         text = json.dumps(value, default=str) if is_list else str(value)
         flat[f"{prefix}{key}"] = text if len(text) <= length else text[: length - 1] + "…"
     return flat
-
-
-def local_folder(location: str) -> Path | None:
-    """The folder on this machine that an address of MLflow's is; None of any other."""
-    parsed = urlparse(location)
-    return Path(url2pathname(parsed.path)) if parsed.scheme == "file" else None

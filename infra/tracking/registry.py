@@ -5,16 +5,19 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from mlflow.artifacts import download_artifacts, load_text
+from mlflow.artifacts import download_artifacts
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from infra.recipe.names import masked
 from infra.settings import Settings
-from infra.tracking.records import Registration, Version, flatten, local_folder
+from infra.tracking.locations import local_folder
+from infra.tracking.private import delete_files
+from infra.tracking.records import Registration, Version, flatten
 from infra.tracking.runs import METRICS_PER_CALL, PARAM_LENGTH, Run, milliseconds, open_database
 from infra.tracking.served import write_mlmodel
 from upcycle_core.checkpoints.place import make_once
@@ -37,6 +40,7 @@ class Registry:
     """
 
     def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._uri = settings.mlflow_tracking_uri
         self._client = open_database(settings)
 
@@ -139,7 +143,9 @@ class Registry:
             if path not in {entry.path for entry in listed}:
                 return None
             location = self._client.get_logged_model(version.model_id).artifact_location
-            return load_text(f"{location}/{path}")
+            with tempfile.TemporaryDirectory() as folder:
+                own = {"dst_path": folder, "tracking_uri": self._uri}
+                return Path(download_artifacts(f"{location}/{path}", **own)).read_text()
         except (MlflowException, OSError) as error:
             said = masked(str(error))
             remedy = f"its {file} cannot be read ({said}); see that MLflow's files are there"
@@ -213,16 +219,17 @@ class Registry:
         """
         version = self.referenced(reference)
         model = self._client.get_logged_model(version.model_id) if version.model_id else None
-        folder = None if model is None else local_folder(model.artifact_location)
+        folder = None if model is None else local_folder(model.artifact_location, self._settings)
         return folder if folder is not None and (folder / "config.json").is_file() else None
 
     def _empty(self, reference: str) -> str:
         """Why nothing came of a version's files."""
         model_id = self.referenced(reference).model_id
         where = self._client.get_logged_model(model_id).artifact_location if model_id else "?"
+        said = str(local_folder(where, self._settings) or masked(where))
         return (
-            f"no config.json came from {masked(where)}, where its files are: that place must be "
-            "reachable from this machine"
+            f"no config.json came from {said}, where its files are: that place must be reachable "
+            "from this machine; or ask the server that has them: MLFLOW_TRACKING_URI=http://HOST:PORT"
         )
 
     def referenced(self, reference: str) -> Version:
@@ -254,12 +261,21 @@ class Registry:
             self._copy_files(model.model_id, directory, registration, run)
         except BaseException:
             client.finalize_logged_model(model.model_id, "FAILED")
-            _remove_files(model)
+            self._remove_files(model)
             raise
         client.finalize_logged_model(model.model_id, "READY")
         self._log_scores(model.model_id, registration.metrics, run)
         client.log_outputs(run.id, [LoggedModelOutput(model.model_id, step=0)])
         return model.model_id
+
+    def _remove_files(self, model: LoggedModel) -> None:
+        """Remove what was copied of a model, which may be what filled the disk."""
+        folder = local_folder(model.artifact_location, self._settings)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        with suppress(MlflowException, OSError):  # the error that brought us here is the one to see
+            delete_files(model.artifact_location, self._uri)
 
     def _log_scores(self, model_id: str, metrics: Mapping[str, float], run: Run) -> None:
         now = milliseconds()
@@ -322,10 +338,3 @@ def _take_checkpoint(registry: Registry, reference: str, out: Path) -> None:
             if path.is_file() and not (out / path.name).exists():
                 path.rename(out / path.name)
     shutil.rmtree(files)
-
-
-def _remove_files(model: LoggedModel) -> None:
-    """Remove what was copied of a model, which may be what filled the disk."""
-    folder = local_folder(model.artifact_location)
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -13,8 +13,9 @@ from mlflow.entities import Run as RunEntity
 
 from infra.recipe.schema import KeepConfig
 from infra.settings import Settings
+from infra.tracking.locations import local_folder
 from infra.tracking.private import delete_files, deletion
-from infra.tracking.records import Version, local_folder
+from infra.tracking.records import Version
 from infra.tracking.registry import MODEL_SCHEME, Registry
 from infra.tracking.runs import open_database
 
@@ -55,6 +56,7 @@ class Records:
     def __init__(self, settings: Settings, experiment: str) -> None:
         self._client = open_database(settings)
         self._registry = Registry(settings)
+        self._settings = settings
         self._uri = settings.mlflow_tracking_uri
         found = self._client.get_experiment_by_name(experiment)
         self._experiment = None if found is None else found.experiment_id
@@ -102,11 +104,11 @@ class Records:
 
     def model_files(self, model_id: str) -> list[Path]:
         """Files of a stored model on this machine."""
-        return _files(self._client.get_logged_model(model_id).artifact_location)
+        return self._files(self._client.get_logged_model(model_id).artifact_location)
 
     def run_files(self, run_id: str) -> list[Path]:
         """Files of a run on this machine."""
-        return _files(self._client.get_run(run_id).info.artifact_uri or "")
+        return self._files(self._client.get_run(run_id).info.artifact_uri or "")
 
     def delete_version(self, version: Version) -> bool:
         """Delete ``version`` and its model for good; not if an alias points at it by now."""
@@ -119,12 +121,12 @@ class Records:
 
     def delete_model(self, model_id: str) -> None:
         """Delete a stored model and its files for good."""
-        _remove_files(self._client.get_logged_model(model_id).artifact_location)
+        self._remove_files(self._client.get_logged_model(model_id).artifact_location)
         self._delete(model_id, "logged_model", self._client.delete_logged_model)
 
     def delete_run(self, run_id: str) -> None:
         """Delete a run and its files for good."""
-        _remove_files(self._client.get_run(run_id).info.artifact_uri or "")
+        self._remove_files(self._client.get_run(run_id).info.artifact_uri or "")
         self._delete(run_id, "run", self._client.delete_run)
 
     def _delete(
@@ -133,6 +135,20 @@ class Records:
         # `mlflow gc` does no other; by itself it would empty everybody's bin. What a server holds
         # is marked, until `mlflow gc` runs there.
         (deletion(self._uri, kind) or mark)(id_)
+
+    def _files(self, location: str) -> list[Path]:
+        folder = local_folder(location, self._settings)
+        return [] if folder is None else [file for file in folder.rglob("*") if file.is_file()]
+
+    def _remove_files(self, location: str) -> None:
+        folder = local_folder(location, self._settings)
+        if folder is None:
+            delete_files(location, self._uri)
+            return
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+        with suppress(OSError):  # MLflow gives each a folder of its own
+            folder.parent.rmdir()
 
     def _models(self) -> Sequence[LoggedModel]:
         return self._pages(self._client.search_logged_models, [self._experiment])
@@ -175,19 +191,3 @@ def _expired(runs: Sequence[RunEntity], needed: set[str], keep: int) -> list[str
 
 def _age(run: RunEntity) -> tuple[int, str]:
     return run.info.start_time, run.info.run_id
-
-
-def _files(location: str) -> list[Path]:
-    folder = local_folder(location)
-    return [] if folder is None else [file for file in folder.rglob("*") if file.is_file()]
-
-
-def _remove_files(location: str) -> None:
-    folder = local_folder(location)
-    if folder is None:
-        delete_files(location)
-        return
-    with suppress(FileNotFoundError):
-        shutil.rmtree(folder)
-    with suppress(OSError):  # MLflow gives each a folder of its own
-        folder.parent.rmdir()

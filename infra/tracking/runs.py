@@ -17,14 +17,30 @@ from typing import Any, cast
 
 import mlflow
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import (
+    Dataset,
+    DatasetInput,
+    Experiment,
+    InputTag,
+    Metric,
+    Param,
+    RunTag,
+)
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
 from infra.recipe.names import masked
 from infra.settings import Settings
-from infra.tracking.records import DatasetRecord, flatten, local_folder
-from upcycle_core.errors import Fault, InputError
+from infra.tracking.locations import (
+    address,
+    home_id,
+    is_database,
+    local_folder,
+    prepare_home,
+    use_files,
+)
+from infra.tracking.records import DatasetRecord, flatten
+from upcycle_core.errors import Fault, InputError, raise_faults
 
 # What MLflow takes in one call, in one value.
 METRICS_PER_CALL = 1000
@@ -36,6 +52,9 @@ DIGEST_LENGTH = 36
 COPYING = frozenset({"log_artifacts", "log_model_artifacts", "log_text"})
 
 WORKSPACE_TAG = "upcycle.workspace"
+"""Of a flow's run: its workspace, seen from the home."""
+HOME_TAG = "upcycle.home"
+"""Of a flow's run and of an experiment: the home, which may be moved."""
 
 
 class Run:
@@ -112,6 +131,7 @@ class Tracker:
 
     def __init__(self, settings: Settings, experiment: str) -> None:
         self._client = open_database(settings)
+        self._settings = settings
         self._experiment_id = _experiment_id(self._client, settings, experiment)
 
     @contextmanager
@@ -138,10 +158,11 @@ class Tracker:
         labels = {"mlflow.source.name": name, "mlflow.source.type": "LOCAL", **(tags or {})}
         if workspace is not None:
             self.close_interrupted(workspace)
-            labels[WORKSPACE_TAG] = str(workspace.resolve())
+            labels |= self._place(workspace)
         if parent is not None:
             labels["mlflow.parentRunId"] = parent.id
-            labels |= {key: parent.tags[key] for key in (WORKSPACE_TAG,) if key in parent.tags}
+            inherited = (WORKSPACE_TAG, HOME_TAG)
+            labels |= {key: parent.tags[key] for key in inherited if key in parent.tags}
         created = self._client.create_run(self._experiment_id, run_name=name, tags=labels)
         run = Run(self._client, self._experiment_id, created.info.run_id, labels)
         try:
@@ -162,11 +183,22 @@ class Tracker:
         """
         experiments = [found.experiment_id for found in self._client.search_experiments()]
         running = self._client.search_runs(experiments, "attributes.status = 'RUNNING'")
-        here = str(workspace.resolve())
-        ids = [run.info.run_id for run in running if run.data.tags.get(WORKSPACE_TAG) == here]
+        here = self._place(workspace).items()
+        earlier = {WORKSPACE_TAG: str(workspace.resolve())}.items()
+        ids = [
+            run.info.run_id
+            for run in running
+            if here <= run.data.tags.items() or earlier <= run.data.tags.items()
+        ]
         for run_id in ids:
             self._client.set_terminated(run_id, "KILLED")
         return ids
+
+    def _place(self, workspace: Path) -> dict[str, str]:
+        """Tags that say which workspace it is, wherever its home is moved."""
+        root, home = workspace.resolve(), self._settings.home.resolve()
+        inside = root.relative_to(home) if root.is_relative_to(home) else root
+        return {WORKSPACE_TAG: str(inside), HOME_TAG: home_id(self._settings)}
 
 
 def open_database(settings: Settings) -> MlflowClient:
@@ -180,10 +212,11 @@ def open_database(settings: Settings) -> MlflowClient:
     """
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
-    settings.mlflow_artifacts.mkdir(parents=True, exist_ok=True)
+    use_files(settings)
     with (settings.mlflow_artifacts.parent / "database.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
+            prepare_home(settings)
             client = MlflowClient(settings.mlflow_tracking_uri, settings.mlflow_tracking_uri)
             client.search_experiments(max_results=1)
         except (MlflowException, SQLAlchemyError, ImportError) as error:
@@ -231,24 +264,44 @@ class _OneAtATime:
 
 
 def _experiment_id(client: MlflowClient, settings: Settings, name: str) -> str:
-    local = not settings.mlflow_tracking_uri.startswith("http")
     found = client.get_experiment_by_name(name)
-    own = settings.mlflow_artifacts / name
     if found is not None:
-        theirs = local_folder(found.artifact_location)
-        is_shared = local and not settings.mlflow_tracking_uri.startswith("sqlite")
-        if is_shared and theirs is not None and theirs.resolve() != own.resolve():
-            remedy = f"another home uses it in the same database, with its files in {theirs}; give "
-            remedy += "the recipe another `name`, or run in that home"
-            raise InputError(Fault("MLflow experiment", name, remedy))
+        raise_faults(_faults(found, settings))
         return found.experiment_id
+    # A server puts files where it was told to.
+    own: dict[str, Any] = {}
+    if is_database(settings):
+        own = {"artifact_location": address(name), "tags": {HOME_TAG: home_id(settings)}}
     try:
-        return client.create_experiment(name, artifact_location=own.as_uri() if local else None)
+        return client.create_experiment(name, **own)
     except MlflowException:  # another flow was first
         found = client.get_experiment_by_name(name)
         if found is None:
             raise
+        raise_faults(_faults(found, settings))
         return found.experiment_id
+
+
+def _faults(found: Experiment, settings: Settings) -> Iterator[Fault]:
+    """What keeps a flow of this home from an experiment in the same database."""
+    if not is_database(settings):
+        return
+    if found.tags.get(HOME_TAG, home_id(settings)) != home_id(settings):
+        yield _foreign(found.name, "files in its own folder")
+    # As homes were told apart before they had an id.
+    named = found.artifact_location if found.artifact_location.startswith("file:") else ""
+    theirs, own = local_folder(named, settings), settings.mlflow_artifacts / found.name
+    is_shared = not settings.mlflow_tracking_uri.startswith("sqlite")
+    if is_shared and theirs is not None and theirs.resolve() != own.resolve():
+        yield _foreign(found.name, f"files in {theirs}")
+
+
+def _foreign(name: str, files: str) -> Fault:
+    remedy = (
+        f"another home uses it in the same database, with its {files}; give the recipe another "
+    )
+    remedy += "`name`, or run in that home"
+    return Fault("MLflow experiment", name, remedy)
 
 
 def _dataset_input(record: DatasetRecord) -> DatasetInput:

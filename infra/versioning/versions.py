@@ -5,6 +5,7 @@ the stages and the resolved recipe, its ``dvc.lock`` from what was published.
 """
 
 import configparser
+import os
 import re
 import subprocess
 import threading
@@ -91,8 +92,18 @@ class Versions:
         self._dvc("pull", *known)
 
     def _use(self, remote: str, *, verify: bool = False) -> None:
-        place = {"url": _quoted(remote), **({"verify": "True"} if verify else {})}
+        place = {"url": _quoted(self._seen(remote)), **({"verify": "True"} if verify else {})}
         self._configure({"core": {"remote": REMOTE}, f"'remote \"{REMOTE}\"'": place})
+
+    def _seen(self, remote: str) -> str:
+        """A remote as the project's settings name it: in its home, which may be moved, from there.
+
+        DVC looks for a relative one from the folder of its settings.
+        """
+        home = self.root.parent.resolve()
+        if "://" in remote or not Path(remote).resolve().is_relative_to(home):
+            return remote
+        return os.path.relpath(Path(remote).resolve(), self._config.parent.resolve())
 
     def _configure(self, settings: Mapping[str, Mapping[str, str]]) -> None:
         """Add to the project's settings. Each command of DVC takes two seconds to do it, and none

@@ -19,12 +19,14 @@ class Decision:
 
     Args:
         promoted: Whether the challenger becomes champion.
+        outcome: That and the figures that decided, in a few words (``refused: 89.89 < 90.00``).
         reason: Why, with all figures.
         challenger: The challenger's figure; higher is better, None if undefined.
         champion: The champion's; None if there is none.
     """
 
     promoted: bool
+    outcome: str
     reason: str
     challenger: float | None
     champion: float | None
@@ -43,9 +45,11 @@ def decide(gate: GateConfig, *, challenger: Figures, champion: Figures | None) -
     """
     mine = challenger[gate.metric]
     if champion is None:
-        return Decision(True, f"{gate.metric} {_shown(mine)}; there was no champion", mine, None)
+        reason = f"{gate.metric} {_shown(mine)}; there was no champion"
+        return Decision(True, f"promoted: {_shown(mine)}, the first", reason, mine, None)
     theirs = champion[gate.metric]
     promoted = mine is not None and theirs is not None and mine > theirs + gate.margin
+    decisive = _compared(mine, theirs, gate.margin)
     reason = (
         f"{gate.metric} {_shown(mine)} of the challenger "
         f"{'beats' if promoted else 'does not beat'} {_shown(theirs)} of the champion"
@@ -54,12 +58,14 @@ def decide(gate: GateConfig, *, challenger: Figures, champion: Figures | None) -
     for metric, points in gate.tolerances.items():
         new, old = challenger[metric], champion[metric]
         kept = new is not None and old is not None and old - new <= points
-        promoted = promoted and kept
+        if promoted and not kept:
+            promoted, decisive = False, f"{metric} {_compared(new, old, -points)}"
         reason += (
             f"; {metric} {_shown(new)} against {_shown(old)} "
             f"{'stays within' if kept else 'loses more than'} the tolerance of {points:g}"
         )
-    return Decision(promoted, reason, mine, theirs)
+    outcome = f"{'promoted' if promoted else 'refused'}: {decisive}"
+    return Decision(promoted, outcome, reason, mine, theirs)
 
 
 def figures(
@@ -98,6 +104,16 @@ def _task_figure(metric: str, row: str, tasks: TaskEvaluation | None) -> float |
         return results.metrics(tasks)["normalised_average"][row]
     score = tasks.scores[row][metric.removeprefix("task.")]
     return 100 * score.mean if score.higher_is_better else -score.mean
+
+
+def _compared(mine: float | None, theirs: float | None, margin: float) -> str:
+    """``89.89 < 90.00 + 0.1``: a figure, and what it had to be better than."""
+    sign = "?"
+    if mine is not None and theirs is not None:
+        goal = theirs + margin
+        sign = ">" if mine > goal else "<" if mine < goal else "="
+    change = f" {'+' if margin > 0 else '-'} {abs(margin):g}" if margin else ""
+    return f"{_shown(mine)} {sign} {_shown(theirs)}{change}"
 
 
 def _shown(figure: float | None) -> str:

@@ -25,6 +25,7 @@ from tasks.release.versions import (
     DECISION_TAG,
     EXPERTS_TAG,
     MODEL_TAG,
+    OUTCOME_TAG,
     PENDING_TAG,
     Outcome,
     expert_digests,
@@ -75,9 +76,15 @@ class Registrar:
             self.session.workspace.path("model"),
             metrics=metrics,
             scores=scores,
-            tags={MODEL_TAG: digest, DECISION_TAG: decision.reason, **(tags or {})},
+            tags={
+                OUTCOME_TAG: decision.outcome,
+                MODEL_TAG: digest,
+                DECISION_TAG: decision.reason,
+                **(tags or {}),
+            },
             promoted=decision.promoted,
-            description=f"{description}\n\nGate: {decision.reason}.\n",
+            # Lists show the beginning alone.
+            description=f"{decision.outcome}. {description}\n\nGate: {decision.reason}.\n",
         )
 
     def register(

@@ -16,6 +16,8 @@ from upcycle_core.errors import Fault, InputError
 MODEL_TAG = "upcycle.model"
 """Of a version: the digest of its files."""
 DECISION_TAG = "upcycle.decision"
+OUTCOME_TAG = "outcome"
+"""Of a version: the decision in a few words, under a name that lists show whole."""
 PREVIOUS_TAG = "upcycle.previous_champion"
 """Of a version that became champion: the number of the one before it, or ``none``."""
 ROLLED_BACK_TAG = "upcycle.rolled_back"

@@ -8,6 +8,7 @@ both, and the servers, in all of the phases.
 import base64
 import json
 import os
+import re
 import sys
 import urllib.parse
 from collections import Counter
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from disturbed import Disturbed, kill_flow, kill_worker
+from mlflow import MlflowClient
 from project import ROOT, Project
 from texts import pico_recipe, save_recipe, write_texts
 
@@ -118,6 +120,8 @@ def test_version_carries_what_made_it(project, registry, tmp_path):
     assert version.number == 1
     assert set(version.aliases) == {"challenger", "champion"}
     assert "no champion" in version.tags["upcycle.decision"]
+    assert re.fullmatch(r"promoted: \d+\.\d\d, the first", version.tags["outcome"])
+    assert version.description.startswith(version.tags["outcome"])
     assert version.metrics["normalised_average.dume"] > 0
     copy = registry.download("models:/upcycle-pico@champion", tmp_path / "model")
     recipe = yaml.safe_load((copy / "upcycle" / "recipe.yaml").read_text())
@@ -126,6 +130,21 @@ def test_version_carries_what_made_it(project, registry, tmp_path):
     assert "report" in lock["stages"]
     weights = (copy / "model.safetensors").read_bytes()
     assert weights == (project.workspace / "model" / "model.safetensors").read_bytes()
+
+
+def test_runs_say_their_outcome_commit_and_time(project, registry):
+    version = registry.find("upcycle-pico", "champion")
+    client = MlflowClient(read(project.environment()).mlflow_tracking_uri)
+    flow = client.get_run(version.run_id)
+    commit = flow.data.tags["mlflow.source.git.commit"]
+    assert flow.data.tags["git.commit"] in (commit, f"{commit}-modified")
+    assert flow.data.tags["mlflow.note.content"].startswith("`models:/upcycle-pico/1`: ")
+    sources = [json.loads(found.dataset.source)["uri"] for found in flow.inputs.dataset_inputs]
+    assert "pico/corpora/letters/train" in sources
+    parent = f"tags.mlflow.parentRunId = '{flow.info.run_id}'"
+    stages = client.search_runs([flow.info.experiment_id], parent)
+    assert {"seed", "experts@letters"} <= {run.info.run_name for run in stages}
+    assert all(run.data.metrics["seconds"] > 0 for run in stages)
 
 
 def test_documented_command_generates_text(project):

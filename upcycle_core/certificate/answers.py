@@ -38,12 +38,15 @@ class Distance:
 
     Args:
         logits: Largest difference of ``first``, in nats.
+        typical: Median over prompts of each one's largest: a token that a router sends elsewhere for
+            a rounded weight changes one prompt, and says nothing of the others.
         equal: Greedy tokens up to the first that differs, over all prompts.
         tokens: Of how many.
         difference: Prompt, token and our margin where the first one differs.
     """
 
     logits: float
+    typical: float
     equal: int
     tokens: int
     difference: tuple[int, int, float] | None
@@ -124,7 +127,6 @@ def distance(
         greedy: The reader's ids of each prompt.
         ends: Special tokens: some readers stop there, so that nothing behind one is compared.
     """
-    logits = moved(mine.first, first)
     equal = tokens = 0
     difference = None
     for prompt, (own, theirs) in enumerate(zip(mine.greedy, greedy, strict=True)):
@@ -133,9 +135,15 @@ def distance(
         equal, tokens = equal + same, tokens + length
         if same < length and difference is None:
             difference = (prompt, same, mine.margins[prompt][same])
-    return Distance(logits, equal, tokens, difference)
+    typical = moves(mine.first, first).median()
+    return Distance(moved(mine.first, first), float(typical), equal, tokens, difference)
 
 
 def moved(first: torch.Tensor, other: torch.Tensor) -> float:
     """Largest difference of two answers [P, V], in nats; what ``other`` has beyond V is padding."""
-    return float((first - other[:, : first.shape[1]]).abs().max())
+    return float(moves(first, other).max())
+
+
+def moves(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Largest difference of the answers to each prompt [P], in nats."""
+    return (first - other[:, : first.shape[1]]).abs().amax(1)

@@ -22,6 +22,7 @@ from infra import settings
 from infra.services.processes import read_records
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
+from infra.tracking.renaming import rename_folders
 from infra.tracking.runs import Tracker
 from upcycle_core.errors import InputError
 
@@ -40,6 +41,7 @@ from prefect import flow
 
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
+from infra.tracking.renaming import rename_folders
 from infra.tracking.runs import Tracker
 
 @flow
@@ -140,6 +142,15 @@ def ask(databases, name, query):
         connection.close()
 
 
+def change(databases, name, table, column, folder):
+    """Let a column name ``folder`` in place of the address that holds anywhere."""
+    connection = psycopg2.connect(dbname=name, **databases["sql"])
+    values = ("mlflow-artifacts:", folder.as_uri())
+    with connection, connection.cursor() as cursor:
+        cursor.execute(f"UPDATE {table} SET {column} = replace({column}, %s, %s)", values)
+    connection.close()
+
+
 @pytest.fixture
 def environment(databases, tmp_path):
     ours = ("PREFECT_", "MLFLOW_TRACKING_URI", "UPCYCLE_")
@@ -187,6 +198,15 @@ def test_a_run_a_version_and_an_alias_are_kept_there(databases, environment, tmp
     other = settings.read({**environment, "UPCYCLE_HOME": str(tmp_path / "home" / "other")})
     with pytest.raises(InputError, match="another home uses it"):
         Tracker(other, "direct")
+
+    # As earlier versions named files.
+    change(databases, "mlflow", "experiments", "artifact_location", place.mlflow_artifacts)
+    change(databases, "mlflow", "runs", "artifact_uri", place.mlflow_artifacts)
+    assert rename_folders(other) == []
+    assert rename_folders(place) == ["direct"]
+    assert ask(databases, "mlflow", "SELECT artifact_uri FROM runs") == [
+        (f"mlflow-artifacts:/direct/{run.id}/artifacts",)
+    ]
 
     # Files where they belong, and neither a database nor a file of MLflow's own choice.
     assert list(place.mlflow_artifacts.rglob("config.json"))

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -103,7 +104,7 @@ def ask(url: str, body: object = None) -> object:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """A home in which one flow ran on its own, and then everything was started."""
+    """A home in which one flow of an earlier version ran, and then everything was started."""
     folder = tmp_path_factory.mktemp("services")
     environment = environment_for(folder / "home")
     (folder / "flow").mkdir()
@@ -111,8 +112,14 @@ def environment(tmp_path_factory):
     try:
         alone = python(str(folder / "flow" / "hello.py"), environment=environment)
         assert alone.returncode == 0, alone.stderr
+        artifacts = settings.read(environment).mlflow_artifacts
+        with sqlite3.connect(artifacts.parent / "mlflow.db") as database:
+            folder_of = "UPDATE experiments SET artifact_location = ? WHERE name = 'hello'"
+            database.execute(folder_of, ((artifacts / "hello").as_uri(),))
         started = service("up", environment)
         assert started.returncode == 0, started.stderr
+        said = "hello: its files in MLflow are found from other machines too now\n"
+        assert started.stdout.startswith(said)
         yield environment
     finally:
         service("down", environment)
@@ -137,6 +144,7 @@ def test_what_ran_before_the_servers_is_in_them_afterwards(prefect, mlflow):
     (flow_run,) = ask(f"{prefect}/api/flow_runs/filter", {})
     assert flow_run["state_type"] == "COMPLETED"
     experiment = ask(f"{mlflow}/api/2.0/mlflow/experiments/get-by-name?experiment_name=hello")
+    assert experiment["experiment"]["artifact_location"] == "mlflow-artifacts:/hello"
     runs = ask(
         f"{mlflow}/api/2.0/mlflow/runs/search",
         {"experiment_ids": [experiment["experiment"]["experiment_id"]]},

@@ -1,9 +1,12 @@
-"""A registered version as MLflow's own tools see it: loaded, asked and served, without our code."""
+"""A registered version as MLflow's own tools see it: loaded, asked and served, without our code.
+
+They run on another machine: they know the address of the server, and see nothing of the home, which
+has been moved since.
+"""
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,13 +14,14 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import mlflow
 import pytest
 import torch
+from elsewhere import Elsewhere, home_with_port, mlflow_server_of
 from mlflow.models import get_model_info
+from prefect_server import free_port
+from project import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra import settings
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
@@ -34,18 +38,31 @@ ELSEWHERE = """
 import json, sys
 sys.modules["upcycle_core"] = sys.modules["infra"] = sys.modules["tasks"] = None
 import mlflow
-mlflow.set_tracking_uri(sys.argv[1])
-model = mlflow.pyfunc.load_model(sys.argv[2])
-said = model.predict(json.loads(sys.argv[3]), params={"max_new_tokens": 5})
+model = mlflow.pyfunc.load_model(sys.argv[1])
+said = model.predict(json.loads(sys.argv[2]), params={"max_new_tokens": 5})
 warm = {"max_new_tokens": 5, "temperature": 5.0, "seed": 3}
-twice = [model.predict(json.loads(sys.argv[3]), params=warm) for _ in range(2)]
+twice = [model.predict(json.loads(sys.argv[2]), params=warm) for _ in range(2)]
 print(json.dumps([said, *twice]))
+"""
+FLAVOUR = """
+import json, sys
+import mlflow
+pipeline = mlflow.transformers.load_model(sys.argv[1])
+settings = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
+found = [pipeline(question, **settings) for question in json.loads(sys.argv[2])]
+print(json.dumps([said[0]["generated_text"] for said in found]))
+"""
+DOWNLOAD = """
+import sys
+import mlflow
+print(mlflow.artifacts.download_artifacts(sys.argv[1], dst_path=sys.argv[2]))
 """
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return settings.read({"UPCYCLE_HOME": str(tmp_path_factory.mktemp("home"))})
+    """The home, and later where it is."""
+    return home_with_port(tmp_path_factory.mktemp("place") / "home")
 
 
 @pytest.fixture(scope="module")
@@ -84,19 +101,36 @@ def continued(directory, question, tokens=5):
     return tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
 
 
+@pytest.fixture(scope="module")
+def moved(place, registered):
+    """The home at another place than where the models were registered."""
+    home = place.home.with_name("moved")
+    place.home.rename(home)
+    return home_with_port(home)
+
+
+@pytest.fixture(scope="module")
+def elsewhere(moved, tmp_path_factory):
+    """A machine that has the server's address alone."""
+    with mlflow_server_of(moved) as address:
+        yield Elsewhere(tmp_path_factory.mktemp("elsewhere"), moved.home, address)
+
+
+def test_another_machine_sees_no_file_of_the_home(elsewhere, moved):
+    with pytest.raises(AssertionError, match="out of sight"):
+        elsewhere.run("-c", f"open({str(moved.mlflow_artifacts.parent / 'home-id')!r})")
+
+
 @pytest.mark.parametrize("kind", ["moe", "simoe"])
-def test_mlflow_loads_and_asks_it_where_nothing_of_ours_is(place, registered, kind):
-    reference = f"models:/{kind}@champion"
-    command = [sys.executable, "-c", ELSEWHERE, place.mlflow_tracking_uri, reference]
-    done = subprocess.run([*command, json.dumps(QUESTIONS)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    said, warm, again = json.loads(done.stdout.splitlines()[-1])
+def test_mlflow_loads_and_asks_it_where_nothing_of_ours_is(elsewhere, registered, kind):
+    said = elsewhere.run("-c", ELSEWHERE, f"models:/{kind}@champion", json.dumps(QUESTIONS))
+    said, warm, again = json.loads(said.splitlines()[-1])
     assert said == [continued(registered[kind], question) for question in QUESTIONS]
     assert warm == again != said
 
 
-def test_its_page_says_how_it_is_asked(place, registered):
-    mlflow.set_tracking_uri(place.mlflow_tracking_uri)
+def test_its_page_says_how_it_is_asked(moved, registered):
+    Registry(moved)  # without a server, MLflow finds files through it
     info = get_model_info("models:/moe@champion")
     assert [str(kind) for kind in info.signature.inputs.input_types()] == ["DataType.string"]
     names = {param.name: param.default for param in info.signature.params}
@@ -105,16 +139,32 @@ def test_its_page_says_how_it_is_asked(place, registered):
 
 
 @pytest.mark.parametrize("kind", ["moe", "simoe"])
-def test_its_flavour_of_transformers_loads_too(place, registered, kind):
-    mlflow.set_tracking_uri(place.mlflow_tracking_uri)
-    pipeline = mlflow.transformers.load_model(f"models:/{kind}@champion")
-    settings = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
-    found = [pipeline(question, **settings)[0]["generated_text"] for question in QUESTIONS]
-    assert found == [continued(registered[kind], question) for question in QUESTIONS]
+def test_its_flavour_of_transformers_loads_too(elsewhere, registered, kind):
+    said = elsewhere.run("-c", FLAVOUR, f"models:/{kind}@champion", json.dumps(QUESTIONS))
+    expected = [continued(registered[kind], question) for question in QUESTIONS]
+    assert json.loads(said.splitlines()[-1]) == expected
 
 
-def test_the_checkpoint_lies_beside_it_unchanged(place, registered, tmp_path):
-    out = Registry(place).download("models:/simoe@champion", tmp_path / "out")
+def test_what_is_downloaded_there_is_a_checkpoint(elsewhere, registered):
+    out = elsewhere.folder / "downloaded"
+    said = elsewhere.run("-c", DOWNLOAD, "models:/moe@champion", str(out))
+    assert Path(said.splitlines()[-1]) == out
+    expected = continued(registered["moe"], QUESTIONS[0])
+    assert continued(out, QUESTIONS[0]) == expected
+    for file in registered["moe"].iterdir():
+        assert (out / file.name).read_bytes() == file.read_bytes()
+
+
+def test_our_own_command_generates_there(elsewhere, registered):
+    options = ("--temperature", "0", "--tokens", "5")
+    command = ("-m", "flows.generate", "moe@champion", QUESTIONS[0], *options)
+    said = elsewhere.run(*command, cwd=ROOT)
+    assert said.strip() == QUESTIONS[0] + continued(registered["moe"], QUESTIONS[0])
+    assert list((elsewhere.folder / "workspace" / "models").rglob("model.safetensors"))
+
+
+def test_the_checkpoint_lies_beside_it_unchanged(moved, registered, tmp_path):
+    out = Registry(moved).download("models:/simoe@champion", tmp_path / "out")
     for file in registered["simoe"].iterdir():
         assert (out / file.name).read_bytes() == file.read_bytes()
     needed = (out / "requirements.txt").read_text()
@@ -125,16 +175,12 @@ def test_the_checkpoint_lies_beside_it_unchanged(place, registered, tmp_path):
 
 
 @pytest.mark.faults
-def test_mlflow_serves_it(place, registered):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_mlflow_serves_it(elsewhere, registered):
+    port = free_port()
     command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/moe@champion"]
     command += ["--env-manager", "local", "--host", "127.0.0.1", "--port", str(port)]
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # uvicorn's place
-    changed = {"MLFLOW_TRACKING_URI": place.mlflow_tracking_uri, "PATH": programs}
-    environment = {**os.environ, **changed}
-    server = subprocess.Popen(command, env=environment, start_new_session=True)
+    own = {"env": elsewhere.environment, "cwd": elsewhere.folder, "start_new_session": True}
+    server = subprocess.Popen(command, **own)
     try:
         asked = {"inputs": QUESTIONS, "params": {"max_new_tokens": 5}}
         said = answered(f"http://127.0.0.1:{port}/invocations", asked)

@@ -7,7 +7,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import unquote, urlparse
 
 import pytest
 import yaml
@@ -18,6 +17,7 @@ from texts import pico_recipe, save_recipe
 
 from infra import settings
 from infra.recipe.schema import KeepConfig, recipe_yaml
+from infra.tracking.locations import local_folder
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
 from infra.tracking.retention import Records
@@ -287,8 +287,8 @@ def test_a_version_that_gets_an_alias_meanwhile_stays(life):
 def test_a_kept_version_whose_files_are_lost_stops_it_all(life):
     client = MlflowClient(life.place.mlflow_tracking_uri)
     champion = life.registry.find(NAME, "champion")
-    place = client.get_logged_model(champion.model_id).artifact_location
-    (Path(unquote(urlparse(place).path)) / "upcycle" / "dvc.lock").unlink()
+    location = client.get_logged_model(champion.model_id).artifact_location
+    (local_folder(location, life.place) / "upcycle" / "dvc.lock").unlink()
     with pytest.raises(InputError, match=r"models:/upcycle-pico/1.*dvc.lock"):
         life.spares()
 

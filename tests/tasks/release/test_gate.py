@@ -123,3 +123,39 @@ def test_what_is_undefined_promotes_nobody():
     )
     assert not decision.promoted
     assert "task_average undefined of the challenger" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("gate", "mine", "theirs", "outcome"),
+    [
+        (GateConfig(), {"law": 20.0, "code": 10.0}, None, "promoted: 50.00, the first"),
+        (GateConfig(), {"law": 20.0, "code": 10.0}, {"law": 10.0, "code": 10.0}, "50.00 < 75.00"),
+        (GateConfig(), {"law": 10.0, "code": 10.0}, {"law": 20.0, "code": 10.0}, "75.00 > 50.00"),
+        (GateConfig(), {"law": 10.0, "code": 10.0}, {"law": 10.0, "code": 10.0}, "75.00 = 75.00"),
+        (
+            GateConfig(margin=30),
+            {"law": 10.0, "code": 10.0},
+            {"law": 20.0, "code": 10.0},
+            "75.00 < 50.00 + 30",
+        ),
+        (
+            GateConfig(tolerances={"perplexity.code": 1.0}),
+            {"law": 10.0, "code": 10.0},
+            {"law": 20.0, "code": 8.0},
+            "perplexity.code -10.00 < -8.00 - 1",
+        ),
+    ],
+)
+def test_outcome_is_the_comparison_that_decided(gate, mine, theirs, outcome):
+    decision = judged(gate, mine, theirs)
+    assert decision.outcome.endswith(outcome)
+    assert decision.outcome.startswith("promoted" if decision.promoted else "refused")
+
+
+def test_an_undefined_figure_is_refused_in_words():
+    decision = decide(
+        GateConfig(),
+        challenger={"normalised_average": None},
+        champion={"normalised_average": 56.25},
+    )
+    assert decision.outcome == "refused: undefined ? 56.25"

@@ -1,0 +1,67 @@
+"""Where MLflow's files lie: addresses that hold on every machine, and folders on this one.
+
+MLflow's database names files as ``mlflow-artifacts:/EXPERIMENT/RUN/artifacts``, wherever they are.
+A server finds them below its ``--artifacts-destination`` for everybody who has its address; a flow
+that works on the database itself finds them below the home. So a home can be moved.
+"""
+
+import uuid
+from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
+from infra.durable import write_atomically
+from infra.settings import Settings
+from infra.tracking.private import SCHEME, create_database, keep_files_in
+
+
+def address(name: str) -> str:
+    """Where the files of an experiment are, for the database."""
+    return f"{SCHEME}:/{name}"
+
+
+def is_database(settings: Settings) -> bool:
+    """Whether MLflow is its database here, with no server before it."""
+    return not settings.mlflow_tracking_uri.startswith("http")
+
+
+def holds_files(settings: Settings) -> bool:
+    """Whether MLflow's files lie in this home: not if a server elsewhere is asked for them."""
+    own = settings.mlflow_tracking_uri.rstrip("/") == settings.mlflow_url
+    return own or is_database(settings)
+
+
+def local_folder(location: str, settings: Settings) -> Path | None:
+    """The folder on this machine that an address of MLflow's is; None of any other."""
+    parsed = urlparse(location)
+    if parsed.scheme == "file":  # as they were named before
+        return Path(url2pathname(parsed.path))
+    inside = Path(parsed.path.lstrip("/"))
+    if parsed.scheme != SCHEME or parsed.netloc or ".." in inside.parts:
+        return None
+    return settings.mlflow_artifacts / inside if holds_files(settings) else None
+
+
+def use_files(settings: Settings) -> None:
+    """Let MLflow find what lies in this home without a server."""
+    settings.mlflow_artifacts.mkdir(parents=True, exist_ok=True)
+    if holds_files(settings):
+        keep_files_in(settings.mlflow_artifacts, settings.mlflow_tracking_uri)
+
+
+def home_id(settings: Settings) -> str:
+    """What tells this home from others that share its database, and moves with it."""
+    return _home_id(settings).read_text()
+
+
+def prepare_home(settings: Settings) -> None:
+    """Make the home's id, and its database unless a server has it; the database's lock is held."""
+    if _home_id(settings).exists():
+        return
+    if is_database(settings):
+        create_database(settings.mlflow_tracking_uri)
+    write_atomically(_home_id(settings), uuid.uuid4().hex)
+
+
+def _home_id(settings: Settings) -> Path:
+    return settings.mlflow_artifacts.parent / "home-id"
