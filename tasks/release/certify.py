@@ -33,8 +33,8 @@ PROMPT_TOKENS, NEW_TOKENS = 24, 16
 AS_IT_IS, EXCHANGED, ZEROED = "as-it-is", "exchanged", "zeroed"
 TOLERANCES = {"fp32": 2e-3, "F32": 2e-3, "F16": 0.15, "Q8_0": 0.7}
 """Difference of a logarithm of a probability that may be, in nats. Sums in another order cost 1e-4
-in a model of 30 layers. F16 keeps 11 bits of a weight, Q8_0 keeps 8 of weights and activations; there
-it is the typical prompt that counts, since rounding sends some tokens to another expert."""
+in a model of 30 layers. F16 keeps 11 bits of a weight, Q8_0 keeps 8 of weights and activations;
+there it is the typical prompt that counts, since rounding sends some tokens to another expert."""
 EXACT = ("fp32", "F32")
 FORMS = {"checkpoint": ("fp32",), "gguf": ("F32", "F16", "Q8_0")}
 # What a reader holds beside the weights in fp32: buffers, and the largest tensor once more.

@@ -38,8 +38,8 @@ class Distance:
 
     Args:
         logits: Largest difference of ``first``, in nats.
-        typical: Median over prompts of each one's largest: a token that a router sends elsewhere for
-            a rounded weight changes one prompt, and says nothing of the others.
+        typical: Median over prompts of each one's largest: a token that a router sends elsewhere
+            for a rounded weight changes one prompt, and says nothing of the others.
         equal: Greedy tokens up to the first that differs, over all prompts.
         tokens: Of how many.
         difference: Prompt, token and our margin where the first one differs.
