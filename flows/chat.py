@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from flows.running.command_line import command
 from flows.running.registered import Registered, add_model_arguments, load, registered
@@ -73,11 +74,11 @@ def serve(
     from upcycle_core.moe.trace import Routing
 
     class Server(uvicorn.Server):
-        """One that leaves signals to ``command``, which ends everything at once."""
+        """One that waits for no answer when a signal comes, and then hands the signal on."""
 
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            super().handle_exit(sig, frame)
+            self.force_exit = True
 
     model, tokenizer = load(found.directory, chosen)
     domains = [*found.recipe.get("domains", {})]

@@ -107,7 +107,7 @@ def trace(
     """
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None}
     if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature}
+        sampling = {"do_sample": True, "temperature": float(temperature)}
     ids_1S = torch.tensor([list(ids)], device=model.device)
     ends = _end_tokens(model)
     with _sent(model, through), _watched(model, through, is_stopped) as passed:
