@@ -1,6 +1,7 @@
 """A registered model, for commands that ask it: found, read in place and loaded."""
 
 import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def load(directory: Path, chosen: argparse.Namespace) -> tuple[Any, Any]:
     """The model and its tokenizer, as the command's arguments say.
 
     Raises:
-        InputError: The files do not belong together.
+        InputError: The files do not belong together, or the model is an encoder and a decoder.
     """
     import torch
     from transformers import AutoTokenizer
@@ -84,6 +85,9 @@ def load(directory: Path, chosen: argparse.Namespace) -> tuple[Any, Any]:
     from upcycle_core.checkpoints.load import load_causal_lm
     from upcycle_core.precision import weights_type
 
+    if json.loads((directory / "config.json").read_text()).get("is_encoder_decoder"):
+        remedy = "is an encoder and a decoder; name a model that continues text"
+        raise InputError(Fault("model", chosen.model, remedy))
     register_architectures()
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
