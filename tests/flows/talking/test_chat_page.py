@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import time
+from argparse import Namespace
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from talking import CONTEXT, DOMAINS, LAYERS, register, save_talkative, talk
 from transformers import AutoTokenizer
 
 from flows.chat import listening, main
+from flows.running.registered import load
 from flows.talking.prompts import example_prompts
 from flows.talking.speaker import Question, Speaker, expert_names
 from infra.services.stopping import LINE
@@ -291,6 +293,14 @@ def test_ders_shows_its_experts_and_says_that_it_has_no_average(tmp_path):
     assert (said["routing"], said["experts"], said["context"]) == ("layer", [*DOMAINS], 128)
     assert (said["chosen"], said["averages"]) == (2, False)
     assert len(answered(speaker, prompt="ab", **GREEDY)[0]["layers"]) == 2
+
+
+def test_an_encoder_and_a_decoder_are_refused(tmp_path):
+    path = save_pico(tmp_path / "model")
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"is_encoder_decoder": True}))
+    with pytest.raises(InputError, match="model = 'm@1': is an encoder and a decoder"):
+        load(path, Namespace(model="m@1", device="cpu", precision="fp32"))
 
 
 def test_a_domain_nobody_knows_begins_as_its_own_text_does(tmp_path):
