@@ -134,6 +134,7 @@ def test_it_stops_inside_a_pass(joined):
     seen, ending = traced(model, is_stopped=is_stopped)
     # Asked for the prompt, and of each pass in both layers and after: the third is left half-way.
     assert (len(answer_of(seen)), ending) == (2, "stopped")
+    assert len(asked) == 9
     assert answer_of(traced(model)[0])[:2] == answer_of(seen)
 
 
