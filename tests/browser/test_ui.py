@@ -1,8 +1,6 @@
 """What people see in a browser: the form, a run with its artifacts, the registry's page."""
 
-import os
 import re
-import shutil
 
 import pytest
 import yaml
@@ -12,8 +10,6 @@ from infra.services.deployments import PREFECT_FILE, deploy
 
 pytestmark = pytest.mark.faults
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-SECONDS = 600
 SEED = "Seed of every random choice. At least 0, less than 4294967296."
 
 
@@ -27,24 +23,6 @@ def served(tmp_path_factory):
         (folder / "prefect.yaml").write_text(yaml.safe_dump(content))
         assert deploy(project.settings, prefect_file=folder / "prefect.yaml") == ["dume/demo"]
         yield project
-
-
-@pytest.fixture
-def page():
-    """A page of the system's browser; there has to be one."""
-    from playwright.sync_api import expect, sync_playwright
-
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.fail(f"no {', '.join(BROWSERS)} on the PATH; on Debian: apt-get install chromium")
-    expect.set_options(timeout=SECONDS * 1000)
-    as_root = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=browser, args=as_root)
-        page = opened.new_page(viewport={"width": 1280, "height": 900})
-        page.set_default_timeout(SECONDS * 1000)
-        yield page
-        opened.close()
 
 
 def open_form(page, settings):

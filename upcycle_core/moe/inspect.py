@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_FFN = ("gate_up_proj", "down_proj")
+"""Weights of all experts of a layer, [D, 2 I, H] and [D, H, I]."""
 
 
 def routers_of(model: nn.Module) -> list[Any]:
@@ -91,6 +93,35 @@ def force_expert(model: nn.Module, index: int) -> Iterator[None]:
         return logits, torch.ones_like(weights[:, :1]), torch.full_like(chosen[:, :1], index)
 
     with _hooks(router.register_forward_hook(force) for router in routers):
+        yield
+
+
+@contextmanager
+def average_experts(model: nn.Module) -> Iterator[None]:
+    """Inside, every token of every layer goes through the mean of the experts, with weight 1.
+
+    What is no routed expert stays. Beside the model, one expert of every layer is held.
+
+    Raises:
+        InputError: The experts' weights do not lie one upon the other, as in a DeRS model.
+    """
+    experts = [block.experts for block in _blocks(model)]
+    if not all(
+        isinstance(getattr(own, name, None), nn.Parameter) for own in experts for name in _FFN
+    ):
+        remedy = "its experts are not stored as weights that can be averaged; write it as a stock "
+        remedy += "MoE first (upcycle_core.ders.expand)"
+        raise InputError(Fault("model", type(model).__name__, remedy))
+    with ExitStack() as stack:
+        stack.enter_context(force_expert(model, 0))
+        for own in experts:
+            for name in _FFN:
+                weight = getattr(own, name)
+                mean = weight.detach().mean(dim=0, keepdim=True, dtype=torch.float32)
+                setattr(own, name, nn.Parameter(mean.to(weight.dtype), requires_grad=False))
+                stack.callback(setattr, own, name, weight)
+            stack.callback(setattr, own, "num_experts", own.num_experts)
+            own.num_experts = 1
         yield
 
 

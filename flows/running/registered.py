@@ -1,0 +1,95 @@
+"""A registered model, for commands that ask it: found, read in place and loaded."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infra.settings import Settings
+from infra.tracking.records import Version
+from infra.tracking.registry import MODEL_SCHEME, Registry
+from upcycle_core.corpora.config import Bos
+from upcycle_core.errors import Fault, InputError
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A version of a registered model.
+
+    Args:
+        version: As the registry has it.
+        directory: Its checkpoint: where it lies on this machine, or else a copy.
+        recipe: What made it; empty of a version of others.
+    """
+
+    version: Version
+    directory: Path
+    recipe: Mapping[str, Any]
+
+    @property
+    def bos(self) -> Bos:
+        """What stood before the texts that the model was made and judged on."""
+        return self.recipe.get("corpus", {}).get("bos", "auto")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Let a command name a model, and say where and how it computes."""
+    parser.add_argument("model", help="NAME@ALIAS or NAME/VERSION in the MLflow registry")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1; by default a GPU where there is one")
+    parser.add_argument(
+        "--precision", choices=("auto", "fp32", "bf16"), default="fp32", help="arithmetic"
+    )
+
+
+def _named(reference: str) -> str:
+    """``models:/NAME@ALIAS`` or ``models:/NAME/VERSION`` of what was typed.
+
+    Raises:
+        InputError: It names no version.
+    """
+    name = reference.removeprefix(MODEL_SCHEME)
+    if not {"@", "/"} & set(name):
+        remedy = f"names no version; write {name}@champion or {name}/1"
+        raise InputError(Fault("model", reference, remedy))
+    return f"{MODEL_SCHEME}{name}"
+
+
+def registered(reference: str, settings: Settings) -> Registered:
+    """Find a version and its files.
+
+    Raises:
+        InputError: There is no such version, or its files cannot be read.
+    """
+    reference, registry = _named(reference), Registry(settings)
+    here = registry.place(reference)
+    directory = registry.fetch(reference, settings.home / "models") if here is None else here
+    version = registry.referenced(reference)
+    recipe = yaml.safe_load(registry.text(version, "recipe.yaml") or "{}")
+    return Registered(version, directory, recipe)
+
+
+def load(directory: Path, chosen: argparse.Namespace) -> tuple[Any, Any]:
+    """The model and its tokenizer, as the command's arguments say.
+
+    Raises:
+        InputError: The files do not belong together, or the model is an encoder and a decoder.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    from tasks.scoring.architectures import register_architectures
+    from upcycle_core.checkpoints.load import load_causal_lm
+    from upcycle_core.precision import weights_type
+
+    if json.loads((directory / "config.json").read_text()).get("is_encoder_decoder"):
+        remedy = "is an encoder and a decoder; name a model that continues text"
+        raise InputError(Fault("model", chosen.model, remedy))
+    register_architectures()
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = weights_type(chosen.precision, device)
+    return load_causal_lm(directory, dtype=dtype, device=device), tokenizer
