@@ -80,7 +80,7 @@ serve: env ## Serve a registered model on loopback, the champion of the moment (
 test: env ## The tests
 	$(RUN) -m pytest -m 'not faults'
 
-test-faults: env ## The long tests: flows killed, files damaged, settings changed
+test-faults: env readers ## The long tests: flows killed, files damaged, every reader asked
 	$(RUN) -m pytest -m faults
 
 bench: env ## Every benchmark

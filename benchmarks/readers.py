@@ -168,7 +168,7 @@ def opened(reader: Reader, form: str, models: dict[str, Source], place: Path) ->
 
 def _together(reader: Reader, form: str, models: dict[str, Source], place: Path) -> dict[str, Row]:
     """Ask for all models at once; the prompts are those that the experts of one of them write."""
-    one = list(models.values())[-1]  # as many prompts as it has experts
+    one = list(models.values())[len(models) // 2]  # as many prompts as it has experts
     looks = reader.takes == "checkpoint"
     handed = {}
     for label, model in models.items():
