@@ -97,6 +97,9 @@ def talk(home: Path, name: str) -> Iterator[Talk]:
     command = [sys.executable, "-m", "flows.chat", f"{name}@champion", "--port", str(port)]
     environment = {**os.environ, "UPCYCLE_HOME": str(home), "PREFECT_HOME": str(home / "prefect")}
     environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"
+    environment["OMP_NUM_THREADS"] = (
+        "1"  # threads that wait for each other starve on a busy machine
+    )
     with log.open("w") as out:
         process = subprocess.Popen(
             [*command, "--device", "cpu"], cwd=ROOT, env=environment, stdout=out, stderr=out
