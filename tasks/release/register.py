@@ -18,6 +18,7 @@ from infra.tracking.runs import Run
 from infra.versioning.versions import Versions, code_version
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
+from tasks.release.card import CARD, version_card
 from tasks.release.certificate import certify_version
 from tasks.release.champion import CHAMPION, Champion
 from tasks.release.gate import Decision, decide, figures
@@ -67,6 +68,7 @@ class Registrar:
         scores: Mapping[str, float],
         description: str,
         tags: Mapping[str, str] | None = None,
+        files: Mapping[str, str] | None = None,
     ) -> Outcome:
         """Register the workspace's model; see ``register``."""
         digest = self.session.workspace.digest("model")
@@ -82,6 +84,7 @@ class Registrar:
                 DECISION_TAG: decision.reason,
                 **(tags or {}),
             },
+            files=files,
             promoted=decision.promoted,
             # Lists show the beginning alone.
             description=f"{decision.outcome}. {description}\n\nGate: {decision.reason}.\n",
@@ -97,6 +100,7 @@ class Registrar:
         tags: Mapping[str, str],
         promoted: bool,
         description: str,
+        files: Mapping[str, str] | None = None,
     ) -> Outcome:
         """Make a new version: with scores and reason, and what it can be made from again.
 
@@ -108,6 +112,7 @@ class Registrar:
             tags: Beside the code's and the recipe's; the decision is among them.
             promoted: Whether the version becomes champion.
             description: Markdown.
+            files: Texts to keep beside those that every version has, by file name.
         """
         recipe = self.session.recipe
         made = Registration(
@@ -123,6 +128,7 @@ class Registrar:
                 "recipe.yaml": recipe_yaml(recipe),
                 "dvc.lock": self.versions.lock_text(),
                 "metrics.json": json.dumps(metrics, indent=1),
+                **(files or {}),
             },
             description=description,
             bos=recipe.corpus.bos,
@@ -163,11 +169,13 @@ def register(
     metrics = json.loads((report / "metrics.json").read_text())
     domains = ", ".join(session.recipe.domains)
     title = f"{title_of(method, ())} Mixture-of-Experts of {domains}."
+    decision = _judge(session, champion, metrics, tasks)
     return registrar.register_model(
-        _judge(session, champion, metrics, tasks),
+        decision,
         metrics=metrics,
         scores=_scores(metrics, method),
         tags={EXPERTS_TAG: json.dumps(expert_digests(session))},
+        files={CARD: version_card(session, metrics, decision)},
         description=f"{title}\n\n{(report / 'table.md').read_text()}",
     )
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from disturbed import Disturbed, kill_flow, kill_worker
+from huggingface_hub import ModelCard
 from mlflow import MlflowClient
 from project import ROOT, Project
 from texts import pico_recipe, save_recipe, write_texts
@@ -130,6 +131,23 @@ def test_version_carries_what_made_it(project, registry, tmp_path):
     assert "report" in lock["stages"]
     weights = (copy / "model.safetensors").read_bytes()
     assert weights == (project.workspace / "model" / "model.safetensors").read_bytes()
+
+
+def test_version_has_a_card_that_hubs_read(project, registry):
+    text = registry.text(registry.find("upcycle-pico", "champion"), "card.md")
+    metrics = json.loads((project.workspace / "report" / "metrics.json").read_text())
+    results = ModelCard(text).data.eval_results
+    perplexities = {
+        r.dataset_type: r.metric_value for r in results if r.metric_type == "perplexity"
+    }
+    assert perplexities == pytest.approx(metrics["perplexity"]["dume"], abs=1e-3)
+    for domain in DOMAINS:
+        manifest = json.loads(
+            (project.workspace / "documents" / domain / "manifest.json").read_text()
+        )
+        assert f"`{manifest['splits']['train']['sha256'][:12]}`" in text
+    assert "Backbone gap" in text
+    assert "there was no champion" in text
 
 
 def test_runs_say_their_outcome_commit_and_time(project, registry):
@@ -253,8 +271,9 @@ def test_damaged_artifact_is_made_again(project):
 
 
 @pytest.mark.faults
-def test_other_lambda_runs_from_the_router_on_and_is_judged(project, registry):
-    project.flow("--set", "router.ridge_lambda=1000000.0")
+def test_other_lambda_runs_from_the_router_on_and_is_judged_and_certified(project, registry):
+    certified = ["--set", "registry.certificate=at-hand"]
+    project.flow("--set", "router.ridge_lambda=1000000.0", *certified)
     calls = project.calls()
     assert calls["assemble"] == 1
     assert not {"train", "domain_statistics", "write_documents"} & set(calls)
@@ -262,6 +281,9 @@ def test_other_lambda_runs_from_the_router_on_and_is_judged(project, registry):
     assert second.aliases[0] == "challenger" or "challenger" in second.aliases
     holder = second if "does not beat" not in second.tags["upcycle.decision"] else first
     assert "champion" in holder.aliases
+    arrived = re.search(r"arrived: ([^;]*)", second.tags["upcycle.certificate"])[1]
+    assert {"transformers", "mlflow"} <= set(arrived.split(", "))
+    assert json.loads(registry.text(second, "certificate.json"))["readers"]
 
 
 def test_root_pipeline_files_are_those_of_the_demo(tmp_path):
