@@ -85,6 +85,7 @@ def tune_simoe(
         kind,
         start=run.path("seed"),
         instructions=run.path("instructions"),
+        cuts=_cuts(run),
         config=training,
         simoe=config,
         seed=run.recipe.seed,
@@ -113,7 +114,11 @@ def _experts(run: StageRun, labels: list[str]) -> dict[str, Path]:
 
 
 def _data(run: StageRun, label: str = "*") -> Instructions:
-    return Instructions(files=_files(run.path("instructions"), label))
+    return Instructions(files=_files(run.path("instructions"), label), cuts=_cuts(run))
+
+
+def _cuts(run: StageRun) -> bool:
+    return run.recipe.instructions.too_long == "cut"
 
 
 def simoe_piece(
@@ -122,6 +127,7 @@ def simoe_piece(
     progress: Progress,
     start: Path,
     instructions: Path,
+    cuts: bool,
     config: TrainingConfig,
     simoe: SimoeUpcyclingConfig,
     seed: int,
@@ -131,7 +137,7 @@ def simoe_piece(
     tasks: tuple[str, ...] = ()
     if simoe.routing == "task":
         tasks = tuple(json.loads((instructions / "manifest.json").read_text())["train_tasks"])
-    data = Instructions(files=_files(instructions), tasks=tasks)
+    data = Instructions(files=_files(instructions), tasks=tasks, cuts=cuts)
     rows = data.rows(start, config=config, seed=seed)
     result = train_simoe(
         start,
