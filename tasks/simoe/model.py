@@ -63,7 +63,7 @@ def baselines(run: StageRun) -> None:
     )
 
 
-@stage("model", lambda recipe, item: INPUTS, params=CARD_KEYS)
+@stage("model", lambda recipe, item: INPUTS, params=(*CARD_KEYS, "moe.max_shard_bytes"))
 def model(run: StageRun) -> None:
     """Write the recipe's model: the seed, with the sparse experts that tuning has found."""
     recipe = run.recipe
@@ -89,6 +89,7 @@ def tune_simoe(
         config=training,
         simoe=config,
         seed=run.recipe.seed,
+        max_shard_bytes=run.recipe.moe.max_shard_bytes,
         device=run.device(kind),
     )
     if run.recorder is not None:
@@ -131,6 +132,7 @@ def simoe_piece(
     config: TrainingConfig,
     simoe: SimoeUpcyclingConfig,
     seed: int,
+    max_shard_bytes: int,
     device: str,
 ) -> dict[str, Any]:
     """The piece: experts are found, and what no expert uses is pruned."""
@@ -150,6 +152,7 @@ def simoe_piece(
         progress=progress,
         device=device,
         tasks=tasks,
+        max_shard_bytes=max_shard_bytes,
     )
     folder = out / TRAINING
     folder.mkdir()
