@@ -70,20 +70,18 @@ def train_simoe(
 ) -> SimoeResult:
     """Upcycle a dense model, train its experts, prune them.
 
-    After a kill the same call goes on bit for bit; after the end it only writes ``out`` again. It
-    ends with the last checkpoint that is as sparse as tau (``config.keep`` = best: the best).
+    After a kill the same call goes on bit for bit; after the end it only writes ``out`` again.
+    The last checkpoint as sparse as tau is kept (``config.keep`` = best: the best).
 
     Args:
         model: Dense checkpoint with its tokenizer.
         dataset: As ``InstructionRows`` makes it, with ``task_ids`` where routing needs them.
         out: Directory to write: the pruned model.
         config, simoe: The training, its learning rate that of the deltas, and the upcycling.
-        seed: Of the initial masks and router, and of what is random in the training.
-        checkpoints: Directory for checkpoints; the last two and the one that is kept so far stay.
-        progress: Told of every step and of the curves, those of ``SimoeObjective.point`` included.
-        device, validation, fingerprint: As for ``training.trainer.train``.
-        tasks: Their names, where routing goes by task.
-        max_shard_bytes: Size of one safetensors file.
+        seed: Of the initial masks and router, and of all else that is random.
+        checkpoints: Directory for checkpoints; the last two and the one kept so far stay.
+        progress, device, validation, fingerprint: As for ``training.trainer.train``.
+        tasks, max_shard_bytes: Names, where routing goes by task; size of one safetensors file.
 
     Raises:
         InputError: What does not fit, before weights are read; no checkpoint is sparse enough.
@@ -91,13 +89,12 @@ def train_simoe(
     """
     raise_faults([*simoe.faults("simoe"), *reach_faults(simoe, config)])
     shape = checked_shape(model, dataset, validation, config, None)
-    settings = {"simoe": asdict(simoe), "tasks": list(tasks)}
     made: list[tuple[Subject, float | None]] = []
 
     def load(device: str) -> Subject:
         network: Any = upcycle_in_memory(model, simoe, seed=seed, device=device, tasks=tasks)
-        common = standardise_states(network, dataset) if simoe.standardise else None
         network.config.use_cache = shape.use_cache  # the Trainer does it too, but only if it trains
+        common = standardise_states(network, dataset) if simoe.standardise else None
         write = partial(_write, network, model, out, max_shard_bytes)
         made[:] = [(_subject(network, SimoeObjective(network, simoe, config), write), common)]
         return made[0][0]
@@ -107,7 +104,7 @@ def train_simoe(
         dataset,
         shape=shape,
         config=config,
-        record=training_record(config, seed, None, fingerprint or {}, settings),
+        record=_record(config, simoe, seed, tasks, fingerprint or {}),
         seed=seed,
         checkpoints=checkpoints,
         progress=progress,
@@ -115,6 +112,18 @@ def train_simoe(
         validation=validation,
     )
     return _result(found, *made[0], config)
+
+
+def _record(
+    config: TrainingConfig,
+    simoe: SimoeUpcyclingConfig,
+    seed: int,
+    tasks: Sequence[str],
+    fingerprint: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What decides the training."""
+    settings = {"simoe": asdict(simoe), "tasks": list(tasks)}
+    return training_record(config, seed, None, fingerprint, settings)
 
 
 def _subject(network: Any, objective: SimoeObjective, write: Callable[[], None]) -> Subject:
