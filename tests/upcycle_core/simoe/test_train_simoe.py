@@ -36,6 +36,7 @@ SIMOE = SimoeUpcyclingConfig(
     experts=3, mask_learning_rate=0.6, router_learning_rate=1e-2, multiplier_learning_rate=2.0
 )
 UNION = replace(SIMOE, sparsity="union", tau=0.6)
+USE = replace(SIMOE, sparsity="use")
 CURVES = {
     *("loss", "loss/orthogonality", "lambda", "sparsity", "sparsity/mean", "sparsity/union"),
     *("sparsity/expected", "overlap"),
@@ -110,7 +111,8 @@ def _start(folder, arm=None, told_in="told.json"):
             torch.set_num_threads(1)
             if arm:
                 arm()
-            result = call(folder, validation=AnswerRows(3, 7), fingerprint={"corpus": "ab"})
+            more = {"validation": AnswerRows(3, 7), "fingerprint": {"corpus": "ab"}}
+            result = call(folder, simoe=USE, **more)  # whose state is the largest
             told = {"curves": result.training.curves, "lambda": result.multiplier}
             told |= {"kept": result.kept_step, "overlap": result.overlap}
             (folder / told_in).write_text(json.dumps(told))
@@ -187,7 +189,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=[SIMOE, UNION], ids=["mean", "union"])
+@pytest.fixture(scope="module", params=[SIMOE, USE, UNION], ids=["mean", "use", "union"])
 def trained(request, folder):
     """(folder, settings, result, what was reported) of one training."""
     own, recorder = folder / request.param.sparsity, Recorder()
@@ -196,7 +198,7 @@ def trained(request, folder):
 
 def test_the_kept_model_is_as_sparse_as_tau_and_no_more(trained):
     own, simoe, result, _ = trained
-    kept = {"mean": result.sparsity_mean, "union": result.sparsity_union}[simoe.sparsity]
+    kept = getattr(result, f"sparsity_{simoe.sparsity}")
     assert simoe.tau <= kept < simoe.tau + 0.02
     saved = load_causal_lm(own / "out")
     found = realised_sparsity(saved)
@@ -309,11 +311,11 @@ def test_masks_that_are_not_finite_stop_it_with_the_last_good_checkpoint(folder,
     after = objective.open_surplus
     calls = []
 
-    def break_at_last(model, tau, way):
+    def break_at_last(model, tau, way, **use):
         calls.append(None)
         if len(calls) == 8:
             gated_modules(model)["model.model.norm"].log_phi.data[0, 0] = float("nan")
-        after(model, tau, way)
+        after(model, tau, way, **use)
 
     monkeypatch.setattr(objective, "open_surplus", break_at_last)
     with pytest.raises(FloatingPointError, match=r"After step 8 the masks of model\.model\.norm"):
