@@ -102,6 +102,18 @@ def _wait(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def _noted_use():
+    """A list that holds the last step's use of the experts, as this process sees it."""
+    original, use = objective.SimoeObjective.after_step, []
+
+    def noted(self, step):
+        original(self, step)
+        use[:] = self.use
+
+    objective.SimoeObjective.after_step = noted
+    return use
+
+
 def _start(folder, arm=None, told_in="told.json"):
     """Train in a child that ``arm`` prepares, say to die; its process id."""
     folder.mkdir(exist_ok=True)
@@ -111,10 +123,11 @@ def _start(folder, arm=None, told_in="told.json"):
             torch.set_num_threads(1)
             if arm:
                 arm()
+            use = _noted_use() if told_in != "told.json" else None
             more = {"validation": AnswerRows(3, 7), "fingerprint": {"corpus": "ab"}}
             result = call(folder, simoe=USE, **more)  # whose state is the largest
             told = {"curves": result.training.curves, "lambda": result.multiplier}
-            told |= {"kept": result.kept_step, "overlap": result.overlap}
+            told |= {"kept": result.kept_step, "overlap": result.overlap, "use": use}
             (folder / told_in).write_text(json.dumps(told))
         except BaseException:
             traceback.print_exc()
@@ -362,7 +375,9 @@ def test_two_workers_agree_with_each_other_and_begin_like_one(kills):
     both = [json.loads((kills / "two" / f"told-{rank}.json").read_text()) for rank in (0, 1)]
     one = json.loads((kills / "whole" / "told.json").read_text())
     assert both[0]["overlap"] == both[1]["overlap"]
-    for key in ("lambda", "sparsity/mean", "sparsity/expected", "loss/orthogonality"):
+    assert both[0]["use"] == both[1]["use"] != []
+    keys = ("lambda", "sparsity/mean", "sparsity/use", "sparsity/expected", "loss/orthogonality")
+    for key in keys:
         first, second, alone = (
             [point[key] for point in told["curves"] if key in point] for told in (*both, one)
         )
