@@ -167,10 +167,12 @@ class Instructions:
     Args:
         files: JSON lines of records.
         tasks: Tasks whose index goes with each row, where a model routes by it.
+        cuts: Whether what is too long loses its beginning; else it is left out.
     """
 
     files: Sequence[Path]
     tasks: tuple[str, ...] = ()
+    cuts: bool = True
 
     def rows(self, tokenizer: Path, *, config: TrainingConfig, seed: int) -> InstructionRows:
         """All that a training of ``config`` reads."""
@@ -181,6 +183,7 @@ class Instructions:
             count=config.tokens // config.sequence_length,
             seed=seed,
             tasks=self.tasks,
+            cuts=self.cuts,
         )
 
 

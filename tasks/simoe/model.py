@@ -63,7 +63,7 @@ def baselines(run: StageRun) -> None:
     )
 
 
-@stage("model", lambda recipe, item: INPUTS, params=CARD_KEYS)
+@stage("model", lambda recipe, item: INPUTS, params=(*CARD_KEYS, "moe.max_shard_bytes"))
 def model(run: StageRun) -> None:
     """Write the recipe's model: the seed, with the sparse experts that tuning has found."""
     recipe = run.recipe
@@ -85,9 +85,11 @@ def tune_simoe(
         kind,
         start=run.path("seed"),
         instructions=run.path("instructions"),
+        cuts=_cuts(run),
         config=training,
         simoe=config,
         seed=run.recipe.seed,
+        max_shard_bytes=run.recipe.moe.max_shard_bytes,
         device=run.device(kind),
     )
     if run.recorder is not None:
@@ -113,7 +115,11 @@ def _experts(run: StageRun, labels: list[str]) -> dict[str, Path]:
 
 
 def _data(run: StageRun, label: str = "*") -> Instructions:
-    return Instructions(files=_files(run.path("instructions"), label))
+    return Instructions(files=_files(run.path("instructions"), label), cuts=_cuts(run))
+
+
+def _cuts(run: StageRun) -> bool:
+    return run.recipe.instructions.too_long == "cut"
 
 
 def simoe_piece(
@@ -122,16 +128,18 @@ def simoe_piece(
     progress: Progress,
     start: Path,
     instructions: Path,
+    cuts: bool,
     config: TrainingConfig,
     simoe: SimoeUpcyclingConfig,
     seed: int,
+    max_shard_bytes: int,
     device: str,
 ) -> dict[str, Any]:
     """The piece: experts are found, and what no expert uses is pruned."""
     tasks: tuple[str, ...] = ()
     if simoe.routing == "task":
         tasks = tuple(json.loads((instructions / "manifest.json").read_text())["train_tasks"])
-    data = Instructions(files=_files(instructions), tasks=tasks)
+    data = Instructions(files=_files(instructions), tasks=tasks, cuts=cuts)
     rows = data.rows(start, config=config, seed=seed)
     result = train_simoe(
         start,
@@ -144,6 +152,7 @@ def simoe_piece(
         progress=progress,
         device=device,
         tasks=tasks,
+        max_shard_bytes=max_shard_bytes,
     )
     folder = out / TRAINING
     folder.mkdir()

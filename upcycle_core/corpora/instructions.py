@@ -32,7 +32,8 @@ class InstructionRows(Dataset):
 
     Every epoch gives each conversation once, in an order of its own. A conversation that is too
     long loses tokens from the left, where the oldest of its prompt stands; if the last response
-    with its end token does not fit behind one token of prompt, it is left out.
+    with its end token does not fit behind one token of prompt, or if ``cuts`` is false, it is left
+    out.
 
     A tokenizer with a chat template uses it. Without one, messages are joined by empty lines, no
     role is named, and each response ends with the tokenizer's end token: ``prompt``, a blank line,
@@ -48,11 +49,12 @@ class InstructionRows(Dataset):
         count: Rows in all: steps x batch size x gradient accumulation.
         seed: Decides the order.
         tasks: Names of tasks: each row then says which of them its record's field ``task`` is.
+        cuts: Whether a conversation that is too long loses its beginning; else it is left out.
 
     Attributes:
         records: Conversations that are used.
         cut: How many of them lost tokens from the left of their prompts.
-        left_out: Conversations whose last response is too long.
+        left_out: Conversations whose last response, or without cuts all of it, is too long.
 
     Raises:
         InputError: As ``read_conversations``; the tokenizer has no end token; its chat template
@@ -69,6 +71,7 @@ class InstructionRows(Dataset):
         count: int,
         seed: int,
         tasks: Sequence[str] = (),
+        cuts: bool = True,
     ) -> None:
         self._made_from = partial(
             type(self),
@@ -78,16 +81,19 @@ class InstructionRows(Dataset):
             count=count,
             seed=seed,
             tasks=tasks,
+            cuts=cuts,
         )
         self.sequence_length, self.count, self.seed = sequence_length, count, seed
         encoder = _Encoder(tokenizer)
         self.pad_id = encoder.pad_id
         conversations = read_conversations([Path(file) for file in files])
         encoded = [encoder.encode(conversation) for conversation in conversations]
-        fits = [_response_length(row) < sequence_length for row in encoded]
+        needed = [_response_length(row) + 1 if cuts else len(row.ids) for row in encoded]
+        fits = [length <= sequence_length for length in needed]
         kept = list(compress(encoded, fits))
         if not kept:
-            remedy = f"no response fits into {sequence_length} tokens; raise sequence_length"
+            what = "response" if cuts else "conversation"
+            remedy = f"no {what} fits into {sequence_length} tokens; raise sequence_length"
             raise InputError(Fault("instructions", f"{len(encoded)} records", remedy))
         self.records, self.left_out = len(kept), len(encoded) - len(kept)
         self.cut = sum(len(row.ids) > sequence_length for row in kept)

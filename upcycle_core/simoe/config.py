@@ -18,9 +18,10 @@ class SimoeUpcyclingConfig:
     """M, experts a layer."""
     tau: float = field(default=0.75, metadata={"ge": 0, "lt": 1})
     """Least share of expert parameters whose mask is zero, in [0, 1)."""
-    sparsity: Literal["mean", "union"] = "mean"
-    """What `tau` holds: the `mean` of the masks' zeros (the paper's way), or the share that no
-    expert uses, the complement of the masks' `union`, which is what pruning removes."""
+    sparsity: Literal["mean", "use", "union"] = "mean"
+    """What `tau` holds: the `mean` of the masks' zeros (the paper's way), the same with each expert
+    counted by its `use`, the running mean of its coefficients, or the share that no expert uses,
+    the complement of the masks' `union`, which is what pruning removes."""
     beta: float = field(default=5e-6, metadata={"ge": 0})
     """Factor of the orthogonality penalty."""
     orthogonality: Literal["full", "offdiagonal"] = "full"
@@ -85,7 +86,10 @@ class SimoeUpcyclingConfig:
         if self.reopen and self.closing is None:
             remedy = "say how long gates take to close, as a share of the steps, e.g. 0.4"
             found.append(Fault(f"{name}.closing", None, remedy))
-        if self.masks == "real" and self.sparsity == "union":
+        if self.sparsity == "use" and self.routing == "token":
+            remedy = "the use of experts is a mean over prompts; choose routing: instance or task"
+            found.append(Fault(f"{name}.sparsity", self.sparsity, remedy))
+        if self.masks == "real" and self.sparsity != "mean":
             remedy = "real masks are not sparse; leave it out"
             found.append(Fault(f"{name}.sparsity", self.sparsity, remedy))
         return found

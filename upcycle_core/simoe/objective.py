@@ -23,9 +23,12 @@ from upcycle_core.simoe.sparsity import (
     open_surplus,
     realised_sparsity,
 )
+from upcycle_core.training import workers
 from upcycle_core.training.config import TrainingConfig
 from upcycle_core.training.extension import ParameterGroup
 
+MEMORY = 0.95
+"""What a step leaves of the running mean of the coefficients."""
 SETTLING = 0.1
 """Share of the steps, the last ones, in which gates that came back have others closed at once."""
 
@@ -74,6 +77,9 @@ class SimoeObjective:
 
     With ``balance`` the loss has balance x (log M - H(mean alpha of the batch)) as well.
 
+    With ``sparsity: use`` an expert counts by the running mean of its coefficients, which is part
+    of the state. In the constraint it is a constant: it pulls at masks, never at the router.
+
     Args:
         model: Upcycled; every parameter that has gradients is trained.
         config: Of the upcycling.
@@ -81,6 +87,7 @@ class SimoeObjective:
 
     Attributes:
         multiplier: lambda, 0 or more.
+        use: Running mean of each expert's coefficients over steps, of sum one; 1 / M at the start.
     """
 
     def __init__(
@@ -88,21 +95,45 @@ class SimoeObjective:
     ) -> None:
         self._model, self._config, self._training = model, config, training
         self.multiplier = 0.0
+        self.use = [1 / config.experts] * config.experts
         self._sparsity: Sparsity | None = None
         self._alpha: Tensor | None = None
-        if config.balance:
+        self._seen: list[Tensor] = []
+        if config.balance or config.sparsity == "use":
             model.get_submodule("router").register_forward_hook(self._note)
 
     def _note(self, _router: nn.Module, _given: Any, alpha: Tensor) -> None:
-        if alpha.requires_grad:
+        if not alpha.requires_grad:
+            return
+        if self._config.balance:
             self._alpha = alpha
+        if self._config.sparsity == "use":
+            self._seen.append(alpha.detach().double())
+
+    @property
+    def _use_M(self) -> list[float] | None:
+        """What sparsity is counted by, where it is counted by use."""
+        return self.use if self._config.sparsity == "use" else None
+
+    def _follow_use(self) -> None:
+        """Take the step's coefficients, those of all workers, into the running mean."""
+        if not self._seen:
+            return
+        alpha_BM = torch.cat(self._seen)
+        self._seen.clear()
+        counted = torch.cat([alpha_BM.sum(0), alpha_BM.new_tensor([len(alpha_BM)])])
+        *sums, prompts = workers.total(counted).tolist()
+        self.use = [
+            MEMORY * before + (1 - MEMORY) * own / prompts
+            for before, own in zip(self.use, sums, strict=True)
+        ]
 
     def penalty(self) -> Tensor:
         """beta x orthogonality + lambda (tau - expected sparsity), a scalar."""
         config = self._config
         loss = config.beta * orthogonality(self._model, config)
         if self.multiplier:
-            expected = expected_sparsity(self._model, config.sparsity, rooted=True)
+            expected = self._expected(rooted=True)
             loss = loss + self.multiplier * (config.tau - expected)
         if self._alpha is not None:
             mean_M = self._alpha.flatten(0, -2).mean(0)
@@ -110,6 +141,11 @@ class SimoeObjective:
             loss = loss + config.balance * (math.log(len(mean_M)) - entropy)
             self._alpha = None
         return loss
+
+    def _expected(self, *, rooted: bool = False) -> Tensor:
+        return expected_sparsity(
+            self._model, self._config.sparsity, rooted=rooted, use_M=self._use_M
+        )
 
     def groups(self) -> list[ParameterGroup]:
         """Deltas, router and masks."""
@@ -135,21 +171,22 @@ class SimoeObjective:
         """
         config = self._config
         tau = self.tau_at(step)
+        self._follow_use()
         if config.is_constrained:
             settles = step > (1 - SETTLING) * self._training.steps
             if config.reopen:
                 keep_near(self._model)
             if settles or not config.reopen:
-                open_surplus(self._model, tau, config.sparsity)
+                open_surplus(self._model, tau, config.sparsity, use_M=self._use_M)
             if settles and config.reopen:
-                close_deficit(self._model, tau, config.sparsity)
+                close_deficit(self._model, tau, config.sparsity, use_M=self._use_M)
         try:
-            self._sparsity = realised_sparsity(self._model)
+            self._sparsity = realised_sparsity(self._model, self._use_M)
             if config.is_constrained:
                 found = getattr(self._sparsity, config.sparsity)
                 if config.closing is not None and not found:
                     with torch.no_grad():
-                        expected = expected_sparsity(self._model, config.sparsity)
+                        expected = self._expected()
                     found = max(found, expected.item())
                 self._ascend(tau - found)
         except FloatingPointError as error:
@@ -177,29 +214,31 @@ class SimoeObjective:
     @torch.no_grad()
     def point(self) -> dict[str, float]:
         """As they are after the last step: ``lambda``, ``loss/orthogonality``, ``sparsity`` (in the
-        way that tau is about), ``sparsity/mean``, ``sparsity/union``, ``sparsity/expected`` and
-        ``overlap``."""
-        found = self._sparsity or realised_sparsity(self._model)
+        way that tau is about), ``sparsity/mean``, ``sparsity/union``, ``sparsity/use`` where it
+        counts, ``sparsity/expected`` and ``overlap``."""
+        found = self._sparsity or realised_sparsity(self._model, self._use_M)
         values = {
             "loss/orthogonality": orthogonality(self._model, self._config).item(),
             "sparsity/mean": found.mean,
             "sparsity/union": found.union,
             "overlap": mean_overlap(self._model),
         }
+        if self._use_M:
+            values["sparsity/use"] = found.use
         if self._config.is_constrained:
             values["lambda"] = self.multiplier
             values["sparsity"] = getattr(found, self._config.sparsity)
-            expected = expected_sparsity(self._model, self._config.sparsity)
-            values["sparsity/expected"] = expected.item()
+            values["sparsity/expected"] = self._expected().item()
         return values
 
     def state(self) -> dict[str, Any]:
-        """lambda."""
-        return {"lambda": self.multiplier}
+        """lambda, and the use of experts where that counts."""
+        return {"lambda": self.multiplier} | ({"use": self.use} if self._use_M else {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with a checkpoint's lambda."""
+        """Go on with a checkpoint's lambda and use."""
         self.multiplier = float(state["lambda"])
+        self.use = list(state.get("use", self.use))
 
     def may_keep(self, point: Mapping[str, float]) -> bool:
         """Whether the constraint holds at a checkpoint."""

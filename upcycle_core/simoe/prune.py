@@ -21,6 +21,7 @@ from upcycle_core.simoe.model import (
 )
 from upcycle_core.simoe.model.layers_simoe import SimoeLinear, SimoeNorm
 
+MAX_SHARD_BYTES = 5_000_000_000
 Model = SimoeForCausalLM | SimoeForConditionalGeneration
 
 
@@ -68,7 +69,9 @@ def delta_of(module: SimoeLinear | SimoeNorm) -> Tensor:
     return module.delta.T if getattr(module, "is_transposed", False) else module.delta
 
 
-def save_pruned(model: Model, source: Path, out: Path) -> None:
+def save_pruned(
+    model: Model, source: Path, out: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
     """Write a model that loads with ``AutoModelForCausalLM`` (or ``AutoModelForSeq2SeqLM``).
 
     ``out`` appears when complete: weights in the model's type, configuration, the code of the
@@ -78,6 +81,7 @@ def save_pruned(model: Model, source: Path, out: Path) -> None:
         model: Is pruned if it is not yet.
         source: The dense checkpoint, for its tokenizer.
         out: The directory that is written; not there, or empty.
+        max_shard_bytes: Size of one safetensors file.
 
     Raises:
         InputError: ``out`` holds something or lies in ``source``, or ``source`` has no tokenizer.
@@ -87,6 +91,6 @@ def save_pruned(model: Model, source: Path, out: Path) -> None:
     with new_directory(out) as folder:
         copy_tokenizer(source, folder)
         with quiet_loading():
-            prune(model).save_pretrained(folder)
+            prune(model).save_pretrained(folder, max_shard_size=max_shard_bytes)
         for file in folder.iterdir():
             sync_file(file)

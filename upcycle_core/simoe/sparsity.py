@@ -6,7 +6,7 @@ it decides about. M experts.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,8 +17,11 @@ from upcycle_core.errors import Fault, InputError
 from upcycle_core.simoe.model import gated_modules
 from upcycle_core.simoe.model.gates_simoe import median, probability_nonzero
 
-Way = Literal["mean", "union"]
-"""Zeros of all masks together, or places where every expert's mask is zero."""
+Way = Literal["mean", "use", "union"]
+"""Zeros of all masks together, each expert alike or by its use, or places where every mask is zero.
+"""
+USES = 1 << 20
+"""The use of an expert is counted in whole parts of this, so that sums of parameters are exact."""
 JUST_OPEN = -1.5975
 """log phi of a gate that is nearly closed, but not zero: z = 0.00015."""
 FARTHEST = -2.1
@@ -34,14 +37,29 @@ class Sparsity:
     Args:
         mean: Of the parameters of all M experts.
         union: Of the parameters that experts share: those which no expert uses.
+        use: As ``mean``, each expert counted by its use; as ``mean`` where no use is known.
     """
 
     mean: float
     union: float
+    use: float
 
 
-def realised_sparsity(model: nn.Module) -> Sparsity:
+def shares(use_M: Sequence[float]) -> list[int]:
+    """The use of each expert in whole parts; no expert counts for nothing.
+
+    Args:
+        use_M: Mean coefficients.
+    """
+    return [max(1, round(USES * use)) for use in use_M]
+
+
+def realised_sparsity(model: nn.Module, use_M: Sequence[float] | None = None) -> Sparsity:
     """Sparsity of a model, trained or pruned, by its masks' exact zeros.
+
+    Args:
+        model: With experts.
+        use_M: The mean coefficient of each expert; all alike by default.
 
     Raises:
         FloatingPointError: A mask is not finite; names it.
@@ -54,14 +72,27 @@ def realised_sparsity(model: nn.Module) -> Sparsity:
     *experts, union = counts[:, :-1].sum(0).tolist()
     size = sum(module.base.weight.numel() for module in modules.values())
     whole = size * len(experts)
-    return Sparsity(mean=(whole - sum(experts)) / whole, union=(size - union) / size)
+    mean = (whole - sum(experts)) / whole
+    by_use = mean
+    if use_M is not None:
+        parts = shares(use_M)
+        zeros = sum(part * (size - own) for part, own in zip(parts, experts, strict=True))
+        by_use = zeros / (size * sum(parts))
+    return Sparsity(mean=mean, union=(size - union) / size, use=by_use)
 
 
-def expected_sparsity(model: nn.Module, way: Way = "mean", *, rooted: bool = False) -> Tensor:
+def expected_sparsity(
+    model: nn.Module,
+    way: Way = "mean",
+    *,
+    rooted: bool = False,
+    use_M: Sequence[float] | None = None,
+) -> Tensor:
     """Expected sparsity of a model that is trained: a scalar fp32 that gradients flow through.
 
     Each gate is open with P = sigmoid(log phi - beta log(-gamma / zeta)) (Eq. 8). ``mean``: one
-    minus the mean of P; ``union``: the mean of the product over experts of 1 - P.
+    minus the mean of P; ``use``: one minus the mean of P, each expert weighed by ``use_M``, which
+    is constant; ``union``: the mean of the product over experts of 1 - P.
 
     Args:
         model: With gates.
@@ -69,6 +100,7 @@ def expected_sparsity(model: nn.Module, way: Way = "mean", *, rooted: bool = Fal
         rooted: Take the M-th root of each product. It is the same where gates are decided, and has
             a gradient where they are not: of eight gates that are open with P = 0.95 the product
             has a slope of 1e-9, the root one as ``mean`` has.
+        use_M: The mean coefficient of each expert, for ``use``.
 
     Raises:
         InputError: The model is pruned.
@@ -78,6 +110,9 @@ def expected_sparsity(model: nn.Module, way: Way = "mean", *, rooted: bool = Fal
         closed = 1 - probability_nonzero(log_phi)
         if way == "mean":
             shared = closed.mean(1)
+        elif way == "use":
+            weights_M = closed.new_tensor(_parts(use_M))
+            shared = torch.einsum("lmg,m->lg", closed, weights_M / weights_M.sum())
         elif rooted:
             shared = closed.clamp(min=1e-7).log().mean(1).exp()
         else:
@@ -111,7 +146,9 @@ def mean_overlap(model: nn.Module) -> float:
 
 
 @torch.no_grad()
-def open_surplus(model: nn.Module, tau: float, way: Way) -> None:
+def open_surplus(
+    model: nn.Module, tau: float, way: Way, *, use_M: Sequence[float] | None = None
+) -> None:
     """Open gates that are closed beyond what tau asks for, the ones that are nearest to being open.
 
     Afterwards the realised sparsity is what it was if it was below tau; else it is tau, or more by
@@ -122,9 +159,10 @@ def open_surplus(model: nn.Module, tau: float, way: Way) -> None:
         model: It is trained; its log phi is changed in place, the same on every worker.
         tau: In [0, 1).
         way: What tau is about.
+        use_M: The mean coefficient of each expert, for ``use``.
     """
     modules = _trained(model)
-    scores, places, weights = _places(modules, way)
+    scores, places, weights = _places(modules, way, use_M)
     sizes = [score.numel() for score in scores]
     closed = (median(places) == 0).nonzero().squeeze(1)
     needed = _least_count(tau, int(weights.sum()))
@@ -143,7 +181,9 @@ def open_surplus(model: nn.Module, tau: float, way: Way) -> None:
 
 
 @torch.no_grad()
-def close_deficit(model: nn.Module, tau: float, way: Way) -> None:
+def close_deficit(
+    model: nn.Module, tau: float, way: Way, *, use_M: Sequence[float] | None = None
+) -> None:
     """Close the gates that are nearest to it until the realised sparsity is tau, or more by a gate.
 
     Of ``union``, all gates of a place are closed whose nearest to being open is the least so.
@@ -151,7 +191,7 @@ def close_deficit(model: nn.Module, tau: float, way: Way) -> None:
     Args: as for ``open_surplus``.
     """
     modules = _trained(model)
-    scores, places, weights = _places(modules, way)
+    scores, places, weights = _places(modules, way, use_M)
     is_closed = median(places) == 0
     missing = _least_count(tau, int(weights.sum())) - int(weights[is_closed].sum())
     if missing <= 0:
@@ -179,14 +219,26 @@ def keep_near(model: nn.Module) -> None:
         module.log_phi.clamp_(min=FARTHEST)
 
 
-def _places(modules: list[Any], way: Way) -> tuple[list[Tensor], Tensor, Tensor]:
+def _places(
+    modules: list[Any], way: Way, use_M: Sequence[float] | None
+) -> tuple[list[Tensor], Tensor, Tensor]:
     """Of each module the log phi that decide whether a place is closed; all of them in a row; the
-    parameters that each decides about."""
-    scores = [m.log_phi if way == "mean" else m.log_phi.amax(0) for m in modules]
+    parameters that each decides about, times the parts of its expert's use where that counts."""
+    scores = [m.log_phi.amax(0) if way == "union" else m.log_phi for m in modules]
     places = torch.cat([score.flatten() for score in scores])
     each = torch.tensor([module.weights_per_gate for module in modules], device=places.device)
     sizes = torch.tensor([score.numel() for score in scores], device=places.device)
-    return scores, places, each.repeat_interleave(sizes)
+    weights = each.repeat_interleave(sizes)
+    if way == "use":
+        parts_M = torch.tensor(_parts(use_M), device=places.device)
+        gates = sizes // len(parts_M)  # an expert's, in a row
+        weights = weights * torch.cat([parts_M.repeat_interleave(n) for n in gates.tolist()])
+    return scores, places, weights
+
+
+def _parts(use_M: Sequence[float] | None) -> list[int]:
+    assert use_M is not None, "sparsity by use is asked for with the use of each expert"
+    return shares(use_M)
 
 
 def gate_stacks(model: nn.Module) -> Iterator[tuple[int, Tensor]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from upcycle_core.errors import Fault, InputError
+from upcycle_core.training.rows import collate
 
 PROMPTS = 1024
 """Training prompts that mean and deviation are taken of."""
@@ -42,7 +43,7 @@ def standardise_states(model: Any, rows: Dataset, *, prompts: int = PROMPTS) -> 
     count = 0
     try:
         some = Subset(rows, range(min(prompts, len(rows))))  # type: ignore[arg-type]  # it has a length
-        for batch in DataLoader(some, batch_size=_AT_ONCE):
+        for batch in DataLoader(some, batch_size=_AT_ONCE, collate_fn=collate):
             given = {name: value.to(model.device) for name, value in batch.items()}
             known = ("input_ids", "attention_mask", "labels")
             model.coefficients(**{name: given[name] for name in known if name in given})

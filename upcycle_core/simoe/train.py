@@ -1,7 +1,7 @@
 """SIMoE's training (arXiv 2506.12597): from a dense checkpoint to a pruned model of experts."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from upcycle_core.progress import Progress
 from upcycle_core.simoe.checks import reach_faults
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.objective import SimoeObjective
-from upcycle_core.simoe.prune import save_pruned
+from upcycle_core.simoe.prune import MAX_SHARD_BYTES, save_pruned
 from upcycle_core.simoe.sparsity import overlap, realised_sparsity
 from upcycle_core.simoe.standardise import standardise_states
 from upcycle_core.simoe.upcycle import upcycle_in_memory
@@ -35,6 +35,7 @@ class SimoeResult:
         kept_step: The step whose weights were pruned and written.
         sparsity_mean: Share of expert parameters there whose mask is exactly zero, over experts.
         sparsity_union: Share that no expert uses, which pruning removed.
+        sparsity_use: As ``sparsity_mean``, experts counted by use; None where that is not followed.
         overlap: Pairwise overlap of the masks there, M rows of M, Jaccard's index.
         multiplier: lambda after the last step.
         common: Share of the routing states' energy that all training prompts have in common; None
@@ -45,6 +46,7 @@ class SimoeResult:
     kept_step: int
     sparsity_mean: float
     sparsity_union: float
+    sparsity_use: float | None
     overlap: tuple[tuple[float, ...], ...]
     multiplier: float
     common: float | None
@@ -64,22 +66,22 @@ def train_simoe(
     validation: Dataset | None = None,
     fingerprint: Mapping[str, Any] | None = None,
     tasks: Sequence[str] = (),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> SimoeResult:
     """Upcycle a dense model, train its experts, prune them.
 
-    After a kill the same call goes on bit for bit; after the end it only writes ``out`` again. It
-    ends with the last checkpoint that is as sparse as tau (``config.keep`` = best: the best).
+    After a kill the same call goes on bit for bit; after the end it only writes ``out`` again.
+    The last checkpoint as sparse as tau is kept (``config.keep`` = best: the best).
 
     Args:
         model: Dense checkpoint with its tokenizer.
         dataset: As ``InstructionRows`` makes it, with ``task_ids`` where routing needs them.
         out: Directory to write: the pruned model.
         config, simoe: The training, its learning rate that of the deltas, and the upcycling.
-        seed: Of the initial masks and router, and of what is random in the training.
-        checkpoints: Directory for checkpoints; the last two and the one that is kept so far stay.
-        progress: Told of every step and of the curves, those of ``SimoeObjective.point`` included.
-        device, validation, fingerprint: As for ``training.trainer.train``.
-        tasks: Their names, where routing goes by task.
+        seed: Of the initial masks and router, and of all else that is random.
+        checkpoints: Directory for checkpoints; the last two and the one kept so far stay.
+        progress, device, validation, fingerprint: As for ``training.trainer.train``.
+        tasks, max_shard_bytes: Names, where routing goes by task; size of one safetensors file.
 
     Raises:
         InputError: What does not fit, before weights are read; no checkpoint is sparse enough.
@@ -87,14 +89,14 @@ def train_simoe(
     """
     raise_faults([*simoe.faults("simoe"), *reach_faults(simoe, config)])
     shape = checked_shape(model, dataset, validation, config, None)
-    settings = {"simoe": asdict(simoe), "tasks": list(tasks)}
     made: list[tuple[Subject, float | None]] = []
 
     def load(device: str) -> Subject:
         network: Any = upcycle_in_memory(model, simoe, seed=seed, device=device, tasks=tasks)
-        common = standardise_states(network, dataset) if simoe.standardise else None
         network.config.use_cache = shape.use_cache  # the Trainer does it too, but only if it trains
-        made[:] = [(_subject(network, SimoeObjective(network, simoe, config), model, out), common)]
+        common = standardise_states(network, dataset) if simoe.standardise else None
+        write = partial(_write, network, model, out, max_shard_bytes)
+        made[:] = [(_subject(network, SimoeObjective(network, simoe, config), write), common)]
         return made[0][0]
 
     found = train_subject(
@@ -102,7 +104,7 @@ def train_simoe(
         dataset,
         shape=shape,
         config=config,
-        record=training_record(config, seed, None, fingerprint or {}, settings),
+        record=_record(config, simoe, seed, tasks, fingerprint or {}),
         seed=seed,
         checkpoints=checkpoints,
         progress=progress,
@@ -112,18 +114,30 @@ def train_simoe(
     return _result(found, *made[0], config)
 
 
-def _subject(network: Any, objective: SimoeObjective, source: Path, out: Path) -> Subject:
+def _record(
+    config: TrainingConfig,
+    simoe: SimoeUpcyclingConfig,
+    seed: int,
+    tasks: Sequence[str],
+    fingerprint: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What decides the training."""
+    settings = {"simoe": asdict(simoe), "tasks": list(tasks)}
+    return training_record(config, seed, None, fingerprint, settings)
+
+
+def _subject(network: Any, objective: SimoeObjective, write: Callable[[], None]) -> Subject:
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained)
     trainable = Trainable(trained, sum(size for size, _ in sizes), frozenset())
-    return Subject(network, trainable, partial(_write, network, source, out), objective)
+    return Subject(network, trainable, write, objective)
 
 
-def _write(network: Any, source: Path, out: Path) -> None:
+def _write(network: Any, source: Path, out: Path, max_shard_bytes: int) -> None:
     """Prune and write, over what an earlier call wrote."""
     unfinished = out.with_name(f"{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    save_pruned(network, source, unfinished)
+    save_pruned(network, source, unfinished, max_shard_bytes=max_shard_bytes)
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(unfinished.iterdir()):
         path.replace(out / path.name)
@@ -143,7 +157,13 @@ def _result(
         kept_step=kept,
         sparsity_mean=sparsity.mean,
         sparsity_union=sparsity.union,
+        sparsity_use=_at(result.curves, "sparsity/use", kept),
         overlap=tuple(map(tuple, overlap(subject.network).tolist())),
         multiplier=multipliers[-1] if multipliers else 0.0,
         common=common,
     )
+
+
+def _at(curves: list[dict[str, float]], name: str, step: int) -> float | None:
+    """What a curve says at a step that has a point."""
+    return next((point[name] for point in curves if point["step"] == step and name in point), None)

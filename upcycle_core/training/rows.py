@@ -23,11 +23,19 @@ Row = Tensor | Mapping[str, Tensor]
 def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
     """Stack rows: ``input_ids`` [B, S], and ``labels`` and ``attention_mask`` where rows have them.
 
+    Columns at the end that no row attends to are left out: padding costs no time beyond what the
+    longest row of a batch needs.
+
     Args:
-        rows: LongTensors [S], or mappings of LongTensors [S].
+        rows: LongTensors [S], or mappings of LongTensors [S] or scalars.
     """
     named = [{"input_ids": row} if isinstance(row, Tensor) else row for row in rows]
-    return {name: torch.stack([row[name] for row in named]) for name in named[0]}
+    batch = {name: torch.stack([row[name] for row in named]) for name in named[0]}
+    if "attention_mask" in batch:
+        attended_S = batch["attention_mask"].any(0)
+        used = int(attended_S.nonzero().max()) + 1
+        batch = {name: own[:, :used] if own.dim() > 1 else own for name, own in batch.items()}
+    return batch
 
 
 def targets(batch: Mapping[str, Tensor]) -> Tensor:

@@ -67,6 +67,7 @@ def test_a_sound_recipe_has_its_rows():
             {"masks": "real", "sparsity": "union"},
             "baselines.free.simoe.sparsity",
         ),
+        ("simoe", {"sparsity": "use", "routing": "token"}, "simoe.sparsity"),
         ("simoe/reopen", True, "simoe.closing"),
         ("simoe/closing", 1.5, "simoe.closing"),
         *(

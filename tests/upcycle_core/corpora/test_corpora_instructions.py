@@ -188,6 +188,24 @@ def test_long_prompts_lose_their_left_and_long_responses_are_left_out(tmp_path, 
     ]
     assert sorted(row["input_ids"] for row in found) == sorted(expected)
     assert sorted(sum(label != -100 for label in row["labels"]) for row in found) == [5, 9]
+
+
+def test_what_is_too_long_may_be_left_out_whole(tmp_path, tokenizer):
+    file = jsonl(
+        tmp_path / "a.jsonl",
+        {"prompt": "abcdefgh", "response": "1234"},  # 15 tokens
+        {"prompt": "abc", "response": "1234"},  # 10
+    )
+    options = {"sequence_length": 10, "count": 1, "seed": 0, "cuts": False}
+    rows = InstructionRows([file], tokenizer, **options)
+    assert (rows.records, rows.cut, rows.left_out) == (1, 0, 1)
+    assert rows[0]["input_ids"].tolist() == [*ids_of("abc"), *BLANK_LINE, *ids_of("1234~")]
+    assert (pickle.loads(pickle.dumps(rows)).records, pickle.loads(pickle.dumps(rows)).cut) == (
+        1,
+        0,
+    )
+    with pytest.raises(InputError, match="no conversation fits into 9 tokens"):
+        InstructionRows([file], tokenizer, **{**options, "sequence_length": 9})
     with pytest.raises(InputError, match="no response fits into 4 tokens; raise sequence_length"):
         rows_of(file, tokenizer, 4)
 

@@ -64,6 +64,8 @@ def test_faults_of_the_whole(settings, start, part):
         ({"files": ("a",), "task_lists": ("b",)}, ".task_lists", "is for superni files"),
         ({"files": ("a",), "form": "superni-rows"}, ".definitions", "defines the tasks"),
         ({"dataset": "a", "form": "superni"}, ".form", "is a form of files"),
+        ({"files": ("a",), "examples": 1}, ".examples", "is for superni and superni-rows"),
+        ({"files": ("a",), "form": "superni", "examples": -1}, ".examples", "0 or more"),
         ({"files": ("a",), "max_per_task": 0}, ".max_per_task", "at least 1"),
         ({"files": ("a",), "domain": "../a"}, ".domain", "names a file"),
     ],

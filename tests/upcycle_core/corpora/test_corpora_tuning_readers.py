@@ -166,6 +166,19 @@ def test_superni_rows_are_what_the_harness_asks(tmp_path):
     assert len(read(files(rows, form="superni-rows", definitions=tasks))) == 4
 
 
+@pytest.mark.parametrize("form", ["superni", "superni-rows"])
+def test_as_many_examples_are_shown_as_asked(tmp_path, form):
+    rows, tasks = rows_of(tmp_path)
+    (tmp_path / "a.json").write_text(json.dumps(TASK))
+    given = {"superni": [tmp_path / "a.json"], "superni-rows": [rows]}[form]
+    more = {"definitions": tasks} if form == "superni-rows" else {}
+    one = PROMPT.index(" Positive Example 2"), PROMPT.index("Now complete")
+    none = PROMPT.index(" Positive Example 1"), PROMPT.index("Now complete")
+    for shown, (start, stop) in {0: none, 1: one, 2: (0, 0)}.items():
+        found = read(files(*given, form=form, examples=shown, **more))
+        assert found[0].prompt == PROMPT[:start] + PROMPT[stop:], shown
+
+
 def test_faulty_superni_rows_are_named(tmp_path):
     _, tasks = rows_of(tmp_path)
     rows = jsonl(

@@ -177,3 +177,48 @@ def test_masks_that_cannot_close_in_time_are_refused_before_anything_is_read():
     assert not faults(300, mask_learning_rate=0.02)
     assert not faults(300, tau=0.0)
     assert not faults(300, masks="real")
+
+
+def test_use_is_a_running_mean_that_pulls_at_masks_alone(dense):
+    """0.95 of what was and 0.05 of the mean over a step's prompts, both of its batches together;
+    the constraint's gradient of a gate is lambda times its parameters and its expert's share."""
+    model = grown(dense, experts=3)
+    own = objective(model, experts=3, beta=0.0, tau=0.9, sparsity="use")
+    use = [1 / 3] * 3
+    for step, sizes in enumerate([(4, 2), (3,)], 1):
+        rows = [torch.randint(2, 90, (size, 7)) for size in sizes]
+        seen = torch.cat([model.coefficients(input_ids=ids) for ids in rows]).detach()
+        own.after_step(step)
+        use = [0.95 * u + 0.05 * a for u, a in zip(use, seen.mean(0).tolist(), strict=True)]
+    assert own.use == pytest.approx(use, abs=1e-6)
+    with torch.no_grad():
+        model.coefficients(input_ids=rows[0])
+    own.after_step(3)
+    assert own.use == pytest.approx(use, abs=1e-6)  # what is not trained on does not count
+
+    own.load_state({"lambda": 2.0, "use": [0.5, 0.25, 0.25]})
+    own.penalty().backward()
+    modules = gated_modules(model).values()
+    total = sum(m.delta.numel() for m in modules)
+    for module in modules:
+        p = 1 / (1 + torch.exp(2 / 3 * math.log(0.1 / 1.1) - module.log_phi.detach()))
+        share = torch.tensor([0.5, 0.25, 0.25])[:, None] * module.weights_per_gate / total
+        torch.testing.assert_close(
+            module.log_phi.grad, 2 * share * p * (1 - p), atol=1e-9, rtol=1e-4
+        )
+    assert all(p.grad is None or not p.grad.any() for p in model.router.parameters())
+
+
+def test_a_constraint_by_use_holds_by_use(dense):
+    model = grown(dense, experts=3)
+    own = objective(model, experts=3, tau=0.6, closing=0.1, reopen=True, sparsity="use")
+    state = {"lambda": 1.0, "use": [0.8, 0.1, 0.1]}
+    own.load_state(state)
+    for module in gated_modules(model).values():
+        module.log_phi.data[0] += 1.0  # the expert that is used most is the least sparse
+    own.after_step(6)  # the last of six: sparsity is tau
+    point = own.point()
+    assert 0.6 <= point["sparsity"] == point["sparsity/use"] < 0.62
+    assert point["sparsity/mean"] > 0.65
+    assert own.may_keep(point)
+    assert own.state()["use"] == state["use"]

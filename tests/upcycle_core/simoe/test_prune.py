@@ -118,6 +118,24 @@ def test_what_is_saved_loads_strictly_and_is_smaller(tmp_path, tied):
         load_causal_lm(out)
 
 
+def test_files_are_as_large_as_asked_and_all_are_checked(tmp_path):
+    dense, out = tmp_path / "dense", tmp_path / "out"
+    save_pico_tokenizer(save_dense(dense))
+    model = sparse(dense)
+    save_pruned(model, dense, out, max_shard_bytes=40_000)
+    shards = sorted(out.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    for shard in shards:
+        sizes = [tensor.nbytes for tensor in load_file(shard).values()]
+        assert sum(sizes) <= 40_000 or len(sizes) == 1
+    assert torch.equal(logits_of(load_causal_lm(out)), logits_of(prune(model)))
+    content = bytearray(shards[-1].read_bytes())
+    content[-1] ^= 1
+    shards[-1].write_bytes(content)
+    with pytest.raises(ValueError, match=f"{shards[-1].name}: was altered"):
+        load_causal_lm(out)
+
+
 def test_nothing_is_left_half_written(tmp_path, monkeypatch):
     dense, out = tmp_path / "dense", tmp_path / "out"
     save_pico_tokenizer(save_dense(dense))

@@ -18,7 +18,9 @@ from upcycle_core.simoe.sparsity import (
     realised_sparsity,
 )
 
-WAYS = ("mean", "union")
+WAYS = ("mean", "use", "union")
+USE = (0.625, 0.25, 0.125)
+"""Mean coefficients of three experts, in whole parts of a power of two."""
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,19 @@ def test_zeros_are_weighted_by_parameters(dense, masks):
     model = grown(dense, experts=3, masks=masks)
     found = realised_sparsity(model)
     assert (found.mean, found.union) == pytest.approx(slow_sparsity(model), abs=1e-12)
+    assert found.use == found.mean
+
+
+@pytest.mark.parametrize("masks", ["neurons", "parameters"])
+def test_zeros_count_by_the_use_of_their_experts(dense, masks):
+    model = grown(dense, experts=3, masks=masks)
+    zeros = torch.cat(list(slow_parameters(model).values()), dim=1).double()
+    wanted = sum(use * float(own.mean()) for use, own in zip(USE, zeros, strict=True))
+    assert realised_sparsity(model, USE).use == pytest.approx(wanted, abs=1e-12)
+    assert realised_sparsity(prune(model), USE).use == pytest.approx(wanted, abs=1e-12)
+    for module in gated_modules(model).values():
+        module.log_phi.data[0] = -3.0
+    assert realised_sparsity(model, (1.0, 0.0, 0.0)).use == pytest.approx(1, abs=1e-5)
 
 
 def test_a_pruned_model_is_as_sparse_and_overlaps_as_much(dense):
@@ -80,12 +95,14 @@ def test_what_is_missing_is_closed_where_gates_are_nearest_to_it(dense, way):
         w * (p.numel() if way == "mean" else p.shape[1])
         for w, p in zip(weights, before, strict=True)
     )
+    by_use = {m: use if way == "use" else 1 for m, use in enumerate(USE)}
     places = []  # (log phi that decides, parameters, layer, gates)
     for layer, (log_phi, weight) in enumerate(zip(before, weights, strict=True)):
         for i in range(log_phi.shape[1]):
             own = [(m, i) for m in range(3)]
             for gates in [own] if way == "union" else [[gate] for gate in own]:
-                places.append((max(float(log_phi[gate]) for gate in gates), weight, layer, gates))
+                score = max(float(log_phi[gate]) for gate in gates)
+                places.append((score, weight * by_use[gates[0][0]], layer, gates))
     closed = sum(w for score, w, *_ in places if score <= -1.5986)
     wanted = {layer: set() for layer in range(len(before))}
     for score, weight, layer, gates in sorted(places, key=lambda place: place[0]):
@@ -94,12 +111,12 @@ def test_what_is_missing_is_closed_where_gates_are_nearest_to_it(dense, way):
         if score > -1.5986:
             closed += weight
             wanted[layer] |= set(gates)
-    close_deficit(model, 0.7, way)
+    close_deficit(model, 0.7, way, use_M=USE)
     for layer, (module, old) in enumerate(zip(gated_modules(model).values(), before, strict=True)):
         for gate in ((m, i) for m in range(3) for i in range(old.shape[1])):
             new, was = module.log_phi[gate].item(), old[gate].item()
             assert new == pytest.approx(min(was, -1.5987) if gate in wanted[layer] else was)
-    assert 0.7 <= getattr(realised_sparsity(model), way) < 0.71
+    assert 0.7 <= getattr(realised_sparsity(model, USE), way) < 0.71
 
 
 def test_experts_without_anything_do_not_overlap(dense):
@@ -121,12 +138,16 @@ def test_expected_sparsity_and_its_gradient_are_those_of_equation_8(dense, way):
         zeros = 0
         for module in layers:
             closed = 1 - 1 / (1 + torch.exp(shift - module.log_phi))
-            each = closed.mean(0) if way == "mean" else 1 - (1 - closed[0] * closed[1] * closed[2])
+            each = {
+                "mean": closed.mean(0),
+                "use": sum(use * own for use, own in zip(USE, closed, strict=True)),
+                "union": closed[0] * closed[1] * closed[2],
+            }[way]
             zeros = zeros + (each * module.delta.numel() / each.numel()).sum()
         return zeros / total
 
     parameters = [module.log_phi for module in layers]
-    found, wanted = expected_sparsity(model, way), slow()
+    found, wanted = expected_sparsity(model, way, use_M=USE), slow()
     assert found.item() == pytest.approx(wanted.item(), abs=1e-10)
     for left, right in zip(
         torch.autograd.grad(found, parameters), torch.autograd.grad(wanted, parameters), strict=True
@@ -159,13 +180,13 @@ def test_the_root_agrees_where_gates_are_decided_and_pulls_where_all_are_open(de
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tau", [0.0, 0.2, 0.5, 0.9999])
 def test_only_what_is_closed_beyond_tau_is_opened(dense, way, tau):
-    model = grown(dense, experts=2)
+    model, use = grown(dense, experts=2), (0.75, 0.25)
     for module in gated_modules(model).values():
         module.log_phi.data -= 0.8  # about two thirds closed, nearly half of the places
     before = {name: module.log_phi.clone() for name, module in gated_modules(model).items()}
-    earlier = getattr(realised_sparsity(model), way)
-    open_surplus(model, tau, way)
-    found = getattr(realised_sparsity(model), way)
+    earlier = getattr(realised_sparsity(model, use), way)
+    open_surplus(model, tau, way, use_M=use)
+    found = getattr(realised_sparsity(model, use), way)
     if earlier < tau:
         assert found == earlier
     else:
@@ -176,7 +197,7 @@ def test_only_what_is_closed_beyond_tau_is_opened(dense, way, tau):
         assert (module.masks()[changed] > 0).all()
         old, new = (
             (before[name], module.log_phi)
-            if way == "mean"
+            if way != "union"
             else (before[name].amax(0), module.log_phi.amax(0))
         )
         opened += old[(old <= -1.5987) & (new > -1.5985)].tolist()
@@ -185,7 +206,7 @@ def test_only_what_is_closed_beyond_tau_is_opened(dense, way, tau):
     if opened and still:
         assert max(still) <= min(opened)
     again = {name: module.log_phi.clone() for name, module in gated_modules(model).items()}
-    open_surplus(model, tau, way)
+    open_surplus(model, tau, way, use_M=use)
     assert all(torch.equal(again[n], m.log_phi) for n, m in gated_modules(model).items())
 
 

@@ -36,6 +36,7 @@ SIMOE = SimoeUpcyclingConfig(
     experts=3, mask_learning_rate=0.6, router_learning_rate=1e-2, multiplier_learning_rate=2.0
 )
 UNION = replace(SIMOE, sparsity="union", tau=0.6)
+USE = replace(SIMOE, sparsity="use")
 CURVES = {
     *("loss", "loss/orthogonality", "lambda", "sparsity", "sparsity/mean", "sparsity/union"),
     *("sparsity/expected", "overlap"),
@@ -101,6 +102,18 @@ def _wait(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def _noted_use():
+    """A list that holds the last step's use of the experts, as this process sees it."""
+    original, use = objective.SimoeObjective.after_step, []
+
+    def noted(self, step):
+        original(self, step)
+        use[:] = self.use
+
+    objective.SimoeObjective.after_step = noted
+    return use
+
+
 def _start(folder, arm=None, told_in="told.json"):
     """Train in a child that ``arm`` prepares, say to die; its process id."""
     folder.mkdir(exist_ok=True)
@@ -110,9 +123,11 @@ def _start(folder, arm=None, told_in="told.json"):
             torch.set_num_threads(1)
             if arm:
                 arm()
-            result = call(folder, validation=AnswerRows(3, 7), fingerprint={"corpus": "ab"})
+            use = _noted_use() if told_in != "told.json" else None
+            more = {"validation": AnswerRows(3, 7), "fingerprint": {"corpus": "ab"}}
+            result = call(folder, simoe=USE, **more)  # whose state is the largest
             told = {"curves": result.training.curves, "lambda": result.multiplier}
-            told |= {"kept": result.kept_step, "overlap": result.overlap}
+            told |= {"kept": result.kept_step, "overlap": result.overlap, "use": use}
             (folder / told_in).write_text(json.dumps(told))
         except BaseException:
             traceback.print_exc()
@@ -187,7 +202,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=[SIMOE, UNION], ids=["mean", "union"])
+@pytest.fixture(scope="module", params=[SIMOE, USE, UNION], ids=["mean", "use", "union"])
 def trained(request, folder):
     """(folder, settings, result, what was reported) of one training."""
     own, recorder = folder / request.param.sparsity, Recorder()
@@ -196,7 +211,7 @@ def trained(request, folder):
 
 def test_the_kept_model_is_as_sparse_as_tau_and_no_more(trained):
     own, simoe, result, _ = trained
-    kept = {"mean": result.sparsity_mean, "union": result.sparsity_union}[simoe.sparsity]
+    kept = getattr(result, f"sparsity_{simoe.sparsity}")
     assert simoe.tau <= kept < simoe.tau + 0.02
     saved = load_causal_lm(own / "out")
     found = realised_sparsity(saved)
@@ -309,11 +324,11 @@ def test_masks_that_are_not_finite_stop_it_with_the_last_good_checkpoint(folder,
     after = objective.open_surplus
     calls = []
 
-    def break_at_last(model, tau, way):
+    def break_at_last(model, tau, way, **use):
         calls.append(None)
         if len(calls) == 8:
             gated_modules(model)["model.model.norm"].log_phi.data[0, 0] = float("nan")
-        after(model, tau, way)
+        after(model, tau, way, **use)
 
     monkeypatch.setattr(objective, "open_surplus", break_at_last)
     with pytest.raises(FloatingPointError, match=r"After step 8 the masks of model\.model\.norm"):
@@ -360,7 +375,9 @@ def test_two_workers_agree_with_each_other_and_begin_like_one(kills):
     both = [json.loads((kills / "two" / f"told-{rank}.json").read_text()) for rank in (0, 1)]
     one = json.loads((kills / "whole" / "told.json").read_text())
     assert both[0]["overlap"] == both[1]["overlap"]
-    for key in ("lambda", "sparsity/mean", "sparsity/expected", "loss/orthogonality"):
+    assert both[0]["use"] == both[1]["use"] != []
+    keys = ("lambda", "sparsity/mean", "sparsity/use", "sparsity/expected", "loss/orthogonality")
+    for key in keys:
         first, second, alone = (
             [point[key] for point in told["curves"] if key in point] for told in (*both, one)
         )

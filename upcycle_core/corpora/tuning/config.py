@@ -41,6 +41,9 @@ class InstructionSource:
     task_lists: tuple[str, ...] = ()
     """Paths of text files that name a task a line, such as the published splits: of superni files,
     only these tasks are taken; all by default."""
+    examples: int | None = field(default=None, metadata={"ge": 0})
+    """Positive examples that a prompt of superni or superni-rows shows, the first ones of its task;
+    2 by default, as Tk-Instruct does."""
     category_field: str = "category"
     """The field of a record that holds its category."""
     category: str | None = None
@@ -69,6 +72,11 @@ class InstructionSource:
         if self.form != "records" and not self.files:
             remedy = "is a form of files; name files, or leave it out"
             found.append(Fault(f"{name}.form", self.form, remedy))
+        if self.form == "records" and self.examples is not None:
+            remedy = "is for superni and superni-rows; remove it, or set form"
+            found.append(Fault(f"{name}.examples", self.examples, remedy))
+        if self.examples is not None and self.examples < 0:
+            found.append(Fault(f"{name}.examples", self.examples, "use 0 or more"))
         if self.form == "superni-rows" and self.definitions is None:
             remedy = "name the file that defines the tasks of superni-rows"
             found.append(Fault(f"{name}.definitions", None, remedy))
@@ -107,6 +115,10 @@ class InstructionsConfig:
     """Most instances of a task that are trained on; all with null."""
     test_per_task: int = field(default=40, metadata={"ge": 1})
     """Held-out instances of a task, seen or unseen; of a seen task never more than half."""
+    too_long: Literal["cut", "leave-out"] = "cut"
+    """What becomes of an instance to train on that is longer than `sequence_length`: its prompt
+    loses its beginning, where an instruction often stands, or it is left out. What models are
+    judged by is read whole."""
     domains: Mapping[str, str] = field(default_factory=dict)
     """Domain of each category whose records name none; with none at all there is one domain."""
     generated_per_family: int | None = field(default=None, metadata={"ge": 2})

@@ -8,9 +8,13 @@ EXAMPLES = 2
 
 
 def superni_prompt(
-    instance: str, definition: str, positive_examples: Sequence[Mapping[str, str]]
+    instance: str,
+    definition: str,
+    positive_examples: Sequence[Mapping[str, str]],
+    *,
+    shown: int = EXAMPLES,
 ) -> str:
-    """Tk-Instruct's ``def-pos`` encoding, odd blanks included.
+    """Tk-Instruct's ``def-pos`` encoding, odd blanks included; ``def`` if no example is shown.
 
     Its blank after the last ``Output:`` is left out: T5's tokenizer drops it, and a decoder's would
     take it from the answer's first word.
@@ -18,11 +22,11 @@ def superni_prompt(
     Args:
         instance: The instance's input.
         definition: The task's.
-        positive_examples: Each with ``input`` and ``output``; the first two are shown. Where a task
-            has fewer, fewer are shown.
+        positive_examples: Each with ``input`` and ``output``.
+        shown: How many of them are shown, the first ones. Where a task has fewer, fewer are.
     """
     parts = [_closed(f"Definition: {definition.strip()}") + "\n\n"]
-    for number, example in enumerate(positive_examples[:EXAMPLES], 1):
+    for number, example in enumerate(positive_examples[:shown], 1):
         question = _closed(f"Input: {example['input'].strip()}")
         answer = _closed(f" Output: {example['output'].strip()}")
         parts.append(f" Positive Example {number} -\n{question}\n{answer}\n\n")

@@ -7,7 +7,7 @@ from typing import Any
 
 from upcycle_core.corpora.conversations import place_rows
 from upcycle_core.corpora.tuning.config import InstructionSource
-from upcycle_core.corpora.tuning.prompts import superni_prompt
+from upcycle_core.corpora.tuning.prompts import EXAMPLES, superni_prompt
 from upcycle_core.corpora.tuning.records import Found, Record
 from upcycle_core.errors import Fault
 
@@ -42,6 +42,7 @@ def task_file_records(
         task = {
             "definition": definition if isinstance(definition, str) else definition[0],
             "positive_examples": found["Positive Examples"],
+            "examples": source.examples,
         }
         category = (found.get("Categories") or [source.category or path.stem])[0]
         for number, row in enumerate(found["Instances"]):
@@ -69,7 +70,7 @@ def row_records(
         elif faults := list(_definition_faults(row, place)):
             yield from faults
         else:
-            tasks[row["id"]] = row
+            tasks[row["id"]] = {**row, "examples": source.examples}
     for path in paths:
         for place, row in _rows(path):
             if isinstance(row, Fault):
@@ -106,7 +107,12 @@ def _instance(
         task=name,
         category=category,
         domain=domain,
-        prompt=superni_prompt(row["prompt"], task["definition"], task["positive_examples"]),
+        prompt=superni_prompt(
+            row["prompt"],
+            task["definition"],
+            task["positive_examples"],
+            shown=EXAMPLES if task["examples"] is None else task["examples"],
+        ),
         references=tuple(dict.fromkeys(answers)),
         id=number if isinstance(number, str) else None,
     )
