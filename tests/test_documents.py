@@ -171,6 +171,24 @@ def test_the_table_of_simoe_has_the_numbers_of_its_files():
     assert printed == expected
 
 
+def test_the_table_of_a_real_model_tuned_has_the_numbers_of_its_files():
+    rows = json.loads((RESULTS / "simoe" / "simoe-real" / "metrics.json").read_text())["rows"]
+    text = (RESULTS / "simoe.md").read_text().partition("## SmolLM2-135M")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith(("| Pre", "| Full", "| **SIM"))]
+    printed = [[cell.strip("* ") for cell in line.split("|")[2:-1]] for line in lines]
+    expected = []
+    for row in ("seed", "full-finetune", "simoe"):
+        sizes = [rows[row][f"{kind}_parameters"]["mean"] for kind in ("total", "trained")]
+        effective = rows[row]["effective_experts"]
+        own = [f"{size / 1e6:.1f} M" if size else "0" for size in sizes]
+        own.append(f"{effective['mean']:.1f} of 8" if effective else "")
+        for split in ("seen", "unseen"):
+            for metric in ("exact_match", "rouge_l"):
+                own.append(f"{100 * rows[row][split][metric]['mean']:.1f}")
+        expected.append(own)
+    assert printed == expected
+
+
 def test_what_k_costs_is_said_with_the_numbers_of_the_sweep():
     found = json.loads((RESULTS / "five-domains.json").read_text())
     k = {int(k): f"{score:.1f}" for k, score in found["sweeps"]["top_k"]["dume"]}
