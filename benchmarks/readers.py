@@ -11,7 +11,7 @@ experts. What is not installed is not tried (``make readers``).
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from tasks.release.certify import (
     in_form,
     judged,
     lost,
+    plain,
     reason_not_to_try,
 )
 from upcycle_core.architectures.families import FAMILIES
@@ -64,7 +65,7 @@ def main() -> None:
             for reader in (READERS[one] for one in options.readers):
                 for form in FORMS[reader.takes]:
                     found = opened(reader, form, models, folder / f"{family}-{reader.name}-{form}")
-                    rows += [{"model": label, **asdict(row)} for label, row in found.items()]
+                    rows += [{"model": label, **plain(row)} for label, row in found.items()]
                     print(f"{family}: {reader.name} {form}", flush=True)
     columns = ["family", "reader", "form", "arrived", "logits", "greedy", "why not"]
     print_table("Readers", columns, list(summed(rows)))
@@ -82,13 +83,13 @@ def summed(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
         reader = f"{row['reader']} {row['version']}".strip()
         groups.setdefault((family, reader, row["form"]), []).append(row)
     for key, some in groups.items():
-        asked = [row for row in some if row["logits"] is not None]
+        asked = [row for row in some if row["greedy"] is not None]
         equal = sum(row["greedy"][0] for row in asked), sum(row["greedy"][1] for row in asked)
         whys = sorted({row["why"] for row in some if row["verdict"] != "arrived"})
         yield [
             *key,
             f"{sum(row['verdict'] == 'arrived' for row in some)} of {len(some)}",
-            f"{max(row['logits'] for row in asked):.1e}" if asked else "",
+            f"{max(float(row['logits']) for row in asked):.1e}" if asked else "",
             "{} of {}".format(*equal) if asked else "",
             whys[0] if whys else "",
         ]

@@ -6,6 +6,7 @@ pass, and what it has loaded against the checkpoint, tensor by tensor.
 """
 
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -188,7 +189,7 @@ class Source:
     def prompts(self) -> list[list[int]]:
         """What each expert writes."""
         register_architectures()
-        model = load_causal_lm(self.files)
+        model = load_causal_lm(self.files, device="cpu")
         return write_prompts(model, length=PROMPT_TOKENS, specials=self.specials)
 
     @cached_property
@@ -196,7 +197,7 @@ class Source:
         """Ours, of each variant."""
         found = {}
         for variant in self.paths:
-            model = load_causal_lm(self.path(variant))
+            model = load_causal_lm(self.path(variant), device="cpu")
             found[variant] = ours(model, self.prompts, tokens=NEW_TOKENS)
         return found
 
@@ -362,4 +363,12 @@ def _cells(row: Row) -> Iterator[str]:
 
 def as_json(rows: Sequence[Row]) -> str:
     """Rows as the version keeps them."""
-    return json.dumps({"readers": [asdict(row) for row in rows]}, indent=1)
+    return json.dumps({"readers": [plain(row) for row in rows]}, indent=1)
+
+
+def plain(row: Row) -> dict[str, Any]:
+    """A row for JSON, which has no word for what is no number."""
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(row).items()
+    }

@@ -17,7 +17,7 @@ from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.given.gguf_file import NAMES, dequantised, gguf_reader, paired_apart
 
 BLOCK = "blk.{layer}."
-INTERLEAVED = {"mixtral": ("attn_q", "attn_k"), "ernie4_5_moe": ("attn_q", "attn_k")}
+INTERLEAVED = {"mixtral": ("attn_q", "attn_k")}
 """Architectures whose rotated pairs the converter lays side by side, and where."""
 UNUSED = {
     "shared_expert_gate": "ffn_gate_inp_shexp",

@@ -32,6 +32,12 @@ NORM = "model.layers.1.post_attention_layernorm.weight"
 SHARED_GATE = "model.layers.0.mlp.shared_expert_gate.weight"
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Threads of readers that wait for each other starve on a busy machine."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
     """One that llama.cpp can be told of."""
@@ -192,10 +198,9 @@ def registered(place, version, moe):
 
 def test_a_version_arrives_and_says_so(place, version, registered):
     registry = Registry(place)
-    for _ in range(2):  # done again, it is the same page
-        rows = certify_version(
-            registry, version, registered, readers=["transformers", "mlflow"], say=silent
-        )
+    rows = certify_version(
+        registry, version, registered, readers=["transformers", "mlflow"], say=silent
+    )
     assert [(row.reader, row.verdict, row.why) for row in rows] == [
         ("transformers", "arrived", ""),
         ("mlflow", "arrived", ""),
@@ -204,15 +209,18 @@ def test_a_version_arrives_and_says_so(place, version, registered):
         assert row.tensors == 35
         assert row.misplaced == {}
         assert row.logits < 1e-4
-        assert row.greedy == (48, 48)
+        assert row.greedy[0] == row.greedy[1] > 20
         assert min(row.exchanged, row.zeroed) > 0.1
     current = registry.referenced("models:/moe@champion")
     assert current.tags[CERTIFICATE_TAG] == "arrived: transformers, mlflow"
-    assert current.description.count("### Arrival certificate") == 1
     assert current.description.startswith("Ours.")
     assert as_table(rows) in current.description
     kept = json.loads(registry.text(version, "certificate.json"))["readers"]
     assert [row["reader"] for row in kept] == ["transformers", "mlflow"]
+    certify_version(registry, version, registered, readers=["vllm"], forms=[], say=silent)
+    again = registry.referenced("models:/moe@champion").description
+    assert again.count("### Arrival certificate") == 1
+    assert "| mlflow" not in again
 
 
 def test_our_own_answers_are_those_of_the_stock_model_step_by_step(moe):
@@ -253,3 +261,9 @@ def test_a_reader_that_is_not_there_or_breaks_has_a_row(moe, monkeypatch, tmp_pa
         ("vllm", "not tried"),
     ]
     assert "MemoryError: no room" in rows[0].why
+
+
+def test_what_is_no_number_is_kept_in_words():
+    row = module.Row("llama.cpp", "F32", verdict="failed", logits=float("nan"))
+    kept = json.loads(module.as_json([row]), parse_constant=pytest.fail)
+    assert kept["readers"][0]["logits"] == "nan"
