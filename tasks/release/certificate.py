@@ -13,10 +13,12 @@ FILE = "certificate.json"
 CERTIFICATE_TAG = "upcycle.certificate"
 """Of a version: what became of it in each reader, in a line."""
 TITLE = "### Arrival certificate"
-ABOUT = """What each reader made of this version with its own loader, in fp32 unless said:
-tensors found where they belong, the largest difference of a logarithm of a probability from our own
-forward pass and greedy tokens equal to ours, over prompts that each expert wrote; and how far its
-answers moved as two experts were exchanged and as routers became zeros, in nats."""
+ABOUT = (
+    "What each reader made of this version with its own loader, in fp32 unless said: tensors "
+    "found where they belong, the largest difference of a logarithm of a probability from our own "
+    "forward pass and greedy tokens equal to ours, over prompts that each expert wrote; and how "
+    "far its answers moved as two experts were exchanged and as routers became zeros, in nats."
+)
 
 
 def certify_version(
