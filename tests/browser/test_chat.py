@@ -6,6 +6,8 @@ import pytest
 from playwright.sync_api import expect
 from talking import CONTEXT, DOMAINS, LAYERS, register, save_talkative, talk
 
+pytestmark = pytest.mark.faults  # needs Chromium
+
 HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>&amp;'
 
 
