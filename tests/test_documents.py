@@ -174,10 +174,10 @@ def test_the_table_of_simoe_has_the_numbers_of_its_files():
 def test_the_table_of_a_real_model_tuned_has_the_numbers_of_its_files():
     rows = json.loads((RESULTS / "simoe" / "simoe-real" / "metrics.json").read_text())["rows"]
     text = (RESULTS / "simoe.md").read_text().partition("## SmolLM2-135M")[2].partition("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith(("| Pre", "| Full", "| **SIM"))]
+    lines = [line for line in text.splitlines() if line.startswith(("| Pre", "| Full", "| LoRA", "| **SIM"))]
     printed = [[cell.strip("* ") for cell in line.split("|")[2:-1]] for line in lines]
     expected = []
-    for row in ("seed", "full-finetune", "simoe"):
+    for row in ("seed", "full-finetune", "frozen-embeddings", "lora", "simoe"):
         sizes = [rows[row][f"{kind}_parameters"]["mean"] for kind in ("total", "trained")]
         effective = rows[row]["effective_experts"]
         own = [f"{size / 1e6:.1f} M" if size else "0" for size in sizes]
