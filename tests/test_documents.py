@@ -174,7 +174,11 @@ def test_the_table_of_simoe_has_the_numbers_of_its_files():
 def test_the_table_of_a_real_model_tuned_has_the_numbers_of_its_files():
     rows = json.loads((RESULTS / "simoe" / "simoe-real" / "metrics.json").read_text())["rows"]
     text = (RESULTS / "simoe.md").read_text().partition("## SmolLM2-135M")[2].partition("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith(("| Pre", "| Full", "| LoRA", "| **SIM"))]
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.startswith(("| Pre", "| Full", "| LoRA", "| **SIM"))
+    ]
     printed = [[cell.strip("* ") for cell in line.split("|")[2:-1]] for line in lines]
     expected = []
     for row in ("seed", "full-finetune", "frozen-embeddings", "lora", "simoe"):
