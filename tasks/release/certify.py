@@ -175,12 +175,8 @@ class Source:
 
     @cached_property
     def wanted(self) -> Path:
-        """What to look for in what a reader has loaded: all floating-point tensors."""
-        sought = {
-            name: wanted(self.checkpoint.tensor(name))
-            for name, info in self.checkpoint.tensors.items()
-            if info.dtype.is_floating_point
-        }
+        """What to look for in what a reader has loaded: all tensors."""
+        sought = {name: wanted(self.checkpoint.tensor(name)) for name in self.checkpoint.tensors}
         path = self.folder / "wanted.json"
         path.write_text(json.dumps(sought))
         return path
@@ -233,7 +229,8 @@ def ask_one(reader: Reader, form: str, model: Source, seconds: float) -> Row:
         request = model.request(looks=looks)
         version, said = ask(reader, models, request, folder=place, seconds=seconds)
         wrong = lost(model, said[AS_IT_IS], models[AS_IT_IS], looks=looks)
-    except (ReaderError, InputError) as error:
+    # Of any of these a row: a full disk or a tokenizer that is not there ends no flow.
+    except (ReaderError, InputError, OSError, RuntimeError, ValueError) as error:
         wrong = _lost_on_the_way(model)
         return replace(row, verdict="failed", why=_one_line(error), misplaced=wrong)
     row = replace(row, version=version, tensors=len(model.checkpoint.tensors), misplaced=wrong)

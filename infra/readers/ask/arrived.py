@@ -48,6 +48,9 @@ def places(
     unknown = []
     for parameter, tensor in parameters:
         tensor = tensor.detach().cpu()
+        if parameter in sought and digest(tensor) == sought[parameter]["all"]:
+            found[parameter].append((parameter, None, 0))
+            continue  # as it is in the checkpoint, of whatever shape
         stack = tensor if tensor.dim() == 3 else matrix(tensor)[None]
         hits = 0
         for index, rows in enumerate(stack):

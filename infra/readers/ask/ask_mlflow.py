@@ -19,7 +19,7 @@ def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
     generator.model.float()
     asked = {"max_new_tokens": request["tokens"]}
     said = loaded.predict(request["texts"], params=asked)
-    found = {"texts": said, **look_at(generator.model.named_parameters(), request)}
+    found = {"texts": said, **look_at(generator.model.state_dict().items(), request)}
     return {**continued(generator.model, request), **found}
 
 

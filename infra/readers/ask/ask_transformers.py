@@ -14,7 +14,7 @@ def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
     model: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, local_files_only=True, trust_remote_code=own
     )
-    return {**continued(model.eval(), request), **look_at(model.named_parameters(), request)}
+    return {**continued(model.eval(), request), **look_at(model.state_dict().items(), request)}
 
 
 def continued(model: Any, request: dict[str, Any]) -> dict[str, Any]:

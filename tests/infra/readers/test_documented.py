@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.readers.environments import CONVERTER, LLAMA_CPP, VLLM
 from infra.readers.reader import TO_GGUF
-from tests.tasks.release.test_certify import build, tokenizer  # noqa: F401
+from tests.tasks.release.test_certify import build, tokenizer  # noqa: F401  (a fixture)
 from tests.test_documents import ROOT
 
 PROMPT = "The first"
@@ -28,7 +28,7 @@ def block(word):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, tokenizer):  # noqa: F811
+def folder(tmp_path_factory, tokenizer):  # noqa: F811  (the fixture)
     """A folder with a MoE called ``demo``."""
     place = tmp_path_factory.mktemp("place")
     shutil.copytree(build(place / "made", tokenizer), place / "demo")

@@ -19,10 +19,14 @@ from tasks.release import certify as module
 from tasks.release.certificate import CERTIFICATE_TAG, certify_version
 from tasks.release.certify import as_table, certify
 from tests.pico import save_pico
+from tests.upcycle_core.simoe.grown import grow
 from upcycle_core.corpora.config import TokenizerConfig
 from upcycle_core.corpora.tokenizer import train_tokenizer
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.moe.random import random_routers
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
+from upcycle_core.simoe.prune import save_pruned
+from upcycle_core.simoe.upcycle import upcycle_in_memory
 
 VOCABULARY = 300
 MOE = "model.layers.1.block_sparse_moe"
@@ -261,6 +265,24 @@ def test_a_reader_that_is_not_there_or_breaks_has_a_row(moe, monkeypatch, tmp_pa
         ("vllm", "not tried"),
     ]
     assert "MemoryError: no room" in rows[0].why
+
+
+def test_a_model_that_brings_its_code_arrives_where_that_is_run(moe, tmp_path):
+    config = SimoeUpcyclingConfig(experts=3)
+    dense = moe.parent / "a"
+    save_pruned(grow(upcycle_in_memory(dense, config, seed=1)), dense, tmp_path / "simoe")
+    rows = certify(tmp_path / "simoe", readers=["transformers", "vllm"], say=silent)
+    assert [(row.verdict, row.misplaced) for row in rows] == [("arrived", {}), ("not tried", None)]
+
+
+def test_a_full_disk_is_a_row(moe, monkeypatch):
+    def full(*_args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "change", full)
+    [row] = certify(moe, readers=["transformers"], say=silent)
+    assert row.verdict == "failed"
+    assert "No space left" in row.why
 
 
 def test_what_is_no_number_is_kept_in_words():
