@@ -6,6 +6,7 @@ is for type checkers alone does not. Left out is one named list, ``LEFT_OUT``.
 
 import ast
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +34,8 @@ LEFT_OUT = (
     "upcycle_core/progress.py",
 )
 """What decides no bytes: files, or whole folders, of the checkout."""
+PARSED_AGAIN = 20
+"""Times that a source is parsed again where the interpreter miscounted."""
 
 
 def deciding_modules(module: str, *, code: Path = CODE) -> tuple[str, ...]:
@@ -80,7 +83,15 @@ def _files(module: str, code: Path) -> frozenset[str]:
 @cache
 def _imports(source: str, name: str) -> frozenset[str]:
     """Dotted names that a module's text imports, with what it takes from each."""
-    return frozenset(_imported(ast.parse(source), name))
+    return frozenset(_imported(_tree(source), name))
+
+
+def _tree(source: str) -> ast.AST:
+    """The syntax tree. Python before 3.11.8 sometimes fails where two threads parse (gh-106905)."""
+    for _ in range(PARSED_AGAIN):
+        with suppress(SystemError):
+            return ast.parse(source)
+    return ast.parse(source)
 
 
 def _imported(tree: ast.AST, name: str) -> Iterator[str]:
