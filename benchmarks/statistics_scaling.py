@@ -138,7 +138,7 @@ def shard_batches(split: Path, shard: int) -> list[Batch]:
     """What the statistics pass forwards for a shard."""
     corpus = TokenCorpus(split)
     pieces = shard_of(paragraphs(corpus, sequence_length=LENGTH), shard, SHARDS)
-    return list(paragraph_batches(corpus, pieces, CONFIG.batch_size, folds=CONFIG.folds))
+    return list(paragraph_batches(corpus, pieces, CONFIG.batch_size, folds=CONFIG.parts))
 
 
 def report(seconds: Mapping[str, list[float]], count: int) -> None:

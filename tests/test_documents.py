@@ -112,7 +112,7 @@ def test_every_result_is_listed():
 
 
 def test_what_three_models_cost_is_what_the_code_makes():
-    """Sizes in docs/dume.md, "What it costs", in GB: bf16 weights, fp64 sums of four folds."""
+    """Sizes in docs/dume.md, "What it costs", in GB: bf16 weights, fp64 sums of one fold."""
     config = MistralConfig(num_key_value_heads=8, head_dim=128, vocab_size=32768).to_dict()
     family, experts, gigabyte = family_of(config), 3, 1e9
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
@@ -120,9 +120,9 @@ def test_what_three_models_cost_is_what_the_code_makes():
     dense = sum(map(math.prod, family.tensors(config).values()))
     backbone = sum(map(math.prod, family.tensors(config, ffn=False).values()))
     moe = backbone + experts * (dense - backbone) + layers * hidden * experts
-    layout = Layout(hidden, tuple(range(layers)), StatisticsConfig().folds)
-    index = 8 * layers * triangle_size(hidden)
-    sums = layout.cell_count * index
+    layout = Layout(hidden, tuple(range(layers)), StatisticsConfig().parts)
+    index = 8 * triangle_size(hidden)
+    sums = layout.cell_count * layers * index
     headless = dense - config["vocab_size"] * hidden
     made = 2 * (experts * dense + backbone + moe) + experts * sums
     rows = {
@@ -132,7 +132,7 @@ def test_what_three_models_cost_is_what_the_code_makes():
         "MoE (18.5 billion": [2 * moe],
         "the workspace, sum": [made],
         "one shard of statistics": [2 * headless + sums + index, 4 * headless + sums + index],
-        "adding up the shards": [experts * (sums + index)] * 2,
+        "adding up the shards": [sums / layers] * 2,
         "evaluating the MoE": [2 * moe, 4 * moe],
         "repairing one expert": [
             32 * inner * (inner + hidden)

@@ -1,15 +1,32 @@
 """What is wrong with what a recipe says about DUME, without reading any file."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from infra.recipe.schema import Recipe
 from tasks.engine.params import merge_keys, repair_keys, value_at
 from upcycle_core.dume.checks import fewest_tokens
 from upcycle_core.errors import Fault
 
+CROSS_VALIDATED = "cross-validate"
+
+FOLDS = 4
+"""Parts of the statistics that a cross-validated lambda is given where the recipe names none."""
+
+
+def with_folds(recipe: Recipe) -> Recipe:
+    """The recipe with as many parts of its statistics as are needed: one, or those of the folds."""
+    if recipe.statistics.folds is not None:
+        return recipe
+    folds = FOLDS if recipe.router.ridge_lambda == CROSS_VALIDATED else 1
+    return replace(recipe, statistics=replace(recipe.statistics, folds=folds))
+
 
 def dume_faults(recipe: Recipe) -> Iterator[Fault]:
-    """What the shape of a seed that is made here says against a repair."""
+    """Folds that cross-validation lacks; what a seed's shape, if made here, forbids a repair."""
+    if recipe.router.ridge_lambda == CROSS_VALIDATED and recipe.statistics.parts < 2:
+        remedy = "a cross-validated router.ridge_lambda needs 2 or more; leave it out for 4"
+        yield Fault("statistics.folds", recipe.statistics.folds, remedy)
     if recipe.experts.repair == "none" or not recipe.trains_seed:
         return
     tokens = recipe.statistics.tokens

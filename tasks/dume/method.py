@@ -7,7 +7,7 @@ from tasks.data.seed_text import seed_text
 from tasks.data.sources import outside_faults, sources
 from tasks.data.tokenizer import tokenizer
 from tasks.dume.backbone import backbone
-from tasks.dume.checks import dume_faults, unused_faults
+from tasks.dume.checks import dume_faults, unused_faults, with_folds
 from tasks.dume.experts import experts, parents
 from tasks.dume.model import model
 from tasks.dume.repaired import repaired
@@ -38,6 +38,7 @@ METHOD = Method(
     ),
     outside=outside_faults,
     checks=dume_faults,
+    completed=with_folds,
     unused=unused_faults,
     compares=True,
     lives=True,

@@ -5,7 +5,7 @@ Shapes: T rows (tokens), H features, C cells kept apart (folds, position buckets
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -28,7 +28,9 @@ def unpack_triangle(triangle: Tensor, size: int) -> Tensor:
     return lower + lower.tril(-1).T
 
 
+@lru_cache(maxsize=4)
 def _lower(size: int, device: torch.device) -> Tensor:
+    """Where the triangle's entries lie in the square; as large as a triangle, and shared."""
     row, column = torch.tril_indices(size, size, device=device)
     return row * size + column
 
@@ -129,9 +131,14 @@ class Moments(Accumulator):
         self.sums = torch.zeros(cells, size, dtype=torch.float64, device=device)
         self.counts = torch.zeros(cells, dtype=torch.int64)
 
-    @cached_property
-    def _lower(self) -> Tensor:
-        return _lower(self.size, self.products.device)
+    @staticmethod
+    def layout(size: int, *, cells: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """{part: shape and type} of what a file holds of it."""
+        return {
+            "products": ((cells, triangle_size(size)), torch.float64),
+            "sums": ((cells, size), torch.float64),
+            "counts": ((cells,), torch.int64),
+        }
 
     def update(self, x_TH: Tensor, *, rows: Tensor | None = None, cell: int = 0) -> None:
         """Count one batch.
@@ -146,7 +153,7 @@ class Moments(Accumulator):
         if rows is not None:
             x_TH = x_TH.index_select(0, rows)
         gram_HH, sum_H = batch_sums(x_TH)
-        self.products[cell] += gram_HH.take(self._lower)
+        self.products[cell] += gram_HH.take(_lower(self.size, self.products.device))
         self.sums[cell] += sum_H
         self.counts[cell] += len(x_TH)
 

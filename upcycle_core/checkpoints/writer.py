@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -15,6 +15,8 @@ from upcycle_core.checkpoints.reader import FLOAT_DTYPES, INDEX_FILE, INTEGER_DT
 DTYPE_NAMES = {dtype: name for name, dtype in (FLOAT_DTYPES | INTEGER_DTYPES).items()}
 # The safetensors format aligns the first tensor by padding the header with spaces.
 ALIGNMENT = 8
+PYTORCH: Mapping[str, str] = {"format": "pt"}
+"""What transformers asks of a header."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def write_sharded(
     shards = _plan(specs, max_shard_bytes)
     names = _shard_names(len(shards))
     for file, shard in zip(names, shards, strict=True):
-        _write_shard(directory / file, shard, produce)
+        write_file(directory / file, shard, produce)
     if len(shards) > 1:
         pairs = zip(names, shards, strict=True)
         weight_map = {spec.name: file for file, shard in pairs for spec in shard}
@@ -122,8 +124,8 @@ def _shard_names(count: int) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def _header(shard: Sequence[TensorSpec]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _header(shard: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for spec in shard:
         end = offset + spec.nbytes
@@ -138,11 +140,26 @@ def _header(shard: Sequence[TensorSpec]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_shard(
-    path: Path, shard: Sequence[TensorSpec], produce: Callable[[str], torch.Tensor]
+def write_file(
+    path: Path,
+    shard: Sequence[TensorSpec],
+    produce: Callable[[str], torch.Tensor],
+    *,
+    metadata: Mapping[str, str] = PYTORCH,
 ) -> None:
+    """Write one safetensors file, asking for one tensor at a time; see ``write_sharded``.
+
+    Args:
+        path: The file; it is on the disk when this returns.
+        shard: Its tensors, in the order in which they are written.
+        produce: As for ``write_sharded``.
+        metadata: Strings in its header.
+
+    Raises:
+        ValueError: ``produce`` broke its promise.
+    """
     with path.open("wb", buffering=0) as file:
-        _write_all(file, _header(shard))
+        _write_all(file, _header(shard, metadata))
         for spec in shard:
             tensor = produce(spec.name)
             if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):

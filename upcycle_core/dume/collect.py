@@ -94,7 +94,7 @@ def collect_shard(
     Returns:
         What is kept apart, and moments by layer.
     """
-    layout = Layout(model.config.hidden_size, tuple(layers), config.folds, config.position_buckets)
+    layout = Layout(model.config.hidden_size, tuple(layers), config.parts, config.position_buckets)
     tokens = TokenCorpus(corpus)
     everything = paragraphs(
         tokens,
@@ -105,7 +105,7 @@ def collect_shard(
     pieces = shard_of(everything, shard, config.shards)
     progress.start(what, pieces.tokens, "tokens")
     batches = paragraph_batches(
-        tokens, pieces, config.batch_size, folds=config.folds, count=config.count
+        tokens, pieces, config.batch_size, folds=config.parts, count=config.count
     )
     return layout, collect(model, batches, layout, device=model.device, progress=progress)
 

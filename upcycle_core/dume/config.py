@@ -23,12 +23,18 @@ class StatisticsConfig:
     """Paragraphs a forward pass. Part of the result: sums depend on it in the last bits."""
     shards: int = field(default=2, metadata={"ge": 1})
     """Pieces a domain's calibration text is split into, whatever the number of workers."""
-    folds: int = field(default=4, metadata={"ge": 2})
-    """Parts kept apart for cross-validation of lambda. Each costs H(H+1)/2 fp64 numbers a layer."""
+    folds: int | None = field(default=None, metadata={"ge": 1})
+    """Parts kept apart for cross-validation of lambda, each H(H+1)/2 fp64 numbers a layer; by
+    default four where `router.ridge_lambda` is cross-validated, else one."""
     position_buckets: tuple[int, ...] = ()
     """Token windows whose statistics are kept apart, ascending (2, 16, 128): for Figure 2a."""
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "fp32"
     """Arithmetic of the forward pass. Sums across batches are fp64 always."""
+
+    @property
+    def parts(self) -> int:
+        """How many parts are kept apart."""
+        return self.folds or 1
 
 
 @config

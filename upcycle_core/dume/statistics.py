@@ -5,14 +5,17 @@ weights and the token window can change without another forward pass.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import safe_open
+from torch import Tensor
 
 from upcycle_core.activations.moments import Moments, save_sums
 from upcycle_core.backbone.stitch import load_stitched
-from upcycle_core.checkpoints.tensor_file import read_header
+from upcycle_core.checkpoints.tensor_file import read_header, stream_atomically
+from upcycle_core.checkpoints.writer import TensorSpec
 from upcycle_core.dume.collect import Layout, collect_shard
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.errors import Fault, InputError
@@ -65,7 +68,7 @@ def save_statistics(path: Path, layout: Layout, moments: Mapping[int, Moments]) 
 
 
 def merge_statistics(files: Sequence[Path], out: Path) -> None:
-    """Add up the files of a domain's shards in the order given.
+    """Add up the files of a domain's shards in the order given, one tensor at a time.
 
     Raises:
         InputError: they keep different things apart.
@@ -76,11 +79,24 @@ def merge_statistics(files: Sequence[Path], out: Path) -> None:
         if part.layout != layout:
             remedy = f"was computed with {part.layout}, the first with {layout}: compute it again"
             raise InputError(Fault("statistics", str(part.path), remedy))
-    total = {layer: Moments(layout.hidden_size, cells=layout.cell_count) for layer in layout.layers}
-    for part in parts:
-        for layer, moments in total.items():
-            moments.merge(part.moments(layer))
-    save_statistics(out, layout, total)
+    with ExitStack() as opened:
+        sources = [opened.enter_context(safe_open(file, "pt")) for file in files]
+
+        def total(name: str) -> Tensor:
+            first, *others = (source.get_tensor(name) for source in sources)
+            summed = first.clone()
+            for other in others:
+                summed += other
+            return summed
+
+        specs = [
+            TensorSpec(f"{layer}.{part}", shape, dtype)
+            for layer in layout.layers
+            for part, (shape, dtype) in Moments.layout(
+                layout.hidden_size, cells=layout.cell_count
+            ).items()
+        ]
+        stream_atomically(out, specs, total, kind=KIND, header=asdict(layout))
 
 
 def domain_statistics(

@@ -88,7 +88,7 @@ def train_expert(
         if lora:
             tuned = add_adapter(network, config.lora or LoraSettings(), seed=seed)
             return Subject(network, _trainable(network), partial(_write_merged, tuned, model, out))
-        _freeze_others(network, config.method, DTYPES[precision])
+        freeze_others(network, config.method, DTYPES[precision])
         return Subject(network, _trainable(network), partial(_write_trained, network, model, out))
 
     record = training_record(config, seed, None, fingerprint or {})
@@ -127,7 +127,7 @@ def add_adapter(network: PreTrainedModel, settings: LoraSettings, *, seed: int) 
         return get_peft_model(network, wanted)  # A and B in fp32, whatever the network is in
 
 
-def _freeze_others(network: PreTrainedModel, method: ExpertMethod, frozen: torch.dtype) -> None:
+def freeze_others(network: PreTrainedModel, method: ExpertMethod, frozen: torch.dtype) -> None:
     """Train the FFNs or all layers, in fp32; the rest needs no gradient, and no more digits than
     arithmetic has.
 

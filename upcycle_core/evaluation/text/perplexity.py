@@ -26,7 +26,7 @@ from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.scores import Score
 from upcycle_core.progress import Progress, Silent
 
-_TOKENS_AT_ONCE = 512
+TOKENS_AT_ONCE = 512
 """Tokens whose logits [N, V] exist at one time: 0.25 GB in fp32 where V is 128 k."""
 
 
@@ -157,7 +157,7 @@ def _batch_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
     hidden_NH, target_N = hidden_BSH[:, :-1][scored_BS], input_BS[:, 1:][scored_BS]
     losses = [torch.zeros(0, dtype=torch.float64, device=model.device)]
     for h_NH, t_N in zip(
-        hidden_NH.split(_TOKENS_AT_ONCE), target_N.split(_TOKENS_AT_ONCE), strict=True
+        hidden_NH.split(TOKENS_AT_ONCE), target_N.split(TOKENS_AT_ONCE), strict=True
     ):
         logits_NV = model.get_output_embeddings()(h_NH)
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))

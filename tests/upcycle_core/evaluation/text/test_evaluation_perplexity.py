@@ -139,7 +139,7 @@ def test_responses_of_a_text_that_has_none_are_refused(tmp_path, corpus):
 def test_many_tokens_are_scored_in_parts(tmp_path, monkeypatch):
     corpus, model = make_corpus(tmp_path, lengths=(16,) * 10), make_model()
     expected = score_model(model, corpus, config=CONFIG, pad_id=1)
-    monkeypatch.setattr("upcycle_core.evaluation.text.perplexity._TOKENS_AT_ONCE", 7)
+    monkeypatch.setattr("upcycle_core.evaluation.text.perplexity.TOKENS_AT_ONCE", 7)
     seen = []
     model.get_output_embeddings().register_forward_hook(lambda _m, _i, out: seen.append(len(out)))
     found = score_model(model, corpus, config=CONFIG, pad_id=1)

@@ -1,0 +1,73 @@
+"""The machine that a plan is for: this one, or one that the user describes."""
+
+import os
+import re
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from infra.cluster.memory import machine_memory
+from upcycle_core.errors import Fault, InputError
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to plan with.
+
+    Args:
+        memory: Bytes.
+        cpus: Cores.
+        disk: Bytes free.
+        gpus: How many.
+        gpu_memory: Bytes of each.
+    """
+
+    memory: int
+    cpus: int
+    disk: int
+    gpus: int = 0
+    gpu_memory: int = 0
+
+    @classmethod
+    def here(cls, home: Path, cpus: int | None) -> "Machine":
+        """This one.
+
+        Args:
+            home: Where workspaces are, or will be.
+            cpus: As many as Ray is given; all by default.
+        """
+        import torch
+
+        there = next(path for path in (home, *home.parents) if path.exists())
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return cls(
+            memory=machine_memory(device="cpu") or 0,
+            cpus=cpus or os.cpu_count() or 1,
+            disk=shutil.disk_usage(there).free,
+            gpus=gpus,
+            gpu_memory=(machine_memory(device="cuda") or 0) if gpus else 0,
+        )
+
+    def changed(self, changes: list[str]) -> "Machine":
+        """The machine with ``memory=24GB``, ``cpus=2``, ... in place of what it has.
+
+        Raises:
+            InputError: No such part, or no such amount.
+        """
+        machine, faults = self, []
+        for change in changes:
+            name, _, value = change.partition("=")
+            found = SIZE.fullmatch(value.strip())
+            if name not in self.__dataclass_fields__ or found is None:
+                parts = ", ".join(self.__dataclass_fields__)
+                remedy = f"say PART=AMOUNT, as memory=24GB or cpus=2; parts are {parts}"
+                faults.append(Fault("--machine", change, remedy))
+                continue
+            amount = float(found[1]) * UNITS[found[2].upper()]
+            machine = replace(machine, **{name: int(amount)})
+        if faults:
+            raise InputError(*faults)
+        return machine

@@ -1,0 +1,82 @@
+"""What a recipe is about, from the headers of its models and the sizes of its files."""
+
+import glob
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from infra.recipe.schema import Recipe
+from tasks.data.given import given_model
+from tasks.planning.dume import Subjects
+from upcycle_core.corpora.config import Source
+from upcycle_core.errors import Fault, InputError
+from upcycle_core.planning.shape import Shape
+
+CONFIG = "config.json"
+FP32 = 4
+
+
+def subjects_of(recipe: Recipe, cache: Path) -> Subjects:
+    """The shape of a recipe's models, and how much text its domains have.
+
+    Args:
+        recipe: With a seed that is given or made, or ready experts.
+        cache: Where models are kept that were given as GGUF or adapters.
+
+    Raises:
+        InputError: No model's config.json can be read.
+    """
+    text = {name: _bytes(domain.train) for name, domain in recipe.domains.items()}
+    return Subjects(_shape(recipe, cache), text)
+
+
+def _shape(recipe: Recipe, cache: Path) -> Shape:
+    experts = [d.expert for d in recipe.domains.values() if d.expert is not None]
+    reference = recipe.seed_model.model or next(iter(experts), None)
+    if reference is None or (recipe.trains_seed and not experts):
+        return _made_here(recipe)
+    folder = Path(reference).expanduser()
+    if (folder / CONFIG).is_file():
+        return Shape.of(folder)
+    if folder.exists() or ":" in reference:
+        return Shape.of(given_model(recipe, reference, cache))
+    try:
+        return Shape.of(Path(hf_hub_download(reference, CONFIG)).parent)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        remedy = "its config.json is neither on this disk nor to be had from the hub "
+        remedy += (
+            f"({type(error).__name__}); name a folder that holds a config.json, weights or not"
+        )
+        raise InputError(Fault("model", reference, remedy)) from error
+
+
+def _made_here(recipe: Recipe) -> Shape:
+    """Of a seed with random weights."""
+    shape = recipe.seed_model.shape
+    config: dict[str, Any] = {
+        "model_type": shape.family,
+        "vocab_size": recipe.tokenizer.vocabulary_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.attention_heads,
+        "num_key_value_heads": shape.key_value_heads,
+        "head_dim": shape.hidden_size // shape.attention_heads,
+        "max_position_embeddings": shape.max_positions,
+        "rope_theta": shape.rope_theta,
+        "tie_word_embeddings": shape.tie_embeddings,
+    }
+    return Shape.of_config(config, FP32)
+
+
+def _bytes(source: Source | None) -> int:
+    """What is read of a text; 0 where that is not known before it is read."""
+    if source is None:
+        return 0
+    if not source.files:
+        return source.max_bytes or 0
+    paths = {path for pattern in source.files for path in glob.glob(str(pattern), recursive=True)}
+    there = sum(Path(path).stat().st_size for path in paths)
+    return min(there, source.max_bytes) if source.max_bytes else there

@@ -1,0 +1,119 @@
+"""A plan from config.json alone: of five models of Llama-3.1-8B's shape, on many machines."""
+
+import json
+
+import pytest
+
+from tasks.planning.machine import Machine
+from tasks.planning.plan import plan
+from tasks.recipes import validate
+from upcycle_core.errors import InputError
+
+DOMAINS = ("law", "code", "history", "music", "art")
+WHOLE, FFNS, LAYERS, HIDDEN = 8_030_261_248, 32 * 3 * 4096 * 14336, 32, 4096
+GPU = {"gpus": 1}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    config = {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 14336,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def made(tmp_path, llama, *, ready=True, machine=None, **sections):
+    """A plan of five experts, ready or trained here."""
+    own = {"expert": str(llama)} if ready else {}
+    values = {
+        "name": "large",
+        "domains": {name: {"train": {"files": [f"{name}.txt"]}, **own} for name in DOMAINS},
+        "experts": {"training": {"batch_size": 2, "sequence_length": 512, "precision": "bf16"}},
+        "statistics": {"precision": "bf16", "batch_size": 4},
+        "evaluation": {"precision": "bf16", "batch_size": 4},
+        **({} if ready else {"seed_model": {"model": str(llama)}}),
+        **sections,
+    }
+    there = machine or Machine(memory=10**12, cpus=8, disk=10**13)
+    return plan(validate(values), tmp_path, there, base=500_000_000)
+
+
+def rows(found):
+    return {row.stage: row for row in found.rows}
+
+
+def test_what_is_kept_of_ready_experts(tmp_path, llama):
+    kept = {stage: row.kept for stage, row in rows(made(tmp_path, llama)).items()}
+    assert kept["experts"] == 5 * 2 * WHOLE
+    assert kept["backbone"] == 2 * (WHOLE - FFNS)
+    assert kept["model"] == 2 * (WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN)
+    triangle = HIDDEN * (HIDDEN + 1) // 2
+    assert kept["statistics"] == 5 * LAYERS * (8 * (triangle + HIDDEN) + 8)
+    assert kept["router"] == 4 * LAYERS * 5 * HIDDEN
+
+
+def test_the_registry_has_one_copy_and_the_remote_another(tmp_path, llama):
+    beside, alone = made(tmp_path, llama), made(tmp_path, llama, versions={"remote": None})
+    kept, model = sum(row.kept for row in alone.rows), rows(alone)["model"].kept
+    assert alone.disk == kept + model
+    assert beside.disk == 2 * kept + model
+
+
+def test_training_whole_needs_sixteen_bytes_a_parameter(tmp_path, llama):
+    experts = rows(made(tmp_path, llama, ready=False))["experts"]
+    assert 16 * WHOLE < experts.memory < 16.5 * WHOLE
+    assert experts.kept == 5 * 4 * WHOLE
+
+
+def faults(found):
+    return {fault.field: (str(fault.value), fault.remedy) for fault in found.faults()}
+
+
+def test_all_limits_are_named_at_once_with_what_would_fit(tmp_path, llama):
+    small = Machine(memory=40 * 10**9, cpus=8, disk=10**11)
+    found = faults(made(tmp_path, llama, ready=False, machine=small))
+    assert set(found) == {"compute.experts", "compute.statistics", "compute.evaluation", "disk"}
+    assert "experts.training.method = lora" in found["compute.experts"][1]
+    said, remedy = found["compute.statistics"]
+    assert "8 x" in said
+    threads = int(remedy.rpartition("compute.statistics.cpus = ")[2])
+    compute = {"statistics": {"cpus": threads}}
+    fits = faults(made(tmp_path, llama, ready=False, machine=small, compute=compute))
+    assert "compute.statistics" not in fits
+    assert set(found) - set(fits) == {"compute.statistics"}
+
+
+def test_a_gpu_is_asked_for_what_it_holds(tmp_path, llama):
+    compute = dict.fromkeys(("statistics", "evaluation"), GPU)
+    common = {"memory": 64 * 10**9, "cpus": 16, "disk": 10**13}
+    one, small = (Machine(**common, gpus=1, gpu_memory=gb * 10**9) for gb in (80, 48))
+    assert not faults(made(tmp_path, llama, machine=one, compute=compute))
+    found = faults(made(tmp_path, llama, machine=small, compute=compute))
+    assert set(found) == {"compute.evaluation"}  # 61 GB of weights
+    assert "GPU memory" in found["compute.evaluation"][0]
+    none = faults(made(tmp_path, llama, machine=Machine(**common), compute=compute))
+    assert none["compute.statistics.gpus"] == ("1", "there is no GPU; give 0")
+
+
+def test_a_method_without_a_plan_is_refused(tmp_path, llama):
+    with pytest.raises(InputError, match="only DUME's recipes"):
+        made(tmp_path, llama, method="symphony", symphony={"anchor": "law"})
+
+
+def test_another_machine_is_described_in_words():
+    here = Machine(memory=1, cpus=1, disk=1)
+    there = here.changed(["memory=24GB", "cpus=2", "disk=1.5 TB", "gpus=1", "gpu_memory=80G"])
+    assert there == Machine(24 * 10**9, 2, 1_500_000_000_000, 1, 80 * 10**9)
+    with pytest.raises(InputError, match="ram=24GB") as refusal:
+        here.changed(["ram=24GB", "cpus=many"])
+    assert "cpus=many" in str(refusal.value)

@@ -1,0 +1,107 @@
+"""Rehearsed memory against what torch's profiler counts of the real thing, a step or a pass."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
+
+from tests.pico import CONFIGS, pico_config
+from upcycle_core.planning.rehearsal import forward_bytes, training_bytes
+from upcycle_core.planning.shape import Shape
+from upcycle_core.training.config import ExpertTrainingConfig, LoraSettings
+from upcycle_core.training.expert import add_adapter, freeze_others
+from upcycle_core.training.head import sliced_head
+
+LAYERS, BATCH, LENGTH = 5, 4, 64
+SIZES = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 700, "head_dim": 16}
+
+
+def shape_of(family: str = "llama") -> tuple[Shape, object]:
+    config = pico_config(family, num_hidden_layers=LAYERS, **SIZES)
+    return Shape.of_config(config.to_dict(), 4), config
+
+
+def peak(call) -> int:
+    """The most that torch's allocator held at once beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        call()
+    held = most = 0
+    for event in run.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+def parameters(model, *, trained: bool) -> int:
+    return sum(p.numel() * p.itemsize for p in model.parameters() if p.requires_grad or not trained)
+
+
+def measured(config, training: ExpertTrainingConfig) -> int:
+    """Weights and moments as counted, activations and gradients as torch allocates them."""
+    precision = torch.bfloat16 if training.precision == "bf16" else torch.float32
+    start = precision if training.method == "lora" else torch.float32
+    model = AutoModelForCausalLM.from_config(config, dtype=start)
+    if training.method == "lora":
+        add_adapter(model, training.lora, seed=0)
+    elif training.method != "full":
+        freeze_others(model, training.method, precision)
+    model.train()
+    cast = torch.autocast("cpu", precision) if training.precision == "bf16" else nullcontext()
+    ids = torch.randint(0, 700, (BATCH, LENGTH))
+    held = []  # the optimizer's step frees gradients after the peak
+
+    def step():
+        with cast, sliced_head(model):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        held.append(loss)
+
+    fixed = parameters(model, trained=False) + 2 * parameters(model, trained=True)
+    return fixed + peak(step)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["full", "layers", "ffn", "lora"])
+def test_a_training_step_needs_what_was_rehearsed(method, precision):
+    shape, config = shape_of()
+    training = ExpertTrainingConfig(
+        method=method,
+        steps=2,
+        warmup_steps=1,
+        batch_size=BATCH,
+        sequence_length=LENGTH,
+        precision=precision,
+        lora=LoraSettings(rank=4) if method == "lora" else None,
+    )
+    assert training_bytes(shape, training) == pytest.approx(measured(config, training), rel=0.1)
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_a_forward_pass_needs_what_was_rehearsed(family):
+    shape, config = shape_of(family)
+    body = AutoModelForCausalLM.from_config(config).base_model.eval()
+    ids = torch.randint(0, 700, (BATCH, LENGTH))
+    with torch.no_grad():
+        real = peak(lambda: body(input_ids=ids, use_cache=False))
+    expected = parameters(body, trained=False) + real
+    # On fake tensors transformers cannot see that no mask is needed, and repeats keys and values.
+    assert 1 <= forward_bytes(shape, (BATCH, LENGTH), precision="fp32") / expected < 1.15
+
+
+def test_gradients_that_are_added_up_lie_beside_the_activations():
+    shape, _ = shape_of()
+    common = {"steps": 2, "warmup_steps": 1, "batch_size": BATCH, "sequence_length": LENGTH}
+    once = training_bytes(shape, ExpertTrainingConfig(**common, precision="fp32"))
+    twice = ExpertTrainingConfig(**common, gradient_accumulation=2, precision="fp32")
+    assert once < training_bytes(shape, twice) <= once + 4 * shape.whole
+
+
+def test_checkpointed_activations_are_not_held():
+    shape, _ = shape_of()
+    common = {"steps": 2, "warmup_steps": 1, "batch_size": BATCH, "sequence_length": LENGTH}
+    kept = training_bytes(shape, ExpertTrainingConfig(**common, precision="fp32"))
+    given_up = ExpertTrainingConfig(**common, gradient_checkpointing=True, precision="fp32")
+    assert training_bytes(shape, given_up) < 0.8 * kept

@@ -1,0 +1,43 @@
+"""What a checkpoint's size is, from its headers or from config.json alone."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.pico import CONFIGS, pico_config
+from upcycle_core.errors import InputError
+from upcycle_core.planning.shape import Shape
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_headers_and_configuration_say_the_same(tmp_path, family, tied):
+    config = pico_config(family, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "whole")
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tmp_path / "whole" / "config.json", tmp_path / "bare")
+    whole, bare = Shape.of(tmp_path / "whole"), Shape.of(tmp_path / "bare")
+    for name in ("whole", "ffns", "ends", "largest", "itemsize", "layers", "hidden", "vocabulary"):
+        assert getattr(whole, name) == getattr(bare, name), name
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    assert bare.whole == sum(sizes.values())
+    assert bare.ffns == sum(size for name, size in sizes.items() if ".mlp." in name)
+    assert bare.itemsize == 2
+
+
+def test_a_mixture_has_the_ffns_once_an_expert_and_routers(tmp_path):
+    shape = Shape.of_config(pico_config().to_dict(), 4)
+    assert shape.mixture(3) == shape.whole + 2 * shape.ffns + 2 * 3 * 32
+    assert shape.ffns == 2 * 3 * 32 * 48
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"no config\.json can be read there"):
+        Shape.of(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(InputError, match="gpt2"):
+        Shape.of(tmp_path)

@@ -1,0 +1,1 @@
+"""What a computation will need, from a model's configuration alone."""

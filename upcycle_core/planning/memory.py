@@ -1,0 +1,116 @@
+"""Peak memory of each kind of computation, beside what an interpreter with its libraries takes.
+
+On a CPU weights that a file holds in the type that is asked for are mapped, and cost no anonymous
+memory; those of a MoE are stacked, expert upon expert, and do.
+
+Shapes: L layers, H hidden size, I intermediate size, V vocabulary, T tokens, D experts.
+"""
+
+from upcycle_core.activations.moments import triangle_size
+from upcycle_core.activations.regression import HALVES
+from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.evaluation.text.config import EvaluationConfig
+from upcycle_core.evaluation.text.perplexity import TOKENS_AT_ONCE
+from upcycle_core.planning.rehearsal import forward_bytes
+from upcycle_core.planning.shape import Shape
+from upcycle_core.precision import weights_type
+
+FP32, FP64, INT64 = 4, 8, 8
+STACKED = 2
+"""Times that the experts' weights are held while transformers stacks them."""
+
+
+def statistics_bytes(shape: Shape, config: StatisticsConfig, *, device: str = "cpu") -> int:
+    """Of a piece of the statistics pass: the model, and one triangle of sums a layer and cell.
+
+    Args:
+        shape: The dense model whose text is forwarded.
+        config: Batches, precision, and what is kept apart.
+        device: Where it runs.
+    """
+    batch = (config.batch_size, config.sequence_length)
+    forward = forward_bytes(shape, batch, precision=config.precision, device=device)
+    batch_sums = FP32 * shape.hidden**2 + FP64 * triangle_size(shape.hidden)
+    sums = statistics_file_bytes(shape, config) + batch_sums + _index(shape)
+    return forward - _mapped(shape, config.precision, device) + sums
+
+
+def statistics_file_bytes(shape: Shape, config: StatisticsConfig) -> int:
+    """Of a file of statistics: fp64 triangles and sums, a layer and cell each."""
+    cells = config.parts * (len(config.position_buckets) + 1)
+    each = FP64 * (triangle_size(shape.hidden) + shape.hidden) + INT64
+    return shape.layers * cells * each
+
+
+def repair_bytes(
+    shape: Shape, config: StatisticsConfig, tokens: int, *, head: bool, device: str = "cpu"
+) -> int:
+    """Of the repair of one expert, layer by layer: two models' states, one layer's sums.
+
+    Args:
+        shape: The dense model.
+        config: Batches and precision.
+        tokens: Calibration tokens, padding included.
+        head: Whether the last layer may aim at the head's target, which holds both heads.
+        device: Where it runs.
+    """
+    size = weights_type(config.precision, device).itemsize
+    layer = (shape.whole - shape.ends) // shape.layers
+    states = 2 * size * tokens * shape.hidden
+    inner = size * tokens * shape.inner
+    sums = HALVES * FP64 * shape.inner * (shape.inner + shape.hidden)
+    solving = 2 * FP64 * shape.inner * (shape.inner + shape.hidden)
+    embedding = size * shape.vocabulary * shape.hidden
+    heads = 2 * FP32 * shape.vocabulary * shape.hidden if head else 0
+    return 2 * size * layer + states + inner + sums + solving + max(embedding, heads)
+
+
+def evaluation_bytes(
+    shape: Shape, config: EvaluationConfig, *, experts: int = 1, device: str = "cpu"
+) -> int:
+    """Of scoring a dense model's text, or that of the MoE of so many.
+
+    Args:
+        shape: The dense model, or any of the experts.
+        config: Batches and precision.
+        experts: D; 1 for the dense model.
+        device: Where it runs.
+    """
+    batch = (config.batch_size, config.sequence_length)
+    size = weights_type(config.precision, device).itemsize
+    forward = forward_bytes(shape, batch, precision=config.precision, device=device)
+    activations = forward - size * (shape.whole - _head(shape))
+    logits = (size + 2 * FP32) * min(batch[0] * batch[1], TOKENS_AT_ONCE) * shape.vocabulary
+    weights = size * shape.whole - _mapped(shape, config.precision, device)
+    if experts > 1:
+        weights = max(0, weights - size * shape.ffns)
+        weights += size * experts * shape.ffns * (STACKED if device == "cpu" else 1)
+    return weights + max(activations, logits)
+
+
+def _mapped(shape: Shape, precision: str, device: str) -> int:
+    """Bytes of weights that are mapped from their files."""
+    size = weights_type(precision, device).itemsize  # type: ignore[arg-type]
+    return size * shape.whole if device == "cpu" and size == shape.itemsize else 0
+
+
+def averaging_bytes(shape: Shape) -> int:
+    """Of averaging: one tensor of the result."""
+    return shape.itemsize * shape.largest
+
+
+def solving_bytes(shape: Shape, experts: int) -> int:
+    """Of solving one layer's routers: every domain's triangle, their sum, and its factor."""
+    matrix = FP64 * shape.hidden**2
+    return experts * FP64 * triangle_size(shape.hidden) + 3 * matrix + _index(shape)
+
+
+def _index(shape: Shape) -> int:
+    """Where the triangle's entries lie in the square."""
+    return INT64 * triangle_size(shape.hidden)
+
+
+def _head(shape: Shape) -> int:
+    """Parameters of a head of its own."""
+    both = 2 * shape.vocabulary * shape.hidden
+    return both // 2 if shape.ends == both else 0

@@ -1,0 +1,186 @@
+"""Peak memory of a training step or a forward pass, by a rehearsal that computes nothing.
+
+The real model class runs on fake tensors, which have shapes, types and lifetimes but no memory, and
+what would be alive at once is added up. Only one and two layers are rehearsed: every further layer
+costs what the second one does.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from upcycle_core.planning.shape import Shape
+from upcycle_core.precision import arithmetic, weights_type
+from upcycle_core.training.config import ExpertTrainingConfig, LoraSettings, TrainingConfig
+from upcycle_core.training.expert import freeze_others
+from upcycle_core.training.head import HeadLoss
+
+DEPTHS = (1, 2)
+"""Layers that are rehearsed."""
+PER_LAYER = frozenset({"layer_types", "dtype", "torch_dtype", "architectures", "max_window_layers"})
+"""Keys of config.json that name layers one by one, or say what is said otherwise here."""
+
+
+def training_bytes(shape: Shape, config: TrainingConfig, *, device: str = "cpu") -> int:
+    """Bytes at the peak of a step: weights, gradients, AdamW's moments, activations.
+
+    Args:
+        shape: The dense model.
+        config: How it is trained, whole or, as experts may be, in part; its batch and sequence
+            length count.
+        device: "cpu" or "cuda", where ``precision: auto`` is decided.
+    """
+    precision = arithmetic(config.precision, device)
+    expert = config if isinstance(config, ExpertTrainingConfig) else None
+    method = expert.method if expert else "full"
+    frozen = torch.bfloat16 if precision == "bf16" else torch.float32
+
+    def rehearse(layers: int) -> int:
+        start = frozen if method == "lora" else torch.float32
+        with FakeTensorMode(), _Held() as held:
+            network = _network(shape, layers, start)
+            if expert is not None and method == "lora":
+                _adapt(network, expert.lora or LoraSettings())
+            elif method != "full":
+                freeze_others(network, method, frozen)
+            if config.gradient_checkpointing:
+                network.activation_checkpointing_enable({"use_reentrant": False})
+            network.train()
+            _step(network, config, held, bf16=precision == "bf16")
+            return held.peak
+
+    return _extrapolated(rehearse, shape.layers)
+
+
+def forward_bytes(
+    shape: Shape, tokens: tuple[int, int], *, precision: str, device: str = "cpu"
+) -> int:
+    """Bytes at the peak of a forward pass without the head, weights included.
+
+    Args:
+        shape: The dense model.
+        tokens: Paragraphs of a batch, and tokens of a paragraph.
+        precision: Type of the weights, as recipes name it.
+        device: Where ``auto`` is decided.
+    """
+    dtype = weights_type(precision, device)  # type: ignore[arg-type]
+
+    def rehearse(layers: int) -> int:
+        with FakeTensorMode(), _Held() as held, torch.no_grad():
+            body = AutoModel.from_config(_config(shape, layers), dtype=dtype)
+            held.begin()
+            body(input_ids=torch.zeros(tokens, dtype=torch.int64), use_cache=False)
+            return held.peak
+
+    return _extrapolated(rehearse, shape.layers)
+
+
+def _network(shape: Shape, layers: int, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with so many layers, on fake tensors."""
+    network: PreTrainedModel = AutoModelForCausalLM.from_config(_config(shape, layers), dtype=dtype)
+    return network
+
+
+def _config(shape: Shape, layers: int) -> Any:
+    values = {**shape.config, "num_hidden_layers": layers}
+    kept = {key: value for key, value in values.items() if key not in PER_LAYER}
+    return AutoConfig.for_model(kept.pop("model_type"), **kept)
+
+
+def _step(network: PreTrainedModel, config: TrainingConfig, held: "_Held", *, bf16: bool) -> None:
+    """A micro-batch that finds moments in place, and gradients if it is not the first.
+
+    The fused optimizer makes no temporaries, so its step is never the peak; it is taken once before
+    to have its states.
+    """
+    trained = [p for p in network.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=False)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    if config.gradient_accumulation == 1:
+        optimizer.zero_grad()
+    ids = torch.zeros(config.batch_size, config.sequence_length, dtype=torch.int64)
+    cast = torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext()
+    head: Any = network.get_output_embeddings()
+    held.begin()
+    with cast:
+        hidden_BSH = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        loss: Any = HeadLoss.apply(hidden_BSH.flatten(0, 1), head.weight, ids.flatten(), True)
+    loss.backward()
+
+
+class _Adapted(nn.Module):
+    """A linear layer with an adapter beside it; peft's own cannot be made of fake tensors."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """W x + B A x, A and B in fp32 as peft has them."""
+        return self.base(x) + self.b(self.a(x.float()))
+
+
+def _adapt(network: PreTrainedModel, settings: LoraSettings) -> None:
+    network.requires_grad_(False)
+    for parent in list(network.modules()):
+        for name, child in list(parent.named_children()):
+            if name in settings.modules and isinstance(child, nn.Linear):
+                setattr(parent, name, _Adapted(child, settings.rank))
+
+
+class _Held(TorchDispatchMode):
+    """Bytes of all storages that operations inside have made and that are still there.
+
+    Attributes:
+        now: At this moment.
+        peak: At most, since ``begin``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def begin(self) -> None:
+        """Forget the peak of before, and what nothing holds any more."""
+        gc.collect()
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self._keep(tensor.untyped_storage())
+        return made
+
+    def _keep(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def _extrapolated(rehearse: Callable[[int], int], layers: int) -> int:
+    """What ``layers`` cost, of what one and two do."""
+    one, two = (rehearse(depth) for depth in DEPTHS)
+    return one + (layers - 1) * (two - one)

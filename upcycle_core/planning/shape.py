@@ -1,0 +1,113 @@
+"""The size of a dense model, by what is shared in a Mixture-of-Experts and what is not."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from upcycle_core.architectures.families import family_of
+from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.errors import Fault, InputError
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Types of weights by the names of config.json."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Parameters of a dense model, none of them read.
+
+    Args:
+        config: The content of config.json.
+        whole: All of its parameters; a tied head counts once.
+        ffns: Those of its FFNs, which a MoE has once an expert.
+        ends: Those of its embeddings and its head.
+        largest: Those of its largest tensor.
+        itemsize: Bytes of a parameter in its files.
+    """
+
+    config: Mapping[str, Any]
+    whole: int
+    ffns: int
+    ends: int
+    largest: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, directory: Path) -> "Shape":
+        """What a checkpoint's headers say, or config.json where there are no weights beside it.
+
+        Raises:
+            InputError: There is no config.json, or it is of no family that is known.
+        """
+        if any(directory.glob("*.safetensors")):
+            return cls.of_reader(CheckpointReader(directory, field="model"))
+        try:
+            config = json.loads((directory / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            remedy = f"no config.json can be read there ({error}); name a checkpoint's folder"
+            raise InputError(Fault("model", str(directory), remedy)) from error
+        named = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        return cls.of_config(config, DTYPES.get(named, torch.float32).itemsize)
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], itemsize: int) -> "Shape":
+        """What a configuration makes.
+
+        Raises:
+            InputError: It is of no family that is known.
+        """
+        sizes = {n: math.prod(shape) for n, shape in family_of(config).tensors(config).items()}
+        return cls._of(config, sizes, itemsize)
+
+    @classmethod
+    def of_reader(cls, reader: CheckpointReader) -> "Shape":
+        """What a checkpoint's headers say."""
+        sizes = {name: math.prod(info.shape) for name, info in reader.tensors.items()}
+        stored = sum(sizes[n] * info.dtype.itemsize for n, info in reader.tensors.items())
+        return cls._of(reader.config, sizes, round(stored / sum(sizes.values())))
+
+    @classmethod
+    def _of(cls, config: Mapping[str, Any], sizes: Mapping[str, int], itemsize: int) -> "Shape":
+        family = family_of(config)
+        return cls(
+            config=family.resolve(config),
+            whole=sum(sizes.values()),
+            ffns=sum(size for name, size in sizes.items() if family.is_ffn(name)),
+            ends=sum(sizes.get(name, 0) for name in (EMBEDDING, LM_HEAD)),
+            largest=max(sizes.values()),
+            itemsize=itemsize,
+        )
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return int(self.config["hidden_size"])
+
+    @property
+    def inner(self) -> int:
+        """I."""
+        return int(self.config["intermediate_size"])
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return int(self.config["vocab_size"])
+
+    def mixture(self, experts: int) -> int:
+        """Parameters of the MoE of so many of them, with its routers."""
+        return self.whole + (experts - 1) * self.ffns + self.layers * experts * self.hidden
