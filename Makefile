@@ -17,7 +17,7 @@ MODEL ?= $(REAL)
 # The same variable names what is served and talked to, which has another default.
 SERVED = $(if $(filter command line environment,$(origin MODEL)),$(MODEL),upcycle-demo@champion)
 
-.PHONY: help env chat demo demo-real demo-symphony demo-ders demo-simoe compare evaluate readers certify serve test test-faults bench up deploy down status lint
+.PHONY: help env chat demo demo-real demo-symphony demo-ders demo-simoe compare evaluate readers certify serve test test-faults bench up deploy undeploy down status lint
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
@@ -92,6 +92,9 @@ up: env ## Start the Prefect server, the MLflow server and a worker on loopback
 
 deploy: env ## Register the deployments, one of them nightly, with the Prefect server (RECIPE=...)
 	@$(RUN) -m infra.services deploy $(if $(filter command line environment,$(origin RECIPE)),$(RECIPE))
+
+undeploy: env ## Take the deployments of a recipe away (NAME=demo)
+	@$(RUN) -m infra.services undeploy $(NAME)
 
 down: env ## Stop what `make up` started
 	@$(RUN) -m infra.services down
