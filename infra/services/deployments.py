@@ -177,7 +177,7 @@ def _asked(api: str) -> Iterator["SyncPrefectClient"]:
 
 def _deployed(client: "SyncPrefectClient") -> dict[str, "DeploymentResponse"]:
     """Every deployment of a recipe, by its full name."""
-    found = []
+    found: list[DeploymentResponse] = []
     while page := client.read_deployments(limit=PAGE, offset=len(found)):
         found += page
     flows = {flow: client.read_flow(flow).name for flow in {each.flow_id for each in found}}
