@@ -43,6 +43,7 @@ def deploy(
     prefect_file: Path = PREFECT_FILE,
     recipe: Path | None = None,
     changes: Sequence[str] = (),
+    notice: str | None = None,
 ) -> list[str]:
     """Register the deployments of ``prefect_file`` with the server, under their recipe's name.
 
@@ -54,20 +55,26 @@ def deploy(
     Args:
         settings: Where the server is.
         prefect_file: Deployments, in Prefect's format. Paths in it are seen from the checkout;
-            ``{name}`` and ``{model}`` stand for the names of the recipe and its registered model.
+            ``{name}`` and ``{model}`` stand for the names of the recipe and its registered model,
+            ``{notice}`` for ``notice``; what names that is left out without one.
         recipe: A recipe to deploy in place of the embedded default, where that is named.
         changes: ``dotted.key=value`` settings of ``recipe``.
+        notice: The block of Prefect, ``TYPE/NAME``, through which a failed night is told.
 
     Returns:
         Their names (``dume/demo``). A flow is named after its module.
 
     Raises:
-        InputError: There is no server, or a recipe is faulty.
+        InputError: There is no server or no such block, or a recipe is faulty.
         DeploymentError: Prefect refused.
     """
     api = _server(settings)
+    if notice is not None:
+        _check_block(api, notice)
     content = yaml.safe_load(prefect_file.read_text())
-    content["deployments"] = list(_offered(content["deployments"], recipe, changes))
+    told = [d for d in content["deployments"] if notice is not None or not _names_notice(d)]
+    offered = _offered(told, recipe, changes)
+    content["deployments"] = [_filled(each, {"{notice}": notice or ""}) for each in offered]
     resolved = settings.services / "prefect.yaml"
     resolved.parent.mkdir(parents=True, exist_ok=True)
     resolved.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
@@ -141,6 +148,24 @@ def _offered(
         if "recipe" in parameters:
             found["parameters"]["recipe"] = resolve(loaded)
         yield {**found, "tags": [*found.get("tags", ()), TAG + loaded.name]}
+
+
+def _names_notice(deployment: Mapping[str, Any]) -> bool:
+    return "{notice}" in deployment.get("parameters", {}).values()
+
+
+def _check_block(api: str, name: str) -> None:
+    """Refuse a block that is not there; what it is of is seen when it is used."""
+    from prefect.exceptions import ObjectNotFound
+
+    kind, _, own = name.partition("/")
+    with _asked(api) as client:
+        try:
+            client.read_block_document_by_name(own, kind)
+        except ObjectNotFound:
+            remedy = "is no block TYPE/NAME of the Prefect server; make one: docs/operations.md, "
+            fault = Fault("notice", name, f"{remedy}A notice of a failed night")
+            raise InputError(fault) from None
 
 
 def _filled(value: Any, names: Mapping[str, str]) -> Any:

@@ -242,12 +242,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="deploy: a file in place of the embedded default; undeploy: the name of a recipe",
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--notice", metavar="TYPE/NAME", help="the block that failed nights go to")
     chosen = parser.parse_args(arguments)
     command = chosen.command
     try:
         settings = configure()
         if command == "deploy":
-            _deploy(settings, chosen.recipe, chosen.set)
+            _deploy(settings, chosen.recipe, chosen.set, chosen.notice or None)
         elif command == "undeploy":
             _undeploy(settings, chosen.recipe)
         else:
@@ -256,8 +257,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(str(error))
 
 
-def _deploy(settings: Settings, recipe: str | None, changes: Sequence[str]) -> None:
-    names = deploy(settings, recipe=None if recipe is None else Path(recipe), changes=changes)
+def _deploy(
+    settings: Settings, recipe: str | None, changes: Sequence[str], notice: str | None
+) -> None:
+    file = None if recipe is None else Path(recipe)
+    names = deploy(settings, recipe=file, changes=changes, notice=notice)
     for name in names:
         print(f"Deployed {name}")
     print("Run one:")

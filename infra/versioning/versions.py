@@ -45,7 +45,7 @@ class Versions:
             InputError: What DVC would read there cannot be read.
         """
         self._configure(SETTINGS)
-        _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n")
+        _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n/.waiting\n")
         _write_if_changed(self.root / "params.yaml", params)
         _write_if_changed(self.root / "dvc.yaml", pipeline)
         self.recorded()

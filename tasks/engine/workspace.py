@@ -70,8 +70,12 @@ class Workspace:
             file.write(f"{holder}, process {os.getpid()}")
             file.flush()
             self._repair()
-            yield
-            file.truncate(0)
+            try:
+                yield
+            finally:
+                # What a thread that does not hear of its end was about to make.
+                self._repair()
+                file.truncate(0)
 
     def holder(self) -> str:
         """Who holds the workspace; empty if nobody does, or has not said so yet."""
@@ -214,7 +218,7 @@ class Workspace:
         return self.staging / f"{_flat(artifact)}.old"
 
     def _repair(self) -> None:
-        """Finish or undo what a killed process left: an artifact moved aside goes back."""
+        """Finish or undo what was left half done: an artifact moved aside goes back."""
         if not self.staging.exists():
             return
         for old in self.staging.glob("*.old"):
@@ -222,7 +226,7 @@ class Workspace:
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 old.rename(target)
-        shutil.rmtree(self.staging)
+        shutil.rmtree(self.staging, ignore_errors=True)
 
 
 def enclosing(path: str) -> Iterator[str]:
