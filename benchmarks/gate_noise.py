@@ -1,11 +1,11 @@
-"""How far the gate's figures move between retrainings of the same text with other seeds.
+"""How far the gate's figures move between retrainings of the same text in another order.
 
     python -m benchmarks.gate_noise [--nights N] [--home FOLDER]
 
 `recipes/nightly.yaml` is built once; then its growing domain gets new text, and the same home is
-retrained N times from there, each time in a copy of its own and with another seed: other order of
-batches, in every expert. What differs between the nights is noise: no margin below it decides
-anything. ``ratio`` is the recipe's margin over twice the standard deviation of what the gate
+retrained N times from there, each time in a copy of its own. The recipe's seed is pinned; what
+differs is one short file beside the new text, which shifts all batches after it. What the figures
+differ by between the nights is noise: no margin below it decides anything. ``ratio`` is the recipe's margin over twice the standard deviation of what the gate
 compares, challenger less champion, both judged in the same night; the interval of 95 % that a
 bootstrap over the nights gives of that deviation stands beside it.
 """
@@ -75,15 +75,14 @@ def _write(texts: Path, name: str, packages: tuple[str, ...]) -> None:
             shutil.copyfile(source, folder / flat)
 
 
-def _night(base: Path, home: Path, texts: Path, seed: int) -> dict[str, float]:
+def _night(base: Path, home: Path, texts: Path, number: int) -> dict[str, float]:
     """Retrain in a copy of ``base``; each figure of the gate, challenger less champion."""
     shutil.copytree(base, home, symlinks=True)
-    settings = [f"folder={texts}", f"seed={seed}"]
-    changes = [part for setting in settings for part in ("--set", setting)]
-    run(["-m", "flows.retrain", str(RECIPE), *changes], home)
+    (texts / "python" / "a-night.txt").write_text(f"# Night {number} of the same text.\n" * 40)
+    run(["-m", "flows.retrain", str(RECIPE), "--set", f"folder={texts}"], home)
     summary = (home / "nightly" / "summary.txt").read_text()
     [reason] = [line for line in summary.splitlines() if line.startswith("Registry")]
-    print(seed, reason, file=sys.stderr, flush=True)
+    print(number, reason, file=sys.stderr, flush=True)
     shutil.rmtree(home)
     return {name: float(mine) - float(theirs) for name, mine, theirs in FIGURE.findall(reason)}
 

@@ -118,6 +118,15 @@ def test_second_flow_on_a_workspace_waits_for_the_first_and_has_nothing_left_to_
     assert project.calls() == undisturbed.all_calls
 
 
+def test_a_flow_that_may_work_no_longer_ends_and_the_next_goes_on(undisturbed, texts, tmp_path):
+    project = project_in(tmp_path, texts)
+    late = project.flow("--set", "compute.limit_hours=0.001", check=False)
+    assert late.returncode == 2, late.stderr[-4000:]
+    assert "compute.limit_hours = 0.001: the flow has worked for longer" in late.stderr
+    project.flow()
+    assert project.digests() == undisturbed.all_digests
+
+
 def test_clock_that_was_set_back_repeats_nothing(undisturbed, texts, tmp_path):
     """Everything on the disk is then of tomorrow."""
     project = project_in(tmp_path, texts, own_server=True)
