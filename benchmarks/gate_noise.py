@@ -5,9 +5,10 @@
 `recipes/nightly.yaml` is built once; then its growing domain gets new text, and the same home is
 retrained N times from there, each time in a copy of its own. The recipe's seed is pinned; what
 differs is one short file beside the new text, which shifts all batches after it. What the figures
-differ by between the nights is noise: no margin below it decides anything. ``ratio`` is the recipe's margin over twice the standard deviation of what the gate
-compares, challenger less champion, both judged in the same night; the interval of 95 % that a
-bootstrap over the nights gives of that deviation stands beside it.
+differ by between the nights is noise: no margin below it decides anything. ``ratio`` is the
+recipe's margin over twice the standard deviation of what the gate compares, challenger less
+champion, both judged in the same night; the interval of 95 % that a bootstrap over the nights gives
+of that deviation stands beside it.
 """
 
 import re
@@ -45,7 +46,7 @@ def main() -> None:
         if not base.exists():
             _write(texts, "python", FIRST)
             _write(texts, "heldout", HELDOUT)
-            run(["-m", "flows.dume", str(RECIPE), "--set", f"folder={texts}"], base)
+            run(["-m", "flows.dume", str(RECIPE), *_changes(texts)], base)
         _write(texts, "python", (*FIRST, NEW))
         nights = [_night(base, Path(folder, f"night-{n}"), texts, n) for n in range(options.nights)]
     changes = {name: [night[name] for night in nights] for name in nights[0]}
@@ -64,6 +65,10 @@ def main() -> None:
     print_result("gate_noise", gate.margin / (2 * deviation), figures)
 
 
+def _changes(texts: Path) -> list[str]:
+    return ["--set", f"folder={texts}", "--set", "registry.certificate=none"]
+
+
 def _write(texts: Path, name: str, packages: tuple[str, ...]) -> None:
     library, folder = Path(sysconfig.get_paths()["stdlib"]), texts / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +84,7 @@ def _night(base: Path, home: Path, texts: Path, number: int) -> dict[str, float]
     """Retrain in a copy of ``base``; each figure of the gate, challenger less champion."""
     shutil.copytree(base, home, symlinks=True)
     (texts / "python" / "a-night.txt").write_text(f"# Night {number} of the same text.\n" * 40)
-    run(["-m", "flows.retrain", str(RECIPE), "--set", f"folder={texts}"], home)
+    run(["-m", "flows.retrain", str(RECIPE), *_changes(texts)], home)
     summary = (home / "nightly" / "summary.txt").read_text()
     [reason] = [line for line in summary.splitlines() if line.startswith("Registry")]
     print(number, reason, file=sys.stderr, flush=True)
