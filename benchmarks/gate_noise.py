@@ -4,11 +4,11 @@
 
 `recipes/nightly.yaml` is built once; then its growing domain gets new text, and the same home is
 retrained N times from there, each time in a copy of its own. The recipe's seed is pinned; what
-differs is one short file beside the new text, which shifts all batches after it. What the figures
-differ by between the nights is noise: no margin below it decides anything. ``ratio`` is the
-recipe's margin over twice the standard deviation of what the gate compares, challenger less
-champion, both judged in the same night; the interval of 95 % that a bootstrap over the nights gives
-of that deviation stands beside it.
+differs is the length of one short file beside the new text, which shifts what comes after it in
+the batches. What the figures differ by between the nights is noise: no margin below it decides
+anything. ``ratio`` is the recipe's margin over twice the standard deviation of what the gate
+compares, challenger less champion, both judged in the same night; the interval of 95 % that a
+bootstrap over the nights gives of that deviation stands beside it.
 """
 
 import re
@@ -28,6 +28,7 @@ from infra.recipe.reading import load_recipe
 
 RECIPE = ROOT / "recipes" / "nightly.yaml"
 FIRST, HELDOUT, NEW = ("json", "email", "unittest"), ("http", "logging"), "asyncio"
+LINE, LINES = "# The same text as in the other nights, but for this.\n", 40
 SMALLEST = 1_000
 """Bytes of a source that is text to learn from."""
 FIGURE = re.compile(r"(normalised_\w+) ([\d.]+) (?:of the challenger|against)\D*?([\d.]+)")
@@ -83,7 +84,7 @@ def _write(texts: Path, name: str, packages: tuple[str, ...]) -> None:
 def _night(base: Path, home: Path, texts: Path, number: int) -> dict[str, float]:
     """Retrain in a copy of ``base``; each figure of the gate, challenger less champion."""
     shutil.copytree(base, home, symlinks=True)
-    (texts / "python" / "a-night.txt").write_text(f"# Night {number} of the same text.\n" * 40)
+    (texts / "python" / "a-night.txt").write_text(LINE * LINES * (1 + number))
     run(["-m", "flows.retrain", str(RECIPE), *_changes(texts)], home)
     summary = (home / "nightly" / "summary.txt").read_text()
     [reason] = [line for line in summary.splitlines() if line.startswith("Registry")]
