@@ -14,6 +14,8 @@ from terminal import CTRL_C, Terminal, processes
 from texts import pico_recipe, save_recipe, write_texts
 
 from infra.services.stopping import LINE
+from infra.settings import read
+from infra.tracking.registry import Registry
 from tasks.engine.workspace import Workspace
 
 DOMAINS = ("letters", "numbers")
@@ -163,6 +165,8 @@ def test_a_build_that_was_stopped_in_every_phase_goes_on(building, tmp_path):
     done = building.flow()
     assert "models:/upcycle-pico/1" in done.stdout
     assert not building.calls()["train"]
+    version = Registry(read(building.environment())).find("upcycle-pico", "champion")
+    assert "arrived: " in version.tags["upcycle.certificate"]
     whole = Disturbed(tmp_path, building.recipe)
     whole.flow()
     assert building.digests() == whole.digests()
