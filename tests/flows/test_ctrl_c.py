@@ -72,7 +72,8 @@ def stopped(
     One Ray is started, and nothing is left running.
     """
     before = sessions()
-    environment = project.environment(UPCYCLE_TEST_HOLDS=f"{phase}={at}")
+    holds = "" if at == READER else f"{phase}={at}"
+    environment = project.environment(UPCYCLE_TEST_HOLDS=holds)
     with Terminal("-m", *arguments, environment=environment) as command:
         command.wait_for(lambda: is_there(project, phase, at))
         began = time.monotonic()
