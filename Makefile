@@ -17,7 +17,7 @@ MODEL ?= $(REAL)
 # The same variable names what is served and talked to, which has another default.
 SERVED = $(if $(filter command line environment,$(origin MODEL)),$(MODEL),upcycle-demo@champion)
 
-.PHONY: help env chat demo demo-real demo-symphony demo-ders demo-simoe compare evaluate readers certify serve test test-faults bench up deploy down status lint
+.PHONY: help env chat demo demo-real demo-symphony demo-ders demo-simoe compare evaluate readers certify serve test test-faults bench up deploy undeploy down status lint
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
@@ -90,8 +90,12 @@ bench: env ## Every benchmark
 up: env ## Start the Prefect server, the MLflow server and a worker on loopback
 	@$(RUN) -m infra.services up
 
-deploy: env ## Register the deployments, one of them nightly, with the Prefect server (RECIPE=...)
-	@$(RUN) -m infra.services deploy $(if $(filter command line environment,$(origin RECIPE)),$(RECIPE))
+deploy: env ## Register the deployments, one of them nightly, with the Prefect server (RECIPE=... NOTICE=...)
+	@$(RUN) -m infra.services deploy $(if $(filter command line environment,$(origin RECIPE)),$(RECIPE)) \
+	  $(if $(NOTICE),--notice $(NOTICE))
+
+undeploy: env ## Take the deployments of a recipe away (NAME=demo)
+	@$(RUN) -m infra.services undeploy $(NAME)
 
 down: env ## Stop what `make up` started
 	@$(RUN) -m infra.services down

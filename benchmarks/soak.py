@@ -94,7 +94,7 @@ class Soak:
         self.write_text(0)
         self.recipe.write_text(yaml.safe_dump(_recipe(self.text)))
         deployments = yaml.safe_load(PREFECT_FILE.read_text())
-        [nightly] = [d for d in deployments["deployments"] if d["name"] == "nightly"]
+        [nightly] = [d for d in deployments["deployments"] if d.get("schedules")]
         nightly |= {"parameters": {"recipe": str(self.recipe)}, "schedules": []}
         file = self.folder / "prefect.yaml"
         file.write_text(yaml.safe_dump({**deployments, "deployments": [nightly]}))
@@ -114,7 +114,7 @@ class Soak:
             if retrains and number % every == every - 1:
                 self.write_text(1 + number)
             watch = ("--watch", "--watch-interval", "1")
-            self.command("prefect", "deployment", "run", "retrain/nightly", *watch)
+            self.command("prefect", "deployment", "run", "retrain/soak-every-night", *watch)
             if number % TIDY_EVERY == TIDY_EVERY - 1:
                 self.command("flows.tidy", str(self.recipe), "--apply")
             samples.append(self._sample())

@@ -1,4 +1,4 @@
-"""Say that there is new text: what waits for it starts (`retrain/nightly`).
+"""Say that there is new text: what waits for it starts (the nights that are deployed).
 
 ``python -m flows.announce [WHAT]``
 

@@ -17,7 +17,8 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from flows.running.command_line import command, reach_server
-from flows.running.session import log, prepare
+from flows.running.session import prepare
+from flows.running.turn import log
 from infra.recipe.names import masked, remote_fault, secret_faults
 from infra.recipe.schema import Recipe
 from infra.settings import Settings, configure

@@ -11,12 +11,14 @@ offered to the registry.
 import sys
 
 from prefect import flow
+from prefect.runtime import deployment
 from prefect.states import Completed, State
 
 from flows.dume import build, built
 from flows.making.change import begin_change, domain_faults, finish_change, unfinished
 from flows.running.command_line import command, load, recipe_parser, run_flow
-from flows.running.session import THREADS, FlowSession, log, open_session
+from flows.running.session import THREADS, FlowSession, open_session
+from flows.running.turn import log, turn
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
 from infra.tracking.registry import Registry
@@ -24,7 +26,7 @@ from tasks.data.corpora import corpora
 from tasks.data.documents import documents
 from tasks.data.sources import sources
 from tasks.engine.stage import Session
-from tasks.engine.workspace import Workspace
+from tasks.engine.workspace import Held, Workspace
 from tasks.living.freshness import news, outdated
 from tasks.living.lineage import begin, modelled, with_lineage, with_parents
 from tasks.recipes import validate
@@ -42,17 +44,24 @@ def retrain(recipe: Recipe) -> str | State:
         recipe: Of a model that has been built (`flows.dume`), with the same domains.
 
     Returns:
-        The registered version, ``models:/NAME/NUMBER``; or a state that says "nothing to do".
+        The registered version, ``models:/NAME/NUMBER``; or a state that says "nothing to do", or
+        for whom a night waited in vain: the next one finds the same text.
     """
     recipe = validate(resolve(recipe))
     workspace = Workspace(configure().home / recipe.name)
-    with workspace.lock("the flow retrain"):
-        said = look(recipe, workspace)
-    if said is not None:
-        log(said)
-        return Completed(message=NOTHING, name="Nothing to do")
-    with open_session("retrain", recipe) as session:
-        outcome = _learn(session)
+    try:
+        with turn(workspace, "the flow retrain", recipe):
+            said = look(recipe, workspace)
+            if said is not None:
+                log(said)
+                return Completed(message=NOTHING, name="Nothing to do")
+            with open_session("retrain", recipe, is_held=True) as session:
+                outcome = _learn(session)
+    except Held as held:
+        if deployment.id is None:  # a command, that somebody waits for
+            raise
+        log(f"skipped: {held}")
+        return Completed(message=str(held), name="Skipped")
     return outcome.version.reference
 
 

@@ -25,7 +25,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 
 from flows.running.command_line import command, load, reach_server, recipe_parser
-from flows.running.session import log
+from flows.running.turn import log, turn
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
 from infra.tracking.registry import Registry
@@ -55,7 +55,7 @@ def tidy(recipe: Recipe, apply: bool = False) -> str:
     recipe = validate(resolve(recipe))
     settings = environment.configure()
     workspace = find_workspace(settings.home / recipe.name)
-    with workspace.lock("the flow tidy"):
+    with turn(workspace, "the flow tidy", recipe):
         recipe = with_lineage(recipe, workspace)
         records, registry = Records(settings, f"upcycle-{recipe.name}"), Registry(settings)
         past = spares(recipe, workspace, records, registry)
@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     recipe = load(chosen)
     settings = environment.configure()
-    with find_workspace(settings.home / recipe.name).lock("the start of a flow"):
+    with turn(find_workspace(settings.home / recipe.name), "the start of a flow", recipe):
         reach_server(settings)  # said in one line, before Prefect records a run that cannot begin
     print(tidy(recipe, apply=chosen.apply))
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from prefect.settings import PREFECT_API_URL
 
+from flows.running.turn import turn
 from infra import settings as environment
 from infra.recipe.names import masked
 from infra.recipe.schema import Recipe
@@ -129,14 +130,15 @@ def run_flow(
         What the flow returned.
 
     Raises:
-        InputError: Bad input, a flow is at work in the workspace, or the Prefect server that is
-            named does not answer: said before Prefect records a run that cannot begin.
+        InputError: Bad input, a flow is at work in the workspace for longer than the recipe waits,
+            or the Prefect server that is named does not answer: said before Prefect records a run
+            that cannot begin.
     """
     settings = environment.configure()
     workspace = Workspace(settings.home / recipe.name)
     if look is None:
         check(recipe, settings.home / "models")
-    with workspace.lock("the start of a flow"):
+    with turn(workspace, "the start of a flow", recipe):
         said = None if look is None else look(recipe, workspace)
     if said is not None:
         print(said)

@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from prefect import get_run_logger, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
@@ -15,13 +15,13 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import StateType
-from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 from prefect.states import Crashed
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import quote
 
 from flows.running.progress import ProgressArtifacts
+from flows.running.turn import is_waiting, log, turn
 from infra import settings as environment
 from infra.cluster.compute import cluster
 from infra.recipe.schema import Recipe, resolve
@@ -183,13 +183,18 @@ class FlowSession:
 
 
 @contextmanager
-def open_session(flow_name: str, recipe: Recipe) -> Iterator[FlowSession]:
-    """Lock the workspace, start Ray, open the MLflow run; put everything away afterwards.
+def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> Iterator[FlowSession]:
+    """Hold the workspace, start Ray, open the MLflow run; put everything away afterwards.
 
     The recipe goes on with the lineage of the workspace's model, where that has one.
 
+    Args:
+        flow_name: The flow's.
+        recipe: Its recipe.
+        is_held: Whether this process holds the workspace already.
+
     Raises:
-        InputError: If another flow holds the workspace.
+        Held: If another flow holds the workspace for longer than the recipe waits.
     """
     settings = environment.configure()
     end_orphans(
@@ -199,8 +204,8 @@ def open_session(flow_name: str, recipe: Recipe) -> Iterator[FlowSession]:
         grace=ORPHAN_SECONDS,
     )
     workspace = Workspace(settings.home / recipe.name)
-    with workspace.lock(f"the flow {flow_name}"):
-        _close_interrupted(recipe.name)
+    with nullcontext() if is_held else turn(workspace, f"the flow {flow_name}", recipe):
+        _close_interrupted(workspace)
         recipe = with_lineage(recipe, workspace)
         versions = Versions(workspace.root)
         prepare(versions, recipe)
@@ -274,16 +279,11 @@ def _wait(futures: list[Any]) -> None:
         raise InputError(*dict.fromkeys(faults))
 
 
-def log(text: str) -> None:
-    """Say a line in the flow's log, or on the terminal where no flow runs."""
-    try:
-        get_run_logger().info(text)
-    except MissingContextError:
-        print(text, flush=True)
+def _close_interrupted(workspace: Workspace) -> None:
+    """Mark earlier runs on this workspace that never ended.
 
-
-def _close_interrupted(workspace: str) -> None:
-    """Mark earlier runs on this workspace that never ended: we hold its lock, so they are dead."""
+    We hold its lock: they are dead, unless they wait for it.
+    """
     running = FlowRunFilter(
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
     )
@@ -291,7 +291,9 @@ def _close_interrupted(workspace: str) -> None:
         for run in client.read_flow_runs(flow_run_filter=running):
             recipe = run.parameters.get("recipe")
             name = recipe.get("name") if isinstance(recipe, dict) else None
-            if str(run.id) != flow_run.id and name == workspace:
+            if str(run.id) == flow_run.id or name != workspace.root.name:
+                continue
+            if not is_waiting(workspace, run.id):
                 client.set_flow_run_state(
                     run.id, Crashed(message="killed; closed by the next run"), force=True
                 )

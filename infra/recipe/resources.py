@@ -34,6 +34,11 @@ class ComputeConfig:
 
     cpus: int | None = field(default=None, metadata={"ge": 1})
     """CPUs of a local Ray; all of the machine by default. A cluster brings its own."""
+    wait_minutes: float = field(default=30.0, metadata={"ge": 0})
+    """How long a flow waits for another one that is at work in the workspace; 0 for not at all."""
+    limit_hours: float | None = field(default=None, metadata={"gt": 0})
+    """How long a flow may work before it is ended as failed; as long as it takes by default. What
+    is finished is kept, and the next run goes on from there."""
     corpora: Resources = field(default_factory=Resources)
     """Reading, splitting and tokenising one domain, on the CPU."""
     seed: Resources = field(default_factory=Resources)

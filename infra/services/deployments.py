@@ -3,8 +3,10 @@
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import yaml
 
@@ -13,7 +15,14 @@ from infra.recipe.schema import resolve
 from infra.settings import REPOSITORY, Settings, environment_of
 from upcycle_core.errors import Fault, InputError
 
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.responses import DeploymentResponse
+
 DEFAULT = "recipes/demo.yaml"
+TAG = "recipe:"
+"""Before the recipe's name: the tag of its deployments, and of their runs."""
+PAGE = 200
 PREFECT_FILE = REPOSITORY / "infra" / "services" / "deploy" / "prefect.yaml"
 LIMITS = {
     "minimum": "at least {}",
@@ -34,41 +43,38 @@ def deploy(
     prefect_file: Path = PREFECT_FILE,
     recipe: Path | None = None,
     changes: Sequence[str] = (),
+    notice: str | None = None,
 ) -> list[str]:
-    """Register the deployments of ``prefect_file`` with the server.
+    """Register the deployments of ``prefect_file`` with the server, under their recipe's name.
 
     Where it names a recipe's path (with files of baselines or tasks after it, and settings under
     ``set``), the server gets the resolved recipe: it checks the values, and its pages show them as
-    a form.
+    a form. What was deployed of the same recipe before, and is not in the file, goes; what was
+    deployed of other recipes stays.
 
     Args:
         settings: Where the server is.
-        prefect_file: Deployments, in Prefect's format. Paths in it are seen from the checkout.
+        prefect_file: Deployments, in Prefect's format. Paths in it are seen from the checkout;
+            ``{name}`` and ``{model}`` stand for the names of the recipe and its registered model,
+            ``{notice}`` for ``notice``; what names that is left out without one.
         recipe: A recipe to deploy in place of the embedded default, where that is named.
         changes: ``dotted.key=value`` settings of ``recipe``.
+        notice: The block of Prefect, ``TYPE/NAME``, through which a failed night is told.
 
     Returns:
-        Their names (``dume/nightly``). A flow is named after its module.
+        Their names (``dume/demo``). A flow is named after its module.
 
     Raises:
-        InputError: There is no server, or a recipe is faulty.
+        InputError: There is no server or no such block, or a recipe is faulty.
         DeploymentError: Prefect refused.
     """
-    api = settings.prefect_api_url
-    if api is None:
-        raise InputError(Fault("server", None, "no Prefect server is running; start it: make up"))
+    api = _server(settings)
+    if notice is not None:
+        _check_block(api, notice)
     content = yaml.safe_load(prefect_file.read_text())
-    if recipe is not None:
-        content["deployments"] = list(_with_recipe(content["deployments"], recipe, changes))
-    names = []
-    for deployment in content["deployments"]:
-        parameters = deployment.get("parameters", {})
-        if isinstance(parameters.get("recipe"), str):
-            first, *others = [REPOSITORY / path for path in parameters["recipe"].split()]
-            own = parameters.pop("set", [])
-            parameters["recipe"] = resolve(load_recipe(first, own, added=others))
-        module = Path(deployment["entrypoint"].partition(":")[0]).stem
-        names.append(f"{module}/{deployment['name']}")
+    told = [d for d in content["deployments"] if notice is not None or not _names_notice(d)]
+    offered = _offered(told, recipe, changes)
+    content["deployments"] = [_filled(each, {"{notice}": notice or ""}) for each in offered]
     resolved = settings.services / "prefect.yaml"
     resolved.parent.mkdir(parents=True, exist_ok=True)
     resolved.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
@@ -81,22 +87,136 @@ def deploy(
             UPCYCLE_CHECKOUT=str(REPOSITORY),
         ),
     )
-    _show_limits(api, names)
+    names = [_full_name(deployment) for deployment in content["deployments"]]
+    with _asked(api) as client:
+        tags = {tag for deployment in content["deployments"] for tag in deployment["tags"]}
+        for name, deployment in _deployed(client).items():
+            if tags & _recipe_tags(deployment) and name not in names:
+                _remove(client, deployment.id)
+        _show_limits(client, names)
     return names
 
 
-def _with_recipe(
-    deployments: Sequence[dict[str, Any]], recipe: Path, changes: Sequence[str]
+def undeploy(settings: Settings, name: str) -> list[str]:
+    """Take away all deployments of a recipe, with their schedules, triggers and runs to come.
+
+    Args:
+        settings: Where the server is.
+        name: The recipe's.
+
+    Returns:
+        What is deployed no more.
+
+    Raises:
+        InputError: There is no server, or nothing of the recipe is deployed.
+        DeploymentError: Prefect refused.
+    """
+    with _asked(_server(settings)) as client:
+        deployed = _deployed(client)
+        names = [n for n, found in deployed.items() if TAG + name in _recipe_tags(found)]
+        if not names:
+            tags = {tag for deployment in deployed.values() for tag in _recipe_tags(deployment)}
+            known = ", ".join(sorted(tag.removeprefix(TAG) for tag in tags)) or "nothing"
+            remedy = f"no recipe of this name is deployed; deployed: {known}"
+            raise InputError(Fault("name", name, remedy))
+        for full_name in names:
+            _remove(client, deployed[full_name].id)
+    return names
+
+
+def _server(settings: Settings) -> str:
+    if settings.prefect_api_url is None:
+        raise InputError(Fault("server", None, "no Prefect server is running; start it: make up"))
+    return settings.prefect_api_url
+
+
+def _offered(
+    deployments: Sequence[dict[str, Any]], recipe: Path | None, changes: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Those of the embedded default, with ``recipe`` in its place, and those of no recipe."""
-    loaded = load_recipe(recipe, changes)
-    names = {"name": loaded.registered_name}
+    """Each with its resolved recipe and names; where one is given, those of the default alone."""
+    default = load_recipe(recipe or REPOSITORY / DEFAULT, changes)
     for deployment in deployments:
-        parameters = deployment.get("parameters", {})
-        if parameters.get("recipe") == DEFAULT:
-            yield {**deployment, "parameters": {**parameters, "recipe": resolve(loaded)}}
-        elif "recipe" not in parameters:
-            yield {**deployment, "parameters": {**parameters, **names}}
+        parameters = dict(deployment.get("parameters", {}))
+        loaded, files = default, parameters.get("recipe", DEFAULT)
+        if recipe is not None and files != DEFAULT:
+            continue
+        if files != DEFAULT:
+            first, *others = [REPOSITORY / path for path in files.split()]
+            loaded = load_recipe(first, parameters.pop("set", []), added=others)
+        named = {"{name}": loaded.name, "{model}": loaded.registered_name}
+        found = _filled({**deployment, "parameters": parameters}, named)
+        if "recipe" in parameters:
+            found["parameters"]["recipe"] = resolve(loaded)
+        yield {**found, "tags": [*found.get("tags", ()), TAG + loaded.name]}
+
+
+def _names_notice(deployment: Mapping[str, Any]) -> bool:
+    return "{notice}" in deployment.get("parameters", {}).values()
+
+
+def _check_block(api: str, name: str) -> None:
+    """Refuse a block that is not there; what it is of is seen when it is used."""
+    from prefect.exceptions import ObjectNotFound
+
+    kind, _, own = name.partition("/")
+    with _asked(api) as client:
+        try:
+            client.read_block_document_by_name(own, kind)
+        except ObjectNotFound:
+            remedy = "is no block TYPE/NAME of the Prefect server; make one: docs/operations.md, "
+            fault = Fault("notice", name, f"{remedy}A notice of a failed night")
+            raise InputError(fault) from None
+
+
+def _filled(value: Any, names: Mapping[str, str]) -> Any:
+    """Plain values whose texts have names in the place of ``{name}`` and ``{model}``."""
+    if isinstance(value, str):
+        for placeholder, name in names.items():
+            value = value.replace(placeholder, name)
+        return value
+    if isinstance(value, dict):
+        return {key: _filled(entry, names) for key, entry in value.items()}
+    return [_filled(entry, names) for entry in value] if isinstance(value, list) else value
+
+
+def _full_name(deployment: Mapping[str, Any]) -> str:
+    module = Path(deployment["entrypoint"].partition(":")[0]).stem
+    return f"{module}/{deployment['name']}"
+
+
+@contextmanager
+def _asked(api: str) -> Iterator["SyncPrefectClient"]:
+    """A client of the server, whose refusals are told in one line."""
+    # These take a second, which `make up` and the others do without.
+    from httpx import HTTPError
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.exceptions import PrefectException
+
+    try:
+        with SyncPrefectClient(api) as client:
+            yield client
+    except (HTTPError, PrefectException) as error:
+        message = f"the server at {api} did not do as it was asked ({error}); do it once more"
+        raise DeploymentError(message) from error
+
+
+def _deployed(client: "SyncPrefectClient") -> dict[str, "DeploymentResponse"]:
+    """Every deployment of a recipe, by its full name."""
+    found: list[DeploymentResponse] = []
+    while page := client.read_deployments(limit=PAGE, offset=len(found)):
+        found += page
+    flows = {flow: client.read_flow(flow).name for flow in {each.flow_id for each in found}}
+    return {f"{flows[each.flow_id]}/{each.name}": each for each in found if _recipe_tags(each)}
+
+
+def _recipe_tags(deployment: "DeploymentResponse") -> set[str]:
+    return {tag for tag in deployment.tags or () if tag.startswith(TAG)}
+
+
+def _remove(client: "SyncPrefectClient", deployment: UUID) -> None:
+    """Delete a deployment and what starts it: Prefect leaves its triggers."""
+    client.delete_resource_owned_automations(f"prefect.deployment.{deployment}")
+    client.delete_deployment(deployment)
 
 
 def _prefect_deploy(prefect_file: Path, environment: Mapping[str, str]) -> None:
@@ -115,23 +235,15 @@ def _prefect_deploy(prefect_file: Path, environment: Mapping[str, str]) -> None:
         raise DeploymentError(f"prefect deploy failed:\n{done.stdout}")
 
 
-def _show_limits(api: str, names: Sequence[str]) -> None:
+def _show_limits(client: "SyncPrefectClient", names: Sequence[str]) -> None:
     """Put every limit into the description beside it: Prefect's form shows that alone."""
-    # These take a second, which `make up` and the others do without.
-    from httpx import HTTPError
-    from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.actions import DeploymentUpdate
 
-    try:
-        with SyncPrefectClient(api) as client:
-            for name in names:
-                deployment = client.read_deployment_by_name(name)
-                schema = with_limits(deployment.parameter_openapi_schema)
-                update = DeploymentUpdate(parameter_openapi_schema=schema)
-                client.update_deployment(deployment.id, update)
-    except HTTPError as error:
-        message = f"the server at {api} did not take the forms ({error}); deploy once more"
-        raise DeploymentError(message) from error
+    for name in names:
+        deployment = client.read_deployment_by_name(name)
+        schema = with_limits(deployment.parameter_openapi_schema)
+        update = DeploymentUpdate(parameter_openapi_schema=schema)
+        client.update_deployment(deployment.id, update)
 
 
 def with_limits(schema: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The servers and the worker: ``python -m infra.services up|deploy|down|status``.
+"""The servers and the worker: ``python -m infra.services up|deploy|undeploy|down|status``.
 
 Everything listens on loopback only. What is started is remembered by process id and start time, and
 nothing else is ever stopped.
@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from infra.recipe.names import masked
-from infra.services.deployments import DeploymentError, deploy
+from infra.services.deployments import DeploymentError, deploy, undeploy
 from infra.services.ports import HOST, answers, is_free, worker_is_online
 from infra.services.processes import ProcessRecord, find, launch, read_records, stop, write_records
 from infra.settings import REPOSITORY, Settings, configure, environment_of
@@ -235,25 +235,42 @@ def _print_running(settings: Settings) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Do what the command line says; end with a message and code 1 if that is not possible."""
     parser = argparse.ArgumentParser(prog="python -m infra.services", description=__doc__)
-    parser.add_argument("command", choices=["up", "deploy", "down", "status"])
-    parser.add_argument("recipe", nargs="?", type=Path, help="deploy: for the embedded default")
+    parser.add_argument("command", choices=["up", "deploy", "undeploy", "down", "status"])
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        help="deploy: a file in place of the embedded default; undeploy: the name of a recipe",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--notice", metavar="TYPE/NAME", help="the block that failed nights go to")
     chosen = parser.parse_args(arguments)
     command = chosen.command
     try:
         settings = configure()
         if command == "deploy":
-            _deploy(settings, chosen.recipe, chosen.set)
+            _deploy(settings, chosen.recipe, chosen.set, chosen.notice or None)
+        elif command == "undeploy":
+            _undeploy(settings, chosen.recipe)
         else:
             {"up": up, "down": down, "status": status}[command](settings)
     except (InputError, ServiceError, DeploymentError) as error:
         sys.exit(str(error))
 
 
-def _deploy(settings: Settings, recipe: Path | None, changes: Sequence[str]) -> None:
-    names = deploy(settings, recipe=recipe, changes=changes)
+def _deploy(
+    settings: Settings, recipe: str | None, changes: Sequence[str], notice: str | None
+) -> None:
+    file = None if recipe is None else Path(recipe)
+    names = deploy(settings, recipe=file, changes=changes, notice=notice)
     for name in names:
         print(f"Deployed {name}")
     print("Run one:")
     run = f"{sys.executable} -m prefect deployment run {names[0]}"
     print(f"  PREFECT_API_URL={settings.prefect_api_url} {run}")
+
+
+def _undeploy(settings: Settings, recipe: str | None) -> None:
+    if recipe is None:
+        raise InputError(Fault("name", None, "say which recipe is deployed no more: its name"))
+    for name in undeploy(settings, recipe):
+        print(f"Deployed no more: {name}")

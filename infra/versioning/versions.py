@@ -5,10 +5,12 @@ the stages and the resolved recipe, its ``dvc.lock`` from what was published.
 """
 
 import configparser
+import logging
 import os
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +26,21 @@ SETTINGS = {"core": {"no_scm": "True"}, "cache": {"type": "hardlink, copy"}}
 REMOTE = "upcycle"
 LOCK_FAULT = re.compile(r"dvc\.lock' validation failed|unable to read: '[^']*dvc\.lock'")
 """What DVC says of a dvc.lock that is YAML, and nothing that it has written."""
+
+NETWORK = re.compile(
+    r"cannot connect to host|could not connect|connection (?:was |is )?(?:refused|reset|closed|"
+    r"aborted|error|timed out)|connect ?timeout|read ?timeout|timed out|unreachable|broken pipe|"
+    r"name resolution|server disconnected|service ?unavailable|slow ?down|request ?time-?out|"
+    r"internal server error|bad gateway|gateway time-?out|\b50[0234]\b",
+    re.IGNORECASE,
+)
+"""What DVC and its stores say of a network or a server that may do better in a minute. A password,
+a name or a bucket that is wrong is said in other words, and stays wrong."""
+WAITS = (5.0, 30.0, 120.0)
+"""Seconds before each further try."""
+LONGEST_DETAIL = 300
+
+_logger = logging.getLogger(__name__)
 
 
 class Versions:
@@ -45,7 +62,7 @@ class Versions:
             InputError: What DVC would read there cannot be read.
         """
         self._configure(SETTINGS)
-        _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n")
+        _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n/.waiting\n")
         _write_if_changed(self.root / "params.yaml", params)
         _write_if_changed(self.root / "dvc.yaml", pipeline)
         self.recorded()
@@ -66,7 +83,7 @@ class Versions:
     def push(self, remote: str) -> None:
         """Send everything that dvc.lock names to ``remote``, an absolute directory or a URL."""
         self._use(remote)
-        self._dvc("push")
+        self._dvc("push", waits=WAITS if "://" in remote else ())
 
     def pull(self, lock: str, remote: str, stages: Mapping[str, str]) -> None:
         """Bring the outputs of stages from a remote to their places.
@@ -89,7 +106,7 @@ class Versions:
         renamed = yaml.safe_dump({**content, "stages": known}, sort_keys=False)
         (self.root / "dvc.lock").write_text(renamed)
         self._use(remote, verify=True)
-        self._dvc("pull", *known)
+        self._dvc("pull", *known, waits=WAITS if "://" in remote else ())
 
     def _use(self, remote: str, *, verify: bool = False) -> None:
         place = {"url": _quoted(self._seen(remote)), **({"verify": "True"} if verify else {})}
@@ -129,9 +146,19 @@ class Versions:
         lock = self.root / "dvc.lock"
         return lock.read_text() if lock.exists() else ""
 
-    def _dvc(self, *arguments: str) -> None:
+    def _dvc(self, *arguments: str, waits: Sequence[float] = ()) -> None:
+        """Run DVC; what the network did is tried again after each of ``waits``, in seconds."""
         with self._lock:
             done = run_dvc(self.root, *arguments)
+            for seconds in waits:
+                if done.returncode == 0 or not NETWORK.search(done.stderr + done.stdout):
+                    break
+                detail = masked(" ".join(done.stderr.split())[-LONGEST_DETAIL:])
+                _logger.warning(
+                    "dvc %s again in %g s, for it failed: %s", arguments[0], seconds, detail
+                )
+                time.sleep(seconds)
+                done = run_dvc(self.root, *arguments)
         if done.returncode != 0:
             lines = (done.stderr or done.stdout).strip().splitlines()
             detail = masked(" ".join(lines[-6:]))

@@ -1,5 +1,6 @@
 """What the function of a stage sees: the recipe at work, its inputs, and Ray for its pieces."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from tasks.engine.costs import Cost, cost_of
 from tasks.engine.remembered import Remembered
 from tasks.engine.reporting import PieceWatch, Recorder, Show
 from tasks.engine.workspace import Workspace, enclosing, take
+from upcycle_core.errors import Fault, InputError
 
 
 class Declared(Protocol):
@@ -46,6 +48,7 @@ class Session:
         spent: When pieces ran (start, end; epoch seconds), by stage.
         whole: Artifacts whose files were held against their hashes in this session.
         stopping: Set when the session ends: stages stop as they look at their pieces.
+        began: When it began, on the clock of ``time.monotonic``.
     """
 
     recipe: Recipe
@@ -58,15 +61,22 @@ class Session:
     spent: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
     stopping: Event = field(default_factory=Event)
+    began: float = field(default_factory=time.monotonic)
 
     def check(self) -> None:
         """End the stage that calls, as Ctrl-C ends the main thread.
 
         Raises:
             KeyboardInterrupt: The session ends.
+            InputError: It has worked for longer than the recipe allows.
         """
         if self.stopping.is_set():
             raise KeyboardInterrupt
+        hours = self.recipe.compute.limit_hours
+        if hours is not None and time.monotonic() - self.began > 3600 * hours:
+            remedy = "the flow has worked for longer, and ends; what is finished is kept: run the "
+            remedy += "same again, or allow it more hours"
+            raise InputError(Fault("compute.limit_hours", hours, remedy))
 
 
 class StageRun:

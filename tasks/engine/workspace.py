@@ -28,6 +28,10 @@ FULL_SAID = re.compile(
 """What libraries say of them that pass on no error of the system."""
 
 
+class Held(InputError):
+    """Another process is at work in the workspace."""
+
+
 class Workspace:
     """Paths of one workspace.
 
@@ -50,7 +54,8 @@ class Workspace:
         """Hold the workspace for this process; the kernel lets go if the process dies.
 
         Raises:
-            InputError: If another process holds it, or a symbolic link leads out of it.
+            Held: If another process holds it.
+            InputError: If a symbolic link leads out of it.
         """
         raise_faults(self._link_faults())
         self.root.mkdir(parents=True, exist_ok=True)
@@ -58,16 +63,26 @@ class Workspace:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                file.seek(0)
-                by = file.read().strip() or "another process"
+                by = self.holder() or "another process"
                 remedy = f"held by {by}; wait until it ends, or stop it"
-                raise InputError(Fault("workspace", str(self.root), remedy)) from None
+                raise Held(Fault("workspace", str(self.root), remedy)) from None
             file.truncate(0)
             file.write(f"{holder}, process {os.getpid()}")
             file.flush()
             self._repair()
-            yield
-            file.truncate(0)
+            try:
+                yield
+            finally:
+                # What a thread that does not hear of its end was about to make.
+                self._repair()
+                file.truncate(0)
+
+    def holder(self) -> str:
+        """Who holds the workspace; empty if nobody does, or has not said so yet."""
+        try:
+            return (self.root / ".lock").read_text().strip()
+        except FileNotFoundError:
+            return ""
 
     def publish(self, staged: Path, artifact: str, provenance: Mapping[str, Any]) -> None:
         """Put ``staged`` in the place of ``artifact``, so that one of the two is always whole.
@@ -203,7 +218,7 @@ class Workspace:
         return self.staging / f"{_flat(artifact)}.old"
 
     def _repair(self) -> None:
-        """Finish or undo what a killed process left: an artifact moved aside goes back."""
+        """Finish or undo what was left half done: an artifact moved aside goes back."""
         if not self.staging.exists():
             return
         for old in self.staging.glob("*.old"):
@@ -211,7 +226,7 @@ class Workspace:
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 old.rename(target)
-        shutil.rmtree(self.staging)
+        shutil.rmtree(self.staging, ignore_errors=True)
 
 
 def enclosing(path: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ from infra.versioning.versions import Versions, code_version
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.release.card import CARD, version_card
-from tasks.release.certificate import certify_version
+from tasks.release.certificate import CERTIFICATE_TAG, certify_version
 from tasks.release.champion import CHAMPION, Champion
 from tasks.release.gate import Decision, decide, figures
 from tasks.release.versions import (
@@ -56,9 +56,15 @@ class Registrar:
     run: Run
 
     def offered(self) -> Outcome | None:
-        """What became of the workspace's model, if it is the newest version already."""
+        """What became of the workspace's model, if it is the newest version already.
+
+        A flow that was stopped may have left it without its certificate.
+        """
         name = self.session.recipe.registered_name
-        return offered(self.registry, name, self.session.workspace.digests("model"))
+        known = offered(self.registry, name, self.session.workspace.digests("model"))
+        if known is not None and CERTIFICATE_TAG not in known.version.tags:
+            self._certify(known.version)
+        return known
 
     def register_model(
         self,
@@ -135,12 +141,13 @@ class Registrar:
         )
         version = self.registry.register(name, directory, made, run=self.run)
         named = with_aliases(self.registry, version)
-        if recipe.registry.certificate == "at-hand":
-            self._certify(named)
+        self._certify(named)
         return Outcome(named, True, tags[DECISION_TAG])
 
     def _certify(self, version: Version) -> None:
         """Ask the readers at hand; a version stays registered, whatever they say of it."""
+        if self.session.recipe.registry.certificate != "at-hand":
+            return
         files = self.registry.place(version.reference)
         if files is None:
             _logger.info("no certificate of %s: its files are elsewhere", version.reference)

@@ -18,17 +18,17 @@ def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("browser")
     with served_project(folder) as project:
         content = yaml.safe_load(PREFECT_FILE.read_text())
-        content["deployments"] = [d for d in content["deployments"] if d["name"] == "demo"]
+        content["deployments"] = content["deployments"][:1]
         content["deployments"][0]["parameters"]["recipe"] = str(project.recipe)
         (folder / "prefect.yaml").write_text(yaml.safe_dump(content))
-        assert deploy(project.settings, prefect_file=folder / "prefect.yaml") == ["dume/demo"]
+        assert deploy(project.settings, prefect_file=folder / "prefect.yaml") == ["dume/pico"]
         yield project
 
 
 def open_form(page, settings):
     """The way a person goes: the list, the deployment, its form; returns the seed's field."""
     page.goto(f"http://127.0.0.1:{settings.prefect_port}/deployments")
-    page.get_by_role("link", name="demo", exact=True).click()
+    page.get_by_role("link", name="pico", exact=True).click()
     page.get_by_role("button", name="Run", exact=True).click()
     page.get_by_text("Custom run", exact=True).click()
     return page.locator(".schema-form-property", has_text=SEED).last.locator("input")

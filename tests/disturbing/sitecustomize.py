@@ -1,8 +1,10 @@
 """On the path of every process of ``tests/disturbed.py``, before that of ``tests/watching``.
 
 ``UPCYCLE_TEST_HOLDS``: ``PHASE=WHAT:N,...`` stops a piece whose progress on WHAT reaches N, and
-``PHASE=METHOD`` a call of MLflow's client, until there is a file ``go-PHASE``. The first process
-that comes there writes its id into ``held-PHASE``; nobody is held there again.
+``PHASE=METHOD`` a call of MLflow's client, ``PHASE=MODULE/FUNCTION`` any other call, and
+``PHASE=>ARTIFACT`` the stage that has begun to make an artifact, until there is a file
+``go-PHASE``. The first process that comes there writes its id into ``held-PHASE``; nobody is held
+there again.
 ``UPCYCLE_TEST_FILE_BYTES``: ``FUNCTION:N`` lets no file grow beyond N bytes while a watched core
 function runs.
 ``UPCYCLE_TEST_CLOCK``: seconds by which this process's clock is wrong.
@@ -22,6 +24,7 @@ watching = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(watching)
 
 CLIENT = "mlflow.tracking.client"
+WORKSPACE = "tasks.engine.workspace"
 HOLDS = dict(
     part.split("=") for part in os.environ.get("UPCYCLE_TEST_HOLDS", "").split(",") if part
 )
@@ -62,6 +65,18 @@ def held_before(method, phase):
     return call
 
 
+def held_in(stage):
+    @functools.wraps(stage)
+    def call(self, artifact):
+        staged = stage(self, artifact)
+        for phase, at in HOLDS.items():
+            if at == f">{artifact}":
+                hold(phase)
+        return staged
+
+    return call
+
+
 def limited(function, size):
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -87,13 +102,23 @@ class Disturber(watching.Watcher):
                 if hasattr(module.MlflowClient, name):
                     method = getattr(module.MlflowClient, name)
                     setattr(module.MlflowClient, name, held_before(method, phase))
+        if module.__name__ == WORKSPACE:
+            module.Workspace.stage = held_in(module.Workspace.stage)
+        for phase, at in HOLDS.items():
+            name, slash, path = at.partition("/")
+            if slash and name == module.__name__:
+                *holders, last = path.split(".")
+                holder = functools.reduce(getattr, holders, module)
+                setattr(holder, last, held_before(getattr(holder, last), phase))
         name, _, size = os.environ.get("UPCYCLE_TEST_FILE_BYTES", "").partition(":")
         if name in watching.WATCHED[module.__name__]:
             setattr(module, name, limited(getattr(module, name), int(size)))
 
 
 if "UPCYCLE_TEST_CALLS" in os.environ:
-    watching.WATCHED[CLIENT] = ()
+    named = {at.partition("/")[0] for at in HOLDS.values() if "/" in at and at[0] != ">"}
+    for module in (CLIENT, WORKSPACE, *named):
+        watching.WATCHED.setdefault(module, ())
     sys.meta_path[:] = [
         Disturber() if isinstance(found, watching.Watcher) else found for found in sys.meta_path
     ]

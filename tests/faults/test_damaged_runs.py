@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from disturbed import Disturbed, kill_flow
 from project import TIMEOUT
+from terminal import Terminal
 from texts import pico_recipe, save_recipe, write_texts
 
 DOMAINS = ("letters", "numbers")
@@ -96,17 +97,34 @@ def test_a_lock_of_dvc_that_cannot_be_read_is_named_and_written_again(undisturbe
     assert lock.read_text() == before
 
 
-def test_second_flow_on_a_workspace_is_refused_and_the_first_goes_on(undisturbed, texts, tmp_path):
+def test_second_flow_on_a_workspace_waits_for_the_first_and_has_nothing_left_to_do(
+    undisturbed, texts, tmp_path
+):
     project = project_in(tmp_path, texts)
     first = project.start("experts")
     assert project.wait_for(first, "experts"), project.said()
-    second = project.flow(check=False)
-    assert second.returncode == 2
-    assert f"held by the flow dume, process {first.pid}; wait until it ends" in second.stderr
-    project.let_go("experts")
-    assert first.wait(TIMEOUT) == 0, project.said()
+    impatient = project.flow("--set", "compute.wait_minutes=0.01", check=False)
+    assert impatient.returncode == 2
+    said = f"held by the flow dume, process {first.pid} for longer than the 0.01 minutes"
+    assert said in impatient.stderr
+    environment = project.environment()
+    with Terminal("-m", "flows.dume", str(project.recipe), environment=environment) as second:
+        waits = f"waiting for the flow dume, process {first.pid}, at work in {project.workspace}"
+        second.wait_for(lambda: waits in second.shown)
+        project.let_go("experts")
+        assert first.wait(TIMEOUT) == 0, project.said()
+        assert second.process.wait(TIMEOUT) == 0, second.shown[-4000:]
     assert project.digests() == undisturbed.all_digests
     assert project.calls() == undisturbed.all_calls
+
+
+def test_a_flow_that_may_work_no_longer_ends_and_the_next_goes_on(undisturbed, texts, tmp_path):
+    project = project_in(tmp_path, texts)
+    late = project.flow("--set", "compute.limit_hours=0.001", check=False)
+    assert late.returncode == 2, late.stderr[-4000:]
+    assert "compute.limit_hours = 0.001: the flow has worked for longer" in late.stderr
+    project.flow()
+    assert project.digests() == undisturbed.all_digests
 
 
 def test_clock_that_was_set_back_repeats_nothing(undisturbed, texts, tmp_path):

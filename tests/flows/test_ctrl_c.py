@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,43 @@ from terminal import CTRL_C, Terminal, processes
 from texts import pico_recipe, save_recipe, write_texts
 
 from infra.services.stopping import LINE
+from infra.settings import read
+from infra.tracking.registry import Registry
+from tasks.engine.workspace import Workspace
 
 DOMAINS = ("letters", "numbers")
 LEAVE_SECONDS = 10
+END_SECONDS = 8
+"""Five at most on a machine that has nothing else to do: four for what takes its time."""
+READER = "infra/readers/ask/ask_transformers.py"
+PHASES = {
+    "start-up": "tasks.recipes/check",
+    "ray": "ray._private.node/Node.start_ray_processes",
+    "sources": ">sources",
+    "documents": "upcycle_core.corpora.documents/write_documents",
+    "corpora": ">corpora/letters",
+    "seed": "training:5",
+    # The seed has 20 steps, so only experts come to a 21st.
+    "experts": "training:21",
+    "statistics": "statistics:1",
+    "router": "upcycle_core.dume.router/solve_routers",
+    "model": "assembly:1",
+    "report": ">report",
+    "evaluation": "upcycle_core.evaluation.text.pieces/evaluate_moe",
+    "commit": "dvc.commands.commit/CmdCommit.run",
+    "push": "dvc.commands.data_sync/CmdDataPush.run",
+    "registration": "create_model_version",
+    "promotion": "set_registered_model_alias",
+    "certificate": READER,
+}
+"""Where a build is stopped, in the order in which it comes there."""
+CHANGES = {
+    "retrain": ("experts", "training:5"),
+    "shrink": ("solve", "upcycle_core.dume.router/solve_routers"),
+    "rollback": ("alias", "set_registered_model_alias"),
+    "restore": ("pull", "dvc.commands.data_sync/CmdDataPull.run"),
+    "tidy": ("look", "tasks.living.retention/table"),
+}
 
 
 @pytest.fixture
@@ -37,17 +72,30 @@ def stopped(
     One Ray is started, and nothing is left running.
     """
     before = sessions()
-    environment = project.environment(UPCYCLE_TEST_HOLDS=f"{phase}={at}")
+    holds = "" if at == READER else f"{phase}={at}"
+    environment = project.environment(UPCYCLE_TEST_HOLDS=holds)
     with Terminal("-m", *arguments, environment=environment) as command:
-        command.wait_for(lambda: project.held(phase) is not None)
+        command.wait_for(lambda: is_there(project, phase, at))
+        began = time.monotonic()
         words = re.sub(r"\x1b\[[\d;]*m", "", stop(command))
+        took = time.monotonic() - began
         code = command.process.returncode
+    print(f"{arguments[0]} {phase}: ended in {took:.1f} s")
+    assert took < END_SECONDS
+    assert not list(project.workspace.glob(".staging/*"))
     assert len(sessions() - before) <= 1
     deadline = time.monotonic() + LEAVE_SECONDS
     while (left := processes("UPCYCLE_HOME", str(project.home))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
     return code, words
+
+
+def is_there(project: Disturbed, phase: str, at: str) -> bool:
+    """Whether the command has come to a phase; a reader is a program that nothing of ours holds."""
+    if at == READER:
+        return any(READER in line for line in processes("UPCYCLE_HOME", str(project.home)))
+    return project.held(phase) is not None
 
 
 def sessions() -> set[Path]:
@@ -88,3 +136,72 @@ def test_a_flow_that_is_stopped_again_and_again_goes_on(project):
     project.calls()
     assert "models:/" in project.flow().stdout
     assert "train" not in project.calls()
+
+
+@pytest.fixture(scope="module")
+def building(tmp_path_factory):
+    """A project that is stopped at one phase after the other."""
+    folder = tmp_path_factory.mktemp("building")
+    texts = write_texts(folder / "texts", domains=DOMAINS)
+    values = pico_recipe(texts, domains=DOMAINS)
+    values["experts"]["training"]["steps"] = 25
+    values["evaluation"] |= {"sweep_top_k": [], "sweep_ridge_lambda": [], "sweep_window": []}
+    values["registry"] = {"certificate": "at-hand"}
+    project = Disturbed(folder, save_recipe(folder / "recipe.yaml", values), own_server=True)
+    project.texts = texts
+    return project
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("phase", PHASES)
+def test_ctrl_c_ends_a_build_in_every_phase(building, phase):
+    flow = ("flows.dume", str(building.recipe))
+    code, words = stopped(building, press, *flow, phase=phase, at=PHASES[phase])
+    assert (code, words.strip()) == (130, LINE)
+
+
+@pytest.mark.faults
+def test_a_build_that_was_stopped_in_every_phase_goes_on(building, tmp_path):
+    building.calls()
+    done = building.flow()
+    assert "models:/upcycle-pico/1" in done.stdout
+    assert not building.calls()["train"]
+    version = Registry(read(building.environment())).find("upcycle-pico", "champion")
+    assert "arrived: " in version.tags["upcycle.certificate"]
+    whole = Disturbed(tmp_path, building.recipe)
+    whole.flow()
+    assert building.digests() == whole.digests()
+
+
+@pytest.mark.faults
+def test_ctrl_c_ends_a_flow_that_waits(building):
+    with (
+        Workspace(building.workspace).lock("another flow"),
+        Terminal(
+            "-m", "flows.dume", str(building.recipe), environment=building.environment()
+        ) as command,
+    ):
+        command.wait_for(lambda: "waiting for another flow" in command.shown)
+        assert press(command).strip() == LINE
+        assert command.process.returncode == 130
+    assert not list((building.workspace / ".waiting").iterdir())
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("flow", CHANGES)
+def test_ctrl_c_ends_every_flow_that_changes_a_model(building, flow, tmp_path):
+    phase, at = CHANGES[flow]
+    recipe = str(building.recipe)
+    arguments = {
+        "retrain": (recipe,),
+        "shrink": (recipe, "numbers"),
+        "rollback": ("upcycle-pico",),
+        "restore": ("upcycle-pico", "1", "--into", str(tmp_path)),
+        "tidy": (recipe,),
+    }[flow]
+    train = building.texts / "letters" / "train.txt"
+    train.write_text(f"{train.read_text()}\n<|doc|>\nalpha beta of a later day\n" * 2)
+    code, words = stopped(building, press, f"flows.{flow}", *arguments, phase=phase, at=at)
+    assert (code, words.strip()) == (130, LINE)
+    done = building.run(sys.executable, "-m", f"flows.{flow}", *arguments, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -19,13 +19,13 @@ def served(tmp_path):
 def test_deployed_run_reaches_the_registry(served):
     settings = served.settings
     assert deploy(settings, recipe=served.recipe) == [
-        "dume/demo",
-        "retrain/nightly",
-        "grow/add-domain",
-        "shrink/remove-domain",
-        "rollback/demo-champion",
-        "restore/demo-version",
-        "tidy/demo-past",
+        "dume/pico",
+        "retrain/pico-every-night",
+        "grow/pico",
+        "shrink/pico",
+        "rollback/pico",
+        "restore/pico",
+        "tidy/pico",
     ]
     done = served.run(
         "env",
@@ -33,7 +33,7 @@ def test_deployed_run_reaches_the_registry(served):
         "prefect",
         "deployment",
         "run",
-        "dume/demo",
+        "dume/pico",
         "--watch",
     )
     assert "Completed" in done.stdout + done.stderr

@@ -100,7 +100,7 @@ def test_what_would_be_freed_is_shown_and_with_apply_it_goes(workspace, recipe, 
 
 def test_a_workspace_at_work_or_absent_is_said_in_one_line(workspace, recipe, capsys):
     with workspace.lock("another flow"):
-        assert main([recipe, "--apply"]) == 2
+        assert main([recipe, "--apply", "--set", "compute.wait_minutes=0"]) == 2
     assert "another flow" in capsys.readouterr().err
     assert main([recipe, "--set", "name=nowhere"]) == 2
     assert "no such workspace" in capsys.readouterr().err

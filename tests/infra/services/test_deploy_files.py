@@ -170,7 +170,7 @@ def deployments():
     return yaml.safe_load((DEPLOY / "prefect.yaml").read_text())["deployments"]
 
 
-@pytest.mark.parametrize("deployment", deployments(), ids=lambda deployment: deployment["name"])
+@pytest.mark.parametrize("deployment", deployments(), ids=lambda each: each["entrypoint"])
 def test_every_deployment_names_a_flow_and_what_it_takes(deployment):
     module, _, name = deployment["entrypoint"].removesuffix(".py").partition(".py:")
     flow = getattr(importlib.import_module(module.replace("/", ".")), name)

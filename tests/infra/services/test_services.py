@@ -57,7 +57,8 @@ if __name__ == "__main__":
 
     hello(load_recipe(settings.REPOSITORY / "recipes" / "demo.yaml"))
 '''
-DEPLOYED = ("demo", "nightly", "comparison")
+OFFERED = {"dume": "{name}", "retrain": "{name}-every-night", "compare": "{name}-comparison"}
+"""The flows that are deployed here, all of them as ``hello``."""
 
 
 def free_port() -> int:
@@ -91,8 +92,10 @@ def python(*arguments: str, environment: dict[str, str]) -> subprocess.Completed
     )
 
 
-def service(command: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return python("-m", "infra.services", command, environment=environment)
+def service(
+    command: str, environment: dict[str, str], *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    return python("-m", "infra.services", command, *arguments, environment=environment)
 
 
 def ask(url: str, body: object = None) -> object:
@@ -189,17 +192,26 @@ def test_everything_listens_on_loopback_only(place):
     assert listening_addresses(family) == {"0100007F"}
 
 
-def test_a_deployed_flow_reaches_the_registry_through_the_worker(environment, place, prefect):
+def offering(place, names):
+    """A file of deployments. Each takes seconds; all of them are read beside the files."""
     content = yaml.safe_load(PREFECT_FILE.read_text())
-    # Each takes seconds; that all of them are well-formed is tested beside the files.
-    content["deployments"] = [d for d in content["deployments"] if d["name"] in DEPLOYED]
-    source = place.home.parent / "flow" / "hello.py"
+    deployments = []
     for deployment in content["deployments"]:
-        deployment["entrypoint"] = f"{source}:hello"
-    prefect_file = place.home.parent / "prefect.yaml"
-    prefect_file.write_text(yaml.safe_dump(content))
-    assert deploy(place, prefect_file=prefect_file) == [f"hello/{name}" for name in DEPLOYED]
+        name = names.get(Path(deployment["entrypoint"].partition(":")[0]).stem)
+        if name is not None:
+            source = place.home.parent / "flow" / "hello.py"
+            deployments.append({**deployment, "name": name, "entrypoint": f"{source}:hello"})
+    file = place.home.parent / "prefect.yaml"
+    file.write_text(yaml.safe_dump({**content, "deployments": deployments}))
+    return file
 
+
+def test_a_deployed_flow_reaches_the_registry_through_the_worker(environment, place, prefect):
+    assert deploy(place, prefect_file=offering(place, OFFERED)) == [
+        "hello/demo",
+        "hello/demo-every-night",
+        "hello/demo-comparison",
+    ]
     command = ("-m", "prefect", "deployment", "run", "hello/demo", "--watch")
     done = python(*command, environment={**environment, "PREFECT_API_URL": f"{prefect}/api"})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -209,14 +221,14 @@ def test_a_deployed_flow_reaches_the_registry_through_the_worker(environment, pl
 
 
 def test_the_comparison_is_offered_with_its_rows_and_their_budget(prefect):
-    comparison = ask(f"{prefect}/api/deployments/name/hello/comparison")
+    comparison = ask(f"{prefect}/api/deployments/name/hello/demo-comparison")
     recipe = comparison["parameters"]["recipe"]
     assert recipe["baselines"]["btx"]["method"] == "btx"
     assert recipe["comparison"]["tokens"] == 2252800
 
 
 def test_the_nightly_deployment_has_a_schedule_and_runs_that_never_overlap(prefect):
-    nightly = ask(f"{prefect}/api/deployments/name/hello/nightly")
+    nightly = ask(f"{prefect}/api/deployments/name/hello/demo-every-night")
     (schedule,) = nightly["schedules"]
     assert schedule["active"]
     assert schedule["schedule"]["cron"] == "0 3 * * *"
@@ -232,6 +244,50 @@ def test_the_nightly_deployment_has_a_schedule_and_runs_that_never_overlap(prefe
         time.sleep(0.5)
 
 
+def nights(prefect):
+    """{deployment: its recipe, whether it is scheduled, how many events start it}."""
+    found = {}
+    for deployment in ask(f"{prefect}/api/deployments/filter", {}):
+        if deployment["schedules"]:
+            resource = f"prefect.deployment.{deployment['id']}"
+            started_by = ask(f"{prefect}/api/automations/related-to/{resource}")
+            [schedule] = deployment["schedules"]
+            recipe = deployment["parameters"]["recipe"]["name"]
+            names = [automation["name"] for automation in started_by]
+            found[deployment["name"]] = (recipe, schedule["active"], names)
+    return found
+
+
+def test_two_models_have_nights_side_by_side_until_one_is_taken_away(environment, place, prefect):
+    other = place.home.parent / "other.yaml"
+    other.write_text((settings.REPOSITORY / "recipes" / "nightly.yaml").read_text())
+    demo = {"demo-every-night": ("demo", True, ["demo: new data"])}
+    assert nights(prefect) == demo
+    file = offering(place, {"dume": "{name}", "retrain": "{name}-every-evening"})
+    changes = ["name=other", "folder=/texts"]
+    deployed = deploy(place, prefect_file=file, recipe=other, changes=changes)
+    assert deployed == ["hello/other", "hello/other-every-evening"]
+    evening = ("other", True, ["other: new data"])
+    assert nights(prefect) == {**demo, "other-every-evening": evening}
+    tags = ask(f"{prefect}/api/deployments/name/hello/other-every-evening")["tags"]
+    assert tags == ["retrain", "night", "recipe:other"]
+
+    # Again: what is offered no more goes, and nothing of the other recipe.
+    file = offering(place, {"retrain": "{name}-every-night"})
+    deploy(place, prefect_file=file, recipe=other, changes=changes)
+    assert nights(prefect) == {**demo, "other-every-night": evening}
+    unknown = service("undeploy", environment, "othre")
+    assert unknown.returncode == 1
+    assert unknown.stderr == (
+        "name = 'othre': no recipe of this name is deployed; deployed: demo, other\n"
+    )
+    gone = service("undeploy", environment, "other")
+    assert (gone.returncode, gone.stdout) == (0, "Deployed no more: hello/other-every-night\n")
+    assert nights(prefect) == demo
+    automations = ask(f"{prefect}/api/automations/filter", {})
+    assert [automation["name"] for automation in automations] == ["demo: new data"]
+
+
 def test_the_form_says_what_a_value_means_and_its_limits(prefect):
     schema = ask(f"{prefect}/api/deployments/name/hello/demo")["parameter_openapi_schema"]
     training = schema["definitions"]["TrainingConfig"]["properties"]
@@ -242,7 +298,7 @@ def test_the_form_says_what_a_value_means_and_its_limits(prefect):
 
 
 def test_new_data_starts_the_retraining(environment, prefect):
-    nightly = ask(f"{prefect}/api/deployments/name/hello/nightly")
+    nightly = ask(f"{prefect}/api/deployments/name/hello/demo-every-night")
     sent = python("-m", "flows.announce", "a file of law", environment=environment)
     assert sent.returncode == 0, sent.stderr
     query = {"deployments": {"id": {"any_": [nightly["id"]]}}}

@@ -3,10 +3,13 @@
 import configparser
 import shutil
 import stat
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from infra import settings
+from infra.versioning import versions as module
 from infra.versioning.versions import Versions
 from upcycle_core.errors import InputError
 
@@ -155,3 +158,84 @@ def test_a_stage_that_had_another_name_is_brought_back_by_what_it_made(tmp_path)
     there.pull(lock, str(tmp_path / "remote"), {"model": "model"})
     assert (there.root / "model").exists()
     assert "of_before" not in there.lock_text()
+
+
+class Store(BaseHTTPRequestHandler):
+    """A store over HTTP, as DVC uses it."""
+
+    files: dict
+    refuses = False
+
+    def do_HEAD(self):
+        self.answer(403 if self.refuses else 200 if self.path in self.files else 404)
+
+    do_GET = do_HEAD
+
+    def do_POST(self):
+        chunks = iter(lambda: self.rfile.read(int(self.rfile.readline(), 16) + 2)[:-2], b"")
+        body = b"".join(chunks)
+        self.answer(403 if self.refuses else 200)
+        if not self.refuses:
+            self.files[self.path] = body
+
+    def answer(self, status):
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def store():
+    """Its class, its address, and how to start it."""
+    handler = type("OwnStore", (Store,), {"files": {}})
+    server = HTTPServer(("127.0.0.1", 0), handler, bind_and_activate=False)
+    server.server_bind()  # a port that is ours, and where nobody answers yet
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+
+    def start(*_):
+        if not thread.is_alive():
+            server.server_activate()
+            thread.start()
+
+    yield handler, f"http://127.0.0.1:{server.server_port}/store", start
+    if thread.is_alive():
+        server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def tries(monkeypatch):
+    """What DVC was asked."""
+    asked = []
+
+    def run(root, *arguments, original=module.run_dvc):
+        asked.append(arguments[0])
+        return original(root, *arguments)
+
+    monkeypatch.setattr(module, "run_dvc", run)
+    return asked
+
+
+def test_a_store_that_does_not_answer_is_asked_again(tmp_path, store, tries, monkeypatch, caplog):
+    handler, url, start = store
+    monkeypatch.setattr(module.time, "sleep", start)
+    versions = pushed(tmp_path, tmp_path / "remote")[0]
+    tries.clear()
+    versions.push(url)
+    assert tries == ["push", "push"]
+    assert b"weights" in handler.files.values()
+    assert "dvc push again in 5 s, for it failed: " in caplog.text
+
+
+def test_a_store_that_refuses_is_asked_once(tmp_path, store, tries):
+    handler, url, start = store
+    handler.refuses = True
+    start()
+    versions = pushed(tmp_path, tmp_path / "remote")[0]
+    tries.clear()
+    with pytest.raises(InputError, match=r"dvc push.*failed"):
+        versions.push(url)
+    assert tries == ["push"]

@@ -1,0 +1,140 @@
+"""One flow at a time in a workspace: the others wait in a queue, and say for whom.
+
+The kernel keeps the queue: each who waits holds a file of its own in ``.waiting``, so that one that
+was killed has left the queue by that.
+"""
+
+import fcntl
+import logging
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from prefect import get_run_logger
+from prefect.client.orchestration import get_client
+from prefect.exceptions import MissingContextError
+from prefect.runtime import flow_run
+from prefect.states import Running
+
+from infra.recipe.schema import Recipe
+from tasks.engine.workspace import Held, Workspace
+from upcycle_core.errors import Fault
+
+WAITING = "Waiting"
+"""Prefect's name of the state of a run that waits."""
+POLL_SECONDS = 0.5
+
+_logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def turn(workspace: Workspace, holder: str, recipe: Recipe) -> Iterator[None]:
+    """Hold the workspace, after those that hold it and those that waited before.
+
+    Args:
+        workspace: What is held.
+        holder: Who holds it then, for the others.
+        recipe: ``compute.wait_minutes`` says how long to wait at most.
+
+    Raises:
+        Held: The time is over; it is still held.
+        InputError: A symbolic link leads out of the workspace.
+    """
+    with ExitStack() as stack:
+        try:
+            _take(stack, workspace, holder, first=not any(_queue(workspace)))
+        except Held:
+            if not recipe.compute.wait_minutes:
+                raise
+            _wait(stack, workspace, holder, recipe.compute.wait_minutes)
+        yield
+
+
+def is_waiting(workspace: Workspace, run: object) -> bool:
+    """Whether the flow run of this id waits for the workspace, and lives."""
+    return any(place.name.endswith(f"@{run}") for place in _queue(workspace))
+
+
+def log(text: str) -> None:
+    """Say a line in the flow's log, or on the terminal where no flow runs."""
+    try:
+        get_run_logger().info(text)
+    except MissingContextError:
+        print(text, flush=True)
+
+
+def _take(stack: ExitStack, workspace: Workspace, holder: str, *, first: bool) -> None:
+    """Hold the workspace until ``stack`` ends.
+
+    Raises:
+        Held: Another process holds it, or waited before.
+    """
+    if not first:
+        by = workspace.holder() or "a flow that waited before"
+        raise Held(Fault("workspace", str(workspace.root), f"held by {by}; wait until it ends"))
+    stack.enter_context(workspace.lock(holder))
+
+
+def _wait(stack: ExitStack, workspace: Workspace, holder: str, minutes: float) -> None:
+    began = time.monotonic()
+    said = ""
+    with _placed(workspace) as place:
+        while True:
+            first = next(_queue(workspace), place) == place
+            try:
+                _take(stack, workspace, holder, first=first)
+                break
+            except Held:
+                by = workspace.holder() or "another flow"
+                if time.monotonic() - began > 60 * minutes:
+                    remedy = f"held by {by} for longer than the {minutes:g} minutes of "
+                    remedy += "compute.wait_minutes; wait until it ends, or stop it"
+                    raise Held(Fault("workspace", str(workspace.root), remedy)) from None
+                if by != said:
+                    said = by
+                    line = f"waiting for {by}, at work in {workspace.root}, {minutes:g} minutes at "
+                    _say(f"{line}most", WAITING)
+            time.sleep(POLL_SECONDS)
+    _say(f"goes on after {time.monotonic() - began:.0f} s", "Running")
+
+
+def _say(text: str, state: str) -> None:
+    """In the log, and in the state that Prefect's lists show."""
+    log(text)
+    if flow_run.id is None:
+        return
+    try:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(flow_run.id, Running(name=state, message=text), force=True)
+    except Exception as error:  # of any kind: what is shown is no reason to end
+        _logger.warning("Prefect does not show that this flow waits: %s", error)
+
+
+@contextmanager
+def _placed(workspace: Workspace) -> Iterator[Path]:
+    """A place at the end of the queue, as long as this process lives and wants it."""
+    folder = workspace.root / ".waiting"
+    folder.mkdir(exist_ok=True)
+    place = folder / f"{time.time_ns():020}@{flow_run.id or uuid.uuid4()}"
+    made = place.with_name(f".{place.name}")
+    with made.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        made.rename(place)  # nobody takes it for one that a killed process has left
+        try:
+            yield place
+        finally:
+            place.unlink(missing_ok=True)
+
+
+def _queue(workspace: Workspace) -> Iterator[Path]:
+    """Places of those that wait and live, the first one first; what killed ones have left goes."""
+    for place in sorted((workspace.root / ".waiting").glob("[0-9]*")):
+        with suppress(FileNotFoundError), place.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield place
+            else:
+                place.unlink(missing_ok=True)

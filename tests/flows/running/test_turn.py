@@ -1,0 +1,155 @@
+"""Flows that find a workspace held by another one."""
+
+import threading
+import time
+from contextvars import copy_context
+from dataclasses import replace
+from uuid import UUID
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.logging.handlers import APILogWorker
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Running
+from prefect_server import prefect_server
+from texts import DOMAINS, pico_recipe, save_recipe
+
+from flows.retrain import retrain
+from flows.running import turn as turns
+from flows.running.session import _close_interrupted
+from flows.running.turn import WAITING, turn
+from flows.tidy import tidy
+from infra.recipe.schema import resolve
+from tasks.engine.workspace import Held, Workspace
+from tasks.recipes import load_recipe
+
+SOON = 30
+
+
+@pytest.fixture(autouse=True)
+def poll(monkeypatch):
+    monkeypatch.setattr(turns, "POLL_SECONDS", 0.02)
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    monkeypatch.setenv("UPCYCLE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'home' / 'mlflow.db'}")
+    return Workspace(tmp_path / "home" / "pico-turn")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    values = pico_recipe(tmp_path, name="pico-turn", domains=DOMAINS[:2])
+    return load_recipe(save_recipe(tmp_path / "recipe.yaml", values))
+
+
+@pytest.fixture
+def server():
+    with (
+        temporary_settings({PREFECT_API_URL: prefect_server()}),
+        get_client(sync_client=True) as client,
+    ):
+        yield client
+        APILogWorker.drain_all(timeout=5)  # while the server is there
+
+
+def patient(recipe, minutes):
+    return replace(recipe, compute=replace(recipe.compute, wait_minutes=minutes))
+
+
+def until(moment):
+    deadline = time.monotonic() + SOON
+    while not moment():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def places(workspace):
+    return sorted((workspace.root / ".waiting").glob("[0-9]*"))
+
+
+def start(call, *arguments):
+    context = copy_context()  # Prefect's settings
+    thread = threading.Thread(target=context.run, args=(call, *arguments), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_those_who_wait_come_in_turn_and_say_for_whom(workspace, recipe, capsys):
+    order = []
+
+    def work(name):
+        with turn(workspace, f"flow {name}", recipe):
+            order.append(name)
+            time.sleep(0.1)
+
+    threads = []
+    with workspace.lock("the first"):
+        for count, name in enumerate("abc", 1):
+            threads.append(start(work, name))
+            until(lambda count=count: len(places(workspace)) == count)
+        line = f"waiting for the first, process {workspace.holder().split()[-1]}, at work in "
+        until(lambda: capsys.readouterr().out.startswith(f"{line}{workspace.root}, 30 minutes"))
+    late = start(work, "late")  # the queue is not empty: what is free is not for it
+    for thread in [*threads, late]:
+        thread.join(SOON)
+    assert order == ["a", "b", "c", "late"]
+    assert not places(workspace)
+
+
+def test_waiting_ends_after_the_time_that_the_recipe_names(workspace, recipe):
+    with (
+        workspace.lock("the first"),
+        pytest.raises(Held, match=r"held by the first, process \d+ for longer than the 0.005 min"),
+        turn(workspace, "the second", patient(recipe, 0.005)),
+    ):
+        pass
+    with (
+        workspace.lock("the first"),
+        pytest.raises(Held, match=r"held by the first, process \d+; wait until it ends, or stop"),
+        turn(workspace, "the second", patient(recipe, 0)),
+    ):
+        pass
+    assert not places(workspace)
+
+
+def test_one_that_was_killed_while_it_waited_is_not_waited_for(workspace, recipe):
+    folder = workspace.root / ".waiting"
+    folder.mkdir(parents=True)
+    (folder / "00000000000000000001@killed").touch()
+    with turn(workspace, "the next", patient(recipe, 0)):
+        assert not places(workspace)
+
+
+def test_a_flow_that_waits_is_seen_and_is_not_taken_for_a_killed_one(workspace, recipe, server):
+    results = []
+    with workspace.lock("another flow"):
+        flow = start(lambda: results.append(tidy(recipe)))
+        until(lambda: places(workspace))
+        run = UUID(places(workspace)[0].name.partition("@")[2])
+        until(lambda: server.read_flow_run(run).state.name == WAITING)
+        assert "waiting for another flow, process" in server.read_flow_run(run).state.message
+        body = {"flow_id": str(server.create_flow_from_name("dume")), "parameters": {}}
+        body["parameters"]["recipe"] = resolve(recipe)
+        body["state"] = Running().model_dump(mode="json", include={"type", "name"})
+        killed = UUID(server.request("POST", "/flow_runs/", json=body).json()["id"])
+        _close_interrupted(workspace)
+        assert server.read_flow_run(run).state.name == WAITING
+        assert server.read_flow_run(killed).state.is_crashed()
+    flow.join(SOON)
+    assert results
+    assert server.read_flow_run(run).state.is_completed()
+
+
+def test_a_night_that_waited_in_vain_is_skipped_and_a_command_fails(
+    workspace, recipe, server, monkeypatch
+):
+    with workspace.lock("another flow"):
+        with pytest.raises(Held):
+            retrain(patient(recipe, 0.005))
+        # What Prefect's worker sets for the flows that it starts.
+        monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "a-deployment")
+        state = retrain(patient(recipe, 0.005), return_state=True)
+    assert (state.type.value, state.name) == ("COMPLETED", "Skipped")
+    assert "held by another flow" in state.message
