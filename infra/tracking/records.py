@@ -66,7 +66,7 @@ class Registration:
         metrics: Its scores.
         tags: Of the version (Git commit, recipe's sha256, ...).
         marks: Tags of the version alone, not of the stored model, for they do not last.
-        files: Text kept beside the checkpoint, in ``upcycle/`` (``recipe.yaml``, ``dvc.lock``).
+        files: What is kept beside the checkpoint, in ``upcycle/`` (``recipe.yaml``, ``dvc.lock``).
         description: Markdown that the version's page shows.
         bos: What stands before a text that the model is given: auto, always or never.
     """
@@ -75,7 +75,7 @@ class Registration:
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     marks: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
     description: str = ""
     bos: str = "auto"
 

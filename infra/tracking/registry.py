@@ -298,8 +298,9 @@ class Registry:
             write_mlmodel(served, directory, **own)
             self._client.log_model_artifacts(model_id, str(served))
         with tempfile.TemporaryDirectory() as folder:
-            for file, text in registration.files.items():
-                (Path(folder) / file).write_text(text)
+            for file, content in registration.files.items():
+                data = content.encode() if isinstance(content, str) else content
+                (Path(folder) / file).write_bytes(data)
             self._client.log_model_artifacts(model_id, folder, PROVENANCE_FOLDER)
 
     def _version(self, found: ModelVersion) -> Version:

@@ -16,9 +16,10 @@ from infra.tracking.records import Registration, Version
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Run
 from infra.versioning.versions import Versions, code_version
+from tasks.data.licences import CARD
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
-from tasks.release.card import CARD, version_card
+from tasks.release.card import pictures, version_card
 from tasks.release.certificate import certify_version
 from tasks.release.champion import CHAMPION, Champion
 from tasks.release.gate import Decision, decide, figures
@@ -68,7 +69,7 @@ class Registrar:
         scores: Mapping[str, float],
         description: str,
         tags: Mapping[str, str] | None = None,
-        files: Mapping[str, str] | None = None,
+        files: Mapping[str, str | bytes] | None = None,
     ) -> Outcome:
         """Register the workspace's model; see ``register``."""
         digest = self.session.workspace.digest("model")
@@ -100,7 +101,7 @@ class Registrar:
         tags: Mapping[str, str],
         promoted: bool,
         description: str,
-        files: Mapping[str, str] | None = None,
+        files: Mapping[str, str | bytes] | None = None,
     ) -> Outcome:
         """Make a new version: with scores and reason, and what it can be made from again.
 
@@ -112,7 +113,7 @@ class Registrar:
             tags: Beside the code's and the recipe's; the decision is among them.
             promoted: Whether the version becomes champion.
             description: Markdown.
-            files: Texts to keep beside those that every version has, by file name.
+            files: What to keep beside the files that every version has, by name.
         """
         recipe = self.session.recipe
         made = Registration(
@@ -175,7 +176,7 @@ def register(
         metrics=metrics,
         scores=_scores(metrics, method),
         tags={EXPERTS_TAG: json.dumps(expert_digests(session))},
-        files={CARD: version_card(session, metrics, decision)},
+        files={CARD: version_card(session, metrics, decision), **pictures(session)},
         description=f"{title}\n\n{(report / 'table.md').read_text()}",
     )
 

@@ -148,6 +148,22 @@ def test_version_has_a_card_that_hubs_read(project, registry):
         assert f"`{manifest['splits']['train']['sha256'][:12]}`" in text
     assert "Backbone gap" in text
     assert "there was no champion" in text
+    assert ModelCard(text).data.license == "unknown"
+    assert "No model was given: its licence is for its makers to choose." in text
+
+
+def test_card_shows_intervals_and_the_picture_beside_it(project, registry, tmp_path):
+    copy = registry.download("models:/upcycle-pico@champion", tmp_path / "model")
+    text = (copy / "upcycle" / "card.md").read_text()
+    [picture] = re.findall(r"!\[.*\]\((.*)\)", text)
+    drawn = project.workspace / "report" / "routing.png"
+    assert (copy / "upcycle" / picture).read_bytes() == drawn.read_bytes()
+    metrics = json.loads((project.workspace / "report" / "metrics.json").read_text())
+    for name in (*DOMAINS, "average"):
+        low, high = metrics["interval"]["dume"][name]
+        score = {**metrics["normalised"]["dume"], "average": metrics["normalised_average"]["dume"]}
+        assert low < score[name] < high
+        assert f"| {name} | {score[name]:.1f} | {low:.1f} to {high:.1f} |" in text
 
 
 def test_runs_say_their_outcome_commit_and_time(project, registry):
