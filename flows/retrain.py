@@ -11,11 +11,12 @@ offered to the registry.
 import sys
 
 from prefect import flow
-from prefect.states import Completed, State
+from prefect.states import State
 
 from flows.dume import build, built
 from flows.making.change import begin_change, domain_faults, finish_change, unfinished
 from flows.running.command_line import command, load, recipe_parser, run_flow
+from flows.running.naming import completed, name_run, title_of_day, words_of
 from flows.running.session import THREADS, FlowSession, log, open_session
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
@@ -35,7 +36,7 @@ NOTHING = "nothing to do"
 
 
 @flow(name="retrain", task_runner=THREADS)
-def retrain(recipe: Recipe) -> str | State:
+def retrain(recipe: Recipe) -> State:
     """Bring new text into the recipe's model.
 
     Args:
@@ -50,10 +51,12 @@ def retrain(recipe: Recipe) -> str | State:
         said = look(recipe, workspace)
     if said is not None:
         log(said)
-        return Completed(message=NOTHING, name="Nothing to do")
+        title = title_of_day(recipe.name)
+        name_run(title, tags=(recipe.name,))
+        return completed(title, NOTHING, name="Nothing to do")
     with open_session("retrain", recipe) as session:
         outcome = _learn(session)
-    return outcome.version.reference
+        return session.completed(words_of(outcome), outcome.version.reference)
 
 
 def look(recipe: Recipe, workspace: Workspace) -> str | None:

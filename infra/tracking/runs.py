@@ -116,6 +116,10 @@ class Run:
         """Set tags of the run."""
         self._client.log_batch(self.id, tags=[RunTag(k, str(v)) for k, v in tags.items()])
 
+    def rename(self, name: str) -> None:
+        """Call the run so from now on."""
+        self._client.update_run(self.id, name=name)
+
     def describe(self, markdown: str) -> None:
         """Set what the run's page shows on top."""
         self.set_tags({"mlflow.note.content": markdown})
@@ -142,6 +146,7 @@ class Tracker:
         workspace: Path | None = None,
         parent: Run | None = None,
         tags: Mapping[str, str] | None = None,
+        source: str | None = None,
     ) -> Iterator[Run]:
         """Record a run: finished, failed or killed, as the block ends.
 
@@ -151,11 +156,13 @@ class Tracker:
                 there that still count as running were killed, and are marked so.
             parent: For a stage's run: the run of its flow.
             tags: Further tags.
+            source: The program that it is a run of; by default it is called as the run is.
 
         Yields:
             The run.
         """
-        labels = {"mlflow.source.name": name, "mlflow.source.type": "LOCAL", **(tags or {})}
+        labels = {"mlflow.source.name": source or name, "mlflow.source.type": "LOCAL"}
+        labels |= tags or {}
         if workspace is not None:
             self.close_interrupted(workspace)
             labels |= self._place(workspace)

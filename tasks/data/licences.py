@@ -50,5 +50,5 @@ def _licences(model: str, cache: Path) -> Mapping[str, str | None]:
 
     registry = Registry(environment.configure())
     text = registry.text(registry.referenced(model), CARD)
-    stated = None if text is None else ModelCard(text).data.license
+    stated = None if text is None else ModelCard(text).data.get("license")
     return {model: None if stated in (None, licence.UNKNOWN) else str(stated)}

@@ -55,7 +55,8 @@ KEYS = (
 def sources(run: StageRun) -> None:
     """Write ``DOMAIN.json``, ``seed.json``, ``tasks/TASK.json``: sha256 of all that is outside.
 
-    And ``licences.json``: what models say of theirs; ``form/DOMAIN``, ``form/seed``: what given models are made into.
+    And ``licences.json``: what models say of theirs; ``form/DOMAIN``, ``form/seed``: what given
+    models are made into.
     """
     raise_faults(outside_faults(run.recipe, run.models))
     write_sources(run)

@@ -202,7 +202,7 @@ def _judge(
 
 def _scores(metrics: Mapping[str, Any], row: str) -> dict[str, float]:
     rows = metrics["normalised_average"]
-    scores = {f"normalised_average.{name}": value for name, value in rows.items()}
+    scores = {f"normalised_average/{name}": value for name, value in rows.items()}
     for domain, value in metrics["perplexity"][row].items():
-        scores[f"perplexity.{domain}"] = value
+        scores[f"perplexity/{domain}"] = value
     return scores

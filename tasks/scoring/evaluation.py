@@ -165,7 +165,7 @@ def perplexities(scores: Scores) -> dict[str, float]:
 def score_intervals(
     rows: Mapping[str, Scores], experts: Scores
 ) -> dict[str, dict[str, tuple[float, float]]]:
-    """{row: {domain or "average": low and high}} of what pieces have measured; see ``intervals``."""
+    """{row: {domain or "average": low and high}} of what was measured; see ``intervals``."""
     read = {
         row: {domain: Score.from_dict(score) for domain, score in scores.items()}
         for row, scores in rows.items()

@@ -123,7 +123,7 @@ def test_version_carries_what_made_it(project, registry, tmp_path):
     assert "no champion" in version.tags["upcycle.decision"]
     assert re.fullmatch(r"promoted: \d+\.\d\d, the first", version.tags["outcome"])
     assert version.description.startswith(version.tags["outcome"])
-    assert version.metrics["normalised_average.dume"] > 0
+    assert version.metrics["normalised_average/dume"] > 0
     copy = registry.download("models:/upcycle-pico@champion", tmp_path / "model")
     recipe = yaml.safe_load((copy / "upcycle" / "recipe.yaml").read_text())
     assert recipe["name"] == "pico"

@@ -197,10 +197,10 @@ def _file(reference: str, name: str, cache_dir: Path) -> Path | None:
     if folder.is_dir():
         path = folder / name
         return path if path.is_file() else None
+    cards = cache_dir / CARDS
     for offline in (True, False):
         try:
-            known = {"cache_dir": cache_dir / CARDS, "local_files_only": offline}
-            return Path(hf_hub_download(reference, name, **known))
+            return Path(hf_hub_download(reference, name, cache_dir=cards, local_files_only=offline))
         except (EntryNotFoundError, OSError, ValueError):  # not there, not reached, no such name
             continue
     return None

@@ -87,7 +87,7 @@ def test_perplexity_on_another_tokenizer_s_scale():
 
 
 def drawn(draw, documents, *, shift=0.0, common=None):
-    """A score of documents of 50 to 150 tokens; ``common`` is what is hard in each for everybody."""
+    """A score of documents of 50 to 150 tokens; ``common`` is what is hard for everybody."""
     tokens = draw.integers(50, 150, documents) if common is None else common[0]
     hard = draw.normal(2.0, 0.5, documents) if common is None else common[1]
     losses = tokens * (hard + shift + draw.normal(0, 0.02, documents))
