@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +39,7 @@ from infra.tracking.locations import (
     prepare_home,
     use_files,
 )
+from infra.tracking.private import machine_watched
 from infra.tracking.records import DatasetRecord, flatten
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -153,7 +154,8 @@ class Tracker:
         Args:
             name: What the run is called.
             workspace: For a flow's run: the workspace that it has locked. Runs of an earlier flow
-                there that still count as running were killed, and are marked so.
+                there that still count as running were killed, and are marked so. The load of the
+                machine is written down meanwhile (MLflow's system metrics).
             parent: For a stage's run: the run of its flow.
             tags: Further tags.
             source: The program that it is a run of; by default it is called as the run is.
@@ -172,8 +174,11 @@ class Tracker:
             labels |= {key: parent.tags[key] for key in inherited if key in parent.tags}
         created = self._client.create_run(self._experiment_id, run_name=name, tags=labels)
         run = Run(self._client, self._experiment_id, created.info.run_id, labels)
+        uri = self._settings.mlflow_tracking_uri
+        watched = nullcontext() if workspace is None else machine_watched(run.id, uri)
         try:
-            yield run
+            with watched:
+                yield run
         except BaseException as error:
             killed = not isinstance(error, Exception)
             self._client.set_terminated(run.id, "KILLED" if killed else "FAILED")

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import hf_hub_download, metadata_load
 from huggingface_hub.errors import EntryNotFoundError
 
@@ -178,7 +177,7 @@ def _of_gguf(path: Path) -> str | None:
 def _front_matter(card: Path) -> Mapping[str, Any]:
     try:
         return metadata_load(card) or {}
-    except (OSError, ValueError, yaml.YAMLError):  # whatever somebody has written there
+    except Exception:  # whatever somebody has written there: no YAML, no mapping, no text
         return {}
 
 
