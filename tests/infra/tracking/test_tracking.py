@@ -98,6 +98,28 @@ def test_stages_in_parallel_threads_become_children_with_their_own_curves(tracke
         assert values == [number * 100 + step for step in range(10)]
 
 
+def test_the_load_of_the_machine_stands_with_a_flow_s_run_and_with_no_stage_s(
+    tracker, client, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
+    with (
+        tracker.start_run("demo", workspace=tmp_path, source="dume") as flow,
+        tracker.start_run("seed", parent=flow) as stage,
+    ):
+        deadline = time.monotonic() + 60
+        while not client.get_metric_history(flow.id, "system/system_memory_usage_megabytes"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        flow.rename("demo: version 1")
+    found = client.get_run(flow.id)
+    assert found.data.metrics["system/system_memory_usage_megabytes"] > 10
+    assert (found.info.run_name, found.data.tags["mlflow.source.name"]) == (
+        "demo: version 1",
+        "dume",
+    )
+    assert not client.get_run(stage.id).data.metrics
+
+
 def test_threads_use_the_database_one_after_another(place, monkeypatch):
     """A pool of connections that runs dry on a busy machine would fail the run that is late."""
     inside, most = [], []
