@@ -34,7 +34,7 @@ def words_of(outcome: Outcome) -> str:
 
 
 def name_run(name: str, *, tags: Collection[str] = ()) -> None:
-    """Call Prefect's run so, and give it tags beside its own.
+    """Call Prefect's run so, and give it tags beside those that it began with.
 
     The work goes on where that cannot be done: the server may be gone for a while.
     """
@@ -43,7 +43,8 @@ def name_run(name: str, *, tags: Collection[str] = ()) -> None:
         return
     try:
         with get_client(sync_client=True) as client:
-            client.update_flow_run(run_id, name=name, tags=sorted({*flow_run.tags, *tags}))
+            kept = sorted({*flow_run.tags, *tags}) if tags else None  # what it has now
+            client.update_flow_run(run_id, name=name, tags=kept)
     except Exception as error:  # of any kind, as with bars
         _logger.warning("Prefect does not call the run %s: %s", name, error)
 

@@ -86,6 +86,7 @@ class FlowSession:
         self.began = time.time()
         self._submitted: list[Any] = []
         self._makers: dict[str, Any] = {}
+        self._before: dict[str, set[str]] = {}
         self._committer = ThreadPoolExecutor(max_workers=1)
         self._commits: list[Future[None]] = []
         self._committed = time.monotonic()
@@ -137,10 +138,16 @@ class FlowSession:
         return list(futures.values())
 
     def _makers_of(self, stage: Stage, item: str) -> list[Any]:
-        """The tasks that have made what an item reads: Prefect draws the run's graph by them."""
-        read = [Path(name) for name in stage.inputs(self.recipe, item)]
-        places = {str(place) for name in read for place in (name, *name.parents)}
-        return [future for artifact, future in self._makers.items() if artifact in places]
+        """The tasks that have made what an item reads: Prefect draws the run's graph by them.
+
+        Those whose work another of them has read already are left out, or nobody could read it.
+        """
+        names = [Path(name) for name in stage.inputs(self.recipe, item)]
+        places = {str(place) for name in names for place in (name, *name.parents)}
+        read = self._makers.keys() & places
+        earlier = {artifact for own in read for artifact in self._before[own]}
+        self._before[stage.artifact(item)] = read | earlier
+        return [self._makers[artifact] for artifact in sorted(read - earlier)]
 
     def _record(self, stage: Stage, items: list[str]) -> None:
         """Let DVC record what a stage has published."""

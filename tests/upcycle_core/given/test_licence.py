@@ -1,8 +1,12 @@
 import json
+import re
+from pathlib import Path
 
 import pytest
 
-from upcycle_core.given.licence import combined, faults, licences_of
+from upcycle_core.given.licence import TERMS, combined, faults, licences_of
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "licences.md"
 
 
 def model(folder, *, licence="", config=None, adapter_of=None, name=""):
@@ -40,6 +44,15 @@ def test_a_joined_model_has_the_licence_that_its_parts_allow(parts, identifier, 
     licence = combined(parts)
     assert licence.identifier == identifier
     assert words in licence.reason
+
+
+def test_the_document_s_table_is_the_code_s():
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", DOCUMENT.read_text(), re.MULTILINE)[2:]
+    told = {name: asks for names, asks in rows for name in names.split(" (")[0].split(", ")}
+    assert list(told) == list(TERMS)
+    for name, asks in TERMS.items():
+        for words in asks:
+            assert words in told[name] or "**refused**" in told[name]
 
 
 def test_what_forbids_derivatives_is_refused_until_the_recipe_accepts_it():
