@@ -65,6 +65,7 @@ def completed(
     name_run(called)
     if run is not None:
         run.rename(called)
+        run.set_tags({"outcome": said})  # a column of its own: lists cut long names
     return Completed(message=said, data=result, name=name)
 
 

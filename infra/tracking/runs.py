@@ -40,7 +40,7 @@ from infra.tracking.locations import (
     use_files,
 )
 from infra.tracking.private import machine_watched
-from infra.tracking.records import DatasetRecord, flatten
+from infra.tracking.records import DatasetRecord, flatten, with_room
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 # What MLflow takes in one call, in one value.
@@ -123,7 +123,7 @@ class Run:
 
     def describe(self, markdown: str) -> None:
         """Set what the run's page shows on top."""
-        self.set_tags({"mlflow.note.content": markdown})
+        self.set_tags({"mlflow.note.content": with_room(markdown)})
 
 
 class Tracker:
