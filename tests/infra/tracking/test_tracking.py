@@ -107,6 +107,7 @@ def test_tables_get_room_between_their_columns_and_nothing_else_changes():
 """
     told = with_room(table)
     assert with_room(told) == told
+    assert told.startswith("Scores | all\n")
     assert told.replace(ROOM, "") == table
     assert told.splitlines()[2] == f"| Method | {ROOM}a \\| b | {ROOM}Average |"
     assert told.splitlines()[3] == "| --- | ---: | :--: |"
