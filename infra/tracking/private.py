@@ -94,10 +94,8 @@ def run_server(arguments: Sequence[str], application: str) -> None:
 
     build = server._build_uvicorn_command
 
-    def command(
-        options: str, host: str, port: int, workers: int, own: str, *rest: Any
-    ) -> list[str]:
-        return build(options, host, port, workers, application, *rest[:1], is_factory=True)
+    def command(*given: Any, **named: Any) -> list[str]:
+        return [*build(*given, **named)[:-1], "--factory", application]
 
     server._build_uvicorn_command = command
     cli.cli(list(arguments), prog_name="mlflow")
