@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from prefect import flow
+from prefect.states import State
 
 from flows.pages import ablation
 from flows.pages.comparison import FOLDER, ROWS, TABLE, statement, write_comparison
@@ -44,7 +45,7 @@ PLOT = f"{FOLDER}/score-against-compute.png"
 
 
 @flow(name="compare", task_runner=THREADS)
-def compare(recipe: Recipe) -> None:
+def compare(recipe: Recipe) -> State:
     """Make, train and evaluate every baseline of the recipe beside its own model.
 
     Args:
@@ -62,6 +63,7 @@ def compare(recipe: Recipe) -> None:
         else:
             ablation.publish(session)
         session.workspace.sweep()
+        return session.completed(f"beside {', '.join(recipe.baselines)}")
 
 
 def _faults(recipe: Recipe) -> list[Fault]:

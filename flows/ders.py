@@ -12,11 +12,13 @@ from pathlib import Path
 
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
+from prefect.states import State
 
 from flows.pages.compression import write_compression
 from flows.pages.model import folder_faults, log_report, publish_links, publish_pictures
 from flows.pages.page import Command
 from flows.running.command_line import command, load, rows_parser, run_flow
+from flows.running.naming import words_of
 from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
@@ -35,7 +37,7 @@ SUMMARY = "compression.txt"
 
 
 @flow(name="ders", task_runner=THREADS)
-def ders(recipe: Recipe) -> str | None:
+def ders(recipe: Recipe) -> State:
     """Store the experts of the recipe's model as a base and deltas; register the smallest.
 
     Args:
@@ -56,7 +58,9 @@ def ders(recipe: Recipe) -> str | None:
         outcome = register_compressed(session.registrar)
         _publish(session, outcome)
         session.workspace.sweep()
-    return None if outcome is None else outcome.version.reference
+        if outcome is None:
+            return session.completed("no way to store deltas is within the tolerance")
+        return session.completed(words_of(outcome), outcome.version.reference)
 
 
 def _faults(recipe: Recipe) -> list[Fault]:

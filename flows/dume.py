@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from prefect import flow
+from prefect.states import State
 
 from flows.making.building import publish
 from flows.running.command_line import command, load, recipe_parser, run_flow
+from flows.running.naming import words_of
 from flows.running.session import THREADS, FlowSession, open_session
 from infra.recipe.schema import Recipe, resolve
 from tasks.data.corpora import corpora
@@ -34,7 +36,7 @@ from tasks.release.versions import Outcome
 
 
 @flow(name="dume", task_runner=THREADS)
-def dume(recipe: Recipe, rebuild: bool = False) -> str:
+def dume(recipe: Recipe, rebuild: bool = False) -> State:
     """Turn the recipe's domains into one Mixture-of-Experts in the MLflow registry.
 
     Args:
@@ -51,7 +53,7 @@ def dume(recipe: Recipe, rebuild: bool = False) -> str:
             forget(session.workspace)
             session.adopt(replace(session.recipe, lineage=None))
         outcome = build(session)
-    return outcome.version.reference
+        return session.completed(words_of(outcome), outcome.version.reference)
 
 
 def build(session: FlowSession, *, changed: Sequence[str] | None = None) -> Outcome:

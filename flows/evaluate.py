@@ -10,6 +10,7 @@ made is used again, what is missing is made. The others hold ``tasks:`` and ``ta
 import sys
 
 from prefect import flow
+from prefect.states import State
 
 from flows.making.building import made
 from flows.pages.tasks import FOLDER
@@ -24,7 +25,7 @@ from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="evaluate", task_runner=THREADS)
-def evaluate(recipe: Recipe) -> str:
+def evaluate(recipe: Recipe) -> State:
     """Score every model of the recipe on its tasks, and show the page.
 
     Args:

@@ -9,10 +9,12 @@ with ``--rebuild`` the new expert is averaged into it too, and all statistics ar
 import sys
 
 from prefect import flow
+from prefect.states import State
 
 from flows.dume import build
 from flows.making.change import DEPLOYED, begin_change, domain_faults, finish_change, unfinished
 from flows.running.command_line import command, load, recipe_parser, run_flow
+from flows.running.naming import words_of
 from flows.running.session import THREADS, open_session
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
@@ -24,7 +26,7 @@ from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="grow", task_runner=THREADS)
-def grow(recipe: Recipe, domain: str, rebuild: bool = False) -> str:
+def grow(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
     """Add a domain to the recipe's model.
 
     Args:
@@ -44,7 +46,7 @@ def grow(recipe: Recipe, domain: str, rebuild: bool = False) -> str:
         outcome = build(session, changed=[domain])
         names = ", ".join(averaged(session.recipe))
         finish_change(session, change, outcome, notes=(f"The backbone averages {names}.",))
-    return outcome.version.reference
+        return session.completed(words_of(outcome), outcome.version.reference)
 
 
 def look(recipe: Recipe, workspace: Workspace, domain: str) -> None:

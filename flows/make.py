@@ -9,6 +9,7 @@ have flows of their own: ``flows.dume``, ``flows.symphony``, ``flows.simoe``.
 import sys
 
 from prefect import flow
+from prefect.states import State
 
 from flows.making.building import made
 from flows.running.command_line import command, load, rows_parser, run_flow
@@ -18,7 +19,7 @@ from tasks.recipes import validate
 
 
 @flow(name="make", task_runner=THREADS)
-def make(recipe: Recipe) -> str:
+def make(recipe: Recipe) -> State:
     """Make the recipe's model by its method, and register it in MLflow.
 
     Args:

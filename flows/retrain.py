@@ -17,6 +17,7 @@ from prefect.states import Completed, State
 from flows.dume import build, built
 from flows.making.change import begin_change, domain_faults, finish_change, unfinished
 from flows.running.command_line import command, load, recipe_parser, run_flow
+from flows.running.naming import completed, name_run, title_of_day, words_of
 from flows.running.session import THREADS, FlowSession, open_session
 from flows.running.turn import log, turn
 from infra.recipe.schema import Recipe, resolve
@@ -37,7 +38,7 @@ NOTHING = "nothing to do"
 
 
 @flow(name="retrain", task_runner=THREADS)
-def retrain(recipe: Recipe) -> str | State:
+def retrain(recipe: Recipe) -> State:
     """Bring new text into the recipe's model.
 
     Args:
@@ -54,15 +55,17 @@ def retrain(recipe: Recipe) -> str | State:
             said = look(recipe, workspace)
             if said is not None:
                 log(said)
-                return Completed(message=NOTHING, name="Nothing to do")
+                title = title_of_day(recipe.name)
+                name_run(title, tags=(recipe.name,))
+                return completed(title, NOTHING, name="Nothing to do")
             with open_session("retrain", recipe, is_held=True) as session:
                 outcome = _learn(session)
+                return session.completed(words_of(outcome), outcome.version.reference)
     except Held as held:
         if deployment.id is None:  # a command, that somebody waits for
             raise
         log(f"skipped: {held}")
         return Completed(message=str(held), name="Skipped")
-    return outcome.version.reference
 
 
 def look(recipe: Recipe, workspace: Workspace) -> str | None:

@@ -11,10 +11,12 @@ import sys
 from dataclasses import replace
 
 from prefect import flow
+from prefect.states import State
 
 from flows.dume import build
 from flows.making.change import DEPLOYED, begin_change, domain_faults, finish_change, unfinished
 from flows.running.command_line import command, load, recipe_parser, run_flow
+from flows.running.naming import words_of
 from flows.running.session import THREADS, open_session
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
@@ -27,7 +29,7 @@ from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="shrink", task_runner=THREADS)
-def shrink(recipe: Recipe, domain: str, rebuild: bool = False) -> str:
+def shrink(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
     """Take a domain out of the recipe's model.
 
     Args:
@@ -48,7 +50,7 @@ def shrink(recipe: Recipe, domain: str, rebuild: bool = False) -> str:
         outcome = build(session, changed=[])
         _remove(workspace, domain)
         finish_change(session, change, outcome, notes=(_note(session.recipe, domain),))
-    return outcome.version.reference
+        return session.completed(words_of(outcome), outcome.version.reference)
 
 
 def without(recipe: Recipe, domain: str) -> Recipe:

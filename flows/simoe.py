@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from prefect import flow
+from prefect.states import State
 
 from flows.pages.instructions import publish_tuning, write_instructions
 from flows.pages.model import folder_faults
 from flows.pages.page import Command
 from flows.pages.tasks import publish_tasks
 from flows.running.command_line import command, load, rows_parser, run_flow
+from flows.running.naming import words_of
 from flows.running.session import THREADS, open_session
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
@@ -31,7 +33,7 @@ from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="simoe", task_runner=THREADS)
-def simoe(recipe: Recipe) -> str:
+def simoe(recipe: Recipe) -> State:
     """Tune a dense model on instructions, with sparse experts, into the MLflow registry.
 
     Args:
@@ -45,7 +47,7 @@ def simoe(recipe: Recipe) -> str:
     return tuned("simoe", recipe)
 
 
-def tuned(flow_name: str, recipe: Recipe) -> str:
+def tuned(flow_name: str, recipe: Recipe) -> State:
     """Bring every stage of a recipe up to date, and register its model; see ``simoe``."""
     with open_session(flow_name, recipe) as session:
         for stage in stages_of(recipe):
@@ -61,7 +63,7 @@ def tuned(flow_name: str, recipe: Recipe) -> str:
         if tasks is not None:
             publish_tasks(session, outcome.version, tasks)
         session.workspace.sweep()
-    return outcome.version.reference
+        return session.completed(words_of(outcome), outcome.version.reference)
 
 
 def _faults(recipe: Recipe) -> list[Fault]:

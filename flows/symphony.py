@@ -9,6 +9,7 @@ ablation table that are joined, trained and judged beside it, or ``tasks:``.
 import sys
 
 from prefect import flow
+from prefect.states import State
 
 from flows.making.building import made
 from flows.running.command_line import command, load, rows_parser, run_flow
@@ -20,7 +21,7 @@ from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="symphony", task_runner=THREADS)
-def symphony(recipe: Recipe) -> str:
+def symphony(recipe: Recipe) -> State:
     """Join models of different origin into one Mixture-of-Experts in the MLflow registry.
 
     Args:

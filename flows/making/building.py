@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 
+from prefect.states import State
+
 from flows.pages.model import publish_artifacts, summary
 from flows.pages.tasks import publish_tasks
 from flows.running.command_line import SUMMARY
+from flows.running.naming import words_of
 from flows.running.session import FlowSession, open_session
 from infra.recipe.schema import Recipe
 from tasks.methods import scored_models, stages_of
@@ -14,7 +17,7 @@ from tasks.release.task_table import task_table
 from tasks.release.versions import Outcome
 
 
-def made(flow_name: str, recipe: Recipe) -> str:
+def made(flow_name: str, recipe: Recipe) -> State:
     """Bring every stage of a recipe up to date, and register its model.
 
     Args:
@@ -28,7 +31,8 @@ def made(flow_name: str, recipe: Recipe) -> str:
         for stage in stages_of(recipe):
             session.ensure(stage)
         session.finish()
-        return publish(session, list(scored_models(recipe))).version.reference
+        outcome = publish(session, list(scored_models(recipe)))
+        return session.completed(words_of(outcome), outcome.version.reference)
 
 
 def publish(session: FlowSession, models: Sequence[str]) -> Outcome:

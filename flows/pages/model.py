@@ -88,6 +88,9 @@ def publish_outcome(
     """
     run, timings = session.run, session.timings()
     seconds = {**timings["stages"], "wall": timings["wall"]}
+    # What was logged of a new version, its run has.
+    logged = outcome.version.metrics if outcome.is_new else {}
+    figures = {name: value for name, value in figures.items() if name not in logged}
     run.log_metrics({**figures, **{f"seconds/{name}": value for name, value in seconds.items()}})
     write_json(session.workspace.root / "timings.json", timings)
     log_report(session, session.workspace.path("report"), "report", outcome.version)
@@ -97,7 +100,8 @@ def publish_outcome(
     version = outcome.version.reference
     run.set_tags({"upcycle.version": version, "upcycle.decision": outcome.verdict})
     report = session.workspace.path("report")
-    run.describe(f"`{version}`: {outcome.verdict}\n\n{(report / MARKDOWN).read_text()}")
+    lines = (f"`{version}`: {outcome.verdict}", session.link, (report / MARKDOWN).read_text())
+    run.describe("\n\n".join(filter(None, lines)))
     publish_pictures(session.recipe.name, sorted(report.glob("*.png")))
     publish_links(session, outcome.version)
 
@@ -120,10 +124,11 @@ def publish_table(key: str, table: Table, description: str) -> None:
 
 
 def publish_links(session: "FlowSession", version: Version) -> None:
-    """Show the way to the run and to the registered version in MLflow, where its server runs."""
-    for key, (link, text) in _pages(session, version).items():
+    """Show the way to the registered version in MLflow, where its server runs."""
+    if "version" in (pages := _pages(session, version)):
+        link, text = pages["version"]
         create_link_artifact(
-            key=slug(f"{session.recipe.name}-mlflow-{key}"),
+            key=slug(f"{session.recipe.name}-mlflow-version"),
             link=link,
             link_text=text,
             description=f"In MLflow: {text}.",

@@ -31,9 +31,14 @@ def publish_tasks(session: FlowSession, version: Version, tasks: TaskEvaluation)
         row: {task: score.mean for task, score in own.items()} for row, own in tasks.scores.items()
     }
     run.log_metrics(
-        {f"task.{task}/{row}": mean for row, own in means.items() for task, mean in own.items()}
+        {
+            f"task.{task}/{row}": mean
+            for row, own in means.items()
+            for task, mean in own.items()
+            if row != tasks.subject
+        }
     )
-    own = {f"task.{task}": mean for task, mean in means[tasks.subject].items()}
+    own = {f"task.{task}/{tasks.subject}": mean for task, mean in means[tasks.subject].items()}
     registry.add_metrics(version, own, run=run)
     registry.set_tags(version, {PAGE_TAG: run.id})
     page = run.file_page(f"{FOLDER}/{PAGE}")

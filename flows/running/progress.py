@@ -24,6 +24,16 @@ class ProgressArtifacts:
         self._name = name
         self._shown: dict[str, UUID | None] = {}
 
+    def clear(self) -> None:
+        """Take all bars away: a flow that is done has results, which they would stand among."""
+        shown, self._shown = [own for own in self._shown.values() if own is not None], {}
+        try:
+            with get_client(sync_client=True) as client:
+                for artifact in shown:
+                    client.delete_artifact(artifact)
+        except Exception as error:  # as below
+            _logger.warning("Prefect still shows bars of what is done: %s", error)
+
     def __call__(self, label: str, share: float, line: str) -> None:
         """Show that ``label`` is at ``share`` percent, with a line below the bar.
 

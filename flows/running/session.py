@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from prefect import task
@@ -16,10 +17,11 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import StateType
 from prefect.runtime import flow_run
-from prefect.states import Crashed
+from prefect.states import Crashed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import quote
 
+from flows.running.naming import completed, link_runs, name_run, title_of_day
 from flows.running.progress import ProgressArtifacts
 from flows.running.turn import is_waiting, log, turn
 from infra import settings as environment
@@ -61,6 +63,8 @@ class FlowSession:
         run: The flow's MLflow run.
         registry: The model registry.
         versions: The workspace's DVC project.
+        title: What its runs are called so far.
+        link: Markdown that leads to the flow's run in Prefect; empty where no server stays.
     """
 
     def __init__(
@@ -71,13 +75,18 @@ class FlowSession:
         run: Run,
         registry: Registry,
         versions: Versions,
+        title: str = "",
+        link: str = "",
     ) -> None:
         self.settings, self.stages = settings, session
         self.run, self.registry, self.versions = run, registry, versions
         self.registrar = Registrar(session, registry, versions, run)
         self.recipe, self.workspace = session.recipe, session.workspace
+        self.title, self.link = title, link
         self.began = time.time()
         self._submitted: list[Any] = []
+        self._makers: dict[str, Any] = {}
+        self._before: dict[str, set[str]] = {}
         self._committer = ThreadPoolExecutor(max_workers=1)
         self._commits: list[Future[None]] = []
         self._committed = time.monotonic()
@@ -118,14 +127,27 @@ class FlowSession:
         """One Prefect task an item; Prefect must not look into what other stages are changing."""
         run: Any = stage.ensure
         step = task(name=stage.name, cache_policy=NO_CACHE, persist_result=False)(run)
-        futures = [
-            step.with_options(task_run_name=f"{stage.name} {item}".rstrip()).submit(
-                quote(self.stages), item
-            )
+        futures = {
+            stage.artifact(item): step.with_options(
+                task_run_name=f"{stage.name} {item}".rstrip()
+            ).submit(quote(self.stages), item, wait_for=self._makers_of(stage, item))
             for item in items
-        ]
-        self._submitted += futures
-        return futures
+        }
+        self._submitted += futures.values()
+        self._makers |= futures
+        return list(futures.values())
+
+    def _makers_of(self, stage: Stage, item: str) -> list[Any]:
+        """The tasks that have made what an item reads: Prefect draws the run's graph by them.
+
+        Those whose work another of them has read already are left out, or nobody could read it.
+        """
+        names = [Path(name) for name in stage.inputs(self.recipe, item)]
+        places = {str(place) for name in names for place in (name, *name.parents)}
+        read = self._makers.keys() & places
+        earlier = {artifact for own in read for artifact in self._before[own]}
+        self._before[stage.artifact(item)] = read | earlier
+        return [self._makers[artifact] for artifact in sorted(read - earlier)]
 
     def _record(self, stage: Stage, items: list[str]) -> None:
         """Let DVC record what a stage has published."""
@@ -145,6 +167,15 @@ class FlowSession:
         self._commits.clear()
         if self.recipe.versions.remote is not None:
             self.versions.push(remote_of(self.recipe.versions.remote, self.settings.home))
+
+    def completed(self, said: str, result: Any = None) -> State:
+        """The state in which the flow ends: it, and both of its runs, say what came of it.
+
+        Args:
+            said: What came of it.
+            result: What the flow returns to whoever calls it.
+        """
+        return completed(self.title, said, result, run=self.run)
 
     def close(self) -> None:
         """Let go of all threads: of stages still at work, before their Ray ends, and of DVC's."""
@@ -209,26 +240,38 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
         recipe = with_lineage(recipe, workspace)
         versions = Versions(workspace.root)
         prepare(versions, recipe)
+        title = title_of_day(recipe.name)
+        name_run(title, tags=(recipe.name,))
         tracker, commit = Tracker(settings, f"upcycle-{recipe.name}"), code_version(CODE)
         # MLflow's pages show a tag of their own, and compare runs by it.
         tags = {"git.commit": commit, "mlflow.source.git.commit": commit.partition("-")[0]}
         with (
-            tracker.start_run(flow_name, workspace=workspace.root, tags=tags) as run,
+            tracker.start_run(title, workspace=workspace.root, tags=tags, source=flow_name) as run,
             cluster(settings, recipe.compute.cpus, CODE, workspace=workspace.root),
         ):
             run.log_params(resolve(recipe))
+            link = link_runs(settings, recipe.name, run)
+            run.describe(link)
+            progress = ProgressArtifacts(recipe.name)
             session = Session(
                 recipe,
                 workspace,
                 log=log,
                 record=_recording(tracker, run),
-                show=ProgressArtifacts(recipe.name),
+                show=progress,
             )
             flow_session = FlowSession(
-                settings, session, run=run, registry=Registry(settings), versions=versions
+                settings,
+                session,
+                run=run,
+                registry=Registry(settings),
+                versions=versions,
+                title=title,
+                link=link,
             )
             try:
                 yield flow_session
+                progress.clear()
             finally:
                 flow_session.close()
 

@@ -61,6 +61,9 @@ class RegistryConfig:
     certificate: Literal["at-hand", "none"] = "at-hand"
     """Which readers are asked whether a new version arrives: all that are installed
     (`make readers`), or none."""
+    accept_licences: tuple[str, ...] = ()
+    """Licences of given models that forbid derivatives or passing on, and are accepted all the
+    same: there is a leave of your own."""
 
 
 @config

@@ -26,6 +26,11 @@ START_SECONDS = 300.0
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.25
 LOG_LINES = 20
+# Where models are: MLflow's front door is a page for generative AI.
+PAGES = {
+    "prefect": ("Prefect", ""),
+    "mlflow": ("MLflow", "/#/models?workflowType=machine_learning"),
+}
 
 
 class ServiceError(RuntimeError):
@@ -123,7 +128,7 @@ def _mlflow(settings: Settings) -> Service:
     storage = ("--artifacts-destination", files, "--serve-artifacts")
     return Service(
         "mlflow",
-        ("-m", "mlflow", "server", *place, *storage),
+        ("-m", "infra.tracking.asgi", "server", *place, *storage),
         lambda: answers(f"{url}/health"),
         url,
         {"MLFLOW_BACKEND_STORE_URI": settings.mlflow_tracking_uri},
@@ -228,8 +233,8 @@ def _print_running(settings: Settings) -> None:
     records = running(settings)
     print(f"Logs    {settings.services}")
     print(f"Worker  {'ready for deployed flows' if 'worker' in records else 'not running'}")
-    for name, title in {"prefect": "Prefect", "mlflow": "MLflow"}.items():
-        print(f"{title:7} {records[name].url if name in records else 'not running'}")
+    for name, (title, page) in PAGES.items():
+        print(f"{title:7} {records[name].url + page if name in records else 'not running'}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

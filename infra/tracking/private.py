@@ -4,9 +4,11 @@ Nothing else of ours names these. ``USES`` says what each is for; a test asks fo
 an upgrade that has moved it is told what to look for.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import (
@@ -15,6 +17,7 @@ from mlflow.store.artifact.artifact_repository_registry import (
 )
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from mlflow.store.artifact.mlflow_artifacts_repo import MlflowArtifactsRepository
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking._tracking_service.utils import _get_store, get_tracking_uri
 from mlflow.utils.uri import validate_path_is_safe
 from sqlalchemy import text
@@ -27,6 +30,8 @@ LOCATIONS = (
     ("model_versions", "storage_location"),
 )
 """Tables and columns of MLflow's database that say where files are."""
+WATCH_SECONDS = 20
+"""Between two looks at the machine: some ten numbers each, a tenth of a megabyte an hour."""
 SCHEME = "mlflow-artifacts"
 """Of files that a server finds below its ``--artifacts-destination``."""
 USES = {
@@ -45,6 +50,11 @@ USES = {
         "where files are; no client's call changes it"
     ),
     "mlflow.store.model_registry.dbmodels.models:SqlModelVersion.storage_location": "likewise",
+    "mlflow.system_metrics.system_metrics_monitor:SystemMetricsMonitor": (
+        "writes down the machine's load; MLflow's own switch is for its current run alone"
+    ),
+    "mlflow.server:_build_uvicorn_command": "says which application `mlflow server` runs",
+    "mlflow.server.fastapi_app:app": "all that it serves",
     "mlflow.utils.uri:validate_path_is_safe": "refuses a path that leads out of its folder",
     "mlflow.tracking._tracking_service.utils:get_tracking_uri": (
         "the address of whoever gives none"
@@ -58,6 +68,44 @@ USES = {
     ),
 }
 """{module:name: what it is for}."""
+
+
+@contextmanager
+def machine_watched(run_id: str, uri: str) -> Iterator[None]:
+    """Log the machine's processors, memory, disk and network to a run, as MLflow itself does."""
+    name = SystemMetricsMonitor.__module__
+    logging.getLogger(name).setLevel(logging.WARNING)
+    monitor = SystemMetricsMonitor(run_id, sampling_interval=WATCH_SECONDS, tracking_uri=uri)
+    monitor.start()
+    try:
+        yield
+    finally:
+        monitor.finish()
+
+
+def run_server(arguments: Sequence[str], application: str) -> None:
+    """``mlflow server``, with another application than its own.
+
+    Args:
+        arguments: Of ``mlflow``.
+        application: ``module:factory``, for uvicorn.
+    """
+    from mlflow import cli, server  # all of the server's code
+
+    build = server._build_uvicorn_command
+
+    def command(*given: Any, **named: Any) -> list[str]:
+        return [*build(*given, **named)[:-1], "--factory", application]
+
+    server._build_uvicorn_command = command
+    cli.cli(list(arguments), prog_name="mlflow")
+
+
+def whole_server() -> Any:
+    """All that ``mlflow server`` serves, as an ASGI application."""
+    from mlflow.server.fastapi_app import app
+
+    return app
 
 
 def deletion(uri: str, kind: Literal["run", "logged_model"]) -> Callable[[str], None] | None:

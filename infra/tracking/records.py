@@ -1,9 +1,14 @@
 """What tracking records: plain values that know no MLflow."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+ROOM = "\N{NO-BREAK SPACE}" * 3
+BETWEEN_CELLS = re.compile(r"(?<=\S )\| (?=\S)(?!:?-+:? )")
+"""Where a cell begins, but for the first of a line and the rule under the header."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Registration:
         metrics: Its scores.
         tags: Of the version (Git commit, recipe's sha256, ...).
         marks: Tags of the version alone, not of the stored model, for they do not last.
-        files: Text kept beside the checkpoint, in ``upcycle/`` (``recipe.yaml``, ``dvc.lock``).
+        files: What is kept beside the checkpoint, in ``upcycle/`` (``recipe.yaml``, ``dvc.lock``).
         description: Markdown that the version's page shows.
         bos: What stands before a text that the model is given: auto, always or never.
     """
@@ -75,9 +80,20 @@ class Registration:
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     marks: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
     description: str = ""
     bos: str = "auto"
+
+
+def with_room(markdown: str) -> str:
+    """Markdown whose tables keep their columns apart: MLflow's pages give cells no room.
+
+    Done again, it changes nothing.
+    """
+    lines = markdown.split("\n")
+    return "\n".join(
+        BETWEEN_CELLS.sub(f"| {ROOM}", line) if line.startswith("|") else line for line in lines
+    )
 
 
 def flatten(values: Mapping[str, Any], *, length: int, prefix: str = "") -> dict[str, str]:

@@ -17,7 +17,7 @@ from infra.recipe.names import masked
 from infra.settings import Settings
 from infra.tracking.locations import local_folder
 from infra.tracking.private import delete_files
-from infra.tracking.records import Registration, Version, flatten
+from infra.tracking.records import Registration, Version, flatten, with_room
 from infra.tracking.runs import METRICS_PER_CALL, PARAM_LENGTH, Run, milliseconds, open_database
 from infra.tracking.served import write_mlmodel
 from upcycle_core.checkpoints.place import make_once
@@ -69,7 +69,7 @@ class Registry:
             run_id=run.id,
             model_id=model_id,
             tags={**registration.tags, **registration.marks},
-            description=registration.description,
+            description=with_room(registration.description),
         )
         # What links the model's page to its version.
         link = json.dumps([{"name": name, "version": int(created.version)}])
@@ -91,7 +91,8 @@ class Registry:
 
     def describe(self, version: Version, markdown: str) -> None:
         """Set what the page of ``version`` shows on top."""
-        self._client.update_model_version(version.name, str(version.number), markdown)
+        text = with_room(markdown)
+        self._client.update_model_version(version.name, str(version.number), text)
 
     def description(self, version: Version) -> str:
         """What the page of ``version`` shows now."""
@@ -298,8 +299,9 @@ class Registry:
             write_mlmodel(served, directory, **own)
             self._client.log_model_artifacts(model_id, str(served))
         with tempfile.TemporaryDirectory() as folder:
-            for file, text in registration.files.items():
-                (Path(folder) / file).write_text(text)
+            for file, content in registration.files.items():
+                data = content.encode() if isinstance(content, str) else content
+                (Path(folder) / file).write_bytes(data)
             self._client.log_model_artifacts(model_id, folder, PROVENANCE_FOLDER)
 
     def _version(self, found: ModelVersion) -> Version:

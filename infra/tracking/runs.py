@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,7 +39,8 @@ from infra.tracking.locations import (
     prepare_home,
     use_files,
 )
-from infra.tracking.records import DatasetRecord, flatten
+from infra.tracking.private import machine_watched
+from infra.tracking.records import DatasetRecord, flatten, with_room
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 # What MLflow takes in one call, in one value.
@@ -116,9 +117,13 @@ class Run:
         """Set tags of the run."""
         self._client.log_batch(self.id, tags=[RunTag(k, str(v)) for k, v in tags.items()])
 
+    def rename(self, name: str) -> None:
+        """Call the run so from now on."""
+        self._client.update_run(self.id, name=name)
+
     def describe(self, markdown: str) -> None:
         """Set what the run's page shows on top."""
-        self.set_tags({"mlflow.note.content": markdown})
+        self.set_tags({"mlflow.note.content": with_room(markdown)})
 
 
 class Tracker:
@@ -142,20 +147,24 @@ class Tracker:
         workspace: Path | None = None,
         parent: Run | None = None,
         tags: Mapping[str, str] | None = None,
+        source: str | None = None,
     ) -> Iterator[Run]:
         """Record a run: finished, failed or killed, as the block ends.
 
         Args:
             name: What the run is called.
             workspace: For a flow's run: the workspace that it has locked. Runs of an earlier flow
-                there that still count as running were killed, and are marked so.
+                there that still count as running were killed, and are marked so. The load of the
+                machine is written down meanwhile (MLflow's system metrics).
             parent: For a stage's run: the run of its flow.
             tags: Further tags.
+            source: The program that it is a run of; by default it is called as the run is.
 
         Yields:
             The run.
         """
-        labels = {"mlflow.source.name": name, "mlflow.source.type": "LOCAL", **(tags or {})}
+        labels = {"mlflow.source.name": source or name, "mlflow.source.type": "LOCAL"}
+        labels |= tags or {}
         if workspace is not None:
             self.close_interrupted(workspace)
             labels |= self._place(workspace)
@@ -165,8 +174,11 @@ class Tracker:
             labels |= {key: parent.tags[key] for key in inherited if key in parent.tags}
         created = self._client.create_run(self._experiment_id, run_name=name, tags=labels)
         run = Run(self._client, self._experiment_id, created.info.run_id, labels)
+        uri = self._settings.mlflow_tracking_uri
+        watched = nullcontext() if workspace is None else machine_watched(run.id, uri)
         try:
-            yield run
+            with watched:
+                yield run
         except BaseException as error:
             killed = not isinstance(error, Exception)
             self._client.set_terminated(run.id, "KILLED" if killed else "FAILED")

@@ -13,6 +13,8 @@ from infra.recipe.checks import responses_asked
 from infra.recipe.schema import Recipe
 from tasks.data.fits import memory_faults, repair_faults
 from tasks.data.given import given_model
+from tasks.data.licences import FILE as LICENCES
+from tasks.data.licences import licence_faults, stated_licences
 from tasks.data.task_sets import task_fingerprint, task_set_faults
 from tasks.engine.artifacts import FORMS, SEED
 from tasks.engine.stage import StageRun, stage
@@ -53,7 +55,8 @@ KEYS = (
 def sources(run: StageRun) -> None:
     """Write ``DOMAIN.json``, ``seed.json``, ``tasks/TASK.json``: sha256 of all that is outside.
 
-    And ``form/DOMAIN``, ``form/seed``: what given models are made into.
+    And ``licences.json``: what models say of theirs; ``form/DOMAIN``, ``form/seed``: what given
+    models are made into.
     """
     raise_faults(outside_faults(run.recipe, run.models))
     write_sources(run)
@@ -80,6 +83,7 @@ def write_sources(run: StageRun) -> None:
     if recipe.seed_text is not None:
         read = source_fingerprint(recipe.seed_text, folder=recipe.text_folder)
         write_fingerprints(run.out / f"{SEED}.json", read)
+    write_fingerprints(run.out / LICENCES, stated_licences(recipe, run.models))
     for name in recipe.tasks:
         write_fingerprints(run.out / "tasks" / f"{name}.json", task_fingerprint(recipe, name))
 
@@ -269,6 +273,8 @@ def opened_models(
             check_tokenizer(directory)
         except InputError as error:
             faults += [_at(field, fault) for fault in error.faults]
+    if not faults:
+        faults += licence_faults(recipe, cache)
     return readers, tokens, faults
 
 

@@ -50,7 +50,7 @@ def register_compressed(registrar: Registrar) -> Outcome | None:
         scores={
             "normalised_average": point["normalised_average"],
             "percent_of_original": point["percent_of_original"],
-            **{f"perplexity.{d}": v for d, v in point["perplexity"].items()},
+            **{f"perplexity/{d}": v for d, v in point["perplexity"].items()},
         },
         tags={MODEL_TAG: digest, COMPRESSED_TAG: sweep["chosen"], DECISION_TAG: reason},
         promoted=False,

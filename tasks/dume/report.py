@@ -19,6 +19,7 @@ from tasks.scoring.evaluation import (
     perplexities,
     random_piece,
     routed_piece,
+    score_intervals,
     sweep_piece,
 )
 from upcycle_core.evaluation.text.config import EvaluationConfig
@@ -122,6 +123,7 @@ def _collect(recipe: Recipe, dense: Mapping[str, Scores], results: Mapping[str, 
         heldout=counts(next(iter(dense.values()))),
         routing=routed[ROWS["calibration"]]["routing"],
         sweeps=_sweeps(recipe, results),
+        intervals=score_intervals(rows, {d: dense[expert_row(d)][d] for d in recipe.domains}),
     )
 
 

@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from infra.recipe.schema import Recipe, resolve
@@ -193,7 +193,10 @@ class Stage:
                 run = StageRun(session, self, item, out=out, mark=mark, recorder=recorder)
                 self.function(run)
                 run.remembered.keep()
-                write_cost(session.workspace, label, Cost.together(run.costs))
+                cost = Cost.together(run.costs)
+                write_cost(session.workspace, label, cost)
+                if recorder is not None:
+                    recorder.log_metrics(asdict(cost))
                 session.workspace.publish(out, artifact, {**made_from, "fingerprint": mark})
                 session.whole.add(artifact)
                 shutil.rmtree(run.pieces_directory, ignore_errors=True)

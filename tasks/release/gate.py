@@ -9,6 +9,8 @@ from upcycle_core.evaluation.tasks.results import TaskEvaluation
 from upcycle_core.evaluation.text.scores import normalised, normalised_average, worst_domain
 
 PERPLEXITY = "perplexity."
+DIGITS, MORE_DIGITS = 2, 6
+"""Decimals of figures that are shown; more where two would print the same."""
 Figures = Mapping[str, float | None]
 """{metric: points, higher is better}; None where it is undefined."""
 
@@ -108,13 +110,15 @@ def _task_figure(metric: str, row: str, tasks: TaskEvaluation | None) -> float |
 
 def _compared(mine: float | None, theirs: float | None, margin: float) -> str:
     """``89.89 < 90.00 + 0.1``: a figure, and what it had to be better than."""
-    sign = "?"
+    sign, digits = "?", DIGITS
     if mine is not None and theirs is not None:
+        while mine != theirs and digits < MORE_DIGITS and round(mine - theirs, digits) == 0:
+            digits += 1
         goal = theirs + margin
         sign = ">" if mine > goal else "<" if mine < goal else "="
     change = f" {'+' if margin > 0 else '-'} {abs(margin):g}" if margin else ""
-    return f"{_shown(mine)} {sign} {_shown(theirs)}{change}"
+    return f"{_shown(mine, digits)} {sign} {_shown(theirs, digits)}{change}"
 
 
-def _shown(figure: float | None) -> str:
-    return "undefined" if figure is None else f"{figure:.2f}"
+def _shown(figure: float | None, digits: int = DIGITS) -> str:
+    return "undefined" if figure is None else f"{figure:.{digits}f}"

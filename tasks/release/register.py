@@ -16,9 +16,10 @@ from infra.tracking.records import Registration, Version
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Run
 from infra.versioning.versions import Versions, code_version
+from tasks.data.licences import CARD
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
-from tasks.release.card import CARD, version_card
+from tasks.release.card import pictures, version_card
 from tasks.release.certificate import CERTIFICATE_TAG, certify_version
 from tasks.release.champion import CHAMPION, Champion
 from tasks.release.gate import Decision, decide, figures
@@ -74,7 +75,7 @@ class Registrar:
         scores: Mapping[str, float],
         description: str,
         tags: Mapping[str, str] | None = None,
-        files: Mapping[str, str] | None = None,
+        files: Mapping[str, str | bytes] | None = None,
     ) -> Outcome:
         """Register the workspace's model; see ``register``."""
         digest = self.session.workspace.digest("model")
@@ -106,7 +107,7 @@ class Registrar:
         tags: Mapping[str, str],
         promoted: bool,
         description: str,
-        files: Mapping[str, str] | None = None,
+        files: Mapping[str, str | bytes] | None = None,
     ) -> Outcome:
         """Make a new version: with scores and reason, and what it can be made from again.
 
@@ -118,7 +119,7 @@ class Registrar:
             tags: Beside the code's and the recipe's; the decision is among them.
             promoted: Whether the version becomes champion.
             description: Markdown.
-            files: Texts to keep beside those that every version has, by file name.
+            files: What to keep beside the files that every version has, by name.
         """
         recipe = self.session.recipe
         made = Registration(
@@ -182,7 +183,7 @@ def register(
         metrics=metrics,
         scores=_scores(metrics, method),
         tags={EXPERTS_TAG: json.dumps(expert_digests(session))},
-        files={CARD: version_card(session, metrics, decision)},
+        files={CARD: version_card(session, metrics, decision), **pictures(session)},
         description=f"{title}\n\n{(report / 'table.md').read_text()}",
     )
 
@@ -208,7 +209,7 @@ def _judge(
 
 def _scores(metrics: Mapping[str, Any], row: str) -> dict[str, float]:
     rows = metrics["normalised_average"]
-    scores = {f"normalised_average.{name}": value for name, value in rows.items()}
+    scores = {f"normalised_average/{name}": value for name, value in rows.items()}
     for domain, value in metrics["perplexity"][row].items():
-        scores[f"perplexity.{domain}"] = value
+        scores[f"perplexity/{domain}"] = value
     return scores

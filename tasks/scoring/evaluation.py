@@ -25,7 +25,11 @@ from upcycle_core.evaluation.text.pieces import (
     evaluate_text,
 )
 from upcycle_core.evaluation.text.results import Parameter
-from upcycle_core.evaluation.text.scores import Score, perplexity_per_reference_token
+from upcycle_core.evaluation.text.scores import (
+    Score,
+    intervals,
+    perplexity_per_reference_token,
+)
 from upcycle_core.moe.random import random_routers
 from upcycle_core.progress import Progress
 
@@ -156,6 +160,17 @@ def champion_piece(
 def perplexities(scores: Scores) -> dict[str, float]:
     """{domain: perplexity} of what a piece has measured."""
     return {domain: Score.from_dict(score).perplexity for domain, score in scores.items()}
+
+
+def score_intervals(
+    rows: Mapping[str, Scores], experts: Scores
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """{row: {domain or "average": low and high}} of what was measured; see ``intervals``."""
+    read = {
+        row: {domain: Score.from_dict(score) for domain, score in scores.items()}
+        for row, scores in rows.items()
+    }
+    return intervals(read, {domain: Score.from_dict(score) for domain, score in experts.items()})
 
 
 def counts(scores: Scores) -> dict[str, dict[str, float]]:

@@ -4,9 +4,11 @@ import re
 
 import pytest
 import yaml
+from mlflow import MlflowClient
 from served import served_project
 
 from infra.services.deployments import PREFECT_FILE, deploy
+from infra.tracking.registry import Registry
 
 pytestmark = pytest.mark.faults
 
@@ -61,3 +63,19 @@ def test_a_run_started_from_the_form_shows_its_version_in_the_registry(page, ser
     registry.get_by_role("heading", name="Version 1").wait_for()
     for words in ("champion", "challenger", "DUME Mixture-of-Experts of letters, numbers."):
         registry.get_by_text(words).first.wait_for()
+
+
+def test_lists_say_what_came_of_a_run_and_its_two_pages_lead_to_each_other(page, served):
+    settings = served.settings
+    version = Registry(settings).find("upcycle-pico", "champion")
+    run = MlflowClient(settings.mlflow_tracking_uri).get_run(version.run_id).info
+    assert re.fullmatch(r"pico [\d-]+: version 1 promoted, [\d.]+, the first", run.run_name)
+    page.goto(f"http://127.0.0.1:{settings.prefect_port}/v2/runs")
+    page.get_by_text(run.run_name).first.wait_for()
+    place = f"experiments/{run.experiment_id}/runs/{run.run_id}?workflowType=machine_learning"
+    page.goto(f"http://127.0.0.1:{settings.mlflow_port}/#/{place}")
+    page.get_by_role("heading", name=run.run_name).wait_for()
+    back = page.get_by_role("link", name="Its run in Prefect").get_attribute("href")
+    assert back.startswith(f"http://127.0.0.1:{settings.prefect_port}/runs/flow-run/")
+    page.goto(back)
+    page.get_by_text(run.run_name).first.wait_for()

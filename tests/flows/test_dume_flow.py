@@ -11,14 +11,17 @@ import os
 import re
 import sys
 import urllib.parse
+import urllib.request
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from disturbed import Disturbed, kill_flow, kill_worker
 from huggingface_hub import ModelCard
 from mlflow import MlflowClient
+from prefect_server import prefect_server
 from project import ROOT, Project
 from texts import pico_recipe, save_recipe, write_texts
 
@@ -123,7 +126,7 @@ def test_version_carries_what_made_it(project, registry, tmp_path):
     assert "no champion" in version.tags["upcycle.decision"]
     assert re.fullmatch(r"promoted: \d+\.\d\d, the first", version.tags["outcome"])
     assert version.description.startswith(version.tags["outcome"])
-    assert version.metrics["normalised_average.dume"] > 0
+    assert version.metrics["normalised_average/dume"] > 0
     copy = registry.download("models:/upcycle-pico@champion", tmp_path / "model")
     recipe = yaml.safe_load((copy / "upcycle" / "recipe.yaml").read_text())
     assert recipe["name"] == "pico"
@@ -148,6 +151,22 @@ def test_version_has_a_card_that_hubs_read(project, registry):
         assert f"`{manifest['splits']['train']['sha256'][:12]}`" in text
     assert "Backbone gap" in text
     assert "there was no champion" in text
+    assert ModelCard(text).data.license == "unknown"
+    assert "No model was given: its licence is for its makers to choose." in text
+
+
+def test_card_shows_intervals_and_the_picture_beside_it(project, registry, tmp_path):
+    copy = registry.download("models:/upcycle-pico@champion", tmp_path / "model")
+    text = (copy / "upcycle" / "card.md").read_text()
+    [picture] = re.findall(r"!\[.*\]\((.*)\)", text)
+    drawn = project.workspace / "report" / "routing.png"
+    assert (copy / "upcycle" / picture).read_bytes() == drawn.read_bytes()
+    metrics = json.loads((project.workspace / "report" / "metrics.json").read_text())
+    for name in (*DOMAINS, "average"):
+        low, high = metrics["interval"]["dume"][name]
+        score = {**metrics["normalised"]["dume"], "average": metrics["normalised_average"]["dume"]}
+        assert low < score[name] < high
+        assert f"| {name} | {score[name]:.1f} | {low:.1f} to {high:.1f} |" in text
 
 
 def test_runs_say_their_outcome_commit_and_time(project, registry):
@@ -163,6 +182,24 @@ def test_runs_say_their_outcome_commit_and_time(project, registry):
     stages = client.search_runs([flow.info.experiment_id], parent)
     assert {"seed", "experts@letters"} <= {run.info.run_name for run in stages}
     assert all(run.data.metrics["seconds"] > 0 for run in stages)
+    trained = next(run for run in stages if run.info.run_name == "experts@letters")
+    assert trained.data.metrics["peak_memory_bytes"] > 10**7
+    assert trained.data.metrics["core_seconds"] > 0
+    decided = version.tags["outcome"].replace("promoted:", "promoted,")
+    assert re.fullmatch(
+        rf"pico \d{{4}}-\d\d-\d\d: version 1 {re.escape(decided)}", flow.info.run_name
+    )
+    assert flow.data.tags["mlflow.source.name"] == "dume"
+    assert flow.data.tags["prefect.flow_run_id"]
+
+
+def test_scores_are_logged_once_and_in_groups(project, registry):
+    version = registry.find("upcycle-pico", "champion")
+    client = MlflowClient(read(project.environment()).mlflow_tracking_uri)
+    keys = set(client.get_run(version.run_id).data.metrics)
+    assert {"normalised_average/dume", "perplexity/letters", "seconds/wall"} <= keys
+    assert not [key for key in keys if "." in key]
+    assert not [key for key in keys if "/" not in key]
 
 
 def test_documented_command_generates_text(project):
@@ -173,15 +210,55 @@ def test_documented_command_generates_text(project):
     assert second.startswith("three")
 
 
-def test_second_run_calls_nothing_and_registers_nothing(project, registry):
+@pytest.fixture(scope="module")
+def second(project):
+    """The flow once more: what it says, what it changed, and its run in Prefect."""
     before = project.digests()
     project.own_server = False  # it has been seen to work
     done = project.flow()
-    assert not project.calls()
-    assert project.digests() == before
+    newest = {"sort": "START_TIME_DESC", "limit": 1}
+    [run] = ask("flow_runs/filter", newest)
+    return SimpleNamespace(done=done, before=before, calls=project.calls(), run=run)
+
+
+def ask(path, body=None):
+    """What the tests' Prefect server answers."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(
+        f"{prefect_server()}/{path}", data, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def test_second_run_calls_nothing_and_registers_nothing(project, registry, second):
+    assert not second.calls
+    assert project.digests() == second.before
     assert len(registry.versions("upcycle-pico")) == 1
-    assert "): as it was registered: version 1 is this very model\n" in done.stdout
-    assert "no champion" not in done.stdout
+    assert "): as it was registered: version 1 is this very model\n" in second.done.stdout
+    assert "no champion" not in second.done.stdout
+
+
+def test_prefect_s_list_of_runs_says_recipe_and_outcome(second):
+    said = "version 1 is this very model"
+    assert re.fullmatch(rf"pico \d{{4}}-\d\d-\d\d: {said}", second.run["name"])
+    assert second.run["tags"] == ["pico"]
+    assert second.run["state"]["message"] == said
+
+
+def test_prefect_s_graph_has_edges_from_stages_to_those_that_read_them(second):
+    graph = ask(f"flow_runs/{second.run['id']}/graph-v2")
+    nodes = {identity: node["label"] for identity, node in graph["nodes"]}
+    parents = {
+        node["label"]: {nodes[parent["id"]] for parent in node["parents"]}
+        for _, node in graph["nodes"]
+    }
+    assert parents["sources"] == set()
+    assert parents["documents letters"] == {"sources"}
+    # Not the letters' corpus, which the seed has read.
+    assert parents["experts letters"] == parents["experts numbers"] == {"seed"}
+    assert parents["backbone"] == {"experts letters", "experts numbers"}
+    assert "model" in parents["report"]
 
 
 def test_dvc_finds_what_the_flow_made_up_to_date(project):

@@ -94,7 +94,7 @@ def test_the_version_links_its_page_and_carries_its_scores(project, registry):
     assert f"/runs/{version.tags['upcycle.tasks']}/" in version.description
     assert version.description.count("# Task evaluation") == 1
     mean = page(project)["scores"]["dume"]["next"]["mean"]
-    assert version.metrics["task.next"] == pytest.approx(mean)
+    assert version.metrics["task.next/dume"] == pytest.approx(mean)
     files = (project.home / "mlflow").rglob("evaluated/items.parquet")
     assert len(list(files)) == 1
 

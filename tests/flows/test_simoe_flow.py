@@ -181,7 +181,7 @@ def test_it_is_scored_on_tasks(project):
     found = json.loads((project.workspace / "evaluated" / "metrics.json").read_text())
     assert set(found["scores"]) == {"seed", "simoe"}
     version = Registry(read(project.environment())).find("upcycle-pico", "champion")
-    assert version.metrics["task.asked"] == found["scores"]["simoe"]["asked"]["mean"]
+    assert version.metrics["task.asked/simoe"] == found["scores"]["simoe"]["asked"]["mean"]
 
 
 def test_its_version_is_restored(project, tmp_path):

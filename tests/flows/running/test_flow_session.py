@@ -60,7 +60,7 @@ def test_prefect_does_not_look_into_what_stages_change(asked, monkeypatch):
         def with_options(self, **options):
             return self
 
-        def submit(self, *arguments):
+        def submit(self, *arguments, wait_for):
             given.append(arguments)
 
     monkeypatch.undo()

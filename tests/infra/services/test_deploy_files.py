@@ -17,6 +17,7 @@ from ray.scripts.scripts import cli as ray_command
 
 from infra.recipe.schema import resolve
 from infra.settings import REPOSITORY
+from infra.tracking import asgi
 from tasks.recipes import load_recipe
 
 DEPLOY = REPOSITORY / "infra" / "services" / "deploy"
@@ -118,6 +119,8 @@ def test_no_secret_stands_in_a_file_or_a_command(compose):
 
 def test_containers_call_their_programs_with_options_that_exist(compose):
     calls = [words for service in compose["services"].values() for words in commands_of(service)]
+    needed = ["python", "-m", asgi.__name__]  # takes what `mlflow` takes
+    calls = [["mlflow", *words[3:]] if words[:3] == needed else words for words in calls]
     ours = [words for words in calls if words and words[0] in ("ray", "mlflow")]
     assert [words[0] for words in ours] == ["mlflow", "ray", "ray"]
     server, head, other = [

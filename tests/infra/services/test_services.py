@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -162,12 +163,38 @@ def test_starting_again_says_so_and_starts_nothing(environment, place, prefect, 
     again = service("up", environment)
     assert again.returncode == 0
     assert again.stdout.splitlines()[0] == "Already up."
-    assert again.stdout.splitlines()[-2:] == [f"Prefect {prefect}", f"MLflow  {mlflow}"]
+    models = f"{mlflow}/#/models?workflowType=machine_learning"
+    assert again.stdout.splitlines()[-2:] == [f"Prefect {prefect}", f"MLflow  {models}"]
     assert read_records(place.services_state) == before
     assert service("status", environment).stdout.splitlines()[-2:] == [
         f"Prefect {prefect}",
-        f"MLflow  {mlflow}",
+        f"MLflow  {models}",
     ]
+
+
+def answer_to(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "ajax-api/3.0/mlflow/assistant/config",
+        "ajax-api/3.0/mlflow/assistant/providers",
+        "ajax-api/3.0/jobs/1",
+        "api/3.0/mlflow/gateway/endpoints/list",
+        "ajax-api/2.0/mlflow/gateway-proxy?gateway_path=api/2.0/endpoints",
+        "gateway/mlflow/v1/models",
+    ],
+)
+def test_mlflow_answers_for_runs_and_models_alone(mlflow, path):
+    status, said = answer_to(f"{mlflow}/{path}")
+    assert (status, said) == (404, "This server answers for runs and models alone.\n")
+    assert answer_to(f"{mlflow}/version")[0] == 200
 
 
 def listening_addresses(pids: set[int]) -> set[str]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra import settings
-from infra.tracking.records import DatasetRecord, Registration, flatten
+from infra.tracking.records import ROOM, DatasetRecord, Registration, flatten, with_room
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker, open_database
 from upcycle_core.errors import InputError
@@ -96,6 +96,44 @@ def test_stages_in_parallel_threads_become_children_with_their_own_curves(tracke
         assert child.info.status == "FINISHED"
         values = [point.value for point in client.get_metric_history(run_id, "loss")]
         assert values == [number * 100 + step for step in range(10)]
+
+
+def test_tables_get_room_between_their_columns_and_nothing_else_changes():
+    table = """Scores | all
+
+| Method | a \\| b | Average |
+| --- | ---: | :--: |
+| **DUME** | -0.1 ± 0.2 | 95.2 |
+"""
+    told = with_room(table)
+    assert with_room(told) == told
+    assert told.startswith("Scores | all\n")
+    assert told.replace(ROOM, "") == table
+    assert told.splitlines()[2] == f"| Method | {ROOM}a \\| b | {ROOM}Average |"
+    assert told.splitlines()[3] == "| --- | ---: | :--: |"
+    assert told.splitlines()[4] == f"| **DUME** | {ROOM}-0.1 ± 0.2 | {ROOM}95.2 |"
+
+
+def test_the_load_of_the_machine_stands_with_a_flow_s_run_and_with_no_stage_s(
+    tracker, client, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
+    with (
+        tracker.start_run("demo", workspace=tmp_path, source="dume") as flow,
+        tracker.start_run("seed", parent=flow) as stage,
+    ):
+        deadline = time.monotonic() + 60
+        while not client.get_metric_history(flow.id, "system/system_memory_usage_megabytes"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        flow.rename("demo: version 1")
+    found = client.get_run(flow.id)
+    assert found.data.metrics["system/system_memory_usage_megabytes"] > 10
+    assert (found.info.run_name, found.data.tags["mlflow.source.name"]) == (
+        "demo: version 1",
+        "dume",
+    )
+    assert not client.get_run(stage.id).data.metrics
 
 
 def test_threads_use_the_database_one_after_another(place, monkeypatch):

@@ -152,6 +152,14 @@ def test_outcome_is_the_comparison_that_decided(gate, mine, theirs, outcome):
     assert decision.outcome.startswith("promoted" if decision.promoted else "refused")
 
 
+def test_figures_that_would_print_the_same_get_more_digits():
+    figures = {"challenger": {"normalised_average": 95.23412}}
+    champion = {"normalised_average": 95.23391}
+    assert decide(GateConfig(), **figures, champion=champion).outcome == (
+        "promoted: 95.2341 > 95.2339"
+    )
+
+
 def test_an_undefined_figure_is_refused_in_words():
     decision = decide(
         GateConfig(),

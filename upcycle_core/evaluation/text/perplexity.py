@@ -5,6 +5,7 @@ Shapes: B paragraphs, S positions, N scored tokens, H hidden size, V vocabulary.
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -57,12 +58,22 @@ def score_model(
         InputError: No token to score, or a loss that is not finite.
     """
     pieces = scored_paragraphs(corpus, config)
-    nll = 0.0
-    for _, losses_N in token_losses(
+    nll, by_document = 0.0, np.zeros(len(corpus))
+    for batch, losses_N in token_losses(
         model, corpus, pieces, config=config, pad_id=pad_id, progress=progress, what=what
     ):
         nll += losses_N.sum().item()
-    return score_of(nll, corpus, pieces, config)
+        counts_B = batch.counted[:, 1:].sum(1)
+        document_N = batch.documents.repeat_interleave(counts_B).numpy()
+        np.add.at(by_document, document_N, losses_N.cpu().numpy())
+    tokens = np.zeros(len(corpus), dtype=np.int64)
+    np.add.at(tokens, pieces.rows[:, 0], scored_tokens(corpus, pieces, config.loss))
+    known = tokens > 0
+    return replace(
+        score_of(nll, corpus, pieces, config),
+        document_nll=tuple(by_document[known].tolist()),
+        document_tokens=tuple(tokens[known].tolist()),
+    )
 
 
 def scored_paragraphs(corpus: TokenCorpus, config: EvaluationConfig) -> Paragraphs:

@@ -54,6 +54,8 @@ class Evaluation:
         routing: {domain: counts [L][D]}: the domain's tokens that each layer sent to each expert.
         sweeps: {parameter: {row: {value: {domain: perplexity}}}}: rows measured with one
             parameter set to other values than the table's.
+        intervals: {row: {domain or "average": low and high}}: of normalised scores, for other
+            documents of the same kind.
     """
 
     domains: tuple[str, ...]
@@ -64,6 +66,7 @@ class Evaluation:
     sweeps: Mapping[Parameter, Mapping[str, Mapping[float, Perplexities]]] = field(
         default_factory=dict
     )
+    intervals: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
 
     @property
     def experts(self) -> dict[str, float]:
@@ -201,6 +204,7 @@ def metrics(evaluation: Evaluation) -> dict[str, Any]:
         "normalised_average": averages(evaluation),
         "normalised": table,
         "deviation": deviations(evaluation),
+        "interval": {row: dict(own) for row, own in evaluation.intervals.items()},
         "worst_domain": {row: {"domain": d, "normalised": s} for row, (d, s) in worst.items()},
         "perplexity": perplexities,
         "bits_per_byte": _bits_per_byte(perplexities, evaluation.heldout),

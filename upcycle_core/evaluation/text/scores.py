@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from scipy.stats import t
+
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.plain import Plain
 
@@ -17,12 +19,19 @@ class Score(Plain):
         tokens: Scored tokens: all but the first of each paragraph, which nothing predicts.
         bytes: UTF-8 bytes of the scored tokens: each document's bytes times the share of its tokens
             that are scored. Not whole if a document is cut short.
+        document_nll: ``nll`` document by document, of those with a scored token; empty if unknown.
+        document_tokens: ``tokens`` of the same documents.
     """
 
     nll: float
     tokens: int
     bytes: float
-    written = ("nll", "tokens", "bytes", "perplexity", "bits_per_byte")
+    document_nll: tuple[float, ...] = ()
+    document_tokens: tuple[int, ...] = ()
+    written = (
+        *("nll", "tokens", "bytes", "document_nll", "document_tokens"),
+        *("perplexity", "bits_per_byte"),
+    )
 
     @property
     def perplexity(self) -> float:
@@ -61,6 +70,64 @@ def normalised_average(values: Mapping[str, float], experts: Mapping[str, float]
 def average(scores: Mapping[str, float]) -> float:
     """The mean over domains, each counting the same."""
     return math.fsum(scores.values()) / len(scores)
+
+
+def loss_error(score: Score, reference: Score | None = None) -> tuple[float, int] | None:
+    """How far the mean loss of a token would be off on other documents of the same kind.
+
+    Documents are the units that are drawn: tokens of one are alike. The mean is a ratio of two sums
+    over them, and its variance the usual one of a ratio (Cochran, Sampling Techniques, 6.13).
+
+    Args:
+        score: The model's.
+        reference: Another model's on the same text, for the error of the difference of the two.
+
+    Returns:
+        The standard error in nats a token, and its degrees of freedom; None for fewer than two
+        documents, or where they are not the same.
+    """
+    tokens, count = score.document_tokens, len(score.document_tokens)
+    if count < 2 or (reference is not None and reference.document_tokens != tokens):
+        return None
+    others = (0.0,) * count if reference is None else reference.document_nll
+    losses = [own - other for own, other in zip(score.document_nll, others, strict=True)]
+    mean = math.fsum(losses) / sum(tokens)
+    squares = ((loss - mean * n) ** 2 for loss, n in zip(losses, tokens, strict=True))
+    variance = count / (count - 1) * math.fsum(squares) / sum(tokens) ** 2
+    return math.sqrt(variance), count - 1
+
+
+def intervals(
+    rows: Mapping[str, Mapping[str, Score]], experts: Mapping[str, Score]
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """95 % intervals of normalised scores, for other documents of the same kind.
+
+    Model and expert are compared document by document, so that what is hard for both cancels.
+
+    Args:
+        rows: {row: {domain: score}}.
+        experts: {domain: score of its own dense expert}.
+
+    Returns:
+        {row: {domain or "average": low and high in percent}}; rows without what it takes are left
+        out. The average's takes domains as they are: their errors are independent.
+    """
+    found = {}
+    for row, own in rows.items():
+        errors = {d: loss_error(own[d], expert) for d, expert in experts.items() if d in own}
+        known = {domain: error for domain, error in errors.items() if error is not None}
+        if known.keys() != experts.keys():
+            continue
+        table, margins = {}, []
+        for domain, (error, freedom) in known.items():
+            score = 100 * experts[domain].perplexity / own[domain].perplexity
+            half = error * float(t.ppf(0.975, freedom))
+            table[domain] = (score * math.exp(-half), score * math.exp(half))
+            margins.append(score * half)
+        centre = average({d: 100 * e.perplexity / own[d].perplexity for d, e in experts.items()})
+        half = math.sqrt(math.fsum(margin**2 for margin in margins)) / len(margins)
+        found[row] = {**table, "average": (centre - half, centre + half)}
+    return found
 
 
 def worst_domain(scores: Mapping[str, float]) -> tuple[str, float]:

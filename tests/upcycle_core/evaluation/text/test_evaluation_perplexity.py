@@ -236,3 +236,16 @@ def test_models_that_scale_their_logits_are_refused():
     with pytest.raises(InputError, match="plain linear head"):
         check_plain_head(CohereForCausalLM(config).eval())
     check_plain_head(make_model())
+
+
+def test_losses_of_documents_add_up_and_are_each_document_s_own(corpus, tmp_path):
+    model = make_model()
+    found = score_model(model, corpus, config=CONFIG)
+    assert sum(found.document_nll) == pytest.approx(found.nll, rel=1e-12)
+    assert sum(found.document_tokens) == found.tokens
+    scored = [i for i, _ in paragraph_texts(corpus, CONFIG.sequence_length)]
+    assert len(found.document_nll) == len(set(scored))
+    alone = make_corpus(tmp_path / "alone", LENGTHS[:1])  # the same draw: the first document
+    own = score_model(model, alone, config=CONFIG)
+    assert found.document_nll[0] == pytest.approx(own.nll, rel=1e-9)
+    assert found.document_tokens[0] == own.tokens

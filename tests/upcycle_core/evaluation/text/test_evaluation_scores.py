@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 
 from upcycle_core.errors import InputError
@@ -83,3 +84,38 @@ def test_perplexity_on_another_tokenizer_s_scale():
     assert scores.perplexity_per_reference_token(shorter, reference) == pytest.approx(
         same_tokenizer.perplexity
     )
+
+
+def drawn(draw, documents, *, shift=0.0, common=None):
+    """A score of documents of 50 to 150 tokens; ``common`` is what is hard for everybody."""
+    tokens = draw.integers(50, 150, documents) if common is None else common[0]
+    hard = draw.normal(2.0, 0.5, documents) if common is None else common[1]
+    losses = tokens * (hard + shift + draw.normal(0, 0.02, documents))
+    score = Score(losses.sum(), int(tokens.sum()), 1.0, tuple(losses), tuple(tokens.tolist()))
+    return score, (tokens, hard)
+
+
+def test_intervals_hold_the_true_score_19_times_in_20():
+    draw, held, count = np.random.default_rng(0), 0, 400
+    for _ in range(count):
+        expert, common = drawn(draw, 12)
+        mine, _ = drawn(draw, 12, shift=0.1, common=common)
+        low, high = scores.intervals({"dume": {"law": mine}}, {"law": expert})["dume"]["law"]
+        held += low < 100 * math.exp(-0.1) < high
+    # 95 % of 400, within three standard deviations of a binomial count (4.4).
+    assert abs(held - 380) <= 13
+
+
+def test_intervals_compare_document_by_document_and_the_average_is_narrower():
+    draw = np.random.default_rng(1)
+    law, common = drawn(draw, 30)
+    code, other = drawn(draw, 30)
+    mine = {"law": drawn(draw, 30, common=common)[0], "code": drawn(draw, 30, common=other)[0]}
+    experts = {"law": law, "code": code}
+    found = scores.intervals({"dume": mine, "law expert": {"law": law}}, experts)
+    assert set(found) == {"dume"}
+    widths = {name: high - low for name, (low, high) in found["dume"].items()}
+    assert max(widths.values()) < 3  # what is hard for both cancels: alone it is off by 10 %
+    assert widths["average"] < min(widths["law"], widths["code"])
+    single = Score(10.0, 5, 1.0, (10.0,), (5,))
+    assert scores.intervals({"dume": {"law": single}}, {"law": single}) == {}
