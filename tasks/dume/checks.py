@@ -3,14 +3,19 @@
 from collections.abc import Iterator
 
 from infra.recipe.schema import Recipe
-from tasks.engine.params import merge_keys, repair_keys, value_at
+from tasks.engine.params import merge_keys, repair_keys, routed_repair_keys, value_at
 from upcycle_core.dume.checks import fewest_tokens
 from upcycle_core.errors import Fault
 
 
 def dume_faults(recipe: Recipe) -> Iterator[Fault]:
-    """What the shape of a seed that is made here says against a repair."""
-    if recipe.experts.repair == "none" or not recipe.trains_seed:
+    """What the recipe, and the shape of a seed that is made here, say against a repair."""
+    if recipe.experts.repair == "none":
+        if recipe.experts.repair_tokens != "own":
+            remedy = "nothing is repaired: set experts.repair, or remove it"
+            yield Fault("experts.repair_tokens", recipe.experts.repair_tokens, remedy)
+        return
+    if not recipe.trains_seed:
         return
     tokens = recipe.statistics.tokens
     needed = fewest_tokens({"intermediate_size": recipe.seed_model.shape.intermediate_size})
@@ -21,6 +26,7 @@ def dume_faults(recipe: Recipe) -> Iterator[Fault]:
 
 def unused_faults(recipe: Recipe) -> Iterator[Fault]:
     """What only DUME does, asked of another method."""
-    for key in (*merge_keys(recipe), *repair_keys(recipe)):
+    asked = (*merge_keys(recipe), *repair_keys(recipe), *routed_repair_keys(recipe))
+    for key in asked:
         remedy = f"is done by dume alone, and the method is {recipe.method}: remove it"
         yield Fault(key, value_at(recipe, key), remedy)

@@ -127,6 +127,12 @@ def repair_keys(recipe: Recipe) -> Iterator[str]:
         yield "experts.repair"
 
 
+def routed_repair_keys(recipe: Recipe) -> Iterator[str]:
+    """Of the second repair, where there is one."""
+    if recipe.experts.repair_tokens != "own":
+        yield "experts.repair_tokens"
+
+
 def router_keys(recipe: Recipe) -> Iterator[str]:
     """Of the ridge regression. What came later decides nothing where it is the default."""
     yield from ("router.ridge_lambda", "router.solve", "router.domain_weights")
@@ -143,7 +149,7 @@ def router_keys(recipe: Recipe) -> Iterator[str]:
 def dume_keys(recipe: Recipe) -> list[str]:
     """Of a model of DUME's: what has a part in its weights, as its card quotes it."""
     keys = {"name", "moe", "statistics", "corpus.bos", *seed_keys(recipe), *router_keys(recipe)}
-    keys |= {*merge_keys(recipe), *repair_keys(recipe)}
+    keys |= {*merge_keys(recipe), *repair_keys(recipe), *routed_repair_keys(recipe)}
     if recipe.trains_seed:
         keys.add("tokenizer")
     for domain in recipe.domains:
