@@ -1,4 +1,7 @@
-"""A model joined in closed form: built, grown, shrunk, restored; killed while it is repaired."""
+"""A model joined in closed form: built, grown, shrunk, restored; killed while it is repaired.
+
+Its experts are repaired twice: for the merged backbone, and for what the solved routers send them.
+"""
 
 import json
 import shutil
@@ -29,7 +32,7 @@ class Repaired(Project):
 def recipe_of(folder, texts, domains, **more):
     values = pico_recipe(texts, domains=domains)
     values["evaluation"] |= {"sweep_top_k": [], "sweep_ridge_lambda": [], "sweep_window": []}
-    values["experts"]["repair"] = "down+head_target"
+    values["experts"] |= {"repair": "down+head_target", "repair_tokens": "routed"}
     values["backbone"] = {"merge": {"embeddings": "counts"}}
     values["versions"] = {"remote": "remote"}
     return save_recipe(folder / f"{len(domains)}.yaml", values | more)
@@ -47,16 +50,18 @@ def joined(tmp_path_factory):
 
 
 def test_the_moe_is_made_of_repaired_experts(joined):
-    assert joined.built.calls["repair_expert"] == 2
+    assert (joined.built.calls["repair_expert"], joined.built.calls["repair_routed"]) == (2, 1)
     moe = CheckpointReader(joined.workspace / "model")
     for index, domain in enumerate(OLD):
-        expert, repaired = (
+        expert, repaired, routed = (
             CheckpointReader(joined.workspace / kind / domain).tensor(DOWN)
-            for kind in ("experts", "repaired")
+            for kind in ("experts", "repaired", "routed")
         )
         place = f"model.layers.1.block_sparse_moe.experts.{index}.w2.weight"
-        assert moe.tensor(place).equal(repaired)
+        assert moe.tensor(place).equal(routed)
         assert not expert.equal(repaired)
+        layers = json.loads((joined.workspace / "routed" / domain / "repair.json").read_text())
+        assert repaired.equal(routed) == (layers[1]["lambda"] is None)
 
 
 def test_the_oracle_is_the_repaired_expert(joined):
@@ -64,7 +69,7 @@ def test_the_oracle_is_the_repaired_expert(joined):
     config = load_recipe(joined.recipe).evaluation
     for domain in OLD:
         text = {domain: joined.workspace / "corpora" / domain / "heldout"}
-        expected = evaluate_checkpoint(joined.workspace / "repaired" / domain, text, config=config)
+        expected = evaluate_checkpoint(joined.workspace / "routed" / domain, text, config=config)
         (score,) = expected.values()
         assert measured["perplexity"]["oracle"][domain] == pytest.approx(
             Score.from_dict(score).perplexity, rel=1e-5
@@ -75,7 +80,8 @@ def test_life_goes_on_with_repaired_experts(joined):
     """Grow, nothing new, shrink, restore, in turn: each is built upon the one before."""
     before = joined.first
     done = joined.call("flows.grow", joined.grown_recipe, NEW)
-    assert (done.calls["repair_expert"], done.calls["train"]) == (1, 1)
+    repairs = (done.calls["repair_expert"], done.calls["repair_routed"])  # routers are all new
+    assert (*repairs, done.calls["train"]) == (1, 1, 1)
     assert not done.calls["write_backbone"]
     after = joined.digests()
     kept = ("seed/", "backbone/", "experts/", "repaired/", "statistics/")
@@ -107,7 +113,11 @@ def test_too_little_text_is_refused_before_anything_is_computed(joined, tmp_path
 
 @pytest.mark.parametrize(
     "change",
-    [{"experts": {"repair": "down"}}, {"backbone": {"merge": {"embeddings": "counts"}}}],
+    [
+        {"experts": {"repair": "down"}},
+        {"experts": {"repair": "down", "repair_tokens": "routed"}},
+        {"backbone": {"merge": {"embeddings": "counts"}}},
+    ],
 )
 def test_other_methods_refuse_what_they_do_not_do(joined, tmp_path, change):
     texts = joined.grown_recipe.parent / "texts"
@@ -117,11 +127,19 @@ def test_other_methods_refuse_what_they_do_not_do(joined, tmp_path, change):
     assert "is done by dume alone" in said
 
 
+def test_a_second_repair_needs_a_first(joined, tmp_path):
+    values = pico_recipe(joined.grown_recipe.parent / "texts", domains=OLD)
+    values["experts"]["repair_tokens"] = "routed"
+    said = joined.refused(recipe=save_recipe(tmp_path / "recipe.yaml", values))
+    assert "experts.repair_tokens = routed: nothing is repaired" in said
+
+
 @pytest.mark.faults
-def test_killed_repair_ends_with_the_same_bytes(joined, tmp_path):
+@pytest.mark.parametrize("moment", ["repairing:5", "repairing what is routed:1"])
+def test_killed_repair_ends_with_the_same_bytes(joined, tmp_path, moment):
     texts = joined.grown_recipe.parent / "texts"
     project = Repaired(tmp_path, recipe_of(tmp_path, texts, OLD))
-    project.kill_flow("repairing:5")
-    assert not list((project.workspace / "repaired").glob("*/repair.json"))
+    project.kill_flow(moment)
+    assert not list((project.workspace / "routed").glob("*/repair.json"))
     project.flow()
     assert project.digests() == joined.first
