@@ -11,7 +11,7 @@ from pathlib import Path
 
 from infra.recipe.checks import responses_asked
 from infra.recipe.schema import Recipe
-from tasks.data.fits import memory_faults, repair_faults
+from tasks.data.fits import memory_faults, repair_faults, weight_faults
 from tasks.data.given import given_model
 from tasks.data.task_sets import task_fingerprint, task_set_faults
 from tasks.engine.artifacts import FORMS, SEED
@@ -253,6 +253,7 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     faults += compare_experts(readers, tokens, ready=ready)
     if not faults:
         faults += [*memory_faults(recipe, readers), *repair_faults(recipe, readers)]
+        faults += weight_faults(recipe, readers)
     return [*faults, *disk_faults(recipe, readers, cache.parent)]
 
 

@@ -3,13 +3,21 @@
 from collections.abc import Iterator
 
 from infra.recipe.schema import Recipe
-from tasks.engine.params import merge_keys, repair_keys, routed_repair_keys, value_at
+from tasks.engine.params import merge_keys, repair_keys, routed_repair_keys, value_at, weight_keys
+from upcycle_core.architectures.families import FAMILIES
 from upcycle_core.dume.checks import fewest_tokens
 from upcycle_core.errors import Fault
 
 
 def dume_faults(recipe: Recipe) -> Iterator[Fault]:
-    """What the recipe, and the shape of a seed that is made here, say against a repair."""
+    """What the recipe, and the shape of a seed that is made here, say against what it asks for."""
+    if recipe.trains_seed and not recipe.moe.normalise_top_k:
+        yield from FAMILIES[recipe.seed_model.shape.family].normalising_faults()
+    yield from _repair_faults(recipe)
+
+
+def _repair_faults(recipe: Recipe) -> Iterator[Fault]:
+    """The same against a repair."""
     if recipe.experts.repair == "none":
         if recipe.experts.repair_tokens != "own":
             remedy = "nothing is repaired: set experts.repair, or remove it"
@@ -27,6 +35,7 @@ def dume_faults(recipe: Recipe) -> Iterator[Fault]:
 def unused_faults(recipe: Recipe) -> Iterator[Fault]:
     """What only DUME does, asked of another method."""
     asked = (*merge_keys(recipe), *repair_keys(recipe), *routed_repair_keys(recipe))
+    asked = (*asked, *weight_keys(recipe))
     for key in asked:
         remedy = f"is done by dume alone, and the method is {recipe.method}: remove it"
         yield Fault(key, value_at(recipe, key), remedy)

@@ -53,6 +53,7 @@ def _assembled(run: StageRun, split: str, solution: RouterSolution) -> Path:
         backbone=run.path("backbone"),
         routers=solution.weights,
         top_k=recipe.moe.top_k,
+        normalise=recipe.moe.normalise_top_k,
         max_shard_bytes=recipe.moe.max_shard_bytes,
     ).path
 

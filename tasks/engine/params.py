@@ -144,6 +144,13 @@ def router_keys(recipe: Recipe) -> Iterator[str]:
         yield "router.lambda_grid"
     if recipe.router.solve == "sequential":
         yield from ("statistics", "moe.top_k", "moe.max_shard_bytes")
+        yield from weight_keys(recipe)
+
+
+def weight_keys(recipe: Recipe) -> Iterator[str]:
+    """Of the weights that a token's experts get, where they are not the default."""
+    if not recipe.moe.normalise_top_k:
+        yield "moe.normalise_top_k"
 
 
 def dume_keys(recipe: Recipe) -> list[str]:

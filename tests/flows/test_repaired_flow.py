@@ -13,6 +13,7 @@ from texts import pico_recipe, save_recipe, write_texts
 
 from tasks.recipes import load_recipe
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.errors import InputError
 from upcycle_core.evaluation.text.pieces import evaluate_checkpoint
 from upcycle_core.evaluation.text.scores import Score
 
@@ -127,11 +128,18 @@ def test_other_methods_refuse_what_they_do_not_do(joined, tmp_path, change):
     assert "is done by dume alone" in said
 
 
-def test_a_second_repair_needs_a_first(joined, tmp_path):
-    values = pico_recipe(joined.grown_recipe.parent / "texts", domains=OLD)
-    values["experts"]["repair_tokens"] = "routed"
-    said = joined.refused(recipe=save_recipe(tmp_path / "recipe.yaml", values))
-    assert "experts.repair_tokens = routed: nothing is repaired" in said
+@pytest.mark.parametrize(
+    ("section", "change", "fault"),
+    [
+        ("experts", {"repair_tokens": "routed"}, r"experts.repair_tokens = 'routed': nothing is"),
+        ("moe", {"normalise_top_k": False}, r"moe.normalise_top_k = False: Mixtral.* always"),
+    ],
+)
+def test_what_a_recipe_cannot_have_is_refused(tmp_path, section, change, fault):
+    values = pico_recipe(write_texts(tmp_path / "texts", domains=OLD), domains=OLD)
+    values[section] = {**values.get(section, {}), **change}
+    with pytest.raises(InputError, match=fault):
+        load_recipe(save_recipe(tmp_path / "recipe.yaml", values))
 
 
 @pytest.mark.faults
