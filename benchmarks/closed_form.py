@@ -22,6 +22,8 @@ COUNTS = ("backbone.merge.embeddings=counts",)
 DOWN = (*COUNTS, "experts.repair=down")
 FULL = (*COUNTS, "experts.repair=down+head_target")
 AS_SOLVED = (*FULL, "router.normalise=none", "router.scale=8")
+FFNS = ("experts.training.method=ffn",)
+"""Experts that share a frozen backbone, as FlexOlmo's and BAR's do: nothing is averaged."""
 ROUTED = "experts.repair_tokens=routed"
 ROWS: Mapping[str, tuple[str, ...]] = {
     "average": (),
@@ -41,6 +43,8 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "counts+repair, routed": (*FULL, ROUTED),
     "counts+repair, as solved, x 8, routed": (*AS_SOLVED, ROUTED),
     "counts+repair, rows of means": (*FULL, "router.rows=means"),
+    "FFNs alone": FFNS,
+    "FFNs alone, rows of means": (*FFNS, "router.rows=means"),
 }
 """Row to what it changes of the paper's way."""
 PAPER = (
