@@ -120,8 +120,7 @@ def repair_routed(
     Raises:
         InputError: Activations are not finite.
     """
-    progress = progress or Silent()
-    shared = CheckpointReader(backbone, field="backbone")
+    progress, shared = progress or Silent(), CheckpointReader(backbone, field="backbone")
     readers = {name: CheckpointReader(path, field="repaired") for name, path in repaired.items()}
     passes = _Passes(shared, experts, readers, corpora, config=config, device=device)
     layers = shared.config["num_hidden_layers"]
