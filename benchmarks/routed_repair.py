@@ -101,7 +101,7 @@ def measured(
         assemble(experts, workspace / "backbone", routers, moe, top_k=1, max_shard_bytes=size)
         variants = {"one": Variant(), "two": Variant(top_k=2)}
         scored = evaluate_moe(moe, variants, texts, config=config)
-    oracle = {}
+    oracle: dict[str, dict[str, float]] = {}
     for domain, expert in experts.items():
         oracle |= evaluate_checkpoint(expert, {domain: texts[domain]}, config=config)
     counts = scored["one"]["routing"]
