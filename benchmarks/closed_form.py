@@ -22,6 +22,9 @@ COUNTS = ("backbone.merge.embeddings=counts",)
 DOWN = (*COUNTS, "experts.repair=down")
 FULL = (*COUNTS, "experts.repair=down+head_target")
 AS_SOLVED = (*FULL, "router.normalise=none", "router.scale=8")
+FFNS = ("experts.training.method=ffn",)
+"""Experts that share a frozen backbone, as FlexOlmo's and BAR's do: nothing is averaged."""
+ROUTED = "experts.repair_tokens=routed"
 ROWS: Mapping[str, tuple[str, ...]] = {
     "average": (),
     "counts": COUNTS,
@@ -37,12 +40,17 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "counts+repair, as solved, x 8": AS_SOLVED,
     "counts+repair, as solved, x 32": (*AS_SOLVED, "router.scale=32"),
     "counts+repair, as solved, x 8, sequential": (*AS_SOLVED, "router.solve=sequential"),
+    "counts+repair, routed": (*FULL, ROUTED),
+    "counts+repair, as solved, x 8, routed": (*AS_SOLVED, ROUTED),
     "counts+repair, rows of means": (*FULL, "router.rows=means"),
+    "FFNs alone": FFNS,
+    "FFNs alone, rows of means": (*FFNS, "router.rows=means"),
 }
 """Row to what it changes of the paper's way."""
 PAPER = (
-    *("experts.repair=none", "backbone.merge.embeddings=average"),
-    *("backbone.merge.attention=average", "router.normalise=columns", "router.scale=1"),
+    *("experts.repair=none", "experts.repair_tokens=own"),
+    *("backbone.merge.embeddings=average", "backbone.merge.attention=average"),
+    *("router.normalise=columns", "router.scale=1"),
     *("evaluation.sweep_top_k=[2]", "evaluation.sweep_ridge_lambda=[]"),
     *("evaluation.sweep_window=[]", "evaluation.random_routing_seeds=[0]"),
 )

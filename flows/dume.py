@@ -26,6 +26,7 @@ from tasks.dume.experts import experts, parents
 from tasks.dume.model import model
 from tasks.dume.repaired import repaired
 from tasks.dume.report import report
+from tasks.dume.routed import routed
 from tasks.dume.router import router
 from tasks.dume.statistics import statistics
 from tasks.engine.stage import Stage
@@ -75,6 +76,7 @@ def build(session: FlowSession, *, changed: Sequence[str] | None = None) -> Outc
     session.ensure(repaired)
     session.ensure(statistics)
     session.ensure(router)
+    session.ensure(routed)
     session.ensure(model)
     session.ensure(report)
     own = [r for r in scored_models(session.recipe) if r not in session.recipe.baselines]

@@ -142,6 +142,7 @@ class Project:
                 "repaired",
                 "statistics",
                 "router",
+                "routed",
                 "vocabulary",
                 "united",
                 "pairs",

@@ -80,6 +80,12 @@ def repair_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> It
         yield from error.faults
 
 
+def weight_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:
+    """What the models, all sound, say against weights of experts that do not sum to one."""
+    if not recipe.moe.normalise_top_k and readers:
+        yield from family_of(next(iter(readers.values())).config).normalising_faults()
+
+
 def memory_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:
     """What the machine's memory, or a GPU's, cannot hold. A cluster's machines are not asked.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from infra.recipe.checks import responses_asked
 from infra.recipe.schema import Recipe
-from tasks.data.fits import memory_faults, repair_faults
+from tasks.data.fits import memory_faults, repair_faults, weight_faults
 from tasks.data.given import given_model
 from tasks.data.licences import FILE as LICENCES
 from tasks.data.licences import licence_faults, stated_licences
@@ -257,6 +257,7 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     faults += compare_experts(readers, tokens, ready=ready)
     if not faults:
         faults += [*memory_faults(recipe, readers), *repair_faults(recipe, readers)]
+        faults += weight_faults(recipe, readers)
     return [*faults, *disk_faults(recipe, readers, cache.parent)]
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from infra.recipe.schema import Recipe
-from tasks.engine.params import merge_keys, repair_keys, value_at
+from tasks.engine.params import merge_keys, repair_keys, routed_repair_keys, value_at, weight_keys
+from upcycle_core.architectures.families import FAMILIES
 from upcycle_core.dume.checks import fewest_tokens
 from upcycle_core.errors import Fault
 
@@ -23,11 +24,23 @@ def with_folds(recipe: Recipe) -> Recipe:
 
 
 def dume_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Folds that cross-validation lacks; what a seed's shape, if made here, forbids a repair."""
+    """What the recipe, and the shape of a seed that is made here, say against what it asks for."""
     if recipe.router.ridge_lambda == CROSS_VALIDATED and recipe.statistics.parts < 2:
         remedy = "a cross-validated router.ridge_lambda needs 2 or more; leave it out for 4"
         yield Fault("statistics.folds", recipe.statistics.folds, remedy)
-    if recipe.experts.repair == "none" or not recipe.trains_seed:
+    if recipe.trains_seed and not recipe.moe.normalise_top_k:
+        yield from FAMILIES[recipe.seed_model.shape.family].normalising_faults()
+    yield from _repair_faults(recipe)
+
+
+def _repair_faults(recipe: Recipe) -> Iterator[Fault]:
+    """The same against a repair."""
+    if recipe.experts.repair == "none":
+        if recipe.experts.repair_tokens != "own":
+            remedy = "nothing is repaired: set experts.repair, or remove it"
+            yield Fault("experts.repair_tokens", recipe.experts.repair_tokens, remedy)
+        return
+    if not recipe.trains_seed:
         return
     tokens = recipe.statistics.tokens
     needed = fewest_tokens({"intermediate_size": recipe.seed_model.shape.intermediate_size})
@@ -38,6 +51,8 @@ def dume_faults(recipe: Recipe) -> Iterator[Fault]:
 
 def unused_faults(recipe: Recipe) -> Iterator[Fault]:
     """What only DUME does, asked of another method."""
-    for key in (*merge_keys(recipe), *repair_keys(recipe)):
+    asked = (*merge_keys(recipe), *repair_keys(recipe), *routed_repair_keys(recipe))
+    asked = (*asked, *weight_keys(recipe))
+    for key in asked:
         remedy = f"is done by dume alone, and the method is {recipe.method}: remove it"
         yield Fault(key, value_at(recipe, key), remedy)

@@ -32,14 +32,33 @@ def statistics_files(run: StageRun, split: str) -> dict[str, Path]:
     }
 
 
-def joined(recipe: Recipe, domain: str) -> str:
-    """What gives a domain's MLPs to the MoE."""
+ROUTED = "routed"
+"""Where experts lie that were repaired for what routers send them, a folder each."""
+
+
+def solved_on(recipe: Recipe, domain: str) -> str:
+    """Whose MLPs statistics are counted behind, and routers solved for."""
     return f"{'experts' if recipe.experts.repair == 'none' else 'repaired'}/{domain}"
 
 
-def all_joined(recipe: Recipe) -> list[str]:
+def all_solved_on(recipe: Recipe) -> list[str]:
     """The same of every domain."""
-    return [joined(recipe, domain) for domain in recipe.domains]
+    return [solved_on(recipe, domain) for domain in recipe.domains]
+
+
+def solved_on_paths(run: StageRun) -> dict[str, Path]:
+    """{domain: whose MLPs its router column is solved for}"""
+    return {domain: run.path(solved_on(run.recipe, domain)) for domain in run.recipe.domains}
+
+
+def repairs_routed(recipe: Recipe) -> bool:
+    """Whether experts are repaired once more when routers are solved."""
+    return recipe.experts.repair != "none" and recipe.experts.repair_tokens == "routed"
+
+
+def all_joined(recipe: Recipe) -> list[str]:
+    """What gives all domains' MLPs to the MoE."""
+    return [ROUTED] if repairs_routed(recipe) else all_solved_on(recipe)
 
 
 def all_experts(recipe: Recipe) -> list[str]:
@@ -49,4 +68,6 @@ def all_experts(recipe: Recipe) -> list[str]:
 
 def joined_paths(run: StageRun) -> dict[str, Path]:
     """{domain: what gives its MLPs to the MoE}"""
-    return {domain: run.path(joined(run.recipe, domain)) for domain in run.recipe.domains}
+    if not repairs_routed(run.recipe):
+        return solved_on_paths(run)
+    return {domain: run.path(ROUTED) / domain for domain in run.recipe.domains}

@@ -12,6 +12,7 @@ from tasks.dume.experts import experts, parents
 from tasks.dume.model import model
 from tasks.dume.repaired import repaired
 from tasks.dume.report import report
+from tasks.dume.routed import routed
 from tasks.dume.router import router
 from tasks.dume.statistics import statistics
 from tasks.engine.method import Method
@@ -33,6 +34,7 @@ METHOD = Method(
         repaired,
         statistics,
         router,
+        routed,
         model,
         report,
     ),

@@ -25,6 +25,7 @@ def model(run: StageRun) -> None:
         backbone=run.path("backbone"),
         routers=load_routers(run.path("router") / ROUTERS["calibration"]).weights,
         top_k=recipe.moe.top_k,
+        normalise=recipe.moe.normalise_top_k,
         max_shard_bytes=recipe.moe.max_shard_bytes,
     )
     write_model_card(

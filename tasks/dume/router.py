@@ -5,7 +5,7 @@ from pathlib import Path
 
 from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
-from tasks.dume.files import ROUTERS, all_joined, calibration_splits, splits, statistics_files
+from tasks.dume.files import ROUTERS, all_solved_on, calibration_splits, splits, statistics_files
 from tasks.dume.sequential import solve_layer_by_layer
 from tasks.engine.params import router_keys
 from tasks.engine.stage import StageRun, each, stage
@@ -18,7 +18,7 @@ from upcycle_core.progress import Progress
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
     found = list(each(recipe, "statistics/{domain}"))
     if recipe.router.solve == "sequential":
-        found += [*all_joined(recipe), "backbone"]
+        found += [*all_solved_on(recipe), "backbone"]
         found += [
             f"corpora/{name}/{split}"
             for name in recipe.domains

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tasks.dume.files import joined_paths
+from tasks.dume.files import solved_on_paths
 from tasks.dume.statistics import in_shards
 from tasks.engine.stage import StageRun
 from upcycle_core.dume.router import choose_lambda, save_routers, solve_routers, solve_sequentially
@@ -49,10 +49,11 @@ def _assembled(run: StageRun, split: str, solution: RouterSolution) -> Path:
         f"{split}-moe",
         assemble,
         "assembly",
-        experts=joined_paths(run),
+        experts=solved_on_paths(run),
         backbone=run.path("backbone"),
         routers=solution.weights,
         top_k=recipe.moe.top_k,
+        normalise=recipe.moe.normalise_top_k,
         max_shard_bytes=recipe.moe.max_shard_bytes,
     ).path
 

@@ -6,20 +6,23 @@ from typing import Any
 
 from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
-from tasks.dume.files import STATISTICS, calibration_splits, joined
+from tasks.dume.files import STATISTICS, calibration_splits, solved_on
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.dume.statistics import domain_statistics, merge_statistics
 
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
     texts = [f"corpora/{domain}/{split}" for split in calibration_splits(recipe, domain)]
-    return [*texts, joined(recipe, domain), "backbone"]
+    return [*texts, solved_on(recipe, domain), "backbone"]
 
 
 @stage("statistics/{domain}", _inputs, params=("statistics",))
 def statistics(run: StageRun) -> None:
     """Write one file a calibration text: ``calibration`` and, where there is one, ``elsewhere``."""
-    models = {"backbone": run.path("backbone"), "expert": run.path(joined(run.recipe, run.domain))}
+    models = {
+        "backbone": run.path("backbone"),
+        "expert": run.path(solved_on(run.recipe, run.domain)),
+    }
     texts = {
         split: {**models, "corpus": run.path(f"corpora/{run.domain}/{split}")}
         for split in calibration_splits(run.recipe, run.domain)

@@ -127,6 +127,12 @@ def repair_keys(recipe: Recipe) -> Iterator[str]:
         yield "experts.repair"
 
 
+def routed_repair_keys(recipe: Recipe) -> Iterator[str]:
+    """Of the second repair, where there is one."""
+    if recipe.experts.repair_tokens != "own":
+        yield "experts.repair_tokens"
+
+
 def router_keys(recipe: Recipe) -> Iterator[str]:
     """Of the ridge regression. What came later decides nothing where it is the default."""
     yield from ("router.ridge_lambda", "router.solve", "router.domain_weights")
@@ -138,12 +144,19 @@ def router_keys(recipe: Recipe) -> Iterator[str]:
         yield "router.lambda_grid"
     if recipe.router.solve == "sequential":
         yield from ("statistics", "moe.top_k", "moe.max_shard_bytes")
+        yield from weight_keys(recipe)
+
+
+def weight_keys(recipe: Recipe) -> Iterator[str]:
+    """Of the weights that a token's experts get, where they are not the default."""
+    if not recipe.moe.normalise_top_k:
+        yield "moe.normalise_top_k"
 
 
 def dume_keys(recipe: Recipe) -> list[str]:
     """Of a model of DUME's: what has a part in its weights, as its card quotes it."""
     keys = {"name", "moe", "statistics", "corpus.bos", *seed_keys(recipe), *router_keys(recipe)}
-    keys |= {*merge_keys(recipe), *repair_keys(recipe)}
+    keys |= {*merge_keys(recipe), *repair_keys(recipe), *routed_repair_keys(recipe)}
     if recipe.trains_seed:
         keys.add("tokenizer")
     for domain in recipe.domains:

@@ -176,7 +176,13 @@ def _mixed_faults(recipe: Recipe, workspace: Workspace) -> Iterator[Fault]:
     """What was not made from what lies beside it now: a build of everything did not end."""
     of_each = [f"{kind}{domain}" for kind in EXPERTS for domain in modelled(workspace)]
     remedy = "was made from another {}: a build did not end; end it first: flows.dume"
-    for artifact in ("model", "backbone", *of_each, *(["seed"] if recipe.has_seed else [])):
+    for artifact in (
+        "model",
+        "backbone",
+        "routed",
+        *of_each,
+        *(["seed"] if recipe.has_seed else []),
+    ):
         for name, digest in _inputs(workspace, artifact).items():
             is_built_upon = name in PINNED or name.startswith(EXPERTS)
             if is_built_upon and not workspace.has_digest(name, digest):

@@ -1,4 +1,7 @@
-"""A model joined in closed form: built, grown, shrunk, restored; killed while it is repaired."""
+"""A model joined in closed form: built, grown, shrunk, restored; killed while it is repaired.
+
+Its experts are repaired twice: for the merged backbone, and for what the solved routers send them.
+"""
 
 import json
 import shutil
@@ -10,6 +13,7 @@ from texts import pico_recipe, save_recipe, write_texts
 
 from tasks.recipes import load_recipe
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.errors import InputError
 from upcycle_core.evaluation.text.pieces import evaluate_checkpoint
 from upcycle_core.evaluation.text.scores import Score
 
@@ -29,7 +33,7 @@ class Repaired(Project):
 def recipe_of(folder, texts, domains, **more):
     values = pico_recipe(texts, domains=domains)
     values["evaluation"] |= {"sweep_top_k": [], "sweep_ridge_lambda": [], "sweep_window": []}
-    values["experts"]["repair"] = "down+head_target"
+    values["experts"] |= {"repair": "down+head_target", "repair_tokens": "routed"}
     values["backbone"] = {"merge": {"embeddings": "counts"}}
     values["versions"] = {"remote": "remote"}
     return save_recipe(folder / f"{len(domains)}.yaml", values | more)
@@ -47,16 +51,18 @@ def joined(tmp_path_factory):
 
 
 def test_the_moe_is_made_of_repaired_experts(joined):
-    assert joined.built.calls["repair_expert"] == 2
+    assert (joined.built.calls["repair_expert"], joined.built.calls["repair_routed"]) == (2, 1)
     moe = CheckpointReader(joined.workspace / "model")
     for index, domain in enumerate(OLD):
-        expert, repaired = (
+        expert, repaired, routed = (
             CheckpointReader(joined.workspace / kind / domain).tensor(DOWN)
-            for kind in ("experts", "repaired")
+            for kind in ("experts", "repaired", "routed")
         )
         place = f"model.layers.1.block_sparse_moe.experts.{index}.w2.weight"
-        assert moe.tensor(place).equal(repaired)
+        assert moe.tensor(place).equal(routed)
         assert not expert.equal(repaired)
+        layers = json.loads((joined.workspace / "routed" / domain / "repair.json").read_text())
+        assert repaired.equal(routed) == (layers[1]["lambda"] is None)
 
 
 def test_the_oracle_is_the_repaired_expert(joined):
@@ -64,7 +70,7 @@ def test_the_oracle_is_the_repaired_expert(joined):
     config = load_recipe(joined.recipe).evaluation
     for domain in OLD:
         text = {domain: joined.workspace / "corpora" / domain / "heldout"}
-        expected = evaluate_checkpoint(joined.workspace / "repaired" / domain, text, config=config)
+        expected = evaluate_checkpoint(joined.workspace / "routed" / domain, text, config=config)
         (score,) = expected.values()
         assert measured["perplexity"]["oracle"][domain] == pytest.approx(
             Score.from_dict(score).perplexity, rel=1e-5
@@ -75,7 +81,8 @@ def test_life_goes_on_with_repaired_experts(joined):
     """Grow, nothing new, shrink, restore, in turn: each is built upon the one before."""
     before = joined.first
     done = joined.call("flows.grow", joined.grown_recipe, NEW)
-    assert (done.calls["repair_expert"], done.calls["train"]) == (1, 1)
+    repairs = (done.calls["repair_expert"], done.calls["repair_routed"])  # routers are all new
+    assert (*repairs, done.calls["train"]) == (1, 1, 1)
     assert not done.calls["write_backbone"]
     after = joined.digests()
     kept = ("seed/", "backbone/", "experts/", "repaired/", "statistics/")
@@ -107,7 +114,11 @@ def test_too_little_text_is_refused_before_anything_is_computed(joined, tmp_path
 
 @pytest.mark.parametrize(
     "change",
-    [{"experts": {"repair": "down"}}, {"backbone": {"merge": {"embeddings": "counts"}}}],
+    [
+        {"experts": {"repair": "down"}},
+        {"experts": {"repair": "down", "repair_tokens": "routed"}},
+        {"backbone": {"merge": {"embeddings": "counts"}}},
+    ],
 )
 def test_other_methods_refuse_what_they_do_not_do(joined, tmp_path, change):
     texts = joined.grown_recipe.parent / "texts"
@@ -117,11 +128,26 @@ def test_other_methods_refuse_what_they_do_not_do(joined, tmp_path, change):
     assert "is done by dume alone" in said
 
 
+@pytest.mark.parametrize(
+    ("section", "change", "fault"),
+    [
+        ("experts", {"repair_tokens": "routed"}, r"experts.repair_tokens = 'routed': nothing is"),
+        ("moe", {"normalise_top_k": False}, r"moe.normalise_top_k = False: Mixtral.* always"),
+    ],
+)
+def test_what_a_recipe_cannot_have_is_refused(tmp_path, section, change, fault):
+    values = pico_recipe(write_texts(tmp_path / "texts", domains=OLD), domains=OLD)
+    values[section] = {**values.get(section, {}), **change}
+    with pytest.raises(InputError, match=fault):
+        load_recipe(save_recipe(tmp_path / "recipe.yaml", values))
+
+
 @pytest.mark.faults
-def test_killed_repair_ends_with_the_same_bytes(joined, tmp_path):
+@pytest.mark.parametrize("moment", ["repairing:5", "repairing what is routed:1"])
+def test_killed_repair_ends_with_the_same_bytes(joined, tmp_path, moment):
     texts = joined.grown_recipe.parent / "texts"
     project = Repaired(tmp_path, recipe_of(tmp_path, texts, OLD))
-    project.kill_flow("repairing:5")
-    assert not list((project.workspace / "repaired").glob("*/repair.json"))
+    project.kill_flow(moment)
+    assert not list((project.workspace / "routed").glob("*/repair.json"))
     project.flow()
     assert project.digests() == joined.first

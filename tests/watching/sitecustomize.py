@@ -23,6 +23,7 @@ WATCHED = {
     "upcycle_core.backbone.average": ("write_backbone",),
     "upcycle_core.dume.repair": ("repair_expert",),
     "upcycle_core.dume.statistics": ("domain_statistics",),
+    "upcycle_core.dume.routed": ("repair_routed",),
     "upcycle_core.dume.router": ("solve_routers",),
     "upcycle_core.moe.assemble": ("assemble",),
     "upcycle_core.given.adapter": ("merge_adapter",),

@@ -216,8 +216,21 @@ class Family:
         windows = WINDOW_ATTRIBUTES[self.windows]
         return {*self.kept, *self.demanded, *self.ignored, *windows, "intermediate_size"}
 
+    def normalising_faults(self) -> list[Fault]:
+        """What speaks against weights of a token's experts that do not sum to one."""
+        if not self.target.always_normalises:
+            return []
+        remedy = f"{self.target.architecture}, the stock MoE of {self.model_type}, always divides "
+        return [Fault("moe.normalise_top_k", False, f"{remedy}by their sum: remove it")]
+
     def target_config(
-        self, config: Mapping, *, experts: int, top_k: int, dtype: torch.dtype | None = None
+        self,
+        config: Mapping,
+        *,
+        experts: int,
+        top_k: int,
+        normalise: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> dict:
         """The config.json of the MoE, for transformers 5 and for older readers.
 
@@ -225,15 +238,18 @@ class Family:
             config: The content of the dense config.json.
             experts: D, number of experts.
             top_k: Experts a token passes through.
+            normalise: Whether their weights sum to one.
             dtype: Type of the weights; what ``config`` says by default.
 
         Returns:
             Every attribute, explicit.
 
         Raises:
-            InputError: k > D; an attribute that the target cannot express.
+            InputError: k > D; an attribute, or weights, that the target cannot express.
         """
         faults = self.config_faults(config, "experts")
+        if not normalise:
+            faults += self.normalising_faults()
         if not 1 <= top_k <= experts:
             remedy = f"choose 1 to {experts}, the number of experts"
             faults.append(Fault("moe.top_k", top_k, remedy))
@@ -248,6 +264,7 @@ class Family:
             **dict.fromkeys(self.target.count_fields, experts),
             **dict.fromkeys(self.target.top_k_fields, top_k),
             **self.target.constants,
+            **({} if normalise else {"norm_topk_prob": False}),
             **_window_fields(full, self.windows),
             **rope_fields(full["rope_parameters"]),
             "dtype": name,

@@ -66,5 +66,9 @@ class MoEConfig:
 
     top_k: int = field(default=1, metadata={"ge": 1})
     """Experts a token passes through."""
+    normalise_top_k: bool = True
+    """Whether the weights of a token's k experts sum to one, as in the authors' code; else they are
+    the softmax over all experts as it is (the paper's equation 4). Of llama, mistral and ernie4_5
+    the stock MoE always divides by their sum."""
     max_shard_bytes: int = field(default=5_000_000_000, metadata={"ge": 1000})
     """Size of one safetensors file."""

@@ -116,7 +116,7 @@ def repair_expert(
         LayerStream(backbone, read, dtype=type_in(config.precision, device), device=device)
         for read in (stitched, own.tensor)
     ]
-    head = _HeadTarget(shared, own, corpus) if repair == "down+head_target" else None
+    head = HeadTarget(shared, own, corpus) if repair == "down+head_target" else None
     said: list[dict[str, Any]] = []
     layers = _repaired(streams, texts, stitched, family, head=head, said=said, device=device)
     write_model(
@@ -168,7 +168,7 @@ def _repaired(
     stitched: Read,
     family: Family,
     *,
-    head: "_HeadTarget | None",
+    head: "HeadTarget | None",
     said: list[dict[str, Any]],
     device: str,
 ) -> Iterator[Tensor]:
@@ -196,7 +196,7 @@ def _repaired(
 
 
 def _solved(
-    sums: Sequence[DriftSums], texts: Sequence[_Text], index: int, head: "_HeadTarget | None"
+    sums: Sequence[DriftSums], texts: Sequence[_Text], index: int, head: "HeadTarget | None"
 ) -> tuple[str, tuple[float | None, float, Tensor]]:
     """The target and its solution; of two targets the one that unseen text's logits are for."""
     if head is None:
@@ -218,7 +218,7 @@ def _pass(
     texts: Sequence[_Text],
     index: int,
     *,
-    head: "_HeadTarget | None",
+    head: "HeadTarget | None",
 ) -> list[DriftSums]:
     """Take both models' text through a layer; the sums of each half of it.
 
@@ -248,7 +248,7 @@ def _pass(
     return sums
 
 
-class _HeadTarget:
+class HeadTarget:
     """The state before the final norm whose logits under the merged head are the expert's.
 
     With n the expert's normed state, W its head and M the merged one, both centred over the

@@ -22,6 +22,7 @@ def assemble(
     *,
     top_k: int,
     max_shard_bytes: int,
+    normalise: bool = True,
     edit: Edit | None = None,
     progress: Progress | None = None,
 ) -> None:
@@ -38,18 +39,24 @@ def assemble(
             generation configuration, tokenizer.
         top_k: Experts a token passes through.
         max_shard_bytes, progress: As for ``write_model``.
+        normalise: Whether the weights of a token's k experts sum to one; else they are the softmax
+            over all experts as it is (DUME, equation 4).
         edit: Called with (layer, expert, "gate" | "up" | "down", weight) for every matrix of every
             expert; what it returns is written. Gate and up are [I, H], down is [H, I].
 
     Raises:
-        InputError: k > D; experts and backbone that do not fit; routers missing, of another
-            shape or not finite.
+        InputError: k > D; weights that the stock architecture cannot leave as they are; experts and
+            backbone that do not fit; routers missing, of another shape or not finite.
     """
     parts = Parts.open(experts, backbone)
     full = parts.family.resolve(parts.config)
     raise_faults(parts.faults() + _router_faults(full, len(parts.experts), routers))
     config = parts.family.target_config(
-        parts.config, experts=len(parts.experts), top_k=top_k, dtype=parts.dtype
+        parts.config,
+        experts=len(parts.experts),
+        top_k=top_k,
+        normalise=normalise,
+        dtype=parts.dtype,
     )
     write_model(
         out,

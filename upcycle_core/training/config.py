@@ -170,6 +170,9 @@ class ExpertsConfig:
     calibration text: nothing (the paper), `down`: ridge regression of what the residual stream
     lacks, added to every layer's down projection; `down+head_target`: in the last layer of what the
     logits lack."""
+    repair_tokens: Literal["own", "routed"] = "own"
+    """What each expert is repaired on: its own domain's tokens; or, `routed`, then once more on
+    what the solved routers send it, of all domains, towards the experts of the tokens' domains."""
 
     @property
     def continuing(self) -> ExpertTrainingConfig:
