@@ -27,10 +27,10 @@ def main(arguments: list[str] | None = None) -> None:
         "--readers", nargs="+", default=list(READERS), help=f"of {', '.join(READERS)}; all"
     )
     parser.add_argument(
-        "--forms", nargs="+", metavar="FORM", help="fp32, and of GGUF F32, F16, Q8_0; all"
+        "--forms", nargs="+", metavar="FORM", help="fp32 (or bf16), and of GGUF F32, F16, Q8_0; all"
     )
     parser.add_argument(
-        "--seconds", type=float, default=900, help="a reader may take for one form; 900"
+        "--seconds", type=float, default=900, help="a reader may take at a time; 900"
     )
     chosen = parser.parse_args(arguments)
     if not {"@", "/"} & set(chosen.model):
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     version = registry.referenced(reference)
 
     from tasks.release.certificate import certify_version  # torch
-    from tasks.release.certify import TOLERANCES, as_table
+    from tasks.release.verdict import TOLERANCES, as_table
 
     unknown = sorted(set(chosen.forms or ()) - set(TOLERANCES))
     if unknown:
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
             seconds=chosen.seconds,
         )
     print(f"\n{version.reference}\n\n{as_table(rows)}")
-    failed = sorted({f"{row.reader} {row.form}" for row in rows if row.verdict == "failed"})
+    failed = sorted({row.name for row in rows if row.verdict == "failed"})
     if failed:
         remedy = "did not arrive; the table says what it lost"
         raise InputError(*(Fault("certificate", name, remedy) for name in failed))

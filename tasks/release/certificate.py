@@ -7,7 +7,8 @@ from pathlib import Path
 from infra.readers.reader import READERS
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
-from tasks.release.certify import SECONDS, TOLERANCES, Row, as_json, as_table, certify
+from tasks.release.certify import SECONDS, certify
+from tasks.release.verdict import TOLERANCES, Row, as_json, as_table
 
 FILE = "certificate.json"
 CERTIFICATE_TAG = "upcycle.certificate"
@@ -57,7 +58,6 @@ def in_a_line(rows: Sequence[Row]) -> str:
     """Verdicts, and whose they are: ``arrived: transformers, mlflow; not tried: vllm``."""
     groups: dict[str, list[str]] = {}
     for row in rows:
-        name = row.reader if row.form == "fp32" else f"{row.reader} {row.form}"
-        groups.setdefault(row.verdict, []).append(name)
+        groups.setdefault(row.verdict, []).append(row.name)
     order = sorted(groups, key=["failed", "arrived", "not tried"].index)
     return "; ".join(f"{verdict}: {', '.join(groups[verdict])}" for verdict in order)
