@@ -14,7 +14,6 @@ from tasks.engine.stage import Session
 from tasks.release.gate import Decision
 from upcycle_core.evaluation.text.results import title_of
 
-CARD = "card.md"
 LIMITS = """Perplexity says how well text is continued, not whether an answer is true. A domain
 that is not among these is answered by whichever expert its tokens resemble. It may be used as far
 as the licences of all its parts allow."""
