@@ -216,6 +216,7 @@ def test_a_version_arrives_and_says_so(place, version, registered):
         assert row.misplaced == {}
         assert row.logits < 1e-4
         assert row.greedy[0] == row.greedy[1] > 20
+        assert row.texts == (None if row.reader == "transformers" else (3, 3))
         assert min(row.exchanged, row.zeroed) > 0.1
     current = registry.referenced("models:/moe@champion")
     assert current.tags[CERTIFICATE_TAG] == "arrived: transformers, mlflow"
