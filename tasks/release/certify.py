@@ -15,7 +15,7 @@ import torch
 
 from infra.readers.reader import READERS, Reader, ReaderError, Said, ask, to_gguf
 from tasks.release.source import AS_IT_IS, Source, reason_for_disk
-from tasks.release.verdict import TOLERANCES, Row, judged, lost
+from tasks.release.verdict import TOLERANCES, Row, judged, lost, tolerance_of
 from upcycle_core.certificate.answers import moved
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.ders.expand import expand, expanded_bytes
@@ -125,7 +125,7 @@ def expanded(model: Source) -> Source:
     stock = Source(out, model.folder / "of-expanded", made_of=EXPANDED)
     stock.prompts = model.prompts
     types = {info.dtype for info in stock.checkpoint.tensors.values()}
-    tolerance = TOLERANCES["fp32" if types == {torch.float32} else "bf16"]
+    tolerance = tolerance_of("fp32" if types == {torch.float32} else "bf16", stock)
     off = moved(model.answers[AS_IT_IS].first, stock.answers[AS_IT_IS].first)
     if not off <= tolerance:
         stock.fault = f"expanded: logits are {off:.2g} off those of the DeRS model, "

@@ -153,10 +153,14 @@ def test_what_is_too_large_for_bf16_is_refused_with_numbers(moe, monkeypatch, tm
     assert f"needs {room / 1e6:.2g} MB of memory in bf16" in row.why
 
 
-def test_rounding_on_both_sides_adds_up():
-    assert tolerance_of("F16", "fp32") == 0.15
-    assert tolerance_of("F16", "bf16") == pytest.approx(0.15 + tolerance_of("bf16", "bf16"))
-    assert tolerance_of("bf16", "bf16") == tolerance_of("bf16", "fp32")
+def test_rounding_grows_with_the_layers_and_adds_up(moe, tmp_path):
+    model = Source(moe, tmp_path)
+    assert (model.precision, tolerance_of("F16", model)) == ("fp32", 0.15)
+    model.checkpoint.config["num_hidden_layers"] = 36
+    assert tolerance_of("bf16", model) == pytest.approx(0.6)
+    model.precision = "bf16"
+    assert tolerance_of("bf16", model) == pytest.approx(0.6)
+    assert tolerance_of("F16", model) == pytest.approx(0.75)
 
 
 def test_texts_are_held_against_ours(moe, tmp_path):
