@@ -14,7 +14,7 @@ from infra.readers.environments import LLAMA_CPP
 from infra.readers.reader import READERS, Reader, Said
 from tasks.release import certify as module
 from tasks.release import source as of_source
-from tasks.release.certify import EXPANDED, certify, expanded, forms_of
+from tasks.release.certify import EXPANDED, SECONDS, ask_one, certify, expanded, forms_of
 from tasks.release.source import AS_IT_IS, Source
 from tasks.release.verdict import TOLERANCES, Row, as_table, compared, judged, tolerance_of
 from tests.tasks.release.test_certify import build, one_thread, silent, tokenizer  # noqa: F401
@@ -248,7 +248,8 @@ def test_low_rank_deltas_are_not_given_to_vllm(ders, tmp_path, everyone_at_hand)
 
 @pytest.mark.faults
 def test_ders_arrives_as_it_is_and_expanded(ders):
-    rows = certify(ders, readers=["transformers", "vllm", "llama.cpp"], say=silent)
+    readers = ["transformers", "vllm", "llama.cpp"]
+    rows = certify(ders, readers=readers, forms=["fp32", "F32"], say=silent)
     found = {(row.reader, row.what): row for row in rows}
     for (reader, what), row in found.items():
         if reader == "llama.cpp" and not row.of:
@@ -273,8 +274,7 @@ def test_a_damaged_delta_is_caught_in_vllm(ders, tmp_path):
         (copy / "checksums.json").unlink(missing_ok=True)
         return copy
 
-    rows = certify(ders, readers=["vllm"], arrived=arrived, say=silent)
-    [row] = [row for row in rows if not row.of]
+    row = ask_one(READERS["vllm"], "fp32", Source(ders, tmp_path, arrived), SECONDS)
     assert row.verdict == "failed"
     assert list(row.misplaced) == ["model.decoder.layers.1.mlp.experts.up_proj.codes"]
     assert replace(row, why="").is_lost
