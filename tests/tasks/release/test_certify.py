@@ -253,7 +253,7 @@ def test_a_model_too_large_for_memory_is_refused_before(moe, monkeypatch):
     monkeypatch.setattr(of_source, "free_memory", lambda: 1000)
     [row] = certify(moe, readers=["transformers"], say=silent)
     assert row.verdict == "not tried"
-    assert "GB are free" in row.why
+    assert "are free" in row.why
 
 
 def test_a_reader_that_is_not_there_or_breaks_has_a_row(moe, monkeypatch, tmp_path):
