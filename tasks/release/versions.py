@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from infra.recipe.schema import Recipe
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
+from tasks.data.licences import CARD
 from tasks.engine.stage import Session
 from upcycle_core.errors import Fault, InputError
 
@@ -26,6 +27,8 @@ EXPERTS_TAG = "upcycle.experts"
 """Of a version: the digests of its experts, {domain: the beginning of one}."""
 PENDING_TAG = "upcycle.pending"
 """Of a version: the highest alias it is to get; gone when it has it."""
+IF_ARRIVED = "champion if it arrives"
+"""In place of that alias: its certificate decides, see ``settled``."""
 COMPRESSED_TAG = "upcycle.compressed"
 """Of a version that stores another model's experts as base and deltas: in which way."""
 
@@ -73,12 +76,45 @@ def with_aliases(registry: Registry, version: Version) -> Version:
     if PENDING_TAG not in version.tags:
         return version
     registry.set_alias(version, "challenger")
+    if version.tags[PENDING_TAG] == IF_ARRIVED:
+        return _current(registry, version)
     if version.tags[PENDING_TAG] == "champion" and "champion" not in version.aliases:
         before = registry.find(version.name, "champion")
         tag = "none" if before is None else str(before.number)
         registry.set_tags(version, {PREVIOUS_TAG: tag})
         registry.set_alias(version, "champion")
     registry.remove_tag(version, PENDING_TAG)
+    return _current(registry, version)
+
+
+def settled(registry: Registry, version: Version, refusal: tuple[str, str] | None) -> Version:
+    """A version that waited for its certificate, as champion or refused.
+
+    What says that the gate let it through, its tags, page and card, says then that it is refused.
+
+    Args:
+        registry: The registry.
+        version: ``PENDING_TAG`` is ``IF_ARRIVED``.
+        refusal: In a few words and in full; None if it arrived.
+    """
+    if refusal is None:
+        registry.set_tags(version, {PENDING_TAG: "champion"})
+        return with_aliases(registry, _current(registry, version))
+    outcome, reason = version.tags.get(OUTCOME_TAG, ""), version.tags.get(DECISION_TAG, "")
+    short, full = f"refused: {refusal[0]}", f"{reason}; {refusal[1]}"
+    page = registry.description(version)
+    page = page.replace(f"{outcome}. ", f"{short}. ", 1).replace(f"{reason}.", f"{full}.", 1)
+    registry.describe(version, page)
+    card = registry.text(version, CARD)
+    if card is not None:
+        registry.attach(version, {CARD: card.replace(f"{reason}.", f"{full}.", 1)})
+    registry.set_tags(version, {OUTCOME_TAG: short, DECISION_TAG: full})
+    registry.remove_tag(version, PENDING_TAG)
+    return _current(registry, version)
+
+
+def _current(registry: Registry, version: Version) -> Version:
+    """The version as the registry holds it now."""
     [current] = [v for v in registry.versions(version.name) if v.number == version.number]
     return current
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
@@ -66,6 +67,16 @@ def expand(
             what="expansion",
             progress=progress,
         )
+
+
+def expanded_bytes(compressed: Path) -> int:
+    """How much the weights of the stock MoE of a DeRS model take, in bytes.
+
+    Raises:
+        InputError: As of ``expand``.
+    """
+    plan = _Compressed.open(Path(compressed)).plan()
+    return sum(prod(shape) * dtype.itemsize for shape, dtype, _ in plan.values())
 
 
 @dataclass(frozen=True)

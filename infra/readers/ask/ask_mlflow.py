@@ -5,21 +5,25 @@ from typing import Any
 
 import mlflow
 import torch
-from ask_transformers import continued
+from ask_transformers import TYPES, continued
 from asked import answer, look_at
 
 
 def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
     """Load a version as a Python function, and let its model continue the prompts.
 
-    It answers in fp32, as all readers here; its weights are the version's own.
+    It answers in the precision that is asked for; its weights are the version's own.
     """
     loaded: Any = mlflow.pyfunc.load_model(path)
     generator = loaded.get_raw_model()
-    generator.model.float()
+    generator.model.to(TYPES[request["precision"]])
     asked = {"max_new_tokens": request["tokens"]}
     said = loaded.predict(request["texts"], params=asked)
-    found = {"texts": said, **look_at(generator.model.state_dict().items(), request)}
+    found = {
+        "texts": said,
+        "bos": generator.bos,
+        **look_at(generator.model.state_dict().items(), request),
+    }
     return {**continued(generator.model, request), **found}
 
 

@@ -7,12 +7,14 @@ import transformers
 from asked import answer, look_at
 from transformers import AutoModelForCausalLM
 
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 
 def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
     """Load a checkpoint as its users do, and let it continue the prompts."""
     own = bool(request["own_code"])
     model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, local_files_only=True, trust_remote_code=own
+        path, dtype=TYPES[request["precision"]], local_files_only=True, trust_remote_code=own
     )
     return {**continued(model.eval(), request), **look_at(model.state_dict().items(), request)}
 

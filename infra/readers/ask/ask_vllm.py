@@ -1,9 +1,21 @@
 """Ask vLLM: ``python ask_vllm.py REQUEST``, with the interpreter of its environment."""
 
 import gc
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy
+
+TYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def _loaded(model: Any, request: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Parameters, and buffers that the checkpoint has: codes and indices of DeRS are such."""
+    wanted = request["wanted"]
+    sought = json.loads(Path(wanted).read_text()) if wanted else {}
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in sought]
+    return [*model.named_parameters(), *buffers]
 
 
 def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -16,22 +28,25 @@ def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
     from vllm.model_executor.model_loader import base_loader
 
     seen: dict[str, Any] = {}
+    own = bool(request["own_code"])
     pack = base_loader.process_weights_after_loading
 
     def look(model: Any, *args: Any, **options: Any) -> None:
-        seen.update(look_at(model.named_parameters(), request))
+        seen.update(look_at(_loaded(model, request), request))
         pack(model, *args, **options)
 
     base_loader.process_weights_after_loading = look
     try:
         reader: Any = LLM(
             model=path,
-            dtype="float32",
+            dtype=TYPES[request["precision"]],
             max_model_len=len(max(request["prompts"], key=len)) + request["tokens"],
             max_logprobs=-1,
             enforce_eager=True,
             disable_log_stats=True,
             seed=0,
+            model_impl="transformers" if own else "auto",
+            trust_remote_code=own,
         )
     finally:
         base_loader.process_weights_after_loading = pack

@@ -15,9 +15,11 @@ from infra.readers.reader import READERS, Reader
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
-from tasks.release import certify as module
+from tasks.release import source as of_source
 from tasks.release.certificate import CERTIFICATE_TAG, certify_version
-from tasks.release.certify import as_table, certify
+from tasks.release.certify import certify
+from tasks.release.source import AS_IT_IS
+from tasks.release.verdict import Row, as_json, as_table
 from tests.pico import save_pico
 from tests.upcycle_core.simoe.grown import grow
 from upcycle_core.corpora.config import TokenizerConfig
@@ -148,9 +150,9 @@ def lose(source, folder, damage, **options):
     def arrived(variant):
         if variant not in copies:
             mine = source
-            if variant != module.AS_IT_IS:
+            if variant != AS_IT_IS:
                 mine = folder / f"own-{variant}"
-                module.change(source, mine, variant)
+                of_source.change(source, mine, variant)
                 shutil.copytree(source.parent / "a", folder / "a", dirs_exist_ok=True)
             copies[variant] = damaged(mine, folder / variant, damage)
         return copies[variant]
@@ -214,6 +216,7 @@ def test_a_version_arrives_and_says_so(place, version, registered):
         assert row.misplaced == {}
         assert row.logits < 1e-4
         assert row.greedy[0] == row.greedy[1] > 20
+        assert row.texts == (None if row.reader == "transformers" else (3, 3))
         assert min(row.exchanged, row.zeroed) > 0.1
     current = registry.referenced("models:/moe@champion")
     assert current.tags[CERTIFICATE_TAG] == "arrived: transformers, mlflow"
@@ -247,10 +250,10 @@ def test_our_own_answers_are_those_of_the_stock_model_step_by_step(moe):
 
 
 def test_a_model_too_large_for_memory_is_refused_before(moe, monkeypatch):
-    monkeypatch.setattr(module, "ROOM", 1e9)
+    monkeypatch.setattr(of_source, "free_memory", lambda: 1000)
     [row] = certify(moe, readers=["transformers"], say=silent)
     assert row.verdict == "not tried"
-    assert "GB are free" in row.why
+    assert "are free" in row.why
 
 
 def test_a_reader_that_is_not_there_or_breaks_has_a_row(moe, monkeypatch, tmp_path):
@@ -279,13 +282,13 @@ def test_a_full_disk_is_a_row(moe, monkeypatch):
     def full(*_args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "change", full)
+    monkeypatch.setattr(of_source, "change", full)
     [row] = certify(moe, readers=["transformers"], say=silent)
     assert row.verdict == "failed"
     assert "No space left" in row.why
 
 
 def test_what_is_no_number_is_kept_in_words():
-    row = module.Row("llama.cpp", "F32", verdict="failed", logits=float("nan"))
-    kept = json.loads(module.as_json([row]), parse_constant=pytest.fail)
+    row = Row("llama.cpp", "F32", verdict="failed", logits=float("nan"))
+    kept = json.loads(as_json([row]), parse_constant=pytest.fail)
     assert kept["readers"][0]["logits"] == "nan"

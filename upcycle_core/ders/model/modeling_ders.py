@@ -29,30 +29,41 @@ from .deltas_ders import Delta, Rows, make_delta, sort_rows
 _MATRICES = (("gate_proj", "up_proj", "down_proj"), ("fc1", "fc2"))
 
 
-class DersRouter(nn.Linear):
-    """The k experts of each token: softmax of W x, W [N, H]; ``weight`` is W."""
+class DersRouter(nn.Module):
+    """The k experts of each token: softmax of W x, W [N, H]; ``weight`` is W.
+
+    It is no linear layer: readers replace those by their own, whose output is the logits alone.
+    """
 
     parameter_group = "router"
 
     def __init__(self, config: DersConfig) -> None:
-        super().__init__(config.hidden_size, config.num_experts, bias=False)
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
         self.top_k = config.num_experts_per_tok
         self.divide = config.combine == "normalised" and config.universal == "none"
 
-    def forward(  # type: ignore[override]  # a linear layer's would be the logits alone
-        self, x_TH: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits [T, N], weights [T, k] fp32 and experts [T, k] int64.
 
         Weights R are the k largest probabilities; divided by their sum where ``combine`` is
         ``normalised`` and there is no universal FFN.
         """
-        logits_TN = super().forward(x_TH)
+        logits_TN = functional.linear(x_TH, self.weight)
         probabilities_TN = logits_TN.softmax(dim=-1, dtype=torch.float32)
         weights_Tk, experts_Tk = probabilities_TN.topk(self.top_k, dim=-1)
         if self.divide:
             weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)
         return logits_TN, weights_Tk, experts_Tk
+
+
+class DersBase(nn.ModuleDict):
+    """The matrices of the shared FFN, by their names.
+
+    They are no FFN of the dense family's class, which readers would replace by one of their own.
+    """
+
+    parameter_group = "base"
 
 
 class DersExperts(nn.ModuleDict):
@@ -87,7 +98,7 @@ class DersMoE(nn.Module):
             config.deltas,
             config.combine,
         )
-        self.base: Any = mlp
+        self.base: Any = DersBase({name: children[name] for name in known[0]})
         self.gate = DersRouter(config)
         deltas: dict[str, Delta] = {}
         for name in known[0]:
@@ -103,10 +114,8 @@ class DersMoE(nn.Module):
         self.sorts = any(delta.wants_sorted for delta in deltas.values())
         self.universal: Any = copy.deepcopy(mlp) if config.universal == "own" else None
         self.universal_delta = config.universal == "delta"
-        for linear in children.values():
-            if isinstance(linear, nn.Linear):
-                linear.register_parameter("bias", None)  # experts have their own
-        self.base.parameter_group = "base"
+        for linear in self.base.values():
+            linear.register_parameter("bias", None)  # experts have their own
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """Return y [B, S, H] of x [B, S, H]."""
@@ -165,7 +174,7 @@ class DersMoE(nn.Module):
 
     def _base(self, name: str, x: Tensor) -> Tensor:
         """The base's product without its bias: experts have their own."""
-        return functional.linear(x, getattr(self.base, name).weight)
+        return self.base[name](x)
 
     def _biased(
         self, name: str, y_RO: Tensor, rows: Rows, weights_R1: Tensor | None = None
@@ -190,6 +199,11 @@ class DersPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DersRouter):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

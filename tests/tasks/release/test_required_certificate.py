@@ -1,0 +1,241 @@
+"""A version whose certificate is required: champion if it arrives, and not before."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from flows.certify import main
+from infra import settings
+from infra.readers.reader import PROGRAMS, READERS, Reader
+from infra.tracking.records import Registration
+from infra.tracking.registry import Registry
+from infra.tracking.runs import Tracker
+from infra.versioning.versions import Versions
+from tasks.engine.sources import CODE
+from tasks.engine.stage import Session
+from tasks.engine.workspace import Workspace
+from tasks.recipes import load_recipe
+from tasks.release import certificate as of_certificate
+from tasks.release.certificate import refusal, revoke
+from tasks.release.gate import Decision
+from tasks.release.register import Registrar
+from tasks.release.verdict import Row
+from tasks.release.versions import (
+    CARD,
+    DECISION_TAG,
+    IF_ARRIVED,
+    OUTCOME_TAG,
+    PENDING_TAG,
+    PREVIOUS_TAG,
+    ROLLED_BACK_TAG,
+    with_aliases,
+)
+from tests.tasks.release.test_certify import build, one_thread, tokenizer  # noqa: F401
+
+LOSSY = f"""
+import sys
+sys.path.insert(0, {str(PROGRAMS)!r})
+import torch, transformers, ask_transformers
+from types import SimpleNamespace
+from asked import answer
+load = transformers.AutoModelForCausalLM.from_pretrained
+
+def loses_an_expert(path, **options):
+    model = load(path, **options)
+    with torch.no_grad():
+        weight = model.model.layers[1].mlp.experts.down_proj
+        weight[1] = weight[0]
+    return model
+
+ask_transformers.AutoModelForCausalLM = SimpleNamespace(from_pretrained=loses_an_expert)
+answer(transformers.__version__, ask_transformers.ask)
+"""
+"""Stock transformers, which writes one expert's weights into another, as converters did."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return settings.read({"UPCYCLE_HOME": str(tmp_path_factory.mktemp("home"))})
+
+
+@pytest.fixture(scope="module")
+def registry(place):
+    return Registry(place)
+
+
+@pytest.fixture(scope="module")
+def run(place):
+    with Tracker(place, "flows").start_run("moe") as run:
+        yield run
+
+
+@pytest.fixture
+def name(request):
+    """A registered model of each test's own."""
+    return re.sub(r"\W", "-", request.node.name)
+
+
+@pytest.fixture
+def registrar(place, registry, run, name, tmp_path):
+    """Of a workspace with a model, whose recipe requires a certificate by transformers."""
+    return Registrar(session_of(place, name, tmp_path), registry, Versions(tmp_path), run)
+
+
+def session_of(place, name, folder):
+    workspace = Workspace(folder / "workspace")
+    out = workspace.stage("model")
+    for file in (folder / "model").iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    workspace.publish(out, "model", {"fingerprint": "x"})
+    recipe = load_recipe(CODE / "recipes" / "demo.yaml")
+    how = {"model": name, "certificate": "required", "readers": ("transformers",)}
+    required = replace(recipe, registry=replace(recipe.registry, **how))
+    return Session(required, workspace, log=lambda text: None)
+
+
+@pytest.fixture
+def any_model(tmp_path):
+    """Files that no reader is asked for."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+
+
+@pytest.fixture
+def moe(tmp_path, tokenizer):  # noqa: F811  (the fixture)
+    build(tmp_path / "made", tokenizer).rename(tmp_path / "model")
+
+
+FAILED = Row("vllm", "fp32", verdict="failed", why="logits are 3 off", logits=3.0)
+SILENT = Row("vllm", "fp32", verdict="failed", why="did not answer within 1 s")
+ARRIVED = Row("transformers", "fp32", verdict="arrived")
+ABSENT = Row("llama.cpp", "F16", why="not installed: make readers (llama_cpp)")
+DECISION = Decision(True, "promoted: 91.00, the first", "there was no champion", 91.0, None)
+
+
+@pytest.mark.faults
+@pytest.mark.usefixtures("moe")
+def test_a_version_that_a_reader_loses_is_no_champion(
+    registry, request, name, tmp_path, monkeypatch
+):
+    program = tmp_path / "lossy.py"
+    program.write_text(LOSSY)
+    lossy = Reader("transformers", str(program), None, "transformers")
+    monkeypatch.setitem(READERS, "transformers", lossy)
+    own = request.getfixturevalue("registrar")
+    files = {CARD: f"# A model\n\nGate: {DECISION.reason}."}
+    outcome = own.register_model(DECISION, metrics={}, scores={}, description="Ours.", files=files)
+    version = outcome.version
+    assert version.aliases == ("challenger",)
+    assert registry.find(name, "champion") is None
+    lost = "model.layers.1.block_sparse_moe.experts.1.w2.weight"
+    why = f"did not arrive in transformers (transformers: tensors: {lost}"
+    assert version.tags[OUTCOME_TAG] == "refused: did not arrive in transformers"
+    assert version.tags[DECISION_TAG] == outcome.decision
+    assert outcome.decision.startswith(f"{DECISION.reason}; {why}")
+    assert version.description.startswith("refused: did not arrive in transformers. Ours.")
+    assert "promoted" not in version.description
+    assert f"Gate: {outcome.decision}." in version.description
+    assert "### Arrival certificate" in version.description
+    assert f"Gate: {outcome.decision}." in registry.text(version, CARD)
+    assert PENDING_TAG not in version.tags
+    assert version.params["registry.certificate"] == "required"
+    again = own.offered()
+    assert (again.is_new, again.version.aliases) == (False, ("challenger",))
+
+
+@pytest.mark.usefixtures("any_model")
+@pytest.mark.parametrize("arrives", [True, False])
+def test_what_a_killed_flow_left_is_certified_by_the_next(
+    registry, request, name, monkeypatch, arrives
+):
+    own = request.getfixturevalue("registrar")
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(of_certificate, "certify", killed)
+    said = {"metrics": {}, "scores": {}, "description": "Ours."}
+    with pytest.raises(KeyboardInterrupt):
+        own.register_model(DECISION, **said)
+    [waiting] = registry.versions(name)
+    assert waiting.aliases == ("challenger",)
+    assert waiting.tags[PENDING_TAG] == IF_ARRIVED
+    monkeypatch.setattr(
+        of_certificate, "certify", lambda *_, **__: [ARRIVED if arrives else FAILED]
+    )
+    outcome = own.offered()
+    assert not outcome.is_new
+    assert PENDING_TAG not in outcome.version.tags
+    if arrives:
+        assert set(outcome.version.aliases) == {"challenger", "champion"}
+        assert outcome.version.tags[PREVIOUS_TAG] == "none"
+        assert outcome.decision == DECISION.reason
+    else:
+        assert outcome.version.aliases == ("challenger",)
+        assert outcome.version.tags[OUTCOME_TAG] == "refused: did not arrive in vllm"
+        why = "did not arrive in vllm (vllm: logits are 3 off)"
+        assert outcome.decision == f"{DECISION.reason}; {why}"
+        assert registry.description(outcome.version).startswith("refused: did not arrive in vllm. ")
+
+
+@pytest.mark.parametrize(
+    ("rows", "short"),
+    [
+        ([ARRIVED, ABSENT], None),
+        ([ARRIVED, FAILED, ABSENT], "did not arrive in vllm"),
+        ([ARRIVED, SILENT], "did not arrive in vllm"),
+        ([ABSENT], "no reader could be asked"),
+        ([], "no reader could be asked"),
+    ],
+)
+def test_one_reader_that_fails_is_enough_and_none_that_arrives_too(rows, short):
+    found = refusal(rows)
+    assert (found and found[0]) == short
+    if found:
+        asked = [row for row in rows if row.verdict == "failed"] or rows
+        assert all(row.why in found[1] for row in asked)
+
+
+@pytest.fixture
+def champions(registry, run, name, tmp_path):
+    """Registers versions that become champion, one after the other; returns the last."""
+
+    def register(count, *, required=True):
+        (tmp_path / "config.json").write_text("{}")
+        params = {"registry": {"certificate": "required" if required else "at-hand"}}
+        for _ in range(count):
+            made = Registration(params=params, marks={PENDING_TAG: "champion"})
+            found = with_aliases(registry, registry.register(name, tmp_path, made, run=run))
+        return found
+
+    return register
+
+
+@pytest.mark.parametrize(
+    ("row", "required", "left"), [(FAILED, True, 1), (SILENT, True, 2), (FAILED, False, 2)]
+)
+def test_a_champion_that_is_lost_later_is_taken_back(
+    registry, champions, name, row, required, left
+):
+    version = champions(2, required=required)
+    faults = revoke(registry, version, [ARRIVED, row])
+    assert registry.find(name, "champion").number == left
+    assert bool(faults) == (left == 1)
+    if faults:
+        assert f"is none any more; models:/{name}/1 is" in str(faults[0])
+        [_, taken] = registry.versions(name)
+        assert taken.tags[ROLLED_BACK_TAG] == "did not arrive in vllm"
+
+
+def test_the_only_champion_stays_and_the_command_says_so(
+    place, registry, champions, name, monkeypatch, capsys
+):
+    champions(1)
+    monkeypatch.setattr(of_certificate, "certify", lambda *_, **__: [FAILED])
+    monkeypatch.setattr(settings, "configure", lambda: place)
+    assert main([f"{name}@champion"]) != 0
+    said = capsys.readouterr()
+    assert "| vllm | fp32 | failed: logits are 3 off |" in said.out
+    assert "has no champion before it that is still registered" in said.err
+    assert registry.find(name, "champion").number == 1
