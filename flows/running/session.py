@@ -23,7 +23,7 @@ from prefect.utilities.annotations import quote
 
 from flows.running.progress import ProgressArtifacts
 from infra import settings as environment
-from infra.cluster.compute import cluster
+from infra.cluster.compute import check_room, cluster
 from infra.recipe.schema import Recipe, resolve
 from infra.services.processes import end_orphans
 from infra.settings import Settings
@@ -211,6 +211,7 @@ def open_session(flow_name: str, recipe: Recipe) -> Iterator[FlowSession]:
             tracker.start_run(flow_name, workspace=workspace.root, tags=tags) as run,
             cluster(settings, recipe.compute.cpus, CODE, workspace=workspace.root),
         ):
+            check_room(recipe.compute)
             run.log_params(resolve(recipe))
             session = Session(
                 recipe,

@@ -20,12 +20,12 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from infra.cluster.capacity import room_faults
+from infra.cluster.capacity import compute_faults, room_faults
 from infra.cluster.pieces import Done, Piece, finish, is_finished, read_done, remove
 from infra.cluster.progress import REPORT_SECONDS, progress_file
 from infra.cluster.shared_storage import look, storage_fault, written_token
 from infra.cluster.worker import GROUP_FILE, TRAIN_ENVIRONMENT, Performed, WorkerLost, perform
-from infra.recipe.resources import Resources
+from infra.recipe.resources import ComputeConfig, Resources
 from infra.services.stopping import handlers_kept
 from infra.settings import Settings, environment_of
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -135,6 +135,15 @@ def _check_machines(address: str, folder: Path) -> None:
                 fault = Fault("RAY_ADDRESS", address, remedy)
             faults += [fault] if fault else []
     raise_faults(faults)
+
+
+def check_room(compute: ComputeConfig) -> None:
+    """Look whether the machines of the Ray at work have room for every kind of piece.
+
+    Raises:
+        InputError: With every kind that asks for more than any machine has.
+    """
+    raise_faults(compute_faults(compute, [node["Resources"] for node in _machines()]))
 
 
 def _brief(error: Exception, length: int = 300) -> str:
