@@ -14,7 +14,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from flows.running.command_line import SUMMARY
 from flows.running.session import FlowSession
-from infra.durable import write_atomically
+from infra.durable import SEAL, is_whole, sealed, write_atomically
 from infra.recipe.schema import Recipe
 from tasks.engine.workspace import Workspace, fingerprint
 from tasks.living.lineage import life_of
@@ -61,7 +61,7 @@ def begin_change(session: FlowSession, what: str) -> Change:
     change = unfinished(session.workspace)
     if change is None or change.what != what:
         change = Change(what, _scores(session), _texts(session))
-        write_atomically(path, json.dumps(asdict(change), indent=1))
+        write_atomically(path, json.dumps(sealed(asdict(change)), indent=1))
     return change
 
 
@@ -69,8 +69,10 @@ def unfinished(workspace: Workspace) -> Change | None:
     """The change that was not finished, if there is one."""
     path = workspace.root / UNFINISHED
     try:
-        return Change(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # none, or a disk has damaged it
+        values = json.loads(path.read_text())
+        whole = is_whole(values)
+        return Change(**{k: v for k, v in values.items() if k != SEAL}) if whole else None
+    except (OSError, ValueError, TypeError, AttributeError):  # none, or a disk has damaged it
         return None
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from infra.durable import write_atomically
+from infra.durable import SEAL, is_whole, sealed, write_atomically
 from infra.recipe.schema import Lineage, Recipe
 from tasks.engine.life import EXPERTS, Life, experts_in, joined, modelled
 from tasks.engine.workspace import Workspace
@@ -151,7 +151,7 @@ def without_backbone(recipe: Recipe) -> Recipe:
 
 def save(lineage: Lineage, workspace: Workspace) -> None:
     """Write it beside the artifacts; it is on the disk when this returns."""
-    text = json.dumps(asdict(lineage), indent=1, sort_keys=True) + "\n"
+    text = json.dumps(sealed(asdict(lineage)), indent=1, sort_keys=True) + "\n"
     write_atomically(workspace.root / FILE, text)
 
 
@@ -163,6 +163,8 @@ def forget(workspace: Workspace) -> None:
 def _load(path: Path) -> Lineage:
     try:
         values = json.loads(path.read_text())
+        if SEAL in values and not is_whole(values):
+            raise ValueError("it is not as it was written")
         return Lineage(
             pinned=values["pinned"],
             backbone=tuple(values["backbone"]),
