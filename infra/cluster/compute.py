@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -44,6 +45,16 @@ PIECE_VARIABLES = (
 PROBE_SECONDS = 10.0
 ROOM_SECONDS = 120.0
 """How long a piece may wait for a machine that is gone and may come back."""
+
+SERVERS = ("gcs_server", "raylet")
+"""Names of the processes without which a local Ray computes nothing."""
+LOST = (
+    ray.exceptions.LocalRayletDiedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.RaySystemError,
+    ray.exceptions.RpcError,
+)
+_SERVERS: list[psutil.Process] = []
 
 
 @contextmanager
@@ -76,6 +87,7 @@ def cluster(
         quiet |= {"include_dashboard": False, "object_store_memory": 100_000_000}
         with handlers_kept():  # at SIGTERM Ray would end before its pieces
             ray.init(address="local", num_cpus=cpus, **quiet)
+        _SERVERS[:] = [p for p in psutil.Process().children() if p.name() in SERVERS]
     else:
         _connect(settings, code, quiet)
     try:
@@ -83,6 +95,7 @@ def cluster(
             _check_machines(settings.ray_address, workspace or settings.home)
         yield
     finally:
+        _SERVERS.clear()
         ray.shutdown()
 
 
@@ -160,6 +173,32 @@ def _machines() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
+@contextmanager
+def _loss_named() -> Iterator[None]:
+    """Say in a line that Ray is gone, whoever notices."""
+    try:
+        yield
+    except LOST as error:
+        raise InputError(_loss(_brief(error))) from None
+
+
+def _loss(what: str) -> Fault:
+    remedy = f"is gone ({what}); what is finished is kept: run the same command again"
+    return Fault("compute", "Ray", remedy)
+
+
+def _check_servers() -> None:
+    """Look at the processes of our own Ray: it would take half a minute to miss them.
+
+    Raises:
+        InputError: One of them has ended.
+    """
+    for server in _SERVERS:
+        if not server.is_running() or server.status() == psutil.STATUS_ZOMBIE:
+            raise InputError(_loss("one of its processes was killed"))
+
+
+@_loss_named()
 def run_pieces(
     pieces: Sequence[Piece],
     *,
@@ -181,7 +220,7 @@ def run_pieces(
         Finished pieces by name, in the order given.
 
     Raises:
-        InputError: If Ray has no machine for ``resources``; or what a piece raised.
+        InputError: If Ray has no machine for ``resources``, or is gone; or what a piece raised.
     """
     directory.mkdir(parents=True, exist_ok=True)
     workers = max((piece.workers for piece in pieces), default=1)
@@ -196,6 +235,7 @@ def run_pieces(
         while waiting:
             ready, waiting = ray.wait(waiting, timeout=REPORT_SECONDS)
             watch()
+            _check_servers()
             for reference in ready:
                 _get(reference)
             lacking = _lacking(resources, workers)
