@@ -64,7 +64,8 @@ def test_a_stranger_goes_on_where_any_text_that_it_reads_is_new(tmp_path, worksp
     publish(workspace, "documents/numbers", "new")
     taught = with_parents(begin(recipe, workspace), workspace, led={})
     assert taught.parents == {"numbers": workspace.digest("experts/numbers")}
-    publish(workspace, "documents/letters", "new")
+    publish(workspace, "documents/numbers", "old")
+    publish(workspace, "documents/letters", "new")  # of which numbers reads a share
     both = with_parents(begin(recipe, workspace), workspace, led={})
     assert set(both.parents) == set(OLD)
     assert "parents/numbers" in experts.inputs(taught, "numbers")
