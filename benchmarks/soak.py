@@ -1,24 +1,29 @@
 """Weeks in an hour: scheduled runs in a row, and what they leave behind.
 
-    python -m benchmarks.soak [--noops N] [--retrains N]
+    python -m benchmarks.soak [--noops N] [--retrains N] [--minutes M]
 
 Servers and worker as `make up` starts them, a small model, and its deployment `retrain`. Runs are
 scheduled one after the other, so that the worker starts each: those that find nothing new, and,
 spread among them, those for which a text has changed. The text stays as long as it is and `keep` is
 small, so that what grows is not what is asked for. After every tenth run `flows.tidy` clears up.
-After every run: processes, open files and memory of servers and worker, and the size of the home;
-apart from it that of the DVC remote, an archive that nothing clears. Prefect drops events after a
-week; a run stands for a night here, so after as many runs.
-``ratio`` is the median of the last quarter over that of the second (the first warms up).
+After every run: processes, open files and memory of servers and worker, and the size of the home,
+of its databases and of the temporary directory; the time of the list of runs in Prefect and in
+MLflow; apart from these the DVC remote, an archive that nothing clears. Prefect drops events after
+a week; a run stands for a night here, so after as many runs.
+``ratio`` is the median of the last quarter over that of the second (the first warms up); the slope
+is that of a line through all samples after the first quarter, for a thousand runs.
 """
 
+import json
 import os
 import socket
+import sqlite3
 import sys
 import sysconfig
 import tempfile
 import time
-from contextlib import suppress
+import urllib.request
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +35,7 @@ from benchmarks.common import median, parser_of, print_result, print_table
 from infra.services.deployments import PREFECT_FILE
 
 BOUNDED = ("processes", "open files", "memory MB", "disk MB")
-FIGURES = (*BOUNDED, "remote MB")
+FIGURES = (*BOUNDED, "databases MB", "rows", "list of runs s", "temporary MB", "remote MB")
 MODULES = ("json", "email", "logging", "asyncio", "unittest", "http", "xml", "importlib")
 TRAINING = {"steps": 20, "batch_size": 4, "sequence_length": 64, "warmup_steps": 2}
 FIRST_TWO = ("first", "second")
@@ -46,12 +51,13 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--noops", type=int, default=100)
     parser.add_argument("--retrains", type=int, default=10)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no run after that")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         soak = Soak(Path(folder))
         try:
             soak.begin()
-            samples = soak.run(options.noops, options.retrains)
+            samples = soak.run(options.noops, options.retrains, until=60 * options.minutes)
         finally:
             soak.command("infra.services", "down")
     quarter = max(1, len(samples) // 4)
@@ -60,10 +66,22 @@ def main() -> None:
         {name: median([sample[name] for sample in part]) for name in FIGURES}
         for part in (early, late)
     )
-    rows = [[name, before[name], after[name]] for name in FIGURES]
+    slopes = {name: slope([sample[name] for sample in samples[quarter:]]) for name in FIGURES}
+    rows = [[name, before[name], after[name], 1000 * slopes[name]] for name in FIGURES]
     ratio = {name: after[name] / before[name] for name in BOUNDED}
-    print_table(f"{len(samples)} runs", ["", "second quarter", "last quarter"], rows)
-    print_result("soak", ratio, {"goal": {"at_most": ALLOWED}, "samples": samples})
+    print_table(
+        f"{len(samples)} runs", ["", "second quarter", "last quarter", "in 1,000 more"], rows
+    )
+    print_result(
+        "soak", ratio, {"goal": {"at_most": ALLOWED}, "slopes": slopes, "samples": samples}
+    )
+
+
+def slope(values: list[float]) -> float:
+    """Of the line of least squares through ``values``, a step apart; 0 of fewer than two."""
+    middle, mean = (len(values) - 1) / 2, sum(values) / max(1, len(values))
+    above = sum((i - middle) * (value - mean) for i, value in enumerate(values))
+    return above / (sum((i - middle) ** 2 for i in range(len(values))) or 1.0)
 
 
 class Soak:
@@ -82,6 +100,8 @@ class Soak:
             **ports,
             "PYTHONPATH": str(ROOT),
             "UPCYCLE_HOME": str(self.home),
+            # Ray's sockets have short names alone.
+            **dict.fromkeys(("TMPDIR", "RAY_TMPDIR"), str(folder / "t")),
             "PREFECT_API_URL": f"http://127.0.0.1:{ports['UPCYCLE_PREFECT_PORT']}/api",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": WEEK,
@@ -91,6 +111,7 @@ class Soak:
     def begin(self) -> None:
         """Write texts and recipe, start the servers, build the model, deploy."""
         self.text.mkdir()
+        (self.folder / "t").mkdir()
         self.write_text(0)
         self.recipe.write_text(yaml.safe_dump(_recipe(self.text)))
         deployments = yaml.safe_load(PREFECT_FILE.read_text())
@@ -106,11 +127,16 @@ class Soak:
         deploy += f"from pathlib import Path; deploy(configure(), prefect_file=Path({str(file)!r}))"
         run_python(["-c", deploy], environment=self.environment)
 
-    def run(self, noops: int, retrains: int) -> list[dict[str, float]]:
-        """All runs; what there is after each."""
+    def run(
+        self, noops: int, retrains: int, *, until: float = float("inf")
+    ) -> list[dict[str, float]]:
+        """All runs, as far as ``until`` seconds reach; what there is after each."""
+        until += time.monotonic()
         every = max(1, (noops + retrains) // max(1, retrains))
         samples = []
         for number in range(noops + retrains):
+            if time.monotonic() > until:
+                break
             if retrains and number % every == every - 1:
                 self.write_text(1 + number)
             watch = ("--watch", "--watch-interval", "1")
@@ -145,8 +171,45 @@ class Soak:
         remote = _size(self.home / "remote")
         disk = _size(self.home) - remote
         files = sum(p.num_fds() for p in servers)
-        figures = (len(servers), files, memory / 1e6, disk / 1e6, remote / 1e6)
+        databases = [path for path in self.home.rglob("*.db*") if path.is_file()]
+        figures = (
+            *(len(servers), files, memory / 1e6, disk / 1e6),
+            sum(path.stat().st_size for path in databases) / 1e6,
+            sum(_rows(path) for path in databases if path.suffix == ".db"),
+            self._list_seconds(),
+            _size(self.folder / "t") / 1e6,
+            remote / 1e6,
+        )
         return dict(zip(FIGURES, map(float, figures), strict=True))
+
+    def _list_seconds(self) -> float:
+        """What the pages of all runs ask for: flow runs of Prefect, and runs of MLflow."""
+        mlflow = f"http://127.0.0.1:{self.environment['UPCYCLE_MLFLOW_PORT']}/api/2.0/mlflow"
+        prefect = self.environment["PREFECT_API_URL"]
+        began = time.perf_counter()
+        page = {"limit": 50, "page": 1, "sort": "START_TIME_DESC"}
+        _post(f"{prefect}/flow_runs/paginate", page)
+        for experiment in _post(f"{mlflow}/experiments/search", {"max_results": 100})[
+            "experiments"
+        ]:
+            asked = {"experiment_ids": [experiment["experiment_id"]], "max_results": 100}
+            _post(f"{mlflow}/runs/search", asked)
+        return time.perf_counter() - began
+
+
+def _post(address: str, values: Any) -> Any:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(address, json.dumps(values).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def _rows(database: Path) -> int:
+    """Of all tables."""
+    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=30)) as found:
+        kinds = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+        tables = [name for (name,) in found.execute(kinds)]
+        return sum(found.execute(f'SELECT COUNT(*) FROM "{t}"').fetchone()[0] for t in tables)
 
 
 def _recipe(texts: Path) -> dict[str, Any]:

@@ -51,16 +51,27 @@ def ders(recipe: Recipe) -> State:
     with open_session("ders", recipe) as session:
         for stage in DUME.stages:
             session.ensure(stage)
-        session.ensure(baselines, only=section(recipe).models)
-        session.ensure(sweeps)
-        session.ensure(compression)
+        compress(session)
         session.finish()
-        outcome = register_compressed(session.registrar)
-        _publish(session, outcome)
-        session.workspace.sweep()
+        outcome = offer(session)
         if outcome is None:
             return session.completed("no way to store deltas is within the tolerance")
         return session.completed(words_of(outcome), outcome.version.reference)
+
+
+def compress(session: FlowSession) -> None:
+    """Store the experts of a finished model, and of rows beside it, in every way."""
+    session.ensure(baselines, only=section(session.recipe).models)
+    session.ensure(sweeps)
+    session.ensure(compression)
+
+
+def offer(session: FlowSession) -> Outcome | None:
+    """Register the smallest compressed model that is good enough, and show all of them."""
+    outcome = register_compressed(session.registrar)
+    _publish(session, outcome)
+    session.workspace.sweep()
+    return outcome
 
 
 def _faults(recipe: Recipe) -> list[Fault]:
@@ -82,7 +93,7 @@ def _publish(session: FlowSession, outcome: Outcome | None) -> None:
             for figure in ("normalised_average", "percent_of_original"):
                 run.log_metrics({f"{figure}/{row}/{name}": point[figure]})
     log_report(session, report, "compression", outcome.version if outcome else None)
-    verdict = _verdict(outcome)
+    verdict = verdict_of(outcome)
     run.describe(f"{table}\n{verdict}")
     create_markdown_artifact(
         key=slug(f"{recipe.name}-compression"),
@@ -99,7 +110,8 @@ def _publish(session: FlowSession, outcome: Outcome | None) -> None:
     (session.workspace.root / SUMMARY).write_text(text)
 
 
-def _verdict(outcome: Outcome | None) -> str:
+def verdict_of(outcome: Outcome | None) -> str:
+    """What became of the compressed model, in a sentence."""
     if outcome is None:
         return "No way to store the deltas is within the tolerance; nothing is registered."
     aliases = ", ".join(outcome.version.aliases) or "no alias"

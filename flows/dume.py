@@ -4,16 +4,14 @@
 """
 
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 from prefect import flow
 from prefect.states import State
 
-from flows.making.building import publish
+from flows.making.building import made, publish
 from flows.running.command_line import command, load, recipe_parser, run_flow
-from flows.running.naming import words_of
-from flows.running.session import THREADS, FlowSession, open_session
+from flows.running.session import THREADS, FlowSession
 from infra.recipe.schema import Recipe, resolve
 from tasks.data.corpora import corpora
 from tasks.data.documents import documents
@@ -23,17 +21,17 @@ from tasks.data.sources import sources
 from tasks.data.tokenizer import tokenizer
 from tasks.dume.backbone import backbone
 from tasks.dume.experts import experts, parents
+from tasks.dume.method import METHOD
 from tasks.dume.model import model
 from tasks.dume.repaired import repaired
 from tasks.dume.report import report
 from tasks.dume.routed import routed
 from tasks.dume.router import router
 from tasks.dume.statistics import statistics
-from tasks.engine.stage import Stage
-from tasks.living.lineage import forget
 from tasks.methods import METHODS, TASKS, scored_models
 from tasks.recipes import validate
 from tasks.release.versions import Outcome
+from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="dume", task_runner=THREADS)
@@ -49,20 +47,22 @@ def dume(recipe: Recipe, rebuild: bool = False) -> State:
         The registered version, ``models:/NAME/NUMBER``.
     """
     recipe = validate(resolve(recipe))
-    with open_session("dume", recipe) as session:
-        if rebuild:
-            forget(session.workspace)
-            session.adopt(replace(session.recipe, lineage=None))
-        outcome = build(session)
-        return session.completed(words_of(outcome), outcome.version.reference)
+    raise_faults(_faults(recipe))
+    return made("dume", recipe, build, rebuild=rebuild)
 
 
-def build(session: FlowSession, *, changed: Sequence[str] | None = None) -> Outcome:
+def build(
+    session: FlowSession,
+    *,
+    changed: Sequence[str] | None = None,
+    also: Callable[[FlowSession], None] = lambda session: None,
+) -> Outcome:
     """Bring every stage up to date, judge the model beside the champion, and register it.
 
     Args:
         session: The recipe at work.
         changed: Domains whose text and experts are looked at; all by default.
+        also: Makes what is asked for beside the model, before that is registered.
     """
     session.ensure(sources)
     session.ensure(documents, only=changed)
@@ -85,13 +85,16 @@ def build(session: FlowSession, *, changed: Sequence[str] | None = None) -> Outc
         session.ensure(task_sets)
         session.ensure(task_scores, only=own)
         session.ensure(task_routing)
+    also(session)
     session.finish()
     return publish(session, own)
 
 
-def built(recipe: Recipe) -> tuple[Stage, ...]:
-    """What ``build`` brings up to date."""
-    return (*METHODS[recipe.method].stages, *(TASKS.stages if TASKS.asked(recipe) else ()))
+def _faults(recipe: Recipe) -> list[Fault]:
+    if recipe.method == METHOD.name:
+        return []
+    remedy = f"is not what flows.dume makes; run {METHODS[recipe.method].flow}"
+    return [Fault("method", recipe.method, remedy)]
 
 
 @command
@@ -100,7 +103,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = recipe_parser("flows.dume", __doc__)
     parser.add_argument("--rebuild", action="store_true", help="what was built upon, too")
     chosen = parser.parse_args(arguments)
-    run_flow(load(chosen), lambda recipe: dume(recipe, chosen.rebuild))
+    recipe = load(chosen)
+    raise_faults(_faults(recipe))
+    run_flow(recipe, lambda recipe: dume(recipe, chosen.rebuild))
 
 
 if __name__ == "__main__":

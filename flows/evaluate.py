@@ -13,13 +13,13 @@ from prefect import flow
 from prefect.states import State
 
 from flows.making.building import made
+from flows.making.builds import whole
 from flows.pages.tasks import FOLDER
 from flows.running.command_line import command, load, rows_parser, run_flow
 from flows.running.session import THREADS
-from flows.simoe import tuned
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
-from tasks.methods import METHODS, scored_models
+from tasks.methods import scored_models
 from tasks.recipes import validate
 from upcycle_core.errors import Fault, raise_faults
 
@@ -36,7 +36,7 @@ def evaluate(recipe: Recipe) -> State:
     """
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
-    return (tuned if METHODS[recipe.method].has_labels else made)("evaluate", recipe)
+    return made("evaluate", recipe, whole(recipe))
 
 
 def _faults(recipe: Recipe) -> list[Fault]:

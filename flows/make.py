@@ -1,6 +1,6 @@
 """Any method end to end: a recipe in, its model and report made, judged and registered.
 
-``python -m flows.make RECIPE [FILES ...] [--set dotted.key=value ...]``
+``python -m flows.make RECIPE [FILES ...] [--set dotted.key=value ...] [--rebuild]``
 
 The recipe's ``method`` says how its model is made. Methods with more to say on their command line
 have flows of their own: ``flows.dume``, ``flows.symphony``, ``flows.simoe``.
@@ -12,6 +12,7 @@ from prefect import flow
 from prefect.states import State
 
 from flows.making.building import made
+from flows.making.builds import whole
 from flows.running.command_line import command, load, rows_parser, run_flow
 from flows.running.session import THREADS
 from infra.recipe.schema import Recipe, resolve
@@ -19,22 +20,27 @@ from tasks.recipes import validate
 
 
 @flow(name="make", task_runner=THREADS)
-def make(recipe: Recipe) -> State:
+def make(recipe: Recipe, rebuild: bool = False) -> State:
     """Make the recipe's model by its method, and register it in MLflow.
 
     Args:
         recipe: What to make.
+        rebuild: Make anew what later models were built upon, too.
 
     Returns:
         The registered version, ``models:/NAME/NUMBER``.
     """
-    return made("make", validate(resolve(recipe)))
+    recipe = validate(resolve(recipe))
+    return made("make", recipe, whole(recipe), rebuild=rebuild)
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on recipe files."""
-    run_flow(load(rows_parser("flows.make", __doc__).parse_args(arguments)), make)
+    parser = rows_parser("flows.make", __doc__)
+    parser.add_argument("--rebuild", action="store_true", help="what was built upon, too")
+    chosen = parser.parse_args(arguments)
+    run_flow(load(chosen), lambda recipe: make(recipe, chosen.rebuild))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 Where nothing is new it ends within seconds; on the command line without a run in Prefect. New text
 in a domain: its expert is continued from the one that is there, its statistics are computed again
 on the same backbone, the router is solved, the model assembled, judged beside the champion and
-offered to the registry.
+offered to the registry. Models that share no seed are continued too, and joined again; with SIMoE
+new instructions tune the same seed again.
 """
 
 import sys
@@ -14,7 +15,7 @@ from prefect import flow
 from prefect.runtime import deployment
 from prefect.states import Completed, State
 
-from flows.dume import build, built
+from flows.making.builds import build, built
 from flows.making.change import begin_change, domain_faults, finish_change, unfinished
 from flows.running.command_line import command, load, recipe_parser, run_flow
 from flows.running.naming import completed, name_run, title_of_day, words_of
@@ -23,13 +24,11 @@ from flows.running.turn import log, turn
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
 from infra.tracking.registry import Registry
-from tasks.data.corpora import corpora
-from tasks.data.documents import documents
-from tasks.data.sources import sources
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Held, Workspace
 from tasks.living.freshness import news, outdated
-from tasks.living.lineage import begin, modelled, with_lineage, with_parents
+from tasks.living.lineage import begin, life_of, with_lineage, with_parents
+from tasks.methods import METHODS
 from tasks.recipes import validate
 from tasks.release.versions import MODEL_TAG, PENDING_TAG, Outcome, led_experts, newest
 from upcycle_core.errors import Fault, raise_faults
@@ -81,10 +80,12 @@ def look(recipe: Recipe, workspace: Workspace) -> str | None:
     Raises:
         InputError: With every domain that came or left.
     """
-    known = modelled(workspace)
+    life = life_of(recipe)
+    known = life.modelled(workspace)
     if not known:
-        raise_faults([Fault("workspace", str(workspace.root), "holds no model; run flows.dume")])
-    raise_faults(domain_faults("domains", recipe.domains, known))
+        remedy = f"holds no model; run {METHODS[recipe.method].flow}"
+        raise_faults([Fault("workspace", str(workspace.root), remedy)])
+    raise_faults(domain_faults(life.section, life.parts(recipe), known))
     return f"{recipe.name}: {NOTHING}" if _is_up_to_date(recipe, workspace) else None
 
 
@@ -110,7 +111,7 @@ def _learn(session: FlowSession) -> Outcome:
     what = " ".join(["retrain", *news(session.stages).domains])
     change = begin_change(session, what if going_on is None else going_on.what)
     session.adopt(begun)
-    for stage in (sources, documents, corpora):
+    for stage in life_of(session.recipe).reads:
         session.ensure(stage)
     led = led_experts(session.registry, session.recipe.registered_name)
     session.adopt(with_parents(session.recipe, session.workspace, led=led))

@@ -1,29 +1,36 @@
-"""Take a domain out of a model: nothing is computed but the router.
+"""Take a domain out of a model: with DUME nothing is computed but the router.
 
 ``python -m flows.shrink RECIPE DOMAIN [--rebuild] [--set dotted.key=value ...]``
 
-The domain's terms are left out of the sums, and its files go. Its expert stays in the backbone's
-average; with ``--rebuild`` the others alone are averaged, and their statistics computed again.
+The domain's terms are left out of the sums, and its files go. Its expert stays in DUME's average of
+the backbone; with ``--rebuild`` the others alone are averaged, and their statistics computed again.
+With Symphony-MoE the others are joined again; with SIMoE it is a set of instructions that leaves,
+and the same seed is tuned again.
 """
 
 import shutil
 import sys
-from dataclasses import replace
 
 from prefect import flow
 from prefect.states import State
 
-from flows.dume import build
-from flows.making.change import DEPLOYED, begin_change, domain_faults, finish_change, unfinished
+from flows.making.builds import build
+from flows.making.change import (
+    DEPLOYED,
+    begin_change,
+    domain_faults,
+    finish_change,
+    rebuild_faults,
+    unfinished,
+)
 from flows.running.command_line import command, load, recipe_parser, run_flow
 from flows.running.naming import words_of
 from flows.running.session import THREADS, open_session
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
-from tasks.dume.backbone import averaged
 from tasks.engine.workspace import Workspace
-from tasks.living.lineage import begin, modelled, without_backbone
-from tasks.methods import every_stage
+from tasks.living.lineage import begin, life_of, without_backbone
+from tasks.methods import METHODS, every_stage
 from tasks.recipes import validate
 from upcycle_core.errors import Fault, raise_faults
 
@@ -34,7 +41,7 @@ def shrink(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
 
     Args:
         recipe: Of the model; it may still name the domain, or no longer.
-        domain: The one that leaves.
+        domain: The one that leaves, or with SIMoE the set of instructions.
         rebuild: Average the others alone into the backbone, and compute their statistics again.
 
     Returns:
@@ -42,14 +49,15 @@ def shrink(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
     """
     recipe = without(validate(resolve(recipe)), domain)
     workspace = Workspace(configure().home / recipe.name)
-    look(recipe, workspace, domain)
+    look(recipe, workspace, domain, rebuild)
     with open_session("shrink", recipe) as session:
         shrunk = begin(session.recipe, session.workspace)
         change = begin_change(session, f"shrink {domain}")
         session.adopt(without_backbone(shrunk) if rebuild else shrunk)
         outcome = build(session, changed=[])
         _remove(workspace, domain)
-        finish_change(session, change, outcome, notes=(_note(session.recipe, domain),))
+        note = life_of(recipe).left(session.recipe, domain)
+        finish_change(session, change, outcome, notes=(note,))
         return session.completed(words_of(outcome), outcome.version.reference)
 
 
@@ -59,28 +67,26 @@ def without(recipe: Recipe, domain: str) -> Recipe:
     Raises:
         InputError: It then is no recipe, e.g. for lack of domains.
     """
-    domains = {name: found for name, found in recipe.domains.items() if name != domain}
-    averaged = recipe.backbone.experts
-    if averaged is not None:
-        averaged = tuple(name for name in averaged if name != domain)
-    backbone = replace(recipe.backbone, experts=averaged)
-    return validate(resolve(replace(recipe, domains=domains, backbone=backbone)))
+    return validate(resolve(life_of(recipe).without(recipe, domain)))
 
 
-def look(recipe: Recipe, workspace: Workspace, domain: str) -> None:
+def look(recipe: Recipe, workspace: Workspace, domain: str, rebuild: bool = False) -> None:
     """Refuse what cannot be taken out; ``recipe`` is that without the domain.
 
     Raises:
         InputError: With every fault of the request.
     """
-    known = modelled(workspace)
+    life = life_of(recipe)
+    known = life.modelled(workspace)
     change = unfinished(workspace)
+    raise_faults(rebuild_faults(recipe, rebuild))
     if not known:
-        raise_faults([Fault("workspace", str(workspace.root), "holds no model; run flows.dume")])
+        remedy = f"holds no model; run {METHODS[recipe.method].flow}"
+        raise_faults([Fault("workspace", str(workspace.root), remedy)])
     if domain not in known and (change is None or change.what != f"shrink {domain}"):
-        remedy = f"is no domain of the model; those are {', '.join(known)}"
+        remedy = f"is no {life.part} of the model; those are {', '.join(known)}"
         raise_faults([Fault("domain", domain, remedy)])
-    raise_faults(domain_faults("domains", recipe.domains, {*known} - {domain}))
+    raise_faults(domain_faults(life.section, life.parts(recipe), {*known} - {domain}))
 
 
 def _remove(workspace: Workspace, domain: str) -> None:
@@ -88,17 +94,6 @@ def _remove(workspace: Workspace, domain: str) -> None:
     for stage in every_stage():
         if stage.by_domain:
             shutil.rmtree(workspace.path(stage.artifact(domain)), ignore_errors=True)
-
-
-def _note(recipe: Recipe, domain: str) -> str:
-    if domain in averaged(recipe):
-        note = f"The expert of {domain} is still in the backbone's average ({_listed(recipe)})"
-        return note + "; to take it out there too: flows.shrink --rebuild."
-    return f"The backbone averages {_listed(recipe)}."
-
-
-def _listed(recipe: Recipe) -> str:
-    return ", ".join(averaged(recipe))
 
 
 @command
@@ -111,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
     run_flow(
         load(chosen),
         look=lambda recipe, workspace: look(
-            without(recipe, chosen.domain), workspace, chosen.domain
+            without(recipe, chosen.domain), workspace, chosen.domain, chosen.rebuild
         ),
         run=lambda recipe: shrink(recipe, chosen.domain, chosen.rebuild),
     )

@@ -8,62 +8,77 @@ workspace of its own (``NAME-seed-0``, ...).
 """
 
 import sys
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
 from prefect import flow
 from prefect.states import State
 
+from flows.making.building import made
 from flows.pages.instructions import publish_tuning, write_instructions
 from flows.pages.model import folder_faults
 from flows.pages.page import Command
 from flows.pages.tasks import publish_tasks
 from flows.running.command_line import command, load, rows_parser, run_flow
-from flows.running.naming import words_of
-from flows.running.session import THREADS, open_session
+from flows.running.session import THREADS, FlowSession
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
 from tasks.methods import scored_models, stages_of
 from tasks.recipes import validate
 from tasks.release.champion import standing_champion
 from tasks.release.task_table import task_table
+from tasks.release.versions import Outcome
 from tasks.simoe.model import baselines, model
 from tasks.simoe.register import register_tuned
 from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="simoe", task_runner=THREADS)
-def simoe(recipe: Recipe) -> State:
+def simoe(recipe: Recipe, rebuild: bool = False) -> State:
     """Tune a dense model on instructions, with sparse experts, into the MLflow registry.
 
     Args:
         recipe: What to make; ``baselines`` are further rows of its table.
+        rebuild: Make the seed anew too, where later models were built upon it.
 
     Returns:
         The registered version, ``models:/NAME/NUMBER``.
     """
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
-    return tuned("simoe", recipe)
+    return made("simoe", recipe, build, rebuild=rebuild)
 
 
-def tuned(flow_name: str, recipe: Recipe) -> State:
-    """Bring every stage of a recipe up to date, and register its model; see ``simoe``."""
-    with open_session(flow_name, recipe) as session:
-        for stage in stages_of(recipe):
-            if stage is baselines:  # the recipe's own model is one more of the trainings
-                session.ensure(model, stage)
-            elif stage is not model:
-                session.ensure(stage)
-        session.finish()
-        with standing_champion(session.stages, session.registry) as champion:
-            tasks = task_table(session.stages, champion, models=list(scored_models(recipe)))
-            outcome = register_tuned(session.registrar, champion)
-        publish_tuning(session, outcome)
-        if tasks is not None:
-            publish_tasks(session, outcome.version, tasks)
-        session.workspace.sweep()
-        return session.completed(words_of(outcome), outcome.version.reference)
+def build(
+    session: FlowSession,
+    *,
+    changed: Collection[str] | None = None,
+    also: Callable[[FlowSession], None] = lambda session: None,
+) -> Outcome:
+    """Bring every stage up to date, judge the model beside the champion, and register it.
+
+    Args:
+        session: The recipe at work.
+        changed: Sets of instructions; all are tuned on together, whichever changed.
+        also: Makes what is asked for beside the model, before that is registered.
+    """
+    recipe = session.recipe
+    for stage in stages_of(recipe):
+        if stage is baselines:  # the recipe's own model is one more of the trainings
+            session.ensure(model, stage)
+        elif stage is not model:
+            session.ensure(stage)
+    also(session)
+    session.finish()
+    with standing_champion(session.stages, session.registry) as champion:
+        tasks = task_table(session.stages, champion, models=list(scored_models(recipe)))
+        outcome = register_tuned(session.registrar, champion)
+    publish_tuning(session, outcome)
+    if tasks is not None:
+        publish_tasks(session, outcome.version, tasks)
+    session.workspace.sweep()
+    return outcome
 
 
 def _faults(recipe: Recipe) -> list[Fault]:
@@ -77,6 +92,7 @@ def _faults(recipe: Recipe) -> list[Fault]:
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on recipe files."""
     parser = rows_parser("flows.simoe", __doc__)
+    parser.add_argument("--rebuild", action="store_true", help="what was built upon, too")
     parser.add_argument("--seeds", type=int, nargs="+", help="run once a seed")
     parser.add_argument("--out", type=Path, help="write a page of the results into this folder")
     chosen = parser.parse_args(arguments)
@@ -87,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
         replace(recipe, seed=seed, name=f"{recipe.name}-seed-{seed}") for seed in chosen.seeds or ()
     ] or [recipe]
     for run in runs:
-        run_flow(run, simoe)
+        run_flow(run, lambda recipe: simoe(recipe, chosen.rebuild))
     if chosen.out is not None:
         made = Command.of("simoe", recipe, chosen)
         write_instructions(made, [home / run.name for run in runs])

@@ -1,6 +1,6 @@
 """Symphony-MoE end to end: models that share no seed in, a registered stock-format MoE out.
 
-``python -m flows.symphony RECIPE [ROWS ...] [--set dotted.key=value ...]``
+``python -m flows.symphony RECIPE [ROWS ...] [--set dotted.key=value ...] [--rebuild]``
 
 The first file is a recipe with a ``symphony`` section. The others hold ``baselines:``, rows of the
 ablation table that are joined, trained and judged beside it, or ``tasks:``.
@@ -21,18 +21,19 @@ from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="symphony", task_runner=THREADS)
-def symphony(recipe: Recipe) -> State:
+def symphony(recipe: Recipe, rebuild: bool = False) -> State:
     """Join models of different origin into one Mixture-of-Experts in the MLflow registry.
 
     Args:
         recipe: What to make; ``baselines`` are further rows of its ablation table.
+        rebuild: Make anew what later models were built upon: vocabulary, anchor, continued models.
 
     Returns:
         The registered version, ``models:/NAME/NUMBER``.
     """
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
-    return made("symphony", recipe)
+    return made("symphony", recipe, rebuild=rebuild)
 
 
 def _faults(recipe: Recipe) -> list[Fault]:
@@ -45,9 +46,12 @@ def _faults(recipe: Recipe) -> list[Fault]:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on recipe files."""
-    recipe = load(rows_parser("flows.symphony", __doc__).parse_args(arguments))
+    parser = rows_parser("flows.symphony", __doc__)
+    parser.add_argument("--rebuild", action="store_true", help="what was built upon, too")
+    chosen = parser.parse_args(arguments)
+    recipe = load(chosen)
     raise_faults(_faults(recipe))
-    run_flow(recipe, symphony)
+    run_flow(recipe, lambda recipe: symphony(recipe, chosen.rebuild))
 
 
 if __name__ == "__main__":

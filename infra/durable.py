@@ -1,8 +1,10 @@
 """What is on the disk when a function returns, whatever befalls the machine then."""
 
+import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,23 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+SEAL = "sha256"
+"""Key of a record: the hash of all that stands beside it. A flipped bit mostly leaves good JSON."""
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with a hash of them, by which ``is_whole`` knows them again."""
+    # As they will be read: JSON knows no keys but texts.
+    rest = json.loads(json.dumps({key: value for key, value in values.items() if key != SEAL}))
+    text = json.dumps(rest, sort_keys=True)
+    return {**rest, SEAL: hashlib.sha256(text.encode()).hexdigest()}
+
+
+def is_whole(values: Any) -> bool:
+    """Whether what was read is what ``sealed`` returned, to the last bit."""
+    return isinstance(values, dict) and values == sealed(values)
 
 
 def sync_tree(path: Path) -> None:

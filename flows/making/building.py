@@ -1,6 +1,7 @@
 """What flows that make a model share: the gate, the registration, and what is shown of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from prefect.states import State
 
@@ -10,29 +11,57 @@ from flows.running.command_line import SUMMARY
 from flows.running.naming import words_of
 from flows.running.session import FlowSession, open_session
 from infra.recipe.schema import Recipe
+from tasks.living.lineage import forget
 from tasks.methods import scored_models, stages_of
 from tasks.release.champion import standing_champion
 from tasks.release.register import register
 from tasks.release.task_table import task_table
 from tasks.release.versions import Outcome
 
+Build = Callable[..., Outcome]
+"""What brings a session's model up to date and registers it; see ``build_stages``."""
 
-def made(flow_name: str, recipe: Recipe) -> State:
-    """Bring every stage of a recipe up to date, and register its model.
+
+def made(
+    flow_name: str, recipe: Recipe, build: Build | None = None, *, rebuild: bool = False
+) -> State:
+    """Bring a recipe's model up to date, and register it.
 
     Args:
         flow_name: The flow's, for MLflow.
         recipe: What to make.
+        build: Brings a session's model up to date; ``build_stages`` by default.
+        rebuild: Make anew what later models were built upon.
 
     Returns:
         The registered version, ``models:/NAME/NUMBER``.
     """
     with open_session(flow_name, recipe) as session:
-        for stage in stages_of(recipe):
-            session.ensure(stage)
-        session.finish()
-        outcome = publish(session, list(scored_models(recipe)))
+        if rebuild:
+            forget(session.workspace)
+            session.adopt(replace(recipe, lineage=None))
+        outcome = (build or build_stages)(session)
         return session.completed(words_of(outcome), outcome.version.reference)
+
+
+def build_stages(
+    session: FlowSession,
+    *,
+    changed: Collection[str] | None = None,
+    also: Callable[[FlowSession], None] = lambda session: None,
+) -> Outcome:
+    """Bring every stage of the recipe up to date, judge the model, and register it.
+
+    Args:
+        session: The recipe at work.
+        changed: Domains whose text and experts are looked at; all by default.
+        also: Makes what is asked for beside the model, before that is registered.
+    """
+    for stage in stages_of(session.recipe):
+        session.ensure(stage, only=changed if stage.by_text else None)
+    also(session)
+    session.finish()
+    return publish(session, list(scored_models(session.recipe)))
 
 
 def publish(session: FlowSession, models: Sequence[str]) -> Outcome:

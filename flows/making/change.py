@@ -14,8 +14,11 @@ from prefect.artifacts import create_markdown_artifact
 
 from flows.running.command_line import SUMMARY
 from flows.running.session import FlowSession
-from infra.durable import write_atomically
+from infra.durable import SEAL, is_whole, sealed, write_atomically
+from infra.recipe.schema import Recipe
 from tasks.engine.workspace import Workspace, fingerprint
+from tasks.living.lineage import life_of
+from tasks.methods import METHODS
 from tasks.release.versions import Outcome
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.errors import Fault, InputError
@@ -58,7 +61,7 @@ def begin_change(session: FlowSession, what: str) -> Change:
     change = unfinished(session.workspace)
     if change is None or change.what != what:
         change = Change(what, _scores(session), _texts(session))
-        write_atomically(path, json.dumps(asdict(change), indent=1))
+        write_atomically(path, json.dumps(sealed(asdict(change)), indent=1))
     return change
 
 
@@ -66,8 +69,10 @@ def unfinished(workspace: Workspace) -> Change | None:
     """The change that was not finished, if there is one."""
     path = workspace.root / UNFINISHED
     try:
-        return Change(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # none, or a disk has damaged it
+        values = json.loads(path.read_text())
+        whole = is_whole(values)
+        return Change(**{k: v for k, v in values.items() if k != SEAL}) if whole else None
+    except (OSError, ValueError, TypeError, AttributeError):  # none, or a disk has damaged it
         return None
 
 
@@ -83,7 +88,8 @@ def finish_change(
         notes: Sentences under the table.
     """
     seconds = time.time() - session.began
-    table, texts = change_table(change.before, _scores(session)), _texts(session)
+    life, texts = life_of(session.recipe), _texts(session)
+    table = change_table(change.before, _scores(session), percent=life.percent)
     other = [
         domain for domain, digest in change.texts.items() if texts.get(domain, digest) != digest
     ]
@@ -97,22 +103,37 @@ def finish_change(
     create_markdown_artifact(
         key=slug(f"{session.recipe.name}-change"),
         markdown=f"# {change.what}\n\n{text}",
-        description="Every domain's perplexity before and after.",
+        description="Every score before and after.",
     )
     path = session.workspace.root / SUMMARY
-    heading = f"{change.what}: perplexity on held-out text"
+    heading = f"{change.what}: {life.measure}"
     path.write_text(f"{path.read_text()}\n{terminal([Section(heading, [table, Notes(notes)])])}")
     (session.workspace.root / UNFINISHED).unlink(missing_ok=True)
 
 
-def change_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
-    """Every domain's perplexity before and after; a dash where it was not in the model."""
+def change_table(
+    before: Mapping[str, float], after: Mapping[str, float], *, percent: bool = True
+) -> Table:
+    """Every score before and after, with its change in percent, or else in points.
+
+    A domain has a dash where it was not in the model.
+    """
     rows = []
     for name in sorted({*before, *after}):
-        old, new = before.get(name), after.get(name)
-        percent = None if old is None or new is None else f"{signed(100 * (new / old - 1))} %"
-        rows.append([name, number(old, digits=2), number(new, digits=2), percent])
-    return Table(["domain", "before", "after", "change"], rows)
+        old, new, change = before.get(name), after.get(name), None
+        if old is not None and new is not None:
+            change = f"{signed(100 * (new / old - 1))} %" if percent else signed(new - old)
+        rows.append([name, number(old, digits=2), number(new, digits=2), change])
+    return Table(["domain" if percent else "score", "before", "after", "change"], rows)
+
+
+def rebuild_faults(recipe: Recipe, rebuild: bool) -> list[Fault]:
+    """``--rebuild``, where there is no average to make anew."""
+    if not rebuild or life_of(recipe).averages:
+        return []
+    method = METHODS[recipe.method]
+    remedy = f"{method.title} keeps no average of experts: leave it out; all anew: {method.flow} "
+    return [Fault("--rebuild", True, f"{remedy}--rebuild")]
 
 
 def domain_faults(where: str, given: Any, wanted: Any) -> list[Fault]:
@@ -133,12 +154,13 @@ def domain_faults(where: str, given: Any, wanted: Any) -> list[Fault]:
 
 
 def _scores(session: FlowSession) -> dict[str, float]:
-    path = session.workspace.path("report") / "metrics.json"
+    path, method = session.workspace.path("report") / "metrics.json", session.recipe.method
     try:
-        return json.loads(path.read_text())["perplexity"][session.recipe.method]
+        scores = life_of(session.recipe).scores(json.loads(path.read_text()), method)
+        return dict(scores)
     except (FileNotFoundError, ValueError, KeyError) as error:
         remedy = "the model's scores are not there: the flow that built it did not end; end it "
-        remedy += "first: flows.dume"
+        remedy += f"first: {METHODS[method].flow}"
         raise InputError(Fault("workspace", str(path), remedy)) from error
 
 

@@ -13,13 +13,14 @@ from prefect.settings import PREFECT_API_URL
 
 from flows.running.turn import turn
 from infra import settings as environment
+from infra.cluster.capacity import compute_faults, machine
 from infra.recipe.names import masked
 from infra.recipe.schema import Recipe
 from infra.services.stopping import out_of_reach, run_command, run_stoppable
 from tasks.engine.sources import CODE
 from tasks.engine.workspace import Workspace
 from tasks.recipes import check, load_recipe
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.errors import Fault, InputError, raise_faults
 
 SUMMARY = "summary.txt"
 """What a flow leaves in its workspace for its command to print."""
@@ -136,6 +137,8 @@ def run_flow(
     """
     settings = environment.configure()
     workspace = Workspace(settings.home / recipe.name)
+    if settings.ray_address == "local":
+        raise_faults(compute_faults(recipe.compute, [machine(recipe.compute.cpus)], gpus=False))
     if look is None:
         check(recipe, settings.home / "models")
     with turn(workspace, "the start of a flow", recipe):

@@ -25,7 +25,7 @@ from flows.running.naming import completed, link_runs, name_run, title_of_day
 from flows.running.progress import ProgressArtifacts
 from flows.running.turn import is_waiting, log, turn
 from infra import settings as environment
-from infra.cluster.compute import cluster
+from infra.cluster.compute import check_room, cluster
 from infra.recipe.schema import Recipe, resolve
 from infra.services.processes import end_orphans
 from infra.settings import Settings
@@ -249,6 +249,7 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
             tracker.start_run(title, workspace=workspace.root, tags=tags, source=flow_name) as run,
             cluster(settings, recipe.compute.cpus, CODE, workspace=workspace.root),
         ):
+            check_room(recipe.compute)
             run.log_params(resolve(recipe))
             link = link_runs(settings, recipe.name, run)
             run.describe(link)

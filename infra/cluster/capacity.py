@@ -1,12 +1,39 @@
 """Whether the machines of a Ray have room for a piece: Ray itself would wait for ever."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 
-from infra.recipe.resources import Resources
+from infra.recipe.resources import ComputeConfig, Resources
 from upcycle_core.errors import Fault
 
 EPSILON = 1e-9
 """Shares of a GPU are decimal fractions."""
+
+
+def machine(cpus: int | None) -> dict[str, float]:
+    """What a Ray on this machine has, beside GPUs, which are seen when it runs."""
+    return {"CPU": float(cpus or os.cpu_count() or 1)}
+
+
+def compute_faults(
+    compute: ComputeConfig, machines: Sequence[Mapping[str, float]], *, gpus: bool = True
+) -> Iterator[Fault]:
+    """What a recipe asks for, kind by kind, and no machine can give: seen before work begins.
+
+    Args:
+        compute: The recipe's. Kinds that ask for nothing of their own are looked at when they run.
+        machines: As of ``room_faults``.
+        gpus: Whether GPUs are looked at.
+    """
+    for field in fields(compute):
+        asked = getattr(compute, field.name)
+        if not isinstance(asked, Resources) or asked == type(asked)():
+            continue
+        asked = asked if gpus else replace(asked, gpus=0.0)
+        for fault in room_faults(asked, getattr(asked, "workers", 1), machines):
+            _, _, what = fault.field.partition(" ")
+            yield replace(fault, field=".".join(filter(None, ("compute", field.name, what))))
 
 
 def room_faults(

@@ -16,16 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from infra.cluster.capacity import room_faults
+from infra.cluster.capacity import compute_faults, room_faults
 from infra.cluster.pieces import Done, Piece, finish, is_finished, read_done, remove
 from infra.cluster.progress import REPORT_SECONDS, progress_file
 from infra.cluster.shared_storage import look, storage_fault, written_token
 from infra.cluster.worker import GROUP_FILE, TRAIN_ENVIRONMENT, Performed, WorkerLost, perform
-from infra.recipe.resources import Resources
+from infra.recipe.resources import ComputeConfig, Resources
 from infra.services.stopping import handlers_kept
 from infra.settings import Settings, environment_of
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -44,6 +45,16 @@ PIECE_VARIABLES = (
 PROBE_SECONDS = 10.0
 ROOM_SECONDS = 120.0
 """How long a piece may wait for a machine that is gone and may come back."""
+
+SERVERS = ("gcs_server", "raylet")
+"""Names of the processes without which a local Ray computes nothing."""
+LOST = (
+    ray.exceptions.LocalRayletDiedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.RaySystemError,
+    ray.exceptions.RpcError,
+)
+_SERVERS: list[psutil.Process] = []
 
 
 @contextmanager
@@ -76,6 +87,7 @@ def cluster(
         quiet |= {"include_dashboard": False, "object_store_memory": 100_000_000}
         with handlers_kept():  # at SIGTERM Ray would end before its pieces
             ray.init(address="local", num_cpus=cpus, **quiet)
+        _SERVERS[:] = [p for p in psutil.Process().children() if p.name() in SERVERS]
     else:
         _connect(settings, code, quiet)
     try:
@@ -83,6 +95,7 @@ def cluster(
             _check_machines(settings.ray_address, workspace or settings.home)
         yield
     finally:
+        _SERVERS.clear()
         ray.shutdown()
 
 
@@ -137,6 +150,15 @@ def _check_machines(address: str, folder: Path) -> None:
     raise_faults(faults)
 
 
+def check_room(compute: ComputeConfig) -> None:
+    """Look whether the machines of the Ray at work have room for every kind of piece.
+
+    Raises:
+        InputError: With every kind that asks for more than any machine has.
+    """
+    raise_faults(compute_faults(compute, [node["Resources"] for node in _machines()]))
+
+
 def _brief(error: Exception, length: int = 300) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= length else f"{text[: length // 2]} ... {text[-length // 2 :]}"
@@ -151,6 +173,32 @@ def _machines() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
+@contextmanager
+def _loss_named() -> Iterator[None]:
+    """Say in a line that Ray is gone, whoever notices."""
+    try:
+        yield
+    except LOST as error:
+        raise InputError(_loss(_brief(error))) from None
+
+
+def _loss(what: str) -> Fault:
+    remedy = f"is gone ({what}); what is finished is kept: run the same command again"
+    return Fault("compute", "Ray", remedy)
+
+
+def _check_servers() -> None:
+    """Look at the processes of our own Ray: it would take half a minute to miss them.
+
+    Raises:
+        InputError: One of them has ended.
+    """
+    for server in _SERVERS:
+        if not server.is_running() or server.status() == psutil.STATUS_ZOMBIE:
+            raise InputError(_loss("one of its processes was killed"))
+
+
+@_loss_named()
 def run_pieces(
     pieces: Sequence[Piece],
     *,
@@ -172,7 +220,7 @@ def run_pieces(
         Finished pieces by name, in the order given.
 
     Raises:
-        InputError: If Ray has no machine for ``resources``; or what a piece raised.
+        InputError: If Ray has no machine for ``resources``, or is gone; or what a piece raised.
     """
     directory.mkdir(parents=True, exist_ok=True)
     workers = max((piece.workers for piece in pieces), default=1)
@@ -187,6 +235,7 @@ def run_pieces(
         while waiting:
             ready, waiting = ray.wait(waiting, timeout=REPORT_SECONDS)
             watch()
+            _check_servers()
             for reference in ready:
                 _get(reference)
             lacking = _lacking(resources, workers)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.cluster.worker import Performed
-from infra.durable import read_json, sync_tree, write_atomically
+from infra.durable import is_whole, read_json, sealed, sync_tree, write_atomically
 
 FACTS = ("result", "started", "ended", "peak_memory_bytes")
 LEFT_FILES = "left_files"
@@ -68,13 +68,17 @@ def is_finished(directory: Path, name: str) -> bool:
 def read_record(directory: Path, name: str) -> dict[str, Any] | None:
     """What ``finish`` recorded; None if that is not there, or not whole."""
     record = read_json(_result_file(directory, name))
-    # Damaged, or an earlier version wrote less.
-    return record if isinstance(record, dict) and record.keys() >= {*FACTS, LEFT_FILES} else None
+    return record if is_record(record) else None
+
+
+def is_record(record: Any) -> bool:
+    """Whether this was recorded, as it was: no damage, and no earlier version that wrote less."""
+    return is_whole(record) and record.keys() >= {*FACTS, LEFT_FILES}
 
 
 def write_record(directory: Path, name: str, record: Mapping[str, Any]) -> None:
     """Record a result, whole or not at all."""
-    write_atomically(_result_file(directory, name), json.dumps(record))
+    write_atomically(_result_file(directory, name), json.dumps(sealed(record)))
 
 
 def finish(

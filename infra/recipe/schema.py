@@ -117,11 +117,14 @@ class Lineage:
     """
 
     pinned: Mapping[str, str] = field(default_factory=dict)
-    """Artifacts that are not made again, each with its sha256: tokenizer, seed, backbone."""
+    """Artifacts that are not made again, each with its sha256: tokenizer, seed, backbone; the
+    vocabulary of models that share no seed."""
     backbone: tuple[str, ...] = ()
     """Domains whose experts the pinned backbone averages; some may have left the recipe."""
     parents: Mapping[str, str] = field(default_factory=dict)
     """The expert that a domain's expert is continued from, by its sha256."""
+    anchor: str | None = None
+    """Domain whose model the others are brought to, of models that share no seed."""
 
 
 @config

@@ -20,6 +20,7 @@ from tasks.engine.artifacts import FORMS, SEED
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.architectures.compare import compare_experts
 from upcycle_core.architectures.families import family_of
+from upcycle_core.architectures.kinship import apart
 from upcycle_core.backbone.form import common_forms
 from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -110,8 +111,13 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
     ready = any(domain.expert is not None for domain in recipe.domains.values())
     if dtype == "auto" and ready and recipe.trains_experts:
         dtype = "fp32"  # what training leaves beside them
+    strange = {n: _strange(far, next(iter(given))) for n, far in apart(given).items()}
     for name, form in common_forms(given, tokens, dtype=dtype, rope_of=rope_of).items():
-        form.save(run.out / FORMS / name)
+        if of_one_seed and name in strange:
+            run.session.log(f"WARNING: {name}: {strange[name]}")
+            replace(form, said=(*form.said, strange[name])).save(run.out / FORMS / name)
+        else:
+            form.save(run.out / FORMS / name)
         if form.said:
             said = "; ".join(form.said)
             run.session.log(f"{name}: brought into one form with the others: {said}")
@@ -119,6 +125,13 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
         if unread := family_of(config).unread(config):
             said = ", ".join(unread)
             run.session.log(f"{name}: nothing reads {said} of its config.json: left out")
+
+
+def _strange(far: float, other: str) -> str:
+    """What is said of a model that is none of the same seed's, by its distance."""
+    said = f"shares no seed with {other}: their attention weights are {far:.2f} of their size apart"
+    said += " (1.41 where nothing is shared), so that their average, which DUME takes, is no model"
+    return said + "; Symphony-MoE aligns such models first: give the recipe `symphony: {}`"
 
 
 def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:

@@ -1,6 +1,7 @@
 """Stage ``experts``: one expert a domain, trained from the seed, continued, or given."""
 
 from infra.recipe.schema import Recipe
+from tasks.data.asked import say_lacking
 from tasks.data.given import given_model
 from tasks.engine.artifacts import FORMS
 from tasks.engine.params import expert_keys
@@ -33,12 +34,15 @@ def experts(run: StageRun) -> None:
         )
         return
     is_continued = run.domain in recipe.parents
+    config = recipe.experts.continuing if is_continued else recipe.experts.training
+    text = run.path(f"corpora/{run.domain}/train")
+    say_lacking(run, {f"{run.domain}/train": text}, config.tokens, key="experts", again=True)
     run.run_one(
         train_piece,
         "experts",
         start=run.path(f"parents/{run.domain}" if is_continued else "seed"),
-        data=Texts(train=[run.path(f"corpora/{run.domain}/train")]),
-        config=recipe.experts.continuing if is_continued else recipe.experts.training,
+        data=Texts(train=[text]),
+        config=config,
         seed=recipe.seed,
         device=run.device("experts"),
     )

@@ -9,6 +9,7 @@ from tasks.data.tokenizer import tokenizer
 from tasks.dume.backbone import backbone
 from tasks.dume.checks import dume_faults, unused_faults, with_folds
 from tasks.dume.experts import experts, parents
+from tasks.dume.life import LIFE
 from tasks.dume.model import model
 from tasks.dume.repaired import repaired
 from tasks.dume.report import report
@@ -43,5 +44,6 @@ METHOD = Method(
     completed=with_folds,
     unused=unused_faults,
     compares=True,
-    lives=True,
+    flow="flows.dume",
+    life=LIFE,
 )

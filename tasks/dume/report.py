@@ -5,6 +5,7 @@ from typing import Any
 
 from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
+from tasks.data.asked import say_lacking
 from tasks.data.given import forms
 from tasks.dume.files import ROUTERS, all_experts, joined_paths, splits, statistics_files
 from tasks.engine.params import router_keys
@@ -63,6 +64,8 @@ def _swept(config: EvaluationConfig) -> dict[Parameter, Sequence[float]]:
 @stage("report", _inputs, params=_params)
 def report(run: StageRun) -> None:
     """Write metrics.json, tables, pictures and the CSV behind them."""
+    heldout = {f"{d}/heldout": run.path(f"corpora/{d}/heldout") for d in run.recipe.domains}
+    say_lacking(run, heldout, run.recipe.evaluation.tokens, key="evaluation.tokens")
     dense = _dense_pieces(run)
     done = run.run([*dense, *_moe_pieces(run)], "evaluation")
     results = {name: piece.result for name, piece in done.items()}

@@ -6,6 +6,7 @@ from typing import Any
 
 from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
+from tasks.data.asked import say_lacking
 from tasks.dume.files import STATISTICS, calibration_splits, solved_on
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.dume.statistics import domain_statistics, merge_statistics
@@ -27,6 +28,8 @@ def statistics(run: StageRun) -> None:
         split: {**models, "corpus": run.path(f"corpora/{run.domain}/{split}")}
         for split in calibration_splits(run.recipe, run.domain)
     }
+    corpora = {f"{run.domain}/{split}": own["corpus"] for split, own in texts.items()}
+    say_lacking(run, corpora, run.recipe.statistics.tokens, key="statistics.tokens")
     for split, file in in_shards(run, domain_statistics, texts).items():
         file.rename(run.out / STATISTICS.format(split=split))
 

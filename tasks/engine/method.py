@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.recipe.schema import Recipe
+from tasks.engine.life import Life
 from tasks.engine.stage import Stage, each
 from upcycle_core.errors import Fault
 from upcycle_core.evaluation.text.results import expert_row
@@ -52,7 +53,8 @@ class Method:
         has_seed: Whether its models begin with one seed.
         has_labels: Whether its domains, if it has any, are labels of instructions and no experts'.
         compares: Whether the rows to compare with are made after its own model and report.
-        lives: Whether domains may come, go and learn.
+        flow: Who makes it, for people; with ``--rebuild`` all anew.
+        life: How its models live on while parts of them come, leave and learn, where they do.
     """
 
     name: str
@@ -71,7 +73,8 @@ class Method:
     has_seed: bool = True
     has_labels: bool = False
     compares: bool = False
-    lives: bool = False
+    flow: str = "flows.make"
+    life: Life | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from upcycle_core.errors import Fault
 
 DECIDE = ("seed", "seed_model", "tokenizer")
 """Settings whose change would make another one. The backbone's average is the lineage's."""
-REBUILD = "or build all anew: flows.dume --rebuild"
+REBUILD = "or build all anew, with --rebuild: flows.dume, or the flow of the recipe's method"
 
 
 def pinned_faults(

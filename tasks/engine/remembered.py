@@ -11,7 +11,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.cluster.pieces import Piece, read_record, write_record
+from infra.cluster.pieces import Piece, is_record, read_record, write_record
 from infra.durable import read_json
 from tasks.engine.sources import module_digests, package_versions
 from tasks.engine.workspace import Workspace, fingerprint
@@ -62,7 +62,8 @@ class Remembered:
 
     def _known(self) -> dict[str, Any]:
         known = read_json(self._path)
-        return known if isinstance(known, dict) else {}
+        records = known.items() if isinstance(known, dict) else ()
+        return {mark: record for mark, record in records if is_record(record)}
 
     def _mark(self, piece: Piece) -> str | None:
         """What decides its result; None if that cannot be said."""

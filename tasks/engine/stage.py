@@ -69,6 +69,11 @@ class Stage:
         return self.out.endswith(("{domain}", "{parent}"))
 
     @property
+    def by_text(self) -> bool:
+        """Whether it makes something of one domain's text, and of nothing that all share."""
+        return self.name in ("documents", "experts")
+
+    @property
     def sources(self) -> dict[str, str]:
         """{file: sha256} of the modules that decide its result, relative to the checkout."""
         return module_digests(self.function.__module__)

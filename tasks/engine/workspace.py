@@ -123,6 +123,10 @@ class Workspace:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def inputs(self, artifact: str) -> dict[str, str]:
+        """{input: sha256} that ``artifact`` was made from; none if that cannot be read."""
+        return (self.record(artifact) or {}).get("inputs", {})
+
     def provenance(self, artifact: str) -> dict[str, Any] | None:
         """What made ``artifact``; None if it is absent or not as it was published."""
         record = self.record(artifact)

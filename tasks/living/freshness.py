@@ -4,11 +4,12 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tasks.data.sources import sources
+from tasks.engine.artifacts import INSTRUCTIONS
 from tasks.engine.stage import Stage
 from tasks.engine.stage_run import Session, StageRun
 from tasks.engine.why import in_one_line
 from tasks.engine.workspace import PROVENANCE, enclosing
+from tasks.methods import METHODS
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.errors import InputError
 
@@ -19,7 +20,7 @@ class News:
 
     Args:
         any: Whether anything is.
-        domains: Whose text, or given expert, is not.
+        domains: Whose text, or given expert, is not; and ``instructions`` that are not.
     """
 
     any: bool
@@ -32,6 +33,8 @@ def news(session: Session) -> News:
     Raises:
         InputError: With every fault of it.
     """
+    stages = METHODS[session.recipe.method].stages
+    sources = next(stage for stage in stages if stage.always)
     seen = session.workspace.path("sources")
     fresh = session.workspace.stage("sources")
     try:
@@ -39,7 +42,7 @@ def news(session: Session) -> News:
         old, new = tree_digest(seen, exclude=(PROVENANCE,)), tree_digest(fresh)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    files = {domain: f"{domain}.json" for domain in session.recipe.domains}
+    files = {name: f"{name}.json" for name in (*session.recipe.domains, INSTRUCTIONS)}
     changed = [domain for domain, file in files.items() if old.get(file) != new.get(file)]
     return News(old != new, tuple(changed))
 

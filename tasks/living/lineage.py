@@ -9,17 +9,27 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from infra.durable import write_atomically
+from infra.durable import SEAL, is_whole, sealed, write_atomically
 from infra.recipe.schema import Lineage, Recipe
+from tasks.engine.life import EXPERTS, Life, experts_in, joined, modelled
 from tasks.engine.workspace import Workspace
 from tasks.methods import METHODS
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 FILE = "lineage.json"
-EXPERTS = ("experts/", "repaired/")
-"""Where experts lie, and what they were repaired into."""
-PINNED = ("tokenizer", "seed_text", "seed", "backbone")
-"""Artifacts that statistics and experts of all domains hang on."""
+
+
+def life_of(recipe: Recipe) -> Life:
+    """How models of the recipe's method live on.
+
+    Raises:
+        InputError: They do not.
+    """
+    method = METHODS[recipe.method]
+    if method.life is None:
+        remedy = f"its models do not grow, shrink or learn; change the recipe and run {method.flow}"
+        raise InputError(Fault("method", recipe.method, remedy))
+    return method.life
 
 
 def with_lineage(recipe: Recipe, workspace: Workspace) -> Recipe:
@@ -28,11 +38,12 @@ def with_lineage(recipe: Recipe, workspace: Workspace) -> Recipe:
     What was said of domains that the recipe has no more is left out.
     """
     path = workspace.root / FILE
-    if not (METHODS[recipe.method].lives and path.exists()):
+    life = METHODS[recipe.method].life
+    if life is None or not path.exists():
         return recipe
     lineage = _load(path)
     parents = {name: found for name, found in lineage.parents.items() if name in recipe.domains}
-    return replace(recipe, lineage=replace(lineage, parents=parents))
+    return life.settled(replace(recipe, lineage=replace(lineage, parents=parents)))
 
 
 def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) -> Recipe:
@@ -46,13 +57,14 @@ def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) ->
     Raises:
         InputError: Nothing has been built there, or a build of everything did not end.
     """
+    life = life_of(recipe)
     recipe = with_lineage(recipe, workspace)
     lineage = recipe.lineage or Lineage()
-    there = {"seed_text": recipe.seed_text is not None, "seed": recipe.has_seed}
-    wanted = [name for name in PINNED if there.get(name, True)]
+    wanted = life.pinned(recipe)
     found = {name: workspace.digest(name) for name in wanted if name not in lineage.pinned}
+    remedy = f"has not been built; run {METHODS[recipe.method].flow} first"
     raise_faults(
-        Fault("workspace", str(workspace.path(name)), "has not been built; run flows.dume first")
+        Fault("workspace", str(workspace.path(name)), remedy)
         for name, digest in found.items()
         if digest is None or workspace.provenance(name) is None
     )
@@ -60,11 +72,12 @@ def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) ->
     pinned = {name: digest for name, digest in found.items() if digest is not None}
     backbone = lineage.backbone
     if "backbone" in pinned:
-        backbone = _experts_in(_inputs(workspace, "backbone"))
+        backbone = experts_in(workspace.inputs("backbone"))
     pinned = {**lineage.pinned, **pinned}
     parents = {name: found for name, found in lineage.parents.items() if name not in new}
-    lineage = replace(lineage, pinned=pinned, backbone=backbone, parents=parents)
-    return replace(recipe, lineage=lineage)
+    anchor = life.anchor(recipe, modelled(workspace))
+    lineage = Lineage(pinned=pinned, backbone=backbone, parents=parents, anchor=anchor)
+    return life.settled(replace(recipe, lineage=lineage))
 
 
 def with_parents(
@@ -75,6 +88,7 @@ def with_parents(
     An expert that was in a champion is continued from as it is; another, which was refused, is
     replaced by one continued from what that was continued from. One that was trained from the seed
     on the text that is there now (new text that failed, and was taken back) has no parent.
+    Whatever else an expert was made from, only text that it was trained on is asked for.
 
     Args:
         recipe: With a lineage.
@@ -86,20 +100,20 @@ def with_parents(
             expert that is not there is.
     """
     assert recipe.lineage is not None
-    parents = dict(recipe.parents)
+    parents, life = dict(recipe.parents), life_of(recipe)
     for name, domain in recipe.domains.items():
-        text, made_from = f"corpora/{name}/train", _inputs(workspace, f"experts/{name}")
-        digest = workspace.digest(f"experts/{name}")
-        if domain.expert is not None or digest is None or text not in made_from:
+        made_from, digest = workspace.inputs(f"experts/{name}"), workspace.digest(f"experts/{name}")
+        texts = [text for text in life.texts(recipe, name) if text in made_from]
+        if domain.expert is not None or digest is None or not texts:
             continue
-        if not workspace.has_digest(text, made_from[text]):
+        if not all(workspace.has_digest(text, made_from[text]) for text in texts):
             before, led_here = parents.get(name), led.get(name, ())
             names = workspace.digests(f"experts/{name}")
             has_led = any(n.startswith(tuple(led_here)) for n in names) if led_here else False
             parents[name] = _parent(
                 recipe, name, digest, before=before, led=led_here, has_led=has_led
             )
-        elif "seed" in made_from:
+        elif f"parents/{name}" not in made_from:
             parents.pop(name, None)
     return replace(recipe, lineage=replace(recipe.lineage, parents=parents))
 
@@ -121,7 +135,8 @@ def _parent(
     if led and before is not None:
         remedy = "was refused or rolled back, and the champion's expert is not in the workspace; "
         remedy += "move the workspace away and bring that of the champion (flows.restore "
-        remedy += f"{recipe.registered_name} champion), or build all anew: flows.dume --rebuild"
+        remedy += f"{recipe.registered_name} champion), or build all anew: "
+        remedy += f"{METHODS[recipe.method].flow} --rebuild"
         raise InputError(Fault(f"experts/{domain}", digest, remedy))
     return digest if before is None else before
 
@@ -134,20 +149,9 @@ def without_backbone(recipe: Recipe) -> Recipe:
     return replace(recipe, lineage=lineage, backbone=replace(recipe.backbone, experts=None))
 
 
-def modelled(workspace: Workspace) -> tuple[str, ...]:
-    """Domains of the workspace's model, in its order; none before there is a whole one."""
-    return _experts_in(_inputs(workspace, "model"))
-
-
-def _experts_in(inputs: Collection[str]) -> tuple[str, ...]:
-    """Domains whose experts, repaired or as they are, something was made from."""
-    named = (name.partition("/")[2] for name in inputs if name.startswith(EXPERTS))
-    return tuple(dict.fromkeys(named))
-
-
 def save(lineage: Lineage, workspace: Workspace) -> None:
     """Write it beside the artifacts; it is on the disk when this returns."""
-    text = json.dumps(asdict(lineage), indent=1, sort_keys=True) + "\n"
+    text = json.dumps(sealed(asdict(lineage)), indent=1, sort_keys=True) + "\n"
     write_atomically(workspace.root / FILE, text)
 
 
@@ -159,31 +163,27 @@ def forget(workspace: Workspace) -> None:
 def _load(path: Path) -> Lineage:
     try:
         values = json.loads(path.read_text())
+        if SEAL in values and not is_whole(values):
+            raise ValueError("it is not as it was written")
         return Lineage(
-            pinned=values["pinned"], backbone=tuple(values["backbone"]), parents=values["parents"]
+            pinned=values["pinned"],
+            backbone=tuple(values["backbone"]),
+            parents=values["parents"],
+            anchor=values.get("anchor"),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = f"cannot be read ({error}); bring it back, or delete it and build all anew"
         raise InputError(Fault("lineage", str(path), remedy)) from error
 
 
-def _inputs(workspace: Workspace, artifact: str) -> dict[str, str]:
-    """{input: sha256} that a published artifact was made from; none if that cannot be read."""
-    return (workspace.record(artifact) or {}).get("inputs", {})
-
-
 def _mixed_faults(recipe: Recipe, workspace: Workspace) -> Iterator[Fault]:
     """What was not made from what lies beside it now: a build of everything did not end."""
     of_each = [f"{kind}{domain}" for kind in EXPERTS for domain in modelled(workspace)]
-    remedy = "was made from another {}: a build did not end; end it first: flows.dume"
-    for artifact in (
-        "model",
-        "backbone",
-        "routed",
-        *of_each,
-        *(["seed"] if recipe.has_seed else []),
-    ):
-        for name, digest in _inputs(workspace, artifact).items():
-            is_built_upon = name in PINNED or name.startswith(EXPERTS)
+    start, pinned = joined(workspace), life_of(recipe).pinned(recipe)
+    remedy = "was made from another {}: a build did not end; end it first: "
+    remedy += METHODS[recipe.method].flow
+    for artifact in dict.fromkeys(("model", "routed", start, *pinned, *of_each)):
+        for name, digest in workspace.inputs(artifact).items():
+            is_built_upon = name in (*pinned, start) or name.startswith(EXPERTS)
             if is_built_upon and not workspace.has_digest(name, digest):
                 yield Fault("workspace", str(workspace.path(artifact)), remedy.format(name))

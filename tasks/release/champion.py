@@ -1,5 +1,7 @@
 """The champion at work: judged in this run, on the same text and the same tasks."""
 
+import hashlib
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,9 +14,12 @@ from infra.cluster.pieces import Done, Piece
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
 from tasks.engine.stage import Session
+from tasks.engine.workspace import PROVENANCE, fingerprint
 from tasks.release.versions import MODEL_TAG
 from tasks.scoring.evaluation import champion_piece
 from tasks.scoring.task_scores import read_scores, score_model
+from upcycle_core.checkpoints.hashing import sha256_file
+from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.tasks.items import Item
 from upcycle_core.evaluation.tasks.score import TaskScore
 
@@ -81,7 +86,7 @@ class Champion:
         """Run a piece on a copy of its files; ``mark`` names what decides the result."""
         workspace = self.session.workspace
         if not self.directory.exists():
-            self.registry.download(self.version.reference, self.directory)
+            self._fetch()
         self.session.log(f"evaluating the champion, {self.version.reference}, beside this model")
         done = run_pieces(
             [Piece(name=name, function=function, arguments=arguments)],
@@ -90,6 +95,50 @@ class Champion:
             label="register",
         )
         return done[name]
+
+    def _fetch(self) -> None:
+        """Copy its files, and hold them against the hashes that they were registered with.
+
+        Raises:
+            InputError: They are gone, or are not those that were registered.
+        """
+        remedy = (
+            "; nothing can be judged beside it: make the one before it champion (flows.rollback "
+        )
+        remedy += f"{self.version.name}), or take the alias away in MLflow (make up), and run the "
+        remedy += "same command again"
+        try:
+            self.registry.download(self.version.reference, self.directory)
+        except InputError as error:
+            said = f"its files cannot be had ({error})"
+            raise InputError(Fault(CHAMPION, self.version.reference, said + remedy)) from error
+        if changed := changed_files(self.directory, self.version.tags.get(MODEL_TAG)):
+            shutil.rmtree(self.directory)
+            said = f"{', '.join(changed)}: not as registered"
+            raise InputError(Fault(CHAMPION, self.version.reference, said + remedy))
+
+
+def changed_files(directory: Path, digest: str | None) -> list[str]:
+    """Files of a registered checkpoint that are not those that its record names.
+
+    Args:
+        directory: A copy, with the record that lay beside the model when it was published.
+        digest: Of the version: that of what the record names; None of a version of others.
+
+    Returns:
+        Their names, that of the record where it is damaged itself; none of a version of others.
+    """
+    if digest is None:
+        return []
+    try:
+        record = (directory / PROVENANCE).read_bytes()
+        named = json.loads(record)["files"]
+        if digest not in (fingerprint(named), hashlib.sha256(record).hexdigest()):
+            return [PROVENANCE]
+    except (OSError, ValueError, KeyError, TypeError):
+        return [PROVENANCE]
+    found = {name: directory / name for name in named}
+    return [n for n, file in found.items() if not file.is_file() or sha256_file(file) != named[n]]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from tasks.data.tokenizer import tokenizer
 from tasks.engine.method import Method
 from tasks.simoe.answers import answers
 from tasks.simoe.checks import FIGURES, simoe_faults, unused_faults
+from tasks.simoe.life import LIFE
 from tasks.simoe.model import baselines, model
 from tasks.simoe.report import report
 from tasks.simoe.rows import SIMOE
@@ -49,4 +50,6 @@ METHOD = Method(
     models=lambda recipe: {"seed": ("seed",), SIMOE: ("model",)},
     lengths=_lengths,
     has_labels=True,
+    flow="flows.simoe",
+    life=LIFE,
 )

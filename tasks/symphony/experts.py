@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from transformers import AutoTokenizer
 from infra.recipe.schema import Recipe
 from tasks.data.given import given_model
 from tasks.engine.artifacts import FORMS
-from tasks.engine.stage import StageRun, each, stage
+from tasks.engine.params import expert_keys
+from tasks.engine.stage import StageRun, stage
+from tasks.symphony.vocabulary import sharing
 from tasks.training import Texts, train_piece
 from upcycle_core.backbone.form import Form, write_in_form
 from upcycle_core.corpora.config import Bos, Origin, TokenizerConfig
@@ -25,18 +27,35 @@ from upcycle_core.training.config import LlamaShape
 from upcycle_core.training.seed import initialise_model
 
 
-def _inputs(recipe: Recipe, domain: str) -> list[str]:
-    own, given = recipe.domains[domain], [f"sources/{domain}.json"]
-    if own.expert is not None or (own.origin is not None and own.origin.model is not None):
-        given.append(f"sources/{FORMS}/{domain}")
-    return given if own.expert is not None else [*given, *each(recipe, "documents/{domain}")]
+def mixture(recipe: Recipe, domain: str) -> dict[str, float]:
+    """{domain: its share} of the text that a domain's model is trained on; its own by default."""
+    shares = (recipe.domains[domain].origin or Origin()).mixture
+    return {name: shares[name] for name in recipe.domains if shares.get(name)} or {domain: 1.0}
+
+
+def _inputs(recipe: Recipe, domain: str) -> Iterator[str]:
+    own, continued = recipe.domains[domain], domain in recipe.parents
+    yield f"sources/{domain}.json"
+    if own.expert is not None or (own.origin and own.origin.model and not continued):
+        yield f"sources/{FORMS}/{domain}"
+    if own.expert is not None:
+        return
+    yield from (f"documents/{name}" for name in mixture(recipe, domain))
+    if continued:
+        yield f"parents/{domain}"
+    elif domain in sharing(recipe):
+        yield "vocabulary"
 
 
 def _params(recipe: Recipe, domain: str) -> Iterator[str]:
-    yield f"domains.{domain}.expert"
-    if recipe.domains[domain].expert is None:
-        yield from ("seed", "experts.training", f"domains.{domain}.origin")
-        yield from ("seed_model.shape", "tokenizer", "corpus.bos")
+    yield from expert_keys(recipe, domain)
+    if recipe.domains[domain].expert is not None:
+        return
+    yield from (f"domains.{domain}.origin", "corpus.bos")
+    if domain not in recipe.parents:
+        yield "seed_model.shape"
+        if domain not in sharing(recipe):
+            yield "tokenizer"
 
 
 @stage("experts/{domain}", _inputs, params=_params)
@@ -44,8 +63,9 @@ def experts(run: StageRun) -> None:
     """Write the model's checkpoint, with its own tokenizer."""
     recipe, domain = run.recipe, run.recipe.domains[run.domain]
     origin = domain.origin or Origin()
-    given = domain.expert or origin.model
-    start = None
+    is_continued = run.domain in recipe.parents
+    given = domain.expert or (None if is_continued else origin.model)
+    start = run.path(f"parents/{run.domain}") if is_continued else None
     if given is not None:
         form = Form.load(run.path(f"sources/{FORMS}/{run.domain}"))
         start = run.out if domain.expert is not None else _fresh(run.out, ".start")
@@ -53,21 +73,22 @@ def experts(run: StageRun) -> None:
         write_in_form(given_model(recipe, given, run.models), form, start, max_shard_bytes=size)
     if domain.expert is not None:
         return
+    shares, shares_words = mixture(recipe, run.domain), run.domain in sharing(recipe)
     run.run_one(
         stranger_piece,
         "experts",
-        name=run.domain,
-        documents={name: run.path(f"documents/{name}") for name in recipe.domains},
-        origin=origin,
+        documents={name: run.path(f"documents/{name}") for name in shares},
+        shares=list(shares.values()),
+        initial=initialisation(origin, run.domain, recipe.seed),
         start=start,
         shape=recipe.seed_model.shape,
-        vocabulary=recipe.tokenizer,
-        config=recipe.experts.training,
+        words=run.path("vocabulary") if shares_words and start is None else _own(recipe, origin),
+        config=recipe.experts.continuing if is_continued else recipe.experts.training,
         bos=recipe.corpus.bos,
         seed=recipe.seed,
         device=run.device("experts"),
     )
-    if start is not None:
+    if given is not None and start is not None:
         shutil.rmtree(start)
 
 
@@ -75,31 +96,30 @@ def stranger_piece(
     *,
     out: Path,
     progress: Progress,
-    name: str,
     documents: Mapping[str, Path],
-    origin: Origin,
+    shares: Sequence[float],
+    initial: int,
     start: Path | None,
     shape: LlamaShape,
-    vocabulary: TokenizerConfig,
+    words: Path | TokenizerConfig,
     bos: Bos,
     seed: int,
     **training: Any,
 ) -> dict[str, Any]:
-    """The piece: train from ``start``, or from random weights with a tokenizer of their own."""
+    """The piece: train from ``start``, or from random weights with the tokenizer ``words``.
+
+    Where ``words`` says how, that tokenizer is trained here, on the same text.
+    """
     beside = out.with_suffix("")
-    shares = {domain: origin.mixture.get(domain, 0.0) for domain in documents}
-    mixture = {domain: share for domain, share in shares.items() if share} or {name: 1.0}
     if start is None:
-        start, words = _fresh(beside, ".initial"), _fresh(beside, ".tokenizer")
-        read = documents
-        if origin.vocabulary_size is not None:
-            vocabulary = replace(vocabulary, vocabulary_size=origin.vocabulary_size)
-            read = {domain: documents[domain] for domain in mixture}
-        train_tokenizer(read, words, config=vocabulary)
-        initialise_model(shape, words, start, seed=initialisation(origin, name, seed))
+        start = _fresh(beside, ".initial")
+        if not isinstance(words, Path):
+            config, words = words, _fresh(beside, ".tokenizer")
+            train_tokenizer(documents, words, config=config)
+        initialise_model(shape, words, start, seed=initial)
     texts = _fresh(beside, ".tokens")
     encoder = AutoTokenizer.from_pretrained(start, local_files_only=True, trust_remote_code=False)
-    for domain in mixture:
+    for domain in documents:
         write_split(
             texts / domain,
             encoded(read_chats(documents[domain] / "train.parquet"), encoder, bos=bos),
@@ -110,7 +130,7 @@ def stranger_piece(
         out=out,
         progress=progress,
         start=start,
-        data=Texts(train=[texts / domain for domain in mixture], weights=list(mixture.values())),
+        data=Texts(train=[texts / domain for domain in documents], weights=shares),
         seed=seed,
         **training,
     )
@@ -121,6 +141,12 @@ def initialisation(origin: Origin, name: str, seed: int) -> int:
     if origin.initialisation is not None:
         return origin.initialisation
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:4], "big")
+
+
+def _own(recipe: Recipe, origin: Origin) -> TokenizerConfig:
+    """The tokenizer of a model that shares none."""
+    size = origin.vocabulary_size or recipe.tokenizer.vocabulary_size
+    return replace(recipe.tokenizer, vocabulary_size=size)
 
 
 def _fresh(beside: Path, suffix: str) -> Path:

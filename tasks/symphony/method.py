@@ -6,11 +6,13 @@ from infra.recipe.schema import Recipe
 from tasks.data.corpora import corpora
 from tasks.data.documents import documents
 from tasks.data.outside import outside
+from tasks.dume.experts import parents
 from tasks.engine.method import Method, Models, models_of_one_seed
 from tasks.engine.stage import each
 from tasks.symphony.checks import symphony_faults, unused_faults
 from tasks.symphony.experts import experts
 from tasks.symphony.initial import starts
+from tasks.symphony.life import LIFE
 from tasks.symphony.model import baselines, model
 from tasks.symphony.pairs import pairs
 from tasks.symphony.report import report
@@ -18,7 +20,7 @@ from tasks.symphony.similarity import similarity
 from tasks.symphony.sources import outside_faults, sources
 from tasks.symphony.unified import united
 from tasks.symphony.variants import SYMPHONY, section, trains_shape, with_anchors
-from tasks.symphony.vocabulary import tokenizer
+from tasks.symphony.vocabulary import tokenizer, vocabulary
 
 
 def _models(recipe: Recipe) -> Models:
@@ -44,6 +46,8 @@ METHOD = Method(
     stages=(
         sources,
         documents,
+        vocabulary,
+        parents,
         experts,
         tokenizer,
         corpora,
@@ -65,4 +69,6 @@ METHOD = Method(
     lengths=_lengths,
     trains_shape=trains_shape,
     has_seed=False,
+    flow="flows.symphony",
+    life=LIFE,
 )

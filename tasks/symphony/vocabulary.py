@@ -1,14 +1,47 @@
-"""Stage ``tokenizer``: the union of the strangers' tokenizers, in the place of a shared one."""
+"""Stages ``vocabulary`` and ``tokenizer``: what models that are trained here share, and the union.
+
+The union of all models' tokenizers stands in the place of the one that experts of a seed share.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from infra.recipe.schema import Recipe
 from tasks.engine.stage import StageRun, each, stage
 from tasks.symphony.variants import section
 from upcycle_core.backbone.vocabulary import Union, unite_vocabularies, write_union_tokenizer
+from upcycle_core.corpora.config import Origin
+from upcycle_core.corpora.tokenizer import train_tokenizer
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress
+
+
+def sharing(recipe: Recipe) -> tuple[str, ...]:
+    """Domains whose models begin with random weights and say nothing of their vocabulary."""
+    return tuple(
+        name
+        for name, domain in recipe.domains.items()
+        if domain.expert is None
+        and (origin := domain.origin or Origin()).model is None
+        and origin.vocabulary_size is None
+    )
+
+
+@stage(
+    "vocabulary",
+    lambda recipe, item: each(recipe, "documents/{domain}"),
+    params=("tokenizer",),
+    each=lambda recipe: [""] if sharing(recipe) else [],
+)
+def vocabulary(run: StageRun) -> None:
+    """Write the tokenizer of the models that share one, trained on all domains."""
+    run.run_one(
+        train_tokenizer,
+        "corpora",
+        documents={name: run.path(f"documents/{name}") for name in run.recipe.domains},
+        config=run.recipe.tokenizer,
+    )
 
 
 @stage(

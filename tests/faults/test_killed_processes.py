@@ -2,8 +2,9 @@
 
 from collections import Counter
 
+import psutil
 import pytest
-from disturbed import HOLDS, Disturbed, kill_flow, kill_prefect, kill_worker
+from disturbed import HOLDS, Disturbed, kill, kill_flow, kill_prefect, kill_worker
 from killed_servers import mlflow_server, prefect_server
 from project import Project
 from texts import pico_recipe, save_recipe, write_texts
@@ -14,6 +15,8 @@ from infra.tracking.registry import Registry
 DOMAINS = ("letters", "numbers")
 # Calls that a kill may cost: what ran just then, a piece on each of the two CPUs.
 REPEATED = {"train": 2, "domain_statistics": 2, "assemble": 1}
+
+SAID_SECONDS = 40  # some seconds where nothing else runs
 
 PATIENCE = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -87,6 +90,24 @@ def test_kills_in_every_phase_end_with_the_same_bytes(undisturbed, servers, tmp_
 
 def nothing():
     pass
+
+
+@pytest.mark.parametrize("server", ["raylet", "gcs_server"])
+def test_a_lost_ray_is_said_within_seconds_and_the_same_command_goes_on(
+    undisturbed, tmp_path, server
+):
+    texts, digests, _ = undisturbed
+    project = Disturbed(tmp_path, save_recipe(tmp_path / "recipe.yaml", values_of(texts)))
+    flow = project.start("experts")
+    assert project.wait_for(flow, "experts"), project.said()
+    [lost] = [p for p in psutil.Process(flow.pid).children() if p.name() == server]
+    assert kill(lost.pid)
+    assert flow.wait(SAID_SECONDS) == 2, project.said()
+    [line] = [line for line in project.said().splitlines() if line.startswith("compute = 'Ray'")]
+    assert "run the same command again" in line
+    project.let_go("experts")
+    project.flow()
+    assert project.digests() == digests
 
 
 def test_killed_expert_leaves_a_whole_checkpoint_to_continue_from(undisturbed, tmp_path):

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from pico import save_pico
 
-from infra.cluster.capacity import room_faults
+from infra.cluster.capacity import compute_faults, machine, room_faults
 from infra.cluster.compute import cluster, placements, run_pieces
 from infra.cluster.pieces import Piece
 from infra.cluster.shared_storage import look, storage_fault, written_token
-from infra.recipe.resources import Resources
+from infra.recipe.resources import ComputeConfig, Resources, WorkerResources
 from infra.settings import read
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -244,3 +244,29 @@ def _is_ray(inode: str) -> bool:
         if f"socket:[{inode}]" in links:
             return True
     return False
+
+
+def test_every_kind_that_asks_for_more_than_any_machine_has_is_named_before_work_begins():
+    compute = ComputeConfig(
+        experts=Resources(cpus=9),
+        statistics=Resources(cpus=4),
+        baselines=WorkerResources(cpus=4, workers=3),
+        evaluation=Resources(gpus=1),
+    )
+    faults = {f.field: f for f in compute_faults(compute, [machine(8)])}
+    assert set(faults) == {
+        "compute.experts.cpus",
+        "compute.baselines.cpus",
+        "compute.evaluation.gpus",
+    }
+    assert "Ray has 8 in all; ask for less" in faults["compute.experts.cpus"].remedy
+    here = compute_faults(compute, [machine(8)], gpus=False)
+    assert "compute.evaluation.gpus" not in {fault.field for fault in here}
+    two = [{"CPU": 8.0}, {"CPU": 8.0}]
+    [fault] = (f for f in compute_faults(compute, two) if f.field.startswith("compute.experts"))
+    assert "no machine more than 8" in fault.remedy
+
+
+def test_kinds_that_ask_for_nothing_of_their_own_are_let_pass():
+    assert not list(compute_faults(ComputeConfig(cpus=1), [machine(1)]))
+    assert not list(compute_faults(ComputeConfig(), []))

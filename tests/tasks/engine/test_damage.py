@@ -7,6 +7,7 @@ torn, something else in its place.
 import json
 import random
 import shutil
+from contextlib import suppress
 
 import pytest
 
@@ -14,13 +15,14 @@ from flows.making.change import UNFINISHED, unfinished
 from infra.cluster.pieces import finish, is_finished
 from infra.cluster.progress import FileProgress, ProgressReader
 from infra.cluster.worker import Performed
+from infra.recipe.schema import Lineage
 from infra.versioning.known import FILE, Recorded
 from tasks.engine.costs import FOLDER, Cost, read_cost, write_cost
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session, Stage
 from tasks.engine.workspace import PROVENANCE, Workspace
 from tasks.living.lineage import FILE as LINEAGE
-from tasks.living.lineage import modelled, with_lineage
+from tasks.living.lineage import modelled, save, with_lineage
 from tasks.recipes import load_recipe
 from upcycle_core.errors import InputError
 
@@ -165,6 +167,34 @@ def test_a_piece_whose_result_cannot_be_read_is_not_finished(tmp_path, form):
     assert not is_finished(tmp_path, "a")
     record()
     assert is_finished(tmp_path, "a")
+
+
+def test_no_flipped_bit_of_a_result_is_used(tmp_path):
+    """Most of them leave good JSON behind, with another number in it."""
+    (tmp_path / "a.partial").mkdir()
+    done = Performed({"perplexity": {1: 2.5, 12: float("nan")}, "tokens": 10**12}, 7)
+    finish(tmp_path, "a", done, unfinished=tmp_path / "none", started=1.0, ended=2.0)
+    path, draw = tmp_path / "a.json", random.Random(0)
+    before = path.read_bytes()
+    assert is_finished(tmp_path, "a")
+    for _ in range(FLIPS):
+        path.write_bytes(flipped(before, draw))
+        assert not is_finished(tmp_path, "a"), path.read_bytes()
+
+
+def test_no_flipped_bit_of_a_lineage_is_believed(session):
+    """But for one in the seal's own name: then the rest is as it was."""
+    root = session.workspace.root
+    lineage = Lineage(pinned={"seed": "0" * 64}, backbone=("law",), parents={"python": "1" * 64})
+    save(lineage, session.workspace)
+    path, draw = root / LINEAGE, random.Random(0)
+    before = path.read_bytes()
+    for _ in range(FLIPS):
+        path.write_bytes(flipped(before, draw))
+        found = lineage
+        with suppress(InputError):
+            found = with_lineage(session.recipe, session.workspace).lineage
+        assert found == lineage
 
 
 def test_any_flipped_bit_of_a_reported_line_is_survived(tmp_path):

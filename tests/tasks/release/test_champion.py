@@ -1,5 +1,7 @@
 """Who a new model is judged against."""
 
+import shutil
+
 import pytest
 
 from infra.settings import read
@@ -10,8 +12,9 @@ from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.recipes import load_recipe
-from tasks.release.champion import standing_champion
+from tasks.release.champion import changed_files, standing_champion
 from tasks.release.versions import MODEL_TAG
+from upcycle_core.errors import InputError
 
 
 @pytest.fixture
@@ -52,3 +55,46 @@ def test_it_knows_whether_it_is_the_same_model(tmp_path, session, registry, own)
     with standing_champion(session, registry) as champion:
         assert champion.is_own is own
         assert not champion.directory.exists()
+
+
+def champion_files(registry):
+    """Where the files of the champion lie in MLflow."""
+    return registry.place("models:/upcycle-demo@champion")
+
+
+def judge(session, registry):
+    """Let a piece run on the champion's files; it is not to come so far."""
+    with standing_champion(session, registry) as champion:
+        champion.run("champion", pytest.fail, {}, "mark")
+
+
+DAMAGES = {
+    "config.json: not as registered": lambda folder: (folder / "config.json").write_text("{} "),
+    "weights: not as registered": lambda folder: (folder / "weights").unlink(),
+    "provenance.json: not as": lambda folder: (folder / "provenance.json").write_text("{}"),
+    "its files cannot be had": shutil.rmtree,
+}
+
+
+def test_files_that_are_not_as_registered_are_named_before_they_are_judged(
+    tmp_path, session, registry
+):
+    out = session.workspace.stage("model")
+    (out / "config.json").write_text("{}")
+    (out / "weights").write_bytes(b"weights")
+    session.workspace.publish(out, "model", {"fingerprint": "x"})
+    digest = session.workspace.digest("model")
+    register(tmp_path, registry, session, digest)
+    files, whole = champion_files(registry), tmp_path / "whole"
+    assert changed_files(files, digest) == []
+    assert changed_files(files, "another") == ["provenance.json"]
+    assert changed_files(tmp_path / "a version of others", None) == []
+    shutil.copytree(files, whole)
+    for said, damage in DAMAGES.items():
+        damage(files)
+        with pytest.raises(InputError, match=said) as raised:
+            judge(session, registry)
+        assert "flows.rollback upcycle-demo" in str(raised.value)
+        assert not (session.workspace.staging / "champion").exists()
+        shutil.rmtree(files, ignore_errors=True)
+        shutil.copytree(whole, files)

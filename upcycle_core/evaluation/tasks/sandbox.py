@@ -8,8 +8,8 @@ library needs and answers EPERM to the rest: processes, sockets, signals, modes 
 
 What is left: a program that knows a path learns size, owner and mode of that file, which Landlock
 does not hide, never its content. And the verdict comes from its own interpreter: the token keeps a
-program that ends early or writes to every descriptor from passing, not one that looks for the token
-in the interpreter's memory.
+program that ends early, writes to every descriptor or looks through the frames below its own from
+passing, not one that searches the memory of the interpreter.
 """
 
 import base64

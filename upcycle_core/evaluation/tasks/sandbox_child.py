@@ -17,7 +17,7 @@ import struct
 import sys
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 READY, REFUSED = b"+", b"-"
@@ -131,16 +131,28 @@ def describe(error: BaseException, source: str) -> str:
     return f"{text[:120]} (line {number}: {lines[number - 1].strip()})"
 
 
-def run(source: str, token: bytes, results: int) -> None:
-    """Run the program as ``__main__`` and say how it ended. Does not return."""
+def deliver(write: Callable[[int, bytes], int], results: int, token: bytes, ran: None) -> None:
+    """Say that the program's last line has run."""
+    write(results, token)
+
+
+def run(source: str, take: Callable[[], bytes], results: int) -> None:
+    """Run the program as ``__main__`` and say how it ended. Does not return.
+
+    Args:
+        source: The program.
+        take: Gives the token away, once.
+        results: The descriptor that answers leave through.
+    """
     # The program may replace what it finds in modules: these are looked up before it starts.
     write, leave, told = os.write, os._exit, describe
     try:
         main_module = types.ModuleType("__main__")
         sys.modules["__main__"] = main_module
         code = compile(source, PROGRAM, "exec", dont_inherit=True)
-        exec(code, main_module.__dict__)
-        write(results, token)
+        # While the program runs the token waits among this call's arguments: no frame names it.
+        namespace = main_module.__dict__
+        deliver(write, results, take(), exec(code, namespace))  # type: ignore[func-returns-value]
     except BaseException as error:
         write(results, told(error, source).encode(errors="replace")[:1000])
     finally:
@@ -170,7 +182,7 @@ def main(results: int) -> None:
         os.write(results, REFUSED + f"{part}: {error}".encode())
         os._exit(1)
     os.write(results, READY)
-    run(request.pop("source"), request.pop("token").encode(), results)
+    run(request.pop("source"), lambda: request.pop("token").encode(), results)
 
 
 if __name__ == "__main__":

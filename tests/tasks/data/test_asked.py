@@ -1,0 +1,85 @@
+"""What the recipe asks for and the text or the models do not have is said."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from pico import save_pico
+from texts import pico_recipe, save_recipe, write_texts
+
+from flows.dume import main
+from tasks.data.asked import say_lacking
+from tasks.data.sources import sources
+from tasks.engine.artifacts import FORMS
+from tasks.engine.stage_run import Session, StageRun
+from tasks.engine.workspace import Workspace
+from tasks.recipes import validate
+from upcycle_core.corpora.shards import write_split
+
+DOMAINS = ("letters", "numbers")
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def run(said):
+    session = SimpleNamespace(log=said.append)
+    return SimpleNamespace(session=session, item="law", stage=SimpleNamespace(label="{}".format))
+
+
+def test_a_corpus_with_fewer_tokens_than_asked_for_is_said(run, said, tmp_path):
+    write_split(tmp_path / "law", [([1, 2, 3], 3)] * 10, eos_id=0, vocabulary_size=9)
+    texts = {"law/train": tmp_path / "law"}
+    for asked in (None, 1, 30):
+        say_lacking(run, texts, asked, key="statistics.tokens")
+    assert said == []
+    say_lacking(run, texts, 1000, key="statistics.tokens")
+    say_lacking(run, texts, 60, key="experts", again=True)
+    assert said == [
+        "law: statistics.tokens asks for 1,000 tokens, and law/train has 30: all of them are read",
+        "law: experts asks for 60 tokens, and law/train has 30: they are read 2.0 times over",
+    ]
+
+
+def written_sources(tmp_path, said, *seeds):
+    """What the stage ``sources`` leaves of given experts, random ones of these seeds."""
+    values = pico_recipe(write_texts(tmp_path / "texts", domains=DOMAINS), domains=DOMAINS)
+    del values["seed_model"], values["experts"], values["tokenizer"]
+    for domain, seed in zip(DOMAINS, seeds, strict=True):
+        expert = save_pico(tmp_path / domain, seed=seed)
+        (expert / "README.md").write_text(domain)
+        values["domains"][domain]["expert"] = str(expert)
+    session = Session(validate(values), Workspace(tmp_path / "home/pico"), log=said.append)
+    out = tmp_path / "out"
+    out.mkdir()
+    sources.function(StageRun(session, sources, "", out=out, mark="", recorder=None))
+    forms = {d: json.loads((out / FORMS / d / "form.json").read_text()) for d in DOMAINS}
+    return {domain: " ".join(form["said"]) for domain, form in forms.items()}
+
+
+def test_experts_that_share_no_seed_are_warned_of_and_symphony_is_offered(tmp_path, said):
+    forms = written_sources(tmp_path, said, 0, 1)
+    [line] = [line for line in said if line.startswith("WARNING")]
+    assert line.startswith("WARNING: numbers: shares no seed with letters")
+    assert "1.4" in line
+    assert "`symphony: {}`" in line
+    assert forms["letters"] == ""
+    assert "shares no seed with letters" in forms["numbers"]  # for the report and the card
+
+
+def test_what_no_machine_has_is_refused_in_one_line_before_there_is_a_run(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("UPCYCLE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    values = pico_recipe(tmp_path, domains=DOMAINS)
+    values["compute"] = {"cpus": 2, "statistics": {"cpus": 3}}
+    assert main([str(save_recipe(tmp_path / "recipe.yaml", values))]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "compute.statistics.cpus = 3: Ray has 2 in all; ask for less, or start Ray with more\n"
+    )
+    assert not (tmp_path / "home" / "pico").exists()

@@ -1,0 +1,124 @@
+"""What of strangers and of tuned models stays, goes on and leaves; artifacts of a few bytes."""
+
+import json
+
+import pytest
+from test_lineage import publish
+from texts import TRAINING, pico_recipe
+
+from tasks.engine.life import modelled
+from tasks.engine.workspace import Workspace
+from tasks.living.lineage import begin, life_of, save, with_lineage, with_parents
+from tasks.methods import METHODS
+from tasks.recipes import validate
+from tasks.symphony.experts import experts
+from tasks.symphony.variants import anchor_of, section
+from upcycle_core.errors import InputError
+
+OLD, ALL = ("letters", "numbers"), ("colours", "letters", "numbers")
+CALIBRATION = {"sequence_length": 32}
+
+
+def strangers(tmp_path, domains=OLD, **origins):
+    values = pico_recipe(tmp_path, domains=domains)
+    values |= {"symphony": {"calibration": CALIBRATION}, "moe": {"top_k": 2}}
+    for domain, origin in origins.items():
+        values["domains"][domain]["origin"] = origin
+    return validate(values)
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    """Two joined strangers; numbers was trained on text of both."""
+    workspace = Workspace(tmp_path / "home" / "pico")
+    texts = {
+        f"documents/{domain}": publish(workspace, f"documents/{domain}", "old") for domain in OLD
+    }
+    words = publish(workspace, "vocabulary", **texts)
+    first = {"documents/letters": texts["documents/letters"], "vocabulary": words}
+    publish(workspace, "experts/letters", "l", **first)
+    publish(workspace, "experts/numbers", "n", **texts, vocabulary=words)
+    models = {f"experts/{domain}": workspace.digest(f"experts/{domain}") for domain in OLD}
+    start = publish(workspace, "starts/symphony", **models)
+    publish(workspace, "model", **{"starts/symphony": start})
+    return workspace
+
+
+def test_strangers_keep_vocabulary_and_anchor_when_one_comes_that_is_first(tmp_path, workspace):
+    assert modelled(workspace) == OLD
+    begun = begin(strangers(tmp_path, ALL), workspace, new=["colours"])
+    assert begun.lineage.pinned == {"vocabulary": workspace.digest("vocabulary")}
+    assert anchor_of(begun, section(begun)) == begun.lineage.anchor == "letters"
+    save(begun.lineage, workspace)
+    assert with_lineage(strangers(tmp_path, ALL), workspace) == begun
+    assert "vocabulary" in experts.inputs(begun, "colours")
+    rest = begin(strangers(tmp_path, ("colours", "numbers")), workspace)
+    assert rest.lineage.anchor == "numbers"  # of those that were there
+
+
+def test_a_stranger_goes_on_where_any_text_that_it_reads_is_new(tmp_path, workspace):
+    recipe = strangers(tmp_path, numbers={"mixture": {"numbers": 3, "letters": 1}})
+    assert begin(recipe, workspace).parents == {}
+    again = with_parents(begin(recipe, workspace), workspace, led={})
+    assert again.parents == {}
+    publish(workspace, "documents/numbers", "new")
+    taught = with_parents(begin(recipe, workspace), workspace, led={})
+    assert taught.parents == {"numbers": workspace.digest("experts/numbers")}
+    publish(workspace, "documents/numbers", "old")
+    publish(workspace, "documents/letters", "new")  # of which numbers reads a share
+    both = with_parents(begin(recipe, workspace), workspace, led={})
+    assert set(both.parents) == set(OLD)
+    assert "parents/numbers" in experts.inputs(taught, "numbers")
+    assert "vocabulary" not in experts.inputs(taught, "numbers")
+
+
+def test_a_build_of_strangers_that_did_not_end_is_no_beginning(tmp_path, workspace):
+    publish(workspace, "experts/letters", "made anew, and the model was not")
+    with pytest.raises(InputError, match=r"made from another experts/letters: .* flows\.symphony"):
+        begin(strangers(tmp_path), workspace)
+
+
+def test_a_domain_that_leaves_is_named_nowhere(tmp_path):
+    recipe = strangers(tmp_path, ALL)
+    values = {"models": ALL, "anchor": "colours", "merge": {"weights": {"colours": 2.0}}}
+    values["calibration"] = {**CALIBRATION, "domains": ["colours", "letters"]}
+    given = validate(
+        {**pico_recipe(tmp_path, domains=ALL), "symphony": values, "moe": {"top_k": 2}}
+    )
+    rest = life_of(recipe).without(given, "colours")
+    assert "colours" not in json.dumps(section(rest), default=vars)
+    assert tuple(rest.domains) == OLD
+
+
+def test_a_tuned_model_knows_its_sets_of_instructions_and_keeps_its_seed(tmp_path):
+    values = pico_recipe(tmp_path, domains=OLD)
+    del values["experts"], values["statistics"], values["evaluation"]
+    asks = {"sources": {"asks": {"files": ["{folder}/asks.jsonl"]}}, "unseen": []}
+    gate = {"gate": {"metric": "rouge_l_unseen"}}
+    training = {**TRAINING, "steps": 60, "learning_rate": 1e-3}
+    tuning = {"training": training, "max_new_tokens": 6}
+    rates = {"mask_learning_rate": 0.3, "multiplier_learning_rate": 1.0}
+    values |= {"simoe": rates, "instructions": asks, "tuning": tuning, "registry": gate}
+    recipe = validate(values)
+    workspace, life = Workspace(tmp_path / "home" / "pico"), life_of(recipe)
+    assert life.modelled(workspace) == ()
+    publish(workspace, "tokenizer")
+    publish(workspace, "seed", tokenizer=workspace.digest("tokenizer"))
+    staged = workspace.stage("instructions")
+    (staged / "seen.jsonl").write_text("")
+    params = {"instructions": {"sources": {"asks": {}, "more": {}}}}
+    workspace.publish(staged, "instructions", {"inputs": {}, "params": params})
+    inputs = {name: workspace.digest(name) for name in ("seed", "instructions")}
+    publish(workspace, "model", **inputs)
+    assert life.modelled(workspace) == ("asks", "more")
+    assert set(begin(recipe, workspace).lineage.pinned) == {"tokenizer", "seed"}
+    assert set(life.without(recipe, "asks").instructions.sources) == set()
+
+
+def test_every_method_says_who_makes_it():
+    assert {name: method.flow for name, method in METHODS.items()} == {
+        "dume": "flows.dume",
+        "symphony": "flows.symphony",
+        "simoe": "flows.simoe",
+    }
+    assert all(method.life is not None for method in METHODS.values())
