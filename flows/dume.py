@@ -10,7 +10,8 @@ from dataclasses import replace
 from prefect import flow
 
 from flows.making.building import publish
-from flows.running.command_line import command, load, recipe_parser, run_flow
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_flow
 from flows.running.session import THREADS, FlowSession, open_session
 from infra.recipe.schema import Recipe, resolve
 from tasks.data.corpora import corpora
@@ -77,7 +78,7 @@ def build(session: FlowSession, *, changed: Sequence[str] | None = None) -> Outc
     session.ensure(report)
     own = [r for r in scored_models(session.recipe) if r not in session.recipe.baselines]
     if TASKS.asked(session.recipe):
-        task_sets, task_scores, task_routing = TASKS.stages
+        task_sets, task_scores, task_routing = TASKS.stages()
         session.ensure(task_sets)
         session.ensure(task_scores, only=own)
         session.ensure(task_routing)
@@ -87,15 +88,13 @@ def build(session: FlowSession, *, changed: Sequence[str] | None = None) -> Outc
 
 def built(recipe: Recipe) -> tuple[Stage, ...]:
     """What ``build`` brings up to date."""
-    return (*METHODS[recipe.method].stages, *(TASKS.stages if TASKS.asked(recipe) else ()))
+    return (*METHODS[recipe.method].stages(), *(TASKS.stages() if TASKS.asked(recipe) else ()))
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on a recipe file."""
-    parser = recipe_parser("flows.dume", __doc__)
-    parser.add_argument("--rebuild", action="store_true", help="what was built upon, too")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("dume").parse_args(arguments)
     run_flow(load(chosen), lambda recipe: dume(recipe, chosen.rebuild))
 
 

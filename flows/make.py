@@ -11,7 +11,8 @@ import sys
 from prefect import flow
 
 from flows.making.building import made
-from flows.running.command_line import command, load, rows_parser, run_flow
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_flow
 from flows.running.session import THREADS
 from infra.recipe.schema import Recipe, resolve
 from tasks.recipes import validate
@@ -33,7 +34,7 @@ def make(recipe: Recipe) -> str:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on recipe files."""
-    run_flow(load(rows_parser("flows.make", __doc__).parse_args(arguments)), make)
+    run_flow(load(parser_of("make").parse_args(arguments)), make)
 
 
 if __name__ == "__main__":

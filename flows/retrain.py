@@ -15,7 +15,8 @@ from prefect.states import Completed, State
 
 from flows.dume import build, built
 from flows.making.change import begin_change, domain_faults, finish_change, unfinished
-from flows.running.command_line import command, load, recipe_parser, run_flow
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_flow
 from flows.running.session import THREADS, FlowSession, log, open_session
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
@@ -112,7 +113,7 @@ def _learn(session: FlowSession) -> Outcome:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow."""
-    recipe = load(recipe_parser("flows.retrain", __doc__).parse_args(arguments))
+    recipe = load(parser_of("retrain").parse_args(arguments))
     run_flow(recipe, retrain, look=look)
 
 

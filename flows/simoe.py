@@ -9,7 +9,6 @@ workspace of its own (``NAME-seed-0``, ...).
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from prefect import flow
 
@@ -17,7 +16,8 @@ from flows.pages.instructions import publish_tuning, write_instructions
 from flows.pages.model import folder_faults
 from flows.pages.page import Command
 from flows.pages.tasks import publish_tasks
-from flows.running.command_line import command, load, rows_parser, run_flow
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_flow
 from flows.running.session import THREADS, open_session
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
@@ -74,10 +74,7 @@ def _faults(recipe: Recipe) -> list[Fault]:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on recipe files."""
-    parser = rows_parser("flows.simoe", __doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", help="run once a seed")
-    parser.add_argument("--out", type=Path, help="write a page of the results into this folder")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("simoe").parse_args(arguments)
     recipe = load(chosen)
     home = environment.configure().home
     raise_faults([*_faults(recipe), *folder_faults(chosen.out)])

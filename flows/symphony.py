@@ -11,7 +11,8 @@ import sys
 from prefect import flow
 
 from flows.making.building import made
-from flows.running.command_line import command, load, rows_parser, run_flow
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_flow
 from flows.running.session import THREADS
 from infra.recipe.schema import Recipe, resolve
 from tasks.recipes import validate
@@ -44,7 +45,7 @@ def _faults(recipe: Recipe) -> list[Fault]:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on recipe files."""
-    recipe = load(rows_parser("flows.symphony", __doc__).parse_args(arguments))
+    recipe = load(parser_of("symphony").parse_args(arguments))
     raise_faults(_faults(recipe))
     run_flow(recipe, symphony)
 

@@ -24,7 +24,8 @@ from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 
-from flows.running.command_line import command, load, reach_server, recipe_parser
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, reach_server
 from flows.running.session import log
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
@@ -153,9 +154,7 @@ def _delete(client: SyncPrefectClient, run: FlowRun) -> None:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on a recipe file."""
-    parser = recipe_parser("flows.tidy", __doc__)
-    parser.add_argument("--apply", action="store_true", help="remove what is shown")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("tidy").parse_args(arguments)
     recipe = load(chosen)
     settings = environment.configure()
     with find_workspace(settings.home / recipe.name).lock("the start of a flow"):

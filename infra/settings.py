@@ -21,6 +21,9 @@ DEFAULTS = {
     "DVC_NO_ANALYTICS": "1",
     "GIT_PYTHON_REFRESH": "quiet",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    # Every try of a hub that does not answer is a warning, which Prefect says once more. What came
+    # of them is one fault of ours.
+    "HF_HUB_VERBOSITY": "error",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
