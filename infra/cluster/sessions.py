@@ -1,0 +1,107 @@
+"""Folders that local Rays leave behind: ours are private, and go with what made them.
+
+Ray puts sockets and logs of each Ray into ``session_*`` below ``RAY_TMPDIR`` and removes none. A
+killed flow leaves its own; the next flow, or ``flows.tidy``, finds that its processes are gone.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from infra.services.processes import end_orphans
+from infra.settings import OWNER
+
+OURS = "upcycle.json"
+"""Marks a session as one of this project's, and says which process began it."""
+GRACE_SECONDS = 2.0
+LEAVE_SECONDS = 5.0
+"""How long the processes of a Ray that has been shut down may go on writing logs."""
+
+
+def claim(session: Path) -> None:
+    """Let nobody else on this machine look into a session that this process has begun."""
+    session.chmod(0o700)
+    process = psutil.Process()
+    owner = {"pid": process.pid, "created": process.create_time()}
+    (session / OURS).write_text(json.dumps(owner))
+
+
+def remove(session: Path) -> None:
+    """Remove a session whose Ray has been shut down, as soon as its processes let go of it."""
+    mark = session / OURS
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while session.exists():
+        for path in session.iterdir() if session.is_dir() else ():
+            if path != mark:
+                _delete(path)
+        with suppress(OSError):
+            if [*session.iterdir()] == [mark] and not _is_used(session):
+                mark.unlink()
+                session.rmdir()
+                break
+        if time.monotonic() > deadline:
+            return  # the next flow finds it
+        time.sleep(0.05)
+    _unlink_latest(session.parent)
+
+
+def left(sessions: Path) -> Iterator[Path]:
+    """Sessions of ours below a folder whose processes are gone."""
+    for mark in sorted(sessions.glob(f"session_*/{OURS}")):
+        session = mark.parent
+        if not session.is_symlink() and not _is_owned(mark) and not _is_used(session):
+            yield session
+
+
+def remove_left(sessions: Path) -> None:
+    """Remove what ``left`` finds, and Ray's agents, which hide what they belong to from the list of
+    processes and stay for a minute.
+    """
+    for session in left(sessions):
+        owner = str(_owner(session / OURS)["pid"])
+        end_orphans(command="ray::", environment={OWNER: owner}, owner=OWNER, grace=GRACE_SECONDS)
+        shutil.rmtree(session, ignore_errors=True)
+        _unlink_latest(sessions)
+
+
+def _is_owned(mark: Path) -> bool:
+    """Whether the process that began a session is still there, and no other with its number."""
+    try:
+        owner = _owner(mark)
+        return abs(psutil.Process(owner["pid"]).create_time() - owner["created"]) < 1
+    except psutil.NoSuchProcess:
+        return False
+    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+        return True  # somebody else's, or not to be told
+
+
+def _owner(mark: Path) -> dict[str, Any]:
+    return json.loads(mark.read_text())
+
+
+def _is_used(session: Path) -> bool:
+    """Whether a process names it on its command line, as all of Ray's do."""
+    for process in psutil.process_iter(["cmdline"]):
+        if any(str(session) in word for word in process.info["cmdline"] or ()):
+            return True
+    return False
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _unlink_latest(sessions: Path) -> None:
+    """Ray's link to the newest session, where that is gone."""
+    latest = sessions / "session_latest"
+    if latest.is_symlink() and not latest.exists():
+        latest.unlink(missing_ok=True)
