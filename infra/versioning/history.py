@@ -27,15 +27,9 @@ IGNORED = """\
 """
 # The user's own settings stay out of it: nobody signs, no hook runs, and a name is there.
 OWN = (
-    *(
-        "-c",
-        "user.name=upcycle",
-        "-c",
-        "user.email=upcycle@localhost",
-        "-c",
-        "commit.gpgSign=false",
-    ),
-    *("-c", "core.hooksPath=/dev/null", "-c", "core.excludesFile=", "-c", "core.autocrlf=false"),
+    *("-c", "user.name=upcycle", "-c", "user.email=upcycle@localhost"),
+    *("-c", "commit.gpgSign=false", "-c", "core.hooksPath=/dev/null"),
+    *("-c", "core.excludesFile=", "-c", "core.autocrlf=false"),
 )
 # Set by a Git that calls us, as from a hook: they would name its repository.
 OTHERS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")

@@ -41,7 +41,7 @@ class Versions:
         self._lock = threading.Lock()
 
     def prepare(self, *, pipeline: str, params: str) -> None:
-        """Make project and repository if there are none, and write ``dvc.yaml`` and ``params.yaml``.
+        """Make the project and its history if there are none, and write what DVC reads.
 
         Raises:
             InputError: What DVC would read there cannot be read.
