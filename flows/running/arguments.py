@@ -126,6 +126,10 @@ def _simoe(parser: Parser) -> None:
     parser.add_argument("--out", type=Path, help="write a page of the results into this folder")
 
 
+def _first_night(parser: Parser) -> None:
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("texts"), help="texts")
+
+
 def _announce(parser: Parser) -> None:
     parser.add_argument("what", nargs="?", default="text", help="what is new, for people")
 
@@ -226,6 +230,7 @@ ARGUMENTS: Mapping[str, Callable[[Parser], None]] = {
     "ders": _ders,
     "dume": _dume,
     "evaluate": _rows,
+    "first_night": _first_night,
     "generate": _generate,
     "grow": _grow,
     "make": _rows,
