@@ -115,8 +115,6 @@ Models  {session.workspace.path("baselines")}
 def main(arguments: list[str] | None = None) -> None:
     """Run the comparison."""
     chosen = parser_of("compare").parse_args(arguments)
-    if chosen.tokens:
-        chosen.set.append(f"comparison.tokens={chosen.tokens}")
     recipe = load(chosen)
     home = environment.configure().home
     raise_faults([*_faults(recipe), *folder_faults(chosen.out)])

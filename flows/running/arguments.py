@@ -18,6 +18,8 @@ from upcycle_core.errors import InputError, raise_faults
 
 FLOWS = Path(__file__).resolve().parents[1]
 CHAT_PORT, SERVE_PORT = 8808, 8000
+READ_NO_TEXT = ("shrink", "tidy")
+"""Commands that a text which is gone does not stop."""
 Parser = argparse.ArgumentParser
 
 
@@ -54,7 +56,8 @@ def look_first(words: Sequence[str]) -> None:
     if not hasattr(chosen, "recipe"):
         return
     try:
-        raise_faults(missing_faults(load(chosen)))
+        recipe = load(chosen)
+        raise_faults(() if command in READ_NO_TEXT else missing_faults(recipe))
     except InputError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
@@ -108,7 +111,13 @@ def _seeds(parser: Parser) -> None:
 
 def _compare(parser: Parser) -> None:
     _rows(parser)
-    parser.add_argument("--tokens", help="budget of each trained row, after the seed")
+    parser.add_argument(
+        "--tokens",
+        dest="set",
+        action="append",
+        type="comparison.tokens={}".format,
+        help="budget of each trained row, after the seed",
+    )
     parser.add_argument(
         "--seeds", type=int, nargs="+", help="one run each; the recipe's by default"
     )

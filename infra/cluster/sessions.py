@@ -20,7 +20,7 @@ from infra.settings import OWNER
 OURS = "upcycle.json"
 """Marks a session as one of this project's, and says which process began it."""
 GRACE_SECONDS = 2.0
-LEAVE_SECONDS = 5.0
+LEAVE_SECONDS = 2.0
 """How long the processes of a Ray that has been shut down may go on writing logs."""
 
 

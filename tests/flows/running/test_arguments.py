@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.running.arguments import ARGUMENTS
+from flows.running.arguments import ARGUMENTS, look_first, parser_of
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAVY = {"torch", "prefect", "mlflow", "ray", "transformers", "datasets"}
@@ -79,3 +79,20 @@ def test_a_recipe_that_cannot_be_read_is_refused_before_it(recipe):
     assert done.returncode == 2
     assert f"recipe = '{recipe}'" in done.stderr
     assert not names & HEAVY
+
+
+def test_the_budget_of_a_comparison_is_a_setting_like_others():
+    """A recipe may be right with it alone: it is part of what is looked at first."""
+    words = ["r.yaml", "rows.yaml", "--set", "seed=1", "--tokens", "2_000", "--set", "name=a"]
+    chosen = parser_of("compare").parse_args(words)
+    assert chosen.set == ["seed=1", "comparison.tokens=2_000", "name=a"]
+
+
+def test_a_text_that_is_gone_does_not_stop_who_reads_none(tmp_path):
+    values = yaml.safe_load((ROOT / "recipes" / "nightly.yaml").read_text())
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({**values, "folder": str(tmp_path)}))
+    look_first(["python", "-m", "flows.tidy", str(recipe)])
+    look_first(["python", "-m", "flows.shrink", str(recipe), "python"])
+    with pytest.raises(SystemExit):
+        look_first(["python", "-m", "flows.grow", str(recipe), "python"])
