@@ -90,15 +90,14 @@ def _local(settings: Settings, cpus: int | None, quiet: Mapping[str, Any]) -> It
     sessions.remove_left(settings.ray_sessions)
     own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 100_000_000}
     with ray_token():
-        with handlers_kept():  # at SIGTERM Ray would end before its pieces
-            begun: Any = ray.init(address="local", num_cpus=cpus, **quiet, **own)
-        session = Path(begun.address_info["session_dir"])
-        sessions.claim(session)
         try:
+            with handlers_kept():  # at SIGTERM Ray would end before its pieces
+                ray.init(address="local", num_cpus=cpus, **quiet, **own)
+            sessions.claim(settings.ray_sessions)
             yield
         finally:
             ray.shutdown()
-            sessions.remove(session)
+            sessions.remove_own(settings.ray_sessions)
 
 
 def _connect(settings: Settings, code: Path, quiet: Mapping[str, Any]) -> None:

@@ -24,31 +24,44 @@ LEAVE_SECONDS = 2.0
 """How long the processes of a Ray that has been shut down may go on writing logs."""
 
 
-def claim(session: Path) -> None:
-    """Let nobody else on this machine look into a session that this process has begun."""
-    session.chmod(0o700)
+def claim(sessions: Path) -> list[Path]:
+    """Let nobody else on this machine look into the sessions that this process has begun.
+
+    Args:
+        sessions: The folder of all sessions; Ray names each after time and process.
+
+    Returns:
+        Those of this process.
+    """
     process = psutil.Process()
-    owner = {"pid": process.pid, "created": process.create_time()}
-    (session / OURS).write_text(json.dumps(owner))
+    owner = json.dumps({"pid": process.pid, "created": process.create_time()})
+    own = [path for path in sessions.glob(f"session_*_{process.pid}") if not path.is_symlink()]
+    for session in own:
+        session.chmod(0o700)
+        (session / OURS).write_text(owner)
+    return own
 
 
-def remove(session: Path) -> None:
-    """Remove a session whose Ray has been shut down, as soon as its processes let go of it."""
-    mark = session / OURS
-    deadline = time.monotonic() + LEAVE_SECONDS
-    while session.exists():
-        for path in session.iterdir() if session.is_dir() else ():
+def remove_own(sessions: Path) -> None:
+    """Remove the sessions of this process, whose Ray has been shut down, or has not come up."""
+    for session in claim(sessions):
+        _remove(session)
+
+
+def _remove(session: Path) -> None:
+    """Remove a session as soon as its processes let go of it; what stays is the next flow's."""
+    mark, deadline = session / OURS, time.monotonic() + LEAVE_SECONDS
+    while time.monotonic() < deadline:
+        for path in session.iterdir():
             if path != mark:
                 _delete(path)
-        with suppress(OSError):
-            if [*session.iterdir()] == [mark] and not _is_used(session):
+        with suppress(OSError):  # something is written again
+            if not _is_used(session) and [*session.iterdir()] == [mark]:
                 mark.unlink()
                 session.rmdir()
-                break
-        if time.monotonic() > deadline:
-            return  # the next flow finds it
+                _unlink_latest(session.parent)
+                return
         time.sleep(0.05)
-    _unlink_latest(session.parent)
 
 
 def left(sessions: Path) -> Iterator[Path]:

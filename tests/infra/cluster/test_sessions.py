@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.cluster.sessions import OURS, claim, left, remove_left
+from infra.cluster.sessions import OURS, claim, left, remove_left, remove_own
 from infra.settings import environment_of, read
 
 HOLD = """
@@ -103,19 +103,18 @@ def test_what_a_killed_flow_left_goes_when_its_processes_are_gone(folder):
 
 
 def test_a_session_of_somebody_else_stays(tmp_path):
-    strange, ours = tmp_path / "session_strange", tmp_path / "session_ours"
+    strange, ours = tmp_path / "session_1_0", tmp_path / f"session_1_{os.getpid()}"
     for session in (strange, ours):
         (session / "logs").mkdir(parents=True)
-    claim(ours)
+    assert claim(tmp_path) == [ours]
     remove_left(tmp_path)
     assert strange.exists()
     assert ours.exists()  # its process, this one, is there
-    owner = json.loads((ours / OURS).read_text())
     # The number is in use again, by a process that began later.
+    owner = json.loads((ours / OURS).read_text())
     (ours / OURS).write_text(json.dumps({**owner, "created": owner["created"] - 100}))
     reader = subprocess.Popen([sys.executable, "-c", "input()", ours], stdin=subprocess.PIPE)
     try:
-        time.sleep(0.1)
         remove_left(tmp_path)
         assert ours.exists()  # a process names it
     finally:
@@ -123,3 +122,6 @@ def test_a_session_of_somebody_else_stays(tmp_path):
     remove_left(tmp_path)
     assert strange.exists()
     assert not ours.exists()
+    ours.mkdir()
+    remove_own(tmp_path)  # of a Ray that has not come up
+    assert [*tmp_path.iterdir()] == [strange]
