@@ -54,6 +54,7 @@ class History:
         """Make the repository if there is none; without Git there is no history, and no fault."""
         if shutil.which("git") is None:
             return
+        self.root.mkdir(parents=True, exist_ok=True)
         ignored = self.root / ".gitignore"
         if not ignored.exists() or ignored.read_text() != IGNORED:
             ignored.write_text(IGNORED)
