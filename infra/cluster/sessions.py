@@ -10,12 +10,10 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from infra.services.processes import end_orphans
-from infra.settings import OWNER
+from infra.services.processes import stop
 
 OURS = "upcycle.json"
 """Marks a session as one of this project's, and says which process began it."""
@@ -73,12 +71,11 @@ def left(sessions: Path) -> Iterator[Path]:
 
 
 def remove_left(sessions: Path) -> None:
-    """Remove what ``left`` finds, and Ray's agents, which hide what they belong to from the list of
-    processes and stay for a minute.
-    """
+    """Remove what ``left`` finds, and end Ray's agents, which outlive the rest by a minute."""
     for session in left(sessions):
-        owner = str(_owner(session / OURS)["pid"])
-        end_orphans(command="ray::", environment={OWNER: owner}, owner=OWNER, grace=GRACE_SECONDS)
+        for process in psutil.process_iter(["name"]):
+            if (process.info["name"] or "").startswith("ray::") and _writes(process, session):
+                stop(process, grace=GRACE_SECONDS)
         shutil.rmtree(session, ignore_errors=True)
         _unlink_latest(sessions)
 
@@ -86,7 +83,7 @@ def remove_left(sessions: Path) -> None:
 def _is_owned(mark: Path) -> bool:
     """Whether the process that began a session is still there, and no other with its number."""
     try:
-        owner = _owner(mark)
+        owner = json.loads(mark.read_text())
         return abs(psutil.Process(owner["pid"]).create_time() - owner["created"]) < 1
     except psutil.NoSuchProcess:
         return False
@@ -94,8 +91,11 @@ def _is_owned(mark: Path) -> bool:
         return True  # somebody else's, or not to be told
 
 
-def _owner(mark: Path) -> dict[str, Any]:
-    return json.loads(mark.read_text())
+def _writes(process: psutil.Process, session: Path) -> bool:
+    """Whether it has a log of the session open: its command line and environment it has hidden."""
+    with suppress(psutil.Error):
+        return any(Path(file.path).is_relative_to(session) for file in process.open_files())
+    return False
 
 
 def _is_used(session: Path) -> bool:
