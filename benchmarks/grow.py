@@ -4,9 +4,8 @@
 
 Both begin with a home where a model of four domains has been built: growing goes on there;
 rebuilding trains five experts from that model's seed in a home of its own. What is compared is the
-time in which pieces ran, from the text to the assembled model: documents, tokens, experts,
-statistics, backbone, router, assembly. The evaluation, which both need, and services are left out;
-the commands' wall times stand beside it.
+time in which pieces ran, from the text to the report. Services are left out; the commands' wall
+times stand beside it, and the same without the report.
 """
 
 import json
@@ -22,8 +21,8 @@ from benchmarks.noop_retrain import FEW_STEPS, run
 
 FIFTH = "packages"
 SOURCE = {"harvest": "python-elsewhere", "max_bytes": 6_000_000}
-LEFT_OUT = ("report", "task_scores", "sources")
-AT_MOST = 0.45
+LEFT_OUT = ("task_scores", "sources")
+AT_MOST = 0.35
 
 
 def main() -> None:
@@ -51,7 +50,9 @@ def main() -> None:
     sums = [sum(grown.values()), sum(rebuilt.values())]
     rows += [["all", *sums], ["the command, on the clock", grow, rebuild]]
     print_table("seconds of pieces", ["stage", "grow", "rebuild"], rows)
+    made = [sums[i] - stages.get("report", 0.0) for i, stages in enumerate((grown, rebuilt))]
     figures = {
+        "without_report": made[0] / made[1],
         "goal": {"at_most": AT_MOST},
         "stages": {"grow": grown, "rebuild": rebuilt},
         "wall": {"grow": grow, "rebuild": rebuild, "ratio": grow / rebuild},

@@ -15,3 +15,8 @@ try:
 except InputError as error:
     print(error, file=sys.stderr)
     raise SystemExit(2) from None
+
+if sys.argv[0] == "-m":
+    from flows.running.arguments import look_first
+
+    look_first(sys.orig_argv)

@@ -6,13 +6,13 @@ WHAT names the text, for people who look at the event later. Other programs send
 they like: ``prefect event emit upcycle.new-data --resource-id upcycle.text``, or Prefect's API.
 """
 
-import argparse
 import asyncio
 import sys
 
 from prefect.events import Event, Resource
 from prefect.events.clients import get_events_client
 
+from flows.running.arguments import parser_of
 from flows.running.command_line import command
 from infra.settings import configure
 from upcycle_core.errors import Fault, InputError
@@ -49,9 +49,7 @@ async def _send(what: str) -> None:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Send the event."""
-    parser = argparse.ArgumentParser(prog="python -m flows.announce", description=__doc__)
-    parser.add_argument("what", nargs="?", default="text", help="what is new, for people")
-    announce(parser.parse_args(arguments).what)
+    announce(parser_of("announce").parse_args(arguments).what)
     print(f"Sent {NEW_DATA}: what waits for it starts within seconds.")
 
 

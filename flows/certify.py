@@ -4,12 +4,11 @@ Each reader opens it with its own loader, in a process of its own; the table say
 it, and is kept with the version. ``make readers`` installs readers beside transformers and MLflow.
 """
 
-import argparse
 import sys
 
+from flows.running.arguments import parser_of
 from flows.running.command_line import command
 from infra import settings as environment
-from infra.readers.reader import READERS
 from infra.tracking.registry import Registry
 from upcycle_core.errors import Fault, InputError
 
@@ -20,18 +19,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     A champion that was lost on the way is none any more, if its recipe requires a certificate.
     """
-    parser = argparse.ArgumentParser(prog="python -m flows.certify", description=__doc__)
-    parser.add_argument("model", help="NAME@ALIAS or NAME/VERSION in the MLflow registry")
-    parser.add_argument(
-        "--readers", nargs="+", default=list(READERS), help=f"of {', '.join(READERS)}; all"
-    )
-    parser.add_argument(
-        "--forms", nargs="+", metavar="FORM", help="fp32 (or bf16), and of GGUF F32, F16, Q8_0; all"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=900, help="a reader may take at a time; 900"
-    )
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("certify").parse_args(arguments)
     if not {"@", "/"} & set(chosen.model):
         remedy = f"names no version; write {chosen.model}@champion or {chosen.model}/1"
         raise InputError(Fault("model", chosen.model, remedy))
@@ -39,7 +27,8 @@ def main(arguments: list[str] | None = None) -> None:
     reference = f"models:/{chosen.model.removeprefix('models:/')}"
     version = registry.referenced(reference)
 
-    from tasks.release.certificate import certify_version, revoke, version_files  # torch
+    from infra.readers.reader import READERS  # torch
+    from tasks.release.certificate import certify_version, revoke, version_files
     from tasks.release.verdict import TOLERANCES, as_table
 
     unknown = sorted(set(chosen.forms or ()) - set(TOLERANCES))
@@ -50,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
             registry,
             version,
             files,
-            readers=chosen.readers,
+            readers=chosen.readers or tuple(READERS),
             forms=chosen.forms or tuple(TOLERANCES),
             seconds=chosen.seconds,
         )

@@ -13,22 +13,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from flows.running.arguments import parser_of
 from flows.running.command_line import command
-from flows.running.registered import Registered, add_model_arguments, load, registered
+from flows.running.registered import Registered, load, registered
 from infra import settings as environment
 from infra.services.ports import HOST
 from upcycle_core.errors import Fault, InputError
-
-PORT = 8808
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Serve the page until Ctrl-C."""
-    parser = argparse.ArgumentParser(prog="python -m flows.chat", description=__doc__)
-    add_model_arguments(parser)
-    parser.add_argument("--port", type=int, default=PORT, help=f"of the page; {PORT} by default")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("chat").parse_args(arguments)
     with listening(chosen.port) as listener:
         settings = environment.configure()
         found = registered(chosen.model, settings)

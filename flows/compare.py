@@ -22,7 +22,8 @@ from flows.pages.comparison import FOLDER, ROWS, TABLE, statement, write_compari
 from flows.pages.model import folder_faults, publish_pictures, publish_table
 from flows.pages.page import Command
 from flows.pages.seeds import write_seeds
-from flows.running.command_line import command, load, rows_parser, run_apart, run_flow
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_apart, run_flow
 from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
@@ -55,7 +56,7 @@ def compare(recipe: Recipe) -> State:
     raise_faults(_faults(recipe))
     with open_session("compare", recipe) as session:
         for stage in stages_of(recipe):
-            if stage not in TASKS.stages:
+            if stage not in TASKS.stages():
                 session.ensure(stage)
         session.finish()
         if COMPARISON.asked(recipe):
@@ -115,15 +116,7 @@ Models  {session.workspace.path("baselines")}
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the comparison."""
-    parser = rows_parser("flows.compare", __doc__)
-    parser.add_argument("--tokens", help="budget of each trained row, after the seed")
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", help="one run each; the recipe's by default"
-    )
-    parser.add_argument("--out", type=Path, help="folder for a page with means and deviations")
-    chosen = parser.parse_args(arguments)
-    if chosen.tokens:
-        chosen.set.append(f"comparison.tokens={chosen.tokens}")
+    chosen = parser_of("compare").parse_args(arguments)
     recipe = load(chosen)
     home = environment.configure().home
     raise_faults([*_faults(recipe), *folder_faults(chosen.out)])

@@ -8,7 +8,6 @@ The first file is the recipe of ``flows.dume``; what has been made is used again
 
 import json
 import sys
-from pathlib import Path
 
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
@@ -17,7 +16,8 @@ from prefect.states import State
 from flows.pages.compression import write_compression
 from flows.pages.model import folder_faults, log_report, publish_links, publish_pictures
 from flows.pages.page import Command
-from flows.running.command_line import command, load, rows_parser, run_flow
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_flow
 from flows.running.naming import words_of
 from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
@@ -49,7 +49,7 @@ def ders(recipe: Recipe) -> State:
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
     with open_session("ders", recipe) as session:
-        for stage in DUME.stages:
+        for stage in DUME.stages():
             session.ensure(stage)
         compress(session)
         session.finish()
@@ -121,9 +121,7 @@ def verdict_of(outcome: Outcome | None) -> str:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on recipe files."""
-    parser = rows_parser("flows.ders", __doc__)
-    parser.add_argument("--out", type=Path, help="write a page of the results into this folder")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("ders").parse_args(arguments)
     recipe = load(chosen)
     raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
     run_flow(recipe, ders, shown=SUMMARY)

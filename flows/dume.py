@@ -10,7 +10,8 @@ from prefect import flow
 from prefect.states import State
 
 from flows.making.building import made, publish
-from flows.running.command_line import command, load, recipe_parser, run_flow
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_flow
 from flows.running.session import THREADS, FlowSession
 from infra.recipe.schema import Recipe, resolve
 from tasks.data.corpora import corpora
@@ -81,7 +82,7 @@ def build(
     session.ensure(report)
     own = [r for r in scored_models(session.recipe) if r not in session.recipe.baselines]
     if TASKS.asked(session.recipe):
-        task_sets, task_scores, task_routing = TASKS.stages
+        task_sets, task_scores, task_routing = TASKS.stages()
         session.ensure(task_sets)
         session.ensure(task_scores, only=own)
         session.ensure(task_routing)
@@ -100,9 +101,7 @@ def _faults(recipe: Recipe) -> list[Fault]:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on a recipe file."""
-    parser = recipe_parser("flows.dume", __doc__)
-    parser.add_argument("--rebuild", action="store_true", help="what was built upon, too")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("dume").parse_args(arguments)
     recipe = load(chosen)
     raise_faults(_faults(recipe))
     run_flow(recipe, lambda recipe: dume(recipe, chosen.rebuild))

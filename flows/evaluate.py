@@ -15,7 +15,8 @@ from prefect.states import State
 from flows.making.building import made
 from flows.making.builds import whole
 from flows.pages.tasks import FOLDER
-from flows.running.command_line import command, load, rows_parser, run_flow
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_flow
 from flows.running.session import THREADS
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
@@ -53,7 +54,7 @@ def _faults(recipe: Recipe) -> list[Fault]:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the evaluation."""
-    recipe = load(rows_parser("flows.evaluate", __doc__).parse_args(arguments))
+    recipe = load(parser_of("evaluate").parse_args(arguments))
     raise_faults(_faults(recipe))
     reference = run_flow(recipe, evaluate, shown=None)
     page = environment.configure().home / recipe.name / FOLDER

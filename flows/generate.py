@@ -3,29 +3,16 @@
 import argparse
 import sys
 
+from flows.running.arguments import parser_of
 from flows.running.command_line import command
-from flows.running.registered import Registered, add_model_arguments, load, registered
+from flows.running.registered import Registered, load, registered
 from infra import settings as environment
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Print a continuation of each prompt by ``models:/NAME@ALIAS``, a line of --- between them."""
-    parser = argparse.ArgumentParser(prog="python -m flows.generate", description=__doc__)
-    add_model_arguments(parser)
-    parser.add_argument(
-        "prompts",
-        metavar="prompt",
-        nargs="+",
-        help="text to continue; a special token's name in it is text like any other",
-    )
-    parser.add_argument(
-        "--chat", action="store_true", help="answer the prompt, in the model's chat template"
-    )
-    parser.add_argument("--tokens", type=int, default=100, help="at most this many new tokens")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("generate").parse_args(arguments)
     generate(registered(chosen.model, environment.configure()), chosen)
 
 

@@ -9,6 +9,7 @@ a set of instructions that is added, and the same seed is tuned again.
 """
 
 import sys
+from collections.abc import Iterator
 
 from prefect import flow
 from prefect.states import State
@@ -22,16 +23,31 @@ from flows.making.change import (
     rebuild_faults,
     unfinished,
 )
-from flows.running.command_line import command, load, recipe_parser, run_flow
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_flow
 from flows.running.naming import words_of
 from flows.running.session import THREADS, open_session
+from infra.durable import read_json
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
+from tasks.dume.backbone import averaged, backbone
+from tasks.dume.model import model
+from tasks.dume.repaired import repaired
+from tasks.dume.report import report
+from tasks.dume.router import router
+from tasks.dume.statistics import statistics
+from tasks.engine.costs import read_cost
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import begin, life_of, without_backbone
 from tasks.methods import METHODS
 from tasks.recipes import check, validate
 from upcycle_core.errors import Fault, raise_faults
+
+BACKBONE = "backbone"
+FAR = 80.0
+"""Of 100: below it, a domain's expert does not go with the backbone."""
+REBUILT = (backbone, repaired, statistics, router, model, report)
+"""What is made again with a backbone of all domains."""
 
 
 @flow(name="grow", task_runner=THREADS)
@@ -47,18 +63,43 @@ def grow(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
         The registered version, ``models:/NAME/NUMBER``.
     """
     recipe = validate(resolve(recipe))
-    look(recipe, Workspace(configure().home / recipe.name), domain, rebuild)
+    look(recipe, Workspace(configure().home / recipe.name), domain, rebuild=rebuild)
     with open_session("grow", recipe) as session:
         grown = begin(session.recipe, session.workspace, new=[domain])
         change = begin_change(session, f"grow {domain}")
         session.adopt(without_backbone(grown) if rebuild else grown)
         outcome = build(session, changed=[domain])
-        note = life_of(recipe).came(session.recipe)
-        finish_change(session, change, outcome, notes=(note,))
+        notes = (
+            life_of(recipe).came(session.recipe),
+            *far_off(session.recipe, session.workspace, domain),
+        )
+        finish_change(session, change, outcome, notes=notes)
         return session.completed(words_of(outcome), outcome.version.reference)
 
 
-def look(recipe: Recipe, workspace: Workspace, domain: str, rebuild: bool = False) -> None:
+def far_off(recipe: Recipe, workspace: Workspace, domain: str) -> Iterator[str]:
+    """What to do about a domain whose expert does not go with a backbone that it is not part of.
+
+    That shows in the oracle, which routes perfectly: what it loses, the backbone has cost.
+    """
+    if BACKBONE not in life_of(recipe).pinned(recipe) or domain in averaged(recipe):
+        return
+    metrics = read_json(workspace.path("report") / "metrics.json") or {}
+    kept = metrics.get("normalised", {}).get("oracle", {}).get(domain)
+    if kept is None or kept >= FAR:
+        return
+    labels = [stage.label(item) for stage in REBUILT for item in stage.items(recipe)]
+    costs = [cost for label in labels if (cost := read_cost(workspace, label)) is not None]
+    price = sum(cost.core_seconds for cost in costs)
+    yield (
+        f"{domain} is far from this backbone: on it, its expert keeps {kept:.1f} of 100, however "
+        f"well it is routed. To average it in: python -m flows.grow RECIPE {domain} --rebuild. "
+        f"That makes {', '.join(stage.name for stage in REBUILT)} again, of all domains: "
+        f"{price:.0f} core seconds the last time."
+    )
+
+
+def look(recipe: Recipe, workspace: Workspace, domain: str, *, rebuild: bool = False) -> None:
     """Refuse what cannot be added.
 
     Raises:
@@ -74,8 +115,10 @@ def look(recipe: Recipe, workspace: Workspace, domain: str, rebuild: bool = Fals
     if domain not in given:
         remedy = f"is no {life.part} of the recipe; name what it is under {life.section}.{domain}"
         raise_faults([Fault("domain", domain, remedy)])
-    if domain in known and (change is None or change.what != f"grow {domain}"):
-        remedy = "is in the model already; new text of it: python -m flows.retrain RECIPE"
+    is_at_work = change is not None and change.what == f"grow {domain}"
+    if domain in known and not is_at_work and not rebuild:
+        remedy = "is in the model already; new text of it: python -m flows.retrain RECIPE; to "
+        remedy += "average it into the backbone: --rebuild"
         raise_faults([Fault("domain", domain, remedy)])
     raise_faults(domain_faults(life.section, given, {*known, domain}))
     check(recipe, workspace.root.parent / "models")
@@ -84,13 +127,12 @@ def look(recipe: Recipe, workspace: Workspace, domain: str, rebuild: bool = Fals
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow."""
-    parser = recipe_parser("flows.grow", __doc__)
-    parser.add_argument("domain", help="the new domain")
-    parser.add_argument("--rebuild", action="store_true", help="average it into the backbone too")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("grow").parse_args(arguments)
     run_flow(
         load(chosen),
-        look=lambda recipe, workspace: look(recipe, workspace, chosen.domain, chosen.rebuild),
+        look=lambda recipe, workspace: look(
+            recipe, workspace, chosen.domain, rebuild=chosen.rebuild
+        ),
         run=lambda recipe: grow(recipe, chosen.domain, chosen.rebuild),
     )
     print(DEPLOYED.format(chosen.recipe))

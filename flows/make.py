@@ -13,7 +13,8 @@ from prefect.states import State
 
 from flows.making.building import made
 from flows.making.builds import whole
-from flows.running.command_line import command, load, rows_parser, run_flow
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_flow
 from flows.running.session import THREADS
 from infra.recipe.schema import Recipe, resolve
 from tasks.recipes import validate
@@ -37,9 +38,7 @@ def make(recipe: Recipe, rebuild: bool = False) -> State:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on recipe files."""
-    parser = rows_parser("flows.make", __doc__)
-    parser.add_argument("--rebuild", action="store_true", help="what was built upon, too")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("make").parse_args(arguments)
     run_flow(load(chosen), lambda recipe: make(recipe, chosen.rebuild))
 
 

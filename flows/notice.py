@@ -8,7 +8,6 @@ failed. It never fails the night, nor holds the worker: what cannot be delivered
 later, by a run of its own, and every try is a run that says why.
 """
 
-import argparse
 import asyncio
 import sys
 from datetime import UTC, datetime, timedelta
@@ -26,6 +25,7 @@ from prefect.runtime import deployment
 from prefect.settings import PREFECT_UI_URL
 from prefect.states import Completed, Failed, Scheduled, State
 
+from flows.running.arguments import parser_of
 from flows.running.command_line import command, reach_server
 from infra.recipe.names import masked
 from infra.settings import configure
@@ -135,9 +135,7 @@ def reason(error: Exception) -> str:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Send a trial notice."""
-    parser = argparse.ArgumentParser(prog="python -m flows.notice", description=__doc__)
-    parser.add_argument("block", metavar="TYPE/NAME", help="the block of the receiver")
-    block = parser.parse_args(arguments).block
+    block = parser_of("notice").parse_args(arguments).block
     reach_server(configure())
     try:
         deliver(block, "a trial", "This is what a notice looks like.")

@@ -11,7 +11,8 @@ import sys
 
 import psutil
 
-from flows.running.command_line import command, load, recipe_parser
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command
 from infra import settings as environment
 from tasks.planning.machine import Machine
 from tasks.planning.plan import plan
@@ -21,9 +22,7 @@ from upcycle_core.errors import raise_faults
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Print the plan of a recipe file."""
-    parser = recipe_parser("flows.plan", __doc__)
-    parser.add_argument("--machine", nargs="+", default=[], metavar="PART=AMOUNT")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("plan").parse_args(arguments)
     recipe = load(chosen)
     home = environment.configure().home
     machine = Machine.here(home, recipe.compute.cpus).changed(chosen.machine)

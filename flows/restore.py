@@ -7,7 +7,6 @@ made it; DVC holds every file against its hash. FOLDER becomes a home (``UPCYCLE
 the recipe's workspace in it, which must not be there yet.
 """
 
-import argparse
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import yaml
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
+from flows.running.arguments import parser_of
 from flows.running.command_line import command, reach_server
 from flows.running.session import prepare
 from flows.running.turn import log
@@ -166,12 +166,7 @@ def _check(recipe: Recipe, workspace: Workspace, version: Version) -> int:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow."""
-    parser = argparse.ArgumentParser(prog="python -m flows.restore", description=__doc__)
-    parser.add_argument("name", help="the registered model")
-    parser.add_argument("version", nargs="?", default="champion", help="a number, or an alias")
-    parser.add_argument("--into", help="home to restore into; the one at work by default")
-    parser.add_argument("--remote", help="DVC remote; the recipe's by default")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("restore").parse_args(arguments)
     asked = (chosen.name, chosen.version, chosen.into, chosen.remote)
     settings = configure()
     look(settings, *asked)  # said before Prefect records a run that cannot begin

@@ -17,7 +17,8 @@ from prefect.states import Completed, State
 
 from flows.making.builds import build, built
 from flows.making.change import begin_change, domain_faults, finish_change, unfinished
-from flows.running.command_line import command, load, recipe_parser, run_flow
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_flow
 from flows.running.naming import completed, name_run, title_of_day, words_of
 from flows.running.session import THREADS, FlowSession, open_session
 from flows.running.turn import log, turn
@@ -125,7 +126,7 @@ def _learn(session: FlowSession) -> Outcome:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow."""
-    recipe = load(recipe_parser("flows.retrain", __doc__).parse_args(arguments))
+    recipe = load(parser_of("retrain").parse_args(arguments))
     run_flow(recipe, retrain, look=look)
 
 

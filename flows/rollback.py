@@ -6,13 +6,13 @@ NAME is the registered model. No file changes: whoever loads ``models:/NAME@cham
 earlier version from now on. Done again, it goes one further back.
 """
 
-import argparse
 import sys
 from datetime import UTC, datetime
 
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
+from flows.running.arguments import parser_of
 from flows.running.command_line import command, reach_server
 from infra.settings import configure
 from infra.tracking.registry import Registry
@@ -45,10 +45,7 @@ def rollback(name: str, because: str = "") -> str:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow."""
-    parser = argparse.ArgumentParser(prog="python -m flows.rollback", description=__doc__)
-    parser.add_argument("name", help="the registered model")
-    parser.add_argument("--because", default="", metavar="REASON", help="is kept with the version")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("rollback").parse_args(arguments)
     settings = configure()
     # Said before Prefect records a run that cannot begin.
     left, _ = champions(Registry(settings), chosen.name)

@@ -7,20 +7,17 @@ finished is not run again.
 """
 
 import sys
-from pathlib import Path
 
 from flows.pages.page import Command
 from flows.pages.seeds import write_seeds
-from flows.running.command_line import command, load, recipe_parser, run_apart
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_apart
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run every seed, then write ``NAME.md``, ``NAME.json`` and pictures."""
-    parser = recipe_parser("flows.seeds", __doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, required=True, help="folder for the page")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("seeds").parse_args(arguments)
     recipe = load(chosen)
     workspaces = [run_apart("flows.dume", chosen, recipe, seed) for seed in chosen.seeds]
     write_seeds(Command.of("seeds", recipe, chosen), workspaces)

@@ -9,9 +9,8 @@ given to them. ``GET /upcycle`` says what runs.
 import argparse
 import functools
 import sys
-from pathlib import Path
-from typing import get_args
 
+from flows.running.arguments import parser_of
 from flows.running.command_line import command
 from infra import settings as environment
 from infra.serving.engine import EngineError
@@ -19,16 +18,14 @@ from infra.serving.follower import Follower, Patience, Swap
 from infra.serving.front import Naming
 from infra.serving.server import listen, serve
 from infra.tracking.registry import Registry
-from tasks.serving.engines import PATHS, EngineChoice, Name, engine_faults, launcher
+from tasks.serving.engines import PATHS, EngineChoice, engine_faults, launcher
 from upcycle_core.errors import Fault, InputError, raise_faults
-
-PORT = 8000
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Serve until a signal comes."""
-    chosen = _parser().parse_args(arguments)
+    chosen = parser_of("serve").parse_args(arguments)
     name, at, alias = chosen.model.removeprefix("models:/").partition("@")
     if not at:
         name, _, alias = name.partition("/")
@@ -55,41 +52,6 @@ def main(arguments: list[str] | None = None) -> None:
         serve(follow, Naming(name, alias, choice.name, PATHS[choice.name]), listening)
     except EngineError as error:
         raise InputError(Fault("model", chosen.model, f"the engine {error}")) from error
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("model", help="NAME@ALIAS, which is followed, or NAME/VERSION")
-    parser.add_argument("--engine", choices=get_args(Name), default="transformers")
-    parser.add_argument("--port", type=int, default=PORT, help=f"of loopback ({PORT}; 0: any)")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1; by default a GPU where there is one")
-    parser.add_argument(
-        "--precision", choices=("auto", "fp32", "bf16"), default="fp32", help="type of weights"
-    )
-    parser.add_argument("--python", type=Path, help="the interpreter of vLLM's environment")
-    parser.add_argument(
-        "--swap",
-        choices=get_args(Swap),
-        default="auto",
-        help="when the alias moves: start the new engine beside the old one, or instead of it, "
-        "while requests wait; auto: beside it where both fit into memory",
-    )
-    usual = Patience()
-    parser.add_argument(
-        "--hold", type=float, default=usual.hold, help="seconds that a request waits for an engine"
-    )
-    parser.add_argument(
-        "--drain", type=float, default=usual.drain, help="seconds to finish what it is asked"
-    )
-    parser.add_argument(
-        "--start", type=float, default=usual.start, help="seconds for an engine to come up"
-    )
-    parser.add_argument("options", nargs="*", metavar="-- OPTION", help="for the engine itself")
-    return parser
 
 
 def _choice(chosen: argparse.Namespace) -> EngineChoice:

@@ -23,7 +23,8 @@ from flows.making.change import (
     rebuild_faults,
     unfinished,
 )
-from flows.running.command_line import command, load, recipe_parser, run_flow
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_flow
 from flows.running.naming import words_of
 from flows.running.session import THREADS, open_session
 from infra.recipe.schema import Recipe, resolve
@@ -99,10 +100,7 @@ def _remove(workspace: Workspace, domain: str) -> None:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow."""
-    parser = recipe_parser("flows.shrink", __doc__)
-    parser.add_argument("domain", help="the one that leaves")
-    parser.add_argument("--rebuild", action="store_true", help="take it out of the backbone too")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("shrink").parse_args(arguments)
     run_flow(
         load(chosen),
         look=lambda recipe, workspace: look(

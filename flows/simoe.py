@@ -10,7 +10,6 @@ workspace of its own (``NAME-seed-0``, ...).
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from pathlib import Path
 
 from prefect import flow
 from prefect.states import State
@@ -20,7 +19,8 @@ from flows.pages.instructions import publish_tuning, write_instructions
 from flows.pages.model import folder_faults
 from flows.pages.page import Command
 from flows.pages.tasks import publish_tasks
-from flows.running.command_line import command, load, rows_parser, run_flow
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_flow
 from flows.running.session import THREADS, FlowSession
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
@@ -91,11 +91,7 @@ def _faults(recipe: Recipe) -> list[Fault]:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on recipe files."""
-    parser = rows_parser("flows.simoe", __doc__)
-    parser.add_argument("--rebuild", action="store_true", help="what was built upon, too")
-    parser.add_argument("--seeds", type=int, nargs="+", help="run once a seed")
-    parser.add_argument("--out", type=Path, help="write a page of the results into this folder")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("simoe").parse_args(arguments)
     recipe = load(chosen)
     home = environment.configure().home
     raise_faults([*_faults(recipe), *folder_faults(chosen.out)])

@@ -12,7 +12,8 @@ from prefect import flow
 from prefect.states import State
 
 from flows.making.building import made
-from flows.running.command_line import command, load, rows_parser, run_flow
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, run_flow
 from flows.running.session import THREADS
 from infra.recipe.schema import Recipe, resolve
 from tasks.recipes import validate
@@ -46,9 +47,7 @@ def _faults(recipe: Recipe) -> list[Fault]:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on recipe files."""
-    parser = rows_parser("flows.symphony", __doc__)
-    parser.add_argument("--rebuild", action="store_true", help="what was built upon, too")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("symphony").parse_args(arguments)
     recipe = load(chosen)
     raise_faults(_faults(recipe))
     run_flow(recipe, lambda recipe: symphony(recipe, chosen.rebuild))

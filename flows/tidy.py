@@ -8,6 +8,7 @@ Without ``--apply`` nothing is changed. What champion and challenger need always
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 
-from flows.running.command_line import command, load, reach_server, recipe_parser
+from flows.running.arguments import load, parser_of
+from flows.running.command_line import command, reach_server
 from flows.running.turn import log, turn
 from infra import settings as environment
+from infra.cluster.sessions import left, remove_left
 from infra.recipe.schema import Recipe, resolve
 from infra.tracking.registry import Registry
 from infra.tracking.retention import Records
@@ -59,7 +62,7 @@ def tidy(recipe: Recipe, apply: bool = False) -> str:
         recipe = with_lineage(recipe, workspace)
         records, registry = Records(settings, f"upcycle-{recipe.name}"), Registry(settings)
         past = spares(recipe, workspace, records, registry)
-        found = [*past, *_flow_runs(recipe)]
+        found = [*past, *_ray_sessions(settings), *_flow_runs(recipe)]
         rows = table(found)
         create_table_artifact(
             key=slug(f"{recipe.name}-tidy"),
@@ -99,6 +102,15 @@ def shown(rows: Sequence[dict[str, Any]], apply: bool) -> str:
     ]
     after = "Freed." if apply else "Nothing was changed. Free it: the same command with --apply"
     return "\n".join([*lines, "", after, ""])
+
+
+def _ray_sessions(settings: environment.Settings) -> Iterator[Spare]:
+    """Folders of Rays whose flows were killed."""
+    if gone := [*left(settings.ray_sessions)]:
+        why = "their flows were killed, and their processes are gone"
+        size = sum(f.lstat().st_size for s in gone for f in s.rglob("*") if f.is_file())
+        free = partial(remove_left, settings.ray_sessions)
+        yield Spare("folders of Ray", why, len(gone), size, free)
 
 
 def _flow_runs(recipe: Recipe) -> Iterator[Spare]:
@@ -153,9 +165,7 @@ def _delete(client: SyncPrefectClient, run: FlowRun) -> None:
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on a recipe file."""
-    parser = recipe_parser("flows.tidy", __doc__)
-    parser.add_argument("--apply", action="store_true", help="remove what is shown")
-    chosen = parser.parse_args(arguments)
+    chosen = parser_of("tidy").parse_args(arguments)
     recipe = load(chosen)
     settings = environment.configure()
     with turn(find_workspace(settings.home / recipe.name), "the start of a flow", recipe):

@@ -4,8 +4,11 @@
 """
 
 import os
-from collections.abc import Mapping, MutableMapping
+import secrets
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from infra.recipe.names import masked
@@ -21,6 +24,9 @@ DEFAULTS = {
     "DVC_NO_ANALYTICS": "1",
     "GIT_PYTHON_REFRESH": "quiet",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    # Every try of a hub that does not answer is a warning, which Prefect says once more. What came
+    # of them is one fault of ours.
+    "HF_HUB_VERBOSITY": "error",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
@@ -65,6 +71,7 @@ class Settings:
         mlflow_artifacts: Folder of the runs' files and of registered models.
         mlflow_port: Where ``make up`` puts the MLflow server (``UPCYCLE_MLFLOW_PORT``).
         ray_address: The cluster that the user named (``RAY_ADDRESS``), or ``local``.
+        ray_sessions: Where local Rays put their sockets and logs (``RAY_TMPDIR``).
     """
 
     home: Path
@@ -76,6 +83,7 @@ class Settings:
     mlflow_artifacts: Path
     mlflow_port: int
     ray_address: str
+    ray_sessions: Path
 
     @property
     def services(self) -> Path:
@@ -135,6 +143,7 @@ def read(environment: Mapping[str, str]) -> Settings:
         mlflow_artifacts=home / "mlflow" / "artifacts",
         mlflow_port=_port(environment, "UPCYCLE_MLFLOW_PORT"),
         ray_address=environment.get("RAY_ADDRESS") or "local",
+        ray_sessions=Path(environment.get("RAY_TMPDIR") or DEFAULTS["RAY_TMPDIR"]) / "ray",
     )
 
 
@@ -146,6 +155,29 @@ def environment_of(settings: Settings, **changes: str) -> dict[str, str]:
 def program_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a program that has nothing to do with ours, with ``changes``."""
     return {**DEFAULTS, **os.environ, **changes}
+
+
+@contextmanager
+def ray_token(environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Give the local Rays of this process a token of their own, meanwhile.
+
+    A local Ray listens at ports of this machine. Who does not know the token cannot run code
+    through it; Ray's own way is one for all of a user's Rays, in a file at home.
+    """
+    own = "RAY_AUTH_TOKEN" not in environment
+    if own:
+        environment["RAY_AUTH_TOKEN"] = _own_token()
+    try:
+        yield
+    finally:
+        if own:
+            del environment["RAY_AUTH_TOKEN"]
+
+
+@cache
+def _own_token() -> str:
+    """One a process: Ray reads it once."""
+    return secrets.token_hex(32)
 
 
 def is_inner() -> bool:

@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = environment.configure()
 
     from infra.cluster.compute import cluster
+    from tasks.engine.headline import write_headline
     from tasks.engine.sources import CODE
     from tasks.engine.stage import Session
     from tasks.engine.workspace import Workspace
@@ -57,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
             with cluster(settings, recipe.compute.cpus, CODE, workspace=workspace.root):
                 for item in items:
                     stage.ensure(session, item)
+            write_headline(recipe, workspace)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

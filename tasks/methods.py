@@ -1,21 +1,19 @@
 """Every method there is, what runs on a finished model, and the stages and models of a recipe."""
 
 from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING
 
 from infra.recipe.schema import Recipe
-from tasks.baselines.baselines import baselines
-from tasks.baselines.comparison import comparison
-from tasks.data.task_sets import task_sets
 from tasks.ders.checks import ders_faults
-from tasks.ders.compression import compression
-from tasks.ders.sweeps import sweeps
 from tasks.dume import method as dume
-from tasks.dume.task_routing import routing_faults, task_routing
+from tasks.dume.checks import routing_faults
 from tasks.engine.method import Addition, Method, Models
-from tasks.engine.stage import Stage
-from tasks.scoring.task_scores import task_scores_of
 from tasks.simoe import method as simoe
 from tasks.symphony import method as symphony
+
+if TYPE_CHECKING:
+    from tasks.engine.stage import Stage
 
 METHODS: Mapping[str, Method] = {
     method.name: method for method in (dume.METHOD, symphony.METHOD, simoe.METHOD)
@@ -37,20 +35,43 @@ def scored_models(recipe: Recipe) -> Models:
     return {row: models[row] for row in models if chosen is None or row in chosen}
 
 
+def _comparison_stages() -> "tuple[Stage, ...]":
+    from tasks.baselines.baselines import baselines
+    from tasks.baselines.comparison import comparison
+
+    return baselines, comparison
+
+
+def _compression_stages() -> "tuple[Stage, ...]":
+    from tasks.ders.compression import compression
+    from tasks.ders.sweeps import sweeps
+
+    return sweeps, compression
+
+
+@cache
+def _task_stages() -> "tuple[Stage, ...]":
+    from tasks.data.task_sets import task_sets
+    from tasks.dume.task_routing import task_routing
+    from tasks.scoring.task_scores import task_scores_of
+
+    return task_sets, task_scores_of(scored_models), task_routing
+
+
 COMPARISON = Addition(
     name="comparison",
-    stages=(baselines, comparison),
+    stages=_comparison_stages,
     asked=lambda recipe: METHODS[recipe.method].compares and bool(recipe.baselines),
 )
 COMPRESSION = Addition(
     name="DeRS",
-    stages=(sweeps, compression),
+    stages=_compression_stages,
     asked=lambda recipe: recipe.compression is not None,
     checks=ders_faults,
 )
 TASKS = Addition(
     name="tasks",
-    stages=(task_sets, task_scores_of(scored_models), task_routing),
+    stages=_task_stages,
     asked=lambda recipe: bool(recipe.tasks),
     checks=routing_faults,
 )
@@ -58,13 +79,13 @@ ADDITIONS = (COMPARISON, COMPRESSION, TASKS)
 """What runs on a model that is finished, in this order."""
 
 
-def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
+def stages_of(recipe: Recipe) -> "tuple[Stage, ...]":
     """Every stage of a recipe, in the order in which data flows."""
     asked = (addition for addition in ADDITIONS if addition.asked(recipe))
-    return (*METHODS[recipe.method].stages, *(s for addition in asked for s in addition.stages))
+    return (*METHODS[recipe.method].stages(), *(s for addition in asked for s in addition.stages()))
 
 
-def every_stage() -> tuple[Stage, ...]:
+def every_stage() -> "tuple[Stage, ...]":
     """Every stage that there is, once."""
     parts: tuple[Method | Addition, ...] = (*METHODS.values(), *ADDITIONS)
-    return tuple({id(stage): stage for part in parts for stage in part.stages}.values())
+    return tuple({id(stage): stage for part in parts for stage in part.stages()}.values())

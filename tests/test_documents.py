@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import MistralConfig
 
+from flows.running.arguments import ARGUMENTS, parser_of
 from infra.recipe.reading import load_recipe
 from upcycle_core.activations.moments import triangle_size
 from upcycle_core.architectures.families import family_of
@@ -80,7 +81,6 @@ def test_paths_exist(document):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_commands_exist(document):
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    shared = (ROOT / "flows" / "running" / "command_line.py").read_text()
     for code in code_of(document):
         for target in TARGET.findall(code):
             assert target in targets, f"make {target}"
@@ -89,8 +89,13 @@ def test_commands_exist(document):
             files = (path.with_suffix(".py"), path / "__main__.py", path / "servers.py")
             source = "".join(file.read_text() for file in files if file.exists())
             assert source, f"python -m {module}"
+            command = module.rstrip(".").removeprefix("flows.")
+            options = ""
+            if command in ARGUMENTS:
+                words = (o for a in parser_of(command)._actions for o in a.option_strings)
+                options = " ".join(f'"{word}"' for word in words)
             for flag in FLAG.findall(arguments):
-                assert f'"{flag}"' in source + shared, f"python -m {module} {flag}"
+                assert f'"{flag}"' in source + options, f"python -m {module} {flag}"
 
 
 @pytest.mark.parametrize(("document", "text"), RECIPES, ids=[name_of(d) for d, _ in RECIPES])

@@ -45,4 +45,4 @@ def whole(recipe: Recipe) -> Build:
 
 def built(recipe: Recipe) -> tuple[Stage, ...]:
     """What ``build`` brings up to date, beside rows to compare with."""
-    return tuple(stage for stage in stages_of(recipe) if stage not in COMPARISON.stages)
+    return tuple(stage for stage in stages_of(recipe) if stage not in COMPARISON.stages())

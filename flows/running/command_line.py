@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from prefect.settings import PREFECT_API_URL
 
@@ -19,7 +19,7 @@ from infra.recipe.schema import Recipe
 from infra.services.stopping import out_of_reach, run_command, run_stoppable
 from tasks.engine.sources import CODE
 from tasks.engine.workspace import Workspace
-from tasks.recipes import check, load_recipe
+from tasks.recipes import check
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 SUMMARY = "summary.txt"
@@ -47,35 +47,6 @@ def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
         return run_stoppable(functools.partial(attempt, arguments))
 
     return run
-
-
-def recipe_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser of ``RECIPE [--add FILE ...] [--set KEY=VALUE ...]``."""
-    return _parser(prog, description, "--add", nargs="+", default=[])
-
-
-def rows_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser of ``RECIPE [FILE ...] [--set KEY=VALUE ...]``."""
-    return _parser(prog, description, "add", nargs="*", metavar="FILE")
-
-
-def _parser(prog: str, about: str | None, add: str, **options: Any) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=about)
-    parser.add_argument("recipe", type=Path, help="YAML file")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one value"
-    )
-    parser.add_argument(add, type=Path, help="files of tasks or rows", **options)
-    return parser
-
-
-def load(chosen: argparse.Namespace) -> Recipe:
-    """The recipe of either parser's command.
-
-    Raises:
-        InputError: With every fault of the files and changes.
-    """
-    return load_recipe(chosen.recipe, chosen.set, added=chosen.add)
 
 
 def reach_server(settings: environment.Settings) -> None:

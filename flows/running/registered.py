@@ -36,15 +36,6 @@ class Registered:
         return self.recipe.get("corpus", {}).get("bos", "auto")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Let a command name a model, and say where and how it computes."""
-    parser.add_argument("model", help="NAME@ALIAS or NAME/VERSION in the MLflow registry")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1; by default a GPU where there is one")
-    parser.add_argument(
-        "--precision", choices=("auto", "fp32", "bf16"), default="fp32", help="arithmetic"
-    )
-
-
 def _named(reference: str) -> str:
     """``models:/NAME@ALIAS`` or ``models:/NAME/VERSION`` of what was typed.
 

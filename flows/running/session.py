@@ -33,6 +33,7 @@ from infra.tracking.registry import Registry
 from infra.tracking.runs import Run, Tracker
 from infra.versioning.known import Recorded
 from infra.versioning.versions import Versions, code_version, remote_of
+from tasks.engine.headline import write_headline
 from tasks.engine.reporting import Recorder
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session, Stage
@@ -272,6 +273,9 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
             )
             try:
                 yield flow_session
+                write_headline(flow_session.recipe, workspace)
+                if said := versions.history.commit(f"{flow_name} {recipe.name}"):
+                    log(f"the workspace's Git history lacks this run: {said}")
                 progress.clear()
             finally:
                 flow_session.close()

@@ -21,6 +21,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from infra.cluster import sessions
 from infra.cluster.capacity import compute_faults, room_faults
 from infra.cluster.pieces import Done, Piece, finish, is_finished, read_done, remove
 from infra.cluster.progress import REPORT_SECONDS, progress_file
@@ -28,7 +29,7 @@ from infra.cluster.shared_storage import look, storage_fault, written_token
 from infra.cluster.worker import GROUP_FILE, TRAIN_ENVIRONMENT, Performed, WorkerLost, perform
 from infra.recipe.resources import ComputeConfig, Resources
 from infra.services.stopping import handlers_kept
-from infra.settings import Settings, environment_of
+from infra.settings import Settings, environment_of, ray_token
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 # What ends up on the machines of a cluster, and so what pieces can import there: nothing else that
@@ -82,21 +83,34 @@ def cluster(
             Fault("compute", "ray", "this process is connected to Ray already; call ray.shutdown()")
         )
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    local = settings.ray_address == "local"
-    if local:
-        quiet |= {"include_dashboard": False, "object_store_memory": 100_000_000}
-        with handlers_kept():  # at SIGTERM Ray would end before its pieces
-            ray.init(address="local", num_cpus=cpus, **quiet)
-        _SERVERS[:] = [p for p in psutil.Process().children() if p.name() in SERVERS]
-    else:
-        _connect(settings, code, quiet)
+    if settings.ray_address == "local":
+        with _local(settings, cpus, quiet):
+            yield
+        return
+    _connect(settings, code, quiet)
     try:
-        if not local:
-            _check_machines(settings.ray_address, workspace or settings.home)
+        _check_machines(settings.ray_address, workspace or settings.home)
         yield
     finally:
-        _SERVERS.clear()
         ray.shutdown()
+
+
+@contextmanager
+def _local(settings: Settings, cpus: int | None, quiet: Mapping[str, Any]) -> Iterator[None]:
+    """A Ray of our own, which nobody else can use, and whose folder goes with it."""
+    sessions.remove_left(settings.ray_sessions)
+    own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 100_000_000}
+    with ray_token():
+        try:
+            with handlers_kept():  # at SIGTERM Ray would end before its pieces
+                ray.init(address="local", num_cpus=cpus, **quiet, **own)
+            _SERVERS[:] = [p for p in psutil.Process().children() if p.name() in SERVERS]
+            sessions.claim(settings.ray_sessions)
+            yield
+        finally:
+            _SERVERS.clear()
+            ray.shutdown()
+            sessions.remove_own(settings.ray_sessions)
 
 
 def _connect(settings: Settings, code: Path, quiet: Mapping[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """What a piece is, and its files: a piece is finished when its result is recorded beside them."""
 
+import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,33 @@ class Piece:
         workers: How many processes call it at once, torch.distributed ready (gloo on CPUs, nccl on
             GPUs), each with the resources of a piece. They share ``out``; rank 0 reports, and what
             it returns is the result.
+        each: Arguments, mappings of the same keys, whose entries are computed apart from each
+            other: the result has one for each key, whichever others there are.
     """
 
     name: str
     function: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     workers: int = 1
+    each: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], /, **arguments: Any) -> "Piece":
         """``function`` called with ``arguments``, in one process."""
         return cls(name=name, function=function, arguments=arguments)
+
+    @property
+    def keys(self) -> list[str]:
+        """What ``each`` has an entry for."""
+        return list(self.arguments[self.each[0]])
+
+    def only(self, keys: Collection[str]) -> "Piece":
+        """The same for some of ``keys``, under a name of its own."""
+        if list(keys) == self.keys:
+            return self
+        some = {name: {key: self.arguments[name][key] for key in keys} for name in self.each}
+        mark = hashlib.sha256(json.dumps(list(keys)).encode()).hexdigest()[:8]
+        return replace(self, name=f"{self.name}-{mark}", arguments={**self.arguments, **some})
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,13 @@ ADDABLE = ("baselines", "tasks", "task_evaluation", "compression")
 
 
 Checks = Callable[[Recipe], Iterable[Fault]]
+BOUNDS = {
+    "greater_than_equal": "at least",
+    "greater_than": "more than",
+    "less_than_equal": "at most",
+    "less_than": "less than",
+}
+"""How a number that is out of bounds is said, by pydantic's name of the fault."""
 
 
 def load_recipe(
@@ -198,11 +205,35 @@ def _fault_of(problem: Mapping[str, Any]) -> Fault:
     key = str(problem["loc"][-1]) if problem["loc"] else ""
     shown = masked(problem["input"], key)
     if problem["type"] != "unexpected_keyword_argument":
-        return Fault(location, shown, f"{problem['msg']}; correct it")
+        return Fault(location, shown, _remedy(problem))
     known = _keys_at(problem["loc"][:-1])
-    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    hint = f"did you mean {nearest[0]}?" if nearest else ""
+    hint = f"did you mean {nearest(key, known)}?" if known else ""
     return Fault(location, shown, f"no such key; {hint}")
+
+
+def _remedy(problem: Mapping[str, Any]) -> str:
+    """What would do instead."""
+    words = BOUNDS.get(problem["type"])
+    if words is None:
+        return f"{problem['msg']}; correct it"
+    (bound,) = (value for name, value in problem["ctx"].items() if name in ("ge", "gt", "le", "lt"))
+    return f"must be {words} {bound}; correct it"
+
+
+def nearest(key: str, known: Sequence[str]) -> str:
+    """The known key that is likest: the whole of it, or its last word, which says what it is.
+
+    ``lamda`` is a ``ridge_lambda`` and no ``lambda_grid``.
+    """
+
+    def alike(name: str) -> tuple[float, float]:
+        whole, last = (
+            difflib.SequenceMatcher(None, key, text).ratio()
+            for text in (name, name.rpartition("_")[2])
+        )
+        return max(whole, last), whole
+
+    return max(known, key=alike)
 
 
 def _keys_at(location: Sequence[str | int]) -> list[str]:

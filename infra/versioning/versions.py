@@ -18,11 +18,12 @@ import yaml
 
 from infra.recipe.names import masked
 from infra.versioning.cache import DELETE_LOCK, recorded_outputs, run_dvc
+from infra.versioning.history import History
 from upcycle_core.errors import Fault, InputError
 
 # Not "reflink" first: DVC would take every file away for a moment to link it anew, while pieces
 # read it. So it links what it finds, where the disk can.
-SETTINGS = {"core": {"no_scm": "True"}, "cache": {"type": "hardlink, copy"}}
+CACHE = {"type": "hardlink, copy"}
 REMOTE = "upcycle"
 LOCK_FAULT = re.compile(r"dvc\.lock' validation failed|unable to read: '[^']*dvc\.lock'")
 """What DVC says of a dvc.lock that is YAML, and nothing that it has written."""
@@ -52,16 +53,19 @@ class Versions:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.history = History(root)
         self._config = root / ".dvc" / "config"
         self._lock = threading.Lock()
 
     def prepare(self, *, pipeline: str, params: str) -> None:
-        """Make the project if there is none, and write ``dvc.yaml`` and ``params.yaml``.
+        """Make the project and its history if there are none, and write what DVC reads.
 
         Raises:
             InputError: What DVC would read there cannot be read.
         """
-        self._configure(SETTINGS)
+        self.history.prepare()
+        scm = {"no_scm": str(not self.history.is_there)}
+        self._configure({"core": scm, "cache": CACHE})
         _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n/.waiting\n")
         _write_if_changed(self.root / "params.yaml", params)
         _write_if_changed(self.root / "dvc.yaml", pipeline)

@@ -6,7 +6,7 @@ It always runs, and is where bad input is found: every fault of every domain, in
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from infra.recipe.checks import responses_asked
@@ -16,26 +16,23 @@ from tasks.data.given import given_model
 from tasks.data.licences import FILE as LICENCES
 from tasks.data.licences import licence_faults, stated_licences
 from tasks.data.task_sets import task_fingerprint, task_set_faults
+from tasks.data.texts import TEXTS, named_texts, text_faults
 from tasks.engine.artifacts import FORMS, SEED
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.architectures.compare import compare_experts
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.kinship import apart
 from upcycle_core.backbone.form import common_forms
-from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
+from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import TokenIds, check_tokenizer, token_ids
-from upcycle_core.corpora.config import Source
 from upcycle_core.corpora.encoding import chat_template_of
 from upcycle_core.corpora.sources import (
     first_chats,
-    source_faults,
-    source_files,
     source_fingerprint,
 )
 from upcycle_core.errors import Fault, InputError, raise_faults
 
-TEXTS = ("train", "calibration", "heldout", "elsewhere")
 # What training costs on disk: weights and two moments, in two checkpoints, and the result.
 TRAINING_COPIES = 8
 CHATS_TRIED = 64
@@ -146,85 +143,6 @@ def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     if own is None and not recipe.trains_seed:
         own = next((domain.expert for domain in recipe.domains.values()), None)
     return found or list(chat_faults(recipe, [own], cache))
-
-
-def text_faults(recipe: Recipe) -> list[Fault]:
-    """What is wrong with the texts."""
-    folder = recipe.text_folder
-    named = named_texts(recipe)
-    found = [
-        fault
-        for field, source in named.items()
-        for fault in source_faults(source, field, folder=folder)
-    ]
-    return found or [*_same_faults(recipe), *_heldout_faults(recipe)]
-
-
-def named_texts(recipe: Recipe) -> dict[str, Source]:
-    """Every text of a recipe, by its field."""
-    named = {
-        f"domains.{name}.{part}": source
-        for name, domain in recipe.domains.items()
-        for part in TEXTS
-        if (source := getattr(domain, part)) is not None
-    }
-    named |= {f"outside.{name}": source for name, source in recipe.outside.items()}
-    if recipe.seed_text is not None:
-        named["seed_model.text"] = recipe.seed_text
-    return named
-
-
-def _same_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Text of one domain that is another domain's, to the byte."""
-    folder = recipe.text_folder
-    for part in TEXTS:
-        alike: dict[str, list[str]] = {}
-        for name, domain in recipe.domains.items():
-            if (source := getattr(domain, part)) is not None:
-                sizes = sorted(f.stat().st_size for f in source_files(source, folder).values())
-                how = asdict(replace(source, files=(), max_bytes=None))
-                alike.setdefault(json.dumps([sizes, how]), []).append(name)
-        for names in alike.values():  # only of these everything is read
-            first: dict[str, str] = {}
-            for name in names if len(names) > 1 else ():
-                source = getattr(recipe.domains[name], part)
-                files = source_files(source, folder).values()
-                read = json.dumps(sorted(map(sha256_file, files)))
-                if (other := first.setdefault(read, name)) != name:
-                    remedy = f"is the same text as domains.{other}.{part}; name other text for one"
-                    yield Fault(f"domains.{name}.{part}", _given(source), remedy)
-
-
-def _heldout_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Files that are held out though nothing else is there to train on, or for two domains."""
-    earlier: dict[str, set[tuple[str, str]]] = {}
-    for name, domain in recipe.domains.items():
-        if (source := domain.heldout) is None:
-            continue
-        held = _places(source, recipe.text_folder)
-        field, given = f"domains.{name}.heldout", _given(source)
-        train = set() if domain.train is None else _places(domain.train, recipe.text_folder)
-        if train and train <= held and source.max_bytes is None:
-            remedy = f"is all of domains.{name}.train, too, which would leave nothing to train on; "
-            remedy += "name other text, or leave heldout out: a share of train is set aside then"
-            yield Fault(field, given, remedy)
-        for other, places in earlier.items():
-            if held != places and (shared := held & places):  # all of it: ``_same_faults``
-                remedy = f"{min(shared)[0]} is held out for domains.{other}, too; name it in one"
-                yield Fault(field, given, remedy)
-        earlier[name] = held
-
-
-def _places(source: Source, folder: Path | None) -> set[tuple[str, str]]:
-    """Every file that is read, or the dataset, and how."""
-    how = json.dumps(asdict(replace(source, files=(), max_bytes=None)))
-    files = [str(path.resolve()) for path in source_files(source, folder).values()]
-    return {(place, how) for place in files or [str(source.dataset)]}
-
-
-def _given(source: Source) -> object:
-    """What a recipe names, for people."""
-    return source.harvest or source.dataset or list(source.files)
 
 
 def chat_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> Iterator[Fault]:

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 from infra.recipe.schema import Recipe
 from tasks.engine.params import merge_keys, repair_keys, routed_repair_keys, value_at, weight_keys
-from upcycle_core.architectures.families import FAMILIES
 from upcycle_core.dume.checks import fewest_tokens
 from upcycle_core.errors import Fault
+from upcycle_core.evaluation.text.results import Parameter
+
+DUME = "dume"
 
 CROSS_VALIDATED = "cross-validate"
 
@@ -29,6 +31,8 @@ def dume_faults(recipe: Recipe) -> Iterator[Fault]:
         remedy = "a cross-validated router.ridge_lambda needs 2 or more; leave it out for 4"
         yield Fault("statistics.folds", recipe.statistics.folds, remedy)
     if recipe.trains_seed and not recipe.moe.normalise_top_k:
+        from upcycle_core.architectures.families import FAMILIES  # torch
+
         yield from FAMILIES[recipe.seed_model.shape.family].normalising_faults()
     yield from _repair_faults(recipe)
 
@@ -56,3 +60,32 @@ def unused_faults(recipe: Recipe) -> Iterator[Fault]:
     for key in asked:
         remedy = f"is done by dume alone, and the method is {recipe.method}: remove it"
         yield Fault(key, value_at(recipe, key), remedy)
+
+
+def swept(recipe: Recipe) -> dict[Parameter, tuple[float, ...]]:
+    """The values of each parameter that is swept on tasks."""
+    config = recipe.task_evaluation
+    return {
+        "top_k": config.sweep_top_k,
+        "ridge_lambda": config.sweep_ridge_lambda,
+        "window": config.sweep_window,
+    }
+
+
+def routing_faults(recipe: Recipe) -> Iterator[Fault]:
+    """What is asked for and cannot be scored."""
+    where, rows = "task_evaluation.routing", recipe.task_evaluation.routing
+    asked = {f"task_evaluation.sweep_{name}": values for name, values in swept(recipe).items()}
+    if recipe.method != DUME:
+        for field_, values in {where: rows, **asked}.items():
+            if values:
+                remedy = f"is about DUME's routers, and the method is {recipe.method}: remove it"
+                yield Fault(field_, list(values), remedy)
+        return
+    if "oracle" in rows and not any(task.domain for task in recipe.tasks.values()):
+        remedy = "no task has a domain, whose expert it would be; give one a `domain`"
+        yield Fault(where, "oracle", remedy)
+    if "dume_ood" in rows and all(d.elsewhere is None for d in recipe.domains.values()):
+        yield Fault(
+            where, "dume_ood", "no domain has text from `elsewhere`; give one, or remove it"
+        )

@@ -1,6 +1,7 @@
 """Stage ``report``: perplexity on held-out text of everything that belongs in the table."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from infra.cluster.pieces import Piece
@@ -21,6 +22,7 @@ from tasks.scoring.evaluation import (
     random_piece,
     routed_piece,
     score_intervals,
+    scores_of,
     sweep_piece,
 )
 from upcycle_core.evaluation.text.config import EvaluationConfig
@@ -77,14 +79,17 @@ def _dense_pieces(run: StageRun) -> list[Piece]:
     """Every dense expert, the seed, the averaged model, and the oracle domain by domain."""
     common = heldout_arguments(run)
     experts = {domain: run.path(f"experts/{domain}") for domain in run.recipe.domains}
-    joined = joined_paths(run)
+    joined, backbone = joined_paths(run), run.path("backbone")
     models = {expert_row(domain): path for domain, path in experts.items()}
     if run.recipe.has_seed:
         models["seed"] = run.path("seed")
     return [
-        *(Piece.of(row, dense_piece, model=path, **common) for row, path in models.items()),
-        Piece.of("model_averaging", average_piece, experts=list(experts.values()), **common),
-        Piece.of("oracle", oracle_piece, backbone=run.path("backbone"), experts=joined, **common),
+        *(scores_of(row, dense_piece, model=path, **common) for row, path in models.items()),
+        scores_of("model_averaging", average_piece, experts=list(experts.values()), **common),
+        replace(
+            scores_of("oracle", oracle_piece, backbone=backbone, experts=joined, **common),
+            each=("corpora", "experts"),
+        ),
     ]
 
 

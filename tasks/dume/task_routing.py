@@ -11,20 +11,20 @@ from typing import Any
 
 from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
-from tasks.dume.files import ROUTERS, splits, statistics_files
+from tasks.dume.checks import DUME, swept
+from tasks.dume.files import ROUTERS, statistics_files
 from tasks.engine.params import router_keys
 from tasks.engine.stage import StageRun, each, stage
 from tasks.scoring.evaluation import random_variant, swept_variant
 from upcycle_core.dume.config import RouterConfig
 from upcycle_core.dume.router_reader import load_routers
-from upcycle_core.errors import Fault
 from upcycle_core.evaluation.tasks.adapter import evaluate_tasks
 from upcycle_core.evaluation.tasks.score import TaskScore
 from upcycle_core.evaluation.text.pieces import Variant
 from upcycle_core.evaluation.text.results import Parameter
 from upcycle_core.progress import Progress
 
-DUME, RANDOM, SCORES = "dume", "random_routing", "scores.json"
+RANDOM, SCORES = "random_routing", "scores.json"
 Scores = Mapping[str, TaskScore]
 """{task: score}"""
 
@@ -42,40 +42,11 @@ class RoutingScores:
     sweeps: Mapping[Parameter, Mapping[float, Scores]] = field(default_factory=dict)
 
 
-def swept(recipe: Recipe) -> dict[Parameter, tuple[float, ...]]:
-    """The values of each parameter that is swept on tasks."""
-    config = recipe.task_evaluation
-    return {
-        "top_k": config.sweep_top_k,
-        "ridge_lambda": config.sweep_ridge_lambda,
-        "window": config.sweep_window,
-    }
-
-
 def routing_asked(recipe: Recipe) -> bool:
     """Whether there is anything to score beside the models."""
     if recipe.method != DUME or not recipe.tasks:
         return False
     return bool(recipe.task_evaluation.routing or any(swept(recipe).values()))
-
-
-def routing_faults(recipe: Recipe) -> Iterator[Fault]:
-    """What is asked for and cannot be scored."""
-    where, rows = "task_evaluation.routing", recipe.task_evaluation.routing
-    asked = {f"task_evaluation.sweep_{name}": values for name, values in swept(recipe).items()}
-    if recipe.method != DUME:
-        for field_, values in {where: rows, **asked}.items():
-            if values:
-                remedy = f"is about DUME's routers, and the method is {recipe.method}: remove it"
-                yield Fault(field_, list(values), remedy)
-        return
-    if "oracle" in rows and not any(task.domain for task in recipe.tasks.values()):
-        remedy = "no task has a domain, whose expert it would be; give one a `domain`"
-        yield Fault(where, "oracle", remedy)
-    if "dume_ood" in rows and "elsewhere" not in splits(recipe):
-        yield Fault(
-            where, "dume_ood", "no domain has text from `elsewhere`; give one, or remove it"
-        )
 
 
 def _inputs(recipe: Recipe, item: str) -> list[str]:

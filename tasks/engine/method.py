@@ -3,14 +3,19 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infra.recipe.schema import Recipe
-from tasks.engine.life import Life
-from tasks.engine.stage import Stage, each
 from upcycle_core.errors import Fault
 from upcycle_core.evaluation.text.results import expert_row
 
+if TYPE_CHECKING:
+    from tasks.engine.life import Life
+    from tasks.engine.stage import Stage
+
 Checks = Callable[[Recipe], Iterable[Fault]]
+Stages = Callable[[], "tuple[Stage, ...]"]
+"""A recipe is judged before torch, Ray and MLflow are imported: what computes comes when asked."""
 Models = Mapping[str, Sequence[str]]
 """{row of a report: the artifacts whose weights its model is the mean of}"""
 ON_TEXT = ("seed_model.training", "experts.training", "statistics", "evaluation")
@@ -19,7 +24,7 @@ TEXT_METRICS = ("normalised_average", "normalised_worst")
 
 def models_of_one_seed(recipe: Recipe) -> Models:
     """The experts, the seed where there is one, the experts' average, and what the method makes."""
-    experts = tuple(each(recipe, "experts/{domain}"))
+    experts = tuple(f"experts/{domain}" for domain in recipe.domains)
     rows = {expert_row(d): (e,) for d, e in zip(recipe.domains, experts, strict=True)}
     seed = {"seed": ("seed",)} if recipe.has_seed else {}
     return {**rows, **seed, "model_averaging": experts, recipe.method: ("model",)}
@@ -38,7 +43,7 @@ class Method:
         name: As recipes and tables name it.
         title: For people.
         paper: Where it was published.
-        stages: What makes its model and its report, in the order in which data flows.
+        stages: Imports what makes its model and its report, in the order in which data flows.
         outside: What is wrong with the files and models that a recipe names outside its workspace;
             takes the folder of models from a hub.
         checks: What is wrong with what a recipe says about it, found without reading any file.
@@ -54,13 +59,13 @@ class Method:
         has_labels: Whether its domains, if it has any, are labels of instructions and no experts'.
         compares: Whether the rows to compare with are made after its own model and report.
         flow: Who makes it, for people; with ``--rebuild`` all anew.
-        life: How its models live on while parts of them come, leave and learn, where they do.
+        life: Imports how its models live on, where parts of them may come, leave and learn.
     """
 
     name: str
     title: str
     paper: str
-    stages: tuple[Stage, ...]
+    stages: Stages
     outside: Callable[[Recipe, Path], Iterable[Fault]]
     checks: Checks = lambda recipe: ()
     unused: Checks = lambda recipe: ()
@@ -74,7 +79,7 @@ class Method:
     has_labels: bool = False
     compares: bool = False
     flow: str = "flows.make"
-    life: Life | None = None
+    life: "Callable[[], Life] | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +88,12 @@ class Addition:
 
     Args:
         name: For people.
-        stages: In order.
+        stages: Imports them, in order.
         asked: Whether a recipe asks for it.
         checks: As a method's.
     """
 
     name: str
-    stages: tuple[Stage, ...]
+    stages: Stages
     asked: Callable[[Recipe], bool]
     checks: Checks = lambda recipe: ()

@@ -1,8 +1,9 @@
 """Results of pieces that outlive a stage's fingerprint: of those that left no files.
 
-A stage that is run again, because one of many things that it measures is new, asks that one alone.
-They lie in ``.results/`` beside the artifacts, and are no more than a memory: without them the
-pieces run again.
+A stage that is run again, because one of many things that it measures is new, asks that one alone:
+a piece, or a key of one that computes each apart, as a model's scores on many texts. What any stage
+of the workspace has computed is known to all. They lie in ``.results/`` beside the artifacts, and
+are no more than a memory: without them the pieces run again.
 """
 
 import json
@@ -25,19 +26,24 @@ class Remembered:
     Args:
         workspace: The stage's.
         label: The stage's, with its item.
+        models: Digests of models that lie outside the workspace's artifacts, by their place.
     """
 
-    def __init__(self, workspace: Workspace, label: str) -> None:
+    def __init__(
+        self, workspace: Workspace, label: str, *, models: Mapping[Path, str] | None = None
+    ) -> None:
+        self._models = models or {}
         self._workspace = workspace
         self._path = workspace.root / FOLDER / f"{label}.json"
         self._marks: dict[str, tuple[str, Path]] = {}
+        self._parts: dict[str, Any] = {}
 
     def recall(self, pieces: Sequence[Piece], directory: Path) -> list[str]:
         """Let pieces count as finished whose results are known; returns their names."""
         known = self._known()
         recalled = []
         for piece in pieces:
-            mark = self._mark(piece)
+            mark = None if piece.each else self._mark(piece)
             if mark is None:
                 continue
             self._marks[mark] = (piece.name, directory)
@@ -47,9 +53,21 @@ class Remembered:
                 recalled.append(piece.name)
         return recalled
 
+    def known_parts(self, piece: Piece) -> dict[str, Any]:
+        """{key: its result} of a piece with ``each``, as far as it is known."""
+        known = self._known()
+        marks = {key: self._mark(piece.only([key])) for key in piece.keys}
+        return {key: known[mark]["result"] for key, mark in marks.items() if mark and mark in known}
+
+    def learn(self, piece: Piece, result: Mapping[str, Any]) -> None:
+        """Remember the whole result of a piece with ``each``, key by key."""
+        for key in piece.keys:
+            if mark := self._mark(piece.only([key])):
+                self._parts[mark] = {"result": result[key]}
+
     def keep(self) -> None:
         """Remember this run's results in the place of the last one's."""
-        records = {
+        records = self._parts | {
             mark: record
             for mark, (name, directory) in self._marks.items()
             if (record := read_record(directory, name)) is not None and not record["left_files"]
@@ -61,9 +79,12 @@ class Remembered:
             partial.replace(self._path)
 
     def _known(self) -> dict[str, Any]:
-        known = read_json(self._path)
-        records = known.items() if isinstance(known, dict) else ()
-        return {mark: record for mark, record in records if is_record(record)}
+        known: dict[str, Any] = {}
+        for file in sorted(self._path.parent.glob("*.json")):
+            remembered = read_json(file)
+            records = remembered.items() if isinstance(remembered, dict) else ()
+            known |= {mark: record for mark, record in records if is_record(record)}
+        return known
 
     def _mark(self, piece: Piece) -> str | None:
         """What decides its result; None if that cannot be said."""
@@ -73,6 +94,7 @@ class Remembered:
             return None
         return fingerprint(
             {
+                "each": piece.each,
                 "function": f"{piece.function.__module__}.{piece.function.__qualname__}",
                 "arguments": arguments,
                 "sources": module_digests(piece.function.__module__),
@@ -95,7 +117,9 @@ class Remembered:
         raise ValueError(f"{type(value)} has no digest")
 
     def _digest(self, path: Path) -> list[str | None]:
-        """Of a path in a published artifact."""
+        """Of a path in a published artifact, or of a model."""
+        if path in self._models:
+            return ["model", self._models[path]]
         if not path.is_relative_to(self._workspace.root):
             raise ValueError(f"{path} is no artifact")
         name = path.relative_to(self._workspace.root).as_posix()

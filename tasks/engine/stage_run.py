@@ -19,6 +19,8 @@ from tasks.engine.reporting import PieceWatch, Recorder, Show
 from tasks.engine.workspace import Workspace, enclosing, take
 from upcycle_core.errors import Fault, InputError
 
+Pieces = Sequence[Piece]
+
 
 class Declared(Protocol):
     """What a run knows of its stage."""
@@ -149,6 +151,8 @@ class StageRun:
         resources: Resources = getattr(self.recipe.compute, kind)
         if not uses_gpu:
             resources = replace(resources, gpus=0.0)
+        parts = {p.name: self.remembered.known_parts(p) if p.each else {} for p in pieces}
+        asked, pieces = pieces, self._unknown(pieces, parts)
         watch = PieceWatch(
             {piece.name: progress_file(self.pieces_directory, piece.name) for piece in pieces},
             label=self.stage.name,
@@ -180,7 +184,32 @@ class StageRun:
         self.costs += [
             cost_of(done[piece.name], resources.cpus * piece.workers) for piece in pieces
         ]
-        return done
+        return {piece.name: self._whole(piece, parts[piece.name], done) for piece in asked}
+
+    def _unknown(self, pieces: Sequence[Piece], parts: Mapping[str, Mapping[str, Any]]) -> Pieces:
+        """What has to be computed, where ``parts`` of some pieces are known."""
+        known = sum(map(len, parts.values()))
+        if known:
+            every = sum(len(piece.keys) for piece in pieces if piece.each)
+            label = self.stage.label(self.item)
+            self.session.log(f"{label}: {known} of {every} scores are known")
+        left = []
+        for piece in pieces:
+            keys = [k for k in piece.keys if k not in parts[piece.name]] if piece.each else []
+            if keys or not piece.each:
+                left.append(piece.only(keys) if piece.each else piece)
+        return left
+
+    def _whole(self, piece: Piece, known: Mapping[str, Any], done: Mapping[str, Done]) -> Done:
+        """A piece with what was known of it, which is remembered for the next time."""
+        if not piece.each:
+            return done[piece.name]
+        keys = [key for key in piece.keys if key not in known]
+        now = time.time()
+        computed = done[piece.only(keys).name] if keys else Done(self.out, {}, now, now, 0)
+        result = {key: known[key] if key in known else computed.result[key] for key in piece.keys}
+        self.remembered.learn(piece, result)
+        return replace(computed, result=result)
 
     def run_one(self, function: Callable[..., Any], kind: str, /, **arguments: Any) -> Any:
         """Run one piece that fills ``self.out``; returns its result."""

@@ -33,7 +33,7 @@ def news(session: Session) -> News:
     Raises:
         InputError: With every fault of it.
     """
-    stages = METHODS[session.recipe.method].stages
+    stages = METHODS[session.recipe.method].stages()
     sources = next(stage for stage in stages if stage.always)
     seen = session.workspace.path("sources")
     fresh = session.workspace.stage("sources")

@@ -29,7 +29,7 @@ def life_of(recipe: Recipe) -> Life:
     if method.life is None:
         remedy = f"its models do not grow, shrink or learn; change the recipe and run {method.flow}"
         raise InputError(Fault("method", recipe.method, remedy))
-    return method.life
+    return method.life()
 
 
 def with_lineage(recipe: Recipe, workspace: Workspace) -> Recipe:
@@ -38,9 +38,10 @@ def with_lineage(recipe: Recipe, workspace: Workspace) -> Recipe:
     What was said of domains that the recipe has no more is left out.
     """
     path = workspace.root / FILE
-    life = METHODS[recipe.method].life
-    if life is None or not path.exists():
+    of_method = METHODS[recipe.method].life
+    if of_method is None or not path.exists():
         return recipe
+    life = of_method()
     lineage = _load(path)
     parents = {name: found for name, found in lineage.parents.items() if name in recipe.domains}
     return life.settled(replace(recipe, lineage=replace(lineage, parents=parents)))

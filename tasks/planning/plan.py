@@ -116,7 +116,7 @@ def plan(recipe: Recipe, home: Path, machine: Machine, *, base: int) -> Plan:
         remedy = "only DUME's recipes can be planned so far"
         raise InputError(Fault("method", recipe.method, remedy))
     workspace = Workspace(home / recipe.name)
-    stages = {stage.name: stage for stage in METHODS[recipe.method].stages}
+    stages = {stage.name: stage for stage in METHODS[recipe.method].stages()}
     rows = [
         replace(row, made=_made(stages[row.stage], recipe, workspace, row.items))
         for row in dume_rows(recipe, subjects_of(recipe, home / "models"))

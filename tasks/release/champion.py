@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from infra.cluster.compute import run_pieces
 from infra.cluster.pieces import Done, Piece
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
+from tasks.engine.remembered import Remembered
 from tasks.engine.stage import Session
 from tasks.engine.workspace import PROVENANCE, fingerprint
 from tasks.release.versions import MODEL_TAG
@@ -65,8 +65,22 @@ class Champion:
             "device": recipe.compute.evaluation.device,
             "reference": heldout,
         }
-        mark = workspace.digest("report")
-        return self.run("champion", champion_piece, arguments, f"{mark}").result
+        piece = Piece(
+            name=CHAMPION,
+            function=champion_piece,
+            arguments=arguments,
+            each=("corpora", "documents", "reference"),
+        )
+        tag = self.version.tags.get(MODEL_TAG)
+        remembered = Remembered(
+            workspace, CHAMPION, models={} if tag is None else {self.directory: tag}
+        )
+        found = remembered.known_parts(piece)
+        if keys := [key for key in piece.keys if key not in found]:
+            found |= self.run(piece.only(keys), f"{workspace.digest('report')}").result
+        remembered.learn(piece, found)
+        remembered.keep()
+        return {domain: found[domain] for domain in recipe.domains}
 
     def tasks(self) -> tuple[dict[str, TaskScore], list[Item]]:
         """Its scores on this run's tasks, and every item."""
@@ -80,21 +94,22 @@ class Champion:
         }
         # What this run's own model was scored with decides what the champion's scores are.
         mark = workspace.digest(f"task_scores/{recipe.method}")
-        return read_scores(self.run("tasks", score_model, arguments, f"{mark}").path)
+        piece = Piece.of("tasks", score_model, **arguments)
+        return read_scores(self.run(piece, f"{mark}").path)
 
-    def run(self, name: str, function: Any, arguments: Mapping[str, Any], mark: str) -> Done:
+    def run(self, piece: Piece, mark: str) -> Done:
         """Run a piece on a copy of its files; ``mark`` names what decides the result."""
         workspace = self.session.workspace
         if not self.directory.exists():
             self._fetch()
         self.session.log(f"evaluating the champion, {self.version.reference}, beside this model")
         done = run_pieces(
-            [Piece(name=name, function=function, arguments=arguments)],
+            [piece],
             directory=workspace.pieces / f"champion-{self.version.number}-{mark}",
             resources=self.session.recipe.compute.evaluation,
             label="register",
         )
-        return done[name]
+        return done[piece.name]
 
     def _fetch(self) -> None:
         """Copy its files, and hold them against the hashes that they were registered with.

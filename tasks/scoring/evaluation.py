@@ -1,11 +1,12 @@
 """The pieces of an evaluation: one model, or one model in several variants."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from infra.cluster.pieces import Piece
 from tasks.engine.stage_run import StageRun
 from tasks.scoring.architectures import register_architectures
 from upcycle_core.backbone.average import write_average
@@ -34,6 +35,11 @@ from upcycle_core.moe.random import random_routers
 from upcycle_core.progress import Progress
 
 ROWS = {"calibration": "dume", "elsewhere": "dume_ood"}
+
+
+def scores_of(name: str, function: Callable[..., Scores], /, **arguments: Any) -> Piece:
+    """A piece that scores one model on each text apart: what is known of it is not computed."""
+    return Piece(name=name, function=function, arguments=arguments, each=("corpora",))
 
 
 def dense_piece(*, out: Path, progress: Progress, model: Path, **common: Any) -> Scores:

@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from infra.services.ports import HOST
 from infra.serving.engine import Launch, free_port
 from infra.settings import REPOSITORY, Settings, environment_of
 from infra.tracking.records import Version
-from infra.tracking.registry import Registry
 from upcycle_core.errors import Fault, InputError, raise_faults
+
+if TYPE_CHECKING:
+    from infra.tracking.registry import Registry
 
 Name = Literal["transformers", "vllm", "mlflow"]
 Precision = Literal["fp32", "bf16"]
@@ -62,7 +64,7 @@ def engine_faults(choice: EngineChoice) -> Iterator[Fault]:
 
 
 def launcher(
-    settings: Settings, registry: Registry, name: str, choice: EngineChoice, *, folder: Path
+    settings: Settings, registry: "Registry", name: str, choice: EngineChoice, *, folder: Path
 ) -> Callable[[int], Launch]:
     """A function from a version's number to how its engine is started.
 

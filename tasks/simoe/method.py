@@ -1,22 +1,18 @@
 """SIMoE: sparse interpolated experts, found in a dense model by instruction tuning."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infra.recipe.schema import Recipe
-from tasks.data.corpora import corpora
-from tasks.data.documents import documents
-from tasks.data.instructions import instructions
-from tasks.data.seed import seed
-from tasks.data.seed_text import seed_text
-from tasks.data.tokenizer import tokenizer
 from tasks.engine.method import Method
-from tasks.simoe.answers import answers
 from tasks.simoe.checks import FIGURES, simoe_faults, unused_faults
-from tasks.simoe.life import LIFE
-from tasks.simoe.model import baselines, model
-from tasks.simoe.report import report
 from tasks.simoe.rows import SIMOE
-from tasks.simoe.sources import outside_faults, sources
+from upcycle_core.errors import Fault
+
+if TYPE_CHECKING:
+    from tasks.engine.life import Life
+    from tasks.engine.stage import Stage
 
 
 def _lengths(recipe: Recipe) -> Iterator[str]:
@@ -25,11 +21,19 @@ def _lengths(recipe: Recipe) -> Iterator[str]:
         yield "experts.training"
 
 
-METHOD = Method(
-    name=SIMOE,
-    title="SIMoE",
-    paper="arXiv 2506.12597",
-    stages=(
+def _stages() -> "tuple[Stage, ...]":
+    from tasks.data.corpora import corpora
+    from tasks.data.documents import documents
+    from tasks.data.instructions import instructions
+    from tasks.data.seed import seed
+    from tasks.data.seed_text import seed_text
+    from tasks.data.tokenizer import tokenizer
+    from tasks.simoe.answers import answers
+    from tasks.simoe.model import baselines, model
+    from tasks.simoe.report import report
+    from tasks.simoe.sources import sources
+
+    return (
         sources,
         documents,
         tokenizer,
@@ -41,8 +45,27 @@ METHOD = Method(
         model,
         answers,
         report,
-    ),
-    outside=outside_faults,
+    )
+
+
+def _outside(recipe: Recipe, models: Path) -> list[Fault]:
+    from tasks.simoe.sources import outside_faults
+
+    return outside_faults(recipe, models)
+
+
+def _life() -> "Life":
+    from tasks.simoe.life import LIFE
+
+    return LIFE
+
+
+METHOD = Method(
+    name=SIMOE,
+    title="SIMoE",
+    paper="arXiv 2506.12597",
+    stages=_stages,
+    outside=_outside,
     checks=simoe_faults,
     unused=unused_faults,
     section=SIMOE,
@@ -51,5 +74,5 @@ METHOD = Method(
     lengths=_lengths,
     has_labels=True,
     flow="flows.simoe",
-    life=LIFE,
+    life=_life,
 )

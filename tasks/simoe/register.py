@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from infra.cluster.pieces import Piece
 from tasks.engine.artifacts import ANSWERS
 from tasks.engine.stage import Session
 from tasks.release.champion import Champion
@@ -47,7 +48,6 @@ def _figures_of(session: Session, champion: Champion) -> Mapping[str, Any]:
     """The champion's, on this run's instructions."""
     arguments = answer_arguments(session.recipe, session.workspace.path)
     mark = session.workspace.digest("report")
-    done = champion.run(
-        "champion", answers_piece, {**arguments, "model": champion.directory}, f"{mark}"
-    )
+    piece = Piece.of("champion", answers_piece, **arguments, model=champion.directory)
+    done = champion.run(piece, f"{mark}")
     return json.loads((done.path / ANSWERS).read_text())["figures"]

@@ -1,26 +1,18 @@
 """Symphony-MoE: models that share no seed, brought into one coordinate system and joined."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infra.recipe.schema import Recipe
-from tasks.data.corpora import corpora
-from tasks.data.documents import documents
-from tasks.data.outside import outside
-from tasks.dume.experts import parents
 from tasks.engine.method import Method, Models, models_of_one_seed
-from tasks.engine.stage import each
 from tasks.symphony.checks import symphony_faults, unused_faults
-from tasks.symphony.experts import experts
-from tasks.symphony.initial import starts
-from tasks.symphony.life import LIFE
-from tasks.symphony.model import baselines, model
-from tasks.symphony.pairs import pairs
-from tasks.symphony.report import report
-from tasks.symphony.similarity import similarity
-from tasks.symphony.sources import outside_faults, sources
-from tasks.symphony.unified import united
 from tasks.symphony.variants import SYMPHONY, section, trains_shape, with_anchors
-from tasks.symphony.vocabulary import tokenizer, vocabulary
+from upcycle_core.errors import Fault
+
+if TYPE_CHECKING:
+    from tasks.engine.life import Life
+    from tasks.engine.stage import Stage
 
 
 def _models(recipe: Recipe) -> Models:
@@ -28,7 +20,12 @@ def _models(recipe: Recipe) -> Models:
     rows = {row: own for row, own in models_of_one_seed(recipe).items() if row != "seed"}
     made = {SYMPHONY: rows.pop(SYMPHONY)}
     before = {"harmonised": (f"starts/{SYMPHONY}",)} if recipe.post_training is not None else {}
-    return {**rows, "model_averaging": tuple(each(recipe, "united/{domain}")), **before, **made}
+    return {
+        **rows,
+        "model_averaging": tuple(f"united/{domain}" for domain in recipe.domains),
+        **before,
+        **made,
+    }
 
 
 def _lengths(recipe: Recipe) -> Iterator[str]:
@@ -39,11 +36,22 @@ def _lengths(recipe: Recipe) -> Iterator[str]:
         yield "post_training.training"
 
 
-METHOD = Method(
-    name=SYMPHONY,
-    title="Symphony-MoE",
-    paper="arXiv 2509.18542",
-    stages=(
+def _stages() -> "tuple[Stage, ...]":
+    from tasks.data.corpora import corpora
+    from tasks.data.documents import documents
+    from tasks.data.outside import outside
+    from tasks.dume.experts import parents
+    from tasks.symphony.experts import experts
+    from tasks.symphony.initial import starts
+    from tasks.symphony.model import baselines, model
+    from tasks.symphony.pairs import pairs
+    from tasks.symphony.report import report
+    from tasks.symphony.similarity import similarity
+    from tasks.symphony.sources import sources
+    from tasks.symphony.unified import united
+    from tasks.symphony.vocabulary import tokenizer, vocabulary
+
+    return (
         sources,
         documents,
         vocabulary,
@@ -59,8 +67,27 @@ METHOD = Method(
         model,
         report,
         similarity,
-    ),
-    outside=outside_faults,
+    )
+
+
+def _outside(recipe: Recipe, models: Path) -> list[Fault]:
+    from tasks.symphony.sources import outside_faults
+
+    return outside_faults(recipe, models)
+
+
+def _life() -> "Life":
+    from tasks.symphony.life import LIFE
+
+    return LIFE
+
+
+METHOD = Method(
+    name=SYMPHONY,
+    title="Symphony-MoE",
+    paper="arXiv 2509.18542",
+    stages=_stages,
+    outside=_outside,
     checks=symphony_faults,
     unused=unused_faults,
     section=SYMPHONY,
@@ -70,5 +97,5 @@ METHOD = Method(
     trains_shape=trains_shape,
     has_seed=False,
     flow="flows.symphony",
-    life=LIFE,
+    life=_life,
 )

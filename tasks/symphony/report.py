@@ -19,6 +19,7 @@ from tasks.scoring.evaluation import (
     dense_piece,
     heldout_arguments,
     perplexities,
+    scores_of,
 )
 from tasks.symphony.variants import (
     SYMPHONY,
@@ -119,7 +120,7 @@ def _merged_pieces(run: StageRun) -> list[Piece]:
     """Everything that reads the union's tokens: the average, and each row before and after."""
     recipe, common = run.recipe, _common(run)
     united = [run.path("united") / name for name in recipe.domains]
-    pieces = [Piece.of(AVERAGE, average_piece, experts=united, **common)]
+    pieces = [scores_of(AVERAGE, average_piece, experts=united, **common)]
     for name in starts(recipe):
         row = recipe.baselines.get(name)
         kind = plain_piece if row is not None and row.method in OTHERS else moe_piece
@@ -146,12 +147,11 @@ def _dense_pieces(run: StageRun, heldout: Mapping[str, Mapping[str, float]]) -> 
     judged = {"tokenizer": run.path("tokenizer"), "documents": documents, "reference": heldout}
     judged["bos"] = recipe.corpus.bos
     return [
-        Piece.of(
-            expert_row(name),
-            champion_piece,
-            model=run.path(f"experts/{name}"),
-            **judged,
-            **_common(run),
+        Piece(
+            name=expert_row(name),
+            function=champion_piece,
+            arguments={"model": run.path(f"experts/{name}"), **judged, **_common(run)},
+            each=("corpora", "documents", "reference"),
         )
         for name in recipe.domains
     ]

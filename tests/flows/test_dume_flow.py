@@ -9,6 +9,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import sys
 import urllib.parse
 import urllib.request
@@ -266,6 +267,23 @@ def test_dvc_finds_what_the_flow_made_up_to_date(project):
     assert not project.calls()
 
 
+def test_git_keeps_small_files_alone_and_dvc_shows_their_numbers(project):
+    def git(*words):
+        return project.run("git", *words, cwd=project.workspace).stdout.splitlines()
+
+    assert git("log", "--format=%s") == ["dume pico"] * 2
+    kept = {".dvc/config", ".dvcignore", ".gitignore", "dvc.lock", "dvc.yaml"}
+    assert set(git("ls-files")) == kept | {"metrics.json", "params.yaml"}
+    assert git("status", "--porcelain") == []
+    numbers = json.loads((project.workspace / "metrics.json").read_text())
+    metrics = json.loads((project.workspace / "report" / "metrics.json").read_text())
+    assert numbers["normalised_average.dume"] == metrics["normalised_average"]["dume"]
+    assert numbers["perplexity.letters"] == metrics["perplexity"]["dume"]["letters"]
+    assert 5 <= len(numbers) <= 12
+    shown = project.run("dvc", "metrics", "show", "--md", cwd=project.workspace).stdout
+    assert "| normalised_average.dume" in shown.splitlines()[0]
+
+
 @pytest.fixture(scope="module")
 def killed(folder, recipe):
     project = Disturbed(folder / "killed", recipe, **SECRETS)
@@ -323,7 +341,6 @@ def test_secrets_in_the_environment_are_in_no_file_and_no_log(killed):
     assert found == [(planted, "HF_TOKEN")]
     names = {file.name for file in files_below(killed.home.parent, *session)}
     assert {"mlflow.db", "prefect.db", "output", "dvc.lock", "provenance.json"} <= names
-    assert any(name.startswith("raylet") for name in names)
 
 
 @pytest.mark.faults
@@ -363,11 +380,35 @@ def test_other_lambda_runs_from_the_router_on_and_is_judged_and_certified(projec
     assert json.loads(registry.text(second, "certificate.json"))["readers"]
 
 
+@pytest.mark.faults
+def test_dvc_compares_yesterday_in_a_workspace_that_was_renamed(project, tmp_path):
+    """After the run with another lambda: what has become of parameters, numbers and the model."""
+    moved = tmp_path / "elsewhere" / "renamed"
+    shutil.copytree(project.workspace, moved, symlinks=True)
+
+    def dvc(*words, cwd=moved):
+        return project.run("dvc", *words, cwd=cwd).stdout
+
+    assert "router.ridge_lambda" in dvc("params", "diff", "HEAD~1")
+    changed = json.loads(dvc("metrics", "diff", "HEAD~1", "--json"))["metrics.json"]
+    assert changed["normalised_average.dume"]["diff"] != 0
+    assert "router.ridge_lambda" in dvc("exp", "show", "--num", "2", "--csv").splitlines()[0]
+    page = dvc("plots", "diff", "HEAD~1", "--out", str(tmp_path / "plots"))
+    html = Path(page.strip().removeprefix("file://")).read_text()
+    assert "normalised_average" in html
+    assert "model_averaging" in html.lower() or "Model averaging" in html
+    dvc("get", str(moved), "router", "--rev", "HEAD~1", "--out", "router", cwd=tmp_path)
+    old, new = (tree_digest(folder / "router") for folder in (tmp_path, moved))
+    assert old.keys() == new.keys()
+    assert old != new
+
+
 def test_root_pipeline_files_are_those_of_the_demo(tmp_path):
     """params.yaml and dvc.yaml in the repository are generated: see their first lines."""
-    from tasks.pipeline import dvc_yaml, params_yaml
+    from tasks.pipeline import specimens
 
-    recipe = load_recipe(ROOT / "recipes" / "demo.yaml")
-    assert (ROOT / "dvc.yaml").read_text() == dvc_yaml(recipe)
-    workspace = ROOT / "workspace" / "demo"
-    assert (ROOT / "params.yaml").read_text() == params_yaml(recipe, workspace)
+    files = specimens(load_recipe(ROOT / "recipes" / "demo.yaml"))
+    assert set(files) == {"dvc.yaml", "params.yaml"}
+    for name, text in files.items():
+        assert (ROOT / name).read_text() == text
+        assert text.startswith("# A SPECIMEN")

@@ -9,9 +9,12 @@ import pytest
 from project import Project
 from texts import pico_recipe, save_recipe, write_texts
 
+from flows.grow import far_off
 from infra.settings import read
 from infra.tracking.registry import Registry
-from tasks.living.lineage import FILE
+from tasks.engine.workspace import Workspace
+from tasks.living.lineage import FILE, with_lineage
+from tasks.recipes import load_recipe
 from tasks.release.versions import PENDING_TAG
 from upcycle_core.checkpoints.hashing import tree_digest
 
@@ -107,6 +110,30 @@ def test_growing_computes_the_new_domain_alone(grown):
     frozen = {name for name in before if name.startswith(kept)}
     assert frozen
     assert {name: before[name] for name in frozen} == {name: after[name] for name in frozen}
+
+
+def test_growing_scores_what_is_new_alone(life, grown):
+    """Each expert, and the seed, on the new text; the new expert and what is merged on all."""
+    done, _, _ = grown
+    # Three rows of what was there, one of the oracle's three domains; the average is new.
+    known = 3 * len(OLD) + len(OLD)
+    every = (len(OLD) + 1 + 1 + 1) * (len(OLD) + 1) + (len(OLD) + 1)
+    assert f"report: {known} of {every} scores are known" in done.stdout + done.stderr
+
+
+def test_a_domain_far_from_the_backbone_is_said_with_the_price(life, grown, monkeypatch):
+    workspace = Workspace(life.workspace)
+    recipe = with_lineage(load_recipe(life.grown_recipe), workspace)
+    kept = json.loads((life.workspace / "report" / "metrics.json").read_text())["normalised"]
+    kept = kept["oracle"][NEW]
+    monkeypatch.setattr("flows.grow.FAR", kept)
+    assert [*far_off(recipe, workspace, NEW)] == []
+    monkeypatch.setattr("flows.grow.FAR", kept + 0.1)
+    (said,) = far_off(recipe, workspace, NEW)
+    assert f"{NEW} is far from this backbone: on it, its expert keeps {kept:.1f} of 100" in said
+    assert f"python -m flows.grow RECIPE {NEW} --rebuild" in said
+    assert int(re.search(r"(\d+) core seconds", said)[1]) > 0
+    assert [*far_off(recipe, workspace, OLD[0])] == []  # it is in the average
 
 
 def test_growing_says_scores_before_and_after(life, grown):

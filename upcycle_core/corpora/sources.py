@@ -155,6 +155,11 @@ def source_faults(source: Source, field: str, folder: Path | None) -> list[Fault
     ]
 
 
+def missing_patterns(source: Source, folder: Path | None) -> list[str]:
+    """Patterns of a source that no file matches; nothing is read."""
+    return [pattern for pattern in source.files if not _matches(pattern, folder)]
+
+
 def _filled(reference: str, folder: Path | None) -> str:
     return reference if folder is None else reference.replace(FOLDER, str(folder))
 

@@ -1,10 +1,12 @@
 """What a model and its text must be for its experts to be repaired."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from upcycle_core.architectures.family import Family
 from upcycle_core.errors import Fault, InputError
+
+if TYPE_CHECKING:
+    from upcycle_core.architectures.family import Family
 
 TOKENS_A_FEATURE = 2
 """Tokens that each inner activation needs at least: each half of the text then has one."""
@@ -15,7 +17,7 @@ def fewest_tokens(config: Mapping[str, Any]) -> int:
     return TOKENS_A_FEATURE * int(config["intermediate_size"])
 
 
-def check_repairable(family: Family, config: Mapping[str, Any], tokens: int, field: str) -> None:
+def check_repairable(family: "Family", config: Mapping[str, Any], tokens: int, field: str) -> None:
     """Raise unless a model's FFNs can be repaired with so many calibration tokens.
 
     Args:

@@ -161,8 +161,8 @@ def test_every_section_of_a_recipe_is_read_by_the_same_rules():
         ("evaluation.random_routing_seeds", [], "[]: no run at all"),
         ("task_evaluation.seeds", [-1], "-1: use 0 to 4294967295"),
         ("task_evaluation.seeds", [2**32], "4294967296: use 0 to 4294967295"),
-        ("seed", 2**32, "4294967296: Input should be less than 4294967296"),
-        ("compression.seed", 2**32, "4294967296: Input should be less than 4294967296"),
+        ("seed", 2**32, "4294967296: must be less than 4294967296"),
+        ("compression.seed", 2**32, "4294967296: must be less than 4294967296"),
     ],
 )
 def test_numbers_that_would_be_found_wrong_after_hours_are_refused_at_once(

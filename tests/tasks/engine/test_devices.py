@@ -173,7 +173,8 @@ def champion_of(tmp_path, files, monkeypatch):
 
     def run_pieces(pieces, *, resources, **_):
         handed.extend((piece, resources) for piece in pieces)
-        return {piece.name: Done(tmp_path, {}, 0.0, 0.0, 0) for piece in pieces}
+        scores = dict.fromkeys(recipe.domains, 1.0)
+        return {piece.name: Done(tmp_path, scores, 0.0, 0.0, 0) for piece in pieces}
 
     monkeypatch.setattr("tasks.release.champion.run_pieces", run_pieces)
     monkeypatch.setattr("tasks.release.champion.read_scores", lambda path: ({}, []))
@@ -184,7 +185,8 @@ def champion_of(tmp_path, files, monkeypatch):
 @pytest.mark.parametrize("judge", ["perplexities", "tasks"])
 def test_the_champion_is_judged_on_the_device_that_is_reserved(tmp_path, monkeypatch, judge):
     champion, handed = champion_of(tmp_path, DUME, monkeypatch)
-    champion.perplexities({}) if judge == "perplexities" else champion.tasks()
+    heldout = {d: {"tokens": 1, "bytes": 1} for d in champion.session.recipe.domains}
+    champion.perplexities(heldout) if judge == "perplexities" else champion.tasks()
     [(piece, resources)] = handed
     assert resources.gpus == 1
     assert piece.arguments["device"] == "cuda"

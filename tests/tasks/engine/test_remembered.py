@@ -120,3 +120,43 @@ def test_pieces_that_leave_files_and_unreadable_memories_are_computed_anew(sweep
     for damage in ("", "[]", "{"):
         (sweep.workspace.root / FOLDER / "measured.json").write_text(damage)
         assert sorted(sweep.run()[0]) == ["1", "2"]
+
+
+def scored(*, out, progress, texts, calls, model):
+    with open(calls, "a") as file:
+        file.writelines(f"{name}\n" for name in texts)
+    return {name: f"{model} {(path / 'text').read_text()}" for name, path in texts.items()}
+
+
+def test_a_text_more_is_scored_alone_by_whatever_stage(sweep):
+    """Of a piece with ``each``, results are known by key, wherever in the workspace they arose."""
+    from infra.cluster.pieces import Piece
+
+    sweep.calls.write_text("")
+    for name in ("a", "b", "c"):
+        staged = sweep.workspace.stage(f"texts/{name}")
+        (staged / "text").write_text(name)
+        sweep.workspace.publish(staged, f"texts/{name}", {"inputs": {}})
+
+    def stage(label, names, model="m"):
+        """What was scored, and the result."""
+
+        def measure(run):
+            texts = {name: run.path(f"texts/{name}") for name in names}
+            arguments = {"texts": texts, "calls": str(sweep.calls), "model": model}
+            piece = Piece(name="row", function=scored, arguments=arguments, each=("texts",))
+            (run.out / "results").write_text(str(run.run([piece], "evaluation")["row"].result))
+
+        sweep.calls.write_text("")
+        sweep.recipe = replace(sweep.recipe, seed=sweep.recipe.seed + 1)
+        made = Stage(measure, label, lambda r, i: [f"texts/{n}" for n in names], params=("seed",))
+        made.ensure(Session(sweep.recipe, sweep.workspace, log=sweep.lines.append))
+        return sweep.calls.read_text().split(), (
+            sweep.workspace.path(label) / "results"
+        ).read_text()
+
+    assert stage("first", "ab") == (["a", "b"], str({"a": "m a", "b": "m b"}))
+    assert stage("first", "abc") == (["c"], str({n: f"m {n}" for n in "abc"}))
+    assert "first: 2 of 3 scores are known" in sweep.lines
+    assert stage("second", "ca") == ([], str({"c": "m c", "a": "m a"}))
+    assert stage("first", "ab", model="n")[0] == ["a", "b"]

@@ -4,8 +4,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from scipy.stats import t
-
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.plain import Plain
 
@@ -121,6 +119,8 @@ def intervals(
         table, margins = {}, []
         for domain, (error, freedom) in known.items():
             score = 100 * experts[domain].perplexity / own[domain].perplexity
+            from scipy.stats import t  # half a second, which no refusal needs
+
             half = error * float(t.ppf(0.975, freedom))
             table[domain] = (score * math.exp(-half), score * math.exp(half))
             margins.append(score * half)

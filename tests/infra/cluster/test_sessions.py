@@ -1,0 +1,127 @@
+"""What local Rays leave behind, and who may use them."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra.cluster.sessions import OURS, claim, left, remove_left, remove_own
+from infra.settings import environment_of, read
+
+HOLD = """
+import time
+from pathlib import Path
+from infra import settings
+settings.configure()
+import ray
+from infra.cluster.compute import cluster
+with cluster(settings.configure(), 1, Path.cwd()):
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    input()
+"""
+ENTER = """
+import logging, sys
+import ray
+ray.init(address=sys.argv[1], logging_level=logging.ERROR, log_to_driver=False)
+print("inside")
+"""
+SECONDS = 60
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder for Rays, whose sockets' paths must stay short."""
+    short = Path(os.environ["RAY_TMPDIR"]) / tmp_path.name[-4:]
+    short.mkdir(exist_ok=True)
+    return short
+
+
+def hold(folder):
+    """A process that holds a local Ray, and where that listens."""
+    settings = replace(read(os.environ), ray_address="local")
+    environment = environment_of(settings, RAY_TMPDIR=str(folder), PYTHONPATH=os.getcwd())
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD], env=environment, stdin=pipe, stdout=pipe, text=True
+    )
+    return process, process.stdout.readline().strip()
+
+
+def sessions(folder):
+    return list((folder / "ray").iterdir())
+
+
+def enter(address, **variables):
+    """What a program says that connects to a Ray of somebody else."""
+    words = [sys.executable, "-c", ENTER, address]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", **variables}
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=SECONDS)
+
+
+def test_a_ray_is_its_flows_alone_and_leaves_nothing(folder):
+    process, address = hold(folder)
+    try:
+        (session,) = (path for path in sessions(folder) if not path.is_symlink())
+        assert stat.S_IMODE(session.stat().st_mode) == 0o700
+        done = enter(address, RAY_AUTH_TOKEN="0" * 64)
+        assert "inside" not in done.stdout
+        assert "ConnectionError" in done.stderr
+        started = psutil.Process(process.pid).children(recursive=True)
+        (raylet,) = (child for child in started if "raylet" in child.name())
+        done = enter(address, RAY_AUTH_TOKEN=raylet.environ()["RAY_AUTH_TOKEN"])
+        assert "inside" in done.stdout, done.stderr[-2000:]
+    finally:
+        process.communicate("\n", timeout=SECONDS)
+    assert process.returncode == 0
+    assert sessions(folder) == []
+
+
+@pytest.mark.faults
+def test_what_a_killed_flow_left_goes_when_its_processes_are_gone(folder):
+    process, _ = hold(folder)
+    here = folder / "ray"
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert [*left(here)] == []
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + SECONDS
+    while not [*left(here)]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    remove_left(here)
+    assert sessions(folder) == []
+    _, alive = psutil.wait_procs(started, timeout=1)
+    assert not alive
+
+
+def test_a_session_of_somebody_else_stays(tmp_path):
+    strange, ours = tmp_path / "session_1_0", tmp_path / f"session_1_{os.getpid()}"
+    for session in (strange, ours):
+        (session / "logs").mkdir(parents=True)
+    assert claim(tmp_path) == [ours]
+    remove_left(tmp_path)
+    assert strange.exists()
+    assert ours.exists()  # its process, this one, is there
+    # The number is in use again, by a process that began later.
+    owner = json.loads((ours / OURS).read_text())
+    (ours / OURS).write_text(json.dumps({**owner, "created": owner["created"] - 100}))
+    reader = subprocess.Popen([sys.executable, "-c", "input()", ours], stdin=subprocess.PIPE)
+    try:
+        remove_left(tmp_path)
+        assert ours.exists()  # a process names it
+    finally:
+        reader.communicate(b"\n")
+    remove_left(tmp_path)
+    assert strange.exists()
+    assert not ours.exists()
+    ours.mkdir()
+    remove_own(tmp_path)  # of a Ray that has not come up
+    assert [*tmp_path.iterdir()] == [strange]
