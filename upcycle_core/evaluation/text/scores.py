@@ -110,6 +110,8 @@ def intervals(
         {row: {domain or "average": low and high in percent}}; rows without what it takes are left
         out. The average's takes domains as they are: their errors are independent.
     """
+    from scipy.stats import t  # takes half a second, which a refused recipe need not
+
     found = {}
     for row, own in rows.items():
         errors = {d: loss_error(own[d], expert) for d, expert in experts.items() if d in own}
@@ -119,8 +121,6 @@ def intervals(
         table, margins = {}, []
         for domain, (error, freedom) in known.items():
             score = 100 * experts[domain].perplexity / own[domain].perplexity
-            from scipy.stats import t  # half a second, which no refusal needs
-
             half = error * float(t.ppf(0.975, freedom))
             table[domain] = (score * math.exp(-half), score * math.exp(half))
             margins.append(score * half)
