@@ -44,6 +44,7 @@ from tasks.release.register import Registrar
 from upcycle_core.errors import Fault, InputError
 
 # A killed flow leaves the Prefect server that it had brought along.
+SERVER = "prefect.server.api.server:create_app"
 ORPHAN_SECONDS = 5.0
 # Stages wait for Ray in threads. (Prefect's annotation of task_runner admits no runner of its own.)
 THREADS: Any = ThreadPoolTaskRunner(max_workers=32)
@@ -229,12 +230,8 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
         Held: If another flow holds the workspace for longer than the recipe waits.
     """
     settings = environment.configure()
-    end_orphans(
-        command="prefect.server.api.server:create_app",
-        environment={"PREFECT_HOME": str(settings.prefect_home)},
-        owner=environment.OWNER,
-        grace=ORPHAN_SECONDS,
-    )
+    home = {"PREFECT_HOME": str(settings.prefect_home)}
+    end_orphans(command=SERVER, environment=home, owner=environment.OWNER, grace=ORPHAN_SECONDS)
     workspace = Workspace(settings.home / recipe.name)
     with nullcontext() if is_held else turn(workspace, f"the flow {flow_name}", recipe):
         _close_interrupted(workspace)
@@ -273,12 +270,17 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
             )
             try:
                 yield flow_session
-                write_headline(flow_session.recipe, workspace)
-                if said := versions.history.commit(f"{flow_name} {recipe.name}"):
-                    log(f"the workspace's Git history lacks this run: {said}")
+                _record_history(flow_session, flow_name)
                 progress.clear()
             finally:
                 flow_session.close()
+
+
+def _record_history(session: FlowSession, flow_name: str) -> None:
+    """Keep what came of a run that went well among the workspace's small files."""
+    write_headline(session.recipe, session.workspace)
+    if said := session.versions.history.commit(f"{flow_name} {session.recipe.name}"):
+        log(f"the workspace's Git history lacks this run: {said}")
 
 
 def prepare(versions: Versions, recipe: Recipe) -> None:
