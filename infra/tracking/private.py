@@ -55,6 +55,7 @@ USES = {
     ),
     "mlflow.server:_build_uvicorn_command": "says which application `mlflow server` runs",
     "mlflow.server.fastapi_app:app": "all that it serves",
+    "mlflow.cli:cli": "the command `mlflow`, in this process",
     "mlflow.utils.uri:validate_path_is_safe": "refuses a path that leads out of its folder",
     "mlflow.tracking._tracking_service.utils:get_tracking_uri": (
         "the address of whoever gives none"
@@ -90,7 +91,8 @@ def run_server(arguments: Sequence[str], application: str) -> None:
         arguments: Of ``mlflow``.
         application: ``module:factory``, for uvicorn.
     """
-    from mlflow import cli, server  # all of the server's code
+    import mlflow.server as server  # all of the server's code
+    from mlflow.cli import cli
 
     build = server._build_uvicorn_command
 
@@ -98,7 +100,7 @@ def run_server(arguments: Sequence[str], application: str) -> None:
         return [*build(*given, **named)[:-1], "--factory", application]
 
     server._build_uvicorn_command = command
-    cli.cli(list(arguments), prog_name="mlflow")
+    cli(list(arguments), prog_name="mlflow")
 
 
 def whole_server() -> Any:

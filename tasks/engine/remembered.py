@@ -12,8 +12,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.cluster.pieces import Piece, is_record, read_record, write_record
-from infra.durable import read_json
+from infra.cluster.pieces import Piece, read_record, write_record
+from infra.durable import is_whole, read_json, sealed
 from tasks.engine.sources import module_digests, package_versions
 from tasks.engine.workspace import Workspace, fingerprint
 
@@ -63,7 +63,7 @@ class Remembered:
         """Remember the whole result of a piece with ``each``, key by key."""
         for key in piece.keys:
             if mark := self._mark(piece.only([key])):
-                self._parts[mark] = {"result": result[key]}
+                self._parts[mark] = sealed({"result": result[key]})
 
     def keep(self) -> None:
         """Remember this run's results in the place of the last one's."""
@@ -83,7 +83,7 @@ class Remembered:
         for file in sorted(self._path.parent.glob("*.json")):
             remembered = read_json(file)
             records = remembered.items() if isinstance(remembered, dict) else ()
-            known |= {mark: record for mark, record in records if is_record(record)}
+            known |= {mark: record for mark, record in records if is_whole(record)}
         return known
 
     def _mark(self, piece: Piece) -> str | None:

@@ -183,6 +183,6 @@ def test_every_deployment_names_a_flow_and_what_it_takes(deployment):
         first, *others = [REPOSITORY / path for path in given["recipe"].split()]
         given["recipe"] = resolve(load_recipe(first, changes, added=others))
     asked = dict.fromkeys(set(flow.parameters.required or ()) - given.keys(), "law")
-    assert asked.keys() <= {"domain"}  # the form asks for it
+    assert asked.keys() <= {"domain", "run"}  # the form asks for it, the automation gives it
     assert given.keys() <= flow.parameters.properties.keys()
     flow.validate_parameters(given | asked)

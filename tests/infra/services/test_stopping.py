@@ -10,6 +10,7 @@ import pytest
 from project import ROOT
 from terminal import CTRL_C, Terminal, processes
 
+from flows.running.arguments import parser_of
 from infra.services.stopping import LINE, SIGNALS, run_command, run_stoppable
 
 MARK = "UPCYCLE_TEST_MARK"
@@ -192,6 +193,16 @@ MODULES = sorted(
 )
 
 
+def words_of(module):
+    """What a command needs to be told, or it would end before it imports anything."""
+    needed = [a for a in parser_of(module.partition(".")[2])._actions if a.required]
+    named = {"recipe": "recipes/demo.yaml", "add": "recipes/tasks.yaml", "out": "out"}
+    words = []
+    for action in needed:
+        words += [*action.option_strings[:1], named.get(action.dest, "name")]
+    return words
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_ctrl_c_during_start_up_ends_every_flow_with_one_line(tmp_path, module):
     """The imports of some seconds are held, and end as those in C do that are interrupted."""
@@ -202,7 +213,7 @@ def test_ctrl_c_during_start_up_ends_every_flow_with_one_line(tmp_path, module):
     )
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path}
-    with Terminal("-m", module, environment=environment) as command:
+    with Terminal("-m", module, *words_of(module), environment=environment) as command:
         command.wait_for(lambda: "begun" in command.shown)
         shown = command.press(CTRL_C).splitlines()
         assert sorted(line for line in shown if line) == sorted(["^C", LINE])

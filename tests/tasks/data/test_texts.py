@@ -17,7 +17,7 @@ from tasks.data.documents import documents
 from tasks.data.outside import text_piece
 from tasks.data.seed import seed
 from tasks.data.seed_text import seed_text
-from tasks.living.lineage import PINNED
+from tasks.living.lineage import life_of
 from tasks.recipes import check, validate
 from tasks.training import Texts, train_piece
 from upcycle_core.corpora.batches import packed_sequences
@@ -214,7 +214,7 @@ def test_the_seeds_text_is_looked_at_with_the_others(own_text, tmp_path):
 
 def test_the_seeds_text_is_built_upon_while_domains_come(own_text):
     recipe = validate(own_text)
-    assert "seed_text" in PINNED
+    assert "seed_text" in life_of(recipe).pinned(recipe)
     pinned = replace(recipe, lineage=Lineage(pinned={"seed_text": "1"}))
     assert seed_text.artifact("") in pinned.pinned
 

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from infra.cluster.pieces import Piece
 from infra.settings import read
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
@@ -65,7 +66,7 @@ def champion_files(registry):
 def judge(session, registry):
     """Let a piece run on the champion's files; it is not to come so far."""
     with standing_champion(session, registry) as champion:
-        champion.run("champion", pytest.fail, {}, "mark")
+        champion.run(Piece.of("champion", pytest.fail), "mark")
 
 
 DAMAGES = {

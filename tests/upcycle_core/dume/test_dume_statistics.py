@@ -234,7 +234,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("upcycle_core.checkpoints.tensor_file.os.fsync", full)
+    monkeypatch.setattr("upcycle_core.checkpoints.writer.os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         save_statistics(path, layout, {0: new})
     assert path.read_bytes() == before
