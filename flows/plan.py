@@ -9,11 +9,10 @@ is refused (exit code 2), each with the setting that would make it possible.
 
 import sys
 
-import psutil
-
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command
 from infra import settings as environment
+from infra.cluster.memory import held_bytes
 from tasks.planning.machine import Machine
 from tasks.planning.plan import plan
 from upcycle_core.errors import raise_faults
@@ -26,8 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
     recipe = load(chosen)
     home = environment.configure().home
     machine = Machine.here(home, recipe.compute.cpus).changed(chosen.machine)
-    base = psutil.Process().memory_info().rss
-    made = plan(recipe, home, machine, base=base)
+    made = plan(recipe, home, machine, base=held_bytes())
     print(made.table())
     print(made.summary())
     raise_faults(made.faults())

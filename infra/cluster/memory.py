@@ -29,7 +29,7 @@ class PeakMemory:
         gc.collect()  # an earlier call's garbage is not this one's memory
         for device in _devices():
             torch.cuda.reset_peak_memory_stats(device)
-        self._sampled = _resident_bytes()
+        self._sampled = held_bytes()
         self._left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -38,7 +38,7 @@ class PeakMemory:
     def __exit__(self, *_: object) -> None:
         self._left.set()
         self._watcher.join()
-        self._sampled = max(self._sampled, _resident_bytes())
+        self._sampled = max(self._sampled, held_bytes())
 
     @property
     def bytes(self) -> int:
@@ -48,7 +48,7 @@ class PeakMemory:
 
     def _watch(self) -> None:
         while not self._left.wait(SAMPLE_SECONDS):
-            self._sampled = max(self._sampled, _resident_bytes())
+            self._sampled = max(self._sampled, held_bytes())
 
 
 def machine_memory(device: str) -> int | None:
@@ -69,7 +69,8 @@ def _devices() -> range:
     return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
 
 
-def _resident_bytes() -> int:
+def held_bytes() -> int:
+    """Anonymous memory of this process now; where there is no /proc, mapped files as well."""
     if STATUS.exists():
         found = re.search(r"RssAnon:\s+(\d+) kB", STATUS.read_text())
         if found:
