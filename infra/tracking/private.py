@@ -21,6 +21,9 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking._tracking_service.utils import _get_store, get_tracking_uri
 from mlflow.utils.uri import validate_path_is_safe
 from sqlalchemy import text
+from sqlalchemy.engine import make_url
+
+from infra.durable import sync
 
 LOCATIONS = (
     ("experiments", "artifact_location"),
@@ -124,8 +127,23 @@ def deletion(uri: str, kind: Literal["run", "logged_model"]) -> Callable[[str], 
 
 
 def create_database(uri: str) -> None:
-    """Make MLflow's tables, if there are none; files of its default experiment are a server's."""
-    _get_store(uri, f"{SCHEME}:/")
+    """Make MLflow's tables, if there are none; files of its default experiment are a server's.
+
+    A database in a file is made beside its place and put there whole: MLflow cannot go on with the
+    migrations of one that was killed among them.
+    """
+    files = f"{SCHEME}:/"
+    database = make_url(uri).database
+    if uri.startswith("sqlite:") and database and not Path(database).exists():
+        place = Path(database)
+        partial = place.with_name(f"{place.name}.partial")
+        for name in (partial, partial.with_name(f"{partial.name}-journal")):
+            name.unlink(missing_ok=True)
+        _get_store(f"sqlite:///{partial}", files).engine.dispose()
+        sync(partial)
+        partial.replace(place)
+        sync(place.parent)
+    _get_store(uri, files)
 
 
 def rename_location(uri: str, old: str, new: str) -> None:

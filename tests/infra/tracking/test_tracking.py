@@ -12,6 +12,7 @@ import torch
 from mlflow import MlflowClient
 from pico import save_pico
 from safetensors.torch import load_file
+from sqlalchemy import text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra import settings
@@ -290,6 +291,29 @@ def test_processes_that_create_the_database_at_once_do_not_break_it(tmp_path):
     assert [process.exitcode for process in processes] == [0, 0]
     with sqlite3.connect(tmp_path / "mlflow" / "mlflow.db") as database:
         assert database.execute("select count(*) from alembic_version").fetchone() == (1,)
+
+
+def _killed_when_it_is_migrated(place):
+    import mlflow.store.db.utils as utils
+
+    def half(engine):
+        with engine.begin() as connection:  # as far as a kill among the migrations lets it come
+            connection.execute(text("CREATE TABLE _alembic_tmp_runs (run_uuid VARCHAR(32))"))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    utils._upgrade_db = half
+    open_database(place)
+
+
+def test_a_database_whose_making_was_killed_is_made_anew(tmp_path):
+    place = settings.read({"UPCYCLE_HOME": str(tmp_path)})
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_killed_when_it_is_migrated, args=(place,))
+    process.start()
+    process.join(timeout=120)
+    assert process.exitcode == -signal.SIGKILL
+    open_database(place)
+    assert sorted(path.name for path in (tmp_path / "mlflow").glob("mlflow.db*")) == ["mlflow.db"]
 
 
 def test_nested_values_become_dotted_text_and_long_text_is_cut():
