@@ -17,6 +17,8 @@ METHODS = ("full-finetune", "sparse-upcycling", "drop-upcycling", "btx", "simoe"
 """Rows that can be tuned on instructions."""
 FIGURES = ("exact_match_unseen", "rouge_l_unseen", "exact_match_seen", "rouge_l_seen")
 """Figures of the gate that every run with instructions measures, in percent."""
+OTHERS = ("backbone", "statistics", "router", "moe")
+"""Sections about routers that are solved and backbones that are merged."""
 
 
 def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
@@ -84,10 +86,25 @@ def _excluded(recipe: Recipe) -> Iterator[Fault]:
     for field, value in given.items():
         if value is not None:
             yield Fault(field, "given", "has no part in a recipe with `simoe`; remove one of them")
+    for field, value in _said_to_others(recipe).items():
+        remedy = "is DUME's and Symphony's, and SIMoE mixes all experts: remove it"
+        yield Fault(field, value, remedy)
     for name, domain in recipe.domains.items():
         if domain.expert is not None or domain.origin is not None:
             remedy = "a recipe with `simoe` has one model, the seed; name it in seed_model.model"
             yield Fault(f"domains.{name}", "expert or origin", remedy)
+
+
+def _said_to_others(recipe: Recipe) -> dict[str, object]:
+    """Values of other methods' fields that are not the default: SIMoE reads none of them."""
+    sections = {name: getattr(recipe, name) for name in OTHERS}
+    return {
+        f"{name}.{field.name}": getattr(section_, field.name)
+        for name, section_ in sections.items()
+        for field in fields(section_)
+        if getattr(section_, field.name) != getattr(type(section_)(), field.name)
+        and (name, field.name) != ("moe", "max_shard_bytes")
+    }
 
 
 def _worker_faults(recipe: Recipe) -> Iterator[Fault]:
