@@ -77,6 +77,7 @@ def test_the_oracle_is_the_repaired_expert(joined):
         )
 
 
+@pytest.mark.faults
 def test_life_goes_on_with_repaired_experts(joined):
     """Grow, nothing new, shrink, restore, in turn: each is built upon the one before."""
     before = joined.first

@@ -184,6 +184,7 @@ def test_it_is_scored_on_tasks(project):
     assert version.metrics["task.asked/simoe"] == found["scores"]["simoe"]["asked"]["mean"]
 
 
+@pytest.mark.faults
 def test_its_version_is_restored(project, tmp_path):
     again = tmp_path / "again"
     command = [sys.executable, "-m", "flows.restore", "upcycle-pico", "champion"]

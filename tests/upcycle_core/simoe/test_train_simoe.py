@@ -89,7 +89,8 @@ MORE = ("before_lambda_is_written", "in_publishing")
 def _join(rank, port):
     """Make this process one of two workers."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # Unset, accelerate gives each worker all cores, and they wait for each other spinning.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     where = f"tcp://127.0.0.1:{port}"
     distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
 
