@@ -1,5 +1,6 @@
 """How much memory a process needs at its peak, and how much there is."""
 
+import ctypes
 import gc
 import re
 import threading
@@ -9,6 +10,9 @@ import psutil
 import torch
 
 SAMPLE_SECONDS = 0.05
+LEFT_BYTES = 64 * 2**20
+"""What a call may leave behind in its process before the process is asked to give it back."""
+_kept = 0  # by this process, when it was asked last
 STATUS = Path("/proc/self/status")
 # What a container, or a service, may take at most: control groups of both versions.
 LIMITS = (
@@ -49,6 +53,22 @@ class PeakMemory:
     def _watch(self) -> None:
         while not self._left.wait(SAMPLE_SECONDS):
             self._sampled = max(self._sampled, held_bytes())
+
+
+def give_back() -> None:
+    """Return what calls have left of their memory to the machine, if that is much.
+
+    A process of Ray's waits for its next call as long as its flow lives. What a call leaves in
+    cycles is freed at some later time; what is freed the C library keeps for itself.
+    """
+    global _kept
+    if held_bytes() - _kept < LEFT_BYTES:
+        return
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+    _kept = held_bytes()
 
 
 def machine_memory(device: str) -> int | None:

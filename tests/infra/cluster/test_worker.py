@@ -1,0 +1,39 @@
+"""What a call leaves in the process that made it."""
+
+import pytest
+import torch
+
+from infra.cluster.memory import LEFT_BYTES, held_bytes
+from infra.cluster.worker import perform
+
+PIECES, SIZE = 4000, 100_000  # 400 MB, each too small to be mapped by itself
+
+
+def fill(*, progress, fails=False):
+    """Fill memory in a cycle, as a trainer and its callbacks hold each other."""
+    cycle: list = [torch.ones(SIZE, dtype=torch.uint8) for _ in range(PIECES)]
+    cycle.append(cycle)
+    held = held_bytes()
+    if fails:
+        raise ValueError("fails")
+    return held
+
+
+def failing(*, progress):
+    fill(progress=progress, fails=True)
+
+
+def test_memory_goes_back_to_the_machine_after_a_call():
+    before = held_bytes()
+    done = perform(fill, report=None, threads=1)
+    assert done.result - before > 0.9 * PIECES * SIZE
+    assert held_bytes() - before < LEFT_BYTES
+    assert done.peak_memory_bytes >= done.result
+
+
+def test_a_call_that_fails_leaves_nothing_either():
+    before = held_bytes()
+    with pytest.raises(ValueError, match="fails"):
+        perform(failing, report=None, threads=1)
+    perform(lambda *, progress: None, report=None, threads=1)  # a traceback holds what failed
+    assert held_bytes() - before < LEFT_BYTES
