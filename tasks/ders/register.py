@@ -2,6 +2,8 @@
 
 import json
 
+from tasks.data.licences import CARD
+from tasks.ders.card import compressed_card
 from tasks.ders.compression import MODEL, REPORT, row_title
 from tasks.ders.sweeps import section
 from tasks.engine.workspace import fingerprint
@@ -53,6 +55,7 @@ def register_compressed(registrar: Registrar) -> Outcome | None:
             **{f"perplexity/{d}": v for d, v in point["perplexity"].items()},
         },
         tags={MODEL_TAG: digest, COMPRESSED_TAG: sweep["chosen"], DECISION_TAG: reason},
+        files={CARD: compressed_card(registrar.session, name, point, reason)},
         promoted=False,
         description=f"Experts as one base and light deltas (DeRS), {reason}.\n\n{table}",
     )

@@ -5,7 +5,7 @@ this one is kept with the version and holds what was.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +39,53 @@ def version_card(session: Session, metrics: Mapping[str, Any], decision: Decisio
     """
     recipe, row = session.recipe, session.recipe.method
     title = title_of(row, ())
+    sections = [
+        f"{title} Mixture-of-Experts of {', '.join(recipe.domains)}. Gate: {decision.reason}.",
+        (session.workspace.path("report") / "table.md").read_text().strip(),
+        *_intervals(metrics, row),
+        "## Data\n\n" + table(("domain", "split", "documents", "MB", "sha256"), _data(session)),
+        *_routing(metrics, pictures(session)),
+    ]
+    results = list(_results(metrics, row))
+    return card(session, recipe.registered_name, sections, results=results, limits=LIMITS)
+
+
+def card(
+    session: Session,
+    name: str,
+    sections: Sequence[str],
+    *,
+    results: Sequence[Mapping[str, Any]],
+    limits: str,
+    tags: Sequence[str] = ("moe", "merge"),
+) -> str:
+    """Markdown of a card: front matter, what is said of this model, licence and limits.
+
+    Args:
+        session: The recipe at work.
+        name: The registered model.
+        sections: What was measured.
+        results: Of ``model-index``.
+        limits: What the scores do not say.
+        tags: For hubs.
+    """
     parts = stated_licences(session)
     licence = combined(parts)
     front = {
         "license": licence.identifier,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["moe", "merge"],
-        "model-index": [{"name": recipe.registered_name, "results": list(_results(metrics, row))}],
+        "tags": list(tags),
+        "model-index": [{"name": name, "results": list(results)}],
     }
-    sections = [
+    whole = [
         f"---\n{yaml.safe_dump(front, sort_keys=False).rstrip()}\n---",
-        f"# {recipe.registered_name}",
-        f"{title} Mixture-of-Experts of {', '.join(recipe.domains)}. Gate: {decision.reason}.",
-        (session.workspace.path("report") / "table.md").read_text().strip(),
-        *_intervals(metrics, row),
-        "## Data\n\n" + _table(("domain", "split", "documents", "MB", "sha256"), _data(session)),
-        *_routing(metrics, pictures(session)),
+        f"# {name}",
+        *sections,
         "## Licence\n\n" + "\n\n".join(_licence(licence, parts)),
-        f"## Limits\n\n{LIMITS}",
+        f"## Limits\n\n{limits}",
     ]
-    return "\n\n".join(sections) + "\n"
+    return "\n\n".join(whole) + "\n"
 
 
 def pictures(session: Session) -> dict[str, bytes]:
@@ -105,8 +131,8 @@ def _intervals(metrics: Mapping[str, Any], row: str) -> Iterator[str]:
         (name, number(scores[name]), f"{number(low)} to {number(high)}")
         for name, (low, high) in intervals.items()
     )
-    table = _table(("domain", "score", "interval"), lines)
-    yield f"## How sure the scores are\n\n{table}\n\n{HELDOUT}"
+    own = table(("domain", "score", "interval"), lines)
+    yield f"## How sure the scores are\n\n{own}\n\n{HELDOUT}"
 
 
 def _licence(licence: Licence, parts: Mapping[str, str | None]) -> Iterator[str]:
@@ -116,7 +142,7 @@ def _licence(licence: Licence, parts: Mapping[str, str | None]) -> Iterator[str]
         lines = (
             (part, own or "not stated", "; ".join(asked(own)) or "–") for part, own in parts.items()
         )
-        yield _table(("part", "licence", "asks"), lines)
+        yield table(("part", "licence", "asks"), lines)
     yield TEXTS
 
 
@@ -140,6 +166,7 @@ def _routing(metrics: Mapping[str, Any], shown: Mapping[str, bytes]) -> Iterator
         yield f"## Routing\n\n{said}{picture}"
 
 
-def _table(head: Sequence[str], rows: Iterator[tuple[str, ...]]) -> str:
+def table(head: Sequence[str], rows: Iterable[tuple[str, ...]]) -> str:
+    """Markdown of a table, all cells as text."""
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

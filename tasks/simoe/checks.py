@@ -86,9 +86,9 @@ def _excluded(recipe: Recipe) -> Iterator[Fault]:
     for field, value in given.items():
         if value is not None:
             yield Fault(field, "given", "has no part in a recipe with `simoe`; remove one of them")
-    for field, value in _said_to_others(recipe).items():
+    for field, said in _said_to_others(recipe).items():
         remedy = "is DUME's and Symphony's, and SIMoE mixes all experts: remove it"
-        yield Fault(field, value, remedy)
+        yield Fault(field, said, remedy)
     for name, domain in recipe.domains.items():
         if domain.expert is not None or domain.origin is not None:
             remedy = "a recipe with `simoe` has one model, the seed; name it in seed_model.model"

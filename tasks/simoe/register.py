@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra.cluster.pieces import Piece
+from tasks.data.licences import CARD
 from tasks.engine.artifacts import ANSWERS
 from tasks.engine.stage import Session
 from tasks.release.champion import Champion
@@ -12,6 +13,7 @@ from tasks.release.gate import decide
 from tasks.release.register import Registrar
 from tasks.release.versions import Outcome
 from tasks.simoe.answers import answer_arguments, answers_piece
+from tasks.simoe.card import pictures, tuned_card
 from tasks.simoe.report import figures
 from tasks.simoe.rows import SIMOE
 
@@ -36,10 +38,12 @@ def register_tuned(registrar: Registrar, champion: Champion | None) -> Outcome:
         theirs = mine if champion.is_own else _figures_of(session, champion)
     # All tables would be a page of numbers.
     models = (report / "table.md").read_text().partition("\n## Unseen categories")[0]
+    decision = decide(session.recipe.registry.gate, challenger=mine, champion=theirs)
     return registrar.register_model(
-        decide(session.recipe.registry.gate, challenger=mine, champion=theirs),
+        decision,
         metrics=metrics,
         scores=mine,
+        files={CARD: tuned_card(session, metrics, decision), **pictures(session)},
         description=f"{TITLE}\n\n{models}",
     )
 

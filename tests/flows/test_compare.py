@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 from project import Project
 from texts import TRAINING, pico_recipe, save_recipe, write_texts
 
@@ -235,6 +236,10 @@ def test_the_smallest_good_one_is_registered_as_challenger(compressed):
     assert version.tags["upcycle.compressed"] == "coarse"
     assert "champion" not in version.aliases
     assert version.reference in compressed.compressing.stdout
+    text = registry.text(version, "card.md")
+    assert {r.dataset_type for r in ModelCard(text).data.eval_results} == set(DOMAINS)
+    assert "(DeRS), coarse: " in text
+    assert "\n| Original | " in text
     command = f"{version.name}/{version.number}"
     done = compressed.run(
         sys.executable, "-m", "flows.generate", command, "one two", "--tokens", "3"

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 from mlflow import MlflowClient
 from project import ROOT, Project
 from texts import TRAINING, WORDS, pico_recipe, save_recipe, write_choices, write_texts
@@ -148,12 +149,24 @@ def test_the_model_loads_elsewhere_and_answers(project):
     assert "SIMoE" in card
 
 
-def test_the_version_is_champion_and_generates(project):
+def test_the_version_is_champion_and_generates(project, tmp_path):
     registry = Registry(read(project.environment()))
     version = registry.find("upcycle-pico", "champion")
     assert version.metrics["rouge_l_unseen"] >= 0
     assert "## Models" in version.description
     assert "## Unseen categories" not in version.description
+    text = registry.text(version, "card.md")
+    measured = {
+        (result.dataset_type, result.metric_type): result.metric_value
+        for result in ModelCard(text).data.eval_results
+    }
+    rouge = version.metrics["rouge_l_unseen"]
+    assert measured["instructions-unseen", "rouge_l"] == pytest.approx(rouge, abs=0.05)
+    assert version.tags["upcycle.decision"] in text
+    copy = registry.download("models:/upcycle-pico@champion", tmp_path / "model")
+    drawn = project.workspace / "report" / "activations.png"
+    assert "![activations](activations.png)" in text
+    assert (copy / "upcycle" / "activations.png").read_bytes() == drawn.read_bytes()
     done = project.run(
         sys.executable, "-m", "flows.generate", "upcycle-pico@champion", "first: one two\n\n",
         "--tokens", "4",
