@@ -14,9 +14,11 @@ from pathlib import Path
 import yaml
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
+from prefect.states import State
 
 from flows.running.arguments import parser_of
 from flows.running.command_line import command, reach_server
+from flows.running.naming import completed, title_of_day
 from flows.running.session import prepare
 from flows.running.turn import log
 from infra.recipe.names import masked, remote_fault, secret_faults
@@ -39,7 +41,7 @@ COMMIT_TAG = "git.commit"
 @flow(name="restore")
 def restore(
     name: str, version: str = "champion", into: str | None = None, remote: str | None = None
-) -> str:
+) -> State:
     """Bring everything that made a registered version back into an empty folder.
 
     Args:
@@ -75,7 +77,8 @@ def restore(
     said = f"`{found.reference}` is restored in {workspace.root}: {artifacts} artifacts, all as "
     said += "they were published."
     create_markdown_artifact(key=slug(f"{name}-restore"), markdown=said)
-    return str(workspace.root)
+    outcome = f"version {found.number}, {artifacts} artifacts as they were published"
+    return completed(title_of_day(f"restore of {name}"), outcome, str(workspace.root))
 
 
 def look(

@@ -11,9 +11,11 @@ from datetime import UTC, datetime
 
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
+from prefect.states import State
 
 from flows.running.arguments import parser_of
 from flows.running.command_line import command, reach_server
+from flows.running.naming import completed, title_of_day
 from infra.settings import configure
 from infra.tracking.registry import Registry
 from tasks.release.versions import champions, roll_back
@@ -21,7 +23,7 @@ from upcycle_core.evaluation.report.numbers import slug
 
 
 @flow(name="rollback")
-def rollback(name: str, because: str = "") -> str:
+def rollback(name: str, because: str = "") -> State:
     """Let the champion alias of a registered model point at the champion before.
 
     Args:
@@ -39,7 +41,8 @@ def rollback(name: str, because: str = "") -> str:
         markdown=f"`{left.reference}` is champion no more, `{champion.reference}` is.\n\n{because}",
         description="Which version was taken back, and why.",
     )
-    return champion.reference
+    said = f"version {champion.number} is champion again, {left.number} is no more"
+    return completed(title_of_day(f"rollback of {name}"), said, champion.reference)
 
 
 @command

@@ -24,9 +24,11 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
+from prefect.states import State
 
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, reach_server
+from flows.running.naming import completed, title_of_day
 from flows.running.turn import log, turn
 from infra import settings as environment
 from infra.cluster.sessions import left, remove_left
@@ -36,6 +38,7 @@ from infra.tracking.retention import Records
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import with_lineage
 from tasks.living.retention import Spare, spares, table
+from tasks.planning.row import gigabytes
 from tasks.recipes import validate
 from tasks.release.versions import compressed_name
 from upcycle_core.errors import Fault, InputError
@@ -45,7 +48,7 @@ PAGE = 200
 
 
 @flow(name="tidy")
-def tidy(recipe: Recipe, apply: bool = False) -> str:
+def tidy(recipe: Recipe, apply: bool = False) -> State:
     """Free what is older than the recipe's `keep` says.
 
     Args:
@@ -72,7 +75,9 @@ def tidy(recipe: Recipe, apply: bool = False) -> str:
         for spare in found if apply else ():
             log(f"removing {spare.what}: {spare.why}")
             spare.free()
-    return shown(rows, apply)
+    size = gigabytes(sum(spare.bytes or 0 for spare in found))
+    said = f"{size} {'freed' if apply else 'to be freed'}" if found else "nothing to free"
+    return completed(title_of_day(f"tidy of {recipe.name}"), said, shown(rows, apply))
 
 
 def find_workspace(root: Path) -> Workspace:

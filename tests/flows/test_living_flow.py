@@ -233,6 +233,8 @@ def test_rollback_takes_one_command(life, shrunk):
     assert after.number == before
     [left] = [v for v in life.registry().versions(NAME) if v.number == champion.number]
     assert left.tags["upcycle.rolled_back"].endswith("a trial")
+    said = f"version {before} is champion again, {champion.number} is no more"
+    assert f"Finished in state Completed('{said}')" in done.stderr + done.stdout
 
 
 def test_a_rollback_that_cannot_be_is_said_in_one_line(life, shrunk):

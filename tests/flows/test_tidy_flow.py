@@ -1,5 +1,6 @@
 """``flows.tidy`` as a user runs it, and what Prefect keeps afterwards."""
 
+import re
 import time
 from uuid import UUID
 
@@ -7,7 +8,13 @@ import pytest
 from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate
-from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    LogFilter,
+    LogFilterFlowRunId,
+)
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Completed, Running
 from prefect_server import prefect_server
@@ -96,6 +103,12 @@ def test_what_would_be_freed_is_shown_and_with_apply_it_goes(workspace, recipe, 
         assert not any(has_logs(client, run) for run in ended)
 
     assert main([recipe, "--apply"]) == 0
+    with get_client(sync_client=True) as client:
+        ours = FlowFilter(name=FlowFilterName(any_=["tidy"]))
+        [newest, *_] = client.read_flow_runs(
+            flow_filter=ours, sort=FlowRunSort.EXPECTED_START_TIME_DESC
+        )
+    assert re.fullmatch(r"tidy of pico-tidy \S+: (.* freed|nothing to free)", newest.name)
 
 
 def test_a_workspace_at_work_or_absent_is_said_in_one_line(workspace, recipe, capsys):
