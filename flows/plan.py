@@ -27,6 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     machine = Machine.here(home, recipe.compute.cpus).changed(chosen.machine)
     made = plan(recipe, home, machine, base=held_bytes())
     print(made.table())
+    print(made.places())
     print(made.summary())
     raise_faults(made.faults())
 

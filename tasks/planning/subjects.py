@@ -9,12 +9,15 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from infra.recipe.schema import Recipe
 from tasks.data.given import given_model
-from tasks.planning.dume import Subjects
+from tasks.methods import METHODS
+from tasks.planning.parts import Subjects
 from upcycle_core.corpora.config import Source
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.planning.shape import Shape
 
 CONFIG = "config.json"
+BYTES = 256
+"""Tokens that every tokenizer has which is trained here."""
 FP32 = 4
 
 
@@ -29,7 +32,10 @@ def subjects_of(recipe: Recipe, cache: Path) -> Subjects:
         InputError: No model's config.json can be read.
     """
     text = {name: _bytes(domain.train) for name, domain in recipe.domains.items()}
-    return Subjects(_shape(recipe, cache), text)
+    if METHODS[recipe.method].has_seed:
+        return Subjects(_shape(recipe, cache), text)
+    shape = _shape_of_strangers(recipe, cache)
+    return Subjects(shape, text, _union(recipe, shape))
 
 
 def _shape(recipe: Recipe, cache: Path) -> Shape:
@@ -37,6 +43,31 @@ def _shape(recipe: Recipe, cache: Path) -> Shape:
     reference = recipe.seed_model.model or next(iter(experts), None)
     if reference is None or (recipe.trains_seed and not experts):
         return _made_here(recipe)
+    return _given(recipe, reference, cache)
+
+
+def _shape_of_strangers(recipe: Recipe, cache: Path) -> Shape:
+    """Of any of them: they agree in all but their vocabularies, of which the largest counts."""
+    given = [d.expert or (d.origin and d.origin.model) for d in recipe.domains.values()]
+    shapes = [_given(recipe, reference, cache) for reference in dict.fromkeys(filter(None, given))]
+    if not all(given):
+        own = [d.origin and d.origin.vocabulary_size for d in recipe.domains.values()]
+        largest = max((size or recipe.tokenizer.vocabulary_size for size in own))
+        shapes.append(_made_here(recipe).with_vocabulary(largest))
+    return max(shapes, key=lambda shape: shape.vocabulary)
+
+
+def _union(recipe: Recipe, shape: Shape) -> int:
+    """Tokens of all models together, at most: those that are trained here share their bytes."""
+    own = {
+        origin.vocabulary_size
+        for domain in recipe.domains.values()
+        if (origin := domain.origin) is not None and origin.vocabulary_size is not None
+    }
+    return shape.vocabulary + sum(max(0, size - BYTES) for size in own)
+
+
+def _given(recipe: Recipe, reference: str, cache: Path) -> Shape:
     folder = Path(reference).expanduser()
     if (folder / CONFIG).is_file():
         return Shape.of(folder)
