@@ -11,7 +11,6 @@ from upcycle_core.planning import memory, work
 from upcycle_core.planning.compression import compressed_bytes, compressing_bytes
 
 
-
 def comparison_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     """Published ways of upcycling, trained and scored."""
     shape = joined(recipe, subjects.shape)
@@ -27,17 +26,13 @@ def compression_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     resources, evaluation = recipe.compute.evaluation, recipe.evaluation
     stored = {name: compressed_bytes(shape, codec, domains) for name, codec in how.codecs.items()}
     storing = {n: compressing_bytes(shape, codec, domains) for n, codec in how.codecs.items()}
-    scoring = memory.evaluation_bytes(
-        shape, evaluation, experts=domains, device=resources.device
-    )
+    scoring = memory.evaluation_bytes(shape, evaluation, experts=domains, device=resources.device)
     largest = max(stored, key=lambda name: stored[name])
     heaviest = max(storing, key=lambda name: storing[name])
     models, original = len(how.models), shape.itemsize * shape.mixture(domains)
     pieces = models * (1 + len(stored))
     read = domains * tokens_of(evaluation.tokens, subjects, share=HELD_OUT)
-    flops = work.forward_flops(
-        shape, read, evaluation.sequence_length, top_k=1 + recipe.moe.top_k
-    )
+    flops = work.forward_flops(shape, read, evaluation.sequence_length, top_k=1 + recipe.moe.top_k)
     smaller = []
     if storing[heaviest] > scoring:
         smaller.append(f"leave compression.codecs.{heaviest} out")

@@ -95,7 +95,11 @@ def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     )
     model = shape.itemsize * shape.mixture(domains)
     yield Planned(
-        "model", 1, 1, kept=model, read=backbone + domains * shape.itemsize * shape.ffns,
+        "model",
+        1,
+        1,
+        kept=model,
+        read=backbone + domains * shape.itemsize * shape.ffns,
         registered=model,
     )
     yield report_row(recipe, subjects, shape)

@@ -85,7 +85,7 @@ def experts_row(recipe: Recipe, shape: Shape) -> Planned:
         passing=count * one.passing,
         written=count * one.writes + ready,
         read=domains * shape.stored,
-        flops=count * one.flops,
+        flops=count * (one.flops or 0),
         items=domains,
         pieces=count,
     )
@@ -143,5 +143,3 @@ def tokens_of(asked: int | None, subjects: Subjects, *, share: float = 1.0) -> i
     """
     there = int(share * max(subjects.text.values(), default=0)) // BYTES_A_TOKEN
     return min(asked, there) if asked and there else asked or there
-
-

@@ -9,7 +9,7 @@ from infra.recipe.schema import Recipe
 from tasks.engine.method import Addition
 from tasks.engine.stage import Stage
 from tasks.engine.workspace import Workspace
-from tasks.methods import COMPARISON, COMPRESSION, METHODS, stages_of
+from tasks.methods import COMPARISON, COMPRESSION, stages_of
 from tasks.planning.ders import comparison_rows, compression_rows
 from tasks.planning.dume import dume_rows
 from tasks.planning.machine import Machine
@@ -85,9 +85,13 @@ class Plan:
             if not row.resources.gpus
         )
 
-    def faults(self) -> Iterator[Fault]:
-        """All that cannot be, at once."""
-        for row in self.rows:
+    def faults(self, *, is_local: bool = True) -> Iterator[Fault]:
+        """All that cannot be, at once.
+
+        Args:
+            is_local: Whether pieces run on this machine: a cluster's are not known.
+        """
+        for row in self.rows if is_local else ():
             yield from row.memory_faults(self.machine, self.base)
         if self.disk_to_come > self.machine.disk:
             said = f"{gigabytes(self.disk_to_come)} to come, {gigabytes(self.machine.disk)} free"

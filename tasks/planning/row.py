@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from infra.recipe.resources import Resources
 from tasks.planning.machine import Machine
 from upcycle_core.errors import Fault
-from upcycle_core.planning.rates import Rates
-from upcycle_core.precision import Precision, arithmetic
+from upcycle_core.planning.rates import Arithmetic, Rates
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Planned:
     read: int = 0
     written: int | None = None
     flops: int | None = 0
-    precision: Precision = "fp32"
+    precision: Arithmetic = "fp32"
     memory: int = 0
     resources: Resources = field(default_factory=Resources)
     kind: str = "assembly"
@@ -73,7 +72,7 @@ class Planned:
             speed = one * min(together * self.resources.gpus, max(1, machine.gpus))
         else:
             busy = self.at_once(machine) * self.resources.cpus
-            speed = rates.products(arithmetic(self.precision, "cpu"), busy, machine.cpus)
+            speed = rates.products(self.precision, busy, machine.cpus)
         if not speed or not rates.read or not rates.write:
             return None
         return self.flops / speed + self.read / rates.read + self.writes / rates.write
@@ -118,7 +117,9 @@ class Planned:
 
 def gigabytes(size: int) -> str:
     """A size for people."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
+    if size >= 1e9:
+        return f"{size / 1e9:,.1f} GB"
+    return f"{size / 1e6:,.0f} MB" if size >= 1e6 else f"{size / 1e3:,.0f} kB"
 
 
 def duration(seconds: float) -> str:

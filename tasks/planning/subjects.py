@@ -1,6 +1,5 @@
 """What a recipe is about, from the headers of its models and the sizes of its files."""
 
-import glob
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from tasks.data.given import given_model
 from tasks.methods import METHODS
 from tasks.planning.parts import Subjects
 from upcycle_core.corpora.config import Source
+from upcycle_core.corpora.sources import source_files
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.planning.shape import Shape
 
@@ -31,7 +31,9 @@ def subjects_of(recipe: Recipe, cache: Path) -> Subjects:
     Raises:
         InputError: No model's config.json can be read.
     """
-    text = {name: _bytes(domain.train) for name, domain in recipe.domains.items()}
+    text = {
+        name: _bytes(domain.train, recipe.text_folder) for name, domain in recipe.domains.items()
+    }
     if METHODS[recipe.method].has_seed:
         return Subjects(_shape(recipe, cache), text)
     shape = _shape_of_strangers(recipe, cache)
@@ -48,11 +50,13 @@ def _shape(recipe: Recipe, cache: Path) -> Shape:
 
 def _shape_of_strangers(recipe: Recipe, cache: Path) -> Shape:
     """Of any of them: they agree in all but their vocabularies, of which the largest counts."""
-    given = [d.expert or (d.origin and d.origin.model) for d in recipe.domains.values()]
+    given = [
+        d.expert or (None if d.origin is None else d.origin.model) for d in recipe.domains.values()
+    ]
     shapes = [_given(recipe, reference, cache) for reference in dict.fromkeys(filter(None, given))]
     if not all(given):
         own = [d.origin and d.origin.vocabulary_size for d in recipe.domains.values()]
-        largest = max((size or recipe.tokenizer.vocabulary_size for size in own))
+        largest = max(size or recipe.tokenizer.vocabulary_size for size in own)
         shapes.append(_made_here(recipe).with_vocabulary(largest))
     return max(shapes, key=lambda shape: shape.vocabulary)
 
@@ -102,12 +106,14 @@ def _made_here(recipe: Recipe) -> Shape:
     return Shape.of_config(config, FP32)
 
 
-def _bytes(source: Source | None) -> int:
+def _bytes(source: Source | None, folder: Path | None) -> int:
     """What is read of a text; 0 where that is not known before it is read."""
     if source is None:
         return 0
     if not source.files:
         return source.max_bytes or 0
-    paths = {path for pattern in source.files for path in glob.glob(str(pattern), recursive=True)}
-    there = sum(Path(path).stat().st_size for path in paths)
+    try:
+        there = sum(path.stat().st_size for path in source_files(source, folder).values())
+    except (InputError, OSError):  # said by who reads it
+        return source.max_bytes or 0
     return min(there, source.max_bytes) if source.max_bytes else there

@@ -71,9 +71,7 @@ def _flops(rows: Sequence[Planned]) -> int:
     return sum(row.flops or 0 for row in rows)
 
 
-def _pair(
-    recipe: Recipe, subjects: Subjects, shape: Shape, variant: SymphonyConfig
-) -> Planned:
+def _pair(recipe: Recipe, subjects: Subjects, shape: Shape, variant: SymphonyConfig) -> Planned:
     """The anchor beside every other model, a group of layers a piece."""
     config, others = variant.calibration, subjects.domains - 1
     groups = -(-shape.layers // config.layers)

@@ -58,9 +58,7 @@ def compressing_bytes(shape: Shape, config: CodecConfig, experts: int) -> int:
     return found + shape.itemsize * max(map(math.prod, _matrices(shape).values()))
 
 
-def _deltas(
-    matrix: tuple[int, int], shape: Shape, config: CodecConfig, experts: int
-) -> int:
+def _deltas(matrix: tuple[int, int], shape: Shape, config: CodecConfig, experts: int) -> int:
     codec = codec_of(config, rank=min(matrix) // 2)
     layout = codec.layout(experts, matrix, TYPES[shape.itemsize])
     return sum(math.prod(sizes) * dtype.itemsize for sizes, dtype in layout.values())

@@ -49,16 +49,12 @@ def forward_bytes(
         return bound
     key = ("forward", repr(shape), tokens, precision, device)
     if key not in _REHEARSED:
-        _REHEARSED[key] = rehearsal.forward_bytes(
-            shape, tokens, precision=precision, device=device
-        )
+        _REHEARSED[key] = rehearsal.forward_bytes(shape, tokens, precision=precision, device=device)
     return _REHEARSED[key]
 
 
 def _width(shape: Shape) -> int:
-    return (
-        KEPT_HIDDEN * shape.hidden + KEPT_INNER * shape.inner + KEPT_HEADS * shape.heads_width
-    )
+    return KEPT_HIDDEN * shape.hidden + KEPT_INNER * shape.inner + KEPT_HEADS * shape.heads_width
 
 
 def _heads(shape: Shape) -> int:

@@ -12,8 +12,9 @@ from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.perplexity import TOKENS_AT_ONCE
 from upcycle_core.planning.estimate import forward_bytes
+from upcycle_core.planning.rates import Arithmetic
 from upcycle_core.planning.shape import Shape
-from upcycle_core.precision import Precision, weights_type
+from upcycle_core.precision import weights_type
 
 FP32, FP64, INT64 = 4, 8, 8
 STACKED = 2
@@ -85,14 +86,14 @@ def evaluation_bytes(
 
 
 def activations_bytes(
-    shape: Shape, batch: tuple[int, int], precision: Precision, device: str
+    shape: Shape, batch: tuple[int, int], precision: Arithmetic, device: str
 ) -> int:
     """Of a pass without the head, beside its weights."""
     forward = forward_bytes(shape, batch, precision=precision, device=device)
     return forward - weights_type(precision, device).itemsize * (shape.whole - _head(shape))
 
 
-def weights_held(shape: Shape, precision: Precision, device: str, *, experts: int = 1) -> int:
+def weights_held(shape: Shape, precision: Arithmetic, device: str, *, experts: int = 1) -> int:
     """Anonymous memory of a model's weights, or of the MoE of so many."""
     size = weights_type(precision, device).itemsize
     weights = size * shape.whole - _mapped(shape, precision, device)
@@ -102,7 +103,7 @@ def weights_held(shape: Shape, precision: Precision, device: str, *, experts: in
     return weights
 
 
-def _mapped(shape: Shape, precision: Precision, device: str) -> int:
+def _mapped(shape: Shape, precision: Arithmetic, device: str) -> int:
     """Bytes of weights that are mapped from their files."""
     size = weights_type(precision, device).itemsize
     return size * shape.whole if device == "cpu" and size == shape.itemsize else 0

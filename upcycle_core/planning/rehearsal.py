@@ -86,7 +86,9 @@ def forward_bytes(
 
 def _network(shape: Shape, layers: int, dtype: torch.dtype) -> PreTrainedModel:
     """The model with so many layers, on fake tensors."""
-    network: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(shape, layers), dtype=dtype)
+    network: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model_config(shape, layers), dtype=dtype
+    )
     return network
 
 
