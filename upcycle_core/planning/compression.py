@@ -14,7 +14,7 @@ from upcycle_core.ders.decompose import MATRICES
 from upcycle_core.planning.shape import Shape
 
 FP32, FP64, INT64 = 4, 8, 8
-COMPARED = 2 * FP32 + 2 * FP64
+COMPARED = FP32 + 2 * FP64
 """Bytes an entry while what was stored is held against what it stands for."""
 TYPES: Mapping[int, torch.dtype] = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -55,7 +55,7 @@ def compressing_bytes(shape: Shape, config: CodecConfig, experts: int) -> int:
         }[config.codec]
         comparing = encoded + COMPARED * entries
         found = max(found, deltas + max(encoded + max(making, encoded), comparing))
-    return found + shape.itemsize * max(map(math.prod, _matrices(shape).values()))
+    return found
 
 
 def _deltas(matrix: tuple[int, int], shape: Shape, config: CodecConfig, experts: int) -> int:

@@ -15,8 +15,10 @@ from upcycle_core.training.head import SLICE
 SMALL = 250_000_000
 """Bytes; an interpreter with its libraries holds 400 million."""
 FP32, TRAINED = 4, 16
-KEPT_HIDDEN, KEPT_INNER, KEPT_HEADS = 20, 8, 8
-"""Numbers that a layer keeps a token for its backward pass, at most, in its widths."""
+KEPT = (20, 8, 8)
+"""Numbers that a layer keeps a token for its backward pass, at most, in H, I and heads' widths."""
+PASSING = (8, 3, 4)
+"""The same of a forward pass, which keeps nothing."""
 LOGITS = 3
 """Times that a slice of logits is held."""
 _REHEARSED: dict[Any, int] = {}
@@ -26,7 +28,7 @@ def training_bytes(shape: Shape, config: TrainingConfig, *, device: str = "cpu")
     """As ``rehearsal.training_bytes``, or at most ``SMALL`` and no less than that."""
     tokens = config.batch_size * config.sequence_length
     logits = LOGITS * FP32 * min(tokens * shape.vocabulary, max(SLICE, shape.vocabulary))
-    kept = tokens * shape.layers * FP32 * _width(shape)
+    kept = tokens * shape.layers * FP32 * _width(shape, KEPT)
     scores = config.batch_size * config.sequence_length**2 * _heads(shape) * FP32
     bound = TRAINED * shape.whole + kept + shape.layers * scores + logits
     if bound <= SMALL:
@@ -44,7 +46,7 @@ def forward_bytes(
     size = weights_type(precision, device).itemsize  # type: ignore[arg-type]
     count = tokens[0] * tokens[1]
     scores = tokens[0] * tokens[1] ** 2 * _heads(shape) * FP32
-    bound = size * shape.whole + count * FP32 * _width(shape) + scores
+    bound = size * shape.whole + count * FP32 * _width(shape, PASSING) + scores
     if bound <= SMALL:
         return bound
     key = ("forward", repr(shape), tokens, precision, device)
@@ -53,8 +55,9 @@ def forward_bytes(
     return _REHEARSED[key]
 
 
-def _width(shape: Shape) -> int:
-    return KEPT_HIDDEN * shape.hidden + KEPT_INNER * shape.inner + KEPT_HEADS * shape.heads_width
+def _width(shape: Shape, times: tuple[int, int, int]) -> int:
+    sizes = (shape.hidden, shape.inner, shape.heads_width)
+    return sum(count * size for count, size in zip(times, sizes, strict=True))
 
 
 def _heads(shape: Shape) -> int:
