@@ -57,19 +57,7 @@ def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     smaller = ["a smaller statistics.batch_size"]
     read, length = tokens_of(config.tokens, subjects), config.sequence_length
     if recipe.experts.repair != "none":
-        tokens = config.tokens or max(subjects.text.values()) // BYTES_A_TOKEN
-        head = recipe.experts.repair == "down+head_target"
-        yield Planned(
-            "repaired",
-            pieces=domains,
-            kept=domains * shape.stored,
-            read=2 * domains * shape.stored,
-            flops=2 * domains * work.forward_flops(shape, tokens, length, head=False),
-            precision=config.precision,
-            memory=memory.repair_bytes(shape, config, tokens, head=head, device=device),
-            remedies=["fewer statistics.tokens", "experts.repair = none"],
-            **passes,
-        )
+        yield _repaired_row(recipe, subjects, shape, passes)
     file = memory.statistics_file_bytes(shape, config)
     yield Planned(
         "statistics",
@@ -103,6 +91,26 @@ def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         registered=model,
     )
     yield report_row(recipe, subjects, shape)
+
+
+def _repaired_row(
+    recipe: Recipe, subjects: Subjects, shape: Shape, passes: dict[str, Any]
+) -> Planned:
+    config, device, domains = recipe.statistics, recipe.compute.statistics.device, subjects.domains
+    tokens = config.tokens or max(subjects.text.values()) // BYTES_A_TOKEN
+    head = recipe.experts.repair == "down+head_target"
+    flops = work.forward_flops(shape, tokens, config.sequence_length, head=False)
+    return Planned(
+        "repaired",
+        pieces=domains,
+        kept=domains * shape.stored,
+        read=2 * domains * shape.stored,
+        flops=2 * domains * flops,
+        precision=config.precision,
+        memory=memory.repair_bytes(shape, config, tokens, head=head, device=device),
+        remedies=["fewer statistics.tokens", "experts.repair = none"],
+        **passes,
+    )
 
 
 def report_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:

@@ -56,7 +56,10 @@ def mixture_row(
         read=sum(FP32 * size for size in sizes.values()),
         flops=sum(
             work.training_flops(
-                shapes[n], row.trained_as, top_k=row.top_k if row.experts(domains) else 1
+                shapes[n],
+                row.trained_as,
+                top_k=row.top_k if row.experts(domains) else 1,
+                share=trained[n] / sizes[n],
             )
             for n, row in rows.items()
         ),

@@ -85,6 +85,16 @@ class Plan:
             if not row.resources.gpus
         )
 
+    @property
+    def gpu_memory(self) -> int:
+        """Bytes of one GPU's memory at the peak; 0 where none is asked for."""
+        held = (
+            row.memory * max(1, int(1 / row.resources.gpus))
+            for row in self.rows
+            if row.resources.gpus
+        )
+        return max(held, default=0)
+
     def faults(self, *, is_local: bool = True) -> Iterator[Fault]:
         """All that cannot be, at once.
 
@@ -104,6 +114,8 @@ class Plan:
         """How long what is not made yet takes; None where that is not known of a stage."""
         found = 0.0
         for row in self.rows:
+            if row.is_done:
+                continue
             own = row.seconds(self.machine, self.rates)
             if own is None:
                 return None
@@ -147,9 +159,11 @@ class Plan:
 
     def summary(self) -> str:
         """The sums in words."""
-        there = self.machine
+        there, gpu = self.machine, ""
+        if self.gpu_memory:
+            gpu = f"; of a GPU {gigabytes(self.gpu_memory)}, of {gigabytes(there.gpu_memory)}"
         return (
-            f"memory: {gigabytes(self.memory)} at the peak, of {gigabytes(there.memory)}\n"
+            f"memory: {gigabytes(self.memory)} at the peak, of {gigabytes(there.memory)}{gpu}\n"
             f"disk: {gigabytes(self.disk)} when all is made, workspace, remote and registry; "
             f"{gigabytes(self.disk_to_come)} to come, {gigabytes(there.disk)} free\n"
             f"time: {self._time()}"
@@ -166,9 +180,10 @@ class Plan:
 
     def _time(self) -> str:
         if self.rates is None:
-            return "not known: no rates of this machine; python -m flows.plan RECIPE measures them"
+            return "not known without rates (python -m flows.plan RECIPE measures this machine's)"
         if self.seconds is None:
-            known = [row.seconds(self.machine, self.rates) or 0.0 for row in self.rows]
+            rows = (row for row in self.rows if not row.is_done)
+            known = [row.seconds(self.machine, self.rates) or 0.0 for row in rows]
             return f"more than {duration(sum(known))} (scaled; not known of every stage)"
         return f"{duration(self.seconds)} (scaled from rates; starts of processes left out)"
 

@@ -29,12 +29,21 @@ def forward_flops(
     return tokens * (layers + attention + logits)
 
 
-def training_flops(shape: Shape, config: TrainingConfig, *, top_k: int = 1) -> int:
-    """Of a whole training: forward, its gradients, and those of what is trained."""
+def training_flops(
+    shape: Shape, config: TrainingConfig, *, top_k: int = 1, share: float = 1.0
+) -> int:
+    """Of a whole training: forward, its gradients, and those of what is trained.
+
+    Args:
+        shape: The dense model, or any expert of a MoE.
+        config: Steps, batches; of an expert what is trained.
+        top_k: k of a MoE.
+        share: Of the parameters of a MoE that are trained.
+    """
     forward = forward_flops(shape, config.tokens, config.sequence_length, top_k=top_k)
     method = config.method if isinstance(config, ExpertTrainingConfig) else "full"
-    share = {"full": 1.0, "layers": 1.0, "ffn": shape.ffns / shape.whole, "lora": 0.0}[method]
-    return int(forward * (2 + share + config.gradient_checkpointing))
+    trained = {"full": share, "layers": 1.0, "ffn": shape.ffns / shape.whole, "lora": 0.0}[method]
+    return int(forward * (2 + trained + config.gradient_checkpointing))
 
 
 def statistics_flops(shape: Shape, tokens: int, length: int) -> int:
