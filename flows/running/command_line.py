@@ -113,12 +113,14 @@ def run_flow(
         raise_faults(compute_faults(recipe.compute, [machine(recipe.compute.cpus)], gpus=False))
     if look is None:
         check(recipe, settings.home / "models")
+        say_plan(recipe, settings, print)
     with turn(workspace, "the start of a flow", recipe):
         said = None if look is None else look(recipe, workspace)
     if said is not None:
         print(said)
         return None
-    say_plan(recipe, settings, print)
+    if look is not None:
+        say_plan(recipe, settings, print)
     reach_server(settings)
     result = run(recipe)
     if shown is not None:
