@@ -1,11 +1,12 @@
 """Stages that train or score models of many kinds, whichever method has made them."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from infra.recipe.schema import Recipe
 from tasks.planning.parts import CHECKPOINTS, FP32, HELD_OUT, MOMENTS, Subjects, tokens_of
-from tasks.planning.row import Planned
+from tasks.planning.row import Planned, gigabytes
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.ders.config import CodecConfig
 from upcycle_core.planning import memory, work
@@ -69,17 +70,26 @@ def mixture_row(
         ),
         kind=kind,
         resources=resources,
-        remedies=_smaller(kind, rows),
+        remedies=_smaller(kind, rows, shapes, domains, resources.device),
     )
 
 
-def _smaller(kind: str, rows: Mapping[str, Baseline]) -> list[str]:
-    """What makes a step smaller: fewer trained, or shorter batches."""
-    name, row = next(iter(rows.items()))
+def _smaller(
+    kind: str,
+    rows: Mapping[str, Baseline],
+    shapes: Mapping[str, Shape],
+    domains: int,
+    device: str,
+) -> list[str]:
+    """What makes the largest step smaller: fewer trained, or activations computed again."""
+    name = max(rows, key=lambda name: _memory(rows[name], shapes[name], domains, device))
+    row = rows[name]
     where = "post_training" if kind == "post_training" else f"baselines.{name}"
     found = []
     if row.method not in ("full-finetune", "simoe") and "all" in row.objective.trainable:
-        found.append(f"{where}.objective.trainable = [router]")
+        least = replace(row, objective=replace(row.objective, trainable=("router",)))
+        size = gigabytes(_memory(least, shapes[name], domains, device))
+        found.append(f"{where}.objective.trainable = [router] (then {size})")
     if not row.training.gradient_checkpointing:
         found.append(f"{where}.training.gradient_checkpointing = true")
     return found

@@ -63,7 +63,7 @@ def test_what_trains_all_of_a_mixture_has_moments_of_all_experts(planned):
     assert 16 * mixture < rows(whole)["model"].memory < 18 * mixture
     [fault] = whole.faults()
     assert fault.field == "compute.post_training"
-    assert "post_training.objective.trainable = [router]" in fault.remedy
+    assert "post_training.objective.trainable = [router] (then 22" in fault.remedy
 
 
 def test_neurons_of_all_layers_do_not_fit_and_outputs_do(planned):
