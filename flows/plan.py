@@ -1,10 +1,16 @@
 """What a recipe will need: memory, disk and pieces of every stage, before anything is made.
 
-``python -m flows.plan RECIPE [--set dotted.key=value ...] [--machine PART=AMOUNT ...]``
+``python -m flows.plan RECIPE [--set dotted.key=value ...] [--machine PART=AMOUNT ...]
+[--rates RATE=AMOUNT ...] [--measure]``
 
 From the models' headers, or their config.json alone: no weight is read. ``--machine memory=24GB
 cpus=2 gpus=1 gpu_memory=80GB disk=500GB`` plans for another machine than this one. What cannot be
 is refused (exit code 2), each with the setting that would make it possible.
+
+Times are scaled from what a second brings on this machine, which is measured in a few seconds, kept
+in the home folder and measured again when the machine or torch has changed, or by ``--measure``. Of
+another machine they are known where ``--rates fp32=900G bf16=2T read=2GB write=1GB`` says so
+(``gpu_bf16=300T`` of one GPU).
 """
 
 import sys
@@ -15,7 +21,9 @@ from infra import settings as environment
 from infra.cluster.memory import held_bytes
 from tasks.planning.machine import Machine
 from tasks.planning.plan import plan
+from tasks.planning.speed import given_rates, measured_rates
 from upcycle_core.errors import raise_faults
+from upcycle_core.planning.rates import Rates
 
 
 @command
@@ -23,10 +31,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the plan of a recipe file."""
     chosen = parser_of("plan").parse_args(arguments)
     recipe = load(chosen)
-    home = environment.configure().home
+    base, home = held_bytes(), environment.configure().home
     machine = Machine.here(home, recipe.compute.cpus).changed(chosen.machine)
-    made = plan(recipe, home, machine, base=held_bytes())
+    is_here = {change.partition("=")[0] for change in chosen.machine} <= {"disk", "memory"}
+    if chosen.rates:
+        rates: Rates | None = given_rates(chosen.rates, machine.cpus)
+    else:
+        rates = measured_rates(home, again=chosen.measure) if is_here else None
+    made = plan(recipe, home, machine, base=base, rates=rates)
     print(made.table())
+    print(made.places())
     print(made.summary())
     raise_faults(made.faults())
 

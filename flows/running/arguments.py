@@ -96,6 +96,10 @@ def _plan(parser: Parser) -> None:
     parser.add_argument(
         "--machine", nargs="+", default=[], metavar="PART=AMOUNT", help="memory=24GB cpus=2 ..."
     )
+    parser.add_argument(
+        "--rates", nargs="+", default=[], metavar="RATE=AMOUNT", help="fp32=900G read=2GB ..."
+    )
+    parser.add_argument("--measure", action="store_true", help="this machine's rates anew")
 
 
 def _grow(parser: Parser) -> None:

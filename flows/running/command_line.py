@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from prefect.settings import PREFECT_API_URL
 
+from flows.running.planned import say_plan
 from flows.running.turn import turn
 from infra import settings as environment
 from infra.cluster.capacity import compute_faults, machine
@@ -102,9 +103,9 @@ def run_flow(
         What the flow returned.
 
     Raises:
-        InputError: Bad input, a flow is at work in the workspace for longer than the recipe waits,
-            or the Prefect server that is named does not answer: said before Prefect records a run
-            that cannot begin.
+        InputError: Bad input, what this machine cannot hold, a flow is at work in the workspace for
+            longer than the recipe waits, or the Prefect server that is named does not answer: said
+            before Prefect records a run that cannot begin.
     """
     settings = environment.configure()
     workspace = Workspace(settings.home / recipe.name)
@@ -112,11 +113,14 @@ def run_flow(
         raise_faults(compute_faults(recipe.compute, [machine(recipe.compute.cpus)], gpus=False))
     if look is None:
         check(recipe, settings.home / "models")
+        say_plan(recipe, settings, print)
     with turn(workspace, "the start of a flow", recipe):
         said = None if look is None else look(recipe, workspace)
     if said is not None:
         print(said)
         return None
+    if look is not None:
+        say_plan(recipe, settings, print)
     reach_server(settings)
     result = run(recipe)
     if shown is not None:

@@ -16,12 +16,13 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import StateType
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.states import Crashed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import quote
 
 from flows.running.naming import completed, link_runs, name_run, title_of_day
+from flows.running.planned import say_plan
 from flows.running.progress import ProgressArtifacts
 from flows.running.turn import is_waiting, log, turn
 from infra import settings as environment
@@ -236,6 +237,8 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
     with nullcontext() if is_held else turn(workspace, f"the flow {flow_name}", recipe):
         _close_interrupted(workspace)
         recipe = with_lineage(recipe, workspace)
+        if deployment.id is not None:  # a command has said it before there was a run
+            say_plan(recipe, settings, log)
         versions = Versions(workspace.root)
         prepare(versions, recipe)
         title = title_of_day(recipe.name)

@@ -4,14 +4,13 @@ It always runs, and is where bad input is found: every fault of every domain, in
 """
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from infra.recipe.checks import responses_asked
 from infra.recipe.schema import Recipe
-from tasks.data.fits import memory_faults, repair_faults, weight_faults
+from tasks.data.fits import repair_faults, weight_faults
 from tasks.data.given import given_model
 from tasks.data.licences import FILE as LICENCES
 from tasks.data.licences import licence_faults, stated_licences
@@ -33,8 +32,6 @@ from upcycle_core.corpora.sources import (
 )
 from upcycle_core.errors import Fault, InputError, raise_faults
 
-# What training costs on disk: weights and two moments, in two checkpoints, and the result.
-TRAINING_COPIES = 8
 CHATS_TRIED = 64
 """Of each text, written before anything is computed; all are when they are tokenised."""
 KEYS = (
@@ -187,9 +184,9 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
         faults.append(Fault("seed_model.model", None, f"{remedy}experts came from"))
     faults += compare_experts(readers, tokens, ready=ready)
     if not faults:
-        faults += [*memory_faults(recipe, readers), *repair_faults(recipe, readers)]
+        faults += repair_faults(recipe, readers)
         faults += weight_faults(recipe, readers)
-    return [*faults, *disk_faults(recipe, readers, cache.parent)]
+    return faults
 
 
 def opened_models(
@@ -214,28 +211,6 @@ def _at(field: str, fault: Fault) -> Fault:
     """``fault`` with the recipe's field, where what found it did not know it."""
     named = fault.field if fault.field.startswith(field) else f"{field}: {fault.field}"
     return Fault(named, fault.value, fault.remedy)
-
-
-def disk_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader], home: Path) -> list[Fault]:
-    """The result holds every expert once, beside a copy of each."""
-    if not readers:
-        return []
-    size = max(
-        sum(file.stat().st_size for file in reader.directory.glob("*.safetensors"))
-        for reader in readers.values()
-    )
-    copies = sum(
-        1 + 1 + (TRAINING_COPIES if domain.expert is None else 0)
-        for domain in recipe.domains.values()
-    )
-    home.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(home).free
-    if free >= copies * size:
-        return []
-    remedy = (
-        f"{free / 1e9:.1f} GB free, about {copies * size / 1e9:.1f} GB needed; free some space "
-    )
-    return [Fault("workspace", str(home), f"{remedy}or set UPCYCLE_HOME to a larger disk")]
 
 
 def write_fingerprints(path: Path, values: object) -> None:

@@ -60,14 +60,19 @@ class Machine:
         machine, faults = self, []
         for change in changes:
             name, _, value = change.partition("=")
-            found = SIZE.fullmatch(value.strip())
-            if name not in self.__dataclass_fields__ or found is None:
+            amount = amount_of(value)
+            if name not in self.__dataclass_fields__ or amount is None:
                 parts = ", ".join(self.__dataclass_fields__)
                 remedy = f"say PART=AMOUNT, as memory=24GB or cpus=2; parts are {parts}"
                 faults.append(Fault("--machine", change, remedy))
                 continue
-            amount = float(found[1]) * UNITS[found[2].upper()]
             machine = replace(machine, **{name: int(amount)})
         if faults:
             raise InputError(*faults)
         return machine
+
+
+def amount_of(text: str) -> float | None:
+    """``24GB``, ``1.5 T`` or ``2`` as a number; None if it is none."""
+    found = SIZE.fullmatch(text.strip())
+    return None if found is None else float(found[1]) * UNITS[found[2].upper()]

@@ -1,20 +1,41 @@
 """A plan: a row a stage, what all of it needs, and what cannot be."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from infra.recipe.schema import Recipe
+from tasks.engine.method import Addition
 from tasks.engine.stage import Stage
 from tasks.engine.workspace import Workspace
-from tasks.methods import METHODS
+from tasks.methods import COMPARISON, COMPRESSION, stages_of
+from tasks.planning.ders import comparison_rows, compression_rows
 from tasks.planning.dume import dume_rows
 from tasks.planning.machine import Machine
-from tasks.planning.row import Planned, gigabytes
+from tasks.planning.parts import Subjects
+from tasks.planning.row import Planned, duration, gigabytes
+from tasks.planning.simoe import simoe_rows
 from tasks.planning.subjects import subjects_of
+from tasks.planning.symphony import symphony_rows
 from upcycle_core.errors import Fault, InputError
+from upcycle_core.planning.rates import Rates
 
-HEAD = ("stage", "pieces", "at once", "memory each", "kept", "while it runs", "made")
+Rows = Callable[[Recipe, Subjects], Iterable[Planned]]
+ROWS: Mapping[str, Rows] = MappingProxyType(
+    {"dume": dume_rows, "symphony": symphony_rows, "simoe": simoe_rows}
+)
+"""What each method's stages need."""
+ADDED: tuple[tuple[Addition, Rows], ...] = (
+    (COMPARISON, comparison_rows),
+    (COMPRESSION, compression_rows),
+)
+"""What runs on a finished model."""
+HEAD = (
+    *("stage", "pieces", "at once", "memory each", "read", "written"),
+    *("kept", "while it runs", "time (scaled)", "made"),
+)
+PLACES = ("where", "when all is made")
 
 
 @dataclass(frozen=True)
@@ -27,12 +48,14 @@ class Plan:
         base: Bytes of memory of a process that computes nothing yet.
         copies: Times that what is published is kept: in the workspace, and in DVC's remote where
             that is a directory.
+        rates: What a second brings there, where that is known.
     """
 
     rows: Sequence[Planned]
     machine: Machine
     base: int
     copies: int
+    rates: Rates | None = None
 
     @property
     def disk(self) -> int:
@@ -62,9 +85,23 @@ class Plan:
             if not row.resources.gpus
         )
 
-    def faults(self) -> Iterator[Fault]:
-        """All that cannot be, at once."""
-        for row in self.rows:
+    @property
+    def gpu_memory(self) -> int:
+        """Bytes of one GPU's memory at the peak; 0 where none is asked for."""
+        held = (
+            row.memory * max(1, int(1 / row.resources.gpus))
+            for row in self.rows
+            if row.resources.gpus
+        )
+        return max(held, default=0)
+
+    def faults(self, *, is_local: bool = True) -> Iterator[Fault]:
+        """All that cannot be, at once.
+
+        Args:
+            is_local: Whether pieces run on this machine: a cluster's are not known.
+        """
+        for row in self.rows if is_local else ():
             yield from row.memory_faults(self.machine, self.base)
         if self.disk_to_come > self.machine.disk:
             said = f"{gigabytes(self.disk_to_come)} to come, {gigabytes(self.machine.disk)} free"
@@ -72,35 +109,88 @@ class Plan:
             remedy += "elsewhere (versions.remote)"
             yield Fault("disk", said, remedy)
 
+    @property
+    def seconds(self) -> float | None:
+        """How long what is not made yet takes; None where that is not known of a stage."""
+        found = 0.0
+        for row in self.rows:
+            if row.is_done:
+                continue
+            own = row.seconds(self.machine, self.rates)
+            if own is None:
+                return None
+            found += own * (1 - row.made / row.items)
+        return found
+
     def table(self) -> str:
         """The rows as Markdown."""
-        lines = [f"| {' | '.join(HEAD)} |", "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
+        lines = [f"| {' | '.join(HEAD)} |", f"| --- {'| ---: ' * (len(HEAD) - 1)}|"]
         for row in self.rows:
             where = " (GPU)" if row.resources.gpus else ""
             base = 0 if row.resources.gpus else self.base
+            took = row.seconds(self.machine, self.rates)
             cells = (
                 row.stage,
                 str(row.pieces),
                 str(row.at_once(self.machine)),
                 gigabytes(base + row.memory) + where,
-                gigabytes(row.kept),
+                gigabytes(row.read) if row.read else "",
+                gigabytes(row.writes) if row.writes else "",
+                gigabytes(row.kept) if row.kept else "",
                 gigabytes(row.passing) if row.passing else "",
-                f"{row.made} of {row.items}",
+                "-" if took is None else duration(took),
+                "done" if row.is_done else f"{row.made} of {row.items}",
             )
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
 
+    def places(self) -> str:
+        """Where bytes are kept, as Markdown."""
+        kept = sum(row.kept for row in self.rows)
+        remote = (self.copies - 1) * kept
+        places = {
+            "workspace": gigabytes(kept),
+            "DVC's cache": "hard links of the same",
+            "DVC's remote": gigabytes(remote) if remote else "not on this disk",
+            "registry, a version": gigabytes(sum(row.registered for row in self.rows)),
+        }
+        lines = [f"| {' | '.join(PLACES)} |", "| --- | ---: |"]
+        return "\n".join([*lines, *(f"| {name} | {size} |" for name, size in places.items())])
+
     def summary(self) -> str:
         """The sums in words."""
-        there = self.machine
+        there, gpu = self.machine, ""
+        if self.gpu_memory:
+            gpu = f"; of a GPU {gigabytes(self.gpu_memory)}, of {gigabytes(there.gpu_memory)}"
         return (
-            f"memory: {gigabytes(self.memory)} at the peak, of {gigabytes(there.memory)}\n"
+            f"memory: {gigabytes(self.memory)} at the peak, of {gigabytes(there.memory)}{gpu}\n"
             f"disk: {gigabytes(self.disk)} when all is made, workspace, remote and registry; "
-            f"{gigabytes(self.disk_to_come)} to come, {gigabytes(there.disk)} free"
+            f"{gigabytes(self.disk_to_come)} to come, {gigabytes(there.disk)} free\n"
+            f"time: {self._time()}"
         )
 
+    def line(self) -> str:
+        """The sums in one line, for the beginning of a flow."""
+        made = sum(row.is_done for row in self.rows)
+        return (
+            f"plan: {gigabytes(self.memory)} of memory at the peak, "
+            f"{gigabytes(self.disk_to_come)} of disk to come, {made} of {len(self.rows)} stages "
+            f"made before, time {self._time()}"
+        )
 
-def plan(recipe: Recipe, home: Path, machine: Machine, *, base: int) -> Plan:
+    def _time(self) -> str:
+        if self.rates is None:
+            return "not known without rates (python -m flows.plan RECIPE measures this machine's)"
+        if self.seconds is None:
+            rows = (row for row in self.rows if not row.is_done)
+            known = [row.seconds(self.machine, self.rates) or 0.0 for row in rows]
+            return f"more than {duration(sum(known))} (scaled; not known of every stage)"
+        return f"{duration(self.seconds)} (scaled from rates; starts of processes left out)"
+
+
+def plan(
+    recipe: Recipe, home: Path, machine: Machine, *, base: int, rates: Rates | None = None
+) -> Plan:
     """What a recipe needs, before anything of it is made.
 
     Args:
@@ -108,20 +198,28 @@ def plan(recipe: Recipe, home: Path, machine: Machine, *, base: int) -> Plan:
         home: Where workspaces are.
         machine: Where it is to run.
         base: Bytes of a process that computes nothing yet.
+        rates: What a second brings there, where that is known.
 
     Raises:
         InputError: No plan can be made for this method; a model's config.json cannot be read.
     """
-    if METHODS[recipe.method].name != "dume":
-        remedy = "only DUME's recipes can be planned so far"
+    if recipe.method not in ROWS:
+        remedy = f"only recipes of {', '.join(ROWS)} can be planned so far"
         raise InputError(Fault("method", recipe.method, remedy))
+    subjects = subjects_of(recipe, home / "models")
+    found = {row.stage: row for row in ROWS[recipe.method](recipe, subjects)}
+    for addition, rows in ADDED:
+        if addition.asked(recipe):
+            found |= {row.stage: row for row in rows(recipe, subjects)}
     workspace = Workspace(home / recipe.name)
-    stages = {stage.name: stage for stage in METHODS[recipe.method].stages()}
-    rows = [
-        replace(row, made=_made(stages[row.stage], recipe, workspace, row.items))
-        for row in dume_rows(recipe, subjects_of(recipe, home / "models"))
-    ]
-    return Plan(rows, machine, base, 1 + _is_beside(recipe))
+    ordered = []
+    for stage in stages_of(recipe):
+        items = len(stage.items(recipe))
+        row = found.get(stage.name, Planned(stage.name, items, items))
+        if items:
+            made = _made(stage, recipe, workspace)
+            ordered.append(replace(row, items=items, made=made))
+    return Plan(ordered, machine, base, 1 + _is_beside(recipe), rates)
 
 
 def _is_beside(recipe: Recipe) -> bool:
@@ -130,7 +228,6 @@ def _is_beside(recipe: Recipe) -> bool:
     return remote is not None and "://" not in remote
 
 
-def _made(stage: Stage, recipe: Recipe, workspace: Workspace, items: int) -> int:
+def _made(stage: Stage, recipe: Recipe, workspace: Workspace) -> int:
     """How many of a stage's artifacts are there, whatever made them."""
-    there = sum(workspace.record(stage.artifact(item)) is not None for item in stage.items(recipe))
-    return min(there, items)
+    return sum(workspace.record(stage.artifact(item)) is not None for item in stage.items(recipe))

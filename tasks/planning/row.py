@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from infra.recipe.resources import Resources
 from tasks.planning.machine import Machine
 from upcycle_core.errors import Fault
+from upcycle_core.planning.rates import Arithmetic, Rates
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,10 @@ class Planned:
         kept: Bytes that it publishes, all items together.
         passing: Bytes that it holds beside that while it runs.
         registered: Bytes of it that the registry copies.
+        read: Bytes that its pieces read, those that several read as often.
+        written: Bytes that they write; what is kept and what passes by default.
+        flops: Floating-point operations of all pieces; None where that is not known.
+        precision: What they are computed in.
         memory: Bytes of one piece at its peak, the interpreter left out; 0: next to nothing.
         resources: What a piece reserves.
         kind: Of its resources, as in ``compute.KIND``.
@@ -32,11 +37,45 @@ class Planned:
     kept: int = 0
     passing: int = 0
     registered: int = 0
+    read: int = 0
+    written: int | None = None
+    flops: int | None = 0
+    precision: Arithmetic = "fp32"
     memory: int = 0
     resources: Resources = field(default_factory=Resources)
     kind: str = "assembly"
     remedies: Sequence[str] = ()
     made: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of it is there."""
+        return self.made >= self.items
+
+    @property
+    def writes(self) -> int:
+        """Bytes that its pieces write."""
+        return self.kept + self.passing if self.written is None else self.written
+
+    def seconds(self, machine: Machine, rates: Rates | None) -> float | None:
+        """How long it takes, starts of processes left out; None where that is not known.
+
+        Args:
+            machine: Where it runs.
+            rates: What a second brings there.
+        """
+        if rates is None or self.flops is None:
+            return None
+        if self.resources.gpus:
+            together = min(self.pieces, max(1.0, machine.gpus / self.resources.gpus))
+            one = rates.gpu_fp32 if self.precision == "fp32" else rates.gpu_bf16
+            speed = one * min(together * self.resources.gpus, max(1, machine.gpus))
+        else:
+            busy = self.at_once(machine) * self.resources.cpus
+            speed = rates.products(self.precision, busy, machine.cpus)
+        if not speed or not rates.read or not rates.write:
+            return None
+        return self.flops / speed + self.read / rates.read + self.writes / rates.write
 
     def at_once(self, machine: Machine) -> int:
         """Pieces that run side by side there."""
@@ -52,7 +91,7 @@ class Planned:
             machine: Where it runs.
             base: Bytes of an interpreter with its libraries.
         """
-        if self.made >= self.items or not self.memory:
+        if self.is_done or not self.memory:
             return
         if self.resources.gpus:
             needed, there, where = self.memory, machine.gpu_memory, "of GPU memory"
@@ -78,4 +117,15 @@ class Planned:
 
 def gigabytes(size: int) -> str:
     """A size for people."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
+    if size >= 1e9:
+        return f"{size / 1e9:,.1f} GB"
+    return f"{size / 1e6:,.0f} MB" if size >= 1e6 else f"{size / 1e3:,.0f} kB"
+
+
+def duration(seconds: float) -> str:
+    """A time for people."""
+    if seconds < 90:
+        return f"{seconds:.0f} s" if seconds >= 1 else "< 1 s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

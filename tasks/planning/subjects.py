@@ -1,6 +1,5 @@
 """What a recipe is about, from the headers of its models and the sizes of its files."""
 
-import glob
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,16 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from infra.recipe.schema import Recipe
 from tasks.data.given import given_model
-from tasks.planning.dume import Subjects
+from tasks.methods import METHODS
+from tasks.planning.parts import Subjects
 from upcycle_core.corpora.config import Source
+from upcycle_core.corpora.sources import source_files
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.planning.shape import Shape
 
 CONFIG = "config.json"
+BYTES = 256
+"""Tokens that every tokenizer has which is trained here."""
 FP32 = 4
 
 
@@ -28,8 +31,13 @@ def subjects_of(recipe: Recipe, cache: Path) -> Subjects:
     Raises:
         InputError: No model's config.json can be read.
     """
-    text = {name: _bytes(domain.train) for name, domain in recipe.domains.items()}
-    return Subjects(_shape(recipe, cache), text)
+    text = {
+        name: _bytes(domain.train, recipe.text_folder) for name, domain in recipe.domains.items()
+    }
+    if METHODS[recipe.method].has_seed:
+        return Subjects(_shape(recipe, cache), text)
+    shape = _shape_of_strangers(recipe, cache)
+    return Subjects(shape, text, _union(recipe, shape))
 
 
 def _shape(recipe: Recipe, cache: Path) -> Shape:
@@ -37,6 +45,33 @@ def _shape(recipe: Recipe, cache: Path) -> Shape:
     reference = recipe.seed_model.model or next(iter(experts), None)
     if reference is None or (recipe.trains_seed and not experts):
         return _made_here(recipe)
+    return _given(recipe, reference, cache)
+
+
+def _shape_of_strangers(recipe: Recipe, cache: Path) -> Shape:
+    """Of any of them: they agree in all but their vocabularies, of which the largest counts."""
+    given = [
+        d.expert or (None if d.origin is None else d.origin.model) for d in recipe.domains.values()
+    ]
+    shapes = [_given(recipe, reference, cache) for reference in dict.fromkeys(filter(None, given))]
+    if not all(given):
+        own = [d.origin and d.origin.vocabulary_size for d in recipe.domains.values()]
+        largest = max(size or recipe.tokenizer.vocabulary_size for size in own)
+        shapes.append(_made_here(recipe).with_vocabulary(largest))
+    return max(shapes, key=lambda shape: shape.vocabulary)
+
+
+def _union(recipe: Recipe, shape: Shape) -> int:
+    """Tokens of all models together, at most: those that are trained here share their bytes."""
+    own = {
+        origin.vocabulary_size
+        for domain in recipe.domains.values()
+        if (origin := domain.origin) is not None and origin.vocabulary_size is not None
+    }
+    return shape.vocabulary + sum(max(0, size - BYTES) for size in own)
+
+
+def _given(recipe: Recipe, reference: str, cache: Path) -> Shape:
     folder = Path(reference).expanduser()
     if (folder / CONFIG).is_file():
         return Shape.of(folder)
@@ -71,12 +106,14 @@ def _made_here(recipe: Recipe) -> Shape:
     return Shape.of_config(config, FP32)
 
 
-def _bytes(source: Source | None) -> int:
+def _bytes(source: Source | None, folder: Path | None) -> int:
     """What is read of a text; 0 where that is not known before it is read."""
     if source is None:
         return 0
     if not source.files:
         return source.max_bytes or 0
-    paths = {path for pattern in source.files for path in glob.glob(str(pattern), recursive=True)}
-    there = sum(Path(path).stat().st_size for path in paths)
+    try:
+        there = sum(path.stat().st_size for path in source_files(source, folder).values())
+    except (InputError, OSError):  # said by who reads it
+        return source.max_bytes or 0
     return min(there, source.max_bytes) if source.max_bytes else there

@@ -7,7 +7,6 @@ from infra.recipe.schema import Recipe
 from tasks.data.sources import (
     KEYS,
     chat_faults,
-    disk_faults,
     opened_models,
     text_faults,
     write_fingerprints,
@@ -64,7 +63,7 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     elif not faults:
         models = dict(zip(recipe.domains, (r.directory for r in readers.values()), strict=True))
         faults += segmentation_faults(models, section(recipe).segmentation)
-    return [*faults, *disk_faults(recipe, readers, cache.parent)]
+    return faults
 
 
 def _shape_faults(shape: LlamaShape, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:

@@ -7,6 +7,8 @@ from prefect_server import free_port
 from project import Project
 from texts import pico_recipe, save_recipe, write_texts
 
+from tasks.planning.machine import Machine
+
 DOMAINS = ("letters", "numbers")
 
 
@@ -34,6 +36,20 @@ def test_all_faults_of_a_recipe_come_at_once(tmp_path, texts):
     assert "sed = 1: no such key; did you mean seed?" in message
     assert "moe.top_k = 3: more than the 2 experts" in message
     assert "name = '../out': names a folder in the workspace" in message
+
+
+def test_what_this_machine_cannot_hold_is_refused_before_anything_is_made(
+    tmp_path, texts, monkeypatch, capsys
+):
+    small = Machine(memory=10**6, cpus=2, disk=1000)
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, home, cpus: small))
+    message = refused(tmp_path, pico_recipe(texts, domains=DOMAINS))
+    assert "plan: " in capsys.readouterr().out
+    for stage in ("seed", "experts", "statistics", "report"):
+        assert f"'{stage}: " in message
+    assert "compute.experts = 'experts: 2 x" in message
+    assert "experts.training.method = lora" in message
+    assert "disk = '" in message
 
 
 def test_faults_of_texts_and_models_come_at_once(tmp_path, texts):

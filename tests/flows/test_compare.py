@@ -7,12 +7,16 @@ import sys
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from planned import kept
 from project import Project
 from texts import TRAINING, pico_recipe, save_recipe, write_texts
 
 from flows import ders
 from infra.settings import read
 from infra.tracking.registry import Registry
+from tasks.recipes import load_recipe
+from upcycle_core.planning.compression import compressed_bytes
+from upcycle_core.planning.shape import Shape
 
 DOMAINS = ("letters", "numbers")
 EXPERT_TOKENS = 2 * 15 * 4 * 32
@@ -85,6 +89,15 @@ def test_every_row_is_there_with_scores_parameters_tokens_and_cost(rows):
         assert 0 < row["active_parameters"] <= row["total_parameters"]
         assert row["core_seconds"] > 0 or row is rows["seed"]
         assert row["peak_memory_bytes"] > 10**7 or row is rows["seed"]
+
+
+def test_what_is_kept_is_what_was_planned(project):
+    assert "plan: " in project.done.stdout
+    found = kept(project.recipe, project.home, project.rows)
+    weights = {"seed", "experts", "backbone", "statistics", "model", "baselines"}
+    assert set(found) == weights
+    for stage, (planned, there) in found.items():
+        assert planned == pytest.approx(there, rel=0.2), stage
 
 
 def test_every_trained_row_saw_the_same_number_of_tokens(rows):
@@ -216,6 +229,15 @@ def test_every_way_to_store_deltas_is_measured(compressed):
     assert points["coarse"]["bytes"] < original["bytes"] < points["whole"]["bytes"]
     for picture in ("sweep", "cosine_dume", "cosine_btx"):
         assert (report / f"{picture}.png").stat().st_size > 1000
+
+
+def test_every_way_takes_the_bytes_that_were_planned(compressed):
+    recipe = load_recipe(compressed.recipe, added=[compressed.rows, compressed.ways])
+    shape = Shape.of(compressed.workspace / "seed")
+    report = json.loads((compressed.workspace / "compression/report/metrics.json").read_text())
+    for name, point in report["sweeps"]["DUME"]["points"].items():
+        planned = compressed_bytes(shape, recipe.compression.codecs[name], len(DOMAINS))
+        assert planned == pytest.approx(point["bytes"], rel=0.2), name
 
 
 def test_the_page_of_the_compression_has_its_pictures_and_its_command(compressed):

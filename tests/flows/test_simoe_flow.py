@@ -8,6 +8,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 from mlflow import MlflowClient
+from planned import kept
 from project import ROOT, Project
 from texts import TRAINING, WORDS, pico_recipe, save_recipe, write_choices, write_texts
 
@@ -111,6 +112,14 @@ def project(tmp_path_factory):
 @pytest.fixture(scope="module")
 def metrics(project):
     return json.loads((project.workspace / "report" / "metrics.json").read_text())
+
+
+def test_what_is_kept_is_what_was_planned(project):
+    assert "plan: " in project.done.stdout
+    found = kept(project.recipe, project.home, project.rows)
+    assert set(found) == {"seed", "baselines", "model"}
+    for stage, (planned, there) in found.items():
+        assert planned == pytest.approx(there, rel=0.2), stage
 
 
 def test_the_table_has_every_row(project, metrics):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import yaml
+from planned import kept
 from project import Project
 from texts import TRAINING, pico_recipe, save_recipe, write_texts
 
@@ -155,6 +156,14 @@ def test_model_loads_with_stock_transformers(project):
     model = str(project.workspace / "model")
     done = project.run(sys.executable, "-c", STOCK, model, cwd=project.home)
     assert "MixtralForCausalLM 2" in done.stdout
+
+
+def test_what_is_kept_is_what_was_planned(project):
+    assert "plan: " in project.done.stdout
+    found = kept(project.recipe, project.home, project.rows)
+    assert {"experts", "united", "pairs", "starts", "baselines", "model"} <= set(found)
+    for stage, (planned, there) in found.items():
+        assert planned == pytest.approx(there, rel=0.2), stage
 
 
 def test_it_is_registered_with_its_recipe(project):

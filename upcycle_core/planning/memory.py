@@ -11,7 +11,8 @@ from upcycle_core.activations.regression import HALVES
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.perplexity import TOKENS_AT_ONCE
-from upcycle_core.planning.rehearsal import forward_bytes
+from upcycle_core.planning.estimate import forward_bytes
+from upcycle_core.planning.rates import Arithmetic
 from upcycle_core.planning.shape import Shape
 from upcycle_core.precision import weights_type
 
@@ -78,19 +79,33 @@ def evaluation_bytes(
     """
     batch = (config.batch_size, config.sequence_length)
     size = weights_type(config.precision, device).itemsize
-    forward = forward_bytes(shape, batch, precision=config.precision, device=device)
-    activations = forward - size * (shape.whole - _head(shape))
+    activations = activations_bytes(shape, batch, config.precision, device)
     logits = (size + 2 * FP32) * min(batch[0] * batch[1], TOKENS_AT_ONCE) * shape.vocabulary
-    weights = size * shape.whole - _mapped(shape, config.precision, device)
-    if experts > 1:
-        weights = max(0, weights - size * shape.ffns)
-        weights += size * experts * shape.ffns * (STACKED if device == "cpu" else 1)
+    weights = weights_held(shape, config.precision, device, experts=experts)
     return weights + max(activations, logits)
 
 
-def _mapped(shape: Shape, precision: str, device: str) -> int:
+def activations_bytes(
+    shape: Shape, batch: tuple[int, int], precision: Arithmetic, device: str
+) -> int:
+    """Of a pass without the head, beside its weights."""
+    forward = forward_bytes(shape, batch, precision=precision, device=device)
+    return forward - weights_type(precision, device).itemsize * (shape.whole - _head(shape))
+
+
+def weights_held(shape: Shape, precision: Arithmetic, device: str, *, experts: int = 1) -> int:
+    """Anonymous memory of a model's weights, or of the MoE of so many."""
+    size = weights_type(precision, device).itemsize
+    weights = size * shape.whole - _mapped(shape, precision, device)
+    if experts > 1:
+        weights = max(0, weights - size * shape.ffns)
+        weights += size * experts * shape.ffns * (STACKED if device == "cpu" else 1)
+    return weights
+
+
+def _mapped(shape: Shape, precision: Arithmetic, device: str) -> int:
     """Bytes of weights that are mapped from their files."""
-    size = weights_type(precision, device).itemsize  # type: ignore[arg-type]
+    size = weights_type(precision, device).itemsize
     return size * shape.whole if device == "cpu" and size == shape.itemsize else 0
 
 

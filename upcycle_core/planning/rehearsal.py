@@ -46,7 +46,7 @@ def training_bytes(shape: Shape, config: TrainingConfig, *, device: str = "cpu")
 
     def rehearse(layers: int) -> int:
         start = frozen if method == "lora" else torch.float32
-        with FakeTensorMode(), _Held() as held:
+        with FakeTensorMode(), Held() as held:
             network = _network(shape, layers, start)
             if expert is not None and method == "lora":
                 _adapt(network, expert.lora or LoraSettings())
@@ -55,10 +55,10 @@ def training_bytes(shape: Shape, config: TrainingConfig, *, device: str = "cpu")
             if config.gradient_checkpointing:
                 network.activation_checkpointing_enable({"use_reentrant": False})
             network.train()
-            _step(network, config, held, bf16=precision == "bf16")
+            step(network, config, held, bf16=precision == "bf16")
             return held.peak
 
-    return _extrapolated(rehearse, shape.layers)
+    return extrapolated(rehearse, shape.layers)
 
 
 def forward_bytes(
@@ -75,32 +75,49 @@ def forward_bytes(
     dtype = weights_type(precision, device)  # type: ignore[arg-type]
 
     def rehearse(layers: int) -> int:
-        with FakeTensorMode(), _Held() as held, torch.no_grad():
-            body = AutoModel.from_config(_config(shape, layers), dtype=dtype)
+        with FakeTensorMode(), Held() as held, torch.no_grad():
+            body = AutoModel.from_config(model_config(shape, layers), dtype=dtype)
             held.begin()
             body(input_ids=torch.zeros(tokens, dtype=torch.int64), use_cache=False)
             return held.peak
 
-    return _extrapolated(rehearse, shape.layers)
+    return extrapolated(rehearse, shape.layers)
 
 
 def _network(shape: Shape, layers: int, dtype: torch.dtype) -> PreTrainedModel:
     """The model with so many layers, on fake tensors."""
-    network: PreTrainedModel = AutoModelForCausalLM.from_config(_config(shape, layers), dtype=dtype)
+    network: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model_config(shape, layers), dtype=dtype
+    )
     return network
 
 
-def _config(shape: Shape, layers: int) -> Any:
+def model_config(shape: Shape, layers: int) -> Any:
+    """The configuration with so many layers."""
     values = {**shape.config, "num_hidden_layers": layers}
     kept = {key: value for key, value in values.items() if key not in PER_LAYER}
     return AutoConfig.for_model(kept.pop("model_type"), **kept)
 
 
-def _step(network: PreTrainedModel, config: TrainingConfig, held: "_Held", *, bf16: bool) -> None:
+def step(
+    network: PreTrainedModel,
+    config: TrainingConfig,
+    held: "Held",
+    *,
+    bf16: bool,
+    coefficients: Tensor | None = None,
+) -> None:
     """A micro-batch that finds moments in place, and gradients if it is not the first.
 
     The fused optimizer makes no temporaries, so its step is never the peak; it is taken once before
     to have its states.
+
+    Args:
+        network: On fake tensors.
+        config: Batches.
+        held: What counts.
+        bf16: Whether it is computed in bf16.
+        coefficients: Of a SIMoE's experts.
     """
     trained = [p for p in network.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=False)
@@ -111,11 +128,17 @@ def _step(network: PreTrainedModel, config: TrainingConfig, held: "_Held", *, bf
         optimizer.zero_grad()
     ids = torch.zeros(config.batch_size, config.sequence_length, dtype=torch.int64)
     cast = torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext()
+    loss: Any
     head: Any = network.get_output_embeddings()
     held.begin()
+    if coefficients is not None:
+        with cast:
+            loss = network(input_ids=ids, labels=ids, coefficients=coefficients).loss
+        loss.backward()
+        return
     with cast:
         hidden_BSH = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        loss: Any = HeadLoss.apply(hidden_BSH.flatten(0, 1), head.weight, ids.flatten(), True)
+        loss = HeadLoss.apply(hidden_BSH.flatten(0, 1), head.weight, ids.flatten(), True)
     loss.backward()
 
 
@@ -141,7 +164,7 @@ def _adapt(network: PreTrainedModel, settings: LoraSettings) -> None:
                 setattr(parent, name, _Adapted(child, settings.rank))
 
 
-class _Held(TorchDispatchMode):
+class Held(TorchDispatchMode):
     """Bytes of all storages that operations inside have made and that are still there.
 
     Attributes:
@@ -180,7 +203,7 @@ class _Held(TorchDispatchMode):
         self.now -= size
 
 
-def _extrapolated(rehearse: Callable[[int], int], layers: int) -> int:
+def extrapolated(rehearse: Callable[[int], int], layers: int) -> int:
     """What ``layers`` cost, of what one and two do."""
     one, two = (rehearse(depth) for depth in DEPTHS)
     return one + (layers - 1) * (two - one)

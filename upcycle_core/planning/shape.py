@@ -108,6 +108,42 @@ class Shape:
         """V."""
         return int(self.config["vocab_size"])
 
+    @property
+    def heads_width(self) -> int:
+        """Numbers that all query heads say of a token."""
+        heads = int(self.config["num_attention_heads"])
+        return heads * int(self.config.get("head_dim") or self.hidden // heads)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the head as well."""
+        return self.ends < 2 * self.vocabulary * self.hidden
+
+    @property
+    def stored(self) -> int:
+        """Bytes of its weights in files."""
+        return self.itemsize * self.whole
+
+    @property
+    def linear(self) -> int:
+        """Parameters that every token is multiplied with, the head left out."""
+        return self.whole - self.ends
+
     def mixture(self, experts: int) -> int:
         """Parameters of the MoE of so many of them, with its routers."""
         return self.whole + (experts - 1) * self.ffns + self.layers * experts * self.hidden
+
+    def with_inner(self, inner: int) -> "Shape":
+        """The same with FFNs of another width."""
+        return Shape.of_config({**self.config, "intermediate_size": inner}, self.itemsize)
+
+    def with_vocabulary(self, size: int, *, tied: bool | None = None) -> "Shape":
+        """The same for another number of tokens, and maybe with a head of its own.
+
+        Args:
+            size: V.
+            tied: Whether the embedding is the head; as it is by default.
+        """
+        is_tied = self.is_tied if tied is None else tied
+        config = {**self.config, "vocab_size": size, "tie_word_embeddings": is_tied}
+        return Shape.of_config(config, self.itemsize)

@@ -105,9 +105,16 @@ def test_a_gpu_is_asked_for_what_it_holds(tmp_path, llama):
     assert none["compute.statistics.gpus"] == ("1", "there is no GPU; give 0")
 
 
-def test_a_method_without_a_plan_is_refused(tmp_path, llama):
-    with pytest.raises(InputError, match="only DUME's recipes"):
-        made(tmp_path, llama, method="symphony", symphony={"anchor": "law"})
+def test_a_method_without_a_plan_is_refused(tmp_path, llama, monkeypatch):
+    monkeypatch.setattr("tasks.planning.plan.ROWS", {})
+    with pytest.raises(InputError, match="can be planned so far"):
+        made(tmp_path, llama)
+
+
+def test_a_cluster_s_machines_are_not_asked_but_its_disk_is(tmp_path, llama):
+    found = made(tmp_path, llama, machine=Machine(memory=1, cpus=8, disk=1))
+    assert {fault.field for fault in found.faults(is_local=False)} == {"disk"}
+    assert "compute.evaluation" in faults(found)
 
 
 def test_another_machine_is_described_in_words():

@@ -1,0 +1,284 @@
+"""The pieces whose memory ``benchmarks.planned`` measures, each as small as it can be."""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet as parquet
+
+from upcycle_core.backbone.average import write_average
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.corpora.batches import packed_sequences
+from upcycle_core.corpora.instructions import InstructionRows
+from upcycle_core.corpora.reader import TokenCorpus
+from upcycle_core.ders.compress import compress
+from upcycle_core.ders.config import CodecConfig
+from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.repair import repair_expert
+from upcycle_core.dume.statistics import domain_statistics
+from upcycle_core.evaluation.similarity.config import SimilarityConfig
+from upcycle_core.evaluation.similarity.measure import moe_similarity
+from upcycle_core.evaluation.text.config import EvaluationConfig
+from upcycle_core.evaluation.text.pieces import evaluate_checkpoint
+from upcycle_core.planning import alignment, memory
+from upcycle_core.planning.compression import compressing_bytes
+from upcycle_core.planning.rehearsal import training_bytes
+from upcycle_core.planning.shape import Shape
+from upcycle_core.planning.trained import mixture_training_bytes, simoe_training_bytes
+from upcycle_core.progress import Silent
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
+from upcycle_core.simoe.train import train_simoe
+from upcycle_core.symphony.config import CalibrationConfig
+from upcycle_core.symphony.moments import collect_moments
+from upcycle_core.training.config import ExpertTrainingConfig, MoEObjective, TrainingConfig
+from upcycle_core.training.expert import train_expert
+from upcycle_core.training.trainer import train as train_whole
+
+EXPERTS = ("one", "other")
+LENGTH, BATCH, TOKENS, STEPS = 512, 2, 8_192, 2
+SHARD = 10**10
+GROUP = 2
+"""Layers that a comparison of models counts at a time."""
+OBJECTIVE = MoEObjective(trainable=("experts", "backbone"))
+"""A router of top-1 learns nothing from text."""
+SIMOE = SimoeUpcyclingConfig(experts=4, tau=0.0)
+"""Nothing has to close within two steps."""
+CODECS = {
+    "sparse": CodecConfig(codec="sparse", drop_rate=0.9),
+    "quantised": CodecConfig(codec="quantised", bits=4),
+    "low rank": CodecConfig(codec="low_rank", rank=16),
+}
+
+
+def settings(precision: Any) -> tuple[StatisticsConfig, EvaluationConfig]:
+    """Of the passes."""
+    common = {"sequence_length": LENGTH, "batch_size": BATCH, "precision": precision}
+    return (
+        StatisticsConfig(tokens=TOKENS, shards=1, **common),
+        EvaluationConfig(tokens=TOKENS, **common),
+    )
+
+
+def training(method: Any, precision: Any) -> ExpertTrainingConfig:
+    """Of an expert, too short to learn."""
+    return ExpertTrainingConfig(
+        method=method,
+        steps=STEPS,
+        batch_size=BATCH,
+        sequence_length=LENGTH,
+        warmup_steps=1,
+        checkpoint_steps=STEPS,
+        precision=precision,
+    )
+
+
+def whole(precision: Any) -> TrainingConfig:
+    """Of a finished model, too short to learn."""
+    own = training("full", precision)
+    return TrainingConfig(**{name: getattr(own, name) for name in vars(TrainingConfig())})
+
+
+def comparing(precision: Any) -> CalibrationConfig:
+    """Of two models."""
+    return CalibrationConfig(
+        tokens=TOKENS,
+        sequence_length=LENGTH,
+        batch_size=BATCH,
+        precision=precision,
+        layers=GROUP,
+    )
+
+
+def likeness(precision: Any) -> SimilarityConfig:
+    """Of experts; neurons of all layers would not fit here."""
+    return SimilarityConfig(
+        tokens=TOKENS,
+        sequence_length=LENGTH,
+        batch_size=BATCH,
+        precision=precision,
+        representations=("outputs",),
+    )
+
+
+def write_texts(folder: Path, words: int) -> None:
+    """The same text as documents and as instructions, for models that read with a tokenizer."""
+    draw = np.random.default_rng(0)
+    texts = [" ".join(f"w{i}" for i in draw.integers(1, words, LENGTH)) for _ in range(64)]
+    parquet.write_table(pyarrow.table({"text": texts}), folder / "text.parquet")
+    half = LENGTH // 2
+    rows = (
+        {"prompt": " ".join(t.split()[:half]), "response": " ".join(t.split()[half:-8])}
+        for t in texts
+    )
+    (folder / "asks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train(folder: Path, precision: str, method: str) -> None:
+    """An expert."""
+    config = training(method, precision)
+    rows = packed_sequences(
+        [TokenCorpus(folder / "text")], sequence_length=LENGTH, count=STEPS * BATCH, seed=0
+    )
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        out = Path(name)
+        common: dict[str, Any] = {"progress": Silent(), "seed": 0, "device": "cpu"}
+        train_expert(
+            *(folder / "one", rows, out / "out"),
+            config=config,
+            checkpoints=out / "checkpoints",
+            **common,
+        )
+
+
+def statistics(folder: Path, precision: str) -> None:
+    """One domain's, as one shard."""
+    config, _ = settings(precision)
+    parts = (folder / "backbone", folder / "one", folder / "text")
+    domain_statistics(*parts, folder / "statistics.safetensors", config=config, shard=0)
+
+
+def repair(folder: Path, precision: str) -> None:
+    """One expert's, with the head's target."""
+    config, _ = settings(precision)
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        repair_expert(
+            *(folder / "backbone", folder / "one", folder / "text", Path(out)),
+            repair="down+head_target",
+            config=config,
+            max_shard_bytes=SHARD,
+        )
+
+
+def evaluation(folder: Path, precision: str, model: str) -> None:
+    """A model's perplexity."""
+    _, config = settings(precision)
+    evaluate_checkpoint(
+        folder / model,
+        {"text": folder / "text"},
+        config=config,
+        device="cpu",
+        progress=Silent(),
+    )
+
+
+def averaging(folder: Path, precision: str) -> None:
+    """Of both experts, whole."""
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        readers = [CheckpointReader(folder / name) for name in EXPERTS]
+        write_average(readers, Path(out), max_shard_bytes=SHARD)
+
+
+def pairs(folder: Path, precision: str) -> None:
+    """Two models over the same text, a group of layers."""
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        first, second = (folder / name for name in EXPERTS)
+        collect_moments(
+            first,
+            second,
+            {"text": folder / "text.parquet"},
+            Path(out) / "sums.safetensors",
+            config=comparing(precision),
+            layers=range(GROUP),
+        )
+
+
+def similarity(folder: Path, precision: str) -> None:
+    """The experts of the MoE, by what they put out."""
+    moe_similarity(folder / "moe", [folder / "text"], EXPERTS, config=likeness(precision))
+
+
+def storing(folder: Path, precision: str, codec: str) -> None:
+    """The experts' deltas from their mean."""
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        compress(folder / "moe", Path(out) / "stored", config=CODECS[codec], minimum_cosine=-1)
+
+
+def train_moe(folder: Path, precision: str) -> None:
+    """All of the MoE."""
+    config = whole(precision)
+    rows = packed_sequences(
+        [TokenCorpus(folder / "text")], sequence_length=LENGTH, count=STEPS * BATCH, seed=0
+    )
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        out = Path(name)
+        common: dict[str, Any] = {"progress": Silent(), "seed": 0, "device": "cpu"}
+        train_whole(
+            *(folder / "moe", rows, out / "out"),
+            config=config,
+            objective=OBJECTIVE,
+            checkpoints=out / "checkpoints",
+            **common,
+        )
+
+
+def train_sparse(folder: Path, precision: str) -> None:
+    """A SIMoE, and what it writes at its end."""
+    config = whole(precision)
+    rows = InstructionRows(
+        [folder / "asks.jsonl"],
+        folder / "one",
+        sequence_length=LENGTH,
+        count=STEPS * BATCH,
+        seed=0,
+    )
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        out = Path(name)
+        common: dict[str, Any] = {"progress": Silent(), "seed": 0, "device": "cpu"}
+        train_simoe(
+            *(folder / "one", rows, out / "out"),
+            config=config,
+            simoe=SIMOE,
+            checkpoints=out / "checkpoints",
+            **common,
+        )
+
+
+PIECES: Mapping[str, Callable[[Path, str], None]] = {
+    "train full": partial(train, method="full"),
+    "train ffn": partial(train, method="ffn"),
+    "train lora": partial(train, method="lora"),
+    "statistics": statistics,
+    "repair": repair,
+    "evaluation": partial(evaluation, model="one"),
+    "evaluation of the MoE": partial(evaluation, model="moe"),
+    "averaging": averaging,
+    "train MoE": train_moe,
+    "train SIMoE": train_sparse,
+    "comparison of models": pairs,
+    "comparison of experts": similarity,
+    **{f"DeRS, {name}": partial(storing, codec=name) for name in CODECS},
+}
+
+
+def plan(kind: str, shape: Shape, precision: str) -> int:
+    """The same, from the shape."""
+    collected, scored = settings(precision)
+    if kind == "train MoE":
+        return mixture_training_bytes(
+            shape, whole(precision), experts=2, top_k=1, trainable=OBJECTIVE.trainable
+        )
+    if kind == "train SIMoE":
+        return simoe_training_bytes(shape, whole(precision), SIMOE)
+    if kind.startswith("train"):
+        return training_bytes(shape, training(kind.split()[1], precision))
+    known: dict[str, Callable[[], int]] = {
+        "statistics": lambda: memory.statistics_bytes(shape, collected),
+        "repair": lambda: memory.repair_bytes(shape, collected, TOKENS, head=True),
+        "evaluation": lambda: memory.evaluation_bytes(shape, scored),
+        "evaluation of the MoE": lambda: memory.evaluation_bytes(shape, scored, experts=2),
+        "averaging": lambda: memory.averaging_bytes(shape),
+        "comparison of models": lambda: alignment.pairs_bytes(shape, comparing(precision)),
+        "comparison of experts": lambda: alignment.similarity_bytes(
+            shape, likeness(precision), 2, experts=2
+        ),
+        **{
+            f"DeRS, {name}": partial(compressing_bytes, shape, codec, 2)
+            for name, codec in CODECS.items()
+        },
+    }
+    return known[kind]()

@@ -1,0 +1,35 @@
+"""The first line of a flow: what all of it will need, said before anything of it is made."""
+
+from collections.abc import Callable
+
+from infra.cluster.memory import held_bytes
+from infra.recipe.schema import Recipe
+from infra.settings import Settings
+from tasks.planning.machine import Machine
+from tasks.planning.plan import plan
+from tasks.planning.speed import known_rates
+from upcycle_core.errors import InputError, raise_faults
+
+
+def say_plan(recipe: Recipe, settings: Settings, say: Callable[[str], object]) -> None:
+    """Say the plan of a recipe in a line, and refuse what cannot be.
+
+    Of what no plan can be made (a method of one's own, a model that is read when it is needed)
+    nothing is said. Of a cluster the machines are not asked, but its disk is.
+
+    Args:
+        recipe: What is about to be made.
+        settings: Where it is kept, and where it runs.
+        say: Takes the line.
+
+    Raises:
+        InputError: With every limit that is exceeded, and the setting that helps.
+    """
+    machine = Machine.here(settings.home, recipe.compute.cpus)
+    rates = known_rates(settings.home)
+    try:
+        made = plan(recipe, settings.home, machine, base=held_bytes(), rates=rates)
+    except InputError:
+        return
+    say(made.line())
+    raise_faults(made.faults(is_local=settings.ray_address == "local"))

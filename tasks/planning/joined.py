@@ -1,0 +1,193 @@
+"""Stages that train or score models of many kinds, whichever method has made them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from infra.recipe.schema import Recipe
+from tasks.planning.parts import CHECKPOINTS, FP32, HELD_OUT, MOMENTS, Subjects, tokens_of
+from tasks.planning.row import Planned, gigabytes
+from upcycle_core.baselines.config import Baseline
+from upcycle_core.ders.config import CodecConfig
+from upcycle_core.planning import memory, work
+from upcycle_core.planning.compression import compressed_bytes
+from upcycle_core.planning.estimate import training_bytes
+from upcycle_core.planning.shape import Shape
+from upcycle_core.planning.trained import (
+    gate_parameters,
+    gated_parameters,
+    mixture_training_bytes,
+    simoe_training_bytes,
+    trained_of,
+)
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
+
+
+def mixture_row(
+    stage: str,
+    recipe: Recipe,
+    rows: Mapping[str, Baseline],
+    shapes: Mapping[str, Shape],
+    *,
+    kind: str,
+) -> Planned:
+    """Trainings of finished models, a row of a comparison each.
+
+    Args:
+        stage: The stage.
+        recipe: The recipe.
+        rows: What is trained.
+        shapes: {row: the dense part of it}.
+        kind: Of the resources.
+    """
+    resources = getattr(recipe.compute, kind)
+    domains = len(recipe.domains)
+    sizes = {name: _size(row, shapes[name], domains) for name, row in rows.items()}
+    trained = {name: _trained(row, shapes[name], domains) for name, row in rows.items()}
+    checkpoints = [FP32 * (sizes[name] + MOMENTS * trained[name]) for name in rows]
+    steps = [-(-row.training.steps // row.training.checkpoint_steps) for row in rows.values()]
+    kept = sum(FP32 * _written(row, shapes[name], domains) for name, row in rows.items())
+    return Planned(
+        stage,
+        len(rows),
+        len(rows),
+        kept=kept,
+        passing=CHECKPOINTS * max(checkpoints),
+        written=kept + sum(n * size for n, size in zip(steps, checkpoints, strict=True)),
+        read=sum(FP32 * size for size in sizes.values()),
+        flops=sum(
+            work.training_flops(
+                shapes[n],
+                row.trained_as,
+                top_k=row.top_k if row.experts(domains) else 1,
+                share=trained[n] / sizes[n],
+            )
+            for n, row in rows.items()
+        ),
+        precision=next(iter(rows.values())).training.precision,
+        memory=max(
+            _memory(row, shapes[name], domains, resources.device) for name, row in rows.items()
+        ),
+        kind=kind,
+        resources=resources,
+        remedies=_smaller(kind, rows, shapes, domains, resources.device),
+    )
+
+
+def _smaller(
+    kind: str,
+    rows: Mapping[str, Baseline],
+    shapes: Mapping[str, Shape],
+    domains: int,
+    device: str,
+) -> list[str]:
+    """What makes the largest step smaller: fewer trained, or activations computed again."""
+    name = max(rows, key=lambda name: _memory(rows[name], shapes[name], domains, device))
+    row = rows[name]
+    where = "post_training" if kind == "post_training" else f"baselines.{name}"
+    found = []
+    if row.method not in ("full-finetune", "simoe") and "all" in row.objective.trainable:
+        least = replace(row, objective=replace(row.objective, trainable=("router",)))
+        size = gigabytes(_memory(least, shapes[name], domains, device))
+        found.append(f"{where}.objective.trainable = [router] (then {size})")
+    if not row.training.gradient_checkpointing:
+        found.append(f"{where}.training.gradient_checkpointing = true")
+    return found
+
+
+def _attention(row: Baseline, shape: Shape, experts: int) -> int:
+    """Parameters of attention that is an expert's too (BAM)."""
+    if row.method != "bam":
+        return 0
+    return (experts - 1) * 2 * shape.layers * shape.hidden * shape.heads_width
+
+
+def _deltas(row: Baseline, shape: Shape, experts: int) -> int | None:
+    """Parameters of a model whose experts are deltas; None of any other."""
+    if row.ders is None:
+        return None
+    codec = CodecConfig(codec=row.ders.codec, drop_rate=row.ders.drop_rate, rank=row.ders.rank)
+    return compressed_bytes(shape, codec, experts) // shape.itemsize
+
+
+def _size(row: Baseline, shape: Shape, domains: int) -> int:
+    """Parameters while it is trained."""
+    experts = row.experts(domains)
+    if row.method == "simoe":
+        own = row.simoe or SimoeUpcyclingConfig()
+        return shape.whole + gated_parameters(shape, own) + gate_parameters(shape, own)
+    if not experts:
+        return shape.whole
+    deltas = _deltas(row, shape, experts)
+    if deltas is not None:
+        return deltas
+    return shape.mixture(experts) + _attention(row, shape, experts)
+
+
+def _written(row: Baseline, shape: Shape, domains: int) -> int:
+    """Parameters of what is published."""
+    if row.method != "simoe":
+        return _size(row, shape, domains)
+    return pruned_parameters(shape, row.simoe or SimoeUpcyclingConfig())
+
+
+def pruned_parameters(shape: Shape, config: SimoeUpcyclingConfig) -> int:
+    """Of a SIMoE after pruning: where experts' masks are apart, few inputs have none."""
+    used = 1 - config.tau if config.sparsity == "union" else 1 - config.tau**config.experts
+    if config.masks == "real":
+        used = 1.0
+    grown = gated_parameters(shape, config) + gate_parameters(shape, config)
+    return shape.whole + int(used * grown)
+
+
+def _trained(row: Baseline, shape: Shape, domains: int) -> int:
+    experts = row.experts(domains)
+    if row.method == "simoe":
+        return _size(row, shape, domains) - shape.whole
+    if not experts:
+        part = {"full": shape.whole, "layers": shape.linear, "ffn": shape.ffns, "lora": 0}
+        return part[row.tuned]
+    if row.ders is not None:
+        return _size(row, shape, domains)
+    return trained_of(shape, experts, row.objective.trainable) + _attention(row, shape, experts)
+
+
+def _memory(row: Baseline, shape: Shape, domains: int, device: str) -> int:
+    experts = row.experts(domains)
+    if row.method == "simoe":
+        own = row.simoe or SimoeUpcyclingConfig()
+        return simoe_training_bytes(shape, row.training, own, device=device)
+    if not experts:
+        return training_bytes(shape, row.trained_as, device=device)
+    common: dict[str, Any] = {"top_k": row.top_k, "device": device}
+    needed = mixture_training_bytes(
+        shape, row.training, experts=experts, trainable=row.objective.trainable, **common
+    )
+    beside = _size(row, shape, domains) - shape.mixture(experts)
+    return needed + 4 * FP32 * beside
+
+
+def scoring_row(stage: str, recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
+    """Every model of a report on held-out text, the MoE's the largest."""
+    config, resources = recipe.evaluation, recipe.compute.evaluation
+    domains = subjects.domains
+    merged = 2 * (1 + len(recipe.baselines))
+    pieces = domains + 1 + merged
+    length = config.sequence_length
+    read = domains * tokens_of(config.tokens, subjects, share=HELD_OUT)
+    dense = work.forward_flops(shape, read, length)
+    mixed = work.forward_flops(shape, read, length, top_k=recipe.moe.top_k)
+    device = resources.device
+    return Planned(
+        stage,
+        1,
+        pieces,
+        passing=shape.stored,
+        read=(domains + 1) * shape.stored + merged * shape.itemsize * shape.mixture(domains),
+        flops=(domains + 1) * dense + merged * mixed or None,
+        precision=config.precision,
+        memory=memory.evaluation_bytes(shape, config, experts=domains, device=device),
+        kind="evaluation",
+        resources=resources,
+        remedies=["evaluation.precision = bf16"] if config.precision == "fp32" else [],
+    )

@@ -1,0 +1,51 @@
+"""What the stages of SIMoE will need."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from infra.recipe.schema import Recipe
+from tasks.planning.joined import mixture_row, pruned_parameters
+from tasks.planning.parts import FP32, Subjects, seed_row, text_rows
+from tasks.planning.row import Planned
+from tasks.simoe.rows import SIMOE, section, tuned
+from upcycle_core.baselines.config import Baseline
+from upcycle_core.evaluation.text.config import EvaluationConfig
+from upcycle_core.planning import memory
+
+
+def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
+    """A row a stage, in the order in which they run."""
+    shape, tuning = subjects.shape, recipe.tuning
+    yield from text_rows(recipe, subjects)
+    seed = seed_row(recipe, shape)
+    if seed is not None:
+        yield seed
+    rows = {name: row for name, row in recipe.baselines.items() if row.trains}
+    if rows:
+        yield mixture_row("baselines", recipe, rows, dict.fromkeys(rows, shape), kind="baselines")
+    own = Baseline(method="simoe", simoe=section(recipe), training=tuning.training)
+    made = mixture_row("model", recipe, {SIMOE: own}, {SIMOE: shape}, kind="post_training")
+    size = FP32 * pruned_parameters(shape, section(recipe))
+    yield replace(made, registered=size)
+    answering = EvaluationConfig(
+        sequence_length=tuning.training.sequence_length + tuning.max_new_tokens,
+        batch_size=tuning.batch_size,
+    )
+    count, resources = len(tuned(recipe)), recipe.compute.evaluation
+    experts = max((row.experts(len(recipe.domains)) for row in rows.values()), default=1)
+    yield Planned(
+        "answers",
+        count,
+        count,
+        read=count * size,
+        flops=None,
+        memory=max(
+            memory.evaluation_bytes(
+                shape, answering, experts=max(1, experts), device=resources.device
+            ),
+            2 * size,
+        ),
+        kind="evaluation",
+        resources=resources,
+        remedies=["a smaller tuning.batch_size"],
+    )

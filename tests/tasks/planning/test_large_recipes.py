@@ -1,0 +1,103 @@
+"""The recipes of large models: planned from config.json alone on the machine that each names."""
+
+from pathlib import Path
+
+import pytest
+
+from tasks.planning.machine import Machine
+from tasks.planning.plan import plan
+from tasks.recipes import load_recipe
+
+ROOT = Path(__file__).resolve().parents[3]
+GB = 10**9
+MACHINES = {
+    "dume-llama-8b": Machine(memory=128 * GB, cpus=8, disk=1000 * GB),
+    "dume-qwen3-8b": Machine(memory=128 * GB, cpus=8, disk=1000 * GB),
+    "symphony-qwen2.5-1.5b": Machine(memory=64 * GB, cpus=8, disk=500 * GB),
+    "ders-mixtral-8x7b": Machine(memory=192 * GB, cpus=8, disk=1000 * GB),
+}
+QWEN, QWEN_FFNS = 1_543_714_304, 28 * 3 * 1536 * 8960
+MISTRAL, MISTRAL_FFNS = 7_241_732_096, 32 * 3 * 4096 * 14336
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)  # where their models lie
+
+    def of(name, *changes, machine=None):
+        path = ROOT / "recipes" / "large" / f"{name}.yaml"
+        recipe = load_recipe(path, (f"folder={tmp_path}", *changes))
+        return plan(recipe, tmp_path, machine or MACHINES[name], base=500_000_000)
+
+    return of
+
+
+def rows(found):
+    return {row.stage: row for row in found.rows}
+
+
+def test_every_large_recipe_has_a_machine():
+    assert set(MACHINES) == {path.stem for path in (ROOT / "recipes" / "large").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_a_large_recipe_fits_the_machine_that_it_names(planned, name):
+    assert list(planned(name).faults()) == []
+
+
+def test_strangers_are_compared_group_by_group_and_trained_in_fp32(planned):
+    found = rows(planned("symphony-qwen2.5-1.5b"))
+    assert found["pairs"].pieces == 3 * 28 / 4
+    squares = 8 * (28 * (8960**2 + 1536**2) + 7 * 1536**2)
+    assert found["pairs"].kept == pytest.approx(3 * squares, rel=0.01)
+    assert found["united"].kept == 4 * 2 * QWEN
+    mixture = QWEN + 3 * QWEN_FFNS + 28 * 4 * 1536
+    assert found["starts"].kept == 2 * mixture
+    assert found["model"].kept == found["model"].registered == 4 * mixture
+    assert 4 * mixture < found["model"].memory < 6 * mixture  # only routers have moments
+
+
+def test_what_trains_all_of_a_mixture_has_moments_of_all_experts(planned):
+    whole = planned("symphony-qwen2.5-1.5b", "post_training.objective.trainable=[all]")
+    mixture = QWEN + 3 * QWEN_FFNS
+    assert 16 * mixture < rows(whole)["model"].memory < 18 * mixture
+    [fault] = whole.faults()
+    assert fault.field == "compute.post_training"
+    assert "post_training.objective.trainable = [router] (then 22" in fault.remedy
+
+
+def test_neurons_of_all_layers_do_not_fit_and_outputs_do(planned):
+    asked = "similarity.representations=[neurons, outputs]"
+    [fault] = planned("symphony-qwen2.5-1.5b", asked).faults()
+    assert "similarity: 1 x" in str(fault.value)
+    assert "similarity.representations = [outputs]" in fault.remedy
+    neurons = rows(planned("symphony-qwen2.5-1.5b", asked))["similarity"].memory
+    assert neurons > 28 * 8 * 8 * 8960**2  # of four streams sixteen halves of a square, in fp64
+
+
+def test_fewer_layers_at_a_time_are_named_with_what_they_need(planned):
+    small = Machine(memory=4 * GB, cpus=2, disk=1000 * GB)
+    asked = ("symphony.calibration.layers=8", "compute.alignment.cpus=2")
+    found = planned("symphony-qwen2.5-1.5b", *asked, machine=small).faults()
+    said = {str(fault.value).partition(":")[0]: fault.remedy for fault in found}
+    assert "symphony.calibration.layers = 1 (then 1." in said["pairs"]
+    fits = planned(
+        "symphony-qwen2.5-1.5b", asked[1], "symphony.calibration.layers=1", machine=small
+    )
+    assert "pairs" not in {str(fault.value).partition(":")[0] for fault in fits.faults()}
+
+
+def test_deltas_are_stored_in_every_way_and_the_largest_counts(planned):
+    found = rows(planned("ders-mixtral-8x7b"))
+    assert found["sweeps"].pieces == 1 + 4
+    outside = MISTRAL - MISTRAL_FFNS + 32 * 8 * 4096
+    sparse = 2 * (outside + MISTRAL_FFNS) + 8 * 0.1 * MISTRAL_FFNS * (2 + 4)
+    assert found["compression"].kept == pytest.approx(sparse, rel=0.01)
+    assert found["model"].kept == 2 * (outside + 8 * MISTRAL_FFNS)
+    assert found["compression"].memory > 8 * 4 * 4096 * 14336  # deltas of one matrix, in fp32
+
+
+def test_a_gpu_of_80_gb_does_not_hold_eight_times_seven(planned):
+    machine = Machine(memory=192 * GB, cpus=8, disk=1000 * GB, gpus=1, gpu_memory=80 * GB)
+    found = planned("ders-mixtral-8x7b", "compute.evaluation.gpus=1", machine=machine).faults()
+    assert {str(fault.value).partition(":")[0] for fault in found} == {"report", "sweeps"}

@@ -1,0 +1,128 @@
+"""Peak memory of training what is no dense model: a Mixture-of-Experts, and a SIMoE.
+
+Shapes: L layers, H hidden size, D experts, k experts a token, M experts of a SIMoE.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from upcycle_core.planning import estimate, rehearsal
+from upcycle_core.planning.shape import Shape
+from upcycle_core.precision import arithmetic
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
+from upcycle_core.training.config import Group, TrainingConfig
+
+FP32, MOMENTS, MASK = 4, 2, 4
+STATES = FP32 * (1 + MOMENTS)
+"""Bytes that AdamW and a gradient add to a trained parameter in fp32."""
+
+
+def mixture_training_bytes(
+    shape: Shape,
+    config: TrainingConfig,
+    *,
+    experts: int,
+    top_k: int,
+    trainable: Sequence[Group] = ("all",),
+    device: str = "cpu",
+) -> int:
+    """Bytes at the peak of a step of a MoE.
+
+    A token passes through k experts, so what is kept for the backward pass is what a dense model
+    with FFNs k times as wide keeps; weights, gradients and moments are those of all D.
+
+    Args:
+        shape: Of the dense model that each expert belongs to.
+        config: How it is trained.
+        experts: D.
+        top_k: k.
+        trainable: What is trained.
+        device: Where it runs.
+    """
+    wide = shape.with_inner(min(top_k, experts) * shape.inner)
+    whole = TrainingConfig(**{name: getattr(config, name) for name in asdict(TrainingConfig())})
+    beside = shape.mixture(experts) - wide.whole
+    frozen = shape.mixture(experts) - trained_of(shape, experts, trainable)
+    step = estimate.training_bytes(wide, whole, device=device)
+    return step + (FP32 + STATES) * beside - STATES * frozen
+
+
+def trained_of(shape: Shape, experts: int, trainable: Sequence[Group]) -> int:
+    """Parameters of a MoE of D experts that have gradients and moments."""
+    routers = shape.layers * experts * shape.hidden
+    parts = {
+        "router": routers,
+        "experts": experts * shape.ffns,
+        "expert_gates": 0 if "experts" in trainable else 2 * experts * shape.ffns // 3,
+        "shared_base": shape.ffns,
+        "backbone": shape.whole - shape.ffns,
+        "all": shape.mixture(experts),
+    }
+    return min(parts["all"], sum(parts[group] for group in dict.fromkeys(trainable)))
+
+
+def gated_parameters(shape: Shape, config: SimoeUpcyclingConfig) -> int:
+    """Parameters that a SIMoE has a delta for."""
+    own = shape.ffns if config.layers == "ffn" else shape.linear
+    heads = 0 if shape.is_tied or not config.lm_head else shape.ends // 2
+    return own + heads
+
+
+def gate_parameters(shape: Shape, config: SimoeUpcyclingConfig) -> int:
+    """Gates of a SIMoE: one an expert and input neuron, or one an expert and parameter."""
+    if config.masks == "parameters":
+        return config.experts * gated_parameters(shape, config)
+    ffn = shape.layers * (2 * shape.hidden + shape.inner)
+    rest = shape.layers * (5 * shape.hidden + shape.heads_width) + shape.hidden
+    return config.experts * (ffn + (rest if config.layers == "all" else 0))
+
+
+def simoe_training_bytes(
+    shape: Shape, config: TrainingConfig, simoe: SimoeUpcyclingConfig, *, device: str = "cpu"
+) -> int:
+    """Bytes at the peak of a SIMoE's training: a step, or what is written at its end.
+
+    At the end the pruned model is made beside the trained one, whose moments are still there.
+
+    Args:
+        shape: Of the dense model, which stays as it is.
+        config: How the deltas are trained.
+        simoe: The experts.
+        device: Where it runs.
+    """
+    gated = gated_parameters(shape, simoe)
+    trained = gated + gate_parameters(shape, simoe)
+    weights = FP32 * (shape.whole + trained)
+    at_the_end = weights + FP32 * MOMENTS * trained + FP32 * (shape.whole + gated)
+    bound = estimate.training_bytes(shape, config, device=device)
+    if bound > estimate.SMALL:
+        bound = _rehearsed(shape, config, simoe, device)
+    else:
+        bound += (FP32 + STATES) * trained
+    return max(bound, at_the_end)
+
+
+def _rehearsed(
+    shape: Shape, config: TrainingConfig, simoe: SimoeUpcyclingConfig, device: str
+) -> int:
+    from upcycle_core.simoe.model import SimoeForCausalLM
+    from upcycle_core.simoe.upcycle import simoe_config
+
+    bf16 = arithmetic(config.precision, device) == "bf16"
+
+    def rehearse(layers: int) -> int:
+        with FakeTensorMode(), rehearsal.Held() as held:
+            dense = rehearsal.model_config(shape, layers)
+            network = SimoeForCausalLM(simoe_config(dense, simoe))
+            network.train()
+            if config.gradient_checkpointing:
+                network.gradient_checkpointing_enable({"use_reentrant": False})
+            sizes = (config.batch_size, simoe.experts)
+            alpha = torch.full(sizes, 1 / simoe.experts, requires_grad=True)
+            rehearsal.step(network, config, held, bf16=bf16, coefficients=alpha)
+            return held.peak
+
+    return rehearsal.extrapolated(rehearse, shape.layers)

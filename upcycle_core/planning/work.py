@@ -1,0 +1,71 @@
+"""Floating-point operations of passes and steps, from shapes.
+
+Shapes: L layers, H hidden size, V vocabulary, W what all query heads say, T tokens, S tokens of a
+sequence, k experts a token.
+"""
+
+from upcycle_core.planning.shape import Shape
+from upcycle_core.training.config import ExpertTrainingConfig, TrainingConfig
+
+PRODUCT = 2
+"""A multiplication and an addition."""
+
+
+def forward_flops(
+    shape: Shape, tokens: int, length: int, *, head: bool = True, top_k: int = 1
+) -> int:
+    """Of a forward pass.
+
+    Args:
+        shape: The dense model, or any expert of a MoE.
+        tokens: T.
+        length: S; a token attends to half of them.
+        head: Whether logits are computed.
+        top_k: k of a MoE.
+    """
+    layers = PRODUCT * (shape.linear + (top_k - 1) * shape.ffns)
+    attention = PRODUCT * shape.layers * length * shape.heads_width
+    logits = PRODUCT * shape.vocabulary * shape.hidden if head else 0
+    return tokens * (layers + attention + logits)
+
+
+def training_flops(
+    shape: Shape, config: TrainingConfig, *, top_k: int = 1, share: float = 1.0
+) -> int:
+    """Of a whole training: forward, its gradients, and those of what is trained.
+
+    Args:
+        shape: The dense model, or any expert of a MoE.
+        config: Steps, batches; of an expert what is trained.
+        top_k: k of a MoE.
+        share: Of the parameters of a MoE that are trained.
+    """
+    forward = forward_flops(shape, config.tokens, config.sequence_length, top_k=top_k)
+    method = config.method if isinstance(config, ExpertTrainingConfig) else "full"
+    trained = {"full": share, "layers": 1.0, "ffn": shape.ffns / shape.whole, "lora": 0.0}[method]
+    return int(forward * (2 + trained + config.gradient_checkpointing))
+
+
+def statistics_flops(shape: Shape, tokens: int, length: int) -> int:
+    """Of the statistics of a text: a pass without the head, and x x^T of each layer."""
+    forward = forward_flops(shape, tokens, length, head=False)
+    return forward + PRODUCT * tokens * shape.layers * shape.hidden**2
+
+
+def pairs_flops(shape: Shape, tokens: int, length: int, *, groups: int) -> int:
+    """Of two models over the same text, once a group of layers, and the products of all.
+
+    A group computes no layer behind its last.
+    """
+    forward = 2 * forward_flops(shape, tokens, length, head=False)
+    squares = shape.layers * (shape.inner**2 + shape.heads_width**2 + shape.hidden**2)
+    return int(forward * (groups + 1) / 2) + PRODUCT * tokens * squares
+
+
+def similarity_flops(
+    shape: Shape, tokens: int, length: int, *, streams: int, widths: list[int]
+) -> int:
+    """Of comparing streams over the same text, in all layers."""
+    forward = streams * forward_flops(shape, tokens, length, head=False)
+    products = streams * (streams + 1) // 2 * sum(width**2 for width in widths)
+    return forward + PRODUCT * tokens * shape.layers * products
