@@ -246,6 +246,22 @@ def test_a_registered_checkpoint_comes_back_byte_for_byte(tracker, registry, che
         assert copied["upcycle/recipe.yaml"].read_text() == "name: demo"
 
 
+def test_registered_weights_are_on_the_disk_once(place, tracker, registry, checkpoint, tmp_path):
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(bytes(1 << 22))
+    os.sync()
+    before = os.statvfs(tmp_path)
+    with tracker.start_run("flow") as run:
+        version = registry.register("once", checkpoint, Registration(), run=run)
+    registered = registry.place(version.reference)
+    for name in ("config.json", weights.name):
+        assert (registered / name).read_bytes() == (checkpoint / name).read_bytes()
+    linked = (registered / weights.name).stat().st_ino == weights.stat().st_ino
+    used = (before.f_bfree - os.statvfs(tmp_path).f_bfree) * before.f_frsize
+    assert linked or used < weights.stat().st_size
+    assert (registered / "config.json").stat().st_nlink == 1  # what may be written to is apart
+
+
 def test_a_download_is_refused_where_something_lies_or_nothing_is_known(registry, tmp_path):
     with pytest.raises(InputError, match="exists; name a new folder"):
         registry.download("models:/back/1", tmp_path)
