@@ -10,14 +10,12 @@ what the kernel had to load again of all weights of experts and home, after it w
 them: nothing escapes that count, and a header is a few pages of it.
 """
 
-import ctypes
 import json
-import mmap
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.children import run_python
 from benchmarks.common import parser_of, print_result, print_table
 from benchmarks.models import save_word_tokenizer
+from benchmarks.page_cache import forget, held_bytes, weights_below
 from upcycle_core.checkpoints.load import quiet_loading
 
 SIZES: dict[str, dict[str, int]] = {
@@ -68,13 +67,13 @@ def main() -> None:
         recipe = make(folder, SIZES[options.size], options.domains)
         time.sleep(SETTLE_SECONDS)
         experts, home = folder / "experts", folder / "home"
-        size = weight_bytes(experts)
+        size = sum(file.stat().st_size for file in weights_below(experts))
         first = run("flows.dume", recipe, experts=experts, home=home)
         places = {path.name: disk_bytes([path]) for path in sorted(home.iterdir())}
         disk = disk_bytes([home])
-        forget(weights := [*files_of(experts), *files_of(home)])
+        forget(weights := list(weights_below(experts, home)))
         again = run("flows.retrain", recipe, experts=experts, home=home)
-        loaded = sum(resident_bytes(file) for file in weights)
+        loaded = sum(map(held_bytes, weights))
         held = sum(file.stat().st_size for file in weights)
     rows = [
         ["experts", size / 1e6, 1.0],
@@ -198,21 +197,6 @@ def counted(arguments: Sequence[str]) -> None:
     sys.exit(code)
 
 
-def files_of(folder: Path) -> Iterator[Path]:
-    """Weights below a folder, each inode once."""
-    seen = set()
-    for file in sorted(folder.rglob("*.safetensors")):
-        status = file.stat()
-        if file.is_file() and (status.st_dev, status.st_ino) not in seen:
-            seen.add((status.st_dev, status.st_ino))
-            yield file
-
-
-def weight_bytes(folder: Path) -> int:
-    """Bytes of all weights below a folder."""
-    return sum(file.stat().st_size for file in files_of(folder))
-
-
 def disk_bytes(folders: Sequence[Path]) -> int:
     """What all that lies below folders takes on the disk, each inode once."""
     blocks = {
@@ -222,28 +206,6 @@ def disk_bytes(folders: Sequence[Path]) -> int:
         if (status := file.lstat())
     }
     return sum(blocks.values())
-
-
-def forget(files: Sequence[Path]) -> None:
-    """Let the kernel drop what it holds of files."""
-    os.sync()
-    for file in files:
-        with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    left = sum(resident_bytes(file) for file in files)
-    assert left == 0, f"{left} bytes are held still; does another process map these files?"
-
-
-def resident_bytes(file: Path) -> int:
-    """What the kernel holds of a file: all that anybody has read of it since ``forget``."""
-    size = file.stat().st_size
-    pages = -(-size // mmap.PAGESIZE)
-    libc, held = ctypes.CDLL(None, use_errno=True), (ctypes.c_ubyte * pages)()
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), size, mmap.MAP_PRIVATE) as mapped:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), held):
-            raise OSError(ctypes.get_errno(), f"mincore of {file}")
-    return sum(page & 1 for page in held) * mmap.PAGESIZE
 
 
 if __name__ == "__main__":
