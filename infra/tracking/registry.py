@@ -183,7 +183,7 @@ class Registry:
             folder = download_artifacts(
                 reference, dst_path=str(staging), tracking_uri=self._uri, registry_uri=self._uri
             )
-            if not any(Path(folder).rglob("config.json")):
+            if not any(Path(folder).rglob("*config.json")):  # an adapter has its own
                 raise InputError(Fault("model", reference, self._empty(reference)))
             Path(folder).rename(destination)
         except MlflowException as error:
