@@ -33,7 +33,7 @@ class KnownFiles:
     """A memory that processes share.
 
     Args:
-        path: Its file, of SQLite; None remembers nothing.
+        path: Its file, of SQLite; None remembers nothing. One that fails is not asked again.
         verify: ``changed`` believes it of files that look unchanged; ``always`` reads every file
             each time: for storage that lies about times, or to find bits that a disk flipped.
     """
@@ -128,6 +128,7 @@ class KnownFiles:
                 opened.execute(TABLE)
                 return opened.execute(statement, values).fetchone()
         except (OSError, sqlite3.OperationalError):  # full, only read, or held for too long
+            self.path = None  # and not waited for again
             return None
         except sqlite3.DatabaseError:
             for damaged in (self.path, self.path.with_name(f"{self.path.name}-journal")):

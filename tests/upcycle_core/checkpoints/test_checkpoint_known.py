@@ -202,6 +202,22 @@ def test_where_nothing_can_be_remembered_files_are_read(place):
     assert place.reads == 2
 
 
+def test_a_memory_that_somebody_holds_is_waited_for_once(place, monkeypatch):
+    place.sha256()
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.05)
+    holder = sqlite3.connect(place.memory, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    known = KnownFiles(place.memory)
+    known.sha256(place.file, read=place.read)
+    assert place.reads == 2
+    holder.execute("ROLLBACK")
+    holder.close()
+    known.sha256(place.file, read=place.read)
+    assert place.reads == 3
+    place.sha256()  # of another process: it was remembered all the while
+    assert place.reads == 3
+
+
 def test_processes_share_a_memory(tmp_path):
     for number in range(40):
         (tmp_path / "files").mkdir(exist_ok=True)
