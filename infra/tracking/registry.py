@@ -194,6 +194,18 @@ class Registry:
             shutil.rmtree(staging, ignore_errors=True)
         return destination
 
+    def lend(self, reference: str, destination: Path) -> Path:
+        """As ``download``, for who reads alone: weights that lie on this disk stay on it once.
+
+        Raises:
+            InputError: As ``download``.
+        """
+        place = self.place(reference)
+        if place is None or destination.exists():
+            return self.download(reference, destination)
+        _place_files(place, destination)
+        return destination
+
     def fetch(self, reference: str, cache: Path) -> Path:
         """Return the checkpoint directory of a registered model, ours or one that MLflow logged.
 
@@ -313,10 +325,7 @@ class Registry:
         if place is None:
             self._client.log_model_artifacts(model_id, str(directory))
             return
-        for file in sorted(file for file in directory.rglob("*") if not file.is_dir()):
-            target = place / file.relative_to(directory)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (link_file if file.suffix == WEIGHTS else copy_file)(file, target)
+        _place_files(directory, place)
 
     def _version(self, found: ModelVersion) -> Version:
         # A search does not return the aliases.
@@ -341,6 +350,14 @@ class Registry:
         if not source.startswith(MODEL_SCHEME):
             return None
         return self._client.get_logged_model(source.removeprefix(MODEL_SCHEME))
+
+
+def _place_files(directory: Path, place: Path) -> None:
+    """Copy all files of a directory; weights, which nobody writes to, by a link if that can be."""
+    for file in sorted(file for file in directory.rglob("*") if not file.is_dir()):
+        target = place / file.relative_to(directory)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (link_file if file.suffix == WEIGHTS else copy_file)(file, target)
 
 
 def _take_checkpoint(registry: Registry, reference: str, out: Path) -> None:

@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+import shutil
 import signal
 import sqlite3
 import time
@@ -18,6 +19,8 @@ from infra import settings
 from infra.tracking.records import ROOM, DatasetRecord, Registration, flatten, with_room
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker, open_database
+from upcycle_core.checkpoints.copy import link_file
+from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.errors import InputError
 
 
@@ -260,6 +263,26 @@ def test_registered_weights_are_on_the_disk_once(place, tracker, registry, check
     used = (before.f_bfree - os.statvfs(tmp_path).f_bfree) * before.f_frsize
     assert linked or used < weights.stat().st_size
     assert (registered / "config.json").stat().st_nlink == 1  # what may be written to is apart
+
+
+def test_what_is_lent_is_whole_and_costs_no_disk(tracker, registry, checkpoint, tmp_path):
+    with tracker.start_run("flow") as run:
+        version = registry.register("lent", checkpoint, Registration(), run=run)
+    lent = registry.lend(version.reference, tmp_path / "lent")
+    downloaded = registry.download(version.reference, tmp_path / "downloaded")
+    mlflows = ["registered_model_meta"]  # which it adds to what it downloads
+    assert tree_digest(lent) == tree_digest(downloaded, exclude=mlflows)
+    weights = [folder / "model.safetensors" for folder in (lent, checkpoint)]
+    cloned = tmp_path / "cloned"
+    link_file(weights[0], cloned)
+    linked = cloned.stat().st_ino == weights[0].stat().st_ino
+    assert not linked or os.path.samefile(*weights)
+    with pytest.raises(InputError, match="exists; name a new folder"):
+        registry.lend(version.reference, tmp_path / "lent")
+    with pytest.raises(InputError, match="models:/nobody@champion"):
+        registry.lend("models:/nobody@champion", tmp_path / "out")
+    shutil.rmtree(lent)
+    assert (registry.place(version.reference) / "model.safetensors").is_file()
 
 
 def test_a_download_is_refused_where_something_lies_or_nothing_is_known(registry, tmp_path):
