@@ -150,6 +150,7 @@ def _check(recipe: Recipe, workspace: Workspace, version: Version) -> int:
     Raises:
         InputError: With every artifact that is absent or not as it was.
     """
+    workspace.known.verify = "always"
     needed = [
         stage.artifact(item)
         for stage in stages_of(recipe)

@@ -211,7 +211,8 @@ class FlowSession:
             for label, digest in digests.items()
             if known.get(label) != digest or label not in kept
         ]
-        self.versions.commit(new)
+        with self.workspace.linking(published[label] for label in new):
+            self.versions.commit(new)
         if new:
             record.add(digests)
 

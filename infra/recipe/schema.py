@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from infra.recipe.resources import ComputeConfig
 from upcycle_core.backbone.config import BackboneConfig
 from upcycle_core.baselines.config import Baseline, ComparisonConfig
+from upcycle_core.checkpoints.known import Verify
 from upcycle_core.config import SEEDS, config
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source, TokenizerConfig
 from upcycle_core.corpora.tuning.config import InstructionsConfig
@@ -193,6 +194,10 @@ class Recipe:
     """Resources."""
     versions: VersionsConfig = field(default_factory=VersionsConfig)
     """DVC."""
+    verify: Verify = "changed"
+    """Which files are read and held against their hashes: those that are not as they were when they
+    were read last, by device, inode, size and times; or `always` all, each time, where storage lies
+    about times, or to find bits that a disk has flipped."""
     keep: KeepConfig = field(default_factory=KeepConfig)
     """What `flows.tidy` leaves."""
     lineage: Lineage | None = None

@@ -20,11 +20,13 @@ from infra.tracking.private import delete_files
 from infra.tracking.records import Registration, Version, flatten, with_room
 from infra.tracking.runs import METRICS_PER_CALL, PARAM_LENGTH, Run, milliseconds, open_database
 from infra.tracking.served import write_mlmodel
+from upcycle_core.checkpoints.copy import copy_file, link_file
 from upcycle_core.checkpoints.place import make_once
 from upcycle_core.errors import Fault, InputError
 
 MODEL_SCHEME = "models:/"
 PROVENANCE_FOLDER = "upcycle"
+WEIGHTS = ".safetensors"
 ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """What MLflow says of a model and of an alias that is not there."""
 DESCRIPTION = """`champion` is the version to use, `challenger` the newest one. Each says what
@@ -181,7 +183,7 @@ class Registry:
             folder = download_artifacts(
                 reference, dst_path=str(staging), tracking_uri=self._uri, registry_uri=self._uri
             )
-            if not any(Path(folder).rglob("config.json")):
+            if not any(Path(folder).rglob("*config.json")):  # an adapter has its own
                 raise InputError(Fault("model", reference, self._empty(reference)))
             Path(folder).rename(destination)
         except MlflowException as error:
@@ -190,6 +192,18 @@ class Registry:
             raise InputError(Fault("model", reference, remedy)) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+        return destination
+
+    def lend(self, reference: str, destination: Path) -> Path:
+        """As ``download``, for who reads alone: weights that lie on this disk stay on it once.
+
+        Raises:
+            InputError: As ``download``.
+        """
+        place = self.place(reference)
+        if place is None or destination.exists():
+            return self.download(reference, destination)
+        _place_files(place, destination)
         return destination
 
     def fetch(self, reference: str, cache: Path) -> Path:
@@ -292,7 +306,7 @@ class Registry:
     ) -> None:
         if not directory.is_dir():  # MLflow would copy nothing and call it done
             raise NotADirectoryError(directory)
-        self._client.log_model_artifacts(model_id, str(directory))
+        self._copy_checkpoint(model_id, directory)
         with tempfile.TemporaryDirectory() as folder:
             served = Path(folder) / "served"
             own = {"model_id": model_id, "run_id": run.id, "bos": registration.bos}
@@ -303,6 +317,15 @@ class Registry:
                 data = content.encode() if isinstance(content, str) else content
                 (Path(folder) / file).write_bytes(data)
             self._client.log_model_artifacts(model_id, folder, PROVENANCE_FOLDER)
+
+    def _copy_checkpoint(self, model_id: str, directory: Path) -> None:
+        """Copy what is published; weights are on the disk once where MLflow's files are on it."""
+        location = self._client.get_logged_model(model_id).artifact_location
+        place = local_folder(location, self._settings)
+        if place is None:
+            self._client.log_model_artifacts(model_id, str(directory))
+            return
+        _place_files(directory, place)
 
     def _version(self, found: ModelVersion) -> Version:
         # A search does not return the aliases.
@@ -327,6 +350,14 @@ class Registry:
         if not source.startswith(MODEL_SCHEME):
             return None
         return self._client.get_logged_model(source.removeprefix(MODEL_SCHEME))
+
+
+def _place_files(directory: Path, place: Path) -> None:
+    """Copy all files of a directory; weights, which nobody writes to, by a link if that can be."""
+    for file in sorted(file for file in directory.rglob("*") if not file.is_dir()):
+        target = place / file.relative_to(directory)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (link_file if file.suffix == WEIGHTS else copy_file)(file, target)
 
 
 def _take_checkpoint(registry: Registry, reference: str, out: Path) -> None:

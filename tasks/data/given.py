@@ -7,9 +7,15 @@ from infra.recipe.schema import Recipe
 from tasks.engine.stage_run import StageRun
 from upcycle_core.backbone.form import changes
 from upcycle_core.checkpoints.given_as import given_as
+from upcycle_core.checkpoints.known import FILE, KnownFiles
 from upcycle_core.given.resolve import resolve_model
 
 REGISTERED = "models:/"
+
+
+def known_files(recipe: Recipe, cache: Path) -> KnownFiles:
+    """What is remembered of files, beside the models that are kept in ``cache``."""
+    return KnownFiles(cache / FILE, verify=recipe.verify)
 
 
 def given_model(recipe: Recipe, reference: str, cache: Path) -> Path:
@@ -26,7 +32,8 @@ def given_model(recipe: Recipe, reference: str, cache: Path) -> Path:
     """
     seed = recipe.seed_model.model
     base = None if seed is None or seed == reference else _on_disk(seed, cache)
-    return resolve_model(_on_disk(reference, cache), cache, base=base)
+    known = known_files(recipe, cache)
+    return resolve_model(_on_disk(reference, cache), cache, base=base, known=known)
 
 
 def forms(run: StageRun) -> dict[str, str]:

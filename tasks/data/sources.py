@@ -11,7 +11,7 @@ from pathlib import Path
 from infra.recipe.checks import responses_asked
 from infra.recipe.schema import Recipe
 from tasks.data.fits import repair_faults, weight_faults
-from tasks.data.given import given_model
+from tasks.data.given import given_model, known_files
 from tasks.data.licences import FILE as LICENCES
 from tasks.data.licences import licence_faults, stated_licences
 from tasks.data.task_sets import task_fingerprint, task_set_faults
@@ -61,6 +61,7 @@ def sources(run: StageRun) -> None:
 def write_sources(run: StageRun) -> None:
     """Write the fingerprints of what any recipe may name."""
     recipe = run.recipe
+    known = known_files(recipe, run.models)
     for name, domain in recipe.domains.items():
         found: dict[str, object] = {
             part: source_fingerprint(source, folder=recipe.text_folder)
@@ -70,10 +71,11 @@ def write_sources(run: StageRun) -> None:
         origin = None if domain.origin is None else domain.origin.model
         for part, model in {"expert": domain.expert, "origin": origin}.items():
             if model is not None:
-                found[part] = tree_digest(given_model(recipe, model, run.models))
+                found[part] = tree_digest(given_model(recipe, model, run.models), known=known)
         write_fingerprints(run.out / f"{name}.json", found)
     if recipe.seed_model.model is not None:
-        digest = tree_digest(given_model(recipe, recipe.seed_model.model, run.models))
+        given = given_model(recipe, recipe.seed_model.model, run.models)
+        digest = tree_digest(given, known=known)
         write_fingerprints(run.out / f"{SEED}.json", {SEED: digest})
     if recipe.seed_text is not None:
         read = source_fingerprint(recipe.seed_text, folder=recipe.text_folder)
@@ -97,8 +99,11 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
         for name, domain in recipe.domains.items()
     }
     models[SEED] = recipe.seed_model.model
+    known = known_files(recipe, run.models)
     given = {
-        n: CheckpointReader(given_model(recipe, m, run.models)) for n, m in models.items() if m
+        n: CheckpointReader(given_model(recipe, m, run.models), known=known)
+        for n, m in models.items()
+        if m
     }
     tokens = {n: token_ids(r.directory) for n, r in given.items()} if of_one_seed else {}
     dtype = recipe.experts.dtype
@@ -194,10 +199,11 @@ def opened_models(
 ) -> tuple[dict[str, CheckpointReader], dict[str, TokenIds], list[Fault]]:
     """Readers and tokens of models, and what keeps the others from being read."""
     readers, tokens, faults = {}, {}, []
+    known = known_files(recipe, cache)
     for field, reference in given.items():
         try:
             directory = given_model(recipe, reference, cache)
-            readers[field] = CheckpointReader(directory, field=field)
+            readers[field] = CheckpointReader(directory, field=field, known=known)
             tokens[field] = token_ids(directory)
             check_tokenizer(directory)
         except InputError as error:

@@ -32,7 +32,9 @@ def register_compressed(registrar: Registrar) -> Outcome | None:
     folder = registrar.session.workspace.path("compression")
     if not (folder / MODEL).exists():
         return None
-    digest, name = fingerprint(tree_digest(folder / MODEL)), compressed_name(recipe)
+    memory = registrar.session.workspace.known
+    digest = fingerprint(tree_digest(folder / MODEL, known=memory))
+    name = compressed_name(recipe)
     known = offered(registrar.registry, name, {digest}, compressed=True)
     if known is not None:
         return known

@@ -65,6 +65,9 @@ class Session:
     stopping: Event = field(default_factory=Event)
     began: float = field(default_factory=time.monotonic)
 
+    def __post_init__(self) -> None:
+        self.workspace.known.verify = self.recipe.verify
+
     def check(self) -> None:
         """End the stage that calls, as Ctrl-C ends the main thread.
 
@@ -125,7 +128,7 @@ class StageRun:
     @property
     def models(self) -> Path:
         """Where models from a hub are kept, for all workspaces."""
-        return self.session.workspace.root.parent / "models"
+        return self.session.workspace.models
 
     def path(self, artifact: str) -> Path:
         """Where an input, or a part of one, is published.

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from infra.cluster.pieces import remove
 from infra.durable import sync, sync_tree, write_atomically
 from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
+from upcycle_core.checkpoints.known import FILE, KnownFiles
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 PROVENANCE = "provenance.json"
@@ -37,6 +38,9 @@ class Workspace:
 
     Args:
         root: The folder; made if it is missing.
+
+    Attributes:
+        known: Hashes of files that have not changed since they were read.
     """
 
     def __init__(self, root: Path) -> None:
@@ -44,6 +48,12 @@ class Workspace:
         self.root = root.resolve()
         self.staging = self.root / ".staging"
         self.pieces = self.root / ".pieces"
+        self.known = KnownFiles(self.models / FILE)
+
+    @property
+    def models(self) -> Path:
+        """Where given models are kept, for all workspaces."""
+        return self.root.parent / "models"
 
     def path(self, artifact: str) -> Path:
         """Where ``artifact`` (``experts/law``) is published."""
@@ -92,7 +102,7 @@ class Workspace:
             artifact: Its published name.
             provenance: What made it; the files' hashes are added.
         """
-        files = tree_digest(staged, exclude=(PROVENANCE,))
+        files = tree_digest(staged, exclude=(PROVENANCE,), known=self.known, own=True)
         record = json.dumps({**provenance, "files": files}, indent=1, sort_keys=True)
         (staged / PROVENANCE).write_text(record + "\n")
         sync_tree(staged)
@@ -132,7 +142,7 @@ class Workspace:
         record = self.record(artifact)
         if record is None:
             return None
-        files = tree_digest(self.path(artifact), exclude=(PROVENANCE,))
+        files = tree_digest(self.path(artifact), exclude=(PROVENANCE,), known=self.known)
         return record if files == record["files"] else None
 
     def artifact_of(self, path: str) -> str | None:
@@ -147,7 +157,7 @@ class Workspace:
         record = self.record(artifact)
         if record is None:
             return [directory / PROVENANCE]
-        files = tree_digest(directory, exclude=(PROVENANCE,))
+        files = tree_digest(directory, exclude=(PROVENANCE,), known=self.known)
         return [directory / name for name in files if files[name] != record["files"].get(name)]
 
     def digest(self, path: str) -> str | None:
@@ -161,13 +171,15 @@ class Workspace:
         artifact = self.artifact_of(path)
         record = None if artifact is None else self.record(artifact)
         if artifact is None or record is None:
-            return fingerprint(tree_digest(full)) if full.is_dir() else sha256_file(full)
+            if full.is_dir():
+                return fingerprint(tree_digest(full, known=self.known))
+            return self.known.sha256(full)
         files = record["files"]
         if path == artifact:
             return fingerprint(files)
         inside = path.removeprefix(f"{artifact}/")
         if full.is_file():
-            return files.get(inside) or sha256_file(full)
+            return files.get(inside) or self.known.sha256(full)
         below = {n: file for n, file in files.items() if n.startswith(f"{inside}/")}
         return fingerprint({n.removeprefix(f"{inside}/"): file for n, file in below.items()})
 
@@ -196,6 +208,13 @@ class Workspace:
         values = {**provenance, "files": record["files"], "former_digests": former}
         text = json.dumps(values, indent=1, sort_keys=True) + "\n"
         write_atomically(self.path(artifact) / PROVENANCE, text)
+
+    @contextmanager
+    def linking(self, artifacts: Iterable[str]) -> Iterator[None]:
+        """Know the files of ``artifacts`` again, which are linked to from elsewhere meanwhile."""
+        folders = [self.path(artifact) for artifact in artifacts]
+        with self.known.linking([file for folder in folders for file in folder.rglob("*")]):
+            yield
 
     def _former(self, artifact: str) -> list[str]:
         return (self.record(artifact) or {}).get("former_digests", [])

@@ -35,7 +35,7 @@ class Champion:
         session: The recipe at work.
         registry: Where its files are.
         version: Its version.
-        directory: Where its files are copied when they are needed.
+        directory: Where its files are when they are needed: read, never written to.
     """
 
     session: Session
@@ -112,7 +112,7 @@ class Champion:
         return done[piece.name]
 
     def _fetch(self) -> None:
-        """Copy its files, and hold them against the hashes that they were registered with.
+        """Take its files, and hold them against the hashes that they were registered with.
 
         Raises:
             InputError: They are gone, or are not those that were registered.
@@ -123,7 +123,7 @@ class Champion:
         remedy += f"{self.version.name}), or take the alias away in MLflow (make up), and run the "
         remedy += "same command again"
         try:
-            self.registry.download(self.version.reference, self.directory)
+            self.registry.lend(self.version.reference, self.directory)
         except InputError as error:
             said = f"its files cannot be had ({error})"
             raise InputError(Fault(CHAMPION, self.version.reference, said + remedy)) from error

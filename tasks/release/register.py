@@ -148,7 +148,8 @@ class Registrar:
             description=description,
             bos=recipe.corpus.bos,
         )
-        version = self.registry.register(name, directory, made, run=self.run)
+        with self.session.workspace.known.linking(directory.rglob("*")):
+            version = self.registry.register(name, directory, made, run=self.run)
         named = with_aliases(self.registry, version)
         if recipe.registry.certificate != "none":
             named = self._certify(named)

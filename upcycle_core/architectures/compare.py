@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 
 import torch
 
 from upcycle_core.architectures.families import FAMILIES, family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, RECOMPUTED, Family
 from upcycle_core.architectures.resolve import stock_faults
-from upcycle_core.checkpoints.reader import CheckpointReader, chunks, first_non_finite
+from upcycle_core.checkpoints.reader import CheckpointReader, chunks
 from upcycle_core.checkpoints.tokenizer import TokenIds
 from upcycle_core.checkpoints.vocabulary import read_vocabulary
 from upcycle_core.errors import Fault, InputError
@@ -162,7 +163,7 @@ def _own_faults(reader: CheckpointReader, field: str) -> Iterator[Fault]:
         yield from tensor_faults(reader, family, field)
     except InputError as error:
         yield from error.faults
-    for name in first_non_finite(reader):
+    for name in reader.non_finite:
         remedy = f"{name} holds NaN or infinity; train or fetch this expert again"
         yield Fault(field, str(reader.directory), remedy)
 
@@ -172,9 +173,13 @@ def _surplus_fault(reader: CheckpointReader, name: str, field: str) -> Iterator[
     place = str(reader.directory)
     if name != LM_HEAD or EMBEDDING not in reader.tensors:
         yield Fault(field, place, f"holds {name}, which its architecture has no place for")
-    elif not torch.equal(reader.tensor(name), reader.tensor(EMBEDDING)):
+    elif not reader.fact("head equals embedding", partial(_has_tied_head, reader)):
         remedy = f"is tied by config.json, yet {name} differs from {EMBEDDING}; set "
         yield Fault(field, place, remedy + "tie_word_embeddings to false, or remove the tensor")
+
+
+def _has_tied_head(reader: CheckpointReader) -> bool:
+    return torch.equal(reader.tensor(LM_HEAD), reader.tensor(EMBEDDING))
 
 
 def _vocabulary_faults(reader: CheckpointReader, field: str) -> Iterator[Fault]:
@@ -262,7 +267,11 @@ def _same_model(first: CheckpointReader, other: CheckpointReader) -> bool:
         return ".mlp." not in name, math.prod(first.tensors[name].shape)
 
     shared = sorted(names[0] & names[1], key=order)
-    return all(_equal(first.tensor(name), other.tensor(name)) for name in shared)
+
+    def is_same() -> bool:
+        return all(_equal(first.tensor(name), other.tensor(name)) for name in shared)
+
+    return first.fact("same weights", is_same, other)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

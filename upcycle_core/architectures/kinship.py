@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -29,8 +30,15 @@ def distances(readers: Mapping[str, CheckpointReader]) -> dict[str, float]:
     if len(names) < 2:
         return {}
     layer = readers[names[0]].config["num_hidden_layers"] // 2
-    first = _attention(readers[names[0]], layer)
-    return {name: _distance(first, _attention(readers[name], layer)) for name in names[1:]}
+    first = readers[names[0]]
+
+    def distance(other: CheckpointReader) -> float:
+        return _distance(_attention(first, layer), _attention(other, layer))
+
+    return {
+        name: first.fact(f"distance {layer}", partial(distance, readers[name]), readers[name])
+        for name in names[1:]
+    }
 
 
 def apart(readers: Mapping[str, CheckpointReader]) -> dict[str, float]:

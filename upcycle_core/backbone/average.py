@@ -1,6 +1,6 @@
 """Merge models tensor by tensor: the backbone that experts share, and the averaged model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,32 +10,39 @@ from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
 from upcycle_core.backbone.config import MergeConfig
-from upcycle_core.backbone.counts import row_weights, weighted_rows
+from upcycle_core.backbone.counts import row_weights, weighted_pieces
 from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader, chunks
+from upcycle_core.checkpoints.writer import Produced
 from upcycle_core.errors import raise_faults
 
 
-def average_tensors(readers: Sequence[CheckpointReader], name: str) -> torch.Tensor:
-    """Return the mean of one tensor over checkpoints.
+def averaged_pieces(readers: Sequence[CheckpointReader], name: str) -> Iterator[torch.Tensor]:
+    """Yield the mean of one tensor over checkpoints, in flat pieces of at most ``CHUNK`` values.
 
-    Summed in fp32 in the order given, divided, cast back: (1/D) sum_d theta_d. Works through the
-    tensor in pieces, so beside the result nothing of its size is held.
+    Summed in fp32 in the order given, divided, cast back: (1/D) sum_d theta_d. Nothing of the
+    tensor's size is held.
 
     Args:
         readers: The checkpoints; at least one.
         name: A tensor that all of them hold, of one shape.
 
-    Returns:
-        The mean, in the first checkpoint's type.
+    Yields:
+        Of the mean, in the first checkpoint's type.
     """
     sources = [reader.tensor(name) for reader in readers]
-    result = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
-    for piece, *parts in zip(chunks(result), *(chunks(s) for s in sources), strict=True):
+    for parts in zip(*(chunks(source) for source in sources), strict=True):
         total = parts[0].to(torch.float32, copy=True)
         for part in parts[1:]:
             total += part
-        piece.copy_(total / len(parts))
+        yield total.div_(len(parts)).to(parts[0].dtype)
+
+
+def average_tensors(readers: Sequence[CheckpointReader], name: str) -> torch.Tensor:
+    """Return what ``averaged_pieces`` yields, as one tensor of the same shape."""
+    result = torch.empty_like(readers[0].tensor(name), memory_format=torch.contiguous_format)
+    for place, piece in zip(chunks(result), averaged_pieces(readers, name), strict=True):
+        place.copy_(piece)
     return result
 
 
@@ -89,8 +96,8 @@ def _write(
     )
     plan: Plan = {}
     for name, shape in family.tensors(first.config, ffn=ffn).items():
-        source = partial(average_tensors, readers, name)
+        source: Callable[[], Produced] = partial(averaged_pieces, readers, name)
         if name in weights:
-            source = partial(weighted_rows, readers, name, weights[name])
+            source = partial(weighted_pieces, readers, name, weights[name])
         plan[name] = shape, weights_type(first), source
     write_model(out, plan, first.config, source=first, max_shard_bytes=max_shard_bytes)

@@ -10,7 +10,7 @@ where c_dv counts token v in domain d's text. Rows of tokens that no domain has 
 Shapes: V vocabulary, H hidden size, D domains.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,26 +62,27 @@ def row_weights(counts: Sequence[Tensor]) -> Tensor:
     return weights_DV / weights_DV.sum(0)
 
 
-def weighted_rows(readers: Sequence[CheckpointReader], name: str, weights_DV: Tensor) -> Tensor:
-    """The weighted mean of one matrix over checkpoints, row by row, summed in fp32 in their order.
+def weighted_pieces(
+    readers: Sequence[CheckpointReader], name: str, weights_DV: Tensor
+) -> Iterator[Tensor]:
+    """Yield the weighted mean of one matrix over checkpoints, some rows at a time.
 
-    Beside the result nothing of its size is held.
+    Summed in fp32 in their order. Nothing of the matrix's size is held.
 
     Args:
         readers: The checkpoints, in the order of the weights.
         name: A matrix [V, H] that all of them hold.
         weights_DV: As of ``row_weights``.
 
-    Returns:
-        [V, H] in the first checkpoint's type.
+    Yields:
+        Rows [n, H] in the first checkpoint's type, of V in all.
     """
     sources = [reader.tensor(name) for reader in readers]
-    result_VH = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
-    step = max(1, CHUNK // result_VH.shape[1])
-    for start in range(0, len(result_VH), step):
+    height, width = sources[0].shape
+    step = max(1, CHUNK // width)
+    for start in range(0, height, step):
         rows = slice(start, start + step)
-        total = torch.zeros(result_VH[rows].shape)
+        total = torch.zeros(sources[0][rows].shape)
         for source, weights_V in zip(sources, weights_DV, strict=True):
             total += weights_V[rows, None].float() * source[rows].float()
-        result_VH[rows] = total
-    return result_VH
+        yield total.to(sources[0].dtype)

@@ -9,6 +9,7 @@ import torch
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
 from upcycle_core.checkpoints.writer import (
+    Produced,
     TensorSpec,
     sync_directory,
     sync_file,
@@ -18,7 +19,7 @@ from upcycle_core.checkpoints.writer import (
 from upcycle_core.progress import Progress, Silent
 
 GENERATION_CONFIG = "generation_config.json"
-Plan = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]]
+Plan = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], Produced]]]
 """Name to shape, type and source of every tensor, in the order they are written."""
 
 
@@ -61,7 +62,7 @@ def write_tensors(
     specs = [TensorSpec(name, shape, dtype) for name, (shape, dtype, _) in plan.items()]
     progress.start(what, len(specs), "tensors")
 
-    def produce(name: str) -> torch.Tensor:
+    def produce(name: str) -> Produced:
         progress.advance()
         return plan[name][2]()
 

@@ -1,14 +1,21 @@
 """Read a checkpoint without holding it: tensors are views of memory-mapped safetensors files."""
 
+import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from upcycle_core.checkpoints.known import KnownFiles
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 SINGLE_FILE = "model.safetensors"
@@ -52,6 +59,7 @@ class CheckpointReader:
         directory: Where config.json and the safetensors files lie.
         field: How errors name this checkpoint (``experts.law``).
         integers: Whether integer tensors belong to it: indices and codes of a compressed model.
+        known: Remembers what was found in files that have not changed; by default nothing does.
 
     Attributes:
         directory: As given.
@@ -65,9 +73,15 @@ class CheckpointReader:
     """
 
     def __init__(
-        self, directory: Path, *, field: str = "checkpoint", integers: bool = False
+        self,
+        directory: Path,
+        *,
+        field: str = "checkpoint",
+        integers: bool = False,
+        known: KnownFiles | None = None,
     ) -> None:
         self.directory = Path(directory)
+        self._known = known
         self.field = field
         self._dtypes = FLOAT_DTYPES | INTEGER_DTYPES if integers else FLOAT_DTYPES
         self.config, faults = _read_config(self.directory, field)
@@ -95,6 +109,48 @@ class CheckpointReader:
             raise InputError(Fault(self.field, str(self.directory), f"has no tensor {name}"))
         return self._files[self.tensors[name].file].get_tensor(name)
 
+    def fact(self, name: str, find: Callable[[], Any], *others: "CheckpointReader") -> Any:
+        """What ``find`` finds in the weights of this checkpoint and of others, looked for once.
+
+        Args:
+            name: Of what is found, and of how.
+            find: Returns something JSON can hold.
+            *others: Checkpoints that it reads as well.
+        """
+        if self._known is None:
+            return find()
+        return self._known.fact(name, [reader.digests for reader in (self, *others)], find)
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """{file: sha256} of its weights."""
+        return {file: digest for file, (digest, _) in self._content.items()}
+
+    @cached_property
+    def non_finite(self) -> list[str]:
+        """Names of the tensors that hold a NaN or an infinity, in order of name."""
+        if self._known is None:
+            files = (self.directory / file for file in self._files)
+            return sorted(name for file in files for name in _non_finite_in(file))
+        return sorted(name for _, names in self._content.values() for name in names)
+
+    @cached_property
+    def _content(self) -> dict[str, tuple[str, list[str]]]:
+        """{file: its sha256, and its tensors that are not finite}, of one pass where it is new."""
+        known, content = self._known or KnownFiles(None), {}
+        for file in self._files:
+            path, scanned = self.directory / file, list[list[str]]()
+
+            def read(opened: BufferedReader, scanned: list[list[str]] = scanned) -> str:
+                digest = hashlib.sha256()
+                scanned.append(_scan(opened, digest.update))
+                return digest.hexdigest()
+
+            digest = known.sha256(path, read=read)
+            find = partial(_non_finite_in, path, scanned)
+            content[file] = digest, known.fact("not finite", [digest], find)
+        return content
+
     def _read_header(self, file: str) -> tuple[dict[str, TensorInfo], list[Fault]]:
         path = self.directory / file
         try:
@@ -116,11 +172,6 @@ class CheckpointReader:
         return infos, faults
 
 
-def first_non_finite(reader: CheckpointReader) -> list[str]:
-    """Return the names of the tensors that hold a NaN or an infinity, in order of name."""
-    return [name for name in reader.tensors if not _is_finite(reader.tensor(name))]
-
-
 def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield flat pieces (views) of at most ``CHUNK`` elements of a contiguous ``tensor``."""
     flat = tensor.reshape(-1)
@@ -128,8 +179,45 @@ def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield flat[start : start + CHUNK]
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return all(bool(torch.isfinite(piece).all()) for piece in chunks(tensor))
+def _non_finite_in(path: Path, scanned: Sequence[list[str]] = ()) -> list[str]:
+    """As ``_scan``, unless the file was scanned already."""
+    if scanned:
+        return scanned[0]
+    with path.open("rb") as opened:
+        return _scan(opened, lambda data: None)
+
+
+def _scan(file: BufferedReader, take: Callable[[memoryview], None]) -> list[str]:
+    """Names of the tensors of a safetensors file that hold a NaN or an infinity.
+
+    Smallest and largest of all values are asked for: they are NaN where one is.
+
+    Args:
+        file: Whole, as ``safe_open`` has found; read once, from its start.
+        take: Is given every byte of it, in order.
+    """
+    length = file.read(8)
+    header = file.read(struct.unpack("<Q", length)[0])
+    take(memoryview(length))
+    take(memoryview(header))
+    entries = json.loads(header)
+    entries.pop("__metadata__", None)
+    buffer = memoryview(bytearray(CHUNK * 8))
+    names = set()
+    for name, entry in sorted(entries.items(), key=lambda pair: pair[1]["data_offsets"]):
+        start, end = entry["data_offsets"]
+        dtype = FLOAT_DTYPES.get(entry["dtype"])
+        for at in range(start, end, len(buffer)):
+            piece = buffer[: min(len(buffer), end - at)]
+            file.readinto(piece)
+            take(piece)
+            if dtype is not None and not _is_finite(torch.frombuffer(piece, dtype=dtype)):
+                names.add(name)
+    return sorted(names)
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    return all(math.isfinite(value) for value in map(float, torch.aminmax(values)))
 
 
 def _read_config(directory: Path, field: str) -> tuple[dict, list[Fault]]:

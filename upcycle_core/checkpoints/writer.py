@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +17,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in (FLOAT_DTYPES | INTEGER_DTYPES).it
 ALIGNMENT = 8
 PYTORCH: Mapping[str, str] = {"format": "pt"}
 """What transformers asks of a header."""
+
+
+Produced = torch.Tensor | Iterator[torch.Tensor]
+"""A tensor; or pieces of it, together its values in order, where the whole would be too large."""
+Produce = Callable[[str], Produced]
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class TensorSpec:
 def write_sharded(
     directory: Path,
     specs: Sequence[TensorSpec],
-    produce: Callable[[str], torch.Tensor],
+    produce: Produce,
     *,
     max_shard_bytes: int,
 ) -> None:
@@ -55,7 +60,8 @@ def write_sharded(
     Args:
         directory: Where the files go; made if it is not there.
         specs: All tensors; a shard is filled until the next one does not fit.
-        produce: Name to CPU tensor of the promised shape and dtype. It is released when written.
+        produce: Name to CPU tensor of the promised shape and dtype, or to its values in pieces, in
+            order. Each is released when written.
         max_shard_bytes: Data bytes of one file; a larger tensor has a file of its own.
 
     Raises:
@@ -143,7 +149,7 @@ def _header(shard: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
 def write_file(
     path: Path,
     shard: Sequence[TensorSpec],
-    produce: Callable[[str], torch.Tensor],
+    produce: Produce,
     *,
     metadata: Mapping[str, str] = PYTORCH,
 ) -> None:
@@ -161,15 +167,38 @@ def write_file(
     with path.open("wb", buffering=0) as file:
         _write_all(file, _header(shard, metadata))
         for spec in shard:
-            tensor = produce(spec.name)
-            if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
-                raise ValueError(
-                    f"{spec.name}: {tuple(tensor.shape)} {tensor.dtype} was produced where "
-                    f"{spec.shape} {spec.dtype} was promised"
-                )
-            flat = tensor.detach().reshape(-1)  # contiguous, copied if need be
-            _write_all(file, flat.view(torch.uint8).numpy().data)
+            _write_tensor(file, spec, produce(spec.name))
         _sync(file)
+
+
+def _write_tensor(file: BinaryIO, spec: TensorSpec, made: Produced) -> None:
+    """Write a tensor, or its pieces one after the other, if they are what was promised."""
+    if isinstance(made, torch.Tensor):
+        _check(spec, tuple(made.shape), made.dtype)
+        _write_values(file, made)
+        return
+    count, promised = 0, torch.Size(spec.shape).numel()
+    for piece in made:
+        count += piece.numel()
+        if piece.dtype != spec.dtype or count > promised:
+            _check(spec, (count,), piece.dtype)
+        _write_values(file, piece)
+        del piece
+    if count != promised:
+        _check(spec, (count,), spec.dtype)
+
+
+def _check(spec: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if (shape, dtype) != (spec.shape, spec.dtype):
+        raise ValueError(
+            f"{spec.name}: {shape} {dtype} was produced where "
+            f"{spec.shape} {spec.dtype} was promised"
+        )
+
+
+def _write_values(file: BinaryIO, values: torch.Tensor) -> None:
+    flat = values.detach().reshape(-1)  # contiguous, copied if need be
+    _write_all(file, flat.view(torch.uint8).numpy().data)
 
 
 def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:

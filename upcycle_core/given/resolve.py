@@ -7,7 +7,6 @@ turned into an ordinary checkpoint once, in the models' cache, under the hash of
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download, snapshot_download
@@ -19,7 +18,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from upcycle_core.checkpoints.hashing import sha256_file
+from upcycle_core.checkpoints.known import FILE, KnownFiles
 from upcycle_core.checkpoints.place import make_once
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.given.adapter import (
@@ -52,7 +51,9 @@ CONVERSION = 1
 """Raised when the same file is to become another checkpoint."""
 
 
-def resolve_model(reference: str, cache_dir: Path, *, base: str | None = None) -> Path:
+def resolve_model(
+    reference: str, cache_dir: Path, *, base: str | None = None, known: KnownFiles | None = None
+) -> Path:
     """Return the directory of a model: config.json, safetensors and the tokenizer.
 
     Args:
@@ -61,14 +62,16 @@ def resolve_model(reference: str, cache_dir: Path, *, base: str | None = None) -
         cache_dir: Where fetched repositories, and checkpoints made of other forms, are kept.
         base: What an adapter is merged into, in any of these forms but an adapter; by default what
             it names itself.
+        known: Remembers hashes of files; by default those in ``cache_dir`` are.
 
     Raises:
         InputError: It is not there, and why; it cannot be read; an adapter that does not fit.
     """
+    known = known or KnownFiles(cache_dir / FILE)
     if reference.endswith(GGUF):
-        return _of_gguf(_gguf_path(reference, cache_dir), cache_dir)
+        return _of_gguf(_gguf_path(reference, cache_dir), cache_dir, known)
     directory = _directory(reference, cache_dir)
-    return _merged(directory, base, cache_dir) if is_adapter(directory) else directory
+    return _merged(directory, base, cache_dir, known) if is_adapter(directory) else directory
 
 
 def _directory(reference: str, cache_dir: Path) -> Path:
@@ -129,23 +132,23 @@ def _fetched(reference: str, fetch: Callable[[], str]) -> Path:
     raise InputError(Fault("model", reference, remedy))
 
 
-def _of_gguf(path: Path, cache_dir: Path) -> Path:
+def _of_gguf(path: Path, cache_dir: Path, known: KnownFiles) -> Path:
     from upcycle_core.given.gguf_file import open_gguf, write_gguf  # imports transformers
 
-    out = _place(cache_dir, {"gguf": _digest(path)})
+    out = _place(cache_dir, {"gguf": known.sha256(path)})
     return make_once(out, lambda partial: write_gguf(open_gguf(path), partial))
 
 
-def _merged(directory: Path, base: str | None, cache_dir: Path) -> Path:
+def _merged(directory: Path, base: str | None, cache_dir: Path, known: KnownFiles) -> Path:
     adapter = Adapter(directory)
-    into = _base(adapter, base, cache_dir)
-    parts = {"adapter": _digests(directory), "base": _digests(into)}
+    into = _base(adapter, base, cache_dir, known)
+    parts = {"adapter": _digests(directory, known), "base": _digests(into, known)}
     return make_once(
         _place(cache_dir, parts), lambda partial: merge_adapter(adapter, into, partial)
     )
 
 
-def _base(adapter: Adapter, named: str | None, cache_dir: Path) -> Path:
+def _base(adapter: Adapter, named: str | None, cache_dir: Path, known: KnownFiles) -> Path:
     """The checkpoint that an adapter is merged into.
 
     Raises:
@@ -156,11 +159,11 @@ def _base(adapter: Adapter, named: str | None, cache_dir: Path) -> Path:
     if reference is None:
         remedy = f"{ADAPTER_CONFIG} names no base; name it in seed_model.model"
         raise InputError(Fault("adapter", place, remedy))
-    base = _base_directory(reference, place, cache_dir)
+    base = _base_directory(reference, place, cache_dir, known)
     if named is None or own is None or own == named:
         return base
     if Path(own).is_dir():
-        is_other = _weights(Path(own)) != _weights(base)
+        is_other = _weights(Path(own), known) != _weights(base, known)
     else:
         is_other = _is_hub_id(own) and _is_hub_id(named)
     if is_other:
@@ -170,12 +173,12 @@ def _base(adapter: Adapter, named: str | None, cache_dir: Path) -> Path:
     return base
 
 
-def _base_directory(reference: str, place: str, cache_dir: Path) -> Path:
+def _base_directory(reference: str, place: str, cache_dir: Path, known: KnownFiles) -> Path:
     try:
         if not reference.endswith(GGUF) and is_adapter(_directory(reference, cache_dir)):
             remedy = f"its base {reference} is an adapter too; give the model that both are of"
             raise InputError(Fault("adapter", place, remedy))
-        return resolve_model(reference, cache_dir)
+        return resolve_model(reference, cache_dir, known=known)
     except InputError as error:
         faults = (Fault("base of the adapter", f.value, f.remedy) for f in error.faults)
         raise InputError(*faults) from error
@@ -185,28 +188,17 @@ def _is_hub_id(reference: str) -> bool:
     return reference.count("/") == 1 and _found(reference) is None
 
 
-def _weights(directory: Path) -> list[str]:
-    return sorted(_digest(path) for path in directory.glob("*.safetensors"))
+def _weights(directory: Path, known: KnownFiles) -> list[str]:
+    return sorted(known.sha256(path) for path in directory.glob("*.safetensors"))
 
 
-def _digests(directory: Path) -> dict[str, str]:
+def _digests(directory: Path, known: KnownFiles) -> dict[str, str]:
     """{file: sha256} of what belongs to a model or an adapter."""
     files = {path for pattern in WANTED for path in directory.glob(pattern) if path.is_file()}
-    return {path.name: _digest(path) for path in sorted(files)}
+    return {path.name: known.sha256(path) for path in sorted(files)}
 
 
 def _place(cache_dir: Path, parts: Mapping[str, object]) -> Path:
     """Where the checkpoint made of these bytes is kept."""
     text = json.dumps({"conversion": CONVERSION, **parts}, sort_keys=True)
     return cache_dir / CONVERTED / hashlib.sha256(text.encode()).hexdigest()
-
-
-def _digest(path: Path) -> str:
-    status = path.stat()
-    return _known_digest(path, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-@lru_cache(maxsize=4096)
-def _known_digest(path: Path, *_: int) -> str:
-    """sha256 of a file, read again once it has changed."""
-    return sha256_file(path)

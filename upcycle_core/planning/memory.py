@@ -8,6 +8,7 @@ Shapes: L layers, H hidden size, I intermediate size, V vocabulary, T tokens, D 
 
 from upcycle_core.activations.moments import triangle_size
 from upcycle_core.activations.regression import HALVES
+from upcycle_core.checkpoints.reader import CHUNK
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.perplexity import TOKENS_AT_ONCE
@@ -110,8 +111,8 @@ def _mapped(shape: Shape, precision: Arithmetic, device: str) -> int:
 
 
 def averaging_bytes(shape: Shape) -> int:
-    """Of averaging: one tensor of the result."""
-    return shape.itemsize * shape.largest
+    """Of averaging: a piece of the sum, of another tensor's and of the result, of any model."""
+    return CHUNK * (FP32 + FP32 + shape.itemsize)
 
 
 def solving_bytes(shape: Shape, experts: int) -> int:

@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+import shutil
 import signal
 import sqlite3
 import time
@@ -19,6 +20,8 @@ from infra import settings
 from infra.tracking.records import ROOM, DatasetRecord, Registration, flatten, with_room
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker, open_database
+from upcycle_core.checkpoints.copy import link_file
+from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.errors import InputError
 
 
@@ -245,6 +248,42 @@ def test_a_registered_checkpoint_comes_back_byte_for_byte(tracker, registry, che
         for name in ("config.json", "model.safetensors"):
             assert copied[name].read_bytes() == (checkpoint / name).read_bytes()
         assert copied["upcycle/recipe.yaml"].read_text() == "name: demo"
+
+
+def test_registered_weights_are_on_the_disk_once(place, tracker, registry, checkpoint, tmp_path):
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(bytes(1 << 22))
+    os.sync()
+    before = os.statvfs(tmp_path)
+    with tracker.start_run("flow") as run:
+        version = registry.register("once", checkpoint, Registration(), run=run)
+    registered = registry.place(version.reference)
+    for name in ("config.json", weights.name):
+        assert (registered / name).read_bytes() == (checkpoint / name).read_bytes()
+    linked = (registered / weights.name).stat().st_ino == weights.stat().st_ino
+    used = (before.f_bfree - os.statvfs(tmp_path).f_bfree) * before.f_frsize
+    assert linked or used < weights.stat().st_size
+    assert (registered / "config.json").stat().st_nlink == 1  # what may be written to is apart
+
+
+def test_what_is_lent_is_whole_and_costs_no_disk(tracker, registry, checkpoint, tmp_path):
+    with tracker.start_run("flow") as run:
+        version = registry.register("lent", checkpoint, Registration(), run=run)
+    lent = registry.lend(version.reference, tmp_path / "lent")
+    downloaded = registry.download(version.reference, tmp_path / "downloaded")
+    mlflows = ["registered_model_meta"]  # which it adds to what it downloads
+    assert tree_digest(lent) == tree_digest(downloaded, exclude=mlflows)
+    weights = [folder / "model.safetensors" for folder in (lent, checkpoint)]
+    cloned = tmp_path / "cloned"
+    link_file(weights[0], cloned)
+    linked = cloned.stat().st_ino == weights[0].stat().st_ino
+    assert not linked or os.path.samefile(*weights)
+    with pytest.raises(InputError, match="exists; name a new folder"):
+        registry.lend(version.reference, tmp_path / "lent")
+    with pytest.raises(InputError, match="models:/nobody@champion"):
+        registry.lend("models:/nobody@champion", tmp_path / "out")
+    shutil.rmtree(lent)
+    assert (registry.place(version.reference) / "model.safetensors").is_file()
 
 
 def test_a_download_is_refused_where_something_lies_or_nothing_is_known(registry, tmp_path):

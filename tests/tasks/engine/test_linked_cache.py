@@ -1,9 +1,12 @@
 """DVC's cache links to what is published: once on the disk, and damage in place heals."""
 
+import hashlib
+import os
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +21,7 @@ from upcycle_core.errors import InputError
 
 LABEL = "model"
 PIPELINE = f"stages:\n  {LABEL}: {{cmd: 'true', outs: [model]}}\n"
-TEXT = "weights " * 100
+TEXT = "weights " * 1000
 
 
 def make(run):
@@ -53,7 +56,8 @@ class Life:
         with self.workspace.lock("test"):
             ran = STAGE.ensure(self.session)
             if LABEL not in self.record.known():
-                self.versions.commit([LABEL])
+                with self.workspace.linking(["model"]):
+                    self.versions.commit([LABEL])
                 self.record.add({LABEL: self.workspace.digest("model")})
         return ran
 
@@ -72,6 +76,36 @@ def life(tmp_path):
 
 def test_a_published_file_is_on_the_disk_once(life):
     assert life.kept()[TEXT] == life.weights.stat().st_ino
+    assert not life.run()
+
+
+def test_what_is_up_to_date_is_not_read(life, monkeypatch):
+    """Not in a later process either, though DVC has linked to it; but where all is verified."""
+    read = []
+
+    def sha256(opened):
+        read.append(opened.name)
+        return hashlib.sha256(opened.read()).hexdigest()
+
+    monkeypatch.setattr("upcycle_core.checkpoints.known._sha256", sha256)
+    recipe, quiet = life.session.recipe, {"log": lambda text: None}
+    later = Session(recipe, Workspace(life.workspace.root), **quiet)
+    assert not STAGE.ensure(later)
+    assert life.weights not in map(Path, read)
+    later = Session(replace(recipe, verify="always"), Workspace(life.workspace.root), **quiet)
+    assert not STAGE.ensure(later)
+    assert life.weights in map(Path, read)
+
+
+def test_a_flip_in_place_with_its_time_put_back_is_made_good(life):
+    before = life.weights.stat()
+    life.weights.chmod(0o644)
+    with life.weights.open("r+b") as opened:
+        opened.write(b"W")
+    os.utime(life.weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    life.weights.chmod(0o444)
+    assert life.run()
+    assert life.weights.read_text() == TEXT
     assert not life.run()
 
 

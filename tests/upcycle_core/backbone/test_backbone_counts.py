@@ -8,7 +8,7 @@ from tests.pico import save_pico
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
 from upcycle_core.backbone.average import average_tensors, write_backbone
 from upcycle_core.backbone.config import MergeConfig
-from upcycle_core.backbone.counts import row_weights, token_counts, weighted_rows
+from upcycle_core.backbone.counts import row_weights, token_counts, weighted_pieces
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
@@ -46,7 +46,7 @@ COUNTS = ([0, 9, 1, *[0] * 92, 5], [0, 0, 3, *[0] * 92, 5], [0, 1, 0, *[0] * 92,
 def test_rows_are_the_weighted_mean(readers, at_once, monkeypatch):
     monkeypatch.setattr("upcycle_core.backbone.counts.CHUNK", at_once)
     weights = row_weights([torch.tensor(own) for own in COUNTS])
-    found = weighted_rows(readers, EMBEDDING, weights)
+    found = torch.cat(list(weighted_pieces(readers, EMBEDDING, weights)))
     torch.testing.assert_close(found, slow_rows(readers, EMBEDDING, COUNTS), atol=1e-5, rtol=0)
     # a token of nobody's text
     torch.testing.assert_close(found[7], average_tensors(readers, EMBEDDING)[7])

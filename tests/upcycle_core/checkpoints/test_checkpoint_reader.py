@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.pico import save_pico
-from upcycle_core.checkpoints.reader import CheckpointReader, first_non_finite
+from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import InputError
 
 
@@ -124,4 +124,4 @@ def test_non_finite_tensors_are_named(tmp_path, value):
         {"good": torch.zeros(4), "bad": bad, "bf16": torch.zeros(2, dtype=torch.bfloat16)},
         tmp_path / "model.safetensors",
     )
-    assert first_non_finite(CheckpointReader(tmp_path)) == ["bad"]
+    assert CheckpointReader(tmp_path).non_finite == ["bad"]

@@ -1,5 +1,6 @@
 import json
 import os
+import weakref
 
 import pytest
 import torch
@@ -85,6 +86,41 @@ def test_one_tensor_is_asked_for_at_a_time_in_order(tmp_path):
     specs = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
     write_sharded(tmp_path, specs, produce, max_shard_bytes=10**9)
     assert asked == list(tensors)
+
+
+def test_pieces_of_a_tensor_are_written_one_by_one(tmp_path):
+    whole = torch.randn(7, 3, dtype=torch.bfloat16)
+    alive = []
+
+    def pieces():
+        for rows in whole.split(2):
+            assert all(other() is None for other in alive)  # each is released when written
+            piece = rows.clone()
+            alive.append(weakref.ref(piece))
+            yield piece
+            del piece
+
+    specs = [TensorSpec("w", (7, 3), torch.bfloat16), TensorSpec("b", (2,), torch.float32)]
+    made = {"w": pieces(), "b": torch.ones(2)}
+    write_sharded(tmp_path, specs, made.__getitem__, max_shard_bytes=10**9)
+    found = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(found["w"], whole)
+    assert torch.equal(found["b"], made["b"])
+
+
+@pytest.mark.parametrize("counts", [(1,), (1, 2), ()])
+def test_pieces_that_are_not_the_whole_are_an_error(tmp_path, counts):
+    specs = [TensorSpec("a", (2,), torch.float32)]
+    pieces = (torch.zeros(count) for count in counts)
+    with pytest.raises(ValueError, match=r"a: .* was produced where"):
+        write_sharded(tmp_path, specs, lambda _: pieces, max_shard_bytes=100)
+
+
+def test_a_piece_of_another_type_is_an_error(tmp_path):
+    specs = [TensorSpec("a", (2,), torch.float32)]
+    pieces = iter([torch.zeros(1), torch.zeros(1, dtype=torch.float64)])
+    with pytest.raises(ValueError, match=r"a: .*float64 was produced where"):
+        write_sharded(tmp_path, specs, lambda _: pieces, max_shard_bytes=100)
 
 
 def test_every_file_and_the_directory_are_brought_to_the_disk(tmp_path, monkeypatch):

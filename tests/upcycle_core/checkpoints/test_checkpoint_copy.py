@@ -1,0 +1,78 @@
+"""Copies of a checkpoint's files: whole, and a change of one is never a change of the user's."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from upcycle_core.checkpoints.copy import CLONE, copy_checkpoint, copy_file, link_file
+
+CONTENT = os.urandom(300_000)
+OTHER_DISK = Path("/dev/shm")
+
+
+def shares_blocks(folder):
+    """Whether the file system lets a file share the blocks of another."""
+    with (folder / "one").open("w+b") as one, (folder / "other").open("w+b") as other:
+        one.write(CONTENT)
+        one.flush()
+        try:
+            fcntl.ioctl(other.fileno(), CLONE, one.fileno())
+        except OSError:
+            return False
+    return True
+
+
+@pytest.fixture
+def source(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(CONTENT)
+    return file
+
+
+def test_a_copy_changes_alone(source, tmp_path):
+    target = tmp_path / "copy"
+    copy_file(source, target)
+    assert target.read_bytes() == CONTENT
+    with source.open("r+b") as opened:
+        opened.write(b"another content")
+    assert target.read_bytes() == CONTENT
+    assert source.stat().st_nlink == 1
+
+
+def test_a_file_with_a_second_place_is_on_the_disk_once(source, tmp_path):
+    target = tmp_path / "second"
+    link_file(source, target)
+    assert target.read_bytes() == CONTENT
+    assert target.stat().st_ino == source.stat().st_ino or shares_blocks(tmp_path)
+    source.unlink()
+    assert target.read_bytes() == CONTENT
+
+
+def test_what_a_link_stands_for_is_linked(source, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(source)
+    link_file(link, tmp_path / "second")
+    assert not (tmp_path / "second").is_symlink()
+    assert (tmp_path / "second").read_bytes() == CONTENT
+
+
+@pytest.mark.skipif(not os.access(OTHER_DISK, os.W_OK), reason="there is no other disk here")
+def test_on_another_disk_a_second_place_is_a_copy(source, tmp_path):
+    target = OTHER_DISK / f"upcycle-{os.getpid()}-{source.stat().st_ino}"
+    try:
+        link_file(source, target)
+        assert target.read_bytes() == CONTENT
+    finally:
+        target.unlink(missing_ok=True)
+
+
+def test_a_checkpoint_is_copied_without_what_is_not_its_own(source, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "optimizer.pt").write_bytes(b"state")
+    copy_checkpoint(tmp_path, tmp_path / "out")
+    assert {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()} == {
+        "config.json": b"{}",
+        "model.safetensors": CONTENT,
+    }
