@@ -70,7 +70,7 @@ def mixture_row(
         ),
         kind=kind,
         resources=resources,
-        remedies=_smaller(kind, rows, shapes, domains, resources.device),
+        remedies=_smaller(kind, rows, shapes, domains, device=resources.device),
     )
 
 
@@ -79,6 +79,7 @@ def _smaller(
     rows: Mapping[str, Baseline],
     shapes: Mapping[str, Shape],
     domains: int,
+    *,
     device: str,
 ) -> list[str]:
     """What makes the largest step smaller: fewer trained, or activations computed again."""

@@ -80,7 +80,7 @@ def _pair(recipe: Recipe, subjects: Subjects, shape: Shape, variant: SymphonyCon
     resources = recipe.compute.alignment
     smaller = []
     if config.layers > 1:
-        smaller.append(_fewer(recipe, shape, config, resources.device))
+        smaller.append(_fewer(recipe, shape, config, device=resources.device))
     if config.batch_size > 1:
         smaller.append("a smaller symphony.calibration.batch_size")
     return Planned(
@@ -98,7 +98,7 @@ def _pair(recipe: Recipe, subjects: Subjects, shape: Shape, variant: SymphonyCon
     )
 
 
-def _fewer(recipe: Recipe, shape: Shape, config: CalibrationConfig, device: str) -> str:
+def _fewer(recipe: Recipe, shape: Shape, config: CalibrationConfig, *, device: str) -> str:
     """The setting with the least memory, and what it needs."""
     least = alignment.pairs_bytes(shape, replace(config, layers=1), device=device)
     return f"symphony.calibration.layers = 1 (then {least / 1e9:.1f} GB a piece)"
