@@ -101,6 +101,8 @@ def memory_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> It
     trained = sum(domain.expert is None for domain in recipe.domains.values())
     if trained:
         needed = size.training(config, compute.experts.device)
+        if compute.experts.sharding == "full":
+            needed //= compute.experts.workers
         what = f"to train {size.whole / 1e6:,.0f} M parameters"
         remedy = "" if config.method != "full" else "use ffn or lora"
         where = "experts.training.method"
@@ -134,10 +136,11 @@ def _fault(
     there = machine_memory(device=resources.device)
     if there is None:
         return
+    workers = getattr(resources, "workers", 1)
     if resources.gpus:
         together = min(count, max(1, int(1 / resources.gpus)))
     else:
-        together = min(count, max(1, cpus // resources.cpus))
+        together = min(workers * count, max(workers, cpus // resources.cpus))
     if together * needed <= there:
         return
     pieces = f"{together} at once, " if together > 1 else ""
