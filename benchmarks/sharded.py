@@ -31,6 +31,7 @@ from benchmarks.models import save_word_tokenizer
 from benchmarks.planned import SIZES
 from upcycle_core.checkpoints.load import quiet_loading
 from upcycle_core.progress import Silent
+from upcycle_core.training import sharding
 from upcycle_core.training.config import ExpertTrainingConfig
 from upcycle_core.training.expert import train_expert
 
@@ -129,6 +130,7 @@ def work(
     """What a worker does."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sharding.give_back_memory()  # one alone has no need to, but is measured alike
     if count > 1:
         place = f"tcp://127.0.0.1:{port}"
         distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=count)

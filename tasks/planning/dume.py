@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from infra.recipe.resources import WorkerResources
 from infra.recipe.schema import Recipe
 from tasks.planning.row import Planned
 from upcycle_core.planning import memory
-from upcycle_core.planning.rehearsal import training_bytes
+from upcycle_core.planning.rehearsal import trained_parameters, training_bytes
 from upcycle_core.planning.shape import Shape
-from upcycle_core.training.config import ExpertTrainingConfig, TrainingConfig
+from upcycle_core.training.config import ExpertMethod, ExpertTrainingConfig, TrainingConfig
 
 FP32, MOMENTS = 4, 2
 CHECKPOINTS = 3
@@ -60,13 +61,13 @@ def _text_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
 def _training_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     shape, compute = subjects.shape, recipe.compute
     if recipe.trains_seed:
-        trained = _training(shape, recipe.seed_model.training, device=compute.seed.device)
+        trained = _training(shape, recipe.seed_model.training, compute.seed)
         yield replace(trained, stage="seed", kind="seed", resources=compute.seed)
     elif recipe.has_seed:
         yield Planned("seed", 1, 1, kept=_stored(shape))
     given = sum(domain.expert is not None for domain in recipe.domains.values())
     if count := subjects.domains - given:
-        one = _training(shape, recipe.experts.training, device=compute.experts.device)
+        one = _training(shape, recipe.experts.training, compute.experts)
         yield replace(
             one,
             stage="experts",
@@ -81,15 +82,12 @@ def _training_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         yield Planned("experts", given, given, kept=given * _stored(shape))
 
 
-def _training(shape: Shape, config: TrainingConfig, *, device: str) -> Planned:
+def _training(shape: Shape, config: TrainingConfig, resources: WorkerResources) -> Planned:
     """One training: weights in fp32 come out, and the checkpoints that lie beside it meanwhile."""
-    method = config.method if isinstance(config, ExpertTrainingConfig) else "full"
-    trained = {
-        "full": shape.whole,
-        "layers": shape.whole - shape.ends,
-        "ffn": shape.ffns,
-        "lora": 0,
-    }[method]
+    method: ExpertMethod = config.method if isinstance(config, ExpertTrainingConfig) else "full"
+    trained = trained_parameters(shape, method)
+    moment = FP32 if config.optimizer_state == "fp32" else FP32 // 2
+    workers = resources.workers if resources.sharding == "full" else 1
     smaller = {
         "full": ["experts.training.method = ffn", "experts.training.method = lora"],
         "layers": ["experts.training.method = ffn", "experts.training.method = lora"],
@@ -98,6 +96,8 @@ def _training(shape: Shape, config: TrainingConfig, *, device: str) -> Planned:
     }[method]
     if config.batch_size > 1:
         smaller.append("a smaller experts.training.batch_size, with gradient_accumulation")
+    if workers == 1:
+        smaller.append("compute.experts.sharding = full, with workers on several machines")
     itemsize = shape.itemsize if method == "lora" else FP32
     whole = FP32 * (shape.whole if method != "lora" else 0)
     return Planned(
@@ -105,8 +105,8 @@ def _training(shape: Shape, config: TrainingConfig, *, device: str) -> Planned:
         1,
         1,
         kept=itemsize * shape.whole,
-        passing=CHECKPOINTS * (whole + FP32 * MOMENTS * trained),
-        memory=training_bytes(shape, config, device=device),
+        passing=CHECKPOINTS * (whole + moment * MOMENTS * trained),
+        memory=training_bytes(shape, config, device=resources.device, workers=workers),
         remedies=smaller,
     )
 
