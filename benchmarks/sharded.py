@@ -1,9 +1,9 @@
 """Memory of a worker that divides a training with others, beside that of one alone.
 
-    python -m benchmarks.sharded [--shapes 1m 135m] [--layers 30] [--workers 1 2 4] [--method full]
+    python -m benchmarks.sharded [--shapes 1m 135m] [--layers 30] [--methods full] [--tokens 256]
 
-Models of these shapes with random weights are made in a temporary folder and trained for two steps
-with the same rows on 1, 2 and 4 processes, on gloo. Two figures a worker, the largest of all
+Models of these shapes with random weights are made in a temporary folder and trained for three
+steps with the same rows on 1, 2 and 4 processes, on gloo. Two figures a worker, the largest of all
 workers': what it keeps between steps (weights and moments, counted); and its peak of anonymous
 memory above the imports, in which gradients, a batch's activations and what is gathered stand as
 well. Activations are recomputed, layer by layer.
@@ -35,7 +35,7 @@ from upcycle_core.training import sharding
 from upcycle_core.training.config import ExpertTrainingConfig
 from upcycle_core.training.expert import train_expert
 
-WORKERS, STEPS, MICRO_BATCHES = (1, 2, 4), 2, 4
+WORKERS, STEPS, MICRO_BATCHES = (1, 2, 4), 3, 4
 
 
 def main() -> None:
@@ -128,10 +128,10 @@ def work(
     model: Path, config: ExpertTrainingConfig, out: Path, count: int, port: int, rank: int
 ) -> dict[str, float]:
     """What a worker does."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     sharding.give_back_memory()  # one alone has no need to, but is measured alike
-    if count > 1:
+    if count > 1:  # else the Trainer would wrap one alone as one of several
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         place = f"tcp://127.0.0.1:{port}"
         distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=count)
     rows = Rows(config)

@@ -44,6 +44,8 @@ SHARDS = "shards"
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.pt"
 """Of a checkpoint that one worker wrote."""
 NUMBERS = "groups.json"
+FILE_BYTES = 1 << 26
+"""Bytes, of all workers together, after which another file begins."""
 _M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _WHOLE = StateDictOptions(full_state_dict=True)
@@ -129,8 +131,11 @@ def save_shards(network: nn.Module, optimizer: torch.optim.Optimizer, directory:
     tensors, numbers = _parted(_optimizer_state(network, optimizer))
     shards = directory / SHARDS
     # Safetensors: the metadata of torch's own format is a pickle, which may run code when read.
-    writer = HuggingFaceStorageWriter(str(shards), save_distributed=True)
-    checkpoint.save(_weights(network) | tensors, storage_writer=writer)
+    state = _weights(network) | tensors
+    writer = HuggingFaceStorageWriter(
+        str(shards), fqn_to_index_mapping=_files(state), save_distributed=True
+    )
+    checkpoint.save(state, storage_writer=writer)
     if workers.rank() == 0:
         (shards / NUMBERS).write_text(json.dumps(numbers))
 
@@ -188,6 +193,17 @@ def _parted(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return tensors, {name: value for name, value in state.items() if name not in tensors}
 
 
+def _files(state: dict[str, Any]) -> dict[str, int]:
+    """Number of the file of each tensor: a file is made in memory before it is written."""
+    number, size, numbers = 1, 0, {}
+    for name, tensor in state.items():
+        if size > FILE_BYTES:
+            number, size = number + 1, 0
+        size += tensor.numel() * tensor.element_size()
+        numbers[name] = number
+    return numbers
+
+
 def _optimizer_state(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return get_optimizer_state_dict(network, optimizer, options=_FLAT)
 
@@ -232,7 +248,9 @@ def _convert(module: nn.Module, kind: Callable[[nn.Parameter], torch.dtype], pla
     """Give what is not divided yet its type and place."""
     for parameter in module.parameters():
         if not hasattr(parameter, "device_mesh"):
-            parameter.data = parameter.data.to(place, kind(parameter))
+            is_number = parameter.is_floating_point()
+            dtype = kind(parameter) if is_number else parameter.dtype
+            parameter.data = parameter.data.to(place, dtype)
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
             setattr(owner, name, buffer.to(place))

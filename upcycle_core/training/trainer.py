@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from upcycle_core.backbone.write import weights_type
 from upcycle_core.checkpoints.load import load_causal_lm, quiet_loading
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
@@ -147,7 +146,8 @@ def load_to_train(
     """
     precision = arithmetic(config.precision, device)
     if divided == "full":
-        dtype, device = weights_type(CheckpointReader(model)), "cpu"
+        kinds = (info.dtype for info in CheckpointReader(model, integers=True).tensors.values())
+        dtype, device = next(kind for kind in kinds if kind.is_floating_point), "cpu"
     return load_causal_lm(model, dtype=dtype, device=device, precision=precision, training=True)
 
 
