@@ -65,6 +65,9 @@ def sharding_faults(shape: Any, field: str = "sharding") -> Iterator[Fault]:
     if not _layers(network):
         remedy = f"{type(network).__name__} has no list of decoder layers to divide; use none"
         yield Fault(field, "full", remedy)
+    if type(network).save_pretrained is not PreTrainedModel.save_pretrained:
+        remedy = f"{type(network).__name__} writes itself whole, with its code; use none"
+        yield Fault(field, "full", remedy)
 
 
 def shard(

@@ -201,4 +201,6 @@ def test_a_model_without_decoder_layers_is_refused(monkeypatch):
     AutoModelForCausalLM.register(_FlatConfig, _Flat)
     (fault,) = sharding.sharding_faults(_FlatConfig())
     assert "_Flat has no list of decoder layers" in fault.remedy
+    monkeypatch.setattr(_Flat, "save_pretrained", print)
+    assert "writes itself whole" in list(sharding.sharding_faults(_FlatConfig()))[1].remedy
     assert not list(sharding.sharding_faults(LlamaConfig(num_hidden_layers=2, vocab_size=8)))
