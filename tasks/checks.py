@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from infra.recipe.checks import warmup_faults
+from infra.recipe.resources import WorkerResources
 from infra.recipe.schema import Recipe
 from tasks.engine.method import Method
 from tasks.engine.params import value_at
@@ -30,6 +31,7 @@ def faults(recipe: Recipe) -> Iterator[Fault]:
         remedy = f"{len(recipe.domains)} given; at least two are needed"
         yield Fault("domains", sorted(recipe.domains), remedy)
     yield from _training_faults(recipe, method)
+    yield from _worker_faults(recipe)
     yield from _row_faults(recipe, method)
     yield from _gate_faults(recipe, method)
 
@@ -66,6 +68,33 @@ def _training_faults(recipe: Recipe, method: Method) -> Iterator[Fault]:
             if length > longest:
                 remedy = f"longer than seed_model.shape.max_positions = {longest}; shorten it or "
                 yield Fault(f"{where}.sequence_length", length, f"{remedy}raise that")
+
+
+def _worker_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Batches that the workers cannot share, and workers that have nothing to share."""
+    compute, experts = recipe.compute, recipe.experts
+    trained = (
+        {"seed": {"seed_model.training": recipe.seed_model.training}}
+        if (recipe.trains_seed)
+        else {}
+    )
+    if recipe.trains_experts:
+        trained["experts"] = {"experts.training": experts.training}
+        if experts.continued is not None:
+            trained["experts"]["experts.continued"] = experts.continued
+    for kind, configs in trained.items():
+        workers = getattr(compute, kind).workers
+        for where, config in configs.items():
+            if config.gradient_accumulation % workers:
+                remedy = f"must be a multiple of compute.{kind}.workers = {workers}"
+                value = config.gradient_accumulation
+                yield Fault(f"{where}.gradient_accumulation", value, remedy)
+    for kind in ("seed", "experts", "post_training", "baselines"):
+        resources: WorkerResources = getattr(compute, kind)
+        if resources.sharding == "full" and resources.workers == 1:
+            remedy = "one worker has nothing to share its weights with; use none, or set "
+            remedy += f"compute.{kind}.workers to 2 or more"
+            yield Fault(f"compute.{kind}.sharding", "full", remedy)
 
 
 def _row_faults(recipe: Recipe, method: Method) -> Iterator[Fault]:

@@ -1,12 +1,13 @@
 """The one piece that trains, whatever is trained on what, and what a training came to."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from infra.cluster.pieces import Piece
+from infra.recipe.resources import WorkerResources
 from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import SUMMARY, TRAINING
 from tasks.engine.stage_run import StageRun
@@ -16,7 +17,12 @@ from upcycle_core.corpora.instructions import InstructionRows
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.moe.size import parameter_counts
 from upcycle_core.progress import Progress
-from upcycle_core.training.config import ExpertTrainingConfig, MoEObjective, TrainingConfig
+from upcycle_core.training.config import (
+    ExpertTrainingConfig,
+    MoEObjective,
+    Sharding,
+    TrainingConfig,
+)
 from upcycle_core.training.expert import train_expert
 from upcycle_core.training.pictures import write_load
 from upcycle_core.training.trainer import train
@@ -74,19 +80,32 @@ def training_piece(
     objective: MoEObjective | None = None,
 ) -> Piece:
     """The piece ``name`` that trains ``start``; see ``train_from``."""
-    return Piece(
-        name=name,
-        function=train_piece,
-        workers=getattr(getattr(run.recipe.compute, kind), "workers", 1),
-        arguments={
-            "start": start,
-            "data": data,
-            "config": training,
-            "objective": objective,
-            "seed": run.recipe.seed,
-            "device": run.device(kind),
-        },
-    )
+    arguments = {
+        "start": start,
+        "data": data,
+        "config": training,
+        "objective": objective,
+        "seed": run.recipe.seed,
+        "device": run.device(kind),
+    }
+    return piece_of(run, name, train_piece, kind, **arguments)
+
+
+def train_one(run: StageRun, function: Callable[..., Any], kind: str, /, **arguments: Any) -> Any:
+    """Run the one piece of a training, which fills ``run.out``; returns its result."""
+    done = run.run([piece_of(run, "whole", function, kind, **arguments)], kind)["whole"]
+    take(done.path, run.out)
+    return done.result
+
+
+def piece_of(
+    run: StageRun, name: str, function: Callable[..., Any], kind: str, /, **arguments: Any
+) -> Piece:
+    """A piece that trains, in as many workers as ``compute.KIND`` says."""
+    resources: WorkerResources = getattr(run.recipe.compute, kind)
+    if resources.sharding != "none":  # else the piece is what it was before there was a choice
+        arguments["divided"] = resources.sharding
+    return Piece(name=name, function=function, workers=resources.workers, arguments=arguments)
 
 
 def _texts(run: StageRun, split: str) -> list[Path]:
@@ -197,6 +216,7 @@ def train_piece(
     seed: int,
     device: str,
     objective: MoEObjective | None = None,
+    divided: Sharding = "none",
 ) -> dict[str, Any]:
     """The piece of every training, in each of its workers.
 
@@ -209,6 +229,7 @@ def train_piece(
         "checkpoints": out.with_suffix(".checkpoints"),
         "progress": progress,
         "device": device,
+        "divided": divided,
     }
     if isinstance(config, ExpertTrainingConfig):
         result = train_expert(start, rows, out, **common)

@@ -3,6 +3,7 @@
 from dataclasses import field
 
 from upcycle_core.config import config
+from upcycle_core.training.config import Sharding
 
 
 @config
@@ -26,6 +27,8 @@ class WorkerResources(Resources):
 
     workers: int = field(default=1, metadata={"ge": 1})
     """Data-parallel workers; `gradient_accumulation` is divided among them."""
+    sharding: Sharding = "none"
+    """Whether each worker holds all weights, gradients and moments, or `full`: a share of them."""
 
 
 @config
@@ -41,9 +44,9 @@ class ComputeConfig:
     is finished is kept, and the next run goes on from there."""
     corpora: Resources = field(default_factory=Resources)
     """Reading, splitting and tokenising one domain, on the CPU."""
-    seed: Resources = field(default_factory=Resources)
+    seed: WorkerResources = field(default_factory=WorkerResources)
     """Training the seed model."""
-    experts: Resources = field(default_factory=Resources)
+    experts: WorkerResources = field(default_factory=WorkerResources)
     """Training one expert."""
     statistics: Resources = field(default_factory=Resources)
     """One shard of one domain's statistics."""

@@ -8,9 +8,10 @@ from tasks.data.given import given_model
 from tasks.engine.artifacts import FORMS, SEED, TOKENS
 from tasks.engine.params import seed_keys
 from tasks.engine.stage import StageRun, each, stage
-from tasks.training import Texts, train_piece
+from tasks.training import Texts, train_one, train_piece
 from upcycle_core.backbone.form import Form, write_in_form
 from upcycle_core.progress import Progress
+from upcycle_core.training import workers
 from upcycle_core.training.config import LlamaShape
 from upcycle_core.training.seed import initialise_model
 
@@ -43,7 +44,8 @@ def seed(run: StageRun) -> None:
             max_shard_bytes=recipe.moe.max_shard_bytes,
         )
         return
-    run.run_one(
+    train_one(
+        run,
         seed_piece,
         "seed",
         tokenizer=run.path("tokenizer"),
@@ -66,5 +68,7 @@ def seed_piece(
 ) -> dict[str, Any]:
     """The piece: a new Llama with this tokenizer, trained."""
     initial = out.with_suffix(".initial")
-    initialise_model(shape, tokenizer, initial, seed=seed)
+    if workers.rank() == 0:
+        initialise_model(shape, tokenizer, initial, seed=seed)
+    workers.wait()
     return train_piece(out=out, progress=progress, start=initial, seed=seed, **training)

@@ -6,7 +6,7 @@ from tasks.data.given import given_model
 from tasks.engine.artifacts import FORMS
 from tasks.engine.params import expert_keys
 from tasks.engine.stage import StageRun, stage
-from tasks.training import Texts, train_piece
+from tasks.training import Texts, train_one, train_piece
 from upcycle_core.backbone.form import Form, write_in_form
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.errors import Fault, InputError
@@ -37,7 +37,8 @@ def experts(run: StageRun) -> None:
     config = recipe.experts.continuing if is_continued else recipe.experts.training
     text = run.path(f"corpora/{run.domain}/train")
     say_lacking(run, {f"{run.domain}/train": text}, config.tokens, key="experts", again=True)
-    run.run_one(
+    train_one(
+        run,
         train_piece,
         "experts",
         start=run.path(f"parents/{run.domain}" if is_continued else "seed"),

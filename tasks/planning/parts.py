@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from infra.recipe.resources import WorkerResources
 from infra.recipe.schema import Recipe
 from tasks.planning.row import Planned
 from upcycle_core.planning import work
 from upcycle_core.planning.estimate import training_bytes
+from upcycle_core.planning.rehearsal import trained_parameters
 from upcycle_core.planning.shape import Shape
-from upcycle_core.training.config import ExpertTrainingConfig, TrainingConfig
+from upcycle_core.training.config import ExpertMethod, ExpertTrainingConfig, TrainingConfig
 
 FP32, MOMENTS = 4, 2
 CHECKPOINTS = 3
@@ -58,7 +60,7 @@ def seed_row(recipe: Recipe, shape: Shape) -> Planned | None:
     """The seed: trained here, given, or none."""
     compute = recipe.compute
     if recipe.trains_seed:
-        trained = training(shape, recipe.seed_model.training, device=compute.seed.device)
+        trained = training(shape, recipe.seed_model.training, compute.seed)
         return replace(
             trained, stage="seed", kind="seed", resources=compute.seed, read=FP32 * shape.whole
         )
@@ -75,7 +77,7 @@ def experts_row(recipe: Recipe, shape: Shape) -> Planned:
     count = domains - given
     if not count:
         return Planned("experts", given, given, kept=ready, read=ready)
-    one = training(shape, recipe.experts.training, device=recipe.compute.experts.device)
+    one = training(shape, recipe.experts.training, recipe.compute.experts)
     return replace(
         one,
         stage="experts",
@@ -91,15 +93,12 @@ def experts_row(recipe: Recipe, shape: Shape) -> Planned:
     )
 
 
-def training(shape: Shape, config: TrainingConfig, *, device: str) -> Planned:
+def training(shape: Shape, config: TrainingConfig, resources: WorkerResources) -> Planned:
     """One training: weights in fp32 come out, and the checkpoints that lie beside it meanwhile."""
-    method = config.method if isinstance(config, ExpertTrainingConfig) else "full"
-    trained = {
-        "full": shape.whole,
-        "layers": shape.whole - shape.ends,
-        "ffn": shape.ffns,
-        "lora": 0,
-    }[method]
+    method: ExpertMethod = config.method if isinstance(config, ExpertTrainingConfig) else "full"
+    trained = trained_parameters(shape, method)
+    moment = FP32 if config.optimizer_state == "fp32" else FP32 // 2
+    workers = resources.workers if resources.sharding == "full" else 1
     smaller = {
         "full": ["experts.training.method = ffn", "experts.training.method = lora"],
         "layers": ["experts.training.method = ffn", "experts.training.method = lora"],
@@ -108,9 +107,11 @@ def training(shape: Shape, config: TrainingConfig, *, device: str) -> Planned:
     }[method]
     if config.batch_size > 1:
         smaller.append("a smaller experts.training.batch_size, with gradient_accumulation")
+    if workers == 1:
+        smaller.append("compute.experts.sharding = full, with workers on several machines")
     itemsize = shape.itemsize if method == "lora" else FP32
     whole = FP32 * (shape.whole if method != "lora" else 0)
-    checkpoint = whole + FP32 * MOMENTS * trained
+    checkpoint = whole + moment * MOMENTS * trained
     return Planned(
         "",
         1,
@@ -118,7 +119,7 @@ def training(shape: Shape, config: TrainingConfig, *, device: str) -> Planned:
         kept=itemsize * shape.whole,
         passing=CHECKPOINTS * checkpoint,
         written=itemsize * shape.whole + -(-config.steps // config.checkpoint_steps) * checkpoint,
-        memory=training_bytes(shape, config, device=device),
+        memory=training_bytes(shape, config, device=resources.device, workers=workers),
         flops=work.training_flops(shape, config),
         precision=config.precision,
         remedies=smaller,

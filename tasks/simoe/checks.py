@@ -113,6 +113,10 @@ def _worker_faults(recipe: Recipe) -> Iterator[Fault]:
     if workers > 1:
         remedy = "SIMoE trains on one worker; set it to 1 (rivals have compute.baselines.workers)"
         yield Fault("compute.post_training.workers", workers, remedy)
+    sharding = recipe.compute.post_training.sharding
+    if sharding != "none":
+        remedy = "SIMoE trains on one worker, which holds all; use none"
+        yield Fault("compute.post_training.sharding", sharding, remedy)
     workers = recipe.compute.baselines.workers
     alone = [name for name, row in recipe.baselines.items() if row.method == "simoe"]
     if workers > 1 and alone:

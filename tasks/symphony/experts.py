@@ -15,7 +15,7 @@ from tasks.engine.artifacts import FORMS
 from tasks.engine.params import expert_keys
 from tasks.engine.stage import StageRun, stage
 from tasks.symphony.vocabulary import sharing
-from tasks.training import Texts, train_piece
+from tasks.training import Texts, train_one, train_piece
 from upcycle_core.backbone.form import Form, write_in_form
 from upcycle_core.corpora.config import Bos, Origin, TokenizerConfig
 from upcycle_core.corpora.encoding import encoded
@@ -23,6 +23,7 @@ from upcycle_core.corpora.reader import read_chats
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.corpora.tokenizer import train_tokenizer
 from upcycle_core.progress import Progress
+from upcycle_core.training import workers
 from upcycle_core.training.config import LlamaShape
 from upcycle_core.training.seed import initialise_model
 
@@ -74,7 +75,8 @@ def experts(run: StageRun) -> None:
     if domain.expert is not None:
         return
     shares, shares_words = mixture(recipe, run.domain), run.domain in sharing(recipe)
-    run.run_one(
+    train_one(
+        run,
         stranger_piece,
         "experts",
         documents={name: run.path(f"documents/{name}") for name in shares},
@@ -111,13 +113,27 @@ def stranger_piece(
     Where ``words`` says how, that tokenizer is trained here, on the same text.
     """
     beside = out.with_suffix("")
-    if start is None:
-        start = _fresh(beside, ".initial")
-        if not isinstance(words, Path):
-            config, words = words, _fresh(beside, ".tokenizer")
-            train_tokenizer(documents, words, config=config)
-        initialise_model(shape, words, start, seed=initial)
-    texts = _fresh(beside, ".tokens")
+    texts, made = beside.with_suffix(".tokens"), beside.with_suffix(".initial")
+    if workers.rank() == 0:
+        if start is None:
+            if not isinstance(words, Path):
+                config, words = words, _fresh(beside, ".tokenizer")
+                train_tokenizer(documents, words, config=config)
+            initialise_model(shape, words, _fresh(beside, ".initial"), seed=initial)
+        _write_tokens(documents, start or made, _fresh(beside, ".tokens"), bos)
+    workers.wait()
+    return train_piece(
+        out=out,
+        progress=progress,
+        start=start or made,
+        data=Texts(train=[texts / domain for domain in documents], weights=shares),
+        seed=seed,
+        **training,
+    )
+
+
+def _write_tokens(documents: Mapping[str, Path], start: Path, texts: Path, bos: Bos) -> None:
+    """The text in the words of the model at ``start``."""
     encoder = AutoTokenizer.from_pretrained(start, local_files_only=True, trust_remote_code=False)
     for domain in documents:
         write_split(
@@ -126,14 +142,6 @@ def stranger_piece(
             eos_id=encoder.eos_token_id,
             vocabulary_size=len(encoder),
         )
-    return train_piece(
-        out=out,
-        progress=progress,
-        start=start,
-        data=Texts(train=[texts / domain for domain in documents], weights=shares),
-        seed=seed,
-        **training,
-    )
 
 
 def initialisation(origin: Origin, name: str, seed: int) -> int:

@@ -24,7 +24,9 @@ LOGITS = 3
 _REHEARSED: dict[Any, int] = {}
 
 
-def training_bytes(shape: Shape, config: TrainingConfig, *, device: str = "cpu") -> int:
+def training_bytes(
+    shape: Shape, config: TrainingConfig, *, device: str = "cpu", workers: int = 1
+) -> int:
     """As ``rehearsal.training_bytes``, or at most ``SMALL`` and no less than that."""
     tokens = config.batch_size * config.sequence_length
     logits = LOGITS * FP32 * min(tokens * shape.vocabulary, max(SLICE, shape.vocabulary))
@@ -33,9 +35,9 @@ def training_bytes(shape: Shape, config: TrainingConfig, *, device: str = "cpu")
     bound = TRAINED * shape.whole + kept + shape.layers * scores + logits
     if bound <= SMALL:
         return bound
-    key = ("training", repr(shape), config, device)
+    key = ("training", repr(shape), config, device, workers)
     if key not in _REHEARSED:
-        _REHEARSED[key] = rehearsal.training_bytes(shape, config, device=device)
+        _REHEARSED[key] = rehearsal.training_bytes(shape, config, device=device, workers=workers)
     return _REHEARSED[key]
 
 

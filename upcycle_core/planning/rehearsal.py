@@ -20,7 +20,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from upcycle_core.planning.shape import Shape
 from upcycle_core.precision import arithmetic, weights_type
-from upcycle_core.training.config import ExpertTrainingConfig, LoraSettings, TrainingConfig
+from upcycle_core.training.config import (
+    ExpertMethod,
+    ExpertTrainingConfig,
+    LoraSettings,
+    TrainingConfig,
+)
 from upcycle_core.training.expert import freeze_others
 from upcycle_core.training.head import HeadLoss
 
@@ -30,7 +35,9 @@ PER_LAYER = frozenset({"layer_types", "dtype", "torch_dtype", "architectures", "
 """Keys of config.json that name layers one by one, or say what is said otherwise here."""
 
 
-def training_bytes(shape: Shape, config: TrainingConfig, *, device: str = "cpu") -> int:
+def training_bytes(
+    shape: Shape, config: TrainingConfig, *, device: str = "cpu", workers: int = 1
+) -> int:
     """Bytes at the peak of a step: weights, gradients, AdamW's moments, activations.
 
     Args:
@@ -38,10 +45,11 @@ def training_bytes(shape: Shape, config: TrainingConfig, *, device: str = "cpu")
         config: How it is trained, whole or, as experts may be, in part; its batch and sequence
             length count.
         device: "cpu" or "cuda", where ``precision: auto`` is decided.
+        workers: How many divide weights, gradients and moments; of each, the bytes.
     """
     precision = arithmetic(config.precision, device)
     expert = config if isinstance(config, ExpertTrainingConfig) else None
-    method = expert.method if expert else "full"
+    method: ExpertMethod = expert.method if expert else "full"
     frozen = torch.bfloat16 if precision == "bf16" else torch.float32
 
     def rehearse(layers: int) -> int:
@@ -58,7 +66,28 @@ def training_bytes(shape: Shape, config: TrainingConfig, *, device: str = "cpu")
             step(network, config, held, bf16=precision == "bf16")
             return held.peak
 
-    return extrapolated(rehearse, shape.layers)
+    peak = extrapolated(rehearse, shape.layers)
+    trained = trained_parameters(shape, method)
+    narrow = config.optimizer_state == "bf16"
+    if narrow:
+        peak -= 2 * 2 * trained
+    if workers == 1:
+        return peak
+    each = 12 if narrow else 16  # weight, gradient, two moments
+    held = each * trained + frozen.itemsize * (shape.whole - trained)
+    # A tied embedding stays gathered with its gradient, and a layer while the next is fetched.
+    layer = (shape.whole - shape.ends) // shape.layers
+    return peak - held + held // workers + 4 * 2 * (shape.ends + layer)
+
+
+def trained_parameters(shape: Shape, method: ExpertMethod) -> int:
+    """Parameters of the model itself that a method trains; an adapter's are not counted."""
+    return {
+        "full": shape.whole,
+        "layers": shape.whole - shape.ends,
+        "ffn": shape.ffns,
+        "lora": 0,
+    }[method]
 
 
 def forward_bytes(

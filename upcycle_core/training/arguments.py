@@ -10,8 +10,9 @@ from transformers import AutoConfig, TrainingArguments
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.training import workers
 from upcycle_core.training.checks import objective_faults, routing_faults, training_faults
-from upcycle_core.training.config import MoEObjective, TrainingConfig
+from upcycle_core.training.config import MoEObjective, Sharding, TrainingConfig
 from upcycle_core.training.rows import row_faults
+from upcycle_core.training.sharding import sharding_faults
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
@@ -22,6 +23,8 @@ def checked_shape(
     validation: Dataset | None,
     config: TrainingConfig,
     objective: MoEObjective | None,
+    *,
+    divided: Sharding = "none",
 ) -> Any:
     """The configuration of ``model``, once nothing is found wrong with what it is trained with.
 
@@ -31,6 +34,8 @@ def checked_shape(
     raise_faults([*training_faults(config), *(objective_faults(objective) if objective else ())])
     shape = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     faults = [*routing_faults(shape, objective), *_data_faults(dataset, validation, config)]
+    if divided == "full":
+        faults += sharding_faults(shape)
     raise_faults(faults)
     return shape
 

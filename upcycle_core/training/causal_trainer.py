@@ -7,12 +7,13 @@ fp32 a second time.
 """
 
 import time
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_model, save_model
+from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
@@ -21,7 +22,7 @@ from transformers.trainer_callback import PrinterCallback
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.precision import arithmetic
 from upcycle_core.progress import Progress
-from upcycle_core.training import workers
+from upcycle_core.training import sharding, workers
 from upcycle_core.training.checkpoints import (
     Checkpoint,
     keep_newest,
@@ -38,12 +39,14 @@ from upcycle_core.training.extension import (
     optimizer_groups,
     save_state,
 )
+from upcycle_core.training.moments import NarrowAdamW
 from upcycle_core.training.objective import StepLosses
 from upcycle_core.training.reporter import Reporter
 from upcycle_core.training.resume import kept_step
 from upcycle_core.training.rows import collate, mean_loss, targets
 
 KEPT_CHECKPOINTS = 2
+SCHEDULER = "scheduler.pt"
 
 
 class CausalTrainer(Trainer):
@@ -94,8 +97,16 @@ class CausalTrainer(Trainer):
         if extension is not None:
             callbacks.insert(0, AfterStep(extension))
         super().__init__(
-            model, args, data_collator=collate, train_dataset=dataset, callbacks=callbacks
+            model,
+            args,
+            data_collator=collate,
+            train_dataset=dataset,
+            callbacks=callbacks,
+            optimizer_cls_and_kwargs=_optimizer(config),
         )
+        self._is_sharded = sharding.is_sharded(model)
+        # The Trainer's word for a model that is divided already: it leaves it as it is.
+        self.is_distributed_loading_by_transformers = self._is_sharded
         self.remove_callback(PrinterCallback)
         self._clipped = clipped_together(model, extension)
         self._network = model
@@ -115,6 +126,11 @@ class CausalTrainer(Trainer):
         assert last is not None  # the Trainer saves at its last step
         return last
 
+    @contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
+        # Gradients are divided after each micro-batch: kept whole they would take W times the room.
+        yield
+
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> SequentialSampler:
         # On resume accelerate drops the indices already seen, without reading their rows. With W
         # workers it deals batches in turn, so that a step reads the same rows whatever W is.
@@ -130,7 +146,8 @@ class CausalTrainer(Trainer):
         if self.optimizer is None and self._extension is not None:
             decaying = self.get_decay_parameter_names(self._network)
             groups = self._extension.groups()
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self._network)
+            own = _optimizer(self._config)
+            kind, options = own or self.get_optimizer_cls_and_kwargs(self.args, self._network)
             chosen = optimizer_groups(self._network, groups, self._config, decaying)
             self.optimizer = kind(chosen, **options)
         return super().create_optimizer(model)
@@ -195,7 +212,7 @@ class CausalTrainer(Trainer):
         step, limit = self.state.global_step + 1, self._config.max_gradient_norm
         loss = self._losses.end_backward(step)
         gradients = [[p.grad for p in own if p.grad is not None] for own in self._clipped]
-        norms = [torch.nn.utils.get_total_norm(own) for own in gradients]
+        norms = [workers.whole(torch.nn.utils.get_total_norm(own)) for own in gradients]
         if not torch.isfinite(loss) or not all(torch.isfinite(norm) for norm in norms):
             raise not_finite(step, loss, self._order.first_not_finite(), self._config)
         for parameters, norm in zip(self._clipped, norms, strict=True):
@@ -226,12 +243,14 @@ class CausalTrainer(Trainer):
             batch_size=self._config.batch_size,
             autocast=self._autocast,
             options=self._options(),
+            is_divided=self._is_sharded,
         )
         metrics = {"validation_loss": loss}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
+        sharding.free(self._network)
         return metrics
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -239,16 +258,40 @@ class CausalTrainer(Trainer):
             return
         directory = Path(str(output_dir))
         directory.mkdir(parents=True, exist_ok=True)
-        save_model(self._network, str(directory / "model.safetensors"))
+        if not self._is_sharded:  # what is, is written with the optimizer
+            save_model(self._network, str(directory / sharding.WEIGHTS))
         if self._extension is not None:
             save_state(self._extension, directory)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        load_weights(self._network, Path(resume_from_checkpoint))
+        sharding.load_weights(self._network, Path(resume_from_checkpoint))
         if self._extension is not None:
             load_state(self._extension, Path(resume_from_checkpoint))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._is_sharded:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        sharding.save_shards(self._network, self._own_optimizer, Path(output_dir))
+        if self.args.should_save and self.lr_scheduler is not None:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        assert self.lr_scheduler is not None
+        sharding.load_moments(self._network, self._own_optimizer, Path(checkpoint))
+        self.lr_scheduler.load_state_dict(
+            torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
+        )
+
+    @property
+    def _own_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer itself, inside what accelerate makes of it."""
+        optimizer: Any = self.optimizer
+        return getattr(optimizer, "optimizer", optimizer)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -265,6 +308,9 @@ class CausalTrainer(Trainer):
         workers.wait()
 
 
-def load_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Fill ``model`` from a checkpoint of ``CausalTrainer``; every tensor must find its place."""
-    load_model(model, checkpoint / "model.safetensors", strict=True)
+def _optimizer(config: TrainingConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """The optimizer where it is not the arguments' own."""
+    if config.optimizer_state == "fp32":
+        return None
+    betas = (config.adam_beta1, config.adam_beta2)
+    return NarrowAdamW, {"lr": config.learning_rate, "betas": betas, "eps": 1e-8}

@@ -14,6 +14,8 @@ from upcycle_core.training.config import (
 
 RENORMALISING = frozenset({"mixtral", "ernie4_5_moe", "bam"})
 """Model types whose routers always make a token's k weights sum to one."""
+LARGEST_BF16_BETA = 0.99
+"""Decay of a moment that rounding to 8 bits leaves alive, with some room."""
 ON_EXPERTS = ("router", "experts", "expert_gates", "shared_base")
 """Groups that only a Mixture-of-Experts has."""
 
@@ -32,6 +34,13 @@ def training_faults(config: TrainingConfig, field: str = "training") -> Iterator
     """Settings that leave nothing to train on, or that do not fit each other."""
     if config.steps < 1:
         yield Fault(f"{field}.steps", config.steps, "trains on no token; give at least one step")
+    if config.optimizer_state == "bf16":
+        for name in ("adam_beta1", "adam_beta2"):
+            value = getattr(config, name)
+            if value > LARGEST_BF16_BETA:
+                remedy = "a moment in bf16 does not move by less than 1 / 256 of itself; at most "
+                remedy += f"{LARGEST_BF16_BETA}, or optimizer_state: fp32"
+                yield Fault(f"{field}.{name}", value, remedy)
     if isinstance(config, ExpertTrainingConfig):
         yield from _method_faults(config, field)
     if config.keep == "best" and config.evaluation_steps is None:

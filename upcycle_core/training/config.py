@@ -7,6 +7,7 @@ from typing import Literal
 from upcycle_core.config import Counted, config
 from upcycle_core.corpora.config import Source
 
+Sharding = Literal["none", "full"]
 Group = Literal["router", "experts", "expert_gates", "shared_base", "backbone", "all"]
 
 
@@ -39,8 +40,11 @@ class TrainingConfig:
     max_gradient_norm: float = field(default=1.0, metadata={"gt": 0})
     """Gradients are clipped to this global norm."""
     precision: Literal["auto", "fp32", "bf16"] = "bf16"
-    """Arithmetic of forward and backward pass; weights and optimizer stay fp32. `auto`: bf16 where
+    """Arithmetic of forward and backward pass; trained weights stay fp32. `auto`: bf16 where
     the device multiplies it faster."""
+    optimizer_state: Literal["fp32", "bf16"] = "fp32"
+    """Type of AdamW's two moments between steps. bf16: 4 bytes a trained parameter instead of 8,
+    rounded at every step."""
     checkpoint_steps: int = field(default=200, metadata={"ge": 1})
     """Optimizer steps between checkpoints; a killed training continues from the last whole one."""
     log_steps: int = field(default=10, metadata={"ge": 1})

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from upcycle_core.training import workers
 from upcycle_core.training.config import TrainingConfig
 
 
@@ -34,7 +35,7 @@ class BackwardOrder:
         """
         for name in self._order:
             gradient = self._parameters[name].grad
-            if gradient is not None and not torch.isfinite(gradient).all():
+            if gradient is not None and not workers.whole(torch.isfinite(gradient).all()):
                 return name
         return None
 

@@ -14,24 +14,27 @@ from transformers import PreTrainedModel
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
 from upcycle_core.backbone.write import Plan, write_model
-from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
+from upcycle_core.checkpoints.load import DTYPES
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.writer import sync_directory, sync_file, write_json
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.given.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, merge_adapter
 from upcycle_core.precision import arithmetic
 from upcycle_core.progress import Progress
+from upcycle_core.training import workers
 from upcycle_core.training.arguments import checked_shape
 from upcycle_core.training.config import (
     ExpertMethod,
     ExpertTrainingConfig,
     LoraSettings,
+    Sharding,
 )
 from upcycle_core.training.groups import Trainable
 from upcycle_core.training.resume import training_record
 from upcycle_core.training.trainer import (
     Subject,
     TrainingResult,
+    load_to_train,
     train,
     train_subject,
 )
@@ -52,12 +55,13 @@ def train_expert(
     progress: Progress,
     device: str | None = None,
     fingerprint: Mapping[str, Any] | None = None,
+    divided: Sharding = "none",
 ) -> TrainingResult:
     """Train a dense model by ``config.method``, as ``train`` does; only what is trained has
     gradients and moments.
 
     Args:
-        model, dataset, seed, checkpoints, progress, device, fingerprint: As for ``train``.
+        model, dataset, seed, checkpoints, progress, device, fingerprint, divided: As for ``train``.
         out: Directory to write: all weights, in fp32 or, merged with the adapter, in ``model``'s
             type; with ``lora`` also ``adapter/``, as peft reads it.
         config: What to do. With ``lora`` and bf16 arithmetic the frozen weights are bf16 too; what
@@ -73,23 +77,24 @@ def train_expert(
         "checkpoints": checkpoints,
         "progress": progress,
         "device": device,
+        "divided": divided,
     }
     if config.method == "full":
         return train(model, dataset, out, fingerprint=fingerprint, **common)
-    shape = checked_shape(model, dataset, None, config, None)
+    shape = checked_shape(model, dataset, None, config, None, divided=divided)
 
     def load(device: str) -> Subject:
         lora = config.method == "lora"
-        precision = arithmetic(config.precision, device)
-        dtype = DTYPES[precision] if lora else torch.float32
-        network = load_causal_lm(
-            model, dtype=dtype, device=device, precision=precision, training=True
-        )
+        frozen = DTYPES[arithmetic(config.precision, device)]
+        network = load_to_train(model, frozen if lora else torch.float32, config, device, divided)
         if lora:
             tuned = add_adapter(network, config.lora or LoraSettings(), seed=seed)
-            return Subject(network, _trainable(network), partial(_write_merged, tuned, model, out))
-        freeze_others(network, config.method, DTYPES[precision])
-        return Subject(network, _trainable(network), partial(_write_trained, network, model, out))
+            write = partial(_write_merged, tuned, model, out)
+        else:
+            freeze_others(network, config.method, None if divided == "full" else frozen)
+            write = partial(_write_trained, network, model, out)
+        kind = partial(_kind, frozen, with_norms=lora)
+        return Subject(network, _trainable(network), write, kind=kind)
 
     record = training_record(config, seed, None, fingerprint or {})
     return train_subject(load, dataset, shape=shape, record=record, **common)
@@ -127,7 +132,15 @@ def add_adapter(network: PreTrainedModel, settings: LoraSettings, *, seed: int) 
         return get_peft_model(network, wanted)  # A and B in fp32, whatever the network is in
 
 
-def freeze_others(network: PreTrainedModel, method: ExpertMethod, frozen: torch.dtype) -> None:
+def _kind(frozen: torch.dtype, parameter: nn.Parameter, *, with_norms: bool) -> torch.dtype:
+    """The type of a parameter: fp32 if it is trained, or a norm beside layers that are."""
+    is_kept = parameter.requires_grad or not (with_norms or parameter.dim() > 1)
+    return torch.float32 if is_kept else frozen
+
+
+def freeze_others(
+    network: PreTrainedModel, method: ExpertMethod, frozen: torch.dtype | None
+) -> None:
     """Train the FFNs or all layers, in fp32; the rest needs no gradient, and no more digits than
     arithmetic has.
 
@@ -137,7 +150,7 @@ def freeze_others(network: PreTrainedModel, method: ExpertMethod, frozen: torch.
     for name, parameter in network.named_parameters():
         is_trained = family.is_ffn(name) if method == "ffn" else name not in (EMBEDDING, LM_HEAD)
         parameter.requires_grad_(is_trained)
-        if not is_trained and parameter.dim() > 1:
+        if frozen is not None and not is_trained and parameter.dim() > 1:
             parameter.data = parameter.data.to(frozen)
 
 
@@ -150,13 +163,17 @@ def _write_trained(network: PreTrainedModel, source: Path, out: Path) -> None:
 
     def produce(name: str) -> torch.Tensor:
         found = trained.get(name)
-        return reader.tensor(name).float() if found is None else found.detach().cpu()
+        return reader.tensor(name).float() if found is None else workers.whole(found.detach()).cpu()
 
     plan: Plan = {
         name: (shape, torch.float32, partial(produce, name))
         for name, shape in family.tensors(config).items()
     }
-    write_model(out, plan, config, source=reader, max_shard_bytes=SHARD_BYTES)
+    if workers.rank() == 0:
+        write_model(out, plan, config, source=reader, max_shard_bytes=SHARD_BYTES)
+    else:
+        for name in (name for name in plan if name in trained):  # in worker 0's order
+            produce(name)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -173,9 +190,12 @@ def _write_merged(tuned: Any, source: Path, out: Path) -> None:
     """Write the adapter, and what it makes of the checkpoint that it was trained on."""
     from peft import get_peft_model_state_dict
 
+    state = get_peft_model_state_dict(tuned)
+    tensors = {n: workers.whole(t.detach()).cpu().contiguous() for n, t in state.items()}
+    if workers.rank() != 0:
+        return
     folder = out / ADAPTER
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {n: t.cpu().contiguous() for n, t in get_peft_model_state_dict(tuned).items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     (folder / ADAPTER_WEIGHTS).chmod(0o644)
     sync_file(folder / ADAPTER_WEIGHTS)

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.moe.inspect import routers_of
@@ -75,6 +76,13 @@ def select_trainable(model: nn.Module, groups: Sequence[Group]) -> Trainable:
     return Trainable(trained, total, frozenset(halves))
 
 
+def keep_up_matrices(model: nn.Module, halves: frozenset[str]) -> None:
+    """Let the up matrices in fused experts of a divided model stay as they are, see above."""
+    for name, parameter in model.named_parameters():
+        if name in halves:
+            parameter.register_post_accumulate_grad_hook(_without_second_half)
+
+
 def parts_of(model: nn.Module) -> dict[str, Part]:
     """Return the part that every parameter of ``model`` belongs to, by its name.
 
@@ -132,6 +140,12 @@ def _is_fused(name: str) -> bool:
 def _is_gate(name: str) -> bool:
     """Whether an expert's tensor holds gate matrices: fused, or a linear layer of its own."""
     return _is_fused(name) or "gate_proj" in name.split(".")
+
+
+def _without_second_half(parameter: Tensor) -> None:
+    assert isinstance(parameter.grad, DTensor)
+    gradient_eJH = parameter.grad.to_local()  # a worker's e of the E experts
+    gradient_eJH.chunk(2, dim=1)[1].zero_()
 
 
 def _first_half(gradient_EJH: Tensor) -> Tensor:

@@ -85,24 +85,18 @@ def sliced_head(network: PreTrainedModel) -> Iterator[None]:
     if not (_is_stock(network) and type(head) is nn.Linear and head.bias is None):
         yield
         return
-    network.set_output_embeddings(_Deferred(head.weight))
-    network.loss_function = partial(_loss, head.weight)
+    head.forward = _hand_on
+    network.loss_function = partial(_loss, head)
     try:
         yield
     finally:
-        network.set_output_embeddings(head)
+        del head.forward
         del network._loss_function
 
 
-class _Deferred(nn.Module):
-    """In a head's place: hands on what it would multiply; the loss multiplies."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
+def _hand_on(hidden: Tensor) -> Tensor:
+    """What a head does meanwhile: the loss multiplies."""
+    return hidden.clone()  # FSDP2 warns of views of what another module returned
 
 
 def _is_stock(network: PreTrainedModel) -> bool:
@@ -111,7 +105,7 @@ def _is_stock(network: PreTrainedModel) -> bool:
 
 
 def _loss(
-    weight: Tensor,
+    head: nn.Linear,
     logits: Tensor,
     labels: Tensor,
     *_: object,  # some pass the vocabulary's size by its place
@@ -121,7 +115,7 @@ def _loss(
     """What transformers' loss of causal language models is, from the head's input.
 
     Args:
-        weight: [V, H].
+        head: Its weight [V, H] is another tensor at every step where workers divide it.
         logits: What the head handed on, [B, S, H].
         labels: [B, S] int64, ``NO_LOSS`` where nothing is predicted.
         num_items_in_batch: What the sum is divided by; the tokens predicted by default.
@@ -130,5 +124,5 @@ def _loss(
     is_target_BS = following_BS != NO_LOSS
     h_TH = logits[:, :-1][is_target_BS]
     targets = following_BS[is_target_BS]
-    total: Tensor = HeadLoss.apply(h_TH, weight, targets, torch.is_grad_enabled())
+    total: Tensor = HeadLoss.apply(h_TH, head.weight, targets, torch.is_grad_enabled())
     return total / (len(targets) if num_items_in_batch is None else num_items_in_batch)

@@ -54,6 +54,7 @@ def mean_loss(
     batch_size: int,
     autocast: Callable[[], AbstractContextManager],
     options: Mapping[str, Any],
+    is_divided: bool = False,
 ) -> float:
     """Mean loss over every target token of ``dataset``, nats a token, the same on every worker.
 
@@ -67,13 +68,19 @@ def mean_loss(
         batch_size: Rows in one forward pass.
         autocast: Makes the context of a forward pass: its arithmetic.
         options: What the model is called with beside the batch.
+        is_divided: Whether workers hold parts of the model, and so must compute together.
     """
     training = network.training
     network.eval()
     total = torch.zeros(2, dtype=torch.float64, device=network.device)
     rows = len(cast(Sized, dataset))
-    for first in range(workers.rank() * batch_size, rows, workers.count() * batch_size):
-        indices = range(first, min(first + batch_size, rows))
+    for together in range(0, rows, workers.count() * batch_size):
+        first = together + workers.rank() * batch_size
+        has_rows = first < rows
+        if not has_rows and not is_divided:
+            continue
+        # Who has no more rows still computes where all must, on the first: it counts for nothing.
+        indices = range(first, min(first + batch_size, rows)) if has_rows else range(1)
         batch = {
             name: values.to(network.device)
             for name, values in collate([dataset[index] for index in indices]).items()
@@ -81,7 +88,7 @@ def mean_loss(
         count = targets(batch)
         with autocast():
             loss: Tensor = network(**{"labels": batch["input_ids"]} | batch, **options).loss
-        if count:  # without a target the mean is 0 / 0
+        if has_rows and count:  # without a target the mean is 0 / 0
             total += torch.stack([loss.double() * count, count.double()])
     network.train(training)
     loss_sum, tokens = workers.total(total).tolist()

@@ -15,19 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from upcycle_core.checkpoints.load import load_causal_lm, quiet_loading
+from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
 from upcycle_core.precision import arithmetic, chosen
 from upcycle_core.progress import Progress, Silent
-from upcycle_core.training import workers
+from upcycle_core.training import sharding, workers
 from upcycle_core.training.arguments import checked_shape, training_arguments
-from upcycle_core.training.causal_trainer import CausalTrainer, load_weights
+from upcycle_core.training.causal_trainer import CausalTrainer
 from upcycle_core.training.checkpoints import PREFIX, Checkpoint
-from upcycle_core.training.config import MoEObjective, TrainingConfig
+from upcycle_core.training.config import MoEObjective, Sharding, TrainingConfig
 from upcycle_core.training.extension import Extension
+from upcycle_core.training.gathered import write_gathered
 from upcycle_core.training.groups import Trainable, select_trainable
 from upcycle_core.training.head import sliced_head
 from upcycle_core.training.resume import (
@@ -81,6 +84,7 @@ def train(
     objective: MoEObjective | None = None,
     validation: Dataset | None = None,
     fingerprint: Mapping[str, Any] | None = None,
+    divided: Sharding = "none",
 ) -> TrainingResult:
     """Train on rows of token ids, in order; after the end the same call only writes ``out`` again.
 
@@ -98,16 +102,16 @@ def train(
         objective: What is trained, the routers' losses, the watch; None: everything, text, nothing.
         validation: Rows like ``dataset``'s, measured at ``evaluation_steps`` and at the end.
         fingerprint: What ``dataset`` is made from, JSON values, kept in the checkpoints.
+        divided: Whether workers divide weights, gradients and moments among them; all must call.
 
     Raises:
         InputError: Before weights are read: what does not fit, ``checkpoints`` of another training.
         FloatingPointError: A loss or gradient is not finite; names step and tensor.
     """
-    shape = checked_shape(model, dataset, validation, config, objective)
+    shape = checked_shape(model, dataset, validation, config, objective, divided=divided)
 
     def load(device: str) -> Subject:
-        precision = arithmetic(config.precision, device)
-        network = load_causal_lm(model, device=device, precision=precision, training=True)
+        network = load_to_train(model, torch.float32, config, device, divided)
         trainable = select_trainable(network, objective.trainable if objective else ("all",))
         return Subject(network, trainable, write=lambda: write_network(network, model, out))
 
@@ -123,7 +127,33 @@ def train(
         device=device,
         objective=objective,
         validation=validation,
+        divided=divided,
     )
+
+
+def load_to_train(
+    model: Path, dtype: torch.dtype, config: TrainingConfig, device: str, divided: Sharding
+) -> PreTrainedModel:
+    """Load what is to be trained.
+
+    Args:
+        model: Checkpoint directory.
+        dtype: Of its weights.
+        config: Its arithmetic.
+        device: Where it is trained.
+        divided: With ``full`` it stays on the CPU, in the type of its file, which is mapped: types
+            and places are those that ``sharding.shard`` gives it.
+    """
+    precision = arithmetic(config.precision, device)
+    if divided == "full":
+        kinds = (info.dtype for info in CheckpointReader(model, integers=True).tensors.values())
+        dtype, device = next(kind for kind in kinds if kind.is_floating_point), "cpu"
+    return load_causal_lm(model, dtype=dtype, device=device, precision=precision, training=True)
+
+
+def all_fp32(_parameter: nn.Parameter) -> torch.dtype:
+    """The type of every weight."""
+    return torch.float32
 
 
 @dataclass(frozen=True)
@@ -131,16 +161,20 @@ class Subject:
     """What is trained, in memory.
 
     Args:
-        network: In fp32; what is not trained needs no gradient.
+        network: In fp32; what is not trained needs no gradient. As its file has it, where it is
+            going to be divided.
         trainable: What is trained of it.
-        write: Writes ``network``, which then holds the weights to end with, whole.
+        write: Writes ``network``, which then holds the weights to end with, whole. Called by worker
+            0, or by all where they hold parts.
         extension: What a paper adds to the training.
+        kind: The type of each parameter once it is divided.
     """
 
     network: PreTrainedModel
     trainable: Trainable
     write: Callable[[], None]
     extension: Extension | None = None
+    kind: Callable[[nn.Parameter], torch.dtype] = all_fp32
 
 
 def train_subject(
@@ -156,6 +190,7 @@ def train_subject(
     device: str | None,
     objective: MoEObjective | None = None,
     validation: Dataset | None = None,
+    divided: Sharding = "none",
 ) -> TrainingResult:
     """Train what ``load`` makes, as ``train`` does; the settings were checked before.
 
@@ -177,8 +212,11 @@ def train_subject(
     progress = progress if workers.rank() == 0 else Silent()
     progress.start(f"training{chosen(config.precision, device)}", config.steps)
     progress.advance(found.step if found else 0)
-    if found is None or found.step < config.steps:
-        with sliced_head(subject.network):
+    with sliced_head(subject.network):
+        if divided == "full":
+            halves = subject.trainable.undecayed
+            sharding.shard(subject.network, subject.kind, halves=halves, device=device)
+        if found is None or found.step < config.steps:
             trainer = CausalTrainer(
                 subject.network,
                 settings,
@@ -203,8 +241,8 @@ def _finish(subject: Subject, config: TrainingConfig, last: Checkpoint) -> Train
         assert subject.extension is not None  # without one every checkpoint may be kept
         point = next(point for point in reversed(curves) if "loss" in point)
         raise subject.extension.nothing_to_keep(point)
-    load_weights(subject.network, last.directory.with_name(f"{PREFIX}{kept}"))
-    if workers.rank() == 0:
+    sharding.load_weights(subject.network, last.directory.with_name(f"{PREFIX}{kept}"))
+    if workers.rank() == 0 or sharding.is_sharded(subject.network):
         subject.write()
     workers.wait()
     seconds = last.record["seconds"]
@@ -223,6 +261,10 @@ def _finish(subject: Subject, config: TrainingConfig, last: Checkpoint) -> Train
 
 def write_network(network: PreTrainedModel, source: Path, out: Path) -> None:
     """Write a trained model with the tokenizer of ``source``."""
-    with quiet_loading():
-        network.save_pretrained(out)
-    copy_tokenizer(source, out)
+    if sharding.is_sharded(network):
+        write_gathered(network, out)
+    else:
+        with quiet_loading():
+            network.save_pretrained(out)
+    if workers.rank() == 0:
+        copy_tokenizer(source, out)

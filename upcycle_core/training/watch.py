@@ -55,7 +55,9 @@ class Watch:
     def gradients(self) -> None:
         """Take the gradients' norms, as they are now."""
         self._norms = [
-            torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            workers.whole(
+                torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            )
             for parameters in self._layers.values()
         ]
 

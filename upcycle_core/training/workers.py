@@ -4,6 +4,7 @@ A worker is a process of an initialised ``torch.distributed``; without one there
 """
 
 from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
 
 
 def count() -> int:
@@ -28,6 +29,11 @@ def total(values: Tensor) -> Tensor:
         values = values.detach().clone()
         distributed.all_reduce(values)
     return values
+
+
+def whole(values: Tensor) -> Tensor:
+    """``values``, gathered where workers hold parts of them; then all must ask."""
+    return values.full_tensor() if isinstance(values, DTensor) else values
 
 
 def _several() -> bool:

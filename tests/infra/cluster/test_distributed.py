@@ -26,7 +26,7 @@ from infra.recipe.resources import Resources
 from infra.settings import read
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress
-from upcycle_core.training.config import MoEObjective, TrainingConfig
+from upcycle_core.training.config import MoEObjective, Sharding, TrainingConfig
 from upcycle_core.training.trainer import train
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -247,7 +247,9 @@ class Rows(Dataset):
 
 
 # Without a balance loss: two workers count their tokens together, one counts each micro-batch.
-def training_piece(*, out: Path, progress: Progress, model: Path) -> dict:
+def training_piece(
+    *, out: Path, progress: Progress, model: Path, divided: Sharding = "none"
+) -> dict:
     result = train(
         model,
         Rows(),
@@ -258,6 +260,7 @@ def training_piece(*, out: Path, progress: Progress, model: Path) -> dict:
         progress=progress,
         device="cpu",
         objective=MoEObjective(z_coefficient=0.01, watch_steps=2),
+        divided=divided,
     )
     return {"curves": result.curves, "loss": result.final_loss}
 
@@ -286,16 +289,20 @@ def test_two_workers_train_as_one_that_accumulates(ray_of_two, tmp_path):
         Piece(name=f"workers-{n}", function=training_piece, arguments={"model": model}, workers=n)
         for n in (1, 2)
     ]
-    one, two = run(tmp_path / "pieces", *pieces).values()
+    whole = {"model": model, "divided": "full"}
+    pieces.append(Piece(name="divided", function=training_piece, arguments=whole, workers=2))
+    results = run(tmp_path / "pieces", *pieces).values()
     losses = [
-        [point["loss"] for point in done.result["curves"] if "loss" in point] for done in (one, two)
+        [point["loss"] for point in done.result["curves"] if "loss" in point] for done in results
     ]
     assert len(losses[0]) == CONFIG.steps
-    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], abs=1e-4)
     assert losses[0][-1] < losses[0][0]
     weights = [
         MixtralForCausalLM.from_pretrained(done.path, local_files_only=True).state_dict()
-        for done in (one, two)
+        for done in results
     ]
     for name, value in weights[0].items():
-        assert torch.allclose(weights[1][name], value, atol=1e-4), name
+        for other in weights[1:]:
+            assert torch.allclose(other[name], value, atol=1e-4), name

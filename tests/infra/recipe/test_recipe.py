@@ -74,6 +74,23 @@ def test_all_faults_come_in_one_message(values):
         ({"seed_model": {"shape": {"key_value_heads": 3}}}, "seed_model.shape.key_value_heads = 3"),
         ({"compute": {"corpora": {"gpus": 1}}}, "compute.corpora.gpus = 1.0: computes on the CPU"),
         ({"compute": {"assembly": {"gpus": 1}}}, "compute.assembly.gpus = 1.0: computes on the"),
+        (
+            {"compute": {"experts": {"sharding": "full"}}},
+            "compute.experts.sharding = 'full': one worker has nothing to share its weights with",
+        ),
+        (
+            {"compute": {"seed": {"workers": 3}}},
+            "seed_model.training.gradient_accumulation = 1: must be a multiple of "
+            "compute.seed.workers = 3",
+        ),
+        (
+            {"experts": {"training": {"optimizer_state": "8bit"}}},
+            "experts.training.optimizer_state = '8bit': ",
+        ),
+        (
+            {"experts": {"training": {"optimizer_state": "bf16", "adam_beta2": 0.999}}},
+            "experts.training.adam_beta2 = 0.999: a moment in bf16 does not move by less than",
+        ),
     ],
 )
 def test_faults_across_fields_say_what_to_do(values, change, expected):

@@ -105,3 +105,15 @@ def test_checkpointed_activations_are_not_held():
     kept = training_bytes(shape, ExpertTrainingConfig(**common, precision="fp32"))
     given_up = ExpertTrainingConfig(**common, gradient_checkpointing=True, precision="fp32")
     assert training_bytes(shape, given_up) < 0.8 * kept
+
+
+def test_narrow_moments_and_workers_that_divide_need_less():
+    shape, _ = shape_of()
+    common = {"steps": 2, "warmup_steps": 1, "batch_size": BATCH, "sequence_length": LENGTH}
+    wide = ExpertTrainingConfig(**common, precision="fp32")
+    narrow = ExpertTrainingConfig(**common, precision="fp32", optimizer_state="bf16")
+    whole = training_bytes(shape, wide)
+    assert training_bytes(shape, narrow) == whole - 4 * shape.whole
+    # Weight, gradient and two moments of 4 bytes; two layers' worth of the small model is gathered.
+    divided = training_bytes(shape, wide, workers=4)
+    assert whole - 16 * shape.whole < divided < whole - 0.5 * 16 * shape.whole

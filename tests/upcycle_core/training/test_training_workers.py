@@ -1,26 +1,20 @@
 """Two data-parallel processes against one that has the same rows."""
 
-import os
-import socket
-import traceback
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
 
 from tests.pico import save_pico
 from tests.upcycle_core.moe.joined import join
 from tests.upcycle_core.training.runs import (
     AnswerRows,
     RandomRows,
-    Recorder,
     run,
     settings,
     weights,
 )
-from upcycle_core.errors import InputError
+from tests.upcycle_core.training.together import Group, said, together
 from upcycle_core.training import workers
 from upcycle_core.training.config import MoEObjective
 
@@ -28,36 +22,6 @@ CONFIG = settings(steps=8, gradient_accumulation=2, checkpoint_steps=3)
 RESUMED = ("noisy", "mixtral", "qwen2")
 OBJECTIVE = MoEObjective(balance_coefficient=0.1, z_coefficient=0.01, watch_steps=4)
 UNBALANCED = replace(OBJECTIVE, balance_coefficient=0.0)
-
-
-def _worker(rank: int, port: int, folder: Path, calls: list) -> None:
-    """One of two processes: all ``calls``, each a model, a name and what ``run`` is told."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
-    for model, name, options in calls:
-        recorder = Recorder()
-        try:
-            result = run(folder, model, name, progress=recorder, **options)
-        except (InputError, FloatingPointError):
-            result = traceback.format_exc()
-        torch.save((result, recorder.points), folder / f"{name}-{rank}.pt")
-    distributed.destroy_process_group()
-
-
-def _two(folder: Path, calls: list) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(_worker, (port, folder, calls), nprocs=2)
-
-
-def _said(folder: Path, name: str, rank: int = 0):
-    """What a worker's call returned and what it reported."""
-    return torch.load(folder / f"{name}-{rank}.pt", weights_only=False)
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +57,14 @@ def folder(tmp_path_factory, models):
         ),
         (models["mixtral"], "odd", {"config": replace(CONFIG, gradient_accumulation=3)}),
     ]
-    _two(folder, calls)
+    together(folder, Group(2, calls))
     # Each of these lost its last checkpoints, as after a kill, and goes on with two workers.
     for name in RESUMED:
         checkpoints = folder / f"{name}-checkpoints"
         (folder / name / "model.safetensors").rename(folder / f"{name}-whole.safetensors")
         (folder / f"{name}-0.pt").rename(folder / f"{name}-whole-0.pt")
         (checkpoints / "checkpoint-8" / "complete.json").unlink()
-    _two(folder, [call for call in calls if call[1] in RESUMED])
+    together(folder, Group(2, [call for call in calls if call[1] in RESUMED]))
     return folder
 
 
@@ -115,7 +79,7 @@ def _curve(points, key="loss"):
 def test_two_workers_equal_one_that_accumulates(tmp_path, folder, models, name):
     objective = None if name == "dense" else UNBALANCED
     alone = run(tmp_path, models[name], config=CONFIG, objective=objective)
-    result, points = _said(folder, f"{name}-accumulated")
+    result, points = said(folder, f"{name}-accumulated")
     expected = pytest.approx(_curve(alone.curves), abs=1e-4)
     assert _curve(result.curves) == expected
     assert _curve(points) == expected
@@ -125,7 +89,7 @@ def test_two_workers_equal_one_that_accumulates(tmp_path, folder, models, name):
 def test_one_that_accumulates_counts_the_load_of_a_micro_batch_alone(tmp_path, folder, models):
     """The balance loss is no sum over micro-batches: with it curves differ from the first step."""
     alone = run(tmp_path, models["mixtral"], config=CONFIG, objective=OBJECTIVE)
-    result, _ = _said(folder, "mixtral-whole")
+    result, _ = said(folder, "mixtral-whole")
     first, other = result.curves[0], alone.curves[0]
     assert first["loss"] == pytest.approx(other["loss"], abs=1e-5)
     # It is about 57, where machines differ in the last bits of fp32.
@@ -138,7 +102,7 @@ def test_two_workers_equal_one_with_the_double_batch(tmp_path, folder, models, n
     double = replace(CONFIG, batch_size=4, gradient_accumulation=1)
     rows = AnswerRows(32) if name == "answers" else RandomRows(32)
     alone = run(tmp_path, models["mixtral"], config=double, rows=rows, objective=OBJECTIVE)
-    result, _ = _said(folder, "mixtral-whole" if name == "mixtral" else name)
+    result, _ = said(folder, "mixtral-whole" if name == "mixtral" else name)
     for key in ("loss", "loss/balance", "loss/z"):
         # rel is for the z-loss, about 57, where machines differ in the last bits of fp32.
         expected = pytest.approx(_curve(alone.curves, key), rel=1e-6, abs=1e-5)
@@ -159,7 +123,7 @@ def test_two_workers_equal_one_with_the_double_batch(tmp_path, folder, models, n
 def test_two_workers_that_go_on_after_a_kill_give_the_same_bytes(folder, name):
     whole = (folder / f"{name}-whole.safetensors").read_bytes()
     assert (folder / name / "model.safetensors").read_bytes() == whole
-    before, after = (_said(folder, which)[0] for which in (f"{name}-whole", name))
+    before, after = (said(folder, which)[0] for which in (f"{name}-whole", name))
     assert after.curves == before.curves
     assert {path.name for path in (folder / f"{name}-checkpoints").iterdir()} == {
         "checkpoint-6",
@@ -168,8 +132,8 @@ def test_two_workers_that_go_on_after_a_kill_give_the_same_bytes(folder, name):
 
 
 def test_worker_0_alone_reports_and_both_return_the_same(folder):
-    result, points = _said(folder, "answers", 0)
-    other, silent = _said(folder, "answers", 1)
+    result, points = said(folder, "answers", 0)
+    other, silent = said(folder, "answers", 1)
     assert [point["step"] for point in points] == list(range(1, 9))
     assert silent == []
     assert other == result
@@ -179,7 +143,7 @@ def test_two_workers_measure_the_validation_loss_of_one(tmp_path, folder, models
     config = replace(CONFIG, batch_size=4, gradient_accumulation=1, keep="best", evaluation_steps=3)
     rows = AnswerRows(7, 3)
     alone = run(tmp_path, models["mixtral"], config=config, validation=rows, objective=OBJECTIVE)
-    result, _ = _said(folder, "best")
+    result, _ = said(folder, "best")
     curves = [
         {p["step"]: p["validation_loss"] for p in curve if "validation_loss" in p}
         for curve in (result.curves, alone.curves)
@@ -191,9 +155,9 @@ def test_two_workers_measure_the_validation_loss_of_one(tmp_path, folder, models
 
 def test_micro_batches_that_cannot_be_divided_are_refused(folder):
     for rank in (0, 1):
-        said, _ = _said(folder, "odd", rank)
-        assert "training.gradient_accumulation = 3" in said
-        assert "multiple of 2" in said
+        error, _ = said(folder, "odd", rank)
+        assert "training.gradient_accumulation = 3" in error
+        assert "multiple of 2" in error
 
 
 def test_without_other_processes_there_is_one_worker():

@@ -1,0 +1,62 @@
+"""What workers that divide a model are asked to do."""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.upcycle_core.training.runs import RandomRows, run
+from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.training import sharding, workers
+from upcycle_core.training.config import ExpertTrainingConfig
+from upcycle_core.training.expert import train_expert
+from upcycle_core.training.trainer import all_fp32
+
+
+class LoggedRows(RandomRows):
+    """Random rows that say which were read; the worker that reads row ``deadly`` is killed."""
+
+    def __init__(self, count: int, log: Path, deadly: int | None = None) -> None:
+        super().__init__(count)
+        self.log, self.deadly = log, deadly
+
+    def __getitem__(self, index):
+        if index == self.deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with self.log.open("a") as log:
+            log.write(f"{index}\n")
+        return super().__getitem__(index)
+
+
+def train_any(folder, model, name, **options):
+    """Train as the configuration says."""
+    config = options["config"]
+    if not isinstance(config, ExpertTrainingConfig):
+        return run(folder, model, name, **options)
+    rows = config.steps * config.gradient_accumulation * config.batch_size
+    return train_expert(
+        model,
+        options.pop("rows", None) or RandomRows(rows),
+        folder / name,
+        seed=0,
+        checkpoints=folder / f"{name}-checkpoints",
+        device="cpu",
+        **options,
+    )
+
+
+def held(folder, model, name, *, progress):
+    """Bytes of weights, gradients and moments that a worker holds after a step."""
+    network = load_causal_lm(model)
+    if workers.count() > 1:
+        sharding.shard(network, all_fp32, halves=frozenset(), device="cpu")
+    optimizer = torch.optim.AdamW(network.parameters(), fused=True)
+    row = RandomRows(1)[0][None]
+    network(row, labels=row).loss.backward()
+    kept = [tensor for p in network.parameters() for tensor in (p, p.grad)]
+    optimizer.step()
+    kept += [m for state in optimizer.state.values() for n, m in state.items() if n != "step"]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in kept]
+    return sum(tensor.nbytes for tensor in local)

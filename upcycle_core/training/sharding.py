@@ -1,0 +1,259 @@
+"""Weights, gradients and moments of a training divided among its workers: FSDP2.
+
+``fully_shard`` is called here, on every decoder layer and on what stands beside them, because
+neither of transformers' own ways will do: accelerate's plugin knows GPUs alone (on gloo it is left
+out in silence), and a model that ``from_pretrained(distributed_config=...)`` divides cannot be
+resumed, which the Trainer refuses.
+
+V vocabulary, H hidden size, W workers.
+"""
+
+import ctypes
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_model
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from upcycle_core.errors import Fault
+from upcycle_core.training import workers
+from upcycle_core.training.groups import keep_up_matrices
+
+SHARDS = "shards"
+"""Folder of a checkpoint that workers wrote together."""
+WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.pt"
+"""Of a checkpoint that one worker wrote."""
+NUMBERS = "groups.json"
+FILE_BYTES = 1 << 26
+"""Bytes, of all workers together, after which another file begins."""
+_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def sharding_faults(shape: Any, field: str = "sharding") -> Iterator[Fault]:
+    """Why a model of configuration ``shape`` cannot be divided among these workers.
+
+    No weight is read: the model is made of tensors without memory.
+    """
+    if workers.count() == 1:
+        remedy = "one worker has all there is; give it 2 workers or more, or sharding: none"
+        yield Fault(field, "full", remedy)
+        return
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
+    if not _layers(network):
+        remedy = f"{type(network).__name__} has no list of decoder layers to divide; use none"
+        yield Fault(field, "full", remedy)
+    if type(network).save_pretrained is not PreTrainedModel.save_pretrained:
+        remedy = f"{type(network).__name__} writes itself whole, with its code; use none"
+        yield Fault(field, "full", remedy)
+
+
+def shard(
+    network: PreTrainedModel,
+    kind: Callable[[nn.Parameter], torch.dtype],
+    *,
+    halves: frozenset[str],
+    device: str,
+) -> None:
+    """Leave each worker 1 / W of every parameter, by its first dimension; in place.
+
+    Layer by layer: what a worker holds whole of a model that its file maps is one layer. Each layer
+    is gathered when it computes, and freed again. Embedding and head have groups of their own, or
+    one together where they are tied: then it stays gathered from the first layer to the last.
+
+    Args:
+        network: On the CPU; frozen where it is to be. Its parameters become others of their names.
+        kind: The type that each gets.
+        halves: Fused experts of which the gate matrices alone are trained.
+        device: Where shards go: "cpu" or "cuda".
+    """
+    give_back_memory()
+    mesh = init_device_mesh(device, (workers.count(),))
+    place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else device
+    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding.weight
+    apart = [*_layers(network), *([] if is_tied else [embedding])]
+    for module in apart:
+        _convert(module, kind, place)
+        fully_shard(module, mesh=mesh)
+    if head is not None and not is_tied:
+        _convert(head, kind, place)
+        # The loss needs it after its own forward pass, see head.sliced_head.
+        fully_shard(head, mesh=mesh, reshard_after_forward=False)
+    _convert(network, kind, place)
+    fully_shard(network, mesh=mesh)
+    keep_up_matrices(network, halves)
+
+
+def free(network: nn.Module) -> None:
+    """Give back what a forward pass without a backward pass left gathered."""
+    if isinstance(network, FSDPModule):
+        network.reshard()
+
+
+def give_back_memory() -> None:
+    """Let glibc return every large block that is freed, in this process from now on.
+
+    Left alone it keeps blocks of up to 32 MB, and a worker that gathers layers and frees them holds
+    twice what it needs. Elsewhere than with glibc nothing is done.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
+def is_sharded(network: nn.Module) -> bool:
+    """Whether ``network`` is divided among workers."""
+    return isinstance(network, FSDPModule)
+
+
+def save_shards(network: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
+    """Write weights and moments into a checkpoint; every worker writes what it holds."""
+    tensors, numbers = _parted(_optimizer_state(network, optimizer))
+    shards = directory / SHARDS
+    # Safetensors: the metadata of torch's own format is a pickle, which may run code when read.
+    state = _weights(network) | tensors
+    writer = HuggingFaceStorageWriter(
+        str(shards), fqn_to_index_mapping=_files(state), save_distributed=True
+    )
+    checkpoint.save(state, storage_writer=writer)
+    if workers.rank() == 0:
+        (shards / NUMBERS).write_text(json.dumps(numbers))
+
+
+def load_weights(network: nn.Module, directory: Path) -> None:
+    """Fill ``network`` from a checkpoint, whatever number of workers wrote it.
+
+    Either may be divided or whole; every tensor must find its place.
+    """
+    if (directory / SHARDS).is_dir():
+        _read(_weights(network), directory)
+    elif is_sharded(network):
+        _divide(directory / WEIGHTS, network)
+    else:
+        load_model(network, directory / WEIGHTS, strict=True)
+
+
+def load_moments(network: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
+    """Fill ``optimizer`` likewise."""
+    if (directory / SHARDS).is_dir():
+        tensors, _ = _parted(_optimizer_state(network, optimizer))
+        _read(tensors, directory)
+        numbers = json.loads((directory / SHARDS / NUMBERS).read_text())
+        set_optimizer_state_dict(network, optimizer, tensors | numbers, options=_FLAT)
+        return
+    # Mapped where it will be divided, so that no worker holds all of it.
+    found = torch.load(
+        directory / OPTIMIZER, map_location="cpu", weights_only=True, mmap=is_sharded(network)
+    )
+    if not is_sharded(network):
+        optimizer.load_state_dict(found)
+        return
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    own = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    named: dict[str, Any] = {
+        "state": {own[number]: state for number, state in found["state"].items()},
+        "param_groups": [
+            {**group, "params": [own[number] for number in group["params"]]}
+            for group in found["param_groups"]
+        ],
+    }
+    set_optimizer_state_dict(network, optimizer, named, options=_WHOLE)
+
+
+def _read(state: dict[str, Any], directory: Path) -> None:
+    reader = HuggingFaceStorageReader(str(directory / SHARDS))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one worker is enough
+        checkpoint.load(state, storage_reader=reader, no_dist=workers.count() == 1)
+
+
+def _parted(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Moments, and what JSON holds: learning rates and the like, parameter by parameter."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return tensors, {name: value for name, value in state.items() if name not in tensors}
+
+
+def _files(state: dict[str, Any]) -> dict[str, int]:
+    """Number of the file of each tensor: a file is made in memory before it is written."""
+    number, size, numbers = 1, 0, {}
+    for name, tensor in state.items():
+        if size > FILE_BYTES:
+            number, size = number + 1, 0
+        size += tensor.numel() * tensor.element_size()
+        numbers[name] = number
+    return numbers
+
+
+def _optimizer_state(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return get_optimizer_state_dict(network, optimizer, options=_FLAT)
+
+
+def _weights(network: nn.Module) -> dict[str, Any]:
+    """Parameters and buffers that a checkpoint holds; the network's own, tied ones once."""
+    first = {name for name, _ in network.named_parameters()}
+    again = {name for name, _ in network.named_parameters(remove_duplicate=False)} - first
+    state = get_model_state_dict(network)
+    return {name: value for name, value in state.items() if name not in again}
+
+
+@torch.no_grad()
+def _divide(file: Path, network: nn.Module) -> None:
+    """Fill a divided network from whole tensors, one after the other."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    synonyms = {group[0]: group for group in names.values()}
+    with safe_open(file, "pt") as tensors:
+        there = set(tensors.keys())
+        for name, own in _weights(network).items():
+            (found,) = there & set(synonyms.get(name, [name]))
+            value = tensors.get_tensor(found)
+            if isinstance(own, DTensor):
+                # Each worker cuts its part out of what it reads; nothing is sent.
+                value = distribute_tensor(
+                    value.to(own.device), own.device_mesh, own.placements, src_data_rank=None
+                )
+            own.copy_(value)
+
+
+def _layers(network: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers; [] where there is no list as long as the configuration says."""
+    count = network.config.get_text_config().num_hidden_layers
+    lists = (m for m in network.base_model.modules() if isinstance(m, nn.ModuleList))
+    return next((list(found) for found in lists if len(found) == count), [])
+
+
+@torch.no_grad()
+def _convert(module: nn.Module, kind: Callable[[nn.Parameter], torch.dtype], place: Any) -> None:
+    """Give what is not divided yet its type and place."""
+    for parameter in module.parameters():
+        if not hasattr(parameter, "device_mesh"):
+            is_number = parameter.is_floating_point()
+            dtype = kind(parameter) if is_number else parameter.dtype
+            parameter.data = parameter.data.to(place, dtype)
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, name, buffer.to(place))
