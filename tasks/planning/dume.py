@@ -140,6 +140,7 @@ def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         kept=domains * file,
         passing=SHARDS_AND_SUM * file,
         memory=memory.statistics_bytes(shape, config, device=device),
+        streamed=memory.streamed_statistics_bytes(shape, config, device=device),
         remedies=smaller,
         **passes,
     )
@@ -147,9 +148,8 @@ def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     yield Planned("router", 1, 1, kept=routers, memory=memory.solving_bytes(shape, domains))
     model = shape.itemsize * shape.mixture(domains)
     yield Planned("model", 1, 1, kept=model, registered=model)
-    scored = memory.evaluation_bytes(
-        shape, recipe.evaluation, experts=domains, device=compute.evaluation.device
-    )
+    scoring: dict[str, Any] = {"experts": domains, "device": compute.evaluation.device}
+    scored = memory.evaluation_bytes(shape, recipe.evaluation, **scoring)
     drawn, swept = len(recipe.evaluation.random_routing_seeds), recipe.evaluation.sweep_top_k
     yield Planned(
         "report",
@@ -157,6 +157,7 @@ def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         domains + recipe.has_seed + 3 + drawn + len(swept),
         passing=_stored(shape),
         memory=scored,
+        streamed=memory.streamed_evaluation_bytes(shape, recipe.evaluation, **scoring),
         kind="evaluation",
         resources=compute.evaluation,
         remedies=["evaluation.precision = bf16"] if recipe.evaluation.precision == "fp32" else [],

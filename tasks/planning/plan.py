@@ -118,7 +118,9 @@ def plan(recipe: Recipe, home: Path, machine: Machine, *, base: int) -> Plan:
     workspace = Workspace(home / recipe.name)
     stages = {stage.name: stage for stage in METHODS[recipe.method].stages()}
     rows = [
-        replace(row, made=_made(stages[row.stage], recipe, workspace, row.items))
+        replace(row, made=_made(stages[row.stage], recipe, workspace, row.items)).fitted(
+            machine, base
+        )
         for row in dume_rows(recipe, subjects_of(recipe, home / "models"))
     ]
     return Plan(rows, machine, base, 1 + _is_beside(recipe))
