@@ -70,14 +70,18 @@ def main() -> None:
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="scale-") as name:
         folder = Path(name)
-        make(folder, (SMALL | dict(SIZES))[options.size], options.tokens)
-        planned = plans(Shape.of(folder / "one"), options.tokens)
+        size = (SMALL | dict(SIZES))[options.size]
+        least = 2 * size["inner"] if "repair" in options.rows else 0  # what a regression takes
+        tokens = max(options.tokens, -(-least // LENGTH) * LENGTH)
+        make(folder, size, tokens)
+        planned = plans(Shape.of(folder / "one"), tokens)
         for row in options.rows:
             call = partial(call_in_child, measured, row, folder, options.limit_gb)
             facts = call(threads=options.threads)
             found[row] = {"seconds": facts["seconds"], "memory_mb": facts["memory_mb"]}
             if row in planned:
                 found[row]["planned_mb"] = planned[row] / 1e6
+            print(row, *(f"{name} {value:.1f}" for name, value in found[row].items()), flush=True)
     report(found, options.size, options.limit_gb)
 
 

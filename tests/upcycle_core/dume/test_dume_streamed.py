@@ -1,5 +1,6 @@
 """Statistics layer by layer are those of the whole model, killed on the way or not."""
 
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -77,8 +78,7 @@ def assert_same(one: Path, other: Path) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", [*FAMILIES])
+@pytest.mark.parametrize(("family", "precision"), [*zip(FAMILIES, cycle(("fp32", "bf16")))])
 def test_streamed_statistics_are_those_of_the_whole_pass(family, precision, corpus, tmp_path):
     parts, config = models(tmp_path, family), settings(precision)
     domain_statistics(*parts, corpus, tmp_path / "whole", config=config, shard=0)
@@ -90,7 +90,7 @@ def test_streamed_statistics_are_those_of_the_whole_pass(family, precision, corp
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("killed_at", [1, 5, 7, 12])
+@pytest.mark.parametrize("killed_at", [1, 7, 12])
 def test_a_killed_pass_goes_on_at_its_layer(killed_at, corpus, tmp_path):
     parts, config = models(tmp_path, "llama"), settings("fp32")
     domain_statistics(*parts, corpus, tmp_path / "whole", config=config, shard=0)
