@@ -8,8 +8,10 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-TRIM_THRESHOLD, MMAP_MAX = -1, -4
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Of mallopt(3)."""
+LARGEST = 32 * 2**20
+"""Bytes of what is kept, the most that glibc allows: larger blocks would not fit into gaps."""
 NEVER = 2**31 - 1
 
 
@@ -24,10 +26,10 @@ def kept_memory() -> Iterator[None]:
         yield
         return
     library.mallopt(TRIM_THRESHOLD, NEVER)
-    library.mallopt(MMAP_MAX, 0)
+    library.mallopt(MMAP_THRESHOLD, LARGEST)
     try:
         yield
     finally:
-        library.mallopt(MMAP_MAX, 65536)
+        library.mallopt(MMAP_THRESHOLD, 128 * 1024)
         library.mallopt(TRIM_THRESHOLD, 128 * 1024)
         library.malloc_trim(0)
