@@ -31,6 +31,9 @@ DEFAULTS = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     "MPLBACKEND": "Agg",
+    # oneDNN keeps a kernel for each of the last 1024 shapes, some 300 kB each. Experts of a MoE are
+    # sent another number of tokens in every batch, and no such shape comes again.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_DATABASE_TIMEOUT": "60",

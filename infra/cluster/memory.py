@@ -2,12 +2,17 @@
 
 import ctypes
 import gc
+import os
 import re
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
+
+from infra.recipe.resources import Streamed
 
 SAMPLE_SECONDS = 0.05
 LEFT_BYTES = 64 * 2**20
@@ -19,6 +24,38 @@ LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a piece may use of the memory of the machine that it runs on.
+
+    Args:
+        streamed: Whether it goes layer by layer, see ``infra.recipe.resources.PassResources``.
+        cpus: Cores that it reserves, as do those beside it.
+        gpus: GPUs that it reserves.
+        machine_cpus: Cores that Ray was given; None for all there are.
+    """
+
+    streamed: Streamed
+    cpus: int
+    gpus: float
+    machine_cpus: int | None
+
+    def holds(self, needed: Callable[[], int], device: str) -> bool:
+        """Whether the model is held: always, never, or where its share of the memory allows it.
+
+        Args:
+            needed: Says how many bytes that takes, beside what the process holds now.
+            device: Where it computes.
+        """
+        if self.streamed != "auto":
+            return self.streamed == "never"
+        there = machine_memory(device) or 0
+        if device != "cpu":
+            return needed() <= there * min(1.0, self.gpus)
+        places = max(1, (self.machine_cpus or os.cpu_count() or 1) // self.cpus)
+        return places * (needed() + held_bytes()) <= there
 
 
 class PeakMemory:

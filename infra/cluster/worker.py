@@ -42,11 +42,12 @@ def perform(call: Callable[..., Any], *, report: Path | None, threads: int) -> P
     """
     import torch  # seconds; the flow that sends pieces does without
 
+    from infra.cluster.allocator import kept_memory
     from infra.cluster.memory import PeakMemory, give_back
 
     torch.set_num_threads(threads)
     progress = FileProgress(report) if report else Silent()
-    with PeakMemory() as memory:
+    with kept_memory(), PeakMemory() as memory:
         result = call(progress=progress)
     give_back()  # what a failed call leaves is held by its traceback until the next one
     if isinstance(progress, FileProgress):

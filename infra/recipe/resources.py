@@ -1,9 +1,12 @@
 """What Ray reserves for the pieces, by kind of work."""
 
 from dataclasses import field
+from typing import Literal
 
 from upcycle_core.config import config
 from upcycle_core.training.config import Sharding
+
+Streamed = Literal["auto", "always", "never"]
 
 
 @config
@@ -32,6 +35,16 @@ class WorkerResources(Resources):
 
 
 @config
+class PassResources(Resources):
+    """What Ray reserves for one piece that takes text through a model."""
+
+    streamed: Streamed = "auto"
+    """Whether it goes layer by layer, one layer's weights in memory at a time, hidden states in
+    files: `auto` where the model does not fit the piece's share of the memory. The result is the
+    same."""
+
+
+@config
 class ComputeConfig:
     """Resources of the heavy pieces, by kind. Results depend on threads, not on the workers."""
 
@@ -48,7 +61,7 @@ class ComputeConfig:
     """Training the seed model."""
     experts: WorkerResources = field(default_factory=WorkerResources)
     """Training one expert."""
-    statistics: Resources = field(default_factory=Resources)
+    statistics: PassResources = field(default_factory=PassResources)
     """One shard of one domain's statistics."""
     alignment: Resources = field(default_factory=Resources)
     """Two models over the same text, or one layer's assignment, which takes no GPU."""
@@ -56,7 +69,7 @@ class ComputeConfig:
     """Averaging, router solving and assembly, on the CPU."""
     post_training: WorkerResources = field(default_factory=WorkerResources)
     """Training an assembled model."""
-    evaluation: Resources = field(default_factory=Resources)
+    evaluation: PassResources = field(default_factory=PassResources)
     """Evaluating one model, on text or on tasks."""
     baselines: WorkerResources = field(default_factory=WorkerResources)
     """Making and training one baseline."""

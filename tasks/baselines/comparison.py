@@ -12,7 +12,13 @@ from tasks.engine.costs import Cost, read_cost
 from tasks.engine.params import MEASURING
 from tasks.engine.stage import StageRun, each, stage
 from tasks.engine.workspace import Workspace
-from tasks.scoring.evaluation import dense_piece, heldout_arguments, perplexities, scores_of
+from tasks.scoring.evaluation import (
+    dense_piece,
+    held_arguments,
+    heldout_arguments,
+    perplexities,
+    scores_of,
+)
 from upcycle_core.baselines.ensemble import evaluate_ensemble
 from upcycle_core.evaluation.text.comparison import Compared, comparison_metrics
 from upcycle_core.evaluation.text.pieces import Scores
@@ -51,7 +57,7 @@ def comparison(run: StageRun) -> None:
     pieces = [
         scores_of(name, dense_piece, model=run.path(f"baselines/{name}"), **common)
         if row.trains
-        else Piece.of(name, ensemble_piece, **trained, **common)
+        else Piece.of(name, ensemble_piece, **trained, **held_arguments(run))
         for name, row in recipe.baselines.items()
     ]
     for name, piece in run.run(pieces, "evaluation").items():

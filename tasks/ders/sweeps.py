@@ -12,7 +12,7 @@ from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import ORIGINAL, SWEEP
 from tasks.engine.params import MEASURING
 from tasks.engine.stage import StageRun, each, stage
-from tasks.scoring.evaluation import heldout_arguments
+from tasks.scoring.evaluation import held_arguments
 from upcycle_core.ders.compress import compress
 from upcycle_core.ders.config import CodecConfig, CompressionConfig
 from upcycle_core.evaluation.compression.cosine import cosine_similarities
@@ -55,7 +55,7 @@ def sweeps(run: StageRun) -> None:
     """Write sweep.json: scores, sizes and errors of every way to store the deltas."""
     recipe, how = run.recipe, section(run.recipe)
     model = run.path(artifact_of(recipe, run.item))
-    common = {"model": model, "base": base_of(run), **heldout_arguments(run)}
+    common = {"model": model, "base": base_of(run), **held_arguments(run)}
     storing = {
         "minimum_cosine": how.minimum_cosine,
         "seed": how.seed,

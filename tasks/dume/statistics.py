@@ -4,11 +4,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from infra.cluster.memory import Room
 from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
 from tasks.data.asked import say_lacking
 from tasks.dume.files import STATISTICS, calibration_splits, solved_on
 from tasks.engine.stage import StageRun, stage
+from tasks.scoring.room import room_of, statistics_folder
+from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.dume.statistics import domain_statistics, merge_statistics
 
 
@@ -20,7 +23,8 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
 @stage("statistics/{domain}", _inputs, params=("statistics",))
 def statistics(run: StageRun) -> None:
     """Write one file a calibration text: ``calibration`` and, where there is one, ``elsewhere``."""
-    models = {
+    models: dict[str, Any] = {
+        "room": room_of(run.recipe.compute, "statistics"),
         "backbone": run.path("backbone"),
         "expert": run.path(solved_on(run.recipe, run.domain)),
     }
@@ -30,8 +34,23 @@ def statistics(run: StageRun) -> None:
     }
     corpora = {f"{run.domain}/{split}": own["corpus"] for split, own in texts.items()}
     say_lacking(run, corpora, run.recipe.statistics.tokens, key="statistics.tokens")
-    for split, file in in_shards(run, domain_statistics, texts).items():
+    for split, file in in_shards(run, statistics_piece, texts).items():
         file.rename(run.out / STATISTICS.format(split=split))
+
+
+def statistics_piece(
+    *,
+    out: Path,
+    expert: Path,
+    room: Room,
+    config: StatisticsConfig,
+    device: str,
+    **common: Any,
+) -> None:
+    """The piece: statistics of one shard, the model held or layer by layer."""
+    how: dict[str, Any] = {"config": config, "device": device}
+    folder = statistics_folder(room, out, expert, **how)
+    domain_statistics(out=out, expert=expert, streamed=folder, **how, **common)
 
 
 def in_shards(

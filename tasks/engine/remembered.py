@@ -12,6 +12,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from infra.cluster.memory import Room
 from infra.cluster.pieces import Piece, read_record, write_record
 from infra.durable import is_whole, read_json, sealed
 from tasks.engine.sources import module_digests, package_versions
@@ -105,11 +106,15 @@ class Remembered:
     def _plain(self, value: object) -> Any:
         """An argument that JSON does not hold: an artifact, by its digest, or a config.
 
+        How much memory there is decides no result.
+
         Raises:
             ValueError: It is something else.
         """
         if isinstance(value, Path):
             return self._digest(value)
+        if isinstance(value, Room):
+            return None
         if is_dataclass(value) and not isinstance(value, type):
             return [type(value).__name__, asdict(value)]
         if isinstance(value, Mapping):

@@ -68,6 +68,7 @@ def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         flops=domains * work.statistics_flops(shape, read, length) or None,
         precision=config.precision,
         memory=memory.statistics_bytes(shape, config, device=device),
+        streamed=memory.streamed_statistics_bytes(shape, config, device=device),
         remedies=smaller,
         **passes,
     )
@@ -116,9 +117,8 @@ def _repaired_row(
 def report_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
     """Every row of the report: experts, seed, and the model with one router or another."""
     compute, domains = recipe.compute, subjects.domains
-    scored = memory.evaluation_bytes(
-        shape, recipe.evaluation, experts=domains, device=compute.evaluation.device
-    )
+    scoring: dict[str, Any] = {"experts": domains, "device": compute.evaluation.device}
+    scored = memory.evaluation_bytes(shape, recipe.evaluation, **scoring)
     drawn, swept = len(recipe.evaluation.random_routing_seeds), recipe.evaluation.sweep_top_k
     dense, merged = domains + recipe.has_seed + 1, 2 + drawn + len(swept)
     read = domains * tokens_of(recipe.evaluation.tokens, subjects, share=HELD_OUT)
@@ -133,6 +133,7 @@ def report_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
         flops=dense * forwards[0] + merged * forwards[1] or None,
         precision=recipe.evaluation.precision,
         memory=scored,
+        streamed=memory.streamed_evaluation_bytes(shape, recipe.evaluation, **scoring),
         kind="evaluation",
         resources=compute.evaluation,
         remedies=["evaluation.precision = bf16"] if recipe.evaluation.precision == "fp32" else [],

@@ -218,7 +218,7 @@ def plan(
         row = found.get(stage.name, Planned(stage.name, items, items))
         if items:
             made = _made(stage, recipe, workspace)
-            ordered.append(replace(row, items=items, made=made))
+            ordered.append(replace(row, items=items, made=made).fitted(machine, base))
     return Plan(ordered, machine, base, 1 + _is_beside(recipe), rates)
 
 

@@ -1,7 +1,7 @@
 """A row of a plan: what one stage will need."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from infra.recipe.resources import Resources
 from tasks.planning.machine import Machine
@@ -25,6 +25,7 @@ class Planned:
         flops: Floating-point operations of all pieces; None where that is not known.
         precision: What they are computed in.
         memory: Bytes of one piece at its peak, the interpreter left out; 0: next to nothing.
+        streamed: The same of a piece that goes layer by layer; None where it cannot, or must not.
         resources: What a piece reserves.
         kind: Of its resources, as in ``compute.KIND``.
         remedies: What makes a piece smaller, beside fewer at once.
@@ -42,6 +43,7 @@ class Planned:
     flops: int | None = 0
     precision: Arithmetic = "fp32"
     memory: int = 0
+    streamed: int | None = None
     resources: Resources = field(default_factory=Resources)
     kind: str = "assembly"
     remedies: Sequence[str] = ()
@@ -84,6 +86,23 @@ class Planned:
             places = min(places, int(machine.gpus / self.resources.gpus))
         return max(1, min(self.pieces, places))
 
+    def fitted(self, machine: Machine, base: int) -> "Planned":
+        """The row with what its pieces will hold: the model, or one layer where that is too much.
+
+        Args:
+            machine: Where it runs.
+            base: Bytes of an interpreter with its libraries.
+        """
+        if self.streamed is None:
+            return self
+        needed, there = self.at_once(machine) * (self.memory + base), machine.memory
+        if self.resources.gpus:
+            needed, there = self.memory, int(machine.gpu_memory * min(1.0, self.resources.gpus))
+        streams = getattr(self.resources, "streamed", "never")
+        if streams == "always" or (streams == "auto" and needed > there):
+            return replace(self, memory=self.streamed)
+        return self
+
     def memory_faults(self, machine: Machine, base: int) -> Iterator[Fault]:
         """What does not fit, with the nearest setting that does.
 
@@ -109,6 +128,8 @@ class Planned:
         said += gigabytes(there)
         fewer = there // needed
         remedies = list(self.remedies)
+        if self.streamed is not None and getattr(self.resources, "streamed", "") == "never":
+            remedies.append(f"compute.{self.kind}.streamed = auto")
         if fewer and not self.resources.gpus:
             remedies.append(f"compute.{self.kind}.cpus = {-(-machine.cpus // fewer)}")
         where = f"compute.{self.kind}"

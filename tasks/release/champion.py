@@ -17,6 +17,7 @@ from tasks.engine.stage import Session
 from tasks.engine.workspace import PROVENANCE, fingerprint
 from tasks.release.versions import MODEL_TAG
 from tasks.scoring.evaluation import champion_piece
+from tasks.scoring.room import room_of
 from tasks.scoring.task_scores import read_scores, score_model
 from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.errors import Fault, InputError
@@ -63,6 +64,7 @@ class Champion:
             "config": recipe.evaluation,
             "bos": recipe.corpus.bos,
             "device": recipe.compute.evaluation.device,
+            "room": room_of(recipe.compute, "evaluation"),
             "reference": heldout,
         }
         piece = Piece(

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from infra.cluster.memory import Room
 from infra.cluster.pieces import Piece
 from tasks.engine.stage_run import StageRun
 from tasks.scoring.architectures import register_architectures
+from tasks.scoring.room import room_of, scoring_folder
 from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
@@ -42,17 +44,26 @@ def scores_of(name: str, function: Callable[..., Scores], /, **arguments: Any) -
     return Piece(name=name, function=function, arguments=arguments, each=("corpora",))
 
 
-def dense_piece(*, out: Path, progress: Progress, model: Path, **common: Any) -> Scores:
+def dense_piece(
+    *, out: Path, progress: Progress, model: Path, room: Room | None = None, **common: Any
+) -> Scores:
     """The piece: one checkpoint as it is."""
     register_architectures()
+    common["streamed"] = _folder(room, out, model, common)
     return evaluate_checkpoint(model, progress=progress, **common)
 
 
 def average_piece(
-    *, out: Path, progress: Progress, experts: Sequence[Path], **common: Any
+    *,
+    out: Path,
+    progress: Progress,
+    experts: Sequence[Path],
+    room: Room | None = None,
+    **common: Any,
 ) -> Scores:
     """The piece: the average of all experts' weights, MLPs included."""
     write_average([CheckpointReader(path) for path in experts], out, max_shard_bytes=10**9)
+    common["streamed"] = _folder(room, out, out, common)
     scores = evaluate_checkpoint(out, progress=progress, **common)
     shutil.rmtree(out)
     return scores
@@ -65,31 +76,47 @@ def oracle_piece(
     backbone: Path,
     experts: Mapping[str, Path],
     corpora: Mapping[str, Path],
+    room: Room | None = None,
     **common: Any,
 ) -> Scores:
     """The piece: every domain's tokens through its own expert."""
     scores: Scores = {}
     for domain, expert in experts.items():
+        common["streamed"] = _folder(room, out, expert, common)
         text = {domain: corpora[domain]}
         scores |= evaluate_stitched(backbone, expert, text, progress=progress, **common)
     return scores
 
 
 def routed_piece(
-    *, out: Path, progress: Progress, model: Path, routers: Mapping[str, Path], **common: Any
+    *,
+    out: Path,
+    progress: Progress,
+    model: Path,
+    routers: Mapping[str, Path],
+    room: Room | None = None,
+    **common: Any,
 ) -> dict[str, Any]:
     """The piece: the MoE with the router of each calibration text."""
     variants = {
         ROWS[split]: Variant(routers=load_routers(path).weights) for split, path in routers.items()
     }
+    common["streamed"] = _folder(room, out, model, common)
     return evaluate_moe(model, variants, progress=progress, **common)
 
 
 def random_piece(
-    *, out: Path, progress: Progress, model: Path, seed: int, **common: Any
+    *,
+    out: Path,
+    progress: Progress,
+    model: Path,
+    seed: int,
+    room: Room | None = None,
+    **common: Any,
 ) -> dict[str, Any]:
     """The piece: the MoE with routers that know nothing."""
     drawn = {"random": random_variant(model, len(common["corpora"]), seed)}
+    common["streamed"] = _folder(room, out, model, common)
     return evaluate_moe(model, drawn, progress=progress, **common)["random"]
 
 
@@ -102,6 +129,7 @@ def sweep_piece(
     value: float,
     statistics: Mapping[str, Mapping[str, Path]],
     router: RouterConfig,
+    room: Room | None = None,
     **common: Any,
 ) -> dict[str, Any]:
     """The piece: the MoE with one parameter set to ``value`` (the paper's Figure 2)."""
@@ -109,6 +137,7 @@ def sweep_piece(
         ROWS[split]: swept_variant(parameter, value, statistics=files, router=router)
         for split, files in statistics.items()
     }
+    common["streamed"] = _folder(room, out, model, common)
     return evaluate_moe(model, variants, progress=progress, **common)
 
 
@@ -145,10 +174,12 @@ def champion_piece(
     corpora: Mapping[str, Path],
     reference: Mapping[str, Mapping[str, float]],
     bos: Bos,
+    room: Room | None = None,
     **common: Any,
 ) -> dict[str, float]:
     """The piece: another model's perplexity on this text, per token of this run's tokenizer."""
     register_architectures()
+    common["streamed"] = _folder(room, out, model, common)
     if vocabulary_fingerprint(model) == vocabulary_fingerprint(tokenizer):
         return perplexities(evaluate_checkpoint(model, corpora, progress=progress, **common))
     texts = {domain: path / "heldout.parquet" for domain, path in documents.items()}
@@ -161,6 +192,12 @@ def champion_piece(
         domain: perplexity_per_reference_token(Score.from_dict(score), own[domain])
         for domain, score in scores.items()
     }
+
+
+def _folder(room: Room | None, out: Path, model: Path, common: Mapping[str, Any]) -> Path | None:
+    """Where hidden states lie, of a model that is not held."""
+    config, device = common["config"], common["device"]
+    return scoring_folder(room, out, model, config=config, device=device)
 
 
 def perplexities(scores: Scores) -> dict[str, float]:
@@ -185,7 +222,12 @@ def counts(scores: Scores) -> dict[str, dict[str, float]]:
 
 
 def heldout_arguments(run: StageRun) -> dict[str, Any]:
-    """What every piece that scores a model on the held-out text is given."""
+    """What a piece that scores a model on the held-out text is given, held or layer by layer."""
+    return {**held_arguments(run), "room": room_of(run.recipe.compute, "evaluation")}
+
+
+def held_arguments(run: StageRun) -> dict[str, Any]:
+    """The same of a model that is held whole."""
     return {
         "corpora": {d: run.path(f"corpora/{d}/heldout") for d in run.recipe.domains},
         "config": run.recipe.evaluation.measuring,

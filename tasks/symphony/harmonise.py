@@ -10,16 +10,16 @@ from torch import Tensor
 
 from infra.cluster.pieces import Piece
 from tasks.dume.router import solve_piece
-from tasks.dume.statistics import in_shards
+from tasks.dume.statistics import in_shards, statistics_piece
 from tasks.engine.artifacts import ALIGNMENT
 from tasks.engine.stage import StageRun
+from tasks.scoring.room import room_of
 from tasks.symphony.pairs import groups_of, moment_files, strangers_of
 from tasks.symphony.variants import anchor_of, chosen_of, pairings
 from tasks.symphony.vocabulary import union_arguments, union_of
 from upcycle_core.backbone.residual import residual_map
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.dume.router_reader import load_routers
-from upcycle_core.dume.statistics import domain_statistics
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.moe.random import random_routers
 from upcycle_core.progress import Progress
@@ -188,15 +188,16 @@ def _ridge_routers(
     run: StageRun, backbone: Path, experts: Mapping[str, Path]
 ) -> Mapping[int, Tensor]:
     """DUME's routers on the harmonised model: layer to W [H, D]."""
-    texts = {
+    texts: dict[str, dict[str, Any]] = {
         f"statistics-{name}": {
+            "room": room_of(run.recipe.compute, "statistics"),
             "backbone": backbone,
             "expert": expert,
             "corpus": run.path(f"corpora/{name}/calibration"),
         }
         for name, expert in experts.items()
     }
-    files = in_shards(run, domain_statistics, texts).values()
+    files = in_shards(run, statistics_piece, texts).values()
     solved = run.done(
         "routers",
         solve_piece,

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from infra.cluster.memory import Room
 from infra.cluster.pieces import Done, Piece
 from infra.recipe.schema import Recipe
 from tasks.data.given import forms
@@ -21,6 +22,7 @@ from tasks.scoring.evaluation import (
     perplexities,
     scores_of,
 )
+from tasks.scoring.room import scoring_folder
 from tasks.symphony.variants import (
     SYMPHONY,
     anchor_of,
@@ -158,10 +160,17 @@ def _dense_pieces(run: StageRun, heldout: Mapping[str, Mapping[str, float]]) -> 
 
 
 def moe_piece(
-    *, out: Path, progress: Progress, model: Path, experts: Mapping[str, int], **common: Any
+    *,
+    out: Path,
+    progress: Progress,
+    model: Path,
+    experts: Mapping[str, int],
+    room: Room,
+    **common: Any,
 ) -> dict[str, Any]:
     """The piece: a MoE as it is, and with every domain sent to its own expert."""
-    common["progress"] = progress
+    folder = scoring_folder(room, out, model, config=common["config"], device=common["device"])
+    common |= {"progress": progress, "streamed": folder}
     found = evaluate_moe(model, {"routed": Variant()}, **common)["routed"]
     own = evaluate_own_experts(model, experts, **common) if experts else None
     return {**found, "own_expert": own}

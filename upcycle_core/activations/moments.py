@@ -3,9 +3,9 @@
 Shapes: T rows (tokens), H features, C cells kept apart (folds, position buckets).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from upcycle_core.checkpoints.tensor_file import save_atomically
+
+BLOCK = 128
+"""Rows of a product that are computed at once: what lies above its diagonal is left out."""
 
 
 def triangle_size(size: int) -> int:
@@ -33,6 +36,31 @@ def _lower(size: int, device: torch.device) -> Tensor:
     """Where the triangle's entries lie in the square; as large as a triangle, and shared."""
     row, column = torch.tril_indices(size, size, device=device)
     return row * size + column
+
+
+@lru_cache(maxsize=128)
+def _lower_block(start: int, end: int, device: torch.device) -> Tensor:
+    """Where rows ``start`` to ``end`` of the triangle lie in a block [end - start, end]."""
+    row, column = torch.tril_indices(end - start, end, offset=start, device=device)
+    return row * end + column
+
+
+def _product(x_TH: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
+    """Features and what multiplies them, exactly as ``batch_sums`` says."""
+    if x_TH.dtype != torch.bfloat16:
+        return x_TH, torch.mm
+    if x_TH.is_cuda:
+        return x_TH, partial(torch.mm, out_dtype=torch.float32)
+    return x_TH.float(), _exact
+
+
+def _exact(a: Tensor, b: Tensor) -> Tensor:
+    with bf16_units():
+        return a @ b
+
+
+def _sum_type(x_TH: Tensor) -> torch.dtype:
+    return torch.float32 if x_TH.dtype == torch.bfloat16 else x_TH.dtype
 
 
 def batch_sums(x_TH: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,9 +180,14 @@ class Moments(Accumulator):
         x_TH = x_TH.reshape(-1, self.size)
         if rows is not None:
             x_TH = x_TH.index_select(0, rows)
-        gram_HH, sum_H = batch_sums(x_TH)
-        self.products[cell] += gram_HH.take(_lower(self.size, self.products.device))
-        self.sums[cell] += sum_H
+        wide_TH, product = _product(x_TH)
+        for start in range(0, self.size, BLOCK):
+            end = min(start + BLOCK, self.size)
+            block_RC = product(wide_TH[:, start:end].T, wide_TH[:, :end])
+            place = slice(triangle_size(start), triangle_size(end))
+            entries = _lower_block(start, end, self.products.device)
+            self.products[cell, place] += block_RC.take(entries)
+        self.sums[cell] += wide_TH.sum(0, dtype=_sum_type(x_TH))
         self.counts[cell] += len(x_TH)
 
     def count(self) -> int:

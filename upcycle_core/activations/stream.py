@@ -1,27 +1,32 @@
 """A decoder over a whole text, layer by layer: one layer's weights at a time.
 
-Each layer is the stock class's own, called as the stock model calls it, so that a batch becomes bit
-for bit what the whole model makes of it.
+Each layer is the stock class's own, and the stock model calls it, so that a batch becomes bit for
+bit what the whole model makes of it.
 
 Shapes: B paragraphs a batch, S tokens a paragraph, H hidden size.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AutoConfig
 
-from upcycle_core.architectures.family import EMBEDDING
+from upcycle_core.architectures.families import STOCK_MOES
+from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
+from upcycle_core.checkpoints.fused import StockTensors
+from upcycle_core.checkpoints.load import choose_experts_implementation
+from upcycle_core.checkpoints.reader import CheckpointReader
 
 Read = Callable[[str], Tensor]
 """A checkpoint's tensor by its name."""
 LAYER = "model.layers.{layer}."
+NORM = "model.norm.weight"
 
 
 @dataclass
@@ -30,65 +35,84 @@ class Passing:
 
     Args:
         hidden_BSH: The residual stream before the next layer.
-        calls: What the model gives each layer beside it: positions, masks.
+        mask_BS: 1 on tokens; None where nothing is told of padding.
     """
 
     hidden_BSH: Tensor
-    calls: list[Mapping[str, Any]]
+    mask_BS: Tensor | None = None
 
 
 class LayerStream:
-    """A dense decoder without lm_head whose weights are read when their layer is next.
+    """A decoder without lm_head whose weights are read when their layer is next.
 
     Args:
         directory: Where config.json lies.
-        read: Where weights come from.
+        read: Where weights come from; of a stock MoE None: from there, each layer's experts put
+            together when it is their turn.
         dtype: Type that they get.
         device: Where they go.
+
+    Attributes:
+        model: The stock class's instance, its weights on no device but those of the layer at work.
     """
 
     def __init__(
-        self, directory: Path, read: Read, *, dtype: torch.dtype, device: str = "cpu"
+        self, directory: Path, read: Read | None, *, dtype: torch.dtype, device: str = "cpu"
     ) -> None:
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
         kind: Any = MODEL_MAPPING[type(config)]
+        options: dict[str, Any] = {}
+        if config.model_type in STOCK_MOES:
+            precision: Literal["fp32", "bf16"] = "bf16" if dtype == torch.bfloat16 else "fp32"
+            options["experts_implementation"] = choose_experts_implementation(device, precision)
         with init_empty_weights(include_buffers=False):
-            self.model = kind._from_config(config, dtype=dtype).eval()
+            self.model = kind._from_config(config, dtype=dtype, **options).eval()
+        self._wide = frozenset(self.model._keep_in_fp32_modules_strict or ())
+        """Parts of names that the stock class keeps in fp32."""
         self.model.rotary_emb.to(device)
-        self._read, self._dtype, self._device = read, dtype, device
+        self.model.requires_grad_(False)
+        self._norm, self.model.norm = self.model.norm, nn.Identity()
+        for layer in self.model.layers:
+            layer.forward = _unchanged
+        self._read = read or self._reading_moe(directory, dtype)
+        self.dtype, self.device = dtype, device
+
+    def _reading_moe(self, directory: Path, dtype: torch.dtype) -> Read:
+        reader = CheckpointReader(directory, field="model")
+        stock = StockTensors(reader, self.model)
+
+        def read(name: str) -> Tensor:
+            own = name.removeprefix("model.")
+            return stock.tensor(own, dtype) if own in stock.sources else reader.tensor(name)
+
+        return read
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return int(self.model.config.num_hidden_layers)
 
     def start(self, batches: list[Tensor]) -> list[Passing]:
         """Batches [B, S] int64 of token ids before the first layer."""
-        embedding = {"weight": self._tensor(EMBEDDING)}
-        self.model.embed_tokens.load_state_dict(embedding, assign=True)
-        with torch.inference_mode():
-            found = [self._start(ids.to(self._device)) for ids in batches]
-        self.model.embed_tokens.to("meta")
-        return found
+        with self.embedding():
+            return [Passing(self.embedded(ids)) for ids in batches]
 
-    def _start(self, ids_BS: Tensor) -> Passing:
-        """Let the stock model call its layers, which only write down what they are given."""
-        passing: list[Passing] = []
-        calls: list[Mapping[str, Any]] = []
-
-        def note(hidden_BSH: Tensor, **given: Any) -> Tensor:
-            passing.append(Passing(hidden_BSH, calls))
-            calls.append(given)
-            return hidden_BSH
-
-        layers, norm = self.model.layers, self.model.norm
+    @contextmanager
+    def embedding(self) -> Iterator[None]:
+        """Within this context tokens can be embedded."""
+        weight = {"weight": self.tensor(EMBEDDING)}
+        self.model.embed_tokens.load_state_dict(weight, assign=True)
         try:
-            for layer in layers:
-                layer.forward = note
-            self.model.norm = nn.Identity()
-            self.model(input_ids=ids_BS, use_cache=False)
+            with torch.inference_mode():
+                yield
         finally:
-            self.model.norm = norm
-            for layer in layers:
-                del layer.forward
-        return passing[0]
+            self.model.embed_tokens.to("meta")
+
+    def embedded(self, ids_BS: Tensor) -> Tensor:
+        """What the first layer reads of token ids, [B, S, H]."""
+        return self.model(input_ids=ids_BS.to(self.device), use_cache=False).last_hidden_state
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
@@ -96,16 +120,39 @@ class LayerStream:
         layer = self.model.layers[index]
         prefix = LAYER.format(layer=index)
         names = layer.state_dict()
-        layer.load_state_dict({n: self._tensor(prefix + n) for n in names}, assign=True)
+        layer.load_state_dict({n: self.tensor(prefix + n) for n in names}, assign=True)
+        del layer.forward
         try:
             with torch.inference_mode():
                 yield layer
         finally:
+            layer.forward = _unchanged
             layer.to("meta")
 
-    def through(self, index: int, layer: nn.Module, batch: Passing) -> Tensor:
-        """What the layer makes of a batch, [B, S, H]."""
-        return layer(batch.hidden_BSH, **batch.calls[index])
+    def through(self, batch: Passing) -> Tensor:
+        """What the layer that has its weights makes of a batch, [B, S, H].
 
-    def _tensor(self, name: str) -> Tensor:
-        return self._read(name).to(self._device, self._dtype)
+        The stock model is called with all layers; those without weights hand on what they get.
+        """
+        return self.model(
+            inputs_embeds=batch.hidden_BSH, attention_mask=batch.mask_BS, use_cache=False
+        ).last_hidden_state
+
+    def final_norm(self) -> nn.Module:
+        """The norm behind the last layer, with its weights."""
+        self._norm.load_state_dict({"weight": self.tensor(NORM)}, assign=True)
+        return self._norm
+
+    def head(self) -> Tensor:
+        """The matrix [V, H] that makes logits: a tied model's embedding."""
+        return self.tensor(EMBEDDING if self.model.config.tie_word_embeddings else LM_HEAD)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the model, in its type and place."""
+        is_wide = self.dtype == torch.bfloat16 and any(part in name for part in self._wide)
+        return self._read(name).to(self.device, torch.float32 if is_wide else self.dtype)
+
+
+def _unchanged(hidden_BSH: Tensor, **_: Any) -> Tensor:
+    """What a layer without weights hands on."""
+    return hidden_BSH

@@ -310,6 +310,9 @@ NO_STOCK_MOE: Mapping[str, str] = {
 }
 """Architectures that people ask for, and why they are no experts of a stock MoE."""
 
+STOCK_MOES = frozenset(family.target.model_type for family in FAMILIES.values())
+"""The stock MoE architectures that the families' experts are joined in."""
+
 
 def family_of(config: Mapping, *, field: str = "model_type") -> Family:
     """Look up the family of a dense checkpoint.

@@ -1,9 +1,11 @@
 """A dense model from two checkpoints: the shared backbone with one expert's FFNs."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_MAPPING,
@@ -13,11 +15,33 @@ from transformers import (
 
 from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
-from upcycle_core.architectures.family import LM_HEAD
+from upcycle_core.architectures.family import LM_HEAD, Family
 from upcycle_core.architectures.resolve import with_vocabulary_of
 from upcycle_core.checkpoints.load import check_loading, quiet_loading
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import raise_faults
+
+
+def stitched_reader(
+    family: Family, own: CheckpointReader, shared: CheckpointReader
+) -> Callable[[str], Tensor]:
+    """Tensors of the backbone with an expert's FFNs, by name."""
+    return lambda name: (own if family.is_ffn(name) else shared).tensor(name)
+
+
+def open_stitched(backbone: Path, expert: Path) -> tuple[CheckpointReader, CheckpointReader]:
+    """The readers of a backbone and of an expert that fits it.
+
+    Raises:
+        InputError: A tensor is missing, misshapen or has no place in either.
+    """
+    shared = CheckpointReader(backbone, field="backbone")
+    own = CheckpointReader(expert, field="expert")
+    family = family_of(shared.config)
+    faults = tensor_faults(shared, family, "backbone", ffn=False)
+    fitting = with_vocabulary_of(shared.config, own.config)
+    raise_faults(faults + tensor_faults(own, family, "expert", config=fitting))
+    return shared, own
 
 
 def load_stitched(
@@ -43,18 +67,10 @@ def load_stitched(
     Raises:
         InputError: A tensor is missing, misshapen or has no place in either.
     """
-    shared = CheckpointReader(backbone, field="backbone")
-    own = CheckpointReader(expert, field="expert")
+    shared, own = open_stitched(backbone, expert)
     family = family_of(shared.config)
-    faults = tensor_faults(shared, family, "backbone", ffn=False)
-    fitting = with_vocabulary_of(shared.config, own.config)
-    raise_faults(faults + tensor_faults(own, family, "expert", config=fitting))
-    expected = family.tensors(shared.config)
-    weights = {
-        name: (own if family.is_ffn(name) else shared).tensor(name)
-        for name in expected
-        if not (headless and name == LM_HEAD)
-    }
+    expected, read = family.tensors(shared.config), stitched_reader(family, own, shared)
+    weights = {name: read(name) for name in expected if not (headless and name == LM_HEAD)}
     config = AutoConfig.from_pretrained(backbone, local_files_only=True, trust_remote_code=False)
     classes = MODEL_MAPPING if headless else MODEL_FOR_CAUSAL_LM_MAPPING
     with quiet_loading():

@@ -6,10 +6,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from accelerate import init_empty_weights
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
-from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.checkpoints.fused import StockTensors
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.errors import Fault, InputError, raise_faults
 
 DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -18,6 +28,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "fp64": torch.float64,
 }
 """Types of weights by the precisions that recipes name."""
+GENERATION = "generation_config.json"
+TRANSFORMERS = "transformers.models."
+"""Where the classes of stock models live; ours put their experts together themselves."""
 _FASTEST: Mapping[tuple[str, str], Literal["eager", "grouped_mm"]] = {
     ("cpu", "fp32"): "eager",
     ("cpu", "bf16"): "eager",
@@ -49,25 +62,62 @@ def load_causal_lm(
     directory = Path(directory)
     options: dict[str, Any] = {}
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    if hasattr(config, "num_experts_per_tok"):
+    has_experts = hasattr(config, "num_experts_per_tok")
+    if has_experts:
         precision = precision or ("bf16" if dtype == torch.bfloat16 else "fp32")
         options["experts_implementation"] = choose_experts_implementation(
             device, precision, training=training
         )
+    model: Any
+    info: Mapping
+    if has_experts and type(config).__module__.startswith(TRANSFORMERS):
+        model, info = _load_stock_moe(directory, config, dtype, options)
+    else:
+        with quiet_loading():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # collected in info rather than raised one by one
+                output_loading_info=True,
+                **options,
+            )
+        model, info = loaded
+    check_loading(model, info, str(directory))
+    return model.to(device).eval()
+
+
+def _load_stock_moe(
+    directory: Path, config: PreTrainedConfig, dtype: torch.dtype, options: Mapping[str, Any]
+) -> tuple[PreTrainedModel, Mapping]:
+    """The model, its experts put together once, and what ``output_loading_info`` said."""
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with init_empty_weights(include_buffers=False):
+        empty = kind._from_config(config, dtype=dtype)
+    reader = CheckpointReader(directory, field="checkpoint")
+    stock = StockTensors(reader, empty)
+    if stock.broken:
+        remedy = f"experts are missing, or of another shape: {', '.join(stock.broken)}; fetch it "
+        remedy += "again"
+        raise InputError(Fault("checkpoint", str(directory), remedy))
+    weights = {name: stock.tensor(name, dtype) for name in stock.sources}
+    weights |= {name: reader.tensor(name) for name in stock.unplaced}
     with quiet_loading():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
+        model, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
             dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # collected in info rather than raised one by one
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
             **options,
         )
-    model, info = loaded
-    check_loading(model, info, str(directory))
-    return model.to(device).eval()
+    model.name_or_path = model.config.name_or_path = str(directory)
+    if (directory / GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    return model, info
 
 
 def choose_experts_implementation(

@@ -29,10 +29,11 @@ from upcycle_core.activations.moments import batch_sums
 from upcycle_core.activations.regression import HALVES, DriftSums, solve_drift
 from upcycle_core.activations.stream import LAYER, LayerStream, Passing
 from upcycle_core.architectures.families import family_of
+from upcycle_core.backbone.stitch import stitched_reader
 from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.dume.repair import calibration_batches, stitched_reader
+from upcycle_core.dume.repair import calibration_batches
 from upcycle_core.precision import chosen
 from upcycle_core.precision import weights_type as type_in
 from upcycle_core.progress import Progress, Silent
@@ -213,7 +214,7 @@ def _pass(
                         lambda _m, given, gave, take=take, n=number: take(n, given[0], gave)
                     )
                     stack.callback(hook.remove)
-                left.append(stream.through(index, layer, getattr(text, which)))
+                left.append(stream.through(getattr(text, which)))
     return left
 
 

@@ -3,7 +3,7 @@
 Shapes: B paragraphs a batch, S tokens a paragraph, padded on the right.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -95,6 +95,15 @@ def collect_shard(
         What is kept apart, and moments by layer.
     """
     layout = Layout(model.config.hidden_size, tuple(layers), config.parts, config.position_buckets)
+    batches, count = shard_batches(corpus, config, shard)
+    progress.start(what, count, "tokens")
+    return layout, collect(model, batches, layout, device=model.device, progress=progress)
+
+
+def shard_batches(
+    corpus: Path, config: StatisticsConfig, shard: int
+) -> tuple[Iterator[Batch], int]:
+    """The batches of one shard of a split, each within one fold, and how many tokens they have."""
     tokens = TokenCorpus(corpus)
     everything = paragraphs(
         tokens,
@@ -103,11 +112,8 @@ def collect_shard(
         window=config.window,
     )
     pieces = shard_of(everything, shard, config.shards)
-    progress.start(what, pieces.tokens, "tokens")
-    batches = paragraph_batches(
-        tokens, pieces, config.batch_size, folds=config.parts, count=config.count
-    )
-    return layout, collect(model, batches, layout, device=model.device, progress=progress)
+    size, count = config.batch_size, config.count
+    return paragraph_batches(tokens, pieces, size, folds=config.parts, count=count), pieces.tokens
 
 
 def collect(

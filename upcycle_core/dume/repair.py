@@ -35,6 +35,7 @@ from upcycle_core.activations.stream import LayerStream, Passing, Read
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, Family
 from upcycle_core.backbone.counts import FLOOR, token_counts
+from upcycle_core.backbone.stitch import stitched_reader
 from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.writer import write_json
@@ -144,11 +145,6 @@ def _plan(
     }
 
 
-def stitched_reader(family: Family, own: CheckpointReader, shared: CheckpointReader) -> Read:
-    """Tensors of the backbone with an expert's FFNs."""
-    return lambda name: (own if family.is_ffn(name) else shared).tensor(name)
-
-
 def calibration_batches(corpus: Path, config: StatisticsConfig) -> list[Batch]:
     """What ``config`` reads of a split; each batch is of one half of its documents."""
     tokens = TokenCorpus(corpus)
@@ -226,13 +222,13 @@ def _pass(
     """
     sums: list[DriftSums] = []
     down: Any = streams[0].model.layers[index].mlp.down_proj
-    with streams[0].layer(index) as merged, streams[1].layer(index) as own:
+    with streams[0].layer(index), streams[1].layer(index):
         for text in texts:
             inner: list[Tensor] = []
             hook = down.register_forward_pre_hook(lambda _m, given, to=inner: to.append(given[0]))
-            text.merged.hidden_BSH = streams[0].through(index, merged, text.merged)
+            text.merged.hidden_BSH = streams[0].through(text.merged)
             hook.remove()
-            text.own.hidden_BSH = streams[1].through(index, own, text.own)
+            text.own.hidden_BSH = streams[1].through(text.own)
             (text.inner_BSI,) = inner
             a_TI = text.taken(text.inner_BSI)
             target_TH = text.taken(text.own.hidden_BSH)

@@ -210,8 +210,8 @@ class _Passes:
     ) -> dict[str, Tensor]:
         """Take the text through a layer; each expert's repaired down projection [H, I]."""
         found: dict[str, Tensor] = {}
-        with self._layer(index, router_HD) as (layer, routed):
-            sums = self._sums(index, layer, routed)
+        with self._layer(index, router_HD) as routed:
+            sums = self._sums(index, routed)
             for expert, (name, reader) in zip(routed.experts, self._readers.items(), strict=True):
                 factor, left, delta_IH = solve_drift(sums[name], index, "experts.repair")
                 down_HI = reader.tensor(self._family.ffn(index).down)
@@ -223,11 +223,11 @@ class _Passes:
                     {"layer": index, "lambda": factor, "drift": left, "tokens": tokens}
                 )
             for text in (text for texts in self._texts.values() for text in texts):
-                text.routed.hidden_BSH = self._routed.through(index, layer, text.routed)
+                text.routed.hidden_BSH = self._routed.through(text.routed)
         return found
 
     @contextmanager
-    def _layer(self, index: int, router_HD: Tensor) -> Iterator[tuple[nn.Module, _RoutedFFN]]:
+    def _layer(self, index: int, router_HD: Tensor) -> Iterator[_RoutedFFN]:
         """The merged model's layer, with all experts in the place of its FFN."""
         with self._routed.layer(index) as layer:
             dense: Any = layer.mlp
@@ -239,20 +239,20 @@ class _Passes:
             stored = router_HD.to(weights_type(next(iter(self._readers.values()))))
             layer.mlp = _RoutedFFN(experts, stored.to(self._device, self._dtype))
             try:
-                yield layer, layer.mlp
+                yield layer.mlp
             finally:
                 layer.mlp = dense
 
-    def _sums(self, index: int, layer: nn.Module, routed: _RoutedFFN) -> dict[str, list[DriftSums]]:
+    def _sums(self, index: int, routed: _RoutedFFN) -> dict[str, list[DriftSums]]:
         """The sums of each expert's two halves; teachers' streams go on to the next layer."""
         sums: dict[str, list[DriftSums]] = {}
         is_last = index == self._routed.model.config.num_hidden_layers - 1
         for domain, texts in self._texts.items():
             head = self._heads.get(domain) if is_last else None
-            with self._own[domain].layer(index) as own:
+            with self._own[domain].layer(index):
                 for text in texts:
-                    text.own.hidden_BSH = self._own[domain].through(index, own, text.own)
-                    now_TH = _flat(self._routed.through(index, layer, text.routed))
+                    text.own.hidden_BSH = self._own[domain].through(text.own)
+                    now_TH = _flat(self._routed.through(text.routed))
                     target_TH = _flat(text.own.hidden_BSH)
                     drift_TH = (target_TH if head is None else head.target(target_TH)) - now_TH
                     for name, rows, a_TI in zip(

@@ -8,21 +8,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
 
 from upcycle_core.activations.moments import Moments, save_sums
-from upcycle_core.backbone.stitch import load_stitched
+from upcycle_core.activations.stream import LayerStream
+from upcycle_core.architectures.families import family_of
+from upcycle_core.backbone.stitch import load_stitched, open_stitched, stitched_reader
 from upcycle_core.checkpoints.tensor_file import read_header, stream_atomically
 from upcycle_core.checkpoints.writer import TensorSpec
-from upcycle_core.dume.collect import Layout, collect_shard
+from upcycle_core.dume.collect import Layout, collect_shard, shard_batches
 from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.streamed import KIND, stream_statistics
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.precision import chosen, weights_type
 from upcycle_core.progress import Progress, Silent
-
-KIND = "statistics"
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def domain_statistics(
     config: StatisticsConfig,
     shard: int,
     device: str = "cpu",
+    streamed: Path | None = None,
     progress: Progress | None = None,
 ) -> None:
     """One (domain, shard) piece of the pass that every router is solved from (Eq. 7).
@@ -123,9 +126,21 @@ def domain_statistics(
         config: What is forwarded, and what is kept apart.
         shard: Which of ``config.shards`` pieces.
         device: Where the model runs.
+        streamed: Where hidden states lie while the text goes through the model layer by layer; by
+            default the model is held whole.
         progress: Hears of every batch, in tokens.
     """
     dtype = weights_type(config.precision, device)
+    progress = progress or Silent()
+    what = f"statistics{chosen(config.precision, device)}"
+    if streamed is not None:
+        shared, own = open_stitched(backbone, expert)
+        read = stitched_reader(family_of(shared.config), own, shared)
+        stream = LayerStream(backbone, read, dtype=dtype, device=device)
+        batches, _ = shard_batches(corpus, config, shard)
+        common: dict[str, Any] = {"folder": streamed, "progress": progress, "what": what}
+        stream_statistics(stream, list(batches), out, config=config, **common)
+        return
     model = load_stitched(backbone, expert, headless=True, dtype=dtype, device=device)
     layout, moments = collect_shard(
         model,
@@ -133,7 +148,7 @@ def domain_statistics(
         range(model.config.num_hidden_layers),
         config=config,
         shard=shard,
-        progress=progress or Silent(),
-        what=f"statistics{chosen(config.precision, device)}",
+        progress=progress,
+        what=what,
     )
     save_statistics(out, layout, moments)

@@ -1,14 +1,14 @@
 """Peak memory of each kind of computation, beside what an interpreter with its libraries takes.
 
 On a CPU weights that a file holds in the type that is asked for are mapped, and cost no anonymous
-memory; those of a MoE are stacked, expert upon expert, and do.
+memory; those of a MoE are put together, expert upon expert, and do.
 
 Shapes: L layers, H hidden size, I intermediate size, V vocabulary, T tokens, D experts.
 """
 
 from upcycle_core.activations.moments import triangle_size
 from upcycle_core.activations.regression import HALVES
-from upcycle_core.checkpoints.reader import CHUNK
+from upcycle_core.checkpoints.reader import CHUNK, CheckpointReader
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.perplexity import TOKENS_AT_ONCE
@@ -18,8 +18,6 @@ from upcycle_core.planning.shape import Shape
 from upcycle_core.precision import weights_type
 
 FP32, FP64, INT64 = 4, 8, 8
-STACKED = 2
-"""Times that the experts' weights are held while transformers stacks them."""
 
 
 def statistics_bytes(shape: Shape, config: StatisticsConfig, *, device: str = "cpu") -> int:
@@ -81,9 +79,61 @@ def evaluation_bytes(
     batch = (config.batch_size, config.sequence_length)
     size = weights_type(config.precision, device).itemsize
     activations = activations_bytes(shape, batch, config.precision, device)
-    logits = (size + 2 * FP32) * min(batch[0] * batch[1], TOKENS_AT_ONCE) * shape.vocabulary
+    logits = _logits(shape, batch, size)
     weights = weights_held(shape, config.precision, device, experts=experts)
     return weights + max(activations, logits)
+
+
+def scoring_bytes(
+    reader: CheckpointReader, config: EvaluationConfig, *, device: str = "cpu"
+) -> int:
+    """``evaluation_bytes`` of a checkpoint: of a dense model, or of a stock MoE.
+
+    Raises:
+        InputError: It is neither.
+    """
+    shape, experts = Shape.of_scored(reader)
+    return evaluation_bytes(shape, config, experts=experts, device=device)
+
+
+def streamed_statistics_bytes(
+    shape: Shape, config: StatisticsConfig, *, device: str = "cpu"
+) -> int:
+    """Of the statistics pass layer by layer: one layer's weights and sums, or the embedding.
+
+    Args:
+        shape: The dense model whose text is forwarded.
+        config: Batches, precision, and what is kept apart.
+        device: Where it runs.
+    """
+    batch = (config.batch_size, config.sequence_length)
+    sums = 2 * statistics_file_bytes(shape, config) // shape.layers + _index(shape)
+    sums += FP32 * shape.hidden**2 + FP64 * triangle_size(shape.hidden)
+    layer = sums + activations_bytes(shape, batch, config.precision, device)
+    held = 0 if _mapped(shape, config.precision, device) else _layer(shape, config, device)
+    return max(held + layer, _ends(shape, config.precision, device))
+
+
+def streamed_evaluation_bytes(
+    shape: Shape, config: EvaluationConfig, *, experts: int = 1, device: str = "cpu"
+) -> int:
+    """Of scoring layer by layer: one layer's weights, or the head's logits.
+
+    Args:
+        shape: The dense model, or any of the experts.
+        config: Batches and precision.
+        experts: D; 1 for the dense model.
+        device: Where it runs.
+    """
+    batch = (config.batch_size, config.sequence_length)
+    size = weights_type(config.precision, device).itemsize
+    mapped = _mapped(shape, config.precision, device)
+    fused = size * experts * shape.ffns // shape.layers if experts > 1 else 0
+    if not mapped:
+        fused += _layer(shape, config, device) - (size * shape.ffns // shape.layers) * bool(fused)
+    activations = activations_bytes(shape, batch, config.precision, device)
+    ends = _ends(shape, config.precision, device) + _logits(shape, batch, size)
+    return max(fused + activations, ends)
 
 
 def activations_bytes(
@@ -100,8 +150,26 @@ def weights_held(shape: Shape, precision: Arithmetic, device: str, *, experts: i
     weights = size * shape.whole - _mapped(shape, precision, device)
     if experts > 1:
         weights = max(0, weights - size * shape.ffns)
-        weights += size * experts * shape.ffns * (STACKED if device == "cpu" else 1)
+        weights += size * experts * shape.ffns
     return weights
+
+
+def _logits(shape: Shape, batch: tuple[int, int], size: int) -> int:
+    return (size + 2 * FP32) * min(batch[0] * batch[1], TOKENS_AT_ONCE) * shape.vocabulary
+
+
+def _layer(shape: Shape, config: StatisticsConfig | EvaluationConfig, device: str) -> int:
+    """A dense layer's weights."""
+    size = weights_type(config.precision, device).itemsize
+    return size * (shape.whole - shape.ends) // shape.layers
+
+
+def _ends(shape: Shape, precision: Arithmetic, device: str) -> int:
+    """The embedding, or a head, where it is not mapped."""
+    size = weights_type(precision, device).itemsize
+    if _mapped(shape, precision, device):
+        return 0
+    return size * shape.vocabulary * shape.hidden
 
 
 def _mapped(shape: Shape, precision: Arithmetic, device: str) -> int:

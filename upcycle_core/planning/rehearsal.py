@@ -6,9 +6,11 @@ costs what the second one does.
 """
 
 import gc
+import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -102,28 +104,34 @@ def forward_bytes(
         device: Where ``auto`` is decided.
     """
     dtype = weights_type(precision, device)  # type: ignore[arg-type]
+    return _forward_bytes(json.dumps(dict(shape.config)), shape.layers, tokens, dtype)
+
+
+@lru_cache
+def _forward_bytes(config: str, depth: int, tokens: tuple[int, int], dtype: torch.dtype) -> int:
+    """Rehearsed once for all who ask."""
 
     def rehearse(layers: int) -> int:
         with FakeTensorMode(), Held() as held, torch.no_grad():
-            body = AutoModel.from_config(model_config(shape, layers), dtype=dtype)
+            body = AutoModel.from_config(model_config(json.loads(config), layers), dtype=dtype)
             held.begin()
             body(input_ids=torch.zeros(tokens, dtype=torch.int64), use_cache=False)
             return held.peak
 
-    return extrapolated(rehearse, shape.layers)
+    return extrapolated(rehearse, depth)
 
 
 def _network(shape: Shape, layers: int, dtype: torch.dtype) -> PreTrainedModel:
     """The model with so many layers, on fake tensors."""
     network: PreTrainedModel = AutoModelForCausalLM.from_config(
-        model_config(shape, layers), dtype=dtype
+        model_config(shape.config, layers), dtype=dtype
     )
     return network
 
 
-def model_config(shape: Shape, layers: int) -> Any:
+def model_config(config: Mapping[str, Any], layers: int) -> Any:
     """The configuration with so many layers."""
-    values = {**shape.config, "num_hidden_layers": layers}
+    values = {**config, "num_hidden_layers": layers}
     kept = {key: value for key, value in values.items() if key not in PER_LAYER}
     return AutoConfig.for_model(kept.pop("model_type"), **kept)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from upcycle_core.architectures.families import family_of
+from upcycle_core.architectures.families import FAMILIES, family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import Fault, InputError
@@ -20,6 +20,11 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 """Types of weights by the names of config.json."""
+ATTENTION = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
+)
+"""What a MoE's config.json says of itself in the words of a dense model's."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,27 @@ class Shape:
             raise InputError(Fault("model", str(directory), remedy)) from error
         named = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         return cls.of_config(config, DTYPES.get(named, torch.float32).itemsize)
+
+    @classmethod
+    def of_scored(cls, reader: CheckpointReader) -> tuple["Shape", int]:
+        """The shape of a dense model, or of each expert of a stock MoE, and how many there are.
+
+        Raises:
+            InputError: It is of no family that is known.
+        """
+        config = reader.config
+        targets = {family.target.model_type: family.target for family in FAMILIES.values()}
+        target = targets.get(str(config.get("model_type")))
+        if target is None:
+            return cls.of_reader(reader), 1
+        known = {key: config[key] for key in ATTENTION if config.get(key) is not None}
+        dense = {
+            **known,
+            "model_type": "llama",
+            "intermediate_size": config[target.width_fields[0]],
+        }
+        stored = next(iter(reader.tensors.values())).dtype
+        return cls.of_config(dense, stored.itemsize), int(config[target.count_fields[0]])
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], itemsize: int) -> "Shape":

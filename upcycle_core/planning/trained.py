@@ -115,7 +115,7 @@ def _rehearsed(
 
     def rehearse(layers: int) -> int:
         with FakeTensorMode(), rehearsal.Held() as held:
-            dense = rehearsal.model_config(shape, layers)
+            dense = rehearsal.model_config(shape.config, layers)
             network = SimoeForCausalLM(simoe_config(dense, simoe))
             network.train()
             if config.gradient_checkpointing:

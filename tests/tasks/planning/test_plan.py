@@ -12,6 +12,7 @@ from upcycle_core.errors import InputError
 DOMAINS = ("law", "code", "history", "music", "art")
 WHOLE, FFNS, LAYERS, HIDDEN = 8_030_261_248, 32 * 3 * 4096 * 14336, 32, 4096
 GPU = {"gpus": 1}
+HELD = {"streamed": "never"}
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +82,14 @@ def faults(found):
 
 def test_all_limits_are_named_at_once_with_what_would_fit(tmp_path, llama):
     small = Machine(memory=40 * 10**9, cpus=8, disk=10**11)
-    found = faults(made(tmp_path, llama, ready=False, machine=small))
+    compute = dict.fromkeys(("statistics", "evaluation"), HELD)
+    found = faults(made(tmp_path, llama, ready=False, machine=small, compute=compute))
     assert set(found) == {"compute.experts", "compute.statistics", "compute.evaluation", "disk"}
     assert "experts.training.method = lora" in found["compute.experts"][1]
     said, remedy = found["compute.statistics"]
     assert "8 x" in said
     threads = int(remedy.rpartition("compute.statistics.cpus = ")[2])
-    compute = {"statistics": {"cpus": threads}}
+    compute["statistics"] = {**HELD, "cpus": threads}
     fits = faults(made(tmp_path, llama, ready=False, machine=small, compute=compute))
     assert "compute.statistics" not in fits
     assert set(found) - set(fits) == {"compute.statistics"}
@@ -98,9 +100,12 @@ def test_a_gpu_is_asked_for_what_it_holds(tmp_path, llama):
     common = {"memory": 64 * 10**9, "cpus": 16, "disk": 10**13}
     one, small = (Machine(**common, gpus=1, gpu_memory=gb * 10**9) for gb in (80, 48))
     assert not faults(made(tmp_path, llama, machine=one, compute=compute))
-    found = faults(made(tmp_path, llama, machine=small, compute=compute))
+    assert not faults(made(tmp_path, llama, machine=small, compute=compute))
+    held = {**compute, "evaluation": {**GPU, **HELD}}
+    found = faults(made(tmp_path, llama, machine=small, compute=held))
     assert set(found) == {"compute.evaluation"}  # 61 GB of weights
     assert "GPU memory" in found["compute.evaluation"][0]
+    assert "compute.evaluation.streamed = auto" in found["compute.evaluation"][1]
     none = faults(made(tmp_path, llama, machine=Machine(**common), compute=compute))
     assert none["compute.statistics.gpus"] == ("1", "there is no GPU; give 0")
 
@@ -115,6 +120,17 @@ def test_a_cluster_s_machines_are_not_asked_but_its_disk_is(tmp_path, llama):
     found = made(tmp_path, llama, machine=Machine(memory=1, cpus=8, disk=1))
     assert {fault.field for fault in found.faults(is_local=False)} == {"disk"}
     assert "compute.evaluation" in faults(found)
+
+
+def test_what_does_not_fit_goes_layer_by_layer(tmp_path, llama):
+    small = Machine(memory=24 * 10**9, cpus=4, disk=10**13)
+    found = made(tmp_path, llama, machine=small, compute={"evaluation": {"cpus": 4}})
+    assert not faults(found)
+    report = rows(found)["report"].memory
+    layer = 2 * 5 * FFNS // LAYERS  # five experts' FFNs, put together
+    assert layer < report < 3 * layer
+    held = {"evaluation": {"cpus": 4, **HELD}}
+    assert rows(made(tmp_path, llama, machine=small, compute=held))["report"].memory > 2 * 5 * FFNS
 
 
 def test_another_machine_is_described_in_words():

@@ -115,3 +115,17 @@ def test_sums_leave_torch_settings_as_they_were():
         assert matmul.fp32_precision == "ieee"
     finally:
         matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [128, 300])
+def test_a_triangle_of_several_blocks_of_rows_is_whole(size, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x_TH = torch.randn(20, size, generator=generator).to(dtype)
+    moments = Moments(size)
+    moments.update(x_TH)
+    wide_TH = x_TH.double()
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    expected = wide_TH.T @ wide_TH
+    torch.testing.assert_close(moments.gram(), expected, rtol=tolerance, atol=10 * tolerance)
+    torch.testing.assert_close(moments.sum(), wide_TH.sum(0), rtol=tolerance, atol=10 * tolerance)

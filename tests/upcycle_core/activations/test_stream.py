@@ -23,9 +23,9 @@ def test_layers_in_turn_are_the_model(family, dtype, tmp_path):
     stream = LayerStream(checkpoint, CheckpointReader(checkpoint).tensor, dtype=dtype)
     passing = stream.start(batches)
     for index in range(whole.config.num_hidden_layers):
-        with stream.layer(index) as layer:
+        with stream.layer(index):
             for batch in passing:
-                batch.hidden_BSH = stream.through(index, layer, batch)
+                batch.hidden_BSH = stream.through(batch)
     for ids, batch in zip(batches, passing, strict=True):
         with torch.inference_mode():
             expected = whole(ids, use_cache=False).last_hidden_state

@@ -4,7 +4,7 @@ Shapes: B paragraphs, S positions, N scored tokens, H hidden size, V vocabulary.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -58,10 +58,21 @@ def score_model(
         InputError: No token to score, or a loss that is not finite.
     """
     pieces = scored_paragraphs(corpus, config)
-    nll, by_document = 0.0, np.zeros(len(corpus))
-    for batch, losses_N in token_losses(
+    losses = token_losses(
         model, corpus, pieces, config=config, pad_id=pad_id, progress=progress, what=what
-    ):
+    )
+    return summed(losses, corpus, pieces, config)
+
+
+def summed(
+    losses: Iterable[tuple[Batch, Tensor]],
+    corpus: TokenCorpus,
+    pieces: Paragraphs,
+    config: EvaluationConfig,
+) -> Score:
+    """The score that ``token_losses`` of all batches of ``pieces`` add up to."""
+    nll, by_document = 0.0, np.zeros(len(corpus))
+    for batch, losses_N in losses:
         nll += losses_N.sum().item()
         counts_B = batch.counted[:, 1:].sum(1)
         document_N = batch.documents.repeat_interleave(counts_B).numpy()
@@ -113,14 +124,23 @@ def token_losses(
     batches = paragraph_batches(corpus, pieces, config.batch_size, pad_id, count=config.loss)
     for batch in batches:
         losses_N = _batch_losses(model, batch)
-        nll += losses_N.sum().item()
-        if not np.isfinite(nll):
-            remedy = "its loss is not finite; it is broken"
-            raise InputError(Fault("model", model.name_or_path, remedy))
+        nll += finite_sum(losses_N, model.name_or_path)
         done += len(losses_N)
         rate = done / max(time.monotonic() - began, 1e-9)
         progress.advance(len(losses_N), loss=nll / max(done, 1), tokens_per_second=rate)
         yield batch, losses_N
+
+
+def finite_sum(losses_N: Tensor, model: str | None) -> float:
+    """The sum of losses, in nats.
+
+    Raises:
+        InputError: It is not finite; ``model`` is named.
+    """
+    nll = losses_N.sum().item()
+    if not np.isfinite(nll):
+        raise InputError(Fault("model", model, "its loss is not finite; it is broken"))
+    return nll
 
 
 def score_of(
@@ -158,19 +178,31 @@ def check_plain_head(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def _batch_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Losses of a batch, [N] fp64: token t is predicted from the hidden state at t - 1."""
+    """Losses of a batch, [N] fp64."""
     input_BS = batch.input_ids.to(model.device)
     mask_BS = batch.attention_mask.to(model.device)
     hidden_BSH = _hidden_states(model, input_BS, mask_BS)
-    scored_BS = batch.counted.to(model.device)[
-        :, 1:
-    ].bool()  # padding is on the right: its predecessor is real as well
+    return losses_of(hidden_BSH, batch, model.get_output_embeddings())
+
+
+def losses_of(hidden_BSH: Tensor, batch: Batch, head: Callable[[Tensor], Tensor]) -> Tensor:
+    """Losses of a batch's scored tokens, [N] fp64: t is predicted from the hidden state at t - 1.
+
+    Args:
+        hidden_BSH: Behind the final norm.
+        batch: What was forwarded.
+        head: Makes logits [N, V] of hidden states [N, H].
+    """
+    device = hidden_BSH.device
+    input_BS = batch.input_ids.to(device)
+    # padding is on the right: the predecessor of what is scored is real as well
+    scored_BS = batch.counted.to(device)[:, 1:].bool()
     hidden_NH, target_N = hidden_BSH[:, :-1][scored_BS], input_BS[:, 1:][scored_BS]
-    losses = [torch.zeros(0, dtype=torch.float64, device=model.device)]
+    losses = [torch.zeros(0, dtype=torch.float64, device=device)]
     for h_NH, t_N in zip(
         hidden_NH.split(TOKENS_AT_ONCE), target_N.split(TOKENS_AT_ONCE), strict=True
     ):
-        logits_NV = model.get_output_embeddings()(h_NH)
+        logits_NV = head(h_NH)
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         losses.append(functional.cross_entropy(logits_NV, t_N, reduction="none").double())
     return torch.cat(losses)

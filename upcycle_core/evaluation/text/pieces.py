@@ -6,6 +6,8 @@ routers and other k without loading it again. All of them are told
 - ``corpora``: {domain: its held-out split's directory}, tokenised for the model;
 - ``config``: what is scored, and in which arithmetic;
 - ``device``: where the model runs;
+- ``streamed``: where hidden states lie while texts go through the model layer by layer, of a dense
+  model or a stock MoE; by default it is held whole;
 - ``progress``: hears of tokens as they are scored;
 
 and raise an InputError for a checkpoint, corpus or text that cannot be used.
@@ -13,11 +15,10 @@ and raise an InputError for a checkpoint, corpus or text that cannot be used.
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from upcycle_core.backbone.stitch import load_stitched
@@ -29,6 +30,7 @@ from upcycle_core.corpora.reader import TokenCorpus, read_chats, read_documents
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.perplexity import check_plain_head, score_model
+from upcycle_core.evaluation.text.streamed import Scores, Streaming, Variant
 from upcycle_core.moe.inspect import (
     force_expert,
     record_routing,
@@ -39,22 +41,6 @@ from upcycle_core.moe.inspect import (
 from upcycle_core.precision import chosen, weights_type
 from upcycle_core.progress import Progress
 
-Scores = dict[str, dict[str, float]]
-"""{domain: what ``Score.to_dict`` gives}"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A MoE as it is to be scored.
-
-    Args:
-        routers: {layer: W [H, D]}; layers that are not named keep the router they were saved with.
-        top_k: Experts a token passes through; the saved number by default.
-    """
-
-    routers: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    top_k: int | None = None
-
 
 def evaluate_checkpoint(
     directory: Path,
@@ -62,9 +48,13 @@ def evaluate_checkpoint(
     *,
     config: EvaluationConfig,
     device: str = "cpu",
+    streamed: Path | None = None,
     progress: Progress | None = None,
 ) -> Scores:
     """Score the checkpoint in ``directory``, dense or MoE, as it is."""
+    if streamed is not None:
+        streaming = Streaming.of(directory, config, device, streamed)
+        return streaming.plain(corpora, config, progress)
     model = load_scored(directory, config, device)
     return _evaluate(model, corpora, config, progress)
 
@@ -76,6 +66,7 @@ def evaluate_stitched(
     *,
     config: EvaluationConfig,
     device: str = "cpu",
+    streamed: Path | None = None,
     progress: Progress | None = None,
 ) -> Scores:
     """Score the averaged backbone with one expert's FFNs: what the oracle runs on that domain.
@@ -87,6 +78,10 @@ def evaluate_stitched(
         expert: The dense expert whose FFNs are used.
         corpora: For the oracle, that of the expert's own domain alone.
     """
+    if streamed is not None:
+        return Streaming.of_stitched(backbone, expert, config, device, streamed).plain(
+            corpora, config, progress
+        )
     model = load_stitched(
         backbone, expert, dtype=weights_type(config.precision, device), device=device
     )
@@ -100,6 +95,7 @@ def evaluate_moe(
     *,
     config: EvaluationConfig,
     device: str = "cpu",
+    streamed: Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Score one MoE with several routers or several k, loading it once.
@@ -115,6 +111,10 @@ def evaluate_moe(
     Raises:
         InputError: A router or a k cannot be used either.
     """
+    if streamed is not None:
+        return Streaming.of(directory, config, device, streamed).variants(
+            variants, corpora, config, progress
+        )
     model = load_scored(directory, config, device)
     k = model.config.num_experts_per_tok
     saved = {
@@ -141,6 +141,7 @@ def evaluate_own_experts(
     *,
     config: EvaluationConfig,
     device: str = "cpu",
+    streamed: Path | None = None,
     progress: Progress | None = None,
 ) -> Scores:
     """Score each domain with all its tokens sent to one expert: no router has a part in it.
@@ -153,6 +154,10 @@ def evaluate_own_experts(
     Raises:
         InputError: An index cannot be used either.
     """
+    if streamed is not None:
+        return Streaming.of(directory, config, device, streamed).own_experts(
+            experts, corpora, config, progress
+        )
     model = load_scored(directory, config, device)
     scores: Scores = {}
     for domain, index in experts.items():
@@ -170,6 +175,7 @@ def evaluate_text(
     bos: Bos = "auto",
     max_bytes: Mapping[str, float] | None = None,
     device: str = "cpu",
+    streamed: Path | None = None,
     progress: Progress | None = None,
 ) -> Scores:
     """Score a checkpoint with its own tokenizer, for models that do not share the corpus's.
@@ -187,7 +193,6 @@ def evaluate_text(
     tokenizer = AutoTokenizer.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False
     )
-    model = load_scored(directory, config, device)
     whole = replace(config, tokens=None)
     with tempfile.TemporaryDirectory() as folder:
         corpora = {}
@@ -202,7 +207,9 @@ def evaluate_text(
                 eos_id=tokenizer.eos_token_id or 0,
                 vocabulary_size=len(tokenizer),
             )
-        return _evaluate(model, corpora, whole, progress)
+        if streamed is not None:
+            return Streaming.of(directory, config, device, streamed).plain(corpora, whole, progress)
+        return _evaluate(load_scored(directory, config, device), corpora, whole, progress)
 
 
 def load_scored(directory: Path, config: EvaluationConfig, device: str) -> PreTrainedModel:

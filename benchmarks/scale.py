@@ -1,0 +1,249 @@
+"""Averaging, assembly, statistics, scoring and repair at growing size, under a limit of memory.
+
+    python -m benchmarks.scale [--size small|135m|1b|3b] [--rows NAME ...] [--limit-gb N]
+
+Experts of that shape with random bf16 weights are written tensor by tensor into a temporary folder,
+which goes with the benchmark. Each row is a process of its own; its memory is the peak of anonymous
+memory above that of the imports, beside what ``upcycle_core.planning`` says. The kernel enforces
+the limit on a process's own memory (RLIMIT_DATA; what its mapped weights count there is added).
+Statistics are timed beside a bare headless forward of the same model and text, assembly beside
+``cp`` of its result; both include bringing it to the disk.
+"""
+
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig
+
+from benchmarks.children import call_in_child
+from benchmarks.common import parser_of, print_result, print_table
+from benchmarks.models import save_word_tokenizer
+from benchmarks.planned import SIZES
+from infra.cluster.allocator import kept_memory
+from infra.settings import DEFAULTS
+from upcycle_core.architectures.families import family_of
+from upcycle_core.backbone.average import write_average, write_backbone
+from upcycle_core.backbone.stitch import load_stitched
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.writer import TensorSpec, write_json, write_sharded
+from upcycle_core.corpora.shards import write_split
+from upcycle_core.dume.collect import shard_batches
+from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.repair import repair_expert
+from upcycle_core.dume.statistics import domain_statistics
+from upcycle_core.evaluation.text.config import EvaluationConfig
+from upcycle_core.evaluation.text.pieces import evaluate_checkpoint
+from upcycle_core.moe.assemble import assemble
+from upcycle_core.moe.random import random_routers
+from upcycle_core.planning import memory
+from upcycle_core.planning.shape import Shape
+
+EXPERTS = {"one": "one", "other": "other", "third": "one", "fourth": "other"}
+"""Expert to the checkpoint that it is: two are enough, what is read and written is the same."""
+LENGTH, BATCH = 512, 2
+SHARD = 2 * 10**9
+KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+SMALL = {"small": SIZES["1m"]}
+STATISTICS: Any = {"sequence_length": LENGTH, "batch_size": BATCH, "precision": "bf16"}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--size", choices=["small", "135m", "1b", "3b"], default="small")
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS])
+    parser.add_argument("--limit-gb", type=float, default=2.5)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    os.environ.setdefault(KERNELS, DEFAULTS[KERNELS])  # as pieces have it
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory(prefix="scale-") as name:
+        folder = Path(name)
+        size = (SMALL | dict(SIZES))[options.size]
+        least = 2 * size["inner"] if "repair" in options.rows else 0  # what a regression takes
+        tokens = max(options.tokens, -(-least // LENGTH) * LENGTH)
+        make(folder, size, tokens)
+        planned = plans(Shape.of(folder / "one"), tokens)
+        for row in options.rows:
+            call = partial(call_in_child, measured, row, folder, options.limit_gb)
+            facts = call(threads=options.threads)
+            found[row] = {"seconds": facts["seconds"], "memory_mb": facts["memory_mb"]}
+            if row in planned:
+                found[row]["planned_mb"] = planned[row] / 1e6
+            print(row, *(f"{name} {value:.1f}" for name, value in found[row].items()), flush=True)
+    report(found, options.size, options.limit_gb)
+
+
+def report(found: Mapping[str, Mapping[str, float]], size: str, limit_gb: float) -> None:
+    """Print the table and the result."""
+    rows = []
+    for name, own in found.items():
+        beside = BESIDE.get(name, "")
+        times = own["seconds"] / found[beside]["seconds"] if beside in found else float("nan")
+        planned = own.get("planned_mb", float("nan"))
+        rows.append([name, own["seconds"], times, own["memory_mb"], planned])
+    head = ["", "s", "s / yardstick", "memory MB", "planned MB"]
+    print_table(f"{size}, at most {limit_gb} GB a process", head, rows)
+    ratios = {
+        name: own["seconds"] / found[BESIDE[name]]["seconds"]
+        for name, own in found.items()
+        if BESIDE.get(name) in found
+    }
+    print_result("scale", ratios, {"rows": found, "size": size, "limit_gb": limit_gb})
+
+
+def make(folder: Path, size: Mapping[str, int], tokens: int) -> None:
+    """Two experts, their backbone, and text; a tensor is held at a time."""
+    config = LlamaConfig(
+        hidden_size=size["hidden"],
+        intermediate_size=size["inner"],
+        num_hidden_layers=size["layers"],
+        num_attention_heads=size["heads"],
+        num_key_value_heads=size["kv"],
+        vocab_size=size["vocabulary"],
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    ).to_dict()
+    family = family_of(config)
+    specs = [TensorSpec(n, s, torch.bfloat16) for n, s in family.tensors(config).items()]
+    shapes = {spec.name: spec.shape for spec in specs}
+
+    def produce(name: str) -> torch.Tensor:
+        weight = torch.ones(shapes[name], dtype=torch.bfloat16)
+        return weight if "norm" in name else weight.normal_(0, 0.02)
+
+    for seed, name in enumerate(sorted(set(EXPERTS.values()))):
+        torch.manual_seed(seed)
+        write_sharded(folder / name, specs, produce, max_shard_bytes=SHARD)
+        write_json(folder / name / "config.json", config)
+        save_word_tokenizer(folder / name, words=size["vocabulary"])
+    readers = [CheckpointReader(folder / name) for name in sorted(set(EXPERTS.values()))]
+    write_backbone(readers, folder / "backbone", max_shard_bytes=SHARD)
+    generator, words = np.random.default_rng(0), size["vocabulary"]
+    texts = (generator.integers(0, words, LENGTH).tolist() for _ in range(tokens // LENGTH))
+    write_split(folder / "text", ((t, LENGTH) for t in texts), eos_id=0, vocabulary_size=words)
+
+
+def averaging(folder: Path) -> None:
+    """Of both experts, whole."""
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        readers = [CheckpointReader(folder / name) for name in set(EXPERTS.values())]
+        write_average(readers, Path(out), max_shard_bytes=SHARD)
+
+
+def assembly(folder: Path) -> None:
+    """Of four experts; its result stays for the rows behind it."""
+    config = CheckpointReader(folder / "one").config
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    routers = random_routers(layers, hidden, len(EXPERTS), seed=0)
+    paths = {name: folder / own for name, own in EXPERTS.items()}
+    common: dict[str, Any] = {"top_k": 1, "max_shard_bytes": SHARD}
+    assemble(paths, folder / "backbone", routers, folder / "moe", **common)
+
+
+def copying(folder: Path) -> None:
+    """``cp`` of what was assembled, brought to the disk."""
+    copy = folder / "copy"
+    subprocess.run(["cp", "-r", str(folder / "moe"), str(copy)], check=True)
+    subprocess.run(["sync", *map(str, copy.iterdir())], check=True)
+    shutil.rmtree(copy)
+
+
+def bare(folder: Path) -> None:
+    """A headless forward of the statistics pass's model and batches, its loading included."""
+    parts, config = (folder / "backbone", folder / "one"), StatisticsConfig(shards=1, **STATISTICS)
+    model = load_stitched(*parts, headless=True, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for batch in shard_batches(folder / "text", config, 0)[0]:
+            model(input_ids=batch.input_ids, use_cache=False)
+
+
+def statistics(folder: Path, *, streamed: bool) -> None:
+    """One domain's, as one shard."""
+    parts = (folder / "backbone", folder / "one", folder / "text")
+    config = StatisticsConfig(shards=1, **STATISTICS)
+    layers = folder / "layers" if streamed else None
+    domain_statistics(*parts, folder / "sums", config=config, shard=0, streamed=layers)
+
+
+def scoring(folder: Path, *, model: str, streamed: bool) -> None:
+    """A model's perplexity."""
+    config = EvaluationConfig(**STATISTICS)
+    layers = folder / "layers" if streamed else None
+    evaluate_checkpoint(folder / model, {"text": folder / "text"}, config=config, streamed=layers)
+
+
+def repair(folder: Path) -> None:
+    """One expert's."""
+    config = StatisticsConfig(shards=1, **STATISTICS)
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        parts = (folder / "backbone", folder / "one", folder / "text", Path(out))
+        repair_expert(*parts, repair="down", config=config, max_shard_bytes=SHARD)
+
+
+ROWS: Mapping[str, Callable[[Path], None]] = {
+    "averaging": averaging,
+    "assembly": assembly,
+    "cp": copying,
+    "bare forward": bare,
+    "statistics, whole": partial(statistics, streamed=False),
+    "statistics, streamed": partial(statistics, streamed=True),
+    "scoring, whole": partial(scoring, model="one", streamed=False),
+    "scoring, streamed": partial(scoring, model="one", streamed=True),
+    "scoring the MoE, whole": partial(scoring, model="moe", streamed=False),
+    "scoring the MoE, streamed": partial(scoring, model="moe", streamed=True),
+    "repair": repair,
+}
+BESIDE = {
+    "assembly": "cp",
+    "statistics, whole": "bare forward",
+    "statistics, streamed": "bare forward",
+    "scoring, streamed": "scoring, whole",
+    "scoring the MoE, streamed": "scoring the MoE, whole",
+}
+
+
+def measured(row: str, folder: Path, limit_gb: float) -> dict[str, float]:
+    """In a process of its own: a row's time."""
+    mapped = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    limit = int(limit_gb * 1e9) + mapped
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    os.environ["TMPDIR"] = str(folder)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    with kept_memory():
+        began = time.perf_counter()
+        ROWS[row](folder)
+        return {"seconds": time.perf_counter() - began}
+
+
+def plans(shape: Shape, tokens: int) -> dict[str, int]:
+    """What ``flows.plan`` says of each row."""
+    config, scored = StatisticsConfig(shards=1, **STATISTICS), EvaluationConfig(**STATISTICS)
+    many: dict[str, Any] = {"experts": len(EXPERTS)}
+    return {
+        "averaging": memory.averaging_bytes(shape),
+        "statistics, whole": memory.statistics_bytes(shape, config),
+        "statistics, streamed": memory.streamed_statistics_bytes(shape, config),
+        "scoring, whole": memory.evaluation_bytes(shape, scored),
+        "scoring, streamed": memory.streamed_evaluation_bytes(shape, scored),
+        "scoring the MoE, whole": memory.evaluation_bytes(shape, scored, **many),
+        "scoring the MoE, streamed": memory.streamed_evaluation_bytes(shape, scored, **many),
+        "repair": memory.repair_bytes(shape, config, tokens, head=False),
+    }
+
+
+if __name__ == "__main__":
+    main()

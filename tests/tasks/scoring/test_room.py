@@ -1,0 +1,103 @@
+"""Pieces hold their model or go layer by layer, as the recipe and the memory say."""
+
+import numpy as np
+import pytest
+
+from infra.cluster import memory
+from infra.cluster.memory import Room
+from tasks.dume.statistics import statistics_piece
+from tasks.scoring.evaluation import dense_piece, oracle_piece
+from tasks.scoring.room import scoring_folder
+from tests.pico import save_pico
+from upcycle_core.backbone.average import write_backbone
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.corpora.shards import write_split
+from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.evaluation.text.config import EvaluationConfig
+from upcycle_core.progress import Silent
+
+
+def room(streamed="auto", **more):
+    return Room(**{"streamed": streamed, "cpus": 2, "gpus": 0.0, "machine_cpus": 4, **more})
+
+
+class Names(Silent):
+    """Progress that keeps what began."""
+
+    def __init__(self):
+        self.began = []
+
+    def start(self, what, total, unit="steps"):
+        self.began.append(what)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """Two experts, their backbone, and a text."""
+    root = tmp_path_factory.mktemp("parts")
+    experts = {name: save_pico(root / name, seed=n) for n, name in enumerate("ab")}
+    readers = [CheckpointReader(path) for path in experts.values()]
+    write_backbone(readers, root / "backbone", max_shard_bytes=10**9)
+    generator = np.random.default_rng(0)
+    texts = [(generator.integers(2, 96, n), n) for n in (30, 9, 17, 24)]
+    write_split(root / "text", texts, eos_id=0, vocabulary_size=96)
+    return root
+
+
+def test_a_piece_may_use_its_share_of_the_memory(monkeypatch):
+    monkeypatch.setattr(memory, "machine_memory", lambda device: 1000)
+    monkeypatch.setattr(memory, "held_bytes", lambda: 100)
+    assert room().holds(lambda: 400, "cpu")
+    assert not room().holds(lambda: 401, "cpu")
+    assert room(cpus=4).holds(lambda: 900, "cpu")
+    assert not room(gpus=0.5).holds(lambda: 501, "cuda")
+    assert room(gpus=2.0).holds(lambda: 1000, "cuda")
+
+
+def test_the_word_decides_without_a_look():
+    def never() -> int:
+        raise AssertionError
+
+    assert not room("always").holds(never, "cpu")
+    assert room("never").holds(never, "cpu")
+
+
+@pytest.mark.parametrize(("streamed", "held"), [("always", False), ("never", True), ("auto", True)])
+def test_pieces_give_the_same_whichever_way(streamed, held, parts, tmp_path):
+    names, config = Names(), EvaluationConfig(sequence_length=16, batch_size=2)
+    common = {"corpora": {"a": parts / "text"}, "config": config, "device": "cpu"}
+    common |= {"out": tmp_path / "piece.partial", "progress": names}
+    expected = dense_piece(model=parts / "a", **common)
+    found = dense_piece(model=parts / "a", room=room(streamed), **common)
+    assert found == expected
+    assert ("layer by layer" not in names.began[-1]) == held
+    models = {"backbone": parts / "backbone", "experts": {"a": parts / "a"}}
+    oracle = oracle_piece(**models, **common)
+    assert oracle_piece(**models, room=room(streamed), **common) == oracle
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_piece_left_lies_beside_its_own_files(parts, tmp_path):
+    config = StatisticsConfig(sequence_length=16, batch_size=2, shards=1)
+
+    class Killed(Names):
+        def advance(self, amount=1, **shown):
+            raise KeyboardInterrupt
+
+    out = tmp_path / "law-0.partial"
+    arguments = {"backbone": parts / "backbone", "expert": parts / "a", "corpus": parts / "text"}
+    arguments |= {"config": config, "device": "cpu", "shard": 0, "room": room("always")}
+    with pytest.raises(KeyboardInterrupt):
+        statistics_piece(out=out, progress=Killed(), **arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["law-0.partial.layers"]
+    statistics_piece(out=out, progress=Names(), **arguments)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_models_of_unknown_kinds_are_held(parts, tmp_path):
+    how = {"config": EvaluationConfig(), "device": "cpu"}
+    strange = save_pico(tmp_path / "strange")
+    config = strange / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"simoe"'))
+    assert scoring_folder(room("always"), tmp_path / "out", strange, **how) is None
+    assert scoring_folder(room("always"), tmp_path / "out", parts / "a", **how) is not None
