@@ -152,8 +152,9 @@ def test_what_three_models_cost_is_what_the_code_makes():
         printed = re.findall(r"([\d.]+) GB", row)
         assert printed == [f"{size / gigabyte:.1f}" for size in sizes]
     readme = (ROOT / "README.md").read_text()
-    total = (2 * made + 2 * moe) / gigabyte
-    assert f"{total:.0f} GB: workspace {made / gigabyte:.0f}" in readme
+    total, one = 2 * made / gigabyte, made / gigabyte
+    assert f"{total:.0f} GB: workspace {one:.0f}, DVC remote {one:.0f}" in readme
+    assert f"an older version {2 * moe / gigabyte:.0f} more" in readme
 
 
 def test_the_table_of_simoe_has_the_numbers_of_its_files():

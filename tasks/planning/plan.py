@@ -59,8 +59,11 @@ class Plan:
 
     @property
     def disk(self) -> int:
-        """Bytes on this disk when it is done, workspace, remote and registry together."""
-        return sum(self.copies * row.kept + row.registered for row in self.rows)
+        """Bytes on this disk when it is done, workspace and remote together.
+
+        A registered version's weights are the workspace's, for as long as it is the newest.
+        """
+        return sum(self.copies * row.kept for row in self.rows)
 
     @property
     def disk_to_come(self) -> int:
@@ -71,8 +74,7 @@ class Plan:
             fullest = max(fullest, kept + int(missing * (row.kept + row.passing)))
             kept += int(missing * row.kept)
         later = sum(
-            int((1 - row.made / row.items) * ((self.copies - 1) * row.kept + row.registered))
-            for row in self.rows
+            int((1 - row.made / row.items) * (self.copies - 1) * row.kept) for row in self.rows
         )
         return max(fullest, kept + later)
 
@@ -152,7 +154,7 @@ class Plan:
             "workspace": gigabytes(kept),
             "DVC's cache": "hard links of the same",
             "DVC's remote": gigabytes(remote) if remote else "not on this disk",
-            "registry, a version": gigabytes(sum(row.registered for row in self.rows)),
+            "registry, an older version": gigabytes(sum(row.registered for row in self.rows)),
         }
         lines = [f"| {' | '.join(PLACES)} |", "| --- | ---: |"]
         return "\n".join([*lines, *(f"| {name} | {size} |" for name, size in places.items())])
@@ -164,7 +166,7 @@ class Plan:
             gpu = f"; of a GPU {gigabytes(self.gpu_memory)}, of {gigabytes(there.gpu_memory)}"
         return (
             f"memory: {gigabytes(self.memory)} at the peak, of {gigabytes(there.memory)}{gpu}\n"
-            f"disk: {gigabytes(self.disk)} when all is made, workspace, remote and registry; "
+            f"disk: {gigabytes(self.disk)} when all is made, workspace and remote; "
             f"{gigabytes(self.disk_to_come)} to come, {gigabytes(there.disk)} free\n"
             f"time: {self._time()}"
         )

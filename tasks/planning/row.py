@@ -19,7 +19,7 @@ class Planned:
         pieces: Pieces of all its items.
         kept: Bytes that it publishes, all items together.
         passing: Bytes that it holds beside that while it runs.
-        registered: Bytes of it that the registry copies.
+        registered: Bytes of it that the registry keeps of a version that is not the newest.
         read: Bytes that its pieces read, those that several read as often.
         written: Bytes that they write; what is kept and what passes by default.
         flops: Floating-point operations of all pieces; None where that is not known.

@@ -7,6 +7,7 @@ from infra.recipe.checks import warmup_faults
 from infra.recipe.schema import Recipe, TuningConfig
 from tasks.simoe.rows import SIMOE, section
 from upcycle_core.corpora.tuning.config import InstructionsConfig
+from upcycle_core.dume.config import MoEConfig
 from upcycle_core.errors import Fault
 from upcycle_core.simoe.checks import reach_faults
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
@@ -17,8 +18,6 @@ METHODS = ("full-finetune", "sparse-upcycling", "drop-upcycling", "btx", "simoe"
 """Rows that can be tuned on instructions."""
 FIGURES = ("exact_match_unseen", "rouge_l_unseen", "exact_match_seen", "rouge_l_seen")
 """Figures of the gate that every run with instructions measures, in percent."""
-OTHERS = ("backbone", "statistics", "router", "moe")
-"""Sections about routers that are solved and backbones that are merged."""
 
 
 def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
@@ -86,8 +85,8 @@ def _excluded(recipe: Recipe) -> Iterator[Fault]:
     for field, value in given.items():
         if value is not None:
             yield Fault(field, "given", "has no part in a recipe with `simoe`; remove one of them")
-    for field, said in _said_to_others(recipe).items():
-        remedy = "is DUME's and Symphony's, and SIMoE mixes all experts: remove it"
+    for field, said in _said_of_mixtures(recipe).items():
+        remedy = "is about routers that choose, and SIMoE mixes all experts: remove it"
         yield Fault(field, said, remedy)
     for name, domain in recipe.domains.items():
         if domain.expert is not None or domain.origin is not None:
@@ -95,15 +94,16 @@ def _excluded(recipe: Recipe) -> Iterator[Fault]:
             yield Fault(f"domains.{name}", "expert or origin", remedy)
 
 
-def _said_to_others(recipe: Recipe) -> dict[str, object]:
-    """Values of other methods' fields that are not the default: SIMoE reads none of them."""
-    sections = {name: getattr(recipe, name) for name in OTHERS}
+def _said_of_mixtures(recipe: Recipe) -> dict[str, object]:
+    """Values of ``moe`` that are not the default: SIMoE reads none but the size of shards.
+
+    Other sections that it does not read may hold defaults of the time when a version was made.
+    """
+    given = {f.name: getattr(recipe.moe, f.name) for f in fields(MoEConfig)}
     return {
-        f"{name}.{field.name}": getattr(section_, field.name)
-        for name, section_ in sections.items()
-        for field in fields(section_)
-        if getattr(section_, field.name) != getattr(type(section_)(), field.name)
-        and (name, field.name) != ("moe", "max_shard_bytes")
+        f"moe.{name}": value
+        for name, value in given.items()
+        if value != getattr(MoEConfig(), name) and name != "max_shard_bytes"
     }
 
 

@@ -100,4 +100,5 @@ def test_deltas_are_stored_in_every_way_and_the_largest_counts(planned):
 def test_a_gpu_of_80_gb_does_not_hold_eight_times_seven(planned):
     machine = Machine(memory=192 * GB, cpus=8, disk=1000 * GB, gpus=1, gpu_memory=80 * GB)
     found = planned("ders-mixtral-8x7b", "compute.evaluation.gpus=1", machine=machine).faults()
-    assert {str(fault.value).partition(":")[0] for fault in found} == {"report", "sweeps"}
+    # The report goes layer by layer; models of deltas do not.
+    assert {str(fault.value).partition(":")[0] for fault in found} == {"sweeps"}

@@ -6,6 +6,7 @@ import pytest
 
 from tasks.planning.machine import Machine
 from tasks.planning.plan import plan
+from tasks.planning.row import gigabytes
 from tasks.recipes import validate
 from upcycle_core.errors import InputError
 
@@ -63,11 +64,12 @@ def test_what_is_kept_of_ready_experts(tmp_path, llama):
     assert kept["router"] == 4 * LAYERS * 5 * HIDDEN
 
 
-def test_the_registry_has_one_copy_and_the_remote_another(tmp_path, llama):
+def test_the_remote_has_another_copy_and_the_registry_shares_the_newest(tmp_path, llama):
     beside, alone = made(tmp_path, llama), made(tmp_path, llama, versions={"remote": None})
     kept, model = sum(row.kept for row in alone.rows), rows(alone)["model"].kept
-    assert alone.disk == kept + model
-    assert beside.disk == 2 * kept + model
+    assert alone.disk == kept
+    assert beside.disk == 2 * kept
+    assert f"| registry, an older version | {gigabytes(model)} |" in alone.places()
 
 
 def test_training_whole_needs_sixteen_bytes_a_parameter(tmp_path, llama):

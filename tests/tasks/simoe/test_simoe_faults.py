@@ -56,9 +56,6 @@ def test_a_sound_recipe_has_its_rows():
     ("path", "value", "field"),
     [
         ("moe/top_k", 2, "moe.top_k"),
-        ("router/ridge_lambda", 0.5, "router.ridge_lambda"),
-        ("backbone/merge", "slerp", "backbone.merge"),
-        ("statistics/tokens", 99, "statistics.tokens"),
         ("simoe/tau", 1.0, "simoe.tau"),
         ("simoe/tau", -0.1, "simoe.tau"),
         ("simoe/mask_learning_rate", 0.01, "simoe.mask_learning_rate"),
