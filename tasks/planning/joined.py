@@ -66,7 +66,8 @@ def mixture_row(
         ),
         precision=next(iter(rows.values())).training.precision,
         memory=max(
-            _memory(row, shapes[name], domains, resources.device) for name, row in rows.items()
+            _memory(row, shapes[name], domains, device=resources.device)
+            for name, row in rows.items()
         ),
         kind=kind,
         resources=resources,
@@ -83,13 +84,13 @@ def _smaller(
     device: str,
 ) -> list[str]:
     """What makes the largest step smaller: fewer trained, or activations computed again."""
-    name = max(rows, key=lambda name: _memory(rows[name], shapes[name], domains, device))
+    name = max(rows, key=lambda name: _memory(rows[name], shapes[name], domains, device=device))
     row = rows[name]
     where = "post_training" if kind == "post_training" else f"baselines.{name}"
     found = []
     if row.method not in ("full-finetune", "simoe") and "all" in row.objective.trainable:
         least = replace(row, objective=replace(row.objective, trainable=("router",)))
-        size = gigabytes(_memory(least, shapes[name], domains, device))
+        size = gigabytes(_memory(least, shapes[name], domains, device=device))
         found.append(f"{where}.objective.trainable = [router] (then {size})")
     if not row.training.gradient_checkpointing:
         found.append(f"{where}.training.gradient_checkpointing = true")
@@ -153,7 +154,7 @@ def _trained(row: Baseline, shape: Shape, domains: int) -> int:
     return trained_of(shape, experts, row.objective.trainable) + _attention(row, shape, experts)
 
 
-def _memory(row: Baseline, shape: Shape, domains: int, device: str) -> int:
+def _memory(row: Baseline, shape: Shape, domains: int, *, device: str) -> int:
     experts = row.experts(domains)
     if row.method == "simoe":
         own = row.simoe or SimoeUpcyclingConfig()

@@ -114,6 +114,8 @@ def _load_stock_moe(
             output_loading_info=True,
             **options,
         )
+    # What it used here: none of that which a stock checkpoint needs. Saving takes the class's own.
+    model._weight_conversions = None
     model.name_or_path = model.config.name_or_path = str(directory)
     if (directory / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)

@@ -40,6 +40,16 @@ def test_every_family_loads_as_transformers_loads_it(family, dtype, tmp_path):
     assert ours.name_or_path == str(checkpoint)
 
 
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_every_family_is_saved_as_it_was(family, tmp_path):
+    checkpoint = moe(tmp_path, family)
+    load_causal_lm(checkpoint).save_pretrained(tmp_path / "saved")
+    before, after = CheckpointReader(checkpoint), CheckpointReader(tmp_path / "saved")
+    assert after.tensors.keys() == before.tensors.keys()
+    for name in before.tensors:
+        assert torch.equal(after.tensor(name), before.tensor(name)), name
+
+
 def test_what_is_put_together_is_what_the_model_holds(tmp_path, monkeypatch):
     checkpoint, made = moe(tmp_path, "llama"), {}
     tensor = StockTensors.tensor
