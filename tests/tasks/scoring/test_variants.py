@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from infra.cluster.memory import Room
 from tasks.dume import variants
 from tasks.dume.variants import Drawn, Saved, variants_piece
 from tests.pico import save_pico
@@ -56,9 +57,9 @@ def call(root, tmp_path):
     common = {"model": root / "moe", "variants": asked, "config": CONFIG, "device": "cpu"}
     corpora = {name: root / f"text-{name}" for name in "ab"}
 
-    def call(progress):
+    def call(progress, **more):
         out = tmp_path / "moe.partial"
-        return variants_piece(out=out, progress=progress, corpora=corpora, **common)
+        return variants_piece(out=out, progress=progress, corpora=corpora, **common, **more)
 
     call.corpora = corpora
     return call
@@ -86,6 +87,14 @@ def test_variants_are_scored_with_one_load_as_each_by_itself(root, call, loads, 
         alone = evaluate_moe(root / "moe", {"": Variant(routers=own)}, call.corpora, config=CONFIG)
         assert found[name] == alone[""]
     assert len({found[name]["scores"]["a"]["nll"] for name in found}) == 3
+
+
+def test_variants_that_go_layer_by_layer_are_the_same(call, loads, tmp_path):
+    room, progress = Room(streamed="always", cpus=1, gpus=0.0, machine_cpus=1), Watching()
+    assert call(progress, room=room) == call(Silent())
+    assert [what.endswith("layer by layer") for what in progress.began] == [True]
+    assert len(loads) == 1  # of the model that is held
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_piece_goes_on_at_the_variant_that_was_at_work(call, tmp_path):
