@@ -229,7 +229,7 @@ def _scores(metrics: Mapping[str, Any]) -> Table:
     domains = list(metrics["heldout"])
     averages = metrics["normalised_average"]
     rows = [
-        [title_of(row, domains), *map(number, [*scores.values(), averages[row]])]
-        for row, scores in metrics["normalised"].items()
+        [title_of(row, domains), *(number(own.get(d)) for d in domains), number(averages.get(row))]
+        for row, own in metrics["normalised"].items()
     ]
     return Table(["Method", *domains, "Average"], rows)

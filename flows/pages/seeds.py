@@ -13,8 +13,9 @@ from flows.pages.comparison import comparison_section
 from flows.pages.page import Command, write_page
 from infra.recipe.schema import Recipe
 from upcycle_core.evaluation.report.numbers import number
-from upcycle_core.evaluation.report.parts import Block, Figure, Section, Table
+from upcycle_core.evaluation.report.parts import DASH, Block, Figure, Section, Table
 from upcycle_core.evaluation.text.plots import REFERENCES, draw_scores, draw_sweep
+from upcycle_core.evaluation.text.report import UNSCORED
 from upcycle_core.evaluation.text.results import Parameter, gaps, title_of
 from upcycle_core.evaluation.text.scores import across_runs, mean_and_deviation
 
@@ -39,11 +40,12 @@ def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
     agreement = mean_and_deviation([run["routing"]["agreement"] for run in runs])
     first = partial(shutil.copyfile, workspaces[0] / "report" / "routing.png")
     routing = Figure(f"{name}/routing", "Routing", first)
-    averages = {title_of(row, recipe.domains): own["average"] for row, own in scores.items()}
+    whole = {row: own["average"] for row, own in scores.items() if "average" in own}
+    averages = {title_of(row, recipe.domains): average for row, average in whole.items()}
     draw = partial(draw_scores, averages, title_of("dume", ()))
     shown: list[Block] = [
         _table(recipe, scores, count),
-        *gaps({row: own["average"][0] for row, own in scores.items()}),
+        *gaps({row: mean for row, (mean, _) in whole.items()}),
         Figure(f"{name}/scores", "Normalised averages", draw),
         _costs(agreement, timings, count),
     ]
@@ -82,11 +84,13 @@ def _perplexities(recipe: Recipe, runs: Sequence[Mapping[str, Any]]) -> Table:
         [
             title_of(row, recipe.domains),
             *(
-                number(fmean(run["perplexity"][row][domain] for run in runs), digits=2)
-                for domain in recipe.domains
+                number(fmean(run["perplexity"][row][d] for run in runs), digits=2)
+                if d in own
+                else DASH
+                for d in recipe.domains
             ),
         ]
-        for row in runs[0]["perplexity"]
+        for row, own in runs[0]["perplexity"].items()
     ]
     caption = "Perplexity itself, by the models' own tokenizer; lower is better."
     return Table(["Method", *recipe.domains], rows, caption)
@@ -104,8 +108,10 @@ def _costs(agreement: tuple[float, float], timings: Sequence[Mapping[str, Any]],
 
 
 def _with_average(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Normalised scores; experts that were not scored on all domains have no average."""
+    averages = run["normalised_average"]
     return {
-        row: {**scores, "average": run["normalised_average"][row]}
+        row: {**scores, **({"average": averages[row]} if row in averages else {})}
         for row, scores in run["normalised"].items()
     }
 
@@ -125,7 +131,7 @@ def _sweep_mean(
 def _table(recipe: Recipe, scores: Spread, count: int) -> Table:
     columns = [*recipe.domains, "average"]
     rows = [
-        [title_of(row, recipe.domains), *(_cell(cells[column], count) for column in columns)]
+        [title_of(row, recipe.domains), *(_cell(cells.get(name), count) for name in columns)]
         for row, cells in scores.items()
     ]
     spread = f", mean ± standard deviation over {count} seeds" if count > 1 else ""
@@ -133,10 +139,14 @@ def _table(recipe: Recipe, scores: Spread, count: int) -> Table:
         "Perplexity on held-out text in percent of each domain's own dense expert (the paper's "
         f"normalised score){spread}. The oracle is told the domain; the others are not."
     )
+    if any(cells.keys() != {*columns} for cells in scores.values()):
+        caption += UNSCORED
     return Table(["Method", *columns], rows, caption)
 
 
-def _cell(value: tuple[float, float], count: int) -> str:
+def _cell(value: tuple[float, float] | None, count: int) -> str:
+    if value is None:
+        return DASH
     return number(value[0], value[1] if count > 1 else None)
 
 

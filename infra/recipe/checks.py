@@ -175,6 +175,8 @@ def _bound_faults(recipe: Recipe) -> Iterator[Fault]:
         "task_evaluation.seeds": tasks.seeds,
     }
     for where, chosen in seeds.items():
+        if chosen is None:
+            continue
         if not chosen:
             yield Fault(where, [], "no run at all; give at least one seed")
         for seed in (seed for seed in chosen if not 0 <= seed < SEEDS):

@@ -56,7 +56,8 @@ def _repair_faults(recipe: Recipe) -> Iterator[Fault]:
 def unused_faults(recipe: Recipe) -> Iterator[Fault]:
     """What only DUME does, asked of another method."""
     asked = (*merge_keys(recipe), *repair_keys(recipe), *routed_repair_keys(recipe))
-    asked = (*asked, *weight_keys(recipe))
+    crossed = ["evaluation.cross_scores"] if recipe.evaluation.cross_scores != "auto" else []
+    asked = (*asked, *weight_keys(recipe), *crossed)
     for key in asked:
         remedy = f"is done by dume alone, and the method is {recipe.method}: remove it"
         yield Fault(key, value_at(recipe, key), remedy)

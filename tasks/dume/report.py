@@ -9,28 +9,26 @@ from infra.recipe.schema import Recipe
 from tasks.data.asked import say_lacking
 from tasks.data.given import forms
 from tasks.dume.files import ROUTERS, all_experts, joined_paths, splits, statistics_files
+from tasks.dume.variants import Drawn, Saved, Swept, variants_piece
 from tasks.engine.params import router_keys
 from tasks.engine.stage import StageRun, each, stage
 from tasks.scoring.evaluation import (
-    ROWS,
     average_piece,
     counts,
     dense_piece,
     heldout_arguments,
     oracle_piece,
     perplexities,
-    random_piece,
-    routed_piece,
     score_intervals,
     scores_of,
-    sweep_piece,
 )
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.pieces import Scores
 from upcycle_core.evaluation.text.report import write_report
 from upcycle_core.evaluation.text.results import Evaluation, Parameter, expert_row
 
-RANDOM = "random_routing"
+RANDOM, MOE = "random_routing", "moe"
+ROWS = {"calibration": "dume", "elsewhere": "dume_ood"}
 
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
@@ -68,10 +66,10 @@ def report(run: StageRun) -> None:
     """Write metrics.json, tables, pictures and the CSV behind them."""
     heldout = {f"{d}/heldout": run.path(f"corpora/{d}/heldout") for d in run.recipe.domains}
     say_lacking(run, heldout, run.recipe.evaluation.tokens, key="evaluation.tokens")
-    dense = _dense_pieces(run)
-    done = run.run([*dense, *_moe_pieces(run)], "evaluation")
+    done = run.run([*_dense_pieces(run), _moe_piece(run)], "evaluation")
     results = {name: piece.result for name, piece in done.items()}
-    evaluation = _collect(run.recipe, {piece.name: results[piece.name] for piece in dense}, results)
+    moe = results.pop(MOE)
+    evaluation = _collect(run.recipe, results, moe)
     write_report(evaluation, run.out, model=run.recipe.name, given=forms(run))
 
 
@@ -80,11 +78,14 @@ def _dense_pieces(run: StageRun) -> list[Piece]:
     common = heldout_arguments(run)
     experts = {domain: run.path(f"experts/{domain}") for domain in run.recipe.domains}
     joined, backbone = joined_paths(run), run.path("backbone")
-    models = {expert_row(domain): path for domain, path in experts.items()}
+    rows = []
+    for domain, texts in scored_on(run.recipe).items():
+        some = {**common, "corpora": {text: common["corpora"][text] for text in texts}}
+        rows.append(scores_of(expert_row(domain), dense_piece, model=experts[domain], **some))
     if run.recipe.has_seed:
-        models["seed"] = run.path("seed")
+        rows.append(scores_of("seed", dense_piece, model=run.path("seed"), **common))
     return [
-        *(scores_of(row, dense_piece, model=path, **common) for row, path in models.items()),
+        *rows,
         scores_of("model_averaging", average_piece, experts=list(experts.values()), **common),
         replace(
             scores_of("oracle", oracle_piece, backbone=backbone, experts=joined, **common),
@@ -93,55 +94,66 @@ def _dense_pieces(run: StageRun) -> list[Piece]:
     ]
 
 
-def _moe_pieces(run: StageRun) -> list[Piece]:
+def scored_on(recipe: Recipe) -> dict[str, tuple[str, ...]]:
+    """{domain: the domains whose text its expert is scored on}"""
+    domains = tuple(recipe.domains)
+    return {domain: recipe.evaluation.scored_on(domain, domains) for domain in domains}
+
+
+def _moe_piece(run: StageRun) -> Piece:
     """The MoE with its routers, with random ones, and with each parameter swept."""
-    config = run.recipe.evaluation
-    common = {"model": run.path("model"), **heldout_arguments(run)}
-    table = {split: run.path("router") / ROUTERS[split] for split in splits(run.recipe)}
-    pieces = [Piece.of("routed", routed_piece, routers=table, **common)]
-    for seed in config.random_routing_seeds:
-        pieces.append(Piece.of(f"{RANDOM}-{seed}", random_piece, seed=seed, **common))
-    for name, (parameter, value) in _points(config).items():
-        solving = {
-            "statistics": {split: statistics_files(run, split) for split in table},
-            "router": run.recipe.router,
-        }
-        point = {"parameter": parameter, "value": value, **solving}
-        pieces.append(Piece.of(name, sweep_piece, **point, **common))
-    return pieces
+    recipe, asked = run.recipe, splits(run.recipe)
+    variants: dict[str, Saved | Drawn | Swept] = {
+        ROWS[split]: Saved(run.path("router") / ROUTERS[split]) for split in asked
+    }
+    for name, seed in _draws(recipe).items():
+        variants[name] = Drawn(seed, len(recipe.domains))
+    for name, (split, parameter, value) in _points(recipe).items():
+        files = statistics_files(run, split)
+        variants[name] = Swept(
+            parameter=parameter, value=value, statistics=files, router=recipe.router
+        )
+    arguments = {"model": run.path("model"), "variants": variants, **heldout_arguments(run)}
+    return Piece(name=MOE, function=variants_piece, arguments=arguments, each=("variants",))
 
 
-def _points(config: EvaluationConfig) -> dict[str, tuple[Parameter, float]]:
-    """{the piece that measures a point of a sweep: that point}."""
+def _draws(recipe: Recipe) -> dict[str, int]:
+    """{variant with random routers: their seed}."""
+    seeds = recipe.evaluation.drawn_seeds(len(recipe.domains))
+    return {f"{RANDOM}-{seed}": seed for seed in seeds}
+
+
+def _points(recipe: Recipe) -> dict[str, tuple[str, Parameter, float]]:
+    """{variant that is a point of a sweep: calibration text, and the point}."""
     return {
-        f"sweep_{parameter}-{value}": (parameter, value)
-        for parameter, values in _swept(config).items()
+        f"{ROWS[split]}-{parameter}-{value}": (split, parameter, value)
+        for parameter, values in _swept(recipe.evaluation).items()
         for value in values
+        for split in splits(recipe)
     }
 
 
-def _collect(recipe: Recipe, dense: Mapping[str, Scores], results: Mapping[str, Any]) -> Evaluation:
-    routed = results["routed"]
-    rows = {**dense, **{row: found["scores"] for row, found in routed.items()}}
-    drawn = [results[f"{RANDOM}-{seed}"] for seed in recipe.evaluation.random_routing_seeds]
+def _collect(recipe: Recipe, dense: Mapping[str, Scores], moe: Mapping[str, Any]) -> Evaluation:
+    experts = {domain: dense[expert_row(domain)][domain] for domain in recipe.domains}
+    rows = {**dense, **{ROWS[split]: moe[ROWS[split]]["scores"] for split in splits(recipe)}}
     return Evaluation(
         domains=tuple(recipe.domains),
         perplexities={row: perplexities(scores) for row, scores in rows.items()},
-        repeats={RANDOM: [perplexities(found["scores"]) for found in drawn]},
-        heldout=counts(next(iter(dense.values()))),
-        routing=routed[ROWS["calibration"]]["routing"],
-        sweeps=_sweeps(recipe, results),
-        intervals=score_intervals(rows, {d: dense[expert_row(d)][d] for d in recipe.domains}),
+        repeats={RANDOM: [perplexities(moe[name]["scores"]) for name in _draws(recipe)]},
+        heldout=counts(experts),
+        routing=moe[ROWS["calibration"]]["routing"],
+        sweeps=_sweeps(recipe, moe),
+        intervals=score_intervals(rows, experts),
+        scored_on={expert_row(d): texts for d, texts in scored_on(recipe).items()},
     )
 
 
 def _sweeps(
-    recipe: Recipe, results: Mapping[str, Any]
+    recipe: Recipe, moe: Mapping[str, Any]
 ) -> dict[Parameter, dict[str, dict[float, dict[str, float]]]]:
     """{parameter: {row: {value: perplexities}}}."""
     sweeps: dict[Parameter, dict[str, dict[float, dict[str, float]]]] = {}
-    for name, (parameter, value) in _points(recipe.evaluation).items():
-        for row, found in results[name].items():
-            points = sweeps.setdefault(parameter, {}).setdefault(row, {})
-            points[float(value)] = perplexities(found["scores"])
+    for name, (split, parameter, value) in _points(recipe).items():
+        points = sweeps.setdefault(parameter, {}).setdefault(ROWS[split], {})
+        points[float(value)] = perplexities(moe[name]["scores"])
     return sweeps

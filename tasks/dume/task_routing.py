@@ -13,11 +13,10 @@ from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
 from tasks.dume.checks import DUME, swept
 from tasks.dume.files import ROUTERS, statistics_files
+from tasks.dume.variants import Drawn, Saved, Swept
 from tasks.engine.params import router_keys
 from tasks.engine.stage import StageRun, each, stage
-from tasks.scoring.evaluation import random_variant, swept_variant
 from upcycle_core.dume.config import RouterConfig
-from upcycle_core.dume.router_reader import load_routers
 from upcycle_core.evaluation.tasks.adapter import evaluate_tasks
 from upcycle_core.evaluation.tasks.score import TaskScore
 from upcycle_core.evaluation.text.pieces import Variant
@@ -87,7 +86,7 @@ def task_routing(run: StageRun) -> None:
     if "dume_ood" in chosen:
         path = run.path("router") / ROUTERS["elsewhere"]
         pieces.append(Piece.of("dume_ood", routed_piece, routers=path, **common))
-    draws = recipe.evaluation.random_routing_seeds if RANDOM in chosen else ()
+    draws = recipe.evaluation.drawn_seeds(len(recipe.domains)) if RANDOM in chosen else ()
     drawing = {"experts": len(recipe.domains), **common}
     pieces += [Piece.of(f"{RANDOM}-{s}", random_piece, seed=s, **drawing) for s in draws]
     points = {
@@ -133,14 +132,14 @@ def oracle_piece(
 
 def routed_piece(*, out: Path, progress: Progress, routers: Path, **common: Any) -> dict[str, Any]:
     """The piece: the MoE with the routers of a file."""
-    return _measured(Variant(routers=load_routers(routers).weights), progress, **common)
+    return _measured(Saved(routers).variant(common["model"]), progress, **common)
 
 
 def random_piece(
     *, out: Path, progress: Progress, experts: int, seed: int, **common: Any
 ) -> dict[str, Any]:
     """The piece: the MoE with routers that know nothing."""
-    return _measured(random_variant(common["model"], experts, seed), progress, **common)
+    return _measured(Drawn(seed, experts).variant(common["model"]), progress, **common)
 
 
 def sweep_piece(
@@ -154,8 +153,8 @@ def sweep_piece(
     **common: Any,
 ) -> dict[str, Any]:
     """The piece: the MoE with one parameter set to ``value``."""
-    variant = swept_variant(parameter, value, statistics=statistics, router=router)
-    return _measured(variant, progress, **common)
+    swept = Swept(parameter=parameter, value=value, statistics=statistics, router=router)
+    return _measured(swept.variant(common["model"]), progress, **common)
 
 
 def _measured(

@@ -119,18 +119,22 @@ def report_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
     compute, domains = recipe.compute, subjects.domains
     scoring: dict[str, Any] = {"experts": domains, "device": compute.evaluation.device}
     scored = memory.evaluation_bytes(shape, recipe.evaluation, **scoring)
-    drawn, swept = len(recipe.evaluation.random_routing_seeds), recipe.evaluation.sweep_top_k
-    dense, merged = domains + recipe.has_seed + 1, 2 + drawn + len(swept)
+    drawn, swept = recipe.evaluation.drawn_seeds(domains), recipe.evaluation.sweep_top_k
+    dense, merged = domains + recipe.has_seed + 1, 2 + len(drawn) + len(swept)
+    crossed = sum(len(recipe.evaluation.scored_on(d, recipe.domains)) for d in recipe.domains)
+    loaded = 2  # the MoE, and what the oracle puts together
     read = domains * tokens_of(recipe.evaluation.tokens, subjects, share=HELD_OUT)
     length = recipe.evaluation.sequence_length
     forwards = [work.forward_flops(shape, read, length, top_k=k) for k in (1, recipe.moe.top_k)]
+    own = crossed * forwards[0] // domains
+    others = (dense - domains) * forwards[0] + merged * forwards[1]
     return Planned(
         "report",
         1,
-        dense + merged,
+        dense + loaded,
         passing=shape.stored,
-        read=dense * shape.stored + merged * shape.itemsize * shape.mixture(domains),
-        flops=dense * forwards[0] + merged * forwards[1] or None,
+        read=dense * shape.stored + loaded * shape.itemsize * shape.mixture(domains),
+        flops=own + others or None,
         precision=recipe.evaluation.precision,
         memory=scored,
         streamed=memory.streamed_evaluation_bytes(shape, recipe.evaluation, **scoring),

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,18 @@ from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
 from upcycle_core.corpora.config import Bos
-from upcycle_core.dume.config import RouterConfig
-from upcycle_core.dume.router import solve_routers
-from upcycle_core.dume.router_reader import load_routers
-from upcycle_core.dume.statistics import Statistics
 from upcycle_core.evaluation.text.pieces import (
     Scores,
-    Variant,
     evaluate_checkpoint,
-    evaluate_moe,
     evaluate_stitched,
     evaluate_text,
 )
-from upcycle_core.evaluation.text.results import Parameter
 from upcycle_core.evaluation.text.scores import (
     Score,
     intervals,
     perplexity_per_reference_token,
 )
-from upcycle_core.moe.random import random_routers
 from upcycle_core.progress import Progress
-
-ROWS = {"calibration": "dume", "elsewhere": "dume_ood"}
 
 
 def scores_of(name: str, function: Callable[..., Scores], /, **arguments: Any) -> Piece:
@@ -86,82 +75,6 @@ def oracle_piece(
         text = {domain: corpora[domain]}
         scores |= evaluate_stitched(backbone, expert, text, progress=progress, **common)
     return scores
-
-
-def routed_piece(
-    *,
-    out: Path,
-    progress: Progress,
-    model: Path,
-    routers: Mapping[str, Path],
-    room: Room | None = None,
-    **common: Any,
-) -> dict[str, Any]:
-    """The piece: the MoE with the router of each calibration text."""
-    variants = {
-        ROWS[split]: Variant(routers=load_routers(path).weights) for split, path in routers.items()
-    }
-    common["streamed"] = _folder(room, out, model, common)
-    return evaluate_moe(model, variants, progress=progress, **common)
-
-
-def random_piece(
-    *,
-    out: Path,
-    progress: Progress,
-    model: Path,
-    seed: int,
-    room: Room | None = None,
-    **common: Any,
-) -> dict[str, Any]:
-    """The piece: the MoE with routers that know nothing."""
-    drawn = {"random": random_variant(model, len(common["corpora"]), seed)}
-    common["streamed"] = _folder(room, out, model, common)
-    return evaluate_moe(model, drawn, progress=progress, **common)["random"]
-
-
-def sweep_piece(
-    *,
-    out: Path,
-    progress: Progress,
-    model: Path,
-    parameter: Parameter,
-    value: float,
-    statistics: Mapping[str, Mapping[str, Path]],
-    router: RouterConfig,
-    room: Room | None = None,
-    **common: Any,
-) -> dict[str, Any]:
-    """The piece: the MoE with one parameter set to ``value`` (the paper's Figure 2)."""
-    variants = {
-        ROWS[split]: swept_variant(parameter, value, statistics=files, router=router)
-        for split, files in statistics.items()
-    }
-    common["streamed"] = _folder(room, out, model, common)
-    return evaluate_moe(model, variants, progress=progress, **common)
-
-
-def swept_variant(
-    parameter: Parameter, value: float, *, statistics: Mapping[str, Path], router: RouterConfig
-) -> Variant:
-    """The MoE with one parameter set to ``value``, its routers solved anew."""
-    config, window, top_k = router, None, None
-    if parameter == "ridge_lambda":
-        config = replace(router, ridge_lambda=float(value))
-    elif parameter == "window":
-        window = int(value)
-    else:
-        top_k = int(value)
-    loaded = {domain: Statistics.load(path) for domain, path in statistics.items()}
-    solution = solve_routers(loaded, config=config, window=window)
-    return Variant(routers=solution.weights, top_k=top_k)
-
-
-def random_variant(model: Path, experts: int, seed: int) -> Variant:
-    """The MoE with routers that know nothing."""
-    shape = CheckpointReader(model).config
-    layers, size = shape["num_hidden_layers"], shape["hidden_size"]
-    return Variant(routers=random_routers(layers, size, experts, seed=seed))
 
 
 def champion_piece(

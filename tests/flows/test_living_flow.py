@@ -118,6 +118,7 @@ def test_growing_scores_what_is_new_alone(life, grown):
     # Three rows of what was there, one of the oracle's three domains; the average is new.
     known = 3 * len(OLD) + len(OLD)
     every = (len(OLD) + 1 + 1 + 1) * (len(OLD) + 1) + (len(OLD) + 1)
+    every += 3  # the MoE, which is another: its routers, and two draws
     assert f"report: {known} of {every} scores are known" in done.stdout + done.stderr
 
 

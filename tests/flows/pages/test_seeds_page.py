@@ -14,7 +14,7 @@ RECIPE = {"name": "pico", "domains": {"code": {"train": TEXT}, "law": {"train": 
 COUNTS = [[3, 1], [2, 2]]
 
 
-def run(folder, scale):
+def run(folder, scale, scored_on=None):
     """A workspace whose oracle costs ``scale`` and whose routers cost twice that."""
     perplexities = {
         "expert_code": {"code": 10.0, "law": 40.0},
@@ -28,6 +28,7 @@ def run(folder, scale):
         domains=("code", "law"),
         perplexities=perplexities,
         routing=dict.fromkeys(("code", "law"), COUNTS),
+        scored_on=scored_on or {},
     )
     (folder / "report").mkdir(parents=True)
     (folder / "report" / "metrics.json").write_text(json.dumps(metrics(evaluation)))
@@ -36,8 +37,8 @@ def run(folder, scale):
     return folder
 
 
-def page(folder, *scales, model="models:/base/1"):
-    runs = [run(folder / f"seed-{seed}", scale) for seed, scale in enumerate(scales)]
+def page(folder, *scales, model="models:/base/1", scored_on=None):
+    runs = [run(folder / f"seed-{seed}", scale, scored_on) for seed, scale in enumerate(scales)]
     command = Command(
         flow="seeds",
         recipe=validate({**RECIPE, "seed_model": {"model": model}}),
@@ -64,6 +65,16 @@ def test_perplexities_stand_beside_normalised_scores(tmp_path):
     below = text.split("## Perplexity")[1]
     assert "| Seed | 16.00 | 32.00 |" in below
     assert f"| Oracle | {1000 / 99:.2f} | {2000 / 99:.2f} |" in below
+
+
+def test_what_was_not_scored_is_a_dash(tmp_path):
+    text = page(tmp_path, 1.0, 3.0, scored_on={"expert_law": ["law"]})
+    scores, _, below = text.partition("## Perplexity")
+    assert "| law expert | – | 100.0 ± 0.0 | – |" in scores
+    assert "| code expert | 100.0 ± 0.0 | 50.0 ± 0.0 | 75.0 ± 0.0 |" in scores
+    assert "evaluation.cross_scores" in scores
+    assert "| law expert | – | 20.00 |" in below
+    assert "evaluation.cross_scores" not in page(tmp_path / "whole", 1.0)
 
 
 def test_one_seed_has_no_deviation(tmp_path):

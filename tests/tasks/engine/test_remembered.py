@@ -1,12 +1,16 @@
 """A stage that measures one thing more computes that alone, on a real Ray."""
 
+import csv
+import json
 import os
 import sys
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 from texts import pico_recipe, write_texts
 
+from benchmarks.report import Reported
 from infra.cluster.compute import cluster
 from infra.settings import read
 from tasks.engine.remembered import FOLDER
@@ -15,6 +19,8 @@ from tasks.engine.stage import Session, Stage
 from tasks.engine.workspace import Workspace
 from tasks.recipes import validate
 from upcycle_core.corpora.config import CorpusConfig
+from upcycle_core.evaluation.text.config import SAMPLED
+from upcycle_core.evaluation.text.report import UNSCORED
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -160,3 +166,29 @@ def test_a_text_more_is_scored_alone_by_whatever_stage(sweep):
     assert "first: 2 of 3 scores are known" in sweep.lines
     assert stage("second", "ca") == ([], str({"c": "m c", "a": "m a"}))
     assert stage("first", "ab", model="n")[0] == ["a", "b"]
+
+
+def test_a_report_of_many_domains_scores_what_is_asked_later_alone(tmp_path):
+    """Experts' scores text by text, the MoE's draw by draw."""
+    count = 9
+    many = Reported(tmp_path / "many", count, 128)
+    rows = 4  # the average, the oracle, the MoE and one draw, on every text
+    assert many.run()["passes"] == count * (1 + SAMPLED) + rows * count
+    folder = many.workspace.path("report")
+    first = json.loads((folder / "metrics.json").read_text())
+    assert {len(first["normalised"][f"expert_{name}"]) for name in many.names} == {1 + SAMPLED}
+    assert "expert_d00" not in first["normalised_average"]
+    assert first["heldout"].keys() == first["normalised"]["dume"].keys() == {*many.names}
+    assert UNSCORED.strip() in (folder / "report.html").read_text()
+
+    many.values["evaluation"] |= {"cross_scores": "all", "random_routing_seeds": [0, 1]}
+    assert many.run()["passes"] == count * (count - 1 - SAMPLED) + count
+    metrics = json.loads((folder / "metrics.json").read_text())
+    own = metrics["normalised"]["expert_d00"]
+    assert list(own) == many.names
+    assert metrics["normalised_average"]["expert_d00"] == pytest.approx(fmean(own.values()))
+    for row in ("model_averaging", "oracle", "dume"):
+        assert metrics["perplexity"][row] == first["perplexity"][row]
+    assert metrics["deviation"].keys() == {"random_routing"}
+    with (folder / "table.csv").open() as lines:
+        assert all(all(line.values()) for line in csv.DictReader(lines))

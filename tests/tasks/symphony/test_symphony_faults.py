@@ -43,6 +43,11 @@ def changed(path, value):
     return values
 
 
+def test_every_model_is_scored_on_every_text():
+    assert fields_of(changed("evaluation.cross_scores", "own")) == {"evaluation.cross_scores"}
+    validate(changed("evaluation.cross_scores", "auto"))
+
+
 def test_a_valid_recipe_has_no_fault():
     recipe = validate(VALID)
     assert recipe.method == "symphony"

@@ -1,9 +1,17 @@
 """What a recipe says about evaluation."""
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import field, replace
 from typing import Literal
 
 from upcycle_core.config import Counted, config
+
+FEW = 8
+"""Domains up to which every expert is scored on every text, and random routing drawn anew."""
+SAMPLED = 3
+"""Other domains' texts that an expert is scored on where not on all."""
+DRAWN = (0, 1, 2)
 
 
 @config
@@ -20,8 +28,12 @@ class EvaluationConfig:
     """Sequences a forward pass."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Arithmetic of the forward pass; losses are summed in fp64."""
-    random_routing_seeds: tuple[int, ...] = (0, 1, 2)
-    """Seeds of the random routers; their scores are averaged."""
+    cross_scores: Literal["auto", "all", "sample", "own"] = "auto"
+    """Whose text a domain's expert is scored on beside its own: `all` others', a `sample` of three,
+    chosen by the names alone, or none (`own`); `auto` is `all` up to eight domains."""
+    random_routing_seeds: tuple[int, ...] | None = None
+    """Seeds of the random routers, whose scores are averaged; by default 0, 1, 2, and beyond eight
+    domains 0 alone."""
     sweep_top_k: tuple[int, ...] = ()
     """Values of k to plot (the paper's Figure 2b)."""
     sweep_ridge_lambda: tuple[float, ...] = ()
@@ -35,8 +47,36 @@ class EvaluationConfig:
         nothing: tuple = ()
         return replace(
             self,
-            random_routing_seeds=nothing,
+            cross_scores="auto",
+            random_routing_seeds=None,
             sweep_top_k=nothing,
             sweep_ridge_lambda=nothing,
             sweep_window=nothing,
         )
+
+    def scored_on(self, domain: str, domains: Iterable[str]) -> tuple[str, ...]:
+        """The domains whose text an expert is scored on, in the order of ``domains``.
+
+        A sample is what the names hash to: the same every night, and a domain that joins takes no
+        more than one place of each.
+
+        Args:
+            domain: The expert's own, always among them.
+            domains: All.
+        """
+        every = tuple(domains)
+        if self.cross_scores == "all" or (self.cross_scores == "auto" and len(every) <= FEW):
+            return every
+        others = sorted((d for d in every if d != domain), key=lambda other: _place(domain, other))
+        chosen = {domain, *(others[:SAMPLED] if self.cross_scores != "own" else ())}
+        return tuple(d for d in every if d in chosen)
+
+    def drawn_seeds(self, domains: int) -> tuple[int, ...]:
+        """Seeds of the random routers of so many domains."""
+        if self.random_routing_seeds is not None:
+            return self.random_routing_seeds
+        return DRAWN if domains <= FEW else DRAWN[:1]
+
+
+def _place(expert: str, text: str) -> str:
+    return hashlib.sha256(f"{expert}\n{text}".encode()).hexdigest()

@@ -14,7 +14,7 @@ and raise an InputError for a checkpoint, corpus or text that cannot be used.
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,12 +97,15 @@ def evaluate_moe(
     device: str = "cpu",
     streamed: Path | None = None,
     progress: Progress | None = None,
+    finished: Callable[[str, dict[str, Any]], object] = lambda name, found: None,
 ) -> dict[str, dict[str, Any]]:
     """Score one MoE with several routers or several k, loading it once.
 
     Args:
         directory: The MoE's checkpoint.
         variants: What is scored, by name; each starts from the checkpoint's own routers and k.
+        finished: Given each variant and what is returned of it, as soon as it is known: of a MoE
+            that is held, before the next is scored.
 
     Returns:
         {variant: {"scores": {domain: score}, "routing": {domain: counts [L][D]}}}. All tokens of
@@ -112,15 +115,18 @@ def evaluate_moe(
         InputError: A router or a k cannot be used either.
     """
     if streamed is not None:
-        return Streaming.of(directory, config, device, streamed).variants(
+        found = Streaming.of(directory, config, device, streamed).variants(
             variants, corpora, config, progress
         )
+        for name, own in found.items():
+            finished(name, own)
+        return found
     model = load_scored(directory, config, device)
     k = model.config.num_experts_per_tok
     saved = {
         layer: router.weight.detach().T.clone() for layer, router in enumerate(routers_of(model))
     }
-    found: dict[str, dict[str, Any]] = {}
+    found = {}
     for name, variant in variants.items():
         set_routers(model, {**saved, **variant.routers})
         set_top_k(model, variant.top_k or k)
@@ -131,6 +137,7 @@ def evaluate_moe(
                 scores |= _evaluate(model, {domain: corpus}, config, progress, f"{name} on ")
             routing[domain] = counts_LD.tolist()
         found[name] = {"scores": scores, "routing": routing}
+        finished(name, found[name])
     return found
 
 

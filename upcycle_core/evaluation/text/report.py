@@ -17,6 +17,7 @@ from upcycle_core.evaluation.report.parts import (
     by_columns,
 )
 from upcycle_core.evaluation.text import plots, results, routing
+from upcycle_core.evaluation.text.config import FEW
 from upcycle_core.evaluation.text.results import Evaluation, Parameter, title_of
 
 AVERAGE = "average"
@@ -25,6 +26,12 @@ CAPTION = (
     "better. Marked: the best of its column; the oracle, which is told the domain, and the "
     "domain's own expert are left out."
 )
+UNSCORED = (
+    " A dash: dense experts are scored on their own domain and on some others here "
+    "(evaluation.cross_scores), and have no average."
+)
+NO_AVERAGE = "Experts that were not scored on every domain have none."
+DRAWN_ONCE = " Random routing is drawn once (evaluation.random_routing_seeds)."
 
 
 def write_report(
@@ -100,13 +107,24 @@ def score_table(evaluation: Evaluation) -> Table:
         values = {row: (score, spread.get(row, {}).get(title)) for row, score in own.items()}
         columns[title] = cells(values, left_out=_left_out(title))
     columns["Average"] = columns.pop(AVERAGE)
-    return by_columns(_titles(evaluation), columns, CAPTION, first="Method")
+    return by_columns(_titles(evaluation), columns, _caption(evaluation), first="Method")
+
+
+def _caption(evaluation: Evaluation) -> str:
+    """What the table says, and what it leaves out of many domains."""
+    drawn = len(evaluation.repeats.get("random_routing", ()))
+    once = DRAWN_ONCE if drawn == 1 and len(evaluation.domains) > FEW else ""
+    return CAPTION + (UNSCORED if _has_dashes(evaluation) else "") + once
+
+
+def _has_dashes(evaluation: Evaluation) -> bool:
+    return any(evaluation.domains_of(r) != evaluation.domains for r in evaluation.perplexities)
 
 
 def _perplexities(evaluation: Evaluation) -> Table:
     table = results.perplexity_table(evaluation)
     columns = {
-        domain: {row: number(own[domain], digits=2) for row, own in table.items()}
+        domain: {r: number(own[domain], digits=2) for r, own in table.items() if domain in own}
         for domain in evaluation.domains
     }
     sizes = [f"{domain} {own['tokens']:,.0f}" for domain, own in evaluation.heldout.items()]
@@ -119,7 +137,8 @@ def _numbers(evaluation: Evaluation) -> Table:
     columns = {**_columns(evaluation)}
     table = results.perplexity_table(evaluation)
     for domain in evaluation.domains:
-        columns[f"perplexity_{domain}"] = {row: own[domain] for row, own in table.items()}
+        own = {row: values[domain] for row, values in table.items() if domain in values}
+        columns[f"perplexity_{domain}"] = own
     return by_columns({row: row for row in table}, columns, first="row")
 
 
@@ -131,7 +150,8 @@ def _averages(evaluation: Evaluation) -> Figure:
     draw = partial(plots.draw_scores, shown, titles[winner] if winner else None)
     rows = [(row, average, spread.get(row)) for row, average in averages.items()]
     data = Table(["row", "normalised_average", "deviation"], rows)
-    return Figure("scores", "Normalised average of every row", draw, data)
+    caption = NO_AVERAGE if _has_dashes(evaluation) else ""
+    return Figure("scores", "Normalised average of every row", draw, data, caption)
 
 
 def _sweep(evaluation: Evaluation, parameter: Parameter, title: str) -> Figure:
@@ -164,7 +184,9 @@ def _routing(evaluation: Evaluation) -> Figure:
 def _columns(evaluation: Evaluation) -> dict[str, dict[str, float]]:
     """{domain or "average": {row: normalised score}}"""
     table = results.normalised_table(evaluation)
-    by_domain = {d: {row: own[d] for row, own in table.items()} for d in evaluation.domains}
+    by_domain = {
+        d: {row: own[d] for row, own in table.items() if d in own} for d in evaluation.domains
+    }
     return {**by_domain, AVERAGE: results.averages(evaluation)}
 
 
@@ -173,4 +195,5 @@ def _left_out(domain: str | None) -> tuple[str, ...]:
 
 
 def _titles(evaluation: Evaluation) -> dict[str, str]:
-    return {row: title_of(row, evaluation.domains) for row in results.averages(evaluation)}
+    table = results.perplexity_table(evaluation)
+    return {row: title_of(row, evaluation.domains) for row in table}

@@ -1,7 +1,7 @@
 """What an evaluation found, and the numbers derived from it. Nothing here is measured."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,6 +56,8 @@ class Evaluation:
             parameter set to other values than the table's.
         intervals: {row: {domain or "average": low and high}}: of normalised scores, for other
             documents of the same kind.
+        scored_on: {row: domains, its own among them}: of dense experts that were not scored on
+            all. Where they were not, nothing is shown, and they have no average.
     """
 
     domains: tuple[str, ...]
@@ -67,11 +69,22 @@ class Evaluation:
         default_factory=dict
     )
     intervals: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    scored_on: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     @property
     def experts(self) -> dict[str, float]:
         """Each domain's own dense expert's perplexity: what everything is normalised by."""
         return {domain: self.perplexities[expert_row(domain)][domain] for domain in self.domains}
+
+    def domains_of(self, row: str) -> tuple[str, ...]:
+        """The domains that a row has scores of."""
+        chosen = self.scored_on.get(row, self.domains)
+        return tuple(d for d in self.domains if d in chosen or row == expert_row(d))
+
+    @property
+    def whole_rows(self) -> list[str]:
+        """Rows that were scored on every domain, in ``perplexity_table``'s order."""
+        return [row for row in perplexity_table(self) if self.domains_of(row) == self.domains]
 
 
 def faults(evaluation: Evaluation) -> list[Fault]:
@@ -87,6 +100,12 @@ def faults(evaluation: Evaluation) -> list[Fault]:
         for domain in evaluation.domains
         if expert_row(domain) not in evaluation.perplexities
     ]
+    dense = {expert_row(domain) for domain in evaluation.domains}
+    found += [
+        Fault("scored_on", row, "only dense experts may be scored on some domains alone")
+        for row in evaluation.scored_on
+        if row not in dense
+    ]
     if evaluation.routing:
         found += [
             Fault(f"routing.{domain}", None, "no routing counts; record them for every domain")
@@ -94,7 +113,7 @@ def faults(evaluation: Evaluation) -> list[Fault]:
             if domain not in evaluation.routing
         ]
     for name, values in tables.items():
-        for domain in evaluation.domains:
+        for domain in evaluation.domains_of(name.removeprefix("perplexities.")):
             value = values.get(domain, math.nan)
             if not (math.isfinite(value) and value > 0):
                 found.append(Fault(f"{name}.{domain}", value, "no finite positive perplexity"))
@@ -105,13 +124,14 @@ def perplexity_table(evaluation: Evaluation) -> dict[str, dict[str, float]]:
     """{row: {domain: perplexity}} in the order of the paper's Table 2; repeats as their mean.
 
     Dense experts, seed, model averaging, random routing, other methods, DUME, DUME OOD, oracle.
+    Domains that an expert was not scored on are not there.
     """
     known = dict(evaluation.perplexities)
     known |= {row: scores.mean_perplexity(runs) for row, runs in evaluation.repeats.items()}
     first = [*(expert_row(domain) for domain in evaluation.domains), *_BASELINES]
     others = [row for row in known if row not in first and row not in _METHODS]
     return {
-        row: {domain: known[row][domain] for domain in evaluation.domains}
+        row: {domain: known[row][domain] for domain in evaluation.domains_of(row)}
         for row in [*first, *others, *_METHODS]
         if row in known
     }
@@ -121,14 +141,18 @@ def normalised_table(evaluation: Evaluation) -> dict[str, dict[str, float]]:
     """{row: {domain: score}} in percent of the dense experts, in ``perplexity_table``'s order."""
     experts = evaluation.experts
     return {
-        row: scores.normalised(values, experts)
+        row: scores.normalised(values, {domain: experts[domain] for domain in values})
         for row, values in perplexity_table(evaluation).items()
     }
 
 
 def averages(evaluation: Evaluation) -> dict[str, float]:
-    """{row: mean of its normalised scores over domains}, in ``perplexity_table``'s order."""
-    return {row: scores.average(own) for row, own in normalised_table(evaluation).items()}
+    """{row: mean of its normalised scores over domains}, in ``perplexity_table``'s order.
+
+    Rows that were not scored on all domains have none.
+    """
+    table = normalised_table(evaluation)
+    return {row: scores.average(table[row]) for row in evaluation.whole_rows}
 
 
 def gaps(averages: Mapping[str, float]) -> list[str]:
@@ -199,7 +223,7 @@ def routing_summary(evaluation: Evaluation) -> dict[str, Any]:
 def metrics(evaluation: Evaluation) -> dict[str, Any]:
     """Everything derived, as nested plain dicts: the content of metrics.json."""
     perplexities, table = perplexity_table(evaluation), normalised_table(evaluation)
-    worst = {row: scores.worst_domain(values) for row, values in table.items()}
+    worst = {row: scores.worst_domain(table[row]) for row in evaluation.whole_rows}
     return {
         "normalised_average": averages(evaluation),
         "normalised": table,

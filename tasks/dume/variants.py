@@ -1,0 +1,112 @@
+"""The MoE with one router or another, as one piece that loads it once."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from infra.cluster.memory import Room
+from infra.durable import is_whole, read_json, sealed, write_atomically
+from tasks.scoring.room import scoring_folder
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.dume.config import RouterConfig
+from upcycle_core.dume.router import solve_routers
+from upcycle_core.dume.router_reader import load_routers
+from upcycle_core.dume.statistics import Statistics
+from upcycle_core.evaluation.text.pieces import Variant, evaluate_moe
+from upcycle_core.evaluation.text.results import Parameter
+from upcycle_core.moe.random import random_routers
+from upcycle_core.progress import Progress
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The routers of a file."""
+
+    file: Path
+
+    def variant(self, model: Path) -> Variant:
+        """The MoE with them."""
+        return Variant(routers=load_routers(self.file).weights)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Routers that know nothing.
+
+    Args:
+        seed: Of the draw.
+        experts: D.
+    """
+
+    seed: int
+    experts: int
+
+    def variant(self, model: Path) -> Variant:
+        """The MoE with them."""
+        shape = CheckpointReader(model).config
+        layers, size = shape["num_hidden_layers"], shape["hidden_size"]
+        return Variant(routers=random_routers(layers, size, self.experts, seed=self.seed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swept:
+    """One parameter set to ``value``, routers solved anew (the paper's Figure 2).
+
+    Args:
+        parameter: What is set.
+        value: What to.
+        statistics: {domain: its file}, in the order of the experts.
+        router: How they are solved else.
+    """
+
+    parameter: Parameter
+    value: float
+    statistics: Mapping[str, Path]
+    router: RouterConfig
+
+    def variant(self, model: Path) -> Variant:
+        """The MoE with them."""
+        config, window, top_k = self.router, None, None
+        if self.parameter == "ridge_lambda":
+            config = replace(config, ridge_lambda=float(self.value))
+        elif self.parameter == "window":
+            window = int(self.value)
+        else:
+            top_k = int(self.value)
+        loaded = {domain: Statistics.load(path) for domain, path in self.statistics.items()}
+        solution = solve_routers(loaded, config=config, window=window)
+        return Variant(routers=solution.weights, top_k=top_k)
+
+
+def variants_piece(
+    *,
+    out: Path,
+    progress: Progress,
+    model: Path,
+    variants: Mapping[str, Saved | Drawn | Swept],
+    room: Room | None = None,
+    **common: Any,
+) -> dict[str, dict[str, Any]]:
+    """The piece: every variant of one MoE; one that is scored is not scored again after a kill.
+
+    Returns:
+        {variant: its scores and routing}, as ``evaluate_moe`` does.
+    """
+    folder = out.with_name(f"{out.name}.rows")
+    folder.mkdir(exist_ok=True)
+    files = {name: folder / f"{name}.json" for name in variants}
+    known = {name: own["row"] for name, file in files.items() if is_whole(own := read_json(file))}
+
+    def keep(name: str, row: Mapping[str, Any]) -> None:
+        write_atomically(files[name], json.dumps(sealed({"row": row})))
+
+    left = {name: own.variant(model) for name, own in variants.items() if name not in known}
+    if left:
+        where = {"config": common["config"], "device": common["device"]}
+        common["streamed"] = scoring_folder(room, out, model, **where)
+        known |= evaluate_moe(model, left, progress=progress, finished=keep, **common)
+    shutil.rmtree(folder)
+    return {name: known[name] for name in variants}
