@@ -285,7 +285,7 @@ def test_bad_objectives_are_refused_before_weights_are_read(tmp_path, mixtral):
             run(tmp_path, bare, objective=objective)
     (bare / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 1}))
     # Nothing is wrong but the missing weights.
-    with pytest.raises(InputError, match="neither model.safetensors"):
+    with pytest.raises(InputError, match=r"neither model\.safetensors"):
         run(tmp_path, bare, objective=MoEObjective(trainable=("experts", "backbone")))
 
 
