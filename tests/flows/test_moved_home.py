@@ -12,6 +12,7 @@ from texts import pico_recipe, save_recipe, write_texts
 from infra.settings import read
 from infra.tracking.registry import Registry
 
+pytestmark = pytest.mark.faults
 DOMAINS = ("letters", "numbers")
 PRINTED = ("summary.txt",)
 """What the last run has printed, like a log."""
@@ -73,7 +74,6 @@ def test_dvc_finds_everything_before_a_flow_has_run_there(moved):
     assert moved.digests() == moved.made
 
 
-@pytest.mark.faults
 def test_the_same_command_repeats_nothing(moved):
     done = moved.flow()
     assert not moved.calls()
@@ -82,14 +82,12 @@ def test_the_same_command_repeats_nothing(moved):
     assert not moved.before.exists()
 
 
-@pytest.mark.faults
 def test_a_retraining_has_nothing_to_do(moved):
     retrained = moved.run(sys.executable, "-m", "flows.retrain", str(moved.recipe))
     assert "pico: nothing to do" in retrained.stdout
     assert not moved.calls()
 
 
-@pytest.mark.faults
 def test_its_registered_model_generates(moved):
     options = ("--temperature", "0", "--tokens", "3")
     command = ("-m", "flows.generate", "upcycle-pico@champion", "one two")
@@ -98,7 +96,6 @@ def test_its_registered_model_generates(moved):
     assert not (moved.home / "models").exists()  # read where it lies
 
 
-@pytest.mark.faults
 def test_its_version_is_restored(moved):
     into = moved.home.parent / "restored"
     command = ("-m", "flows.restore", "upcycle-pico", "champion", "--into", str(into))
