@@ -1,10 +1,11 @@
 """The model that most benchmarks run, and its tokenizer: some millions of parameters."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 VOCABULARY = 2048
 SHAPE: dict[str, Any] = {
@@ -21,6 +22,21 @@ SHAPE: dict[str, Any] = {
 EXPERTS = 4
 SHARD = 1 << 30
 """Bytes of a file: each of these models lies in one."""
+
+
+def llama_of(size: Mapping[str, int], **more: Any) -> LlamaConfig:
+    """A Llama with tied embeddings, of one of the sizes that benchmarks name."""
+    return LlamaConfig(
+        hidden_size=size["hidden"],
+        intermediate_size=size["inner"],
+        num_hidden_layers=size["layers"],
+        num_attention_heads=size["heads"],
+        num_key_value_heads=size["kv"],
+        vocab_size=size["vocabulary"],
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        **more,
+    )
 
 
 def save_word_tokenizer(folder: Path, *, words: int = VOCABULARY, end: str | None = "w0") -> None:

@@ -13,7 +13,7 @@ import pyarrow.parquet as parquet
 
 from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.corpora.batches import packed_sequences
+from upcycle_core.corpora.batches import PackedSequences, packed_sequences
 from upcycle_core.corpora.instructions import InstructionRows
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.ders.compress import compress
@@ -118,12 +118,16 @@ def write_texts(folder: Path, words: int) -> None:
     (folder / "asks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def _packed(folder: Path) -> PackedSequences:
+    """What a training reads."""
+    text = [TokenCorpus(folder / "text")]
+    return packed_sequences(text, sequence_length=LENGTH, count=STEPS * BATCH, seed=0)
+
+
 def train(folder: Path, precision: str, method: str) -> None:
     """An expert."""
     config = training(method, precision)
-    rows = packed_sequences(
-        [TokenCorpus(folder / "text")], sequence_length=LENGTH, count=STEPS * BATCH, seed=0
-    )
+    rows = _packed(folder)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         out = Path(name)
         common: dict[str, Any] = {"progress": Silent(), "seed": 0, "device": "cpu"}
@@ -201,9 +205,7 @@ def storing(folder: Path, precision: str, codec: str) -> None:
 def train_moe(folder: Path, precision: str) -> None:
     """All of the MoE."""
     config = whole(precision)
-    rows = packed_sequences(
-        [TokenCorpus(folder / "text")], sequence_length=LENGTH, count=STEPS * BATCH, seed=0
-    )
+    rows = _packed(folder)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         out = Path(name)
         common: dict[str, Any] = {"progress": Silent(), "seed": 0, "device": "cpu"}

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks.children import call_in_child
 from benchmarks.common import parser_of, print_result, print_table
-from benchmarks.models import save_word_tokenizer
+from benchmarks.models import llama_of, save_word_tokenizer
 from benchmarks.pieces import EXPERTS, LENGTH, PIECES, SHARD, TOKENS, plan, write_texts
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.load import quiet_loading
@@ -67,17 +67,7 @@ def main() -> None:
 
 def make(folder: Path, size: Mapping[str, int]) -> None:
     """Two experts in bf16, what is made of them, and text; one model is held at a time."""
-    config = LlamaConfig(
-        hidden_size=size["hidden"],
-        intermediate_size=size["inner"],
-        num_hidden_layers=size["layers"],
-        num_attention_heads=size["heads"],
-        num_key_value_heads=size["kv"],
-        vocab_size=size["vocabulary"],
-        tie_word_embeddings=True,
-        max_position_embeddings=2048,
-        dtype="bfloat16",
-    )
+    config = llama_of(size, dtype="bfloat16")
     torch.set_default_dtype(torch.bfloat16)
     for seed, name in enumerate(EXPERTS):
         torch.manual_seed(seed)

@@ -23,14 +23,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig
 
 from benchmarks.children import call_in_child
 from benchmarks.common import parser_of, print_result, print_table
-from benchmarks.models import save_word_tokenizer
+from benchmarks.models import llama_of, save_word_tokenizer
 from benchmarks.planned import SIZES
-from infra.cluster.allocator import kept_memory
 from infra.settings import DEFAULTS
+from upcycle_core.allocator import kept_memory
 from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.average import write_average, write_backbone
 from upcycle_core.backbone.stitch import load_stitched
@@ -105,18 +104,8 @@ def report(found: Mapping[str, Mapping[str, float]], size: str, limit_gb: float)
 
 def make(folder: Path, size: Mapping[str, int], tokens: int) -> None:
     """Two experts, their backbone, and text; a tensor is held at a time."""
-    config = LlamaConfig(
-        hidden_size=size["hidden"],
-        intermediate_size=size["inner"],
-        num_hidden_layers=size["layers"],
-        num_attention_heads=size["heads"],
-        num_key_value_heads=size["kv"],
-        vocab_size=size["vocabulary"],
-        tie_word_embeddings=True,
-        max_position_embeddings=2048,
-        dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    ).to_dict()
+    names = ["LlamaForCausalLM"]
+    config = llama_of(size, dtype="bfloat16", architectures=names).to_dict()
     family = family_of(config)
     specs = [TensorSpec(n, s, torch.bfloat16) for n, s in family.tensors(config).items()]
     shapes = {spec.name: spec.shape for spec in specs}

@@ -23,15 +23,15 @@ import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks.children import call_in_child
 from benchmarks.common import parser_of, print_result, print_table
-from benchmarks.models import save_word_tokenizer
+from benchmarks.models import llama_of, save_word_tokenizer
 from benchmarks.planned import SIZES
+from upcycle_core.allocator import return_large_blocks
 from upcycle_core.checkpoints.load import quiet_loading
 from upcycle_core.progress import Silent
-from upcycle_core.training import sharding
 from upcycle_core.training.config import ExpertTrainingConfig
 from upcycle_core.training.expert import train_expert
 
@@ -81,18 +81,9 @@ def main() -> None:
 
 def make(folder: Path, size: Mapping[str, int]) -> None:
     """A model in fp32, as training leaves them."""
-    config = LlamaConfig(
-        hidden_size=size["hidden"],
-        intermediate_size=size["inner"],
-        num_hidden_layers=size["layers"],
-        num_attention_heads=size["heads"],
-        num_key_value_heads=size["kv"],
-        vocab_size=size["vocabulary"],
-        tie_word_embeddings=True,
-    )
     torch.manual_seed(0)
     with quiet_loading():
-        LlamaForCausalLM(config).save_pretrained(folder / "model")
+        LlamaForCausalLM(llama_of(size)).save_pretrained(folder / "model")
     save_word_tokenizer(folder / "model", words=size["vocabulary"])
 
 
@@ -128,7 +119,7 @@ def work(
     model: Path, config: ExpertTrainingConfig, out: Path, count: int, port: int, rank: int
 ) -> dict[str, float]:
     """What a worker does."""
-    sharding.give_back_memory()  # one alone has no need to, but is measured alike
+    return_large_blocks()  # one alone has no need to, but is measured alike
     if count > 1:  # else the Trainer would wrap one alone as one of several
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

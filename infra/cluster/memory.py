@@ -1,6 +1,5 @@
 """How much memory a process needs at its peak, and how much there is."""
 
-import ctypes
 import gc
 import os
 import re
@@ -13,6 +12,7 @@ import psutil
 import torch
 
 from infra.recipe.resources import Streamed
+from upcycle_core.allocator import trim
 
 SAMPLE_SECONDS = 0.05
 LEFT_BYTES = 64 * 2**20
@@ -102,9 +102,7 @@ def give_back() -> None:
     if held_bytes() - _kept < LEFT_BYTES:
         return
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
+    trim()
     _kept = held_bytes()
 
 

@@ -42,8 +42,8 @@ def perform(call: Callable[..., Any], *, report: Path | None, threads: int) -> P
     """
     import torch  # seconds; the flow that sends pieces does without
 
-    from infra.cluster.allocator import kept_memory
     from infra.cluster.memory import PeakMemory, give_back
+    from upcycle_core.allocator import kept_memory
 
     torch.set_num_threads(threads)
     progress = FileProgress(report) if report else Silent()

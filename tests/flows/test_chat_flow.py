@@ -22,7 +22,10 @@ DOMAINS = ("letters", "numbers")
 
 def write_chats(path, domain, split):
     draw = random.Random(f"{domain} {split}")
-    words = lambda count: " ".join(draw.choice(WORDS[domain]) for _ in range(count))  # noqa: E731
+
+    def words(count):
+        return " ".join(draw.choice(WORDS[domain]) for _ in range(count))
+
     rows = [{"prompt": f"{words(9)} {split} {i}?", "response": words(12)} for i in range(30)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"files": [str(path)], "form": "chat"}

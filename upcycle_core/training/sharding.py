@@ -8,7 +8,6 @@ resumed, which the Trainer refuses.
 V vocabulary, H hidden size, W workers.
 """
 
-import ctypes
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from upcycle_core.allocator import return_large_blocks
 from upcycle_core.errors import Fault
 from upcycle_core.training import workers
 from upcycle_core.training.groups import keep_up_matrices
@@ -46,7 +46,6 @@ WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.pt"
 NUMBERS = "groups.json"
 FILE_BYTES = 1 << 26
 """Bytes, of all workers together, after which another file begins."""
-_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -89,7 +88,7 @@ def shard(
         halves: Fused experts of which the gate matrices alone are trained.
         device: Where shards go: "cpu" or "cuda".
     """
-    give_back_memory()
+    return_large_blocks()
     mesh = init_device_mesh(device, (workers.count(),))
     place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else device
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
@@ -111,17 +110,6 @@ def free(network: nn.Module) -> None:
     """Give back what a forward pass without a backward pass left gathered."""
     if isinstance(network, FSDPModule):
         network.reshard()
-
-
-def give_back_memory() -> None:
-    """Let glibc return every large block that is freed, in this process from now on.
-
-    Left alone it keeps blocks of up to 32 MB, and a worker that gathers layers and frees them holds
-    twice what it needs. Elsewhere than with glibc nothing is done.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def is_sharded(network: nn.Module) -> bool:

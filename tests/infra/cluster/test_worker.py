@@ -28,7 +28,7 @@ def test_memory_goes_back_to_the_machine_after_a_call():
     done = perform(fill, report=None, threads=1)
     assert done.result - before > 0.9 * PIECES * SIZE
     assert held_bytes() - before < LEFT_BYTES
-    assert done.peak_memory_bytes >= done.result
+    assert done.peak_memory_bytes > done.result - 2**20  # a page may come between two looks
 
 
 def test_a_call_that_fails_leaves_nothing_either():
