@@ -21,7 +21,9 @@ from tasks.recipes import load_recipe
 COUNTS = ("backbone.merge.embeddings=counts",)
 DOWN = (*COUNTS, "experts.repair=down")
 FULL = (*COUNTS, "experts.repair=down+head_target")
-AS_SOLVED = (*FULL, "router.normalise=none", "router.scale=8")
+SOLVED = ("router.normalise=none", "router.scale=8")
+AS_SOLVED = (*FULL, *SOLVED)
+FITTED = (*FULL, "backbone.merge.head=fitted")
 FFNS = ("experts.training.method=ffn",)
 """Experts that share a frozen backbone, as FlexOlmo's and BAR's do: nothing is averaged."""
 ROUTED = "experts.repair_tokens=routed"
@@ -42,6 +44,10 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "counts+repair, as solved, x 8, sequential": (*AS_SOLVED, "router.solve=sequential"),
     "counts+repair, routed": (*FULL, ROUTED),
     "counts+repair, as solved, x 8, routed": (*AS_SOLVED, ROUTED),
+    "fitted head": FITTED,
+    "fitted head, as solved, x 8": (*FITTED, *SOLVED),
+    "fitted head, as solved, x 8, sequential": (*FITTED, *SOLVED, "router.solve=sequential"),
+    "fitted head, as solved, x 8, routed": (*FITTED, *SOLVED, ROUTED),
     "counts+repair, rows of means": (*FULL, "router.rows=means"),
     "FFNs alone": FFNS,
     "FFNs alone, rows of means": (*FFNS, "router.rows=means"),
@@ -49,7 +55,8 @@ ROWS: Mapping[str, tuple[str, ...]] = {
 """Row to what it changes of the paper's way."""
 PAPER = (
     *("experts.repair=none", "experts.repair_tokens=own"),
-    *("backbone.merge.embeddings=average", "backbone.merge.attention=average"),
+    *("backbone.merge.embeddings=average", "backbone.merge.head=average"),
+    *("backbone.merge.attention=average", "registry.certificate=none", "versions.remote=null"),
     *("router.normalise=columns", "router.scale=1"),
     *("evaluation.sweep_top_k=[2]", "evaluation.sweep_ridge_lambda=[]"),
     *("evaluation.sweep_window=[]", "evaluation.random_routing_seeds=[0]"),

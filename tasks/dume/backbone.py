@@ -4,16 +4,24 @@ import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from safetensors.torch import load_file
+
+from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
 from tasks.engine.params import merge_keys, regression_keys
 from tasks.engine.stage import StageRun, stage
+from upcycle_core.architectures.family import LM_HEAD
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.backbone.config import MergeConfig
-from upcycle_core.backbone.counts import token_counts
+from upcycle_core.backbone.counts import frequencies, token_counts
+from upcycle_core.backbone.rewrite import read_untied
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.tensor_file import save_atomically
 from upcycle_core.dume.attention import merge_attention
 from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.shared_head import final_moments, fitted_head
 from upcycle_core.progress import Progress
 
 
@@ -27,7 +35,7 @@ def averaged(recipe: Recipe) -> tuple[str, ...]:
 def _counted(recipe: Recipe) -> list[str]:
     """Texts whose tokens are counted, in the order of the experts; none where nothing asks."""
     merge = recipe.backbone.merge
-    if "counts" not in (merge.embeddings, merge.head):
+    if merge.embeddings != "counts" and merge.head == "average":
         return []
     has_none = {name for name, domain in recipe.domains.items() if domain.train is None}
     return [
@@ -37,8 +45,9 @@ def _counted(recipe: Recipe) -> list[str]:
 
 
 def _regressed(recipe: Recipe) -> list[str]:
-    """Texts that attention is regressed on, in the order of the experts; none where it is not."""
-    if recipe.backbone.merge.attention == "average":
+    """Texts that attention or head is fitted on, in the order of the experts."""
+    merge = recipe.backbone.merge
+    if merge.attention == "average" and merge.head != "fitted":
         return []
     return [f"corpora/{name}/calibration" for name in averaged(recipe)]
 
@@ -57,17 +66,37 @@ def _params(recipe: Recipe, item: str) -> list[str]:
 def backbone(run: StageRun) -> None:
     """Write the merged tensors."""
     recipe = run.recipe
-    run.run_one(
+    common = {"config": recipe.statistics, "device": run.device("statistics")}
+    read = [
+        Piece.of(
+            f"states-{name}",
+            states_piece,
+            expert=run.path(f"experts/{name}"),
+            corpus=run.path(f"corpora/{name}/calibration"),
+            **common,
+        )
+        for name in (averaged(recipe) if recipe.backbone.merge.head == "fitted" else ())
+    ]
+    states = run.run(read, "statistics") if read else {}
+    added: int = run.run_one(
         merge_piece,
         "statistics" if _regressed(recipe) else "assembly",
         experts=[run.path(f"experts/{name}") for name in averaged(recipe)],
         merge=recipe.backbone.merge,
         counted=[run.path(text) for text in _counted(recipe)],
         regressed=[run.path(text) for text in _regressed(recipe)],
-        config=recipe.statistics,
+        moments=[states[piece.name].path for piece in read],
         max_shard_bytes=recipe.moe.max_shard_bytes,
-        device=run.device("statistics"),
+        **common,
     )
+    if added:
+        run.session.log(f"the head is no longer the embedding: {added:,} parameters more")
+
+
+def states_piece(*, out: Path, **arguments: Any) -> None:
+    """A domain's piece of a fitted head: the second moment of what its expert's head reads."""
+    moments = {"moments": final_moments(**arguments)}
+    save_atomically(out, moments, kind="final_moments", header={})
 
 
 def merge_piece(
@@ -78,18 +107,28 @@ def merge_piece(
     merge: MergeConfig,
     counted: Sequence[Path],
     regressed: Sequence[Path],
+    moments: Sequence[Path],
     config: StatisticsConfig,
     max_shard_bytes: int,
     device: str,
-) -> None:
-    """The piece."""
-    progress.start("merging the backbone", 1, "models")
+) -> int:
+    """The piece.
+
+    Returns:
+        Parameters that a tied model has more for a head of its own.
+    """
     readers = [CheckpointReader(path) for path in experts]
     size = readers[0].config["vocab_size"]
     counts = [token_counts(text, size) for text in counted]
-    averaged_out = out.with_suffix(".averaged") if regressed else out
+    head = None
+    if moments:
+        heads = [read_untied(reader)(LM_HEAD) for reader in readers]
+        seconds = [load_file(file)["moments"] for file in moments]
+        head = fitted_head(heads, frequencies(counts), seconds, progress=progress)
+    progress.start("merging the backbone", 1, "models")
+    averaged_out = out if merge.attention == "average" else out.with_suffix(".averaged")
     shutil.rmtree(averaged_out, ignore_errors=True)
-    write = partial(write_backbone, readers, merge=merge, counts=counts)
+    write = partial(write_backbone, readers, merge=merge, counts=counts, head=head)
     write(averaged_out, max_shard_bytes=max_shard_bytes)
     progress.advance()
     if merge.attention != "average":
@@ -105,3 +144,4 @@ def merge_piece(
             progress=progress,
         )
         shutil.rmtree(averaged_out)
+    return 0 if head is None or LM_HEAD in readers[0].tensors else head.numel()

@@ -38,7 +38,10 @@ def dume_faults(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _repair_faults(recipe: Recipe) -> Iterator[Fault]:
-    """The same against a repair."""
+    """The same against a repair, and a head that needs one."""
+    if recipe.backbone.merge.head == "fitted" and recipe.experts.repair != "down+head_target":
+        remedy = "experts' last layers must map their states for it: set experts.repair to "
+        yield Fault("backbone.merge.head", "fitted", f"{remedy}down+head_target, or take counts")
     if recipe.experts.repair == "none":
         if recipe.experts.repair_tokens != "own":
             remedy = "nothing is repaired: set experts.repair, or remove it"

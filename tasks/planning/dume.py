@@ -40,13 +40,17 @@ def _training_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
 def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     shape, compute, domains = joined(recipe, subjects.shape), recipe.compute, subjects.domains
     backbone = shape.itemsize * (shape.whole - shape.ffns)
+    merging = memory.averaging_bytes(shape)
+    if recipe.backbone.merge.head == "fitted":
+        tokens = _calibration_tokens(recipe, subjects)
+        merging = memory.fitted_head_bytes(shape, recipe.statistics, tokens, experts=domains)
     yield Planned(
         "backbone",
         1,
         1,
         kept=backbone,
         read=domains * backbone,
-        memory=memory.averaging_bytes(shape),
+        memory=merging,
     )
     passes: dict[str, Any] = {
         "kind": "statistics",
@@ -94,11 +98,16 @@ def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     yield report_row(recipe, subjects, shape)
 
 
+def _calibration_tokens(recipe: Recipe, subjects: Subjects) -> int:
+    """Of a domain, at most."""
+    return recipe.statistics.tokens or max(subjects.text.values()) // BYTES_A_TOKEN
+
+
 def _repaired_row(
     recipe: Recipe, subjects: Subjects, shape: Shape, passes: dict[str, Any]
 ) -> Planned:
     config, device, domains = recipe.statistics, recipe.compute.statistics.device, subjects.domains
-    tokens = config.tokens or max(subjects.text.values()) // BYTES_A_TOKEN
+    tokens = _calibration_tokens(recipe, subjects)
     head = recipe.experts.repair == "down+head_target"
     flops = work.forward_flops(shape, tokens, config.sequence_length, head=False)
     return Planned(

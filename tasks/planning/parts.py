@@ -127,7 +127,12 @@ def training(shape: Shape, config: TrainingConfig, resources: WorkerResources) -
 
 
 def joined(recipe: Recipe, shape: Shape) -> Shape:
-    """The shape in the type that experts have: fp32 where they are trained whole here."""
+    """The shape in the type that experts have: fp32 where they are trained whole here.
+
+    A head that is fitted is no longer the embedding.
+    """
+    if recipe.backbone.merge.head == "fitted":
+        shape = shape.with_vocabulary(shape.vocabulary, tied=False)
     trains = any(domain.expert is None for domain in recipe.domains.values())
     if trains and recipe.experts.training.method != "lora":
         return replace(shape, itemsize=FP32)

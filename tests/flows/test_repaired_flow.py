@@ -1,6 +1,7 @@
 """A model joined in closed form: built, grown, shrunk, restored; killed while it is repaired.
 
-Its experts are repaired twice: for the merged backbone, and for what the solved routers send them.
+Its head is fitted to all experts. These are repaired twice: for the merged backbone, and for what
+the solved routers send them.
 """
 
 import json
@@ -12,6 +13,7 @@ from project import Project
 from texts import pico_recipe, save_recipe, write_texts
 
 from tasks.recipes import load_recipe
+from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import InputError
 from upcycle_core.evaluation.text.pieces import evaluate_checkpoint
@@ -34,7 +36,7 @@ def recipe_of(folder, texts, domains, **more):
     values = pico_recipe(texts, domains=domains)
     values["evaluation"] |= {"sweep_top_k": [], "sweep_ridge_lambda": [], "sweep_window": []}
     values["experts"] |= {"repair": "down+head_target", "repair_tokens": "routed"}
-    values["backbone"] = {"merge": {"embeddings": "counts"}}
+    values["backbone"] = {"merge": {"embeddings": "counts", "head": "fitted"}}
     values["versions"] = {"remote": "remote"}
     return save_recipe(folder / f"{len(domains)}.yaml", values | more)
 
@@ -63,6 +65,22 @@ def test_the_moe_is_made_of_repaired_experts(joined):
         assert not expert.equal(repaired)
         layers = json.loads((joined.workspace / "routed" / domain / "repair.json").read_text())
         assert repaired.equal(routed) == (layers[1]["lambda"] is None)
+
+
+def test_the_fitted_head_is_everybody_s_and_no_longer_the_embedding(joined):
+    assert joined.built.calls["fitted_head"] == 1
+    assert joined.built.calls["final_moments"] == len(OLD)
+    moe = CheckpointReader(joined.workspace / "model")
+    heads = [
+        CheckpointReader(joined.workspace / kind / domain).tensor(LM_HEAD)
+        for kind in ("repaired", "routed")
+        for domain in OLD
+    ]
+    assert all(head.equal(moe.tensor(LM_HEAD)) for head in heads)
+    assert moe.config["tie_word_embeddings"] is False
+    assert not moe.tensor(LM_HEAD).equal(moe.tensor(EMBEDDING))
+    more = f"{heads[0].numel():,} parameters more"
+    assert f"the head is no longer the embedding: {more}" in joined.built.stderr
 
 
 def test_the_oracle_is_the_repaired_expert(joined):
@@ -134,6 +152,7 @@ def test_other_methods_refuse_what_they_do_not_do(joined, tmp_path, change):
     [
         ("experts", {"repair_tokens": "routed"}, r"experts.repair_tokens = 'routed': nothing is"),
         ("moe", {"normalise_top_k": False}, r"moe.normalise_top_k = False: Mixtral.* always"),
+        ("backbone", {"merge": {"head": "fitted"}}, r"head = 'fitted': .*experts.repair to down\+"),
     ],
 )
 def test_what_a_recipe_cannot_have_is_refused(tmp_path, section, change, fault):
@@ -144,7 +163,10 @@ def test_what_a_recipe_cannot_have_is_refused(tmp_path, section, change, fault):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("moment", ["repairing:5", "repairing what is routed:1"])
+@pytest.mark.parametrize(
+    "moment",
+    ["states before the head:1", "fitting the head:2", "repairing:5", "repairing what is routed:1"],
+)
 def test_killed_repair_ends_with_the_same_bytes(joined, tmp_path, moment):
     texts = joined.grown_recipe.parent / "texts"
     project = Repaired(tmp_path, recipe_of(tmp_path, texts, OLD))

@@ -19,8 +19,8 @@ RECIPE = load_recipe(
     CODE / "recipes" / "demo.yaml",
     [
         *("comparison.tokens=2252800", "task_evaluation.sweep_top_k=[2]"),
-        *("experts.repair=down", "experts.repair_tokens=routed"),
-        "backbone.merge.embeddings=counts",
+        *("experts.repair=down+head_target", "experts.repair_tokens=routed"),
+        *("backbone.merge.embeddings=counts", "backbone.merge.head=fitted"),
     ],
     added=[
         CODE / "recipes" / name for name in ("baselines.yaml", "tasks.yaml", "compression.yaml")

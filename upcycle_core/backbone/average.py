@@ -53,6 +53,7 @@ def write_backbone(
     max_shard_bytes: int,
     merge: MergeConfig | None = None,
     counts: Sequence[torch.Tensor] = (),
+    head: torch.Tensor | None = None,
 ) -> None:
     """Merge everything that is not an FFN; configuration and tokenizer are the first's.
 
@@ -62,6 +63,7 @@ def write_backbone(
         max_shard_bytes: Size of one safetensors file.
         merge: How; everything is averaged by default.
         counts: Of each reader's domain the tokens [V], where ``merge`` weighs by them.
+        head: A head [V, H] in place of a merged one; a tied model is untied.
 
     Raises:
         InputError: A tensor is missing, misshapen or has no place.
@@ -70,7 +72,7 @@ def write_backbone(
     weighed = {EMBEDDING: how.embeddings, LM_HEAD: how.head}
     names = [name for name, way in weighed.items() if way == "counts"]
     weights = dict.fromkeys(names, row_weights(counts)) if names else {}
-    _write(readers, out, max_shard_bytes=max_shard_bytes, ffn=False, weights=weights)
+    _write(readers, out, max_shard_bytes=max_shard_bytes, ffn=False, weights=weights, head=head)
 
 
 def write_average(readers: Sequence[CheckpointReader], out: Path, *, max_shard_bytes: int) -> None:
@@ -85,19 +87,23 @@ def _write(
     max_shard_bytes: int,
     ffn: bool,
     weights: Mapping[str, torch.Tensor],
+    head: torch.Tensor | None = None,
 ) -> None:
     """Write the mean; ``weights`` [D, V] are of matrices whose rows are weighed apart."""
     first = readers[0]
     family = family_of(first.config)
+    config = first.config if head is None else {**first.config, "tie_word_embeddings": False}
     raise_faults(
         fault
         for reader in readers
         for fault in tensor_faults(reader, family, reader.field, config=first.config)
     )
     plan: Plan = {}
-    for name, shape in family.tensors(first.config, ffn=ffn).items():
+    for name, shape in family.tensors(config, ffn=ffn).items():
         source: Callable[[], Produced] = partial(averaged_pieces, readers, name)
         if name in weights:
             source = partial(weighted_pieces, readers, name, weights[name])
+        if head is not None and name == LM_HEAD:
+            source = partial(head.to, weights_type(first))
         plan[name] = shape, weights_type(first), source
-    write_model(out, plan, first.config, source=first, max_shard_bytes=max_shard_bytes)
+    write_model(out, plan, config, source=first, max_shard_bytes=max_shard_bytes)

@@ -6,6 +6,7 @@ from typing import Literal
 from upcycle_core.config import config
 
 Merge = Literal["average", "counts"]
+MergeHead = Literal["average", "counts", "fitted"]
 
 
 @config
@@ -15,8 +16,9 @@ class MergeConfig:
     embeddings: Merge = "average"
     """`average` (the paper), or `counts`: each row weighted by how often a domain's text has the
     token. A tied head is the same matrix."""
-    head: Merge = "average"
-    """The same of a head that is not tied."""
+    head: MergeHead = "average"
+    """The same of a head that is not tied; or `fitted` to the logits of all experts, each after a
+    map that its repaired last layer makes. It unties a tied head, which adds V x H parameters."""
     attention: Literal["average", "regmean", "distilled"] = "average"
     """Of queries, keys, values and output projections: `average` (the paper), `regmean`: what comes
     nearest to the experts' outputs on their own inputs, or `distilled`: on the merged model's."""

@@ -52,13 +52,22 @@ def token_counts(corpus: Path, vocabulary_size: int) -> Tensor:
     return torch.from_numpy(counts)
 
 
-def row_weights(counts: Sequence[Tensor]) -> Tensor:
+def frequencies(counts: Sequence[Tensor]) -> Tensor:
     """w_dv of each domain's counts [V].
+
+    Returns:
+        [D, V] fp64, all above 0.
+    """
+    return torch.stack([own.double() / own.sum() for own in counts]) + FLOOR
+
+
+def row_weights(counts: Sequence[Tensor]) -> Tensor:
+    """w_dv over their sum.
 
     Returns:
         [D, V] fp64; every column sums to one.
     """
-    weights_DV = torch.stack([own.double() / own.sum() for own in counts]) + FLOOR
+    weights_DV = frequencies(counts)
     return weights_DV / weights_DV.sum(0)
 
 

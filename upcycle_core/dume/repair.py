@@ -33,8 +33,9 @@ from upcycle_core.activations.regression import (
 )
 from upcycle_core.activations.stream import LayerStream, Passing, Read
 from upcycle_core.architectures.families import family_of
-from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, Family
+from upcycle_core.architectures.family import LM_HEAD, Family
 from upcycle_core.backbone.counts import FLOOR, token_counts
+from upcycle_core.backbone.rewrite import read_untied
 from upcycle_core.backbone.stitch import stitched_reader
 from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -260,7 +261,7 @@ class HeadTarget:
 
     def __init__(self, shared: CheckpointReader, own: CheckpointReader, corpus: Path) -> None:
         self._readers = (shared, own)
-        merged_VH, own_VH = map(_head, self._readers)
+        merged_VH, own_VH = (read_untied(reader)(LM_HEAD) for reader in self._readers)
         counts_V = token_counts(corpus, len(merged_VH))
         weights_V = counts_V.double() / counts_V.sum() + FLOOR
         size = merged_VH.shape[1]
@@ -300,7 +301,7 @@ class HeadTarget:
             texts: Both models' streams behind the last layer, before it is repaired.
             solutions: Way to dW^T [I, H] for each half.
         """
-        heads = [_head(reader) for reader in self._readers]
+        heads = [read_untied(reader)(LM_HEAD) for reader in self._readers]
         found = dict.fromkeys(solutions, 0.0)
         share = -(-JUDGED_TOKENS // len(texts))
         for text in texts:
@@ -328,8 +329,3 @@ def _log_softmax(hidden_TH: Tensor, norm_H: Tensor, head_VH: Tensor) -> Tensor:
     normed_TH = hidden_TH / _size(hidden_TH) * norm_H.to(hidden_TH)
     parts = [normed_TH @ rows.to(normed_TH).T for rows in head_VH.split(ROWS_AT_ONCE)]
     return torch.cat(parts, dim=1).log_softmax(-1)
-
-
-def _head(reader: CheckpointReader) -> Tensor:
-    """The matrix [V, H] that makes logits: a tied model's embedding."""
-    return reader.tensor(LM_HEAD if LM_HEAD in reader.tensors else EMBEDDING)

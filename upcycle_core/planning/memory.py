@@ -10,6 +10,7 @@ from upcycle_core.activations.moments import triangle_size
 from upcycle_core.activations.regression import HALVES
 from upcycle_core.checkpoints.reader import CHUNK, CheckpointReader
 from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.shared_head import ROWS_AT_ONCE
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.perplexity import TOKENS_AT_ONCE
 from upcycle_core.planning.estimate import forward_bytes
@@ -181,6 +182,24 @@ def _mapped(shape: Shape, precision: Arithmetic, device: str) -> int:
 def averaging_bytes(shape: Shape) -> int:
     """Of averaging: a piece of the sum, of another tensor's and of the result, of any model."""
     return CHUNK * (FP32 + FP32 + shape.itemsize)
+
+
+def fitted_head_bytes(shape: Shape, config: StatisticsConfig, tokens: int, *, experts: int) -> int:
+    """Of a head fitted to so many experts: it and some rows' systems, or one expert's states.
+
+    Args:
+        shape: The dense model.
+        config: The precision of the pass that states come from.
+        tokens: Calibration tokens, padding included.
+        experts: D.
+    """
+    matrix = FP64 * shape.hidden**2
+    fitting = FP32 * shape.vocabulary * shape.hidden + (3 * experts + 6) * matrix
+    rows = 10 * FP64 * min(ROWS_AT_ONCE, shape.vocabulary) * shape.hidden
+    size = weights_type(config.precision, "cpu").itemsize
+    layer = (shape.whole - shape.ends) // shape.layers
+    states = size * (tokens * shape.hidden + max(layer, shape.vocabulary * shape.hidden)) + matrix
+    return max(fitting + rows, states)
 
 
 def solving_bytes(shape: Shape, experts: int) -> int:

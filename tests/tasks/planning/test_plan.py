@@ -64,6 +64,22 @@ def test_what_is_kept_of_ready_experts(tmp_path, llama):
     assert kept["router"] == 4 * LAYERS * 5 * HIDDEN
 
 
+def test_a_fitted_head_is_one_tensor_more_of_a_tied_model(tmp_path, llama):
+    tied = tmp_path / "tied"
+    tied.mkdir()
+    config = json.loads((llama / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tied / "config.json").write_text(json.dumps(config))
+    head, repair = 128256 * HIDDEN, {"repair": "down+head_target"}
+    merge = {"embeddings": "counts"}
+    plain, fitted = (
+        rows(made(tmp_path, tied, backbone={"merge": how}, experts=repair))
+        for how in (merge, merge | {"head": "fitted"})
+    )
+    for stage, copies in {"backbone": 1, "repaired": 5, "model": 1, "experts": 0}.items():
+        assert fitted[stage].kept - plain[stage].kept == copies * 2 * head, stage
+    assert fitted["backbone"].memory > plain["backbone"].memory + 4 * head
+
+
 def test_the_remote_has_another_copy_and_the_registry_shares_the_newest(tmp_path, llama):
     beside, alone = made(tmp_path, llama), made(tmp_path, llama, versions={"remote": None})
     kept, model = sum(row.kept for row in alone.rows), rows(alone)["model"].kept
