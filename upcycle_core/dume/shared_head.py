@@ -26,6 +26,7 @@ from upcycle_core.activations.stream import LayerStream
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.dume.repair import calibration_batches
+from upcycle_core.errors import Fault, InputError
 from upcycle_core.precision import weights_type as type_in
 from upcycle_core.progress import Progress, Silent
 
@@ -61,6 +62,9 @@ def final_moments(
 
     Returns:
         [H, H] fp64.
+
+    Raises:
+        InputError: The states are not finite.
     """
     reader = CheckpointReader(expert, field="expert")
     dtype = type_in(config.precision, device)
@@ -82,6 +86,9 @@ def final_moments(
             n_TH = norm(text.hidden_BSH).flatten(0, 1)[counted]
             total += batch_sums(n_TH)[0].double().cpu()
             rows += len(n_TH)
+    if not torch.isfinite(total).all():
+        remedy = "its last states hold NaN or infinity on its calibration text: check its weights"
+        raise InputError(Fault("expert", str(expert), remedy))
     return total / rows
 
 

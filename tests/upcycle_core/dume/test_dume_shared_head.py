@@ -1,5 +1,7 @@
 """A head fitted to all experts, against least squares row by row on stacked states."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from upcycle_core.backbone.counts import frequencies
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.dume.shared_head import RHO, final_moments, fitted_head
+from upcycle_core.errors import InputError
 
 V, H, D = 30, 6, 3
 
@@ -101,6 +104,16 @@ def test_moments_are_those_of_what_the_head_reads(family, tmp_path):
     stacked = torch.cat(states)
     found = final_moments(expert, corpus, config=EXACT)
     torch.testing.assert_close(found, stacked.T @ stacked / len(stacked), atol=1e-9, rtol=1e-9)
+
+
+def test_states_that_are_not_finite_are_refused(tmp_path):
+    (expert,) = related(tmp_path, count=1)
+    model = load_causal_lm(expert)
+    with torch.no_grad():
+        model.model.norm.weight[0] = math.nan
+    model.save_pretrained(expert)
+    with pytest.raises(InputError, match="last states hold NaN"):
+        final_moments(expert, write_corpus(tmp_path / "text"), config=EXACT)
 
 
 def test_a_tied_model_gets_a_head_of_its_own(tmp_path):
