@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ PROBE_SECONDS = 10.0
 ROOM_SECONDS = 120.0
 """How long a piece may wait for a machine that is gone and may come back."""
 
+AGAIN: Mapping[str, Any] = {"max_retries": 3, "retry_exceptions": [WorkerLost]}
+"""When Ray runs a piece again."""
 SERVERS = ("gcs_server", "raylet")
 """Names of the processes without which a local Ray computes nothing."""
 LOST = (
@@ -248,7 +250,7 @@ def run_pieces(
     try:
         had_room = time.monotonic()
         while waiting:
-            ready, waiting = ray.wait(waiting, timeout=REPORT_SECONDS)
+            ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=REPORT_SECONDS)
             watch()
             _check_servers()
             for reference in ready:
@@ -289,14 +291,25 @@ def _lacking(resources: Resources, workers: int) -> list[Fault]:
 
 def _remote(piece: Piece, resources: Resources, name: str) -> Any:
     """The task of a piece. Several workers are not part of it: they reserve for themselves."""
-    again: dict[str, Any] = {"max_retries": 3, "retry_exceptions": [WorkerLost]}
     if piece.workers == 1:
         options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus}
-        return ray.remote(**again)(_run_piece).options(name=name, **options)
-    # What Ray Train leaves behind in the task's process, its controller, ends with that process.
-    return ray.remote(max_calls=1, **again)(_run_piece).options(
-        name=name, num_cpus=0, runtime_env={"env_vars": TRAIN_ENVIRONMENT}
-    )
+        return _alone().options(name=name, **options)
+    return _together().options(name=name, num_cpus=0, runtime_env={"env_vars": TRAIN_ENVIRONMENT})
+
+
+@cache
+def _alone() -> Any:
+    """The task of every piece in one process: Ray sends each one it is given to all workers."""
+    return ray.remote(**AGAIN)(_run_piece)
+
+
+@cache
+def _together() -> Any:
+    """The same of pieces of several workers.
+
+    What Ray Train leaves behind in the task's process, its controller, ends with that process.
+    """
+    return ray.remote(max_calls=1, **AGAIN)(_run_piece)
 
 
 def _run_piece(directory: Path, piece: Piece, resources: Resources) -> None:

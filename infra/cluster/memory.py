@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -90,6 +91,17 @@ class PeakMemory:
     def _watch(self) -> None:
         while not self._left.wait(SAMPLE_SECONDS):
             self._sampled = max(self._sampled, held_bytes())
+
+
+@cache
+def set_libraries_aside() -> None:
+    """Let collections of garbage pass over what a process holds before its first call; once.
+
+    Looking through all that torch brings takes a tenth of a second, which is many tiny pieces'
+    time. Later there may be garbage among what is held, and it would stay.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def give_back() -> None:
