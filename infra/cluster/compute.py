@@ -292,8 +292,14 @@ def _lacking(resources: Resources, workers: int) -> list[Fault]:
 def _remote(piece: Piece, resources: Resources, name: str) -> Any:
     """The task of a piece. Several workers are not part of it: they reserve for themselves."""
     if piece.workers == 1:
-        options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus}
-        return _alone().options(name=name, **options)
+        return _alone().options(
+            name=name,
+            num_cpus=resources.cpus,
+            num_gpus=resources.gpus,
+            memory=resources.memory,
+            accelerator_type=resources.accelerator,
+            resources=dict(resources.resources),
+        )
     return _together().options(name=name, num_cpus=0, runtime_env={"env_vars": TRAIN_ENVIRONMENT})
 
 
@@ -339,7 +345,12 @@ def _perform(directory: Path, piece: Piece, resources: Resources, out: Path) -> 
     folder.mkdir()
     try:
         return perform_together(
-            call, workers=piece.workers, resources=resources, report=report, folder=folder
+            call,
+            workers=piece.workers,
+            placement=piece.placement,
+            resources=resources,
+            report=report,
+            folder=folder,
         )
     finally:
         _release(folder)
