@@ -50,6 +50,7 @@ ROOM_SECONDS = 120.0
 
 AGAIN: Mapping[str, Any] = {"max_retries": 3, "retry_exceptions": [WorkerLost]}
 """When Ray runs a piece again."""
+LOOPBACK = "127.0.0.1"
 SERVERS = ("gcs_server", "raylet")
 """Names of the processes without which a local Ray computes nothing."""
 LOST = (
@@ -63,7 +64,12 @@ _SERVERS: list[psutil.Process] = []
 
 @contextmanager
 def cluster(
-    settings: Settings, cpus: int | None, code: Path, *, workspace: Path | None = None
+    settings: Settings,
+    cpus: int | None,
+    code: Path,
+    *,
+    workspace: Path | None = None,
+    dashboard: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     """Connect to Ray: a local one of our own, or the one the user named.
 
@@ -75,6 +81,7 @@ def cluster(
         cpus: Of a local Ray; a cluster brings its own.
         code: The checkout.
         workspace: The folder that all machines must share; the home by default.
+        dashboard: Told in a line where the dashboard of a local Ray is, which has none without.
 
     Raises:
         InputError: If this process is connected to Ray already (Ray would silently ignore these
@@ -87,7 +94,7 @@ def cluster(
         )
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if settings.ray_address == "local":
-        with _local(settings, cpus, quiet):
+        with _local(settings, cpus, quiet, dashboard):
             yield
         return
     _connect(settings, code, quiet)
@@ -99,16 +106,30 @@ def cluster(
 
 
 @contextmanager
-def _local(settings: Settings, cpus: int | None, quiet: Mapping[str, Any]) -> Iterator[None]:
+def _local(
+    settings: Settings,
+    cpus: int | None,
+    quiet: Mapping[str, Any],
+    dashboard: Callable[[str], None] | None,
+) -> Iterator[None]:
     """A Ray of our own, which nobody else can use, and whose folder goes with it."""
     sessions.remove_left(settings.ray_sessions)
-    own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 100_000_000}
-    with ray_token():
+    own: dict[str, Any] = {
+        "include_dashboard": dashboard is not None,
+        "dashboard_host": LOOPBACK,
+        "object_store_memory": 100_000_000,
+    }
+    with ray_token() as token:
         try:
             with handlers_kept():  # at SIGTERM Ray would end before its pieces
-                ray.init(address="local", num_cpus=cpus, **quiet, **own)
+                context: Any = ray.init(address="local", num_cpus=cpus, **quiet, **own)
             _SERVERS[:] = [p for p in psutil.Process().children() if p.name() in SERVERS]
             sessions.claim(settings.ray_sessions)
+            if dashboard is not None:
+                # Who has the token can run programs here: it is no word for a log.
+                file = sessions.write_token(Path(context.address_info["session_dir"]), token)
+                address = f"http://{context.dashboard_url}"
+                dashboard(f"Ray's dashboard: {address}; it asks for the token in {file}")
             yield
         finally:
             _SERVERS.clear()

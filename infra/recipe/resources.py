@@ -67,6 +67,8 @@ class ComputeConfig:
 
     cpus: int | None = field(default=None, metadata={"ge": 1})
     """CPUs of a local Ray; all of the machine by default. A cluster brings its own."""
+    dashboard: bool = False
+    """Whether a local Ray has its dashboard, on loopback. A cluster brings its own."""
     wait_minutes: float = field(default=30.0, metadata={"ge": 0})
     """How long a flow waits for another one that is at work in the workspace; 0 for not at all."""
     limit_hours: float | None = field(default=None, metadata={"gt": 0})

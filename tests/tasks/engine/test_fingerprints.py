@@ -146,6 +146,7 @@ def settings_of(recipe):
         {"compute": {"statistics": {"cpus": 8}, "evaluation": {"cpus": 8}}},
         {
             "compute": {
+                "dashboard": True,
                 "statistics": {"gpus": 1, "accelerator": "H100", "memory": 10**9},
                 "assembly": {"resources": {"ssd": 1}},
                 "baselines": {"workers": 2, "placement": "spread"},
