@@ -161,7 +161,7 @@ def program_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def ray_token(environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+def ray_token(environment: MutableMapping[str, str] = os.environ) -> Iterator[str]:
     """Give the local Rays of this process a token of their own, meanwhile.
 
     A local Ray listens at ports of this machine. Who does not know the token cannot run code
@@ -171,7 +171,7 @@ def ray_token(environment: MutableMapping[str, str] = os.environ) -> Iterator[No
     if own:
         environment["RAY_AUTH_TOKEN"] = _own_token()
     try:
-        yield
+        yield environment["RAY_AUTH_TOKEN"]
     finally:
         if own:
             del environment["RAY_AUTH_TOKEN"]

@@ -55,7 +55,14 @@ def main(arguments: list[str] | None = None) -> int:
             if asks_why:
                 print("\n".join(explained(session, stages_of(recipe), stage, items)))
                 return 0
-            with cluster(settings, recipe.compute.cpus, CODE, workspace=workspace.root):
+            dashboard = session.log if recipe.compute.dashboard else None
+            with cluster(
+                settings,
+                recipe.compute.cpus,
+                CODE,
+                workspace=workspace.root,
+                dashboard=dashboard,
+            ):
                 for item in items:
                     stage.ensure(session, item)
             write_headline(recipe, workspace)

@@ -95,6 +95,10 @@ def _worker_faults(recipe: Recipe) -> Iterator[Fault]:
             remedy = "one worker has nothing to share its weights with; use none, or set "
             remedy += f"compute.{kind}.workers to 2 or more"
             yield Fault(f"compute.{kind}.sharding", "full", remedy)
+        if resources.placement is not None and resources.workers == 1:
+            remedy = "one worker is on one machine; remove it, or set "
+            remedy += f"compute.{kind}.workers to 2 or more"
+            yield Fault(f"compute.{kind}.placement", resources.placement, remedy)
 
 
 def _row_faults(recipe: Recipe, method: Method) -> Iterator[Fault]:

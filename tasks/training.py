@@ -105,7 +105,13 @@ def piece_of(
     resources: WorkerResources = getattr(run.recipe.compute, kind)
     if resources.sharding != "none":  # else the piece is what it was before there was a choice
         arguments["divided"] = resources.sharding
-    return Piece(name=name, function=function, workers=resources.workers, arguments=arguments)
+    return Piece(
+        name=name,
+        function=function,
+        workers=resources.workers,
+        placement=resources.placement or "pack",
+        arguments=arguments,
+    )
 
 
 def _texts(run: StageRun, split: str) -> list[Path]:

@@ -110,7 +110,7 @@ def run_flow(
     settings = environment.configure()
     workspace = Workspace(settings.home / recipe.name)
     if settings.ray_address == "local":
-        raise_faults(compute_faults(recipe.compute, [machine(recipe.compute.cpus)], gpus=False))
+        raise_faults(compute_faults(recipe.compute, [machine(recipe.compute.cpus)], only_cpus=True))
     if look is None:
         check(recipe, settings.home / "models")
         say_plan(recipe, settings, print)

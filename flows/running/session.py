@@ -249,7 +249,7 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
         tags = {"git.commit": commit, "mlflow.source.git.commit": commit.partition("-")[0]}
         with (
             tracker.start_run(title, workspace=workspace.root, tags=tags, source=flow_name) as run,
-            cluster(settings, recipe.compute.cpus, CODE, workspace=workspace.root),
+            _ray(settings, recipe, workspace),
         ):
             check_room(recipe.compute)
             run.log_params(resolve(recipe))
@@ -278,6 +278,15 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
                 progress.clear()
             finally:
                 flow_session.close()
+
+
+def _ray(
+    settings: environment.Settings, recipe: Recipe, workspace: Workspace
+) -> AbstractContextManager[None]:
+    """Where a flow's pieces run; of a dashboard its log says where it is."""
+    dashboard = log if recipe.compute.dashboard else None
+    cpus = recipe.compute.cpus
+    return cluster(settings, cpus, CODE, workspace=workspace.root, dashboard=dashboard)
 
 
 def _record_history(session: FlowSession, flow_name: str) -> None:

@@ -2,38 +2,60 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 
 from infra.recipe.resources import ComputeConfig, Resources
 from upcycle_core.errors import Fault
 
 EPSILON = 1e-9
 """Shares of a GPU are decimal fractions."""
+ACCELERATOR = "accelerator_type:"
+"""Ray's prefix of a kind of GPU: a machine that has it has one, and a piece takes next to nothing
+of it."""
+KEYS = {"CPU": "cpus", "GPU": "gpus", "memory": "memory"}
+"""What a recipe calls Ray's own resources."""
+BROUGHT = ("node:", ACCELERATOR)
+"""How names begin of what every machine has by itself."""
 
 
 def machine(cpus: int | None) -> dict[str, float]:
-    """What a Ray on this machine has, beside GPUs, which are seen when it runs."""
+    """What is known of a Ray on this machine before it runs."""
     return {"CPU": float(cpus or os.cpu_count() or 1)}
 
 
+def requested(resources: Resources) -> dict[str, float]:
+    """What is reserved for a piece, or for each of its workers, by Ray's names."""
+    wanted = {
+        "CPU": float(resources.cpus),
+        "GPU": resources.gpus,
+        "memory": float(resources.memory or 0),
+        **resources.resources,
+    }
+    if resources.accelerator is not None:
+        wanted[f"{ACCELERATOR}{resources.accelerator}"] = 0.001
+    return {name: amount for name, amount in wanted.items() if amount}
+
+
 def compute_faults(
-    compute: ComputeConfig, machines: Sequence[Mapping[str, float]], *, gpus: bool = True
+    compute: ComputeConfig, machines: Sequence[Mapping[str, float]], *, only_cpus: bool = False
 ) -> Iterator[Fault]:
     """What a recipe asks for, kind by kind, and no machine can give: seen before work begins.
 
     Args:
         compute: The recipe's. Kinds that ask for nothing of their own are looked at when they run.
         machines: As of ``room_faults``.
-        gpus: Whether GPUs are looked at.
+        only_cpus: Whether nothing else is looked at.
     """
     for field in fields(compute):
         asked = getattr(compute, field.name)
         if not isinstance(asked, Resources) or asked == type(asked)():
             continue
-        asked = asked if gpus else replace(asked, gpus=0.0)
-        for fault in room_faults(asked, getattr(asked, "workers", 1), machines):
+        workers = getattr(asked, "workers", 1)
+        asked = Resources(cpus=asked.cpus) if only_cpus else asked
+        for fault in room_faults(asked, workers, machines):
             _, _, what = fault.field.partition(" ")
-            yield replace(fault, field=".".join(filter(None, ("compute", field.name, what))))
+            where = ".".join(filter(None, ("compute", field.name, what)))
+            yield Fault(where, fault.value, fault.remedy)
 
 
 def room_faults(
@@ -44,16 +66,16 @@ def room_faults(
     Args:
         resources: What is reserved for a piece, or for each of its workers.
         workers: How many workers a piece has; each computes on one machine.
-        machines: What each machine has in all, by Ray's names (``CPU``, ``GPU``).
+        machines: What each machine has in all, by Ray's names (``CPU``, ``GPU``, ``memory``).
     """
-    wanted = {"CPU": float(resources.cpus), "GPU": resources.gpus}
-    lacking = [_lack(kind, each, workers, machines) for kind, each in wanted.items() if each]
+    wanted = requested(resources)
+    lacking = [_lack(name, each, workers, machines) for name, each in wanted.items()]
     yield from (fault for fault in lacking if fault is not None)
     if not any(lacking) and sum(_places(wanted, machine) for machine in machines) < workers:
-        asked = f"{resources.cpus} CPUs and {resources.gpus:g} GPUs"
+        asked = _listed(wanted, wanted)
         remedy = (
             f"the machines of this Ray cannot give {workers} x {asked}, each on one machine; they "
-            f"have {_listed(machines)}; ask for less, or start Ray with more"
+            f"have {_counted(machines, wanted)}; ask for less, or start Ray with more"
         )
         yield Fault("compute", asked, remedy)
     if workers > 1 and 0 < resources.gpus < 1:
@@ -62,33 +84,74 @@ def room_faults(
 
 
 def _lack(
-    kind: str, each: float, workers: int, machines: Sequence[Mapping[str, float]]
+    name: str, each: float, workers: int, machines: Sequence[Mapping[str, float]]
 ) -> Fault | None:
-    """Too little of one kind: in all, or on the largest machine."""
-    name, rooms = f"compute {kind.lower()}s", [machine.get(kind, 0.0) for machine in machines]
+    """Too little of one resource: none, too little in all, or on the largest machine."""
+    rooms = [machine.get(name, 0.0) for machine in machines]
     total, largest = sum(rooms), max(rooms, default=0.0)
-    share = f" ({each:g} for each of {workers} workers)" if workers > 1 else ""
+    if name not in KEYS and not total:
+        return _unknown(name, each * workers, machines)
+    if name.startswith(ACCELERATOR):
+        return None
+    where = f"compute {KEYS.get(name, f'resources.{name}')}"
+    share = f" ({_number(name, each)} for each of {workers} workers)" if workers > 1 else ""
+    there = f"Ray has {_number(name, total)} in all"
     if each * workers > total + EPSILON:
-        remedy = f"Ray has {total:g} in all; ask for less, or start Ray with more"
-        return Fault(name, _plain(each * workers), remedy + share)
+        return Fault(
+            where, _plain(each * workers), f"{there}; ask for less, or start Ray with more{share}"
+        )
     if each > largest + EPSILON:
         remedy = (
-            f"Ray has {total:g} in all, but no machine more than {largest:g}, and a piece computes "
-            "on one; ask for less, or start Ray on a larger machine"
+            f"{there}, but no machine more than {_number(name, largest)}, and a piece computes "
+            f"on one; ask for less, or start Ray on a larger machine{share}"
         )
-        return Fault(name, _plain(each), remedy + share)
+        return Fault(where, _plain(each), remedy)
     return None
+
+
+def _unknown(name: str, amount: float, machines: Sequence[Mapping[str, float]]) -> Fault:
+    """A kind of GPU, or a resource of the user's, that no machine has; and which there are."""
+    prefix, _, accelerator = name.rpartition(":")
+    is_accelerator = f"{prefix}:" == ACCELERATOR
+    names = sorted({name for machine in machines for name in machine})
+    if is_accelerator:
+        there = [n.removeprefix(ACCELERATOR) for n in names if n.startswith(ACCELERATOR)]
+    else:
+        known = {*KEYS, "object_store_memory"}
+        there = [n for n in names if n not in known and not n.startswith(BROUGHT)]
+    remedy = f"no machine of this Ray has it (they have {there or 'none'}); "
+    if is_accelerator:
+        remedy += "name one that there is, or remove it" if there else "remove it"
+        return Fault("compute accelerator", accelerator, remedy)
+    remedy += "remove it, or start Ray with it (ray start --resources)"
+    return Fault(f"compute resources.{name}", _plain(amount), remedy)
 
 
 def _places(wanted: Mapping[str, float], machine: Mapping[str, float]) -> int:
     """How many workers one machine has room for at once."""
-    needed = {kind: each for kind, each in wanted.items() if each}
-    return min(int(machine.get(kind, 0.0) / each + EPSILON) for kind, each in needed.items())
+    return min(int(machine.get(name, 0.0) / each + EPSILON) for name, each in wanted.items())
 
 
-def _listed(machines: Sequence[Mapping[str, float]]) -> str:
-    parts = [f"{m.get('CPU', 0.0):g} CPUs and {m.get('GPU', 0.0):g} GPUs" for m in machines]
+def _counted(machines: Sequence[Mapping[str, float]], wanted: Mapping[str, float]) -> str:
+    """Machines, alike ones together, by what is wanted of them."""
+    parts = [_listed(machine, wanted) for machine in machines]
     return "; ".join(f"{parts.count(part)} x {part}" for part in dict.fromkeys(parts)) or "nothing"
+
+
+def _listed(amounts: Mapping[str, float], wanted: Mapping[str, float]) -> str:
+    """Amounts, CPUs and GPUs always, in words."""
+    words = [f"{amounts.get('CPU', 0.0):g} CPUs", f"{amounts.get('GPU', 0.0):g} GPUs"]
+    for name in (name for name in wanted if name not in ("CPU", "GPU") and amounts.get(name)):
+        if name.startswith(ACCELERATOR):
+            words.append(name.removeprefix(ACCELERATOR))
+        else:
+            words.append(f"{_number(name, amounts[name])} {'bytes' if name == 'memory' else name}")
+    return " and ".join(words)
+
+
+def _number(name: str, amount: float) -> str:
+    """As a recipe writes it: bytes have too many digits to go without a mark."""
+    return f"{int(amount):_}" if name == "memory" else f"{amount:g}"
 
 
 def _plain(number: float) -> float:

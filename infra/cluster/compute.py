@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,9 @@ PROBE_SECONDS = 10.0
 ROOM_SECONDS = 120.0
 """How long a piece may wait for a machine that is gone and may come back."""
 
+AGAIN: Mapping[str, Any] = {"max_retries": 3, "retry_exceptions": [WorkerLost]}
+"""When Ray runs a piece again."""
+LOOPBACK = "127.0.0.1"
 SERVERS = ("gcs_server", "raylet")
 """Names of the processes without which a local Ray computes nothing."""
 LOST = (
@@ -61,7 +64,12 @@ _SERVERS: list[psutil.Process] = []
 
 @contextmanager
 def cluster(
-    settings: Settings, cpus: int | None, code: Path, *, workspace: Path | None = None
+    settings: Settings,
+    cpus: int | None,
+    code: Path,
+    *,
+    workspace: Path | None = None,
+    dashboard: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     """Connect to Ray: a local one of our own, or the one the user named.
 
@@ -73,6 +81,7 @@ def cluster(
         cpus: Of a local Ray; a cluster brings its own.
         code: The checkout.
         workspace: The folder that all machines must share; the home by default.
+        dashboard: Told in a line where the dashboard of a local Ray is, which has none without.
 
     Raises:
         InputError: If this process is connected to Ray already (Ray would silently ignore these
@@ -85,7 +94,7 @@ def cluster(
         )
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if settings.ray_address == "local":
-        with _local(settings, cpus, quiet):
+        with _local(settings, cpus, quiet, dashboard):
             yield
         return
     _connect(settings, code, quiet)
@@ -97,16 +106,30 @@ def cluster(
 
 
 @contextmanager
-def _local(settings: Settings, cpus: int | None, quiet: Mapping[str, Any]) -> Iterator[None]:
+def _local(
+    settings: Settings,
+    cpus: int | None,
+    quiet: Mapping[str, Any],
+    dashboard: Callable[[str], None] | None,
+) -> Iterator[None]:
     """A Ray of our own, which nobody else can use, and whose folder goes with it."""
     sessions.remove_left(settings.ray_sessions)
-    own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 100_000_000}
-    with ray_token():
+    own: dict[str, Any] = {
+        "include_dashboard": dashboard is not None,
+        "dashboard_host": LOOPBACK,
+        "object_store_memory": 100_000_000,
+    }
+    with ray_token() as token:
         try:
             with handlers_kept():  # at SIGTERM Ray would end before its pieces
-                ray.init(address="local", num_cpus=cpus, **quiet, **own)
+                context: Any = ray.init(address="local", num_cpus=cpus, **quiet, **own)
             _SERVERS[:] = [p for p in psutil.Process().children() if p.name() in SERVERS]
             sessions.claim(settings.ray_sessions)
+            if dashboard is not None:
+                # Who has the token can run programs here: it is no word for a log.
+                file = sessions.write_token(Path(context.address_info["session_dir"]), token)
+                address = f"http://{context.dashboard_url}"
+                dashboard(f"Ray's dashboard: {address}; it asks for the token in {file}")
             yield
         finally:
             _SERVERS.clear()
@@ -248,7 +271,7 @@ def run_pieces(
     try:
         had_room = time.monotonic()
         while waiting:
-            ready, waiting = ray.wait(waiting, timeout=REPORT_SECONDS)
+            ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=REPORT_SECONDS)
             watch()
             _check_servers()
             for reference in ready:
@@ -289,14 +312,31 @@ def _lacking(resources: Resources, workers: int) -> list[Fault]:
 
 def _remote(piece: Piece, resources: Resources, name: str) -> Any:
     """The task of a piece. Several workers are not part of it: they reserve for themselves."""
-    again: dict[str, Any] = {"max_retries": 3, "retry_exceptions": [WorkerLost]}
     if piece.workers == 1:
-        options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus}
-        return ray.remote(**again)(_run_piece).options(name=name, **options)
-    # What Ray Train leaves behind in the task's process, its controller, ends with that process.
-    return ray.remote(max_calls=1, **again)(_run_piece).options(
-        name=name, num_cpus=0, runtime_env={"env_vars": TRAIN_ENVIRONMENT}
-    )
+        return _alone().options(
+            name=name,
+            num_cpus=resources.cpus,
+            num_gpus=resources.gpus,
+            memory=resources.memory,
+            accelerator_type=resources.accelerator,
+            resources=dict(resources.resources),
+        )
+    return _together().options(name=name, num_cpus=0, runtime_env={"env_vars": TRAIN_ENVIRONMENT})
+
+
+@cache
+def _alone() -> Any:
+    """The task of every piece in one process: Ray sends each one it is given to all workers."""
+    return ray.remote(**AGAIN)(_run_piece)
+
+
+@cache
+def _together() -> Any:
+    """The same of pieces of several workers.
+
+    What Ray Train leaves behind in the task's process, its controller, ends with that process.
+    """
+    return ray.remote(max_calls=1, **AGAIN)(_run_piece)
 
 
 def _run_piece(directory: Path, piece: Piece, resources: Resources) -> None:
@@ -326,7 +366,12 @@ def _perform(directory: Path, piece: Piece, resources: Resources, out: Path) -> 
     folder.mkdir()
     try:
         return perform_together(
-            call, workers=piece.workers, resources=resources, report=report, folder=folder
+            call,
+            workers=piece.workers,
+            placement=piece.placement,
+            resources=resources,
+            report=report,
+            folder=folder,
         )
     finally:
         _release(folder)

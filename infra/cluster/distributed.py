@@ -14,6 +14,7 @@ import ray
 import ray.train
 from ray.train.torch import TorchConfig
 
+from infra.cluster.capacity import requested
 from infra.cluster.private import (
     LoggingConfig,
     LoopbackConfig,
@@ -24,18 +25,25 @@ from infra.cluster.private import (
 )
 from infra.cluster.worker import GROUP_FILE, Performed, WorkerLost, perform
 from infra.durable import write_atomically
-from infra.recipe.resources import Resources
+from infra.recipe.resources import Placement, Resources
 from upcycle_core.errors import InputError
 
 
 def perform_together(
-    call: Callable[..., Any], *, workers: int, resources: Resources, report: Path, folder: Path
+    call: Callable[..., Any],
+    *,
+    workers: int,
+    placement: Placement,
+    resources: Resources,
+    report: Path,
+    folder: Path,
 ) -> Performed:
     """Call ``call`` in several processes at once.
 
     Args:
         call: Takes ``progress`` as a keyword argument.
         workers: How many processes.
+        placement: Whether on as few machines as possible, or on as many.
         resources: What Ray reserves for each.
         report: The file that rank 0's progress goes to; the others are silent.
         folder: For Ray Train's own files, on storage that all workers share.
@@ -65,7 +73,8 @@ def perform_together(
         scaling_config=ScalingConfig(
             num_workers=workers,
             use_gpu=resources.gpus > 0,
-            resources_per_worker={"CPU": resources.cpus, "GPU": resources.gpus},
+            resources_per_worker=requested(resources),
+            placement_strategy=placement.upper(),
         ),
         run_config=RunConfig(
             name="run",

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -35,12 +36,14 @@ class Room:
         cpus: Cores that it reserves, as do those beside it.
         gpus: GPUs that it reserves.
         machine_cpus: Cores that Ray was given; None for all there are.
+        memory: Bytes that it reserves, as do those beside it; None for none.
     """
 
     streamed: Streamed
     cpus: int
     gpus: float
     machine_cpus: int | None
+    memory: int | None = None
 
     def holds(self, needed: Callable[[], int], device: str) -> bool:
         """Whether the model is held: always, never, or where its share of the memory allows it.
@@ -55,6 +58,8 @@ class Room:
         if device != "cpu":
             return needed() <= there * min(1.0, self.gpus)
         places = max(1, (self.machine_cpus or os.cpu_count() or 1) // self.cpus)
+        if self.memory is not None:
+            places = max(1, min(places, there // self.memory))
         return places * (needed() + held_bytes()) <= there
 
 
@@ -90,6 +95,17 @@ class PeakMemory:
     def _watch(self) -> None:
         while not self._left.wait(SAMPLE_SECONDS):
             self._sampled = max(self._sampled, held_bytes())
+
+
+@cache
+def set_libraries_aside() -> None:
+    """Let collections of garbage pass over what a process holds before its first call; once.
+
+    Looking through all that torch brings takes a tenth of a second, which is many tiny pieces'
+    time. Later there may be garbage among what is held, and it would stay.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def give_back() -> None:

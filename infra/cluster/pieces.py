@@ -10,6 +10,7 @@ from typing import Any
 
 from infra.cluster.worker import Performed
 from infra.durable import is_whole, read_json, sealed, sync_tree, write_atomically
+from infra.recipe.resources import Placement
 
 FACTS = ("result", "started", "ended", "peak_memory_bytes")
 LEFT_FILES = "left_files"
@@ -27,6 +28,7 @@ class Piece:
         workers: How many processes call it at once, torch.distributed ready (gloo on CPUs, nccl on
             GPUs), each with the resources of a piece. They share ``out``; rank 0 reports, and what
             it returns is the result.
+        placement: Whether several are on as few machines as possible, or on as many.
         each: Arguments, mappings of the same keys, whose entries are computed apart from each
             other: the result has one for each key, whichever others there are.
     """
@@ -35,6 +37,7 @@ class Piece:
     function: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     workers: int = 1
+    placement: Placement = "pack"
     each: tuple[str, ...] = ()
 
     @classmethod

@@ -17,6 +17,10 @@ from infra.services.processes import stop
 
 OURS = "upcycle.json"
 """Marks a session as one of this project's, and says which process began it."""
+TOKEN = "token"
+"""What the servers of a session ask for."""
+METRICS = "prom_metrics_service_discovery.json"
+"""Where dashboards write beside their sessions who can be asked for figures."""
 GRACE_SECONDS = 2.0
 LEAVE_SECONDS = 2.0
 """How long the processes of a Ray that has been shut down may go on writing logs."""
@@ -40,6 +44,18 @@ def claim(sessions: Path) -> list[Path]:
     return own
 
 
+def write_token(session: Path, token: str) -> Path:
+    """Write what a session's servers ask for, for this user alone, into a file that goes with it.
+
+    Returns:
+        The file.
+    """
+    file = session / TOKEN
+    file.touch(mode=0o600)
+    file.write_text(token)
+    return file
+
+
 def remove_own(sessions: Path) -> None:
     """Remove the sessions of this process, whose Ray has been shut down, or has not come up."""
     for session in claim(sessions):
@@ -57,7 +73,7 @@ def _remove(session: Path) -> None:
             if not _is_used(session) and [*session.iterdir()] == [mark]:
                 mark.unlink()
                 session.rmdir()
-                _unlink_latest(session.parent)
+                _remove_shared(session.parent)
                 return
         time.sleep(0.05)
 
@@ -77,7 +93,7 @@ def remove_left(sessions: Path) -> None:
             if (process.info["name"] or "").startswith("ray::") and _writes(process, session):
                 stop(process, grace=GRACE_SECONDS)
         shutil.rmtree(session, ignore_errors=True)
-        _unlink_latest(sessions)
+        _remove_shared(sessions)
 
 
 def _is_owned(mark: Path) -> bool:
@@ -113,8 +129,10 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _unlink_latest(sessions: Path) -> None:
-    """Ray's link to the newest session, where that is gone."""
+def _remove_shared(sessions: Path) -> None:
+    """Ray's link to the newest session, where that is gone; a dashboard's list where all are."""
     latest = sessions / "session_latest"
     if latest.is_symlink() and not latest.exists():
         latest.unlink(missing_ok=True)
+    if not [*sessions.glob("session_*")]:
+        (sessions / METRICS).unlink(missing_ok=True)

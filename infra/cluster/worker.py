@@ -42,9 +42,10 @@ def perform(call: Callable[..., Any], *, report: Path | None, threads: int) -> P
     """
     import torch  # seconds; the flow that sends pieces does without
 
-    from infra.cluster.memory import PeakMemory, give_back
+    from infra.cluster.memory import PeakMemory, give_back, set_libraries_aside
     from upcycle_core.allocator import kept_memory
 
+    set_libraries_aside()
     torch.set_num_threads(threads)
     progress = FileProgress(report) if report else Silent()
     with kept_memory(), PeakMemory() as memory:

@@ -1,6 +1,7 @@
 """What is wrong across the fields of a recipe, found without reading any file."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from itertools import product
 
 from infra.recipe.names import (
@@ -11,6 +12,7 @@ from infra.recipe.names import (
     remote_fault,
     secret_faults,
 )
+from infra.recipe.resources import Resources
 from infra.recipe.schema import Recipe, resolve
 from upcycle_core.config import SEEDS, Counted
 from upcycle_core.corpora.config import Source
@@ -21,6 +23,14 @@ from upcycle_core.training.config import TrainingConfig
 
 ON_THE_CPU = ("corpora", "assembly")
 """Kinds of work that no GPU does."""
+OWN_KEYS = {
+    "CPU": "cpus",
+    "GPU": "gpus",
+    "memory": "memory",
+    "object_store_memory": "memory",
+    "accelerator_type": "accelerator",
+}
+"""What Ray calls the resources that have keys of their own."""
 CALIBRATION = ("calibration", "elsewhere")
 """Texts that statistics are gathered on."""
 
@@ -211,8 +221,37 @@ def _task_faults(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _compute_faults(recipe: Recipe) -> Iterator[Fault]:
-    """What would be reserved and stay idle."""
-    for kind in ON_THE_CPU:
-        gpus = getattr(recipe.compute, kind).gpus
-        if gpus > 0:
-            yield Fault(f"compute.{kind}.gpus", gpus, "computes on the CPU alone; remove it")
+    """What would be reserved and stay idle, and what Ray does not take."""
+    for field in fields(recipe.compute):
+        asked = getattr(recipe.compute, field.name)
+        if isinstance(asked, Resources):
+            yield from _idle_faults(f"compute.{field.name}", asked, field.name in ON_THE_CPU)
+            yield from _reserved_faults(f"compute.{field.name}", asked)
+
+
+def _idle_faults(where: str, asked: Resources, on_the_cpu: bool) -> Iterator[Fault]:
+    if on_the_cpu:
+        given = {"gpus": asked.gpus, "accelerator": asked.accelerator}
+        for name, value in given.items():
+            if value:
+                yield Fault(f"{where}.{name}", value, "computes on the CPU alone; remove it")
+    elif asked.accelerator is not None and not asked.gpus:
+        remedy = f"a kind of GPU, and no GPU is asked for; set {where}.gpus, or remove it"
+        yield Fault(f"{where}.accelerator", asked.accelerator, remedy)
+
+
+def _reserved_faults(where: str, asked: Resources) -> Iterator[Fault]:
+    amounts = {"gpus": asked.gpus} if asked.gpus else {}
+    for name, amount in asked.resources.items():
+        if own := OWN_KEYS.get(name.partition(":")[0]):
+            remedy = f"has a key of its own; use {where}.{own}"
+            yield Fault(f"{where}.resources.{name}", amount, remedy)
+        else:
+            amounts[f"resources.{name}"] = amount
+    for name, amount in amounts.items():
+        if amount <= 0:
+            remedy = "must be more than 0; raise it, or remove it"
+            yield Fault(f"{where}.{name}", amount, remedy)
+        elif amount > 1 and amount != int(amount):
+            remedy = f"Ray reserves a share of one, or whole ones; use {int(amount)} or "
+            yield Fault(f"{where}.{name}", amount, f"{remedy}{int(amount) + 1}")

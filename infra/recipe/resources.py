@@ -1,12 +1,15 @@
 """What Ray reserves for the pieces, by kind of work."""
 
-from dataclasses import field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import field, replace
+from typing import Literal, Self
 
 from upcycle_core.config import config
 from upcycle_core.training.config import Sharding
 
 Streamed = Literal["auto", "always", "never"]
+Placement = Literal["pack", "spread"]
+"""Workers of one training on as few machines as possible, or on as many."""
 
 
 @config
@@ -17,11 +20,22 @@ class Resources:
     """CPU cores, and threads."""
     gpus: float = field(default=0.0, metadata={"ge": 0})
     """GPUs; with none the piece computes on the CPU."""
+    memory: int | None = field(default=None, metadata={"gt": 0})
+    """Bytes of a machine's memory; by default Ray counts none, and CPUs and GPUs alone say how many
+    pieces run at once."""
+    accelerator: str | None = None
+    """The kind of GPU, by Ray's name (`H100`); any by default."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """What machines were started with beside these (`ray start --resources`), name to amount."""
 
     @property
     def device(self) -> str:
         """Where the piece computes, as torch calls it."""
         return "cuda" if self.gpus > 0 else "cpu"
+
+    def without_gpus(self) -> Self:
+        """The same for work that no GPU does."""
+        return replace(self, gpus=0.0, accelerator=None)
 
 
 @config
@@ -32,6 +46,9 @@ class WorkerResources(Resources):
     """Data-parallel workers; `gradient_accumulation` is divided among them."""
     sharding: Sharding = "none"
     """Whether each worker holds all weights, gradients and moments, or `full`: a share of them."""
+    placement: Placement | None = None
+    """Whether workers are on as few machines as possible, `pack`, which is the default, or on as
+    many, `spread`. Ray does otherwise where there is no other room."""
 
 
 @config
@@ -50,6 +67,8 @@ class ComputeConfig:
 
     cpus: int | None = field(default=None, metadata={"ge": 1})
     """CPUs of a local Ray; all of the machine by default. A cluster brings its own."""
+    dashboard: bool = False
+    """Whether a local Ray has its dashboard, on loopback. A cluster brings its own."""
     wait_minutes: float = field(default=30.0, metadata={"ge": 0})
     """How long a flow waits for another one that is at work in the workspace; 0 for not at all."""
     limit_hours: float | None = field(default=None, metadata={"gt": 0})

@@ -153,7 +153,7 @@ class StageRun:
         self.session.check()
         resources: Resources = getattr(self.recipe.compute, kind)
         if not uses_gpu:
-            resources = replace(resources, gpus=0.0)
+            resources = resources.without_gpus()
         parts = {p.name: self.remembered.known_parts(p) if p.each else {} for p in pieces}
         asked, pieces = pieces, self._unknown(pieces, parts)
         watch = PieceWatch(

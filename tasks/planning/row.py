@@ -84,6 +84,8 @@ class Planned:
         places = machine.cpus // self.resources.cpus
         if self.resources.gpus:
             places = min(places, int(machine.gpus / self.resources.gpus))
+        if self.resources.memory is not None:
+            places = min(places, machine.memory // self.resources.memory)
         return max(1, min(self.pieces, places))
 
     def fitted(self, machine: Machine, base: int) -> "Planned":
@@ -131,6 +133,7 @@ class Planned:
         if self.streamed is not None and getattr(self.resources, "streamed", "") == "never":
             remedies.append(f"compute.{self.kind}.streamed = auto")
         if fewer and not self.resources.gpus:
+            remedies.append(f"compute.{self.kind}.memory = {needed}")
             remedies.append(f"compute.{self.kind}.cpus = {-(-machine.cpus // fewer)}")
         where = f"compute.{self.kind}"
         yield Fault(where, said, " or ".join(remedies) or "use a larger machine")

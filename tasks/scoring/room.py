@@ -20,6 +20,7 @@ def room_of(compute: ComputeConfig, kind: str) -> Room:
         cpus=resources.cpus,
         gpus=resources.gpus,
         machine_cpus=compute.cpus,
+        memory=resources.memory,
     )
 
 

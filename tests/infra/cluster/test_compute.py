@@ -160,7 +160,11 @@ def test_request_that_no_machine_can_meet_is_refused(ray_of_two, tmp_path):
         run(tmp_path / "pieces", piece, resources=Resources(cpus=3))
 
 
-MACHINES = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 8.0}, {"CPU": 8.0}]
+MACHINES = [
+    {"CPU": 4.0, "GPU": 1.0, "accelerator_type:A100": 1.0, "ssd": 2.0, "node:10.0.0.1": 1.0},
+    {"CPU": 8.0, "memory": 12_000.0, "object_store_memory": 10.0, "node:10.0.0.2": 1.0},
+    {"CPU": 8.0, "memory": 12_000.0, "object_store_memory": 10.0, "node:10.0.0.3": 1.0},
+]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +180,45 @@ MACHINES = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 8.0}, {"CPU": 8.0}]
         (Resources(cpus=5), 4, "they have 1 x 4 CPUs and 1 GPUs; 2 x 8 CPUs"),
         (Resources(cpus=6), 4, r"compute cpus = 24: Ray has 20 in all.*6 for each of 4 workers"),
         (Resources(gpus=0.5), 2, "need whole GPUs"),
+        (Resources(memory=9_000), 1, None),
+        (
+            Resources(memory=40_000),
+            1,
+            "compute memory = 40000: Ray has 24_000 in all; ask for less, or start Ray with more",
+        ),
+        (
+            Resources(memory=12_001),
+            1,
+            "compute memory = 12001: Ray has 24_000 in all, but no machine more than 12_000, and",
+        ),
+        (Resources(memory=9_000), 3, "compute memory = 27000: Ray has 24_000 in all"),
+        (Resources(memory=7_000), 3, "cannot give 3 x 1 CPUs and 0 GPUs and 7_000 bytes, "),
+        (Resources(gpus=1, accelerator="A100"), 1, None),
+        (
+            Resources(gpus=1, accelerator="H100"),
+            1,
+            r"compute accelerator = 'H100': no machine .* has it \(they have \['A100'\]\); name "
+            "one that there is",
+        ),
+        (
+            Resources(cpus=8, gpus=1, accelerator="A100"),
+            1,
+            "cannot give 1 x 8 CPUs and 1 GPUs and A100, .* they have 1 x 4 CPUs and 1 GPUs and "
+            "A100; 2 x 8 CPUs and 0 GPUs; ",
+        ),
+        (Resources(resources={"ssd": 2}), 1, None),
+        (Resources(resources={"ssd": 2}), 2, "compute resources.ssd = 4: Ray has 2 in all"),
+        (
+            Resources(resources={"disk": 1}),
+            1,
+            r"compute resources.disk = 1: no machine .* has it \(they have \['ssd'\]\); remove it, "
+            r"or start Ray with it \(ray start --resources\)",
+        ),
+        (
+            Resources(cpus=5, resources={"ssd": 1}),
+            1,
+            "cannot give 1 x 5 CPUs and 0 GPUs and 1 ssd, .* 1 x 4 CPUs and 1 GPUs and 2 ssd; 2 x",
+        ),
     ],
 )
 def test_pieces_that_no_machine_can_hold_are_told_before_they_wait_for_ever(
@@ -252,16 +295,19 @@ def test_every_kind_that_asks_for_more_than_any_machine_has_is_named_before_work
         statistics=Resources(cpus=4),
         baselines=WorkerResources(cpus=4, workers=3),
         evaluation=Resources(gpus=1),
+        assembly=Resources(memory=10**15, resources={"ssd": 1}),
     )
     faults = {f.field: f for f in compute_faults(compute, [machine(8)])}
     assert set(faults) == {
         "compute.experts.cpus",
         "compute.baselines.cpus",
         "compute.evaluation.gpus",
+        "compute.assembly.memory",
+        "compute.assembly.resources.ssd",
     }
     assert "Ray has 8 in all; ask for less" in faults["compute.experts.cpus"].remedy
-    here = compute_faults(compute, [machine(8)], gpus=False)
-    assert "compute.evaluation.gpus" not in {fault.field for fault in here}
+    before_ray = compute_faults(compute, [machine(8)], only_cpus=True)
+    assert {f.field for f in before_ray} == {"compute.experts.cpus", "compute.baselines.cpus"}
     two = [{"CPU": 8.0}, {"CPU": 8.0}]
     [fault] = (f for f in compute_faults(compute, two) if f.field.startswith("compute.experts"))
     assert "no machine more than 8" in fault.remedy

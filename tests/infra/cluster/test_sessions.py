@@ -2,20 +2,25 @@
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from infra.cluster.compute import cluster
 from infra.cluster.sessions import OURS, claim, left, remove_left, remove_own
 from infra.settings import environment_of, read
 
+ROOT = Path(__file__).resolve().parents[3]
 HOLD = """
 import time
 from pathlib import Path
@@ -125,3 +130,47 @@ def test_a_session_of_somebody_else_stays(tmp_path):
     ours.mkdir()
     remove_own(tmp_path)  # of a Ray that has not come up
     assert [*tmp_path.iterdir()] == [strange]
+
+
+def asked(url, token=None):
+    """The status and body of a page of a dashboard."""
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as refusal:
+        return refusal.code, ""
+
+
+def test_a_dashboard_is_on_loopback_for_who_may_read_its_token(folder, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    lines = []
+    with cluster(read(os.environ), 1, ROOT, dashboard=lines.append):
+        [line] = lines
+        address, file = re.fullmatch(
+            r"Ray's dashboard: (http://127\.0\.0\.1:\d+); it asks for the token in (\S+)", line
+        ).groups()
+        token = Path(file)
+        assert token.is_relative_to(folder / "ray")
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600
+        assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+        assert token.read_text() not in line
+        page = f"{address}/nodes?view=summary"
+        assert asked(address)[0] == 200  # where a browser is asked for the token
+        assert asked(page)[0] == 401
+        status, body = asked(page, token.read_text())
+        assert status == 200
+        assert len(json.loads(body)["data"]["summary"]) == 1
+        port = int(address.rpartition(":")[2])
+        listening = [
+            socket.laddr.ip
+            for process in psutil.Process().children(recursive=True)
+            for socket in process.net_connections("inet")
+            if socket.status == psutil.CONN_LISTEN and socket.laddr.port == port
+        ]
+        assert listening == ["127.0.0.1"]
+    assert sessions(folder) == []
+    with pytest.raises(urllib.error.URLError):
+        asked(address)

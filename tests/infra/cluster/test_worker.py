@@ -1,5 +1,7 @@
 """What a call leaves in the process that made it."""
 
+import gc
+
 import pytest
 import torch
 
@@ -37,3 +39,8 @@ def test_a_call_that_fails_leaves_nothing_either():
         perform(failing, report=None, threads=1)
     perform(lambda *, progress: None, report=None, threads=1)  # a traceback holds what failed
     assert held_bytes() - before < LEFT_BYTES
+
+
+def test_what_torch_brings_is_not_looked_through_before_every_call():
+    perform(lambda *, progress: None, report=None, threads=1)
+    assert gc.get_freeze_count() > len(gc.get_objects())

@@ -79,6 +79,43 @@ def test_all_faults_come_in_one_message(values):
             "compute.experts.sharding = 'full': one worker has nothing to share its weights with",
         ),
         (
+            {"compute": {"experts": {"placement": "spread"}}},
+            "compute.experts.placement = 'spread': one worker is on one machine; remove it, or set "
+            "compute.experts.workers to 2 or more",
+        ),
+        (
+            {"compute": {"experts": {"accelerator": "H100"}}},
+            "compute.experts.accelerator = 'H100': a kind of GPU, and no GPU is asked for; set "
+            "compute.experts.gpus, or remove it",
+        ),
+        (
+            {"compute": {"corpora": {"accelerator": "H100"}}},
+            "compute.corpora.accelerator = 'H100': computes on the CPU alone; remove it",
+        ),
+        (
+            {"compute": {"statistics": {"resources": {"GPU": 1}}}},
+            "compute.statistics.resources.GPU = 1.0: has a key of its own; use "
+            "compute.statistics.gpus",
+        ),
+        (
+            {"compute": {"statistics": {"resources": {"accelerator_type:H100": 1}}}},
+            "compute.statistics.resources.accelerator_type:H100 = 1.0: has a key of its own; use "
+            "compute.statistics.accelerator",
+        ),
+        (
+            {"compute": {"statistics": {"resources": {"ssd": 0}}}},
+            "compute.statistics.resources.ssd = 0.0: must be more than 0; raise it, or remove it",
+        ),
+        (
+            {"compute": {"statistics": {"resources": {"ssd": 1.5}}}},
+            "compute.statistics.resources.ssd = 1.5: Ray reserves a share of one, or whole ones; "
+            "use 1 or 2",
+        ),
+        (
+            {"compute": {"statistics": {"gpus": 1.5}}},
+            "compute.statistics.gpus = 1.5: Ray reserves a share of one, or whole ones; use 1 or 2",
+        ),
+        (
             {"compute": {"seed": {"workers": 3}}},
             "seed_model.training.gradient_accumulation = 1: must be a multiple of "
             "compute.seed.workers = 3",
@@ -129,6 +166,7 @@ IN_MAPPINGS = [
     "baselines.btx.objective.domain_weights.letters",
     "domains.letters.origin.mixture.letters",
     "symphony.merge.weights.letters",
+    "compute.experts.resources.ssd",
 ]
 IN_LISTS = ["router.lambda_grid", "evaluation.sweep_ridge_lambda"]
 

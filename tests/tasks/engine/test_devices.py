@@ -60,9 +60,9 @@ class Watched(StageRun):
         return {piece.name: Done(self.out, score, 0.0, 0.0, 0) for piece in pieces}
 
 
-def recipe_on_gpus(files):
+def recipe_on_gpus(files, *more):
     first, *added = (CODE / "recipes" / f"{name}.yaml" for name in files)
-    changes = [f"compute.{kind}.gpus=1" for kind in KINDS]
+    changes = [f"compute.{kind}.gpus=1" for kind in KINDS] + [*more]
     if files == SYMPHONY:
         changes.append("similarity={}")
     return load_recipe(first, changes, added=added)
@@ -155,7 +155,7 @@ def test_a_function_takes_what_the_stage_hands_over(tmp_path, files, name, item)
 
 @pytest.mark.parametrize("uses_gpu", [True, False])
 def test_a_gpu_is_reserved_for_pieces_that_use_it(tmp_path, monkeypatch, uses_gpu):
-    recipe = recipe_on_gpus(DUME)
+    recipe = recipe_on_gpus(DUME, "compute.baselines.accelerator=H100")
     session = Session(recipe, Workspace(tmp_path / recipe.name), log=lambda text: None)
     run = StageRun(session, baselines, "btx", out=tmp_path, mark="m", recorder=None)
     reserved = []
@@ -166,7 +166,9 @@ def test_a_gpu_is_reserved_for_pieces_that_use_it(tmp_path, monkeypatch, uses_gp
 
     monkeypatch.setattr("tasks.engine.stage_run.run_pieces", run_pieces)
     run.run([], "baselines", uses_gpu=uses_gpu)
-    assert reserved == [replace(recipe.compute.baselines, gpus=1.0 if uses_gpu else 0.0)]
+    asked = recipe.compute.baselines
+    assert asked.accelerator == "H100"
+    assert reserved == [asked if uses_gpu else replace(asked, gpus=0.0, accelerator=None)]
 
 
 def champion_of(tmp_path, files, monkeypatch):

@@ -144,6 +144,14 @@ def settings_of(recipe):
         {"experts": {"training": {"steps": 7, "warmup_steps": 1}}},
         {"seed_model": {"training": {"steps": 7, "warmup_steps": 1}}},
         {"compute": {"statistics": {"cpus": 8}, "evaluation": {"cpus": 8}}},
+        {
+            "compute": {
+                "dashboard": True,
+                "statistics": {"gpus": 1, "accelerator": "H100", "memory": 10**9},
+                "assembly": {"resources": {"ssd": 1}},
+                "baselines": {"workers": 2, "placement": "spread"},
+            }
+        },
         {"tokenizer": {"vocabulary_size": 500}},
         {"corpus": {"calibration_share": 0.3}},
         {"keep": {"runs": 3}},

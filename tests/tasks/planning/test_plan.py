@@ -1,6 +1,7 @@
 """A plan from config.json alone: of five models of Llama-3.1-8B's shape, on many machines."""
 
 import json
+import re
 
 import pytest
 
@@ -110,6 +111,10 @@ def test_all_limits_are_named_at_once_with_what_would_fit(tmp_path, llama):
     compute["statistics"] = {**HELD, "cpus": threads}
     fits = faults(made(tmp_path, llama, ready=False, machine=small, compute=compute))
     assert "compute.statistics" not in fits
+    assert set(found) - set(fits) == {"compute.statistics"}
+    reserved = int(re.search(r"compute\.statistics\.memory = (\d+)", remedy)[1])
+    compute["statistics"] = {**HELD, "memory": reserved}
+    fits = faults(made(tmp_path, llama, ready=False, machine=small, compute=compute))
     assert set(found) - set(fits) == {"compute.statistics"}
 
 
