@@ -5,6 +5,7 @@ The environment is set here, before anything imports prefect, ray or mlflow: the
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -34,6 +35,9 @@ for _name, _folder in {
     os.environ[_name] = str(SESSION / _folder)
 os.environ["HF_HUB_OFFLINE"] = "1"
 tempfile.tempdir = None
+# A shell's job in the background ignores Ctrl-C, and so would every command that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from infra import settings  # noqa: E402  (the environment comes first)
 

@@ -123,7 +123,7 @@ def merge_piece(
     head = None
     if moments:
         heads = [read_untied(reader)(LM_HEAD) for reader in readers]
-        seconds = [load_file(file)["moments"] for file in moments]
+        seconds = [load_file(file, device="cpu")["moments"] for file in moments]
         head = fitted_head(heads, frequencies(counts), seconds, progress=progress)
     progress.start("merging the backbone", 1, "models")
     averaged_out = out if merge.attention == "average" else out.with_suffix(".averaged")
