@@ -40,18 +40,7 @@ def _training_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
 def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     shape, compute, domains = joined(recipe, subjects.shape), recipe.compute, subjects.domains
     backbone = shape.itemsize * (shape.whole - shape.ffns)
-    merging = memory.averaging_bytes(shape)
-    if recipe.backbone.merge.head == "fitted":
-        tokens = _calibration_tokens(recipe, subjects)
-        merging = memory.fitted_head_bytes(shape, recipe.statistics, tokens, experts=domains)
-    yield Planned(
-        "backbone",
-        1,
-        1,
-        kept=backbone,
-        read=domains * backbone,
-        memory=merging,
-    )
+    yield _backbone_row(recipe, subjects, shape, backbone)
     passes: dict[str, Any] = {
         "kind": "statistics",
         "resources": compute.statistics,
@@ -96,6 +85,17 @@ def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         registered=model,
     )
     yield report_row(recipe, subjects, shape)
+
+
+def _backbone_row(recipe: Recipe, subjects: Subjects, shape: Shape, kept: int) -> Planned:
+    needed, fitting = memory.averaging_bytes(shape), 0
+    if recipe.backbone.merge.head == "fitted":
+        counts: dict[str, Any] = {"experts": subjects.domains}
+        tokens = _calibration_tokens(recipe, subjects)
+        needed = memory.fitted_head_bytes(shape, recipe.statistics, tokens, **counts)
+        fitting = work.fitted_head_flops(shape, **counts)
+    read = subjects.domains * kept
+    return Planned("backbone", 1, 1, kept=kept, read=read, flops=fitting, memory=needed)
 
 
 def _calibration_tokens(recipe: Recipe, subjects: Subjects) -> int:

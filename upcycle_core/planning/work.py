@@ -4,11 +4,15 @@ Shapes: L layers, H hidden size, V vocabulary, W what all query heads say, T tok
 sequence, k experts a token.
 """
 
+from upcycle_core.dume.shared_head import ROUNDS
 from upcycle_core.planning.shape import Shape
 from upcycle_core.training.config import ExpertTrainingConfig, TrainingConfig
 
 PRODUCT = 2
 """A multiplication and an addition."""
+FITTING_STEPS = 90
+"""Of conjugate gradients a round of a fitted head, as the demo's took."""
+FP64_TO_FP32 = 2
 
 
 def forward_flops(
@@ -50,6 +54,15 @@ def statistics_flops(shape: Shape, tokens: int, length: int) -> int:
     """Of the statistics of a text: a pass without the head, and x x^T of each layer."""
     forward = forward_flops(shape, tokens, length, head=False)
     return forward + PRODUCT * tokens * shape.layers * shape.hidden**2
+
+
+def fitted_head_flops(shape: Shape, *, experts: int) -> int:
+    """Of a head that is fitted to so many experts: a product a row, expert and step.
+
+    It is done in fp64, which counts twice here.
+    """
+    step = PRODUCT * shape.vocabulary * shape.hidden**2 * (experts + 1)
+    return FP64_TO_FP32 * ROUNDS * FITTING_STEPS * step
 
 
 def pairs_flops(shape: Shape, tokens: int, length: int, *, groups: int) -> int:
