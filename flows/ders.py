@@ -25,7 +25,8 @@ from infra.recipe.schema import Recipe, resolve
 from tasks.baselines.baselines import baselines
 from tasks.ders.compression import MODEL, REPORT, compression, row_title
 from tasks.ders.register import register_compressed
-from tasks.ders.sweeps import section, sweeps
+from tasks.ders.section import section
+from tasks.ders.sweeps import sweeps
 from tasks.dume.method import METHOD as DUME
 from tasks.recipes import validate
 from tasks.release.versions import Outcome

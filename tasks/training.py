@@ -23,9 +23,7 @@ from upcycle_core.training.config import (
     Sharding,
     TrainingConfig,
 )
-from upcycle_core.training.expert import train_expert
 from upcycle_core.training.pictures import write_load
-from upcycle_core.training.trainer import train
 
 VALIDATION_ROWS = 64
 """Sequences of calibration text that ``evaluation_steps`` measures the loss on."""
@@ -228,6 +226,10 @@ def train_piece(
 
     Checkpoints lie beside ``out``; a piece that was killed continues from the last whole one.
     """
+    # Seconds, with the HF Trainer; the flow that sends pieces does without.
+    from upcycle_core.training.expert import train_expert
+    from upcycle_core.training.trainer import train
+
     rows = data.rows(start, config=config, seed=seed)
     common: dict[str, Any] = {
         "config": config,

@@ -26,6 +26,7 @@ ONLY_IN = {
         "infra/cluster/compute.py",
         "infra/cluster/distributed.py",
         "infra/cluster/private.py",
+        "infra/cluster/servers.py",
     },
     "mlflow": {
         "infra/readers/ask/ask_mlflow.py",
@@ -44,7 +45,11 @@ ONLY_IN = {
 }
 # Names that start with an underscore, or that are no part's public face.
 PRIVATE = re.compile(r"(ray|mlflow)(\.\w+)*\.(_\w*|v2)(\.|$)")
-PRIVATE_IN = {"infra/cluster/private.py", "infra/tracking/private.py"}
+PRIVATE_IN = {
+    "infra/cluster/private.py",
+    "infra/cluster/servers.py",
+    "infra/tracking/private.py",
+}
 # What is run as a command, in the only room that may.
 COMMANDS = {"dvc": "infra/versioning/", "git": "infra/versioning/"}
 LIBRARY_NEVER = {"prefect", "ray", "mlflow", "dvc", "pydantic", "yaml"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flows.pages.page import Command, write_page
 from tasks.ders.compression import REPORT, row_title
-from tasks.ders.sweeps import section
+from tasks.ders.section import section
 from upcycle_core.evaluation.report.files import MARKDOWN, METRICS
 from upcycle_core.evaluation.report.numbers import slug
 from upcycle_core.evaluation.report.parts import Block, Figure, Section

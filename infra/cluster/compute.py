@@ -11,7 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from infra.cluster import sessions
 from infra.cluster.capacity import compute_faults, room_faults
 from infra.cluster.pieces import Done, Piece, finish, is_finished, read_done, remove
 from infra.cluster.progress import REPORT_SECONDS, progress_file
+from infra.cluster.servers import few_servers
 from infra.cluster.shared_storage import look, storage_fault, written_token
 from infra.cluster.worker import GROUP_FILE, TRAIN_ENVIRONMENT, Performed, WorkerLost, perform
 from infra.recipe.resources import ComputeConfig, Resources
@@ -121,7 +122,8 @@ def _local(
     }
     with ray_token() as token:
         try:
-            with handlers_kept():  # at SIGTERM Ray would end before its pieces
+            servers = few_servers() if dashboard is None else nullcontext()
+            with handlers_kept(), servers:  # at SIGTERM Ray would end before its pieces
                 context: Any = ray.init(address="local", num_cpus=cpus, **quiet, **own)
             _SERVERS[:] = [p for p in psutil.Process().children() if p.name() in SERVERS]
             sessions.claim(settings.ray_sessions)

@@ -8,13 +8,13 @@ from statistics import mean
 from typing import Any
 
 from infra.recipe.schema import Recipe, recipe_yaml
-from tasks.ders.sweeps import artifact_of, base_of, section, sweep_inputs
+from tasks.ders.section import section
+from tasks.ders.sweeps import artifact_of, base_of, sweep_inputs
 from tasks.engine.artifacts import ORIGINAL, SWEEP
 from tasks.engine.params import dume_keys
 from tasks.engine.stage import StageRun, stage
 from tasks.scoring.evaluation import perplexities
 from upcycle_core.checkpoints.card import write_model_card
-from upcycle_core.ders.compress import compress
 from upcycle_core.ders.config import CodecConfig, CompressionConfig
 from upcycle_core.evaluation.compression.report import write_compression_report
 from upcycle_core.evaluation.compression.results import Point, Sweep, smallest_within
@@ -110,6 +110,8 @@ def chosen_piece(
     experts: list[str],
 ) -> dict[str, Any]:
     """The piece: the checkpoint that is kept."""
+    from upcycle_core.ders.compress import compress  # imports models of transformers
+
     report = compress(
         model,
         out / MODEL,

@@ -5,7 +5,7 @@ import json
 from tasks.data.licences import CARD
 from tasks.ders.card import compressed_card
 from tasks.ders.compression import MODEL, REPORT, row_title
-from tasks.ders.sweeps import section
+from tasks.ders.section import section
 from tasks.engine.workspace import fingerprint
 from tasks.release.register import Registrar
 from tasks.release.versions import (

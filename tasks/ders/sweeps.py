@@ -9,12 +9,12 @@ from typing import Any
 
 from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
+from tasks.ders.section import section
 from tasks.engine.artifacts import ORIGINAL, SWEEP
 from tasks.engine.params import MEASURING
 from tasks.engine.stage import StageRun, each, stage
 from tasks.scoring.evaluation import held_arguments
-from upcycle_core.ders.compress import compress
-from upcycle_core.ders.config import CodecConfig, CompressionConfig
+from upcycle_core.ders.config import CodecConfig
 from upcycle_core.evaluation.compression.cosine import cosine_similarities
 from upcycle_core.evaluation.text.pieces import Scores, evaluate_checkpoint
 from upcycle_core.moe.size import expert_bytes
@@ -22,11 +22,6 @@ from upcycle_core.progress import Progress
 
 STORING = tuple(f"compression.{name}" for name in ("codecs", "base", "minimum_cosine", "seed"))
 """How deltas are stored, in every way that is measured."""
-
-
-def section(recipe: Recipe) -> CompressionConfig:
-    """How the experts of finished models are stored."""
-    return recipe.compression or CompressionConfig()
 
 
 def artifact_of(recipe: Recipe, row: str) -> str:
@@ -95,6 +90,8 @@ def codec_piece(
     **common: Any,
 ) -> dict[str, Any]:
     """The piece: the model with its deltas stored in one way; the weights are not kept."""
+    from upcycle_core.ders.compress import compress  # imports models of transformers
+
     stored = out / "model"
     report = compress(model, stored, config=codec, base=base, progress=progress, **storing)
     scores: Scores = evaluate_checkpoint(stored, progress=progress, **common)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from infra.recipe.schema import Recipe
-from tasks.ders.sweeps import section
+from tasks.ders.section import section
 from tasks.planning.joined import mixture_row, scoring_row
 from tasks.planning.parts import FP32, HELD_OUT, Subjects, joined, tokens_of
 from tasks.planning.row import Planned

@@ -18,7 +18,6 @@ from tasks.release.source import AS_IT_IS, Source, reason_for_disk
 from tasks.release.verdict import TOLERANCES, Row, judged, lost, tolerance_of
 from upcycle_core.certificate.answers import moved
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.ders.expand import expand, expanded_bytes
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 FORMS = {"checkpoint": ("fp32", "bf16"), "gguf": ("F32", "F16", "Q8_0")}
@@ -102,6 +101,8 @@ def _asked_expanded(
     """Rows of the stock checkpoint that a DeRS model expands to."""
     why, stock = None, None
     try:
+        from upcycle_core.ders.expand import expanded_bytes  # imports models of transformers
+
         why = reason_for_disk(model.folder, 3 * expanded_bytes(model.files))
         stock = None if why else expanded(model)
     except (InputError, OSError, RuntimeError, ValueError) as error:
@@ -119,6 +120,8 @@ def expanded(model: Source) -> Source:
 
     What is rounded is each expert's sum of base and delta, to the type of the weights.
     """
+    from upcycle_core.ders.expand import expand  # imports models of transformers
+
     out = model.folder / "expanded"
     expand(model.files, out)
     (model.folder / "of-expanded").mkdir()

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infra.recipe.schema import Recipe, recipe_yaml
 from tasks.baselines.start import start_of
@@ -16,8 +16,10 @@ from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.errors import InputError
 from upcycle_core.progress import Progress
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
-from upcycle_core.simoe.train import SimoeResult, train_simoe
 from upcycle_core.training.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from upcycle_core.simoe.train import SimoeResult
 
 INPUTS = ("instructions", "seed")
 CARD_KEYS = (
@@ -136,6 +138,8 @@ def simoe_piece(
     device: str,
 ) -> dict[str, Any]:
     """The piece: experts are found, and what no expert uses is pruned."""
+    from upcycle_core.simoe.train import train_simoe  # imports models of transformers
+
     tasks: tuple[str, ...] = ()
     if simoe.routing == "task":
         tasks = tuple(json.loads((instructions / "manifest.json").read_text())["train_tasks"])
@@ -166,7 +170,7 @@ def _files(instructions: Path, label: str = "*") -> list[Path]:
     return sorted((instructions / "train").glob(f"{label}.jsonl"))
 
 
-def _summary(result: SimoeResult) -> dict[str, Any]:
+def _summary(result: "SimoeResult") -> dict[str, Any]:
     """What the training came to; nothing that depends on the machine's speed."""
     found = asdict(result)
     training = found.pop("training")

@@ -14,7 +14,13 @@ import pytest
 from infra.cluster.worker import TRAIN_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = {"mlflow": "infra/tracking/private.py", "ray": "infra/cluster/private.py"}
+PACKAGES = {
+    "infra/tracking/private.py": "mlflow",
+    "infra/cluster/private.py": "ray",
+    "infra/cluster/servers.py": "ray",
+}
+"""{module of ours: whose names it uses}."""
+MODULES = sorted(PACKAGES)
 TESTS = {"mlflow": "tests/infra/tracking", "ray": "tests/infra/cluster"}
 REMEDY = """
 {package} {version} has no {name} any more ({error}).
@@ -24,15 +30,15 @@ Until then hold the version back: the bounds of {package} in pyproject.toml and 
 """
 
 
-def tree_of(package):
-    return ast.parse((ROOT / MODULES[package]).read_text())
+def tree_of(module):
+    return ast.parse((ROOT / module).read_text())
 
 
-def uses_of(package):
+def uses_of(module):
     """USES as it is written, its sentences with names in them resolved."""
     constants = {
         node.targets[0].id: node.value
-        for node in tree_of(package).body
+        for node in tree_of(module).body
         if isinstance(node, ast.Assign)
     }
     table = constants["USES"]
@@ -41,53 +47,56 @@ def uses_of(package):
 
 
 NAMES = [
-    pytest.param(package, name, use, id=name.split(":")[-1])
-    for package in MODULES
-    for name, use in uses_of(package).items()
+    pytest.param(module, name, use, id=name.split(":")[-1])
+    for module in MODULES
+    for name, use in uses_of(module).items()
 ]
 
 
-def check(package, name, use):
+def check(module, name, use):
+    package = PACKAGES[module]
     try:
         pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:
         facts = {"package": package, "name": name, "use": use, "error": error}
-        facts |= {"version": version(package), "module": MODULES[package], "tests": TESTS[package]}
+        facts |= {"version": version(package), "module": module, "tests": TESTS[package]}
         pytest.fail(REMEDY.format(**facts), pytrace=False)
 
 
-@pytest.mark.parametrize(("package", "name", "use"), NAMES)
-def test_a_private_name_is_still_there(package, name, use):
-    check(package, name, use)
+@pytest.mark.parametrize(("module", "name", "use"), NAMES)
+def test_a_private_name_is_still_there(module, name, use):
+    check(module, name, use)
 
 
 def test_a_name_that_is_gone_is_told_with_its_use_and_its_remedy():
+    gone = "ray.train.v2._internal.exceptions:Gone"
     with pytest.raises(pytest.fail.Exception) as told:
-        check("ray", "ray.train.v2._internal.exceptions:Gone", "tells a killed worker")
+        check("infra/cluster/private.py", gone, "tells a killed worker")
     for words in ("Gone", "infra/cluster/private.py", "tells a killed worker", "pyproject.toml"):
         assert words in str(told.value)
 
 
-@pytest.mark.parametrize("package", sorted(MODULES))
-def test_what_is_imported_there_says_what_it_is_for(package):
+@pytest.mark.parametrize("module", MODULES)
+def test_what_is_imported_there_says_what_it_is_for(module):
     imported = {
         f"{node.module}:{alias.name}"
-        for node in ast.walk(tree_of(package))
-        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == package
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == PACKAGES[module]
         for alias in node.names
     }
     public = {"ray.train.torch:TorchConfig"}
-    assert imported - public <= set(uses_of(package))
+    assert imported - public <= set(uses_of(module))
 
 
-@pytest.mark.parametrize("package", sorted(MODULES))
-def test_they_were_checked_with_the_version_that_is_pinned(package):
+@pytest.mark.parametrize("module", MODULES)
+def test_they_were_checked_with_the_version_that_is_pinned(module):
     """Whoever moves the pin looks at the private names again, and says so there."""
-    [checked] = re.findall(r"Checked with \w+ (\d+)\.(\d+)\.", ast.get_docstring(tree_of(package)))
+    package = PACKAGES[module]
+    [checked] = re.findall(r"Checked with \w+ (\d+)\.(\d+)\.", ast.get_docstring(tree_of(module)))
     major, minor = map(int, checked)
     constraints = (ROOT / "constraints.txt").read_text()
     assert re.search(rf"(?m)^{package}=={major}\.{minor}\.", constraints), (
-        f"{MODULES[package]} was checked with {package} {major}.{minor}, constraints.txt pins "
+        f"{module} was checked with {package} {major}.{minor}, constraints.txt pins "
         f"another: run {TESTS[package]} with it, then say so in that module's docstring"
     )
     bounds = f">={major}.{minor},<{major}.{minor + 1}"

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import MODEL_MAPPING, AutoConfig
+from transformers import AutoConfig
 
 from upcycle_core.architectures.families import STOCK_MOES
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
@@ -62,7 +63,7 @@ class LayerStream:
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-        kind: Any = MODEL_MAPPING[type(config)]
+        kind: Any = transformers.MODEL_MAPPING[type(config)]
         options: dict[str, Any] = {}
         if config.model_type in STOCK_MOES:
             precision: Literal["fp32", "bf16"] = "bf16" if dtype == torch.bfloat16 else "fp32"

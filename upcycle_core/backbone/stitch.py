@@ -2,16 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_MAPPING,
-    AutoConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig
 
 from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
@@ -20,6 +16,9 @@ from upcycle_core.architectures.resolve import with_vocabulary_of
 from upcycle_core.checkpoints.load import check_loading, quiet_loading
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import raise_faults
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def stitched_reader(
@@ -51,7 +50,7 @@ def load_stitched(
     headless: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """Load the backbone with the FFNs of one expert, in evaluation mode.
 
     This is the model that each token of an expert's domain meets in the statistics pass, and the
@@ -72,7 +71,7 @@ def load_stitched(
     expected, read = family.tensors(shared.config), stitched_reader(family, own, shared)
     weights = {name: read(name) for name in expected if not (headless and name == LM_HEAD)}
     config = AutoConfig.from_pretrained(backbone, local_files_only=True, trust_remote_code=False)
-    classes = MODEL_MAPPING if headless else MODEL_FOR_CAUSAL_LM_MAPPING
+    classes = transformers.MODEL_MAPPING if headless else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     with quiet_loading():
         kind: Any = classes[type(config)]
         model, info = kind.from_pretrained(

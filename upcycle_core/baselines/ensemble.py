@@ -8,11 +8,11 @@ D experts, P paragraphs.
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from upcycle_core.corpora.batches import Paragraphs
 from upcycle_core.corpora.reader import TokenCorpus
@@ -21,6 +21,9 @@ from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.perplexity import score_of, scored_paragraphs, token_losses
 from upcycle_core.evaluation.text.pieces import Scores, load_scored
 from upcycle_core.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PRIOR_PARAGRAPHS = 100
 """Sequences that a prior is estimated on (the paper's N)."""
@@ -134,7 +137,7 @@ class _Text:
 
     def read(
         self,
-        model: PreTrainedModel,
+        model: "PreTrainedModel",
         config: EvaluationConfig,
         progress: Progress | None,
         what: str,

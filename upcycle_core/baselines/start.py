@@ -6,11 +6,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from upcycle_core.baselines.bam.write import write_bam
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.baselines.mixture import copies_of, reinitialise, with_seed, write_mixture
 from upcycle_core.checkpoints.copy import copy_checkpoint
-from upcycle_core.ders.upcycle import write_ders_upcycling
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.progress import Progress
 
@@ -52,9 +50,8 @@ def write_start(
     mixture: dict[str, Any] = {"top_k": baseline.top_k, "router_seed": seed, **shards}
     match baseline.method:
         case "btx" | "bam":
-            write: Callable[..., None] = write_mixture if baseline.method == "btx" else write_bam
             seed_expert = _given(seed_model) if baseline.seed_expert else None
-            write(with_seed(_given(experts), seed_expert), out, **mixture)
+            _writer(baseline.method)(with_seed(_given(experts), seed_expert), out, **mixture)
         case "dume":
             parts = (_given(experts), _given(backbone), _given(routers))
             assemble(*parts, out, top_k=baseline.top_k, **shards)
@@ -67,6 +64,8 @@ def write_start(
                 begun = copies_of(_given(seed_model), copies)
             write_mixture(begun, out, edit=reinitialise(baseline.reinitialised, seed), **mixture)
         case "ders":
+            from upcycle_core.ders.upcycle import write_ders_upcycling  # likewise
+
             assert baseline.ders is not None  # the recipe's checks let no other row through
             light = {"config": baseline.ders, "top_k": baseline.top_k, "seed": seed, **shards}
             write_ders_upcycling(_given(seed_model), out, experts=copies, **light)
@@ -74,6 +73,14 @@ def write_start(
             copy_checkpoint(_given(seed_model), out)
         case "branch-train-merge":
             raise ValueError("branch-train-merge trains nothing; evaluate its ensemble")
+
+
+def _writer(method: str) -> Callable[..., None]:
+    if method == "btx":
+        return write_mixture
+    from upcycle_core.baselines.bam.write import write_bam  # imports models of transformers
+
+    return write_bam
 
 
 def _given(model: Part | None) -> Part:

@@ -9,21 +9,16 @@ Shapes: D experts, I intermediate size, H hidden size.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 
 from upcycle_core.checkpoints.reader import CheckpointReader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
 
 
 class StockTensors:
@@ -41,7 +36,15 @@ class StockTensors:
         broken: Tensors of the model whose sources are not as many, or not as large, as it takes.
     """
 
-    def __init__(self, reader: CheckpointReader, model: PreTrainedModel) -> None:
+    def __init__(self, reader: CheckpointReader, model: "PreTrainedModel") -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
         self._reader = reader
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         mapping = get_model_conversion_mapping(model)
@@ -69,7 +72,7 @@ class StockTensors:
         self,
         placed: str,
         parts: Mapping[str | None, list[str]],
-        converters: Sequence[WeightConverter],
+        converters: "Sequence[WeightConverter]",
     ) -> Sequence[Sequence[str]] | None:
         """The sources of a tensor in their order; None where they make it in another way."""
         if None in parts:
@@ -109,8 +112,10 @@ class StockTensors:
         return fused_DRC
 
 
-def _stacks(converter: WeightConverter) -> bool:
+def _stacks(converter: "WeightConverter") -> bool:
     """Whether it puts experts upon each other, and what they are of side by side."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
     stack, *rest = converter.operations
     if not (isinstance(stack, MergeModulelist) and stack.dim == 0):
         return False

@@ -3,23 +3,20 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import transformers
 from accelerate import init_empty_weights
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from upcycle_core.checkpoints.fused import StockTensors
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import Fault, InputError, raise_faults
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -44,7 +41,7 @@ def load_causal_lm(
     device: str = "cpu",
     precision: Literal["fp32", "bf16"] | None = None,
     training: bool = False,
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """Load a checkpoint, in evaluation mode.
 
     Args:
@@ -74,7 +71,7 @@ def load_causal_lm(
         model, info = _load_stock_moe(directory, config, dtype, options)
     else:
         with quiet_loading():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 directory,
                 dtype=dtype,
                 local_files_only=True,
@@ -91,9 +88,9 @@ def load_causal_lm(
 
 def _load_stock_moe(
     directory: Path, config: PreTrainedConfig, dtype: torch.dtype, options: Mapping[str, Any]
-) -> tuple[PreTrainedModel, Mapping]:
+) -> "tuple[PreTrainedModel, Mapping]":
     """The model, its experts put together once, and what ``output_loading_info`` said."""
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with init_empty_weights(include_buffers=False):
         empty = kind._from_config(config, dtype=dtype)
     reader = CheckpointReader(directory, field="checkpoint")
@@ -142,7 +139,7 @@ def choose_experts_implementation(
     return _FASTEST.get((torch.device(device).type, precision), "grouped_mm")
 
 
-def check_loading(model: PreTrainedModel, info: Mapping, place: str) -> None:
+def check_loading(model: "PreTrainedModel", info: Mapping, place: str) -> None:
     """Raise unless loading used every tensor of the files and filled every one of the model.
 
     Args:

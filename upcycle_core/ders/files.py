@@ -7,11 +7,9 @@ from pathlib import Path
 from upcycle_core.architectures.family import RECOMPUTED
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.writer import sync_directory, sync_file
-from upcycle_core.ders.model import configuration_ders, deltas_ders, modeling_ders
 from upcycle_core.errors import Fault, InputError
 
-CHECKSUMS = configuration_ders.CHECKSUMS
-_CODE = [Path(str(m.__file__)) for m in (configuration_ders, deltas_ders, modeling_ders)]
+_CODE = sorted((Path(__file__).parent / "model").glob("*_ders.py"))
 ARCHITECTURE = {
     "architectures": ["DersForCausalLM"],
     "model_type": "ders",
@@ -80,8 +78,10 @@ def write_code(out: Path) -> None:
 
 def write_checksums(out: Path) -> None:
     """Write ``checksums.json``; it is on the disk when this returns."""
+    from upcycle_core.ders.model import configuration_ders  # imports models of transformers
+
     configuration_ders.write_checksums(out)
-    sync_file(out / CHECKSUMS)
+    sync_file(out / configuration_ders.CHECKSUMS)
     sync_directory(out)
 
 
@@ -91,6 +91,8 @@ def verify(directory: Path, *, field: str) -> None:
     Raises:
         InputError: All files that are missing or were altered.
     """
+    from upcycle_core.ders.model import configuration_ders  # imports models of transformers
+
     try:
         configuration_ders.verify_checksums(directory)
     except ValueError as error:

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from upcycle_core.activations.capture import router_inputs
 from upcycle_core.activations.moments import Moments
@@ -20,6 +19,9 @@ from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Counted(NamedTuple):
 
 
 def collect_shard(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     corpus: Path,
     layers: Sequence[int],
     *,

@@ -7,13 +7,15 @@ H hidden size, D experts, L layers, T tokens, k experts a token.
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from upcycle_core.errors import Fault, InputError, raise_faults
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _FFN = ("gate_up_proj", "down_proj")
@@ -35,7 +37,7 @@ def routers_of(model: nn.Module) -> list[Any]:
     return found
 
 
-def set_top_k(model: PreTrainedModel, k: int) -> None:
+def set_top_k(model: "PreTrainedModel", k: int) -> None:
     """Send each token through ``k`` experts from now on.
 
     Raises:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import torch
 
-from upcycle_core.ders.codec import codec_of
 from upcycle_core.ders.config import CodecConfig
 from upcycle_core.ders.decompose import MATRICES
 from upcycle_core.planning.shape import Shape
@@ -59,6 +58,8 @@ def compressing_bytes(shape: Shape, config: CodecConfig, experts: int) -> int:
 
 
 def _deltas(matrix: tuple[int, int], shape: Shape, config: CodecConfig, experts: int) -> int:
+    from upcycle_core.ders.codec import codec_of  # imports models of transformers
+
     codec = codec_of(config, rank=min(matrix) // 2)
     layout = codec.layout(experts, matrix, TYPES[shape.itemsize])
     return sum(math.prod(sizes) * dtype.itemsize for sizes, dtype in layout.values())

@@ -11,14 +11,15 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig
 
 from upcycle_core.planning.shape import Shape
 from upcycle_core.precision import arithmetic, weights_type
@@ -28,8 +29,10 @@ from upcycle_core.training.config import (
     LoraSettings,
     TrainingConfig,
 )
-from upcycle_core.training.expert import freeze_others
 from upcycle_core.training.head import HeadLoss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DEPTHS = (1, 2)
 """Layers that are rehearsed."""
@@ -61,6 +64,8 @@ def training_bytes(
             if expert is not None and method == "lora":
                 _adapt(network, expert.lora or LoraSettings())
             elif method != "full":
+                from upcycle_core.training.expert import freeze_others
+
                 freeze_others(network, method, frozen)
             if config.gradient_checkpointing:
                 network.activation_checkpointing_enable({"use_reentrant": False})
@@ -113,7 +118,9 @@ def _forward_bytes(config: str, depth: int, tokens: tuple[int, int], dtype: torc
 
     def rehearse(layers: int) -> int:
         with FakeTensorMode(), Held() as held, torch.no_grad():
-            body = AutoModel.from_config(model_config(json.loads(config), layers), dtype=dtype)
+            body = transformers.AutoModel.from_config(
+                model_config(json.loads(config), layers), dtype=dtype
+            )
             held.begin()
             body(input_ids=torch.zeros(tokens, dtype=torch.int64), use_cache=False)
             return held.peak
@@ -121,9 +128,9 @@ def _forward_bytes(config: str, depth: int, tokens: tuple[int, int], dtype: torc
     return extrapolated(rehearse, depth)
 
 
-def _network(shape: Shape, layers: int, dtype: torch.dtype) -> PreTrainedModel:
+def _network(shape: Shape, layers: int, dtype: torch.dtype) -> "PreTrainedModel":
     """The model with so many layers, on fake tensors."""
-    network: PreTrainedModel = AutoModelForCausalLM.from_config(
+    network: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
         model_config(shape.config, layers), dtype=dtype
     )
     return network
@@ -137,7 +144,7 @@ def model_config(config: Mapping[str, Any], layers: int) -> Any:
 
 
 def step(
-    network: PreTrainedModel,
+    network: "PreTrainedModel",
     config: TrainingConfig,
     held: "Held",
     *,
@@ -193,7 +200,7 @@ class _Adapted(nn.Module):
         return self.base(x) + self.b(self.a(x.float()))
 
 
-def _adapt(network: PreTrainedModel, settings: LoraSettings) -> None:
+def _adapt(network: "PreTrainedModel", settings: LoraSettings) -> None:
     network.requires_grad_(False)
     for parent in list(network.modules()):
         for name, child in list(parent.named_children()):

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel
 
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
@@ -38,6 +37,9 @@ from upcycle_core.training.trainer import (
     train,
     train_subject,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SHARD_BYTES = 5_000_000_000
 ADAPTER = "adapter"
@@ -100,7 +102,7 @@ def train_expert(
     return train_subject(load, dataset, shape=shape, record=record, **common)
 
 
-def add_adapter(network: PreTrainedModel, settings: LoraSettings, *, seed: int) -> nn.Module:
+def add_adapter(network: "PreTrainedModel", settings: LoraSettings, *, seed: int) -> nn.Module:
     """Put a new LoRA adapter into ``network``, which is changed in place and frozen beside it.
 
     Args:
@@ -139,7 +141,7 @@ def _kind(frozen: torch.dtype, parameter: nn.Parameter, *, with_norms: bool) -> 
 
 
 def freeze_others(
-    network: PreTrainedModel, method: ExpertMethod, frozen: torch.dtype | None
+    network: "PreTrainedModel", method: ExpertMethod, frozen: torch.dtype | None
 ) -> None:
     """Train the FFNs or all layers, in fp32; the rest needs no gradient, and no more digits than
     arithmetic has.
@@ -154,7 +156,7 @@ def freeze_others(
             parameter.data = parameter.data.to(frozen)
 
 
-def _write_trained(network: PreTrainedModel, source: Path, out: Path) -> None:
+def _write_trained(network: "PreTrainedModel", source: Path, out: Path) -> None:
     """Write what was trained and all else of ``source`` to the bit, in fp32."""
     reader = CheckpointReader(source)
     config = {**reader.config, "dtype": "float32", "torch_dtype": "float32"}

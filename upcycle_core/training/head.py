@@ -6,15 +6,17 @@ T tokens that are predicted, H hidden size, V vocabulary.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from upcycle_core.architectures.dense_of import TARGETS
 from upcycle_core.architectures.families import FAMILIES
 from upcycle_core.training.rows import NO_LOSS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SLICE = 1 << 24
 """Logits that are held at once."""
@@ -72,7 +74,7 @@ class HeadLoss(torch.autograd.Function):
 
 
 @contextmanager
-def sliced_head(network: PreTrainedModel) -> Iterator[None]:
+def sliced_head(network: "PreTrainedModel") -> Iterator[None]:
     """Inside, ``network(..., labels=...)`` has the loss it always has, and no logits.
 
     Where the network is not a stock one whose logits are one matrix times its last hidden state,
@@ -99,7 +101,7 @@ def _hand_on(hidden: Tensor) -> Tensor:
     return hidden.clone()  # FSDP2 warns of views of what another module returned
 
 
-def _is_stock(network: PreTrainedModel) -> bool:
+def _is_stock(network: "PreTrainedModel") -> bool:
     known = network.config.model_type in FAMILIES or network.config.model_type in TARGETS
     return known and type(network).__module__.startswith("transformers.")
 

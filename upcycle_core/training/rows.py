@@ -5,15 +5,17 @@ S tokens a row, B rows a batch.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel
 
 from upcycle_core.errors import Fault
 from upcycle_core.training import workers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NO_LOSS = -100
 """A label that is not to be predicted."""
@@ -48,7 +50,7 @@ def targets(batch: Mapping[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def mean_loss(
-    network: PreTrainedModel,
+    network: "PreTrainedModel",
     dataset: Dataset,
     *,
     batch_size: int,

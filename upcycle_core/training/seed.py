@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
+import transformers
+from transformers import AutoConfig, AutoTokenizer
 
 from upcycle_core.checkpoints.load import quiet_loading
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
@@ -44,7 +45,7 @@ def initialise_model(shape: LlamaShape, tokenizer: Path, out: Path, *, seed: int
         pad_token_id=words.pad_token_id,
         dtype=torch.float32,
     )
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind(config)

@@ -12,9 +12,10 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_model
 from torch import nn
@@ -32,12 +33,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from upcycle_core.allocator import return_large_blocks
 from upcycle_core.errors import Fault
 from upcycle_core.training import workers
 from upcycle_core.training.groups import keep_up_matrices
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SHARDS = "shards"
 """Folder of a checkpoint that workers wrote together."""
@@ -60,17 +63,17 @@ def sharding_faults(shape: Any, field: str = "sharding") -> Iterator[Fault]:
         yield Fault(field, "full", remedy)
         return
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
+        network = transformers.AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
     if not _layers(network):
         remedy = f"{type(network).__name__} has no list of decoder layers to divide; use none"
         yield Fault(field, "full", remedy)
-    if type(network).save_pretrained is not PreTrainedModel.save_pretrained:
+    if type(network).save_pretrained is not transformers.PreTrainedModel.save_pretrained:
         remedy = f"{type(network).__name__} writes itself whole, with its code; use none"
         yield Fault(field, "full", remedy)
 
 
 def shard(
-    network: PreTrainedModel,
+    network: "PreTrainedModel",
     kind: Callable[[nn.Parameter], torch.dtype],
     *,
     halves: frozenset[str],
@@ -227,7 +230,7 @@ def _divide(file: Path, network: nn.Module) -> None:
             own.copy_(value)
 
 
-def _layers(network: PreTrainedModel) -> list[nn.Module]:
+def _layers(network: "PreTrainedModel") -> list[nn.Module]:
     """The decoder layers; [] where there is no list as long as the configuration says."""
     count = network.config.get_text_config().num_hidden_layers
     lists = (m for m in network.base_model.modules() if isinstance(m, nn.ModuleList))

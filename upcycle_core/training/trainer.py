@@ -12,12 +12,11 @@ Train set them, and a directory of checkpoints that all of them see.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel
 
 from upcycle_core.checkpoints.load import load_causal_lm, quiet_loading
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -40,6 +39,9 @@ from upcycle_core.training.resume import (
     training_record,
     validation_loss,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def train(
 
 def load_to_train(
     model: Path, dtype: torch.dtype, config: TrainingConfig, device: str, divided: Sharding
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """Load what is to be trained.
 
     Args:
@@ -170,7 +172,7 @@ class Subject:
         kind: The type of each parameter once it is divided.
     """
 
-    network: PreTrainedModel
+    network: "PreTrainedModel"
     trainable: Trainable
     write: Callable[[], None]
     extension: Extension | None = None
@@ -259,7 +261,7 @@ def _finish(subject: Subject, config: TrainingConfig, last: Checkpoint) -> Train
     )
 
 
-def write_network(network: PreTrainedModel, source: Path, out: Path) -> None:
+def write_network(network: "PreTrainedModel", source: Path, out: Path) -> None:
     """Write a trained model with the tokenizer of ``source``."""
     if sharding.is_sharded(network):
         write_gathered(network, out)

@@ -4,7 +4,6 @@ A worker is a process of an initialised ``torch.distributed``; without one there
 """
 
 from torch import Tensor, distributed
-from torch.distributed.tensor import DTensor
 
 
 def count() -> int:
@@ -33,6 +32,8 @@ def total(values: Tensor) -> Tensor:
 
 def whole(values: Tensor) -> Tensor:
     """``values``, gathered where workers hold parts of them; then all must ask."""
+    from torch.distributed.tensor import DTensor  # slow to import
+
     return values.full_tensor() if isinstance(values, DTensor) else values
 
 

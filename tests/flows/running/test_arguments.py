@@ -12,6 +12,8 @@ from flows.running.arguments import ARGUMENTS, look_first, parser_of
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAVY = {"torch", "prefect", "mlflow", "ray", "transformers", "datasets"}
+OF_PIECES = {"transformers.modeling_utils", "transformers.trainer_callback", "peft", "datasets"}
+"""What computes; it takes as long to import as all the rest of a flow."""
 
 
 def imported(*words):
@@ -48,6 +50,14 @@ def test_no_parser_imports_anything_heavy():
     done, names = imported("-c", program)
     assert done.returncode == 0, done.stderr[-2000:]
     assert not names & HEAVY
+
+
+def test_a_flow_imports_no_model_and_no_trainer():
+    """Pieces do, in their workers."""
+    program = f"import sys; sys.argv = ['x']; import {', '.join(f'flows.{c}' for c in ARGUMENTS)}\n"
+    program += f"print(sorted({OF_PIECES} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr[-2000:]
 
 
 def test_a_wrong_key_is_refused_before_anything_heavy_is_imported():

@@ -81,6 +81,9 @@ def test_a_ray_is_its_flows_alone_and_leaves_nothing(folder):
         assert "ConnectionError" in done.stderr
         started = psutil.Process(process.pid).children(recursive=True)
         (raylet,) = (child for child in started if "raylet" in child.name())
+        commands = " ".join(part for child in started for part in child.cmdline())
+        for nobody_asked_for in ("dashboard.py", "monitor.py"):
+            assert nobody_asked_for not in commands
         done = enter(address, RAY_AUTH_TOKEN=raylet.environ()["RAY_AUTH_TOKEN"])
         assert "inside" in done.stdout, done.stderr[-2000:]
     finally:

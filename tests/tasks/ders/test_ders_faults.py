@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from tasks.ders.sweeps import section
+from tasks.ders.section import section
 from tasks.recipes import validate
 from upcycle_core.errors import InputError
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoTokenizer, set_seed
+from transformers import AutoTokenizer
 
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.corpora.config import Bos
@@ -96,7 +97,7 @@ def _run(
     """One task with one seed: its score, without categories, and its items."""
     from lm_eval import evaluate
 
-    set_seed(seed)
+    transformers.set_seed(seed)
     for part in task.tasks.values():
         part.set_fewshot_seed(seed)
     model.set_cache_hook(_Counter(task, progress))

@@ -1,8 +1,13 @@
 """How many sequences fit the memory, from the model's shape: nothing is tried until it fails."""
 
+from typing import TYPE_CHECKING
+
 import psutil
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LARGEST = 64
 POSITIONS = 4096
@@ -13,7 +18,7 @@ LOGITS_COPIES = 3
 """The logits, their log-softmax and a copy in fp32."""
 
 
-def fitting_batch_size(model: PreTrainedModel, device: str) -> int:
+def fitting_batch_size(model: "PreTrainedModel", device: str) -> int:
     """A power of two of sequences of the model's full length, or of 4096 positions, 1 to 64.
 
     Counts what grows with the batch: logits, keys and values, and the widest layer.

@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.evaluation.tasks.items import Item
@@ -93,6 +92,8 @@ def paired_difference(
         # Every resample is the same; the sum above may be off by a rounding.
         value = float(differences[0])
         return Difference(value, value, value, len(differences))
+    from scipy import stats  # takes half a second, which few who import this need
+
     found = stats.bootstrap(
         (differences,),
         np.mean,

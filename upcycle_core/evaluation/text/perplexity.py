@@ -6,12 +6,12 @@ Shapes: B paragraphs, S positions, N scored tokens, H hidden size, V vocabulary.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from upcycle_core.corpora.batches import (
     PAD_ID,
@@ -27,12 +27,15 @@ from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.scores import Score
 from upcycle_core.progress import Progress, Silent
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 TOKENS_AT_ONCE = 512
 """Tokens whose logits [N, V] exist at one time: 0.25 GB in fp32 where V is 128 k."""
 
 
 def score_model(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     corpus: TokenCorpus,
     *,
     config: EvaluationConfig,
@@ -100,7 +103,7 @@ def scored_paragraphs(corpus: TokenCorpus, config: EvaluationConfig) -> Paragrap
 
 
 def token_losses(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     corpus: TokenCorpus,
     pieces: Paragraphs,
     *,
@@ -157,7 +160,7 @@ def score_of(
     return Score(nll=nll, tokens=int(scored.sum()), bytes=size)
 
 
-def check_plain_head(model: PreTrainedModel) -> None:
+def check_plain_head(model: "PreTrainedModel") -> None:
     """Refuse models that scale or cap their logits: the head alone would give another loss.
 
     Raises:
@@ -177,7 +180,7 @@ def check_plain_head(model: PreTrainedModel) -> None:
 
 
 @torch.inference_mode()
-def _batch_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
+def _batch_losses(model: "PreTrainedModel", batch: Batch) -> Tensor:
     """Losses of a batch, [N] fp64."""
     input_BS = batch.input_ids.to(model.device)
     mask_BS = batch.attention_mask.to(model.device)
@@ -208,6 +211,6 @@ def losses_of(hidden_BSH: Tensor, batch: Batch, head: Callable[[Tensor], Tensor]
     return torch.cat(losses)
 
 
-def _hidden_states(model: PreTrainedModel, input_BS: Tensor, mask_BS: Tensor) -> Tensor:
+def _hidden_states(model: "PreTrainedModel", input_BS: Tensor, mask_BS: Tensor) -> Tensor:
     decoder = model.base_model
     return decoder(input_ids=input_BS, attention_mask=mask_BS, use_cache=False).last_hidden_state

@@ -17,9 +17,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.checkpoints.load import load_causal_lm
@@ -40,6 +40,9 @@ from upcycle_core.moe.inspect import (
 )
 from upcycle_core.precision import chosen, weights_type
 from upcycle_core.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def evaluate_checkpoint(
@@ -219,7 +222,7 @@ def evaluate_text(
         return _evaluate(load_scored(directory, config, device), corpora, whole, progress)
 
 
-def load_scored(directory: Path, config: EvaluationConfig, device: str) -> PreTrainedModel:
+def load_scored(directory: Path, config: EvaluationConfig, device: str) -> "PreTrainedModel":
     """Load a checkpoint in the arithmetic that ``config`` asks for, ready for ``score_model``.
 
     Raises:
@@ -231,7 +234,7 @@ def load_scored(directory: Path, config: EvaluationConfig, device: str) -> PreTr
 
 
 def _evaluate(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     corpora: Mapping[str, Path],
     config: EvaluationConfig,
     progress: Progress | None,

@@ -1,0 +1,42 @@
+"""Which servers a local Ray starts: what pieces need, and no more. Checked with Ray 2.60.
+
+Beside what computes, Ray starts an autoscaler, a forwarder of workers' output and the process of a
+dashboard, whether or not anybody has asked for one. Each is a Python of its own, and a flow waits
+for them. No parameter of ``ray.init`` leaves them out; what does is no public interface. ``USES``
+is as in ``infra.cluster.private``, which imports torch.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from ray._private import node, parameter
+
+USES = {
+    "ray._private:node": "holds what starts them",
+    "ray._private:parameter": "holds what it is told",
+    "ray._private.node:Node.start_api_server": "starts a dashboard's process, even without one",
+    "ray._private.node:Node.start_head_processes": "where that and the autoscaler are started",
+    "ray._private.parameter:RayParams": "has a field for each of the other two",
+    "ray._private.worker:init": "makes that of a local Ray",
+}
+"""{module:name: what it is for}."""
+
+
+@contextmanager
+def few_servers() -> Iterator[None]:
+    """A local Ray that starts in here has no autoscaler, forwarder of output, or dashboard."""
+    module: Any = parameter
+    kind: Any = node.Node
+    params, start = module.RayParams, kind.start_api_server
+    module.RayParams = partial(params, no_monitor=True, include_log_monitor=False)
+    kind.start_api_server = _no_dashboard
+    try:
+        yield
+    finally:
+        module.RayParams, kind.start_api_server = params, start
+
+
+def _no_dashboard(self: Any, **_: Any) -> None:
+    self._webui_url = None
