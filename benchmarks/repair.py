@@ -4,8 +4,10 @@
 
 Shape of SmolLM2-135M (``benchmarks.training_real``), random weights and tokens: neither changes the
 time. Each way is a process of its own, in turns: the statistics of one domain as one shard, and the
-repair of its expert with the head's target, both with loading and writing. Memory is the peak of
-anonymous memory above that of the imports.
+repair of its expert with the head's target, both with loading and writing; and the two parts of a
+head that is fitted to three experts, the moments of one domain's states, and the head itself, which
+is fitted once for all domains. Its tokens are as rare as Zipf's law has them, each domain's by a
+factor of their own. Memory is the peak of anonymous memory above that of the imports.
 """
 
 import tempfile
@@ -23,15 +25,20 @@ from benchmarks.children import call_in_child
 from benchmarks.common import alternate, median, median_ratio, parser_of, print_result, print_table
 from benchmarks.training_real import SHAPE, make_model
 from upcycle_core.backbone.average import write_backbone
+from upcycle_core.backbone.counts import frequencies
 from upcycle_core.checkpoints.load import quiet_loading
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.dume.repair import repair_expert
+from upcycle_core.dume.shared_head import final_moments, fitted_head
 from upcycle_core.dume.statistics import domain_statistics
 
 LENGTH, BATCH = 512, 4
-WAYS = ("statistics", "repair")
+WAYS = ("statistics", "repair", "moments", "fitted head")
+EXPERTS = 3
+CALIBRATION = 200_000
+"""Tokens that frequencies are counted from."""
 
 
 def main() -> None:
@@ -54,7 +61,7 @@ def main() -> None:
         make_text(folder / "text", options.tokens)
         calls: dict[str, Callable[[], dict[str, Any]]] = {
             way: partial(call_in_child, call, folder, config, threads=options.threads)
-            for way, call in zip(WAYS, (statistics, repair), strict=True)
+            for way, call in zip(WAYS, (statistics, repair, moments, head), strict=True)
         }
         report(alternate(calls, options.repeats), options.tokens)
 
@@ -102,6 +109,34 @@ def repair(folder: Path, config: StatisticsConfig) -> dict[str, float]:
         return {"seconds": time.perf_counter() - started}
 
 
+def moments(folder: Path, config: StatisticsConfig) -> dict[str, float]:
+    """What a fitted head knows of one domain's states."""
+    started = time.perf_counter()
+    final_moments(folder / "one", folder / "text", config=config)
+    return {"seconds": time.perf_counter() - started}
+
+
+def head(folder: Path, config: StatisticsConfig) -> dict[str, float]:
+    """A head fitted to all experts."""
+    size, hidden = SHAPE["vocab_size"], SHAPE["hidden_size"]
+    draw = torch.Generator().manual_seed(0)
+    rarity_V = 1 / (10 + torch.arange(size, dtype=torch.float64))
+    counts, heads, seconds = [], [], []
+    shared = torch.randn(size, hidden, generator=draw)
+    mixing = torch.randn(hidden, hidden, generator=draw) / hidden**0.5
+    spread_H = torch.logspace(0, -1.5, hidden)
+    for _ in range(EXPERTS):
+        own_V = rarity_V * torch.randn(size, generator=draw).mul(1.5).exp()
+        counts.append(torch.poisson(own_V / own_V.sum() * CALIBRATION, generator=draw))
+        heads.append(shared + 0.1 * torch.randn(size, hidden, generator=draw))
+        turn = torch.eye(hidden) + mixing + 0.3 * torch.randn(mixing.shape, generator=draw) * 0.04
+        states = torch.randn(4 * hidden, hidden, generator=draw) * spread_H @ turn
+        seconds.append((states.T @ states / len(states)).double())
+    started = time.perf_counter()
+    fitted_head(heads, frequencies(counts), seconds)
+    return {"seconds": time.perf_counter() - started}
+
+
 def report(found: dict[str, list[dict[str, Any]]], tokens: int) -> None:
     """Print the table and the result."""
     figures = {
@@ -109,8 +144,11 @@ def report(found: dict[str, list[dict[str, Any]]], tokens: int) -> None:
         for name in ("seconds", "memory_mb")
     }
     rows = [[way, *(median(figures[name][way]) for name in figures)] for way in WAYS]
-    ratios = {n: median_ratio(own["repair"], own["statistics"]) for n, own in figures.items()}
-    rows.append(["repair / statistics", *ratios.values()])
+    ratios: dict[str, float] = {}
+    for way in WAYS[1:]:
+        own = {n: median_ratio(f[way], f["statistics"]) for n, f in figures.items()}
+        rows.append([f"{way} / statistics", *own.values()])
+        ratios |= {f"{way} {name}": ratio for name, ratio in own.items()}
     print_table(f"{tokens:,} tokens of a domain, medians", ["", "s", "MB"], rows)
     print_result("repair", ratios, {**figures, "tokens": tokens, "shape": SHAPE})
 

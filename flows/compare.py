@@ -24,6 +24,7 @@ from flows.pages.page import Command
 from flows.pages.seeds import write_seeds
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_apart, run_flow
+from flows.running.refused import in_a_line
 from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
@@ -46,6 +47,7 @@ PLOT = f"{FOLDER}/score-against-compute.png"
 
 
 @flow(name="compare", task_runner=THREADS)
+@in_a_line
 def compare(recipe: Recipe) -> State:
     """Make, train and evaluate every baseline of the recipe beside its own model.
 

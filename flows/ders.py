@@ -19,6 +19,7 @@ from flows.pages.page import Command
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
 from flows.running.naming import words_of
+from flows.running.refused import in_a_line
 from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
@@ -38,6 +39,7 @@ SUMMARY = "compression.txt"
 
 
 @flow(name="ders", task_runner=THREADS)
+@in_a_line
 def ders(recipe: Recipe) -> State:
     """Store the experts of the recipe's model as a base and deltas; register the smallest.
 

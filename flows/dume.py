@@ -12,6 +12,7 @@ from prefect.states import State
 from flows.making.building import made, publish
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
+from flows.running.refused import in_a_line
 from flows.running.session import THREADS, FlowSession
 from infra.recipe.schema import Recipe, resolve
 from tasks.data.corpora import corpora
@@ -36,6 +37,7 @@ from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="dume", task_runner=THREADS)
+@in_a_line
 def dume(recipe: Recipe, rebuild: bool = False) -> State:
     """Turn the recipe's domains into one Mixture-of-Experts in the MLflow registry.
 

@@ -17,6 +17,7 @@ from flows.making.builds import whole
 from flows.pages.tasks import FOLDER
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
+from flows.running.refused import in_a_line
 from flows.running.session import THREADS
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
@@ -26,6 +27,7 @@ from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="evaluate", task_runner=THREADS)
+@in_a_line
 def evaluate(recipe: Recipe) -> State:
     """Score every model of the recipe on its tasks, and show the page.
 

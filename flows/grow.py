@@ -26,6 +26,7 @@ from flows.making.change import (
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
 from flows.running.naming import words_of
+from flows.running.refused import in_a_line
 from flows.running.session import THREADS, open_session
 from infra.durable import read_json
 from infra.recipe.schema import Recipe, resolve
@@ -51,6 +52,7 @@ REBUILT = (backbone, repaired, statistics, router, model, report)
 
 
 @flow(name="grow", task_runner=THREADS)
+@in_a_line
 def grow(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
     """Add a domain to the recipe's model.
 

@@ -15,12 +15,14 @@ from flows.making.building import made
 from flows.making.builds import whole
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
+from flows.running.refused import in_a_line
 from flows.running.session import THREADS
 from infra.recipe.schema import Recipe, resolve
 from tasks.recipes import validate
 
 
 @flow(name="make", task_runner=THREADS)
+@in_a_line
 def make(recipe: Recipe, rebuild: bool = False) -> State:
     """Make the recipe's model by its method, and register it in MLflow.
 

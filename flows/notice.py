@@ -27,6 +27,7 @@ from prefect.states import Completed, Failed, Scheduled, State
 
 from flows.running.arguments import parser_of
 from flows.running.command_line import command, reach_server
+from flows.running.refused import in_a_line
 from infra.recipe.names import masked
 from infra.settings import configure
 from upcycle_core.errors import Fault, InputError
@@ -45,6 +46,7 @@ class Mail(AppriseNotificationBlock):
 
 
 @flow(name="notice")
+@in_a_line
 def notice(run: str, block: str, attempt: int = 1) -> State:
     """Say that a run has failed, to whom it concerns.
 

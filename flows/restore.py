@@ -19,6 +19,7 @@ from prefect.states import State
 from flows.running.arguments import parser_of
 from flows.running.command_line import command, reach_server
 from flows.running.naming import completed, title_of_day
+from flows.running.refused import in_a_line
 from flows.running.session import prepare
 from flows.running.turn import log
 from infra.recipe.names import masked, remote_fault, secret_faults
@@ -39,6 +40,7 @@ COMMIT_TAG = "git.commit"
 
 
 @flow(name="restore")
+@in_a_line
 def restore(
     name: str, version: str = "champion", into: str | None = None, remote: str | None = None
 ) -> State:

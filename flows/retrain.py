@@ -20,6 +20,7 @@ from flows.making.change import begin_change, domain_faults, finish_change, unfi
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
 from flows.running.naming import completed, name_run, title_of_day, words_of
+from flows.running.refused import in_a_line
 from flows.running.session import THREADS, FlowSession, open_session
 from flows.running.turn import log, turn
 from infra.recipe.schema import Recipe, resolve
@@ -38,6 +39,7 @@ NOTHING = "nothing to do"
 
 
 @flow(name="retrain", task_runner=THREADS)
+@in_a_line
 def retrain(recipe: Recipe) -> State:
     """Bring new text into the recipe's model.
 

@@ -16,6 +16,7 @@ from prefect.states import State
 from flows.running.arguments import parser_of
 from flows.running.command_line import command, reach_server
 from flows.running.naming import completed, title_of_day
+from flows.running.refused import in_a_line
 from infra.settings import configure
 from infra.tracking.registry import Registry
 from tasks.release.versions import champions, roll_back
@@ -23,6 +24,7 @@ from upcycle_core.evaluation.report.numbers import slug
 
 
 @flow(name="rollback")
+@in_a_line
 def rollback(name: str, because: str = "") -> State:
     """Let the champion alias of a registered model point at the champion before.
 

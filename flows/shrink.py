@@ -26,6 +26,7 @@ from flows.making.change import (
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
 from flows.running.naming import words_of
+from flows.running.refused import in_a_line
 from flows.running.session import THREADS, open_session
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
@@ -37,6 +38,7 @@ from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="shrink", task_runner=THREADS)
+@in_a_line
 def shrink(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
     """Take a domain out of the recipe's model.
 

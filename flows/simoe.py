@@ -21,6 +21,7 @@ from flows.pages.page import Command
 from flows.pages.tasks import publish_tasks
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
+from flows.running.refused import in_a_line
 from flows.running.session import THREADS, FlowSession
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
@@ -35,6 +36,7 @@ from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="simoe", task_runner=THREADS)
+@in_a_line
 def simoe(recipe: Recipe, rebuild: bool = False) -> State:
     """Tune a dense model on instructions, with sparse experts, into the MLflow registry.
 

@@ -14,6 +14,7 @@ from prefect.states import State
 from flows.making.building import made
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
+from flows.running.refused import in_a_line
 from flows.running.session import THREADS
 from infra.recipe.schema import Recipe, resolve
 from tasks.recipes import validate
@@ -22,6 +23,7 @@ from upcycle_core.errors import Fault, raise_faults
 
 
 @flow(name="symphony", task_runner=THREADS)
+@in_a_line
 def symphony(recipe: Recipe, rebuild: bool = False) -> State:
     """Join models of different origin into one Mixture-of-Experts in the MLflow registry.
 

@@ -29,6 +29,7 @@ from prefect.states import State
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, reach_server
 from flows.running.naming import completed, title_of_day
+from flows.running.refused import in_a_line
 from flows.running.turn import log, turn
 from infra import settings as environment
 from infra.cluster.sessions import left, remove_left
@@ -48,6 +49,7 @@ PAGE = 200
 
 
 @flow(name="tidy")
+@in_a_line
 def tidy(recipe: Recipe, apply: bool = False) -> State:
     """Free what is older than the recipe's `keep` says.
 

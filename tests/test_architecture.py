@@ -37,7 +37,7 @@ ONLY_IN = {
         "infra/tracking/runs.py",
         "infra/tracking/served.py",
     },
-    "dvc": set(),
+    "dvc": {"infra/versioning/commit.py"},
     "lm_eval": {
         "upcycle_core/evaluation/tasks/adapter.py",
         "upcycle_core/evaluation/tasks/tasks.py",

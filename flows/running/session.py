@@ -24,6 +24,7 @@ from prefect.utilities.annotations import quote
 from flows.running.naming import completed, link_runs, name_run, title_of_day
 from flows.running.planned import say_plan
 from flows.running.progress import ProgressArtifacts
+from flows.running.refused import in_a_line
 from flows.running.turn import is_waiting, log, turn
 from infra import settings as environment
 from infra.cluster.compute import check_room, cluster
@@ -128,7 +129,7 @@ class FlowSession:
 
     def _submit(self, stage: Stage, items: Sequence[str]) -> list[Any]:
         """One Prefect task an item; Prefect must not look into what other stages are changing."""
-        run: Any = stage.ensure
+        run: Any = in_a_line(stage.ensure)
         step = task(name=stage.name, cache_policy=NO_CACHE, persist_result=False)(run)
         futures = {
             stage.artifact(item): step.with_options(

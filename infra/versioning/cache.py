@@ -18,6 +18,8 @@ Output = Mapping[str, Any]
 REMOVING = re.compile(r"^Removing (/.*)$", re.MULTILINE)
 CONFIG = '[core]\n    no_scm = True\n    analytics = false\n    site_cache_dir = "{site}"\n'
 CACHE = '[cache]\n    dir = "{cache}"\n'
+COMMIT = Path(__file__).with_name("commit.py")
+"""DVC's command but for when it writes the lock."""
 DELETE_LOCK = "delete it: the next run writes it again, from what is published"
 """What to do about a dvc.lock that is damaged."""
 # Ten times as fast, where there is one: locks have thousands of lines.
@@ -125,4 +127,6 @@ class Cache:
 def run_dvc(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run DVC in ``folder``, to its end."""
     command = [sys.executable, "-m", "dvc", *arguments]
+    if arguments[0] == "commit":
+        command[1:3] = ["-P", str(COMMIT)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)

@@ -110,5 +110,6 @@ def test_calibration_text_that_is_heldout_text_is_refused(tmp_path, texts):
     project = Project(tmp_path, save_recipe(tmp_path / "recipe.yaml", values))
     done = project.flow(check=False)
     assert done.returncode == 2
+    assert "Traceback" not in done.stdout + done.stderr
     assert "domains.letters.calibration = " in done.stderr
     assert not (project.workspace / "seed").exists()

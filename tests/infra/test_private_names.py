@@ -18,10 +18,15 @@ PACKAGES = {
     "infra/tracking/private.py": "mlflow",
     "infra/cluster/private.py": "ray",
     "infra/cluster/servers.py": "ray",
+    "infra/versioning/commit.py": "dvc",
 }
 """{module of ours: whose names it uses}."""
 MODULES = sorted(PACKAGES)
-TESTS = {"mlflow": "tests/infra/tracking", "ray": "tests/infra/cluster"}
+TESTS = {
+    "dvc": "tests/infra/versioning",
+    "mlflow": "tests/infra/tracking",
+    "ray": "tests/infra/cluster",
+}
 REMEDY = """
 {package} {version} has no {name} any more ({error}).
 {module} uses it for this: {use}.

@@ -10,7 +10,7 @@ from upcycle_core.training.config import ExpertTrainingConfig, TrainingConfig
 
 PRODUCT = 2
 """A multiplication and an addition."""
-FITTING_STEPS = 90
+FITTING_STEPS = 20
 """Of conjugate gradients a round of a fitted head, as the demo's took."""
 FP64_TO_FP32 = 2
 

@@ -3,6 +3,8 @@
 import configparser
 import shutil
 import stat
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -239,3 +241,40 @@ def test_a_store_that_refuses_is_asked_once(tmp_path, store, tries):
     with pytest.raises(InputError, match=r"dvc push.*failed"):
         versions.push(url)
     assert tries == ["push"]
+
+
+CHAIN = """
+stages:
+  text:
+    foreach: [a, b]
+    do: {cmd: 'true', outs: ["text/${item}"]}
+  model: {cmd: 'true', deps: [text/a, text/b], outs: [model]}
+  report: {cmd: 'true', deps: [model], outs: [report]}
+"""
+
+
+def chain(root):
+    versions = Versions(root)
+    versions.prepare(pipeline=CHAIN, params="")
+    for name in ("text/a", "text/b", "model"):
+        (root / name).mkdir(parents=True)
+        (root / name / "file").write_text(name)
+    return versions
+
+
+def test_the_lock_is_dvc_s_own_and_written_once(tmp_path):
+    names = ["text@a", "text@b", "model"]
+    together, apart = (chain(tmp_path / side) for side in ("together", "apart"))
+    said = module.run_dvc(together.root, "commit", "--force", *names)
+    command = [sys.executable, "-m", "dvc", "commit", "--force", *names]
+    plain = subprocess.run(command, cwd=apart.root, check=True, capture_output=True, text=True)
+    assert together.lock_text() == apart.lock_text() != ""
+    written = [(done.stdout + done.stderr).count("Updating lock file") for done in (said, plain)]
+    assert written == [1, 3]
+
+
+def test_what_went_well_before_a_stage_that_did_not_is_recorded(tmp_path):
+    versions = chain(tmp_path)
+    with pytest.raises(InputError, match=r"dvc commit.*report.*does not exist"):
+        versions.commit(["text@a", "model", "report"])
+    assert versions.recorded() == {"text@a", "model"}
