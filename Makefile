@@ -58,7 +58,7 @@ demo-symphony: env ## Models that share no seed to one Mixture-of-Experts, and t
 	$(RUN) -m flows.symphony recipes/symphony.yaml recipes/ablations.yaml recipes/bam.yaml
 
 demo-ders: env ## The demo's experts as one shared base and light deltas; the smallest is registered
-	$(RUN) -m flows.ders $(RECIPE) recipes/compression.yaml --set compression.minimum_cosine=0
+	$(RUN) -m flows.ders $(RECIPE) recipes/compression.yaml
 
 demo-simoe: env ## Instruction tuning that finds sparse experts, beside its rivals
 	$(RUN) -m flows.simoe recipes/simoe.yaml recipes/simoe-rivals.yaml

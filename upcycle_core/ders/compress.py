@@ -83,7 +83,7 @@ def compress(
         out: The directory that is written, with the code of the architecture.
         config: How deltas are stored.
         base: The dense checkpoint that the experts began with; None for their mean.
-        minimum_cosine: Least cosine of any expert's matrix to the base's.
+        minimum_cosine: Least cosine of any expert's gate or up projection to the base's.
         seed: Decides which entries a random drop keeps.
         max_shard_bytes: Size of one safetensors file.
         progress: Hears of every matrix that is compared and of every tensor that is written.

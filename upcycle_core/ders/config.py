@@ -79,8 +79,8 @@ class CompressionConfig:
     base: Literal["seed", "mean"] = "seed"
     """What deltas are taken from: the FFNs of the seed, or the mean of the experts."""
     minimum_cosine: float = field(default=0.5, metadata={"ge": -1, "le": 1})
-    """Least cosine of an expert's matrix to the base's; below it the base is no ancestor of the
-    experts, and nothing is compressed."""
+    """Least cosine of an expert's gate or up projection to the base's; below it the base is no
+    ancestor of the experts, and nothing is compressed."""
     codecs: Mapping[str, CodecConfig] = field(default_factory=dict)
     """The ways to store them, by name."""
     tolerance: float = field(default=1.0, metadata={"ge": 0})

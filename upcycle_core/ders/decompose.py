@@ -156,6 +156,9 @@ def ancestor_faults(
 ) -> Iterator[Fault]:
     """What keeps the base from being the experts' ancestor.
 
+    Gates and up projections tell: a repair of joined experts writes down projections anew
+    (``upcycle_core.dume.repair``), and those of one seed may then be as far apart as strangers'.
+
     Args:
         source: The MoE and its base.
         cosines: "LAYER.EXPERT.MATRIX" to the cosine of an expert's matrix to the base's.
@@ -169,9 +172,10 @@ def ancestor_faults(
         remedy = f"NaN or infinity in {', '.join(broken)} (layer.expert.matrix), or in the base"
         yield Fault("moe", str(source.moe.directory), f"{remedy}; train or fetch it again")
         return
-    below = [place for place, value in cosines.items() if value < minimum]
+    telling = {place: c for place, c in cosines.items() if not place.endswith(MATRICES[-1])}
+    below = [place for place, value in telling.items() if value < minimum]
     if below:
-        place = min(below, key=cosines.__getitem__)
+        place = min(below, key=telling.__getitem__)
         layer, expert, matrix = place.split(".")
         base = str(source.seed.directory) if source.seed else "the experts' mean"
         yield Fault(
