@@ -23,7 +23,7 @@ from upcycle_core.evaluation.text.pieces import (
 from upcycle_core.evaluation.text.scores import (
     Score,
     intervals,
-    perplexity_per_reference_token,
+    per_reference_token,
 )
 from upcycle_core.progress import Progress
 
@@ -77,7 +77,12 @@ def oracle_piece(
     return scores
 
 
-def champion_piece(
+def champion_piece(**arguments: Any) -> dict[str, float]:
+    """The piece: another model's perplexity on this text, per token of this run's tokenizer."""
+    return perplexities(stranger_piece(**arguments))
+
+
+def stranger_piece(
     *,
     out: Path,
     progress: Progress,
@@ -85,24 +90,22 @@ def champion_piece(
     tokenizer: Path,
     documents: Mapping[str, Path],
     corpora: Mapping[str, Path],
-    reference: Mapping[str, Mapping[str, float]],
+    reference: Mapping[str, Mapping[str, Any]],
     bos: Bos,
     room: Room | None = None,
     **common: Any,
-) -> dict[str, float]:
-    """The piece: another model's perplexity on this text, per token of this run's tokenizer."""
+) -> Scores:
+    """The piece: another model's scores on this text, in tokens of this run's tokenizer."""
     register_architectures()
     common["streamed"] = _folder(room, out, model, common)
     if vocabulary_fingerprint(model) == vocabulary_fingerprint(tokenizer):
-        return perplexities(evaluate_checkpoint(model, corpora, progress=progress, **common))
+        return evaluate_checkpoint(model, corpora, progress=progress, **common)
     texts = {domain: path / "heldout.parquet" for domain, path in documents.items()}
     limits = {domain: values["bytes"] for domain, values in reference.items()}
     scores = evaluate_text(model, texts, bos=bos, max_bytes=limits, progress=progress, **common)
-    own = {
-        d: Score(nll=0.0, tokens=int(v["tokens"]), bytes=v["bytes"]) for d, v in reference.items()
-    }
+    own = {d: Score.from_dict({"nll": 0.0, **values}) for d, values in reference.items()}
     return {
-        domain: perplexity_per_reference_token(Score.from_dict(score), own[domain])
+        domain: per_reference_token(Score.from_dict(score), own[domain]).to_dict()
         for domain, score in scores.items()
     }
 

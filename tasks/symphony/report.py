@@ -15,12 +15,13 @@ from tasks.engine.params import MEASURING
 from tasks.engine.stage import StageRun, each, stage
 from tasks.scoring.evaluation import (
     average_piece,
-    champion_piece,
     counts,
     dense_piece,
     heldout_arguments,
     perplexities,
+    score_intervals,
     scores_of,
+    stranger_piece,
 )
 from tasks.scoring.room import scoring_folder
 from tasks.symphony.variants import (
@@ -40,7 +41,12 @@ from upcycle_core.evaluation.text.ablation import (
     ablation_table,
 )
 from upcycle_core.evaluation.text.alignment import alignment_table, draw_alignment
-from upcycle_core.evaluation.text.pieces import Variant, evaluate_moe, evaluate_own_experts
+from upcycle_core.evaluation.text.pieces import (
+    Scores,
+    Variant,
+    evaluate_moe,
+    evaluate_own_experts,
+)
 from upcycle_core.evaluation.text.report import write_report
 from upcycle_core.evaluation.text.results import Evaluation, expert_row
 from upcycle_core.moe.size import parameter_counts
@@ -69,11 +75,11 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
 def report(run: StageRun) -> None:
     """Write metrics.json, tables, pictures and the CSV behind them."""
     merged = run.run(_merged_pieces(run), "evaluation")
-    heldout = counts(merged[AVERAGE].result)
-    dense = run.run(_dense_pieces(run, heldout), "evaluation")
-    strangers = {row: piece.result for row, piece in dense.items()}
+    judged = run.run(_dense_pieces(run, merged[AVERAGE].result), "evaluation")
+    scores = {row: piece.result for row, piece in judged.items()}
+    strangers = {row: perplexities(own) for row, own in scores.items()}
     recipe = run.recipe
-    evaluation = _evaluation(recipe, strangers, merged, heldout)
+    evaluation = _evaluation(recipe, scores, merged)
     anchor = strangers[expert_row(anchor_of(recipe, section(recipe)))]
     rows = ablation_metrics(
         evaluation.experts,
@@ -141,7 +147,7 @@ def _own_experts(recipe: Recipe, row: Baseline | None) -> dict[str, int]:
     return {name: chosen.index(name if name in chosen else anchor) for name in recipe.domains}
 
 
-def _dense_pieces(run: StageRun, heldout: Mapping[str, Mapping[str, float]]) -> list[Piece]:
+def _dense_pieces(run: StageRun, heldout: Scores) -> list[Piece]:
     """Every stranger as it is, with its own tokenizer, per token of the union's."""
     recipe = run.recipe
     documents = {name: run.path(f"documents/{name}") for name in recipe.domains}
@@ -151,7 +157,7 @@ def _dense_pieces(run: StageRun, heldout: Mapping[str, Mapping[str, float]]) -> 
     return [
         Piece(
             name=expert_row(name),
-            function=champion_piece,
+            function=stranger_piece,
             arguments={"model": run.path(f"experts/{name}"), **judged, **_common(run)},
             each=("corpora", "documents", "reference"),
         )
@@ -182,26 +188,25 @@ def plain_piece(*, experts: Mapping[str, int], **arguments: Any) -> dict[str, An
 
 
 def _evaluation(
-    recipe: Recipe,
-    dense: Mapping[str, Mapping[str, float]],
-    merged: Mapping[str, Done],
-    heldout: Mapping[str, Mapping[str, float]],
+    recipe: Recipe, dense: Mapping[str, Scores], merged: Mapping[str, Done]
 ) -> Evaluation:
     """What the report of any method shows."""
-    final = merged[_final(recipe)].result
-    rows = {AVERAGE: perplexities(merged[AVERAGE].result)}
+    final, average = merged[_final(recipe)].result, merged[AVERAGE].result
+    rows = {**dense, AVERAGE: average}
     for name, piece in merged.items():
         if name.endswith(".after"):
-            rows[name.removesuffix(".after")] = perplexities(piece.result["scores"])
-    rows[HARMONISED] = perplexities(merged[f"{SYMPHONY}.before"].result["scores"])
-    rows[SYMPHONY] = perplexities(final["scores"])
+            rows[name.removesuffix(".after")] = piece.result["scores"]
+    rows[HARMONISED] = merged[f"{SYMPHONY}.before"].result["scores"]
+    rows[SYMPHONY] = final["scores"]
     domains = tuple(recipe.domains)
+    heldout = counts(average)
     all_models = len(chosen_of(recipe, section(recipe))) == len(domains)
     return Evaluation(
         domains=domains,
-        perplexities={**dense, **rows},
+        perplexities={row: perplexities(scores) for row, scores in rows.items()},
         heldout={name: heldout[name] for name in domains},
         routing={name: final["routing"][name] for name in domains} if all_models else {},
+        intervals=score_intervals(rows, {d: dense[expert_row(d)][d] for d in domains}),
     )
 
 

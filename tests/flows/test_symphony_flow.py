@@ -120,6 +120,14 @@ def test_the_dense_models_are_normalised_by_themselves(metrics):
     )
 
 
+def test_scores_have_intervals_over_documents(metrics):
+    for row in ("symphony", "harmonised", "model_averaging"):
+        scores = {**metrics["normalised"][row], "average": metrics["normalised_average"][row]}
+        for name, score in scores.items():
+            low, high = metrics["interval"][row][name]
+            assert low < score < high, (row, name)
+
+
 def test_each_model_has_its_own_vocabulary_and_the_result_all_of_them(project):
     sizes = [
         json.loads((project.workspace / f"experts/{name}/config.json").read_text())["vocab_size"]

@@ -182,8 +182,29 @@ def perplexity_per_reference_token(other: Score, reference: Score) -> float:
         reference: Score of any model with the reference tokenizer on the same text; only its
             tokens and bytes are used.
     """
-    bytes_per_token = reference.bytes / reference.tokens
-    return Score(other.nll / other.bytes * bytes_per_token, tokens=1, bytes=1).perplexity
+    return per_reference_token(other, reference).perplexity
+
+
+def per_reference_token(other: Score, reference: Score) -> Score:
+    """A score as it were in another tokenizer's tokens; see ``perplexity_per_reference_token``.
+
+    Args:
+        other: Score under the model's own tokenizer.
+        reference: Of any model with the reference tokenizer on the same text.
+
+    Returns:
+        The reference's tokens and bytes with the other's losses: document by document, where both
+        know as many documents; else of the whole alone.
+    """
+    share = reference.bytes / other.bytes
+    same = len(other.document_nll) == len(reference.document_tokens)
+    return Score(
+        nll=other.nll * share,
+        tokens=reference.tokens,
+        bytes=reference.bytes,
+        document_nll=tuple(nll * share for nll in other.document_nll) if same else (),
+        document_tokens=reference.document_tokens if same else (),
+    )
 
 
 def _domain_faults(values: Iterable[str], experts: Iterable[str]) -> list[Fault]:

@@ -86,6 +86,16 @@ def test_perplexity_on_another_tokenizer_s_scale():
     )
 
 
+def test_losses_of_documents_go_along_to_another_tokenizer_s_scale():
+    documents = {"document_nll": (1.0, 0.0), "document_tokens": (70, 30)}
+    reference = Score(nll=1.0, tokens=100, bytes=400.0, **documents)
+    half = {"document_nll": (80.0, 35.0), "document_tokens": (20, 5)}
+    found = scores.per_reference_token(Score(nll=115.0, tokens=25, bytes=200.0, **half), reference)
+    assert found == Score(230.0, 100, 400.0, (160.0, 70.0), (70, 30))
+    fewer = Score(nll=115.0, tokens=25, bytes=200.0, document_nll=(115.0,), document_tokens=(25,))
+    assert scores.per_reference_token(fewer, reference) == Score(230.0, 100, 400.0)
+
+
 def drawn(draw, documents, *, shift=0.0, common=None):
     """A score of documents of 50 to 150 tokens; ``common`` is what is hard for everybody."""
     tokens = draw.integers(50, 150, documents) if common is None else common[0]
