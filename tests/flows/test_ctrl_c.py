@@ -13,6 +13,8 @@ from disturbed import Disturbed
 from terminal import CTRL_C, Terminal, processes
 from texts import pico_recipe, save_recipe, write_texts
 
+from benchmarks.killed_recipes import RECIPES
+from benchmarks.killed_recipes import write_texts as write_more
 from infra.services.stopping import LINE
 from infra.settings import read
 from infra.tracking.registry import Registry
@@ -51,6 +53,18 @@ CHANGES = {
     "restore": ("pull", "dvc.commands.data_sync/CmdDataPull.run"),
     "tidy": ("look", "tasks.living.retention/table"),
 }
+
+METHODS = {
+    "symphony": {
+        "training": "training:5",
+        "united": ">united",
+        "alignment": "upcycle_core.symphony.moments/collect_moments",
+    },
+    "simoe": {"instructions": ">instructions", "tuning": "upcycle_core.simoe.train/train_simoe"},
+    "ders": {"storing": "upcycle_core.ders.compress/compress", "naming": "create_model_version"},
+    "grow": {"expert": "training:5", "solve": "upcycle_core.dume.router/solve_routers"},
+}
+"""Where the flows of other methods, and one that adds a domain, are stopped."""
 
 
 @pytest.fixture
@@ -205,3 +219,20 @@ def test_ctrl_c_ends_every_flow_that_changes_a_model(building, flow, tmp_path):
     assert (code, words.strip()) == (130, LINE)
     done = building.run(sys.executable, "-m", f"flows.{flow}", *arguments, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("flow", METHODS)
+def test_ctrl_c_ends_the_flows_of_every_method_and_they_go_on(flow, tmp_path):
+    made = RECIPES[flow](write_more(tmp_path / "texts"))
+    files = {name: save_recipe(tmp_path / f"{name}.yaml", v) for name, v in made.recipes.items()}
+    project = Disturbed(tmp_path, files["recipe"], own_server=True)
+    project.workspace = project.home / "kills"
+    command, before = ([w.format(**files) for w in words] for words in (made.command, made.before))
+    if before:
+        project.run(sys.executable, "-m", *before)
+    for phase, at in METHODS[flow].items():
+        code, words = stopped(project, press, *command, phase=phase, at=at)
+        assert (code, words.strip()) == (130, LINE), phase
+    done = project.run(sys.executable, "-m", *command)
+    assert "models:/upcycle-kills" in done.stdout

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from infra.cluster.memory import LEFT_BYTES, held_bytes
+from infra.cluster.memory import LEFT_BYTES, give_back, held_bytes
 from infra.cluster.worker import perform
 
 PIECES, SIZE = 4000, 100_000  # 400 MB, each too small to be mapped by itself
@@ -23,6 +23,12 @@ def fill(*, progress, fails=False):
 
 def failing(*, progress):
     fill(progress=progress, fails=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    """Earlier tests have left memory that this process would fill first."""
+    give_back()
 
 
 def test_memory_goes_back_to_the_machine_after_a_call():

@@ -18,6 +18,7 @@ from tasks.release.certify import EXPANDED, SECONDS, ask_one, certify, expanded,
 from tasks.release.source import AS_IT_IS, Source
 from tasks.release.verdict import TOLERANCES, Row, as_table, compared, judged, tolerance_of
 from tests.tasks.release.test_certify import build, one_thread, silent, tokenizer  # noqa: F401
+from upcycle_core.ders import expand as expansion
 from upcycle_core.ders.compress import compress
 from upcycle_core.ders.config import CodecConfig
 
@@ -210,8 +211,8 @@ def test_what_ders_expands_to_is_held_against_it(ders, tmp_path, monkeypatch):
         tensors[place.format(1)] = tensors[place.format(0)].clone()
         save_file(tensors, file, metadata={"format": "pt"})
 
-    expand = module.expand
-    monkeypatch.setattr(module, "expand", without_a_delta)
+    expand = expansion.expand
+    monkeypatch.setattr(expansion, "expand", without_a_delta)
     (tmp_path / "bad").mkdir()
     fault = expanded(Source(ders, tmp_path / "bad")).fault
     assert fault.startswith("expanded: logits are ")

@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from upcycle_core.errors import InputError
 from upcycle_core.evaluation.tasks import paired
@@ -57,14 +58,14 @@ def test_interval_is_the_percentile_bootstrap_s(confidence):
 def test_few_resamples_are_held_at_once_and_the_interval_stays_the_same(monkeypatch):
     first, second = map(scored, correlated())
     whole, drawn = paired_difference(first, second, resamples=500), []
-    bootstrap_of_scipy = paired.stats.bootstrap
+    bootstrap_of_scipy = stats.bootstrap
 
     def recording(data, statistic, **options):
         drawn.append(options["batch"] * len(data[0]))
         return bootstrap_of_scipy(data, statistic, **options)
 
     monkeypatch.setattr(paired, "_CELLS", 1000)
-    monkeypatch.setattr(paired.stats, "bootstrap", recording)
+    monkeypatch.setattr(stats, "bootstrap", recording)
     assert paired_difference(first, second, resamples=500) == whole
     assert drawn == [1000]
 
