@@ -91,9 +91,9 @@ bench: env ## Every benchmark
 up: env ## Start the Prefect server, the MLflow server and a worker on loopback
 	@$(RUN) -m infra.services up
 
-deploy: env ## Register the deployments, one of them nightly, with the Prefect server (RECIPE=... NOTICE=...)
+deploy: env ## Register the deployments, one of them nightly, with the Prefect server (RECIPE=... NOTICE=... POOL=... IMAGE=...)
 	@$(RUN) -m infra.services deploy $(if $(filter command line environment,$(origin RECIPE)),$(RECIPE)) \
-	  $(if $(NOTICE),--notice $(NOTICE))
+	  $(if $(NOTICE),--notice $(NOTICE)) $(if $(POOL),--pool $(POOL)) $(if $(IMAGE),--image $(IMAGE))
 
 undeploy: env ## Take the deployments of a recipe away (NAME=demo)
 	@$(RUN) -m infra.services undeploy $(NAME)

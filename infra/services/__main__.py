@@ -1,4 +1,4 @@
-"""``python -m infra.services up|deploy|undeploy|down|status``."""
+"""``python -m infra.services up|pool|deploy|undeploy|down|status``."""
 
 from infra.services.servers import main
 

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -12,8 +11,10 @@ import yaml
 
 from infra.recipe.reading import load_recipe
 from infra.recipe.schema import resolve
+from infra.services.api import DeploymentError, asked, filled, server_of
+from infra.services.pools import Pool, find_pool
 from infra.settings import REPOSITORY, Settings, environment_of
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.errors import Fault, InputError, raise_faults
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -33,10 +34,6 @@ LIMITS = {
 """JSON schema's limits of numbers, as people say them."""
 
 
-class DeploymentError(RuntimeError):
-    """Prefect refused a deployment; the message is what it printed."""
-
-
 def deploy(
     settings: Settings,
     *,
@@ -44,6 +41,8 @@ def deploy(
     recipe: Path | None = None,
     changes: Sequence[str] = (),
     notice: str | None = None,
+    pool: str | None = None,
+    job_variables: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Register the deployments of ``prefect_file`` with the server, under their recipe's name.
 
@@ -60,35 +59,35 @@ def deploy(
         recipe: A recipe to deploy in place of the embedded default, where that is named.
         changes: ``dotted.key=value`` settings of ``recipe``.
         notice: The block of Prefect, ``TYPE/NAME``, through which a failed night is told.
+        pool: The work pool whose worker runs the flows; that of ``make up`` unless given.
+        job_variables: What differs there from the pool's own defaults: ``image``,
+            ``image_pull_policy``.
 
     Returns:
         Their names (``dume/demo``). A flow is named after its module.
 
     Raises:
-        InputError: There is no server or no such block, or a recipe is faulty.
+        InputError: There is no server, no such block or no such pool, the pool's template lacks
+            what flows need, or a recipe is faulty.
         DeploymentError: Prefect refused.
     """
-    api = _server(settings)
+    api = server_of(settings)
     if notice is not None:
         _check_block(api, notice)
+    target = _pool(api, pool, job_variables or {})
     content = yaml.safe_load(prefect_file.read_text())
     told = [d for d in content["deployments"] if notice is not None or not _names_notice(d)]
     offered = _offered(told, recipe, changes)
-    content["deployments"] = [_filled(each, {"{notice}": notice or ""}) for each in offered]
+    noted = [filled(each, {"{notice}": notice or ""}) for each in offered]
+    content["deployments"] = [_moved(each, target) for each in noted]
     resolved = settings.services / "prefect.yaml"
     resolved.parent.mkdir(parents=True, exist_ok=True)
     resolved.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-    _prefect_deploy(
-        resolved,
-        environment_of(
-            settings,
-            PREFECT_API_URL=api,
-            PYTHONPATH=str(REPOSITORY),
-            UPCYCLE_CHECKOUT=str(REPOSITORY),
-        ),
-    )
+    checkout = str(REPOSITORY if target is None else target.checkout)
+    ours = {"PYTHONPATH": str(REPOSITORY), "UPCYCLE_CHECKOUT": checkout}
+    _prefect_deploy(resolved, environment_of(settings, PREFECT_API_URL=api, **ours))
     names = [_full_name(deployment) for deployment in content["deployments"]]
-    with _asked(api) as client:
+    with asked(api) as client:
         tags = {tag for deployment in content["deployments"] for tag in deployment["tags"]}
         for name, deployment in _deployed(client).items():
             if tags & _recipe_tags(deployment) and name not in names:
@@ -111,7 +110,7 @@ def undeploy(settings: Settings, name: str) -> list[str]:
         InputError: There is no server, or nothing of the recipe is deployed.
         DeploymentError: Prefect refused.
     """
-    with _asked(_server(settings)) as client:
+    with asked(server_of(settings)) as client:
         deployed = _deployed(client)
         names = [n for n, found in deployed.items() if TAG + name in _recipe_tags(found)]
         if not names:
@@ -122,12 +121,6 @@ def undeploy(settings: Settings, name: str) -> list[str]:
         for full_name in names:
             _remove(client, deployed[full_name].id)
     return names
-
-
-def _server(settings: Settings) -> str:
-    if settings.prefect_api_url is None:
-        raise InputError(Fault("server", None, "no Prefect server is running; start it: make up"))
-    return settings.prefect_api_url
 
 
 def _offered(
@@ -144,10 +137,29 @@ def _offered(
             first, *others = [REPOSITORY / path for path in files.split()]
             loaded = load_recipe(first, parameters.pop("set", []), added=others)
         named = {"{name}": loaded.name, "{model}": loaded.registered_name}
-        found = _filled({**deployment, "parameters": parameters}, named)
+        found = filled({**deployment, "parameters": parameters}, named)
         if "recipe" in parameters:
             found["parameters"]["recipe"] = resolve(loaded)
         yield {**found, "tags": [*found.get("tags", ()), TAG + loaded.name]}
+
+
+def _pool(api: str, name: str | None, job_variables: Mapping[str, str]) -> Pool | None:
+    """The pool that was asked for; ``None`` for that of ``make up``."""
+    if name is not None:
+        return find_pool(api, name, job_variables)
+    remedy = "name the pool that runs it: --pool NAME"
+    raise_faults(Fault(key, value, remedy) for key, value in job_variables.items())
+    return None
+
+
+def _moved(deployment: dict[str, Any], pool: Pool | None) -> dict[str, Any]:
+    """The deployment with the pool that was asked for in place of its own."""
+    if pool is None:
+        return deployment
+    work_pool = {**deployment["work_pool"], "name": pool.name}
+    if pool.job_variables is not None:
+        work_pool["job_variables"] = dict(pool.job_variables)
+    return {**deployment, "work_pool": work_pool}
 
 
 def _names_notice(deployment: Mapping[str, Any]) -> bool:
@@ -159,7 +171,7 @@ def _check_block(api: str, name: str) -> None:
     from prefect.exceptions import ObjectNotFound
 
     kind, _, own = name.partition("/")
-    with _asked(api) as client:
+    with asked(api) as client:
         try:
             client.read_block_document_by_name(own, kind)
         except ObjectNotFound:
@@ -168,36 +180,9 @@ def _check_block(api: str, name: str) -> None:
             raise InputError(fault) from None
 
 
-def _filled(value: Any, names: Mapping[str, str]) -> Any:
-    """Plain values whose texts have names in the place of ``{name}`` and ``{model}``."""
-    if isinstance(value, str):
-        for placeholder, name in names.items():
-            value = value.replace(placeholder, name)
-        return value
-    if isinstance(value, dict):
-        return {key: _filled(entry, names) for key, entry in value.items()}
-    return [_filled(entry, names) for entry in value] if isinstance(value, list) else value
-
-
 def _full_name(deployment: Mapping[str, Any]) -> str:
     module = Path(deployment["entrypoint"].partition(":")[0]).stem
     return f"{module}/{deployment['name']}"
-
-
-@contextmanager
-def _asked(api: str) -> Iterator["SyncPrefectClient"]:
-    """A client of the server, whose refusals are told in one line."""
-    # These take a second, which `make up` and the others do without.
-    from httpx import HTTPError
-    from prefect.client.orchestration import SyncPrefectClient
-    from prefect.exceptions import PrefectException
-
-    try:
-        with SyncPrefectClient(api) as client:
-            yield client
-    except (HTTPError, PrefectException) as error:
-        message = f"the server at {api} did not do as it was asked ({error}); do it once more"
-        raise DeploymentError(message) from error
 
 
 def _deployed(client: "SyncPrefectClient") -> dict[str, "DeploymentResponse"]:

@@ -1,4 +1,4 @@
-"""The servers and the worker: ``python -m infra.services up|deploy|undeploy|down|status``.
+"""The servers and the worker: ``python -m infra.services up|pool|deploy|undeploy|down|status``.
 
 Everything listens on loopback only. What is started is remembered by process id and start time, and
 nothing else is ever stopped.
@@ -15,13 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from infra.recipe.names import masked
-from infra.services.deployments import DeploymentError, deploy, undeploy
+from infra.services.api import DeploymentError
+from infra.services.deployments import deploy, undeploy
+from infra.services.pools import HOME, LOCAL, create_pool
 from infra.services.ports import HOST, answers, is_free, worker_is_online
 from infra.services.processes import ProcessRecord, find, launch, read_records, stop, write_records
 from infra.settings import REPOSITORY, Settings, configure, environment_of
 from upcycle_core.errors import Fault, InputError, raise_faults
 
-WORK_POOL = "local"
 START_SECONDS = 300.0
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.25
@@ -138,11 +139,11 @@ def _mlflow(settings: Settings) -> Service:
 def _worker(settings: Settings) -> Service:
     api = f"http://{HOST}:{settings.prefect_port}/api"
     # One flow at a time: each takes the whole machine. The pool is made if it is missing.
-    pool = ("--pool", WORK_POOL, "--type", "process", "--limit", "1")
+    pool = ("--pool", LOCAL, "--type", "process", "--limit", "1")
     return Service(
         "worker",
         ("-m", "prefect", "worker", "start", *pool),
-        lambda: worker_is_online(api, WORK_POOL),
+        lambda: worker_is_online(api, LOCAL),
     )
 
 
@@ -240,38 +241,85 @@ def _print_running(settings: Settings) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Do what the command line says; end with a message and code 1 if that is not possible."""
     parser = argparse.ArgumentParser(prog="python -m infra.services", description=__doc__)
-    parser.add_argument("command", choices=["up", "deploy", "undeploy", "down", "status"])
+    commands = ["up", "pool", "deploy", "undeploy", "down", "status"]
+    parser.add_argument("command", choices=commands)
     parser.add_argument(
-        "recipe",
+        "subject",
         nargs="?",
-        help="deploy: a file in place of the embedded default; undeploy: the name of a recipe",
+        metavar="RECIPE|NAME|TYPE",
+        help="deploy: a file in place of the embedded default; undeploy: the name of a recipe; "
+        "pool: docker or kubernetes",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="deploy: of the recipe; pool: a variable of its template, or env.NAME",
+    )
     parser.add_argument("--notice", metavar="TYPE/NAME", help="the block that failed nights go to")
+    parser.add_argument("--pool", metavar="NAME", help="deploy: the work pool that runs the flows")
+    parser.add_argument("--image", metavar="NAME:TAG", help="deploy and pool: what containers run")
+    parser.add_argument("--pull-policy", metavar="POLICY", help="deploy: when the image is pulled")
+    parser.add_argument("--name", help="pool: what it is called; its type unless given")
+    parser.add_argument("--home", metavar="PATH", help=f"pool: the volume's place; {HOME}")
     chosen = parser.parse_args(arguments)
-    command = chosen.command
     try:
         settings = configure()
-        if command == "deploy":
-            _deploy(settings, chosen.recipe, chosen.set, chosen.notice or None)
-        elif command == "undeploy":
-            _undeploy(settings, chosen.recipe)
+        raise_faults(_misplaced(chosen))
+        if chosen.command == "deploy":
+            _deploy(settings, chosen)
+        elif chosen.command == "pool":
+            _pool(settings, chosen)
+        elif chosen.command == "undeploy":
+            _undeploy(settings, chosen.subject)
         else:
-            {"up": up, "down": down, "status": status}[command](settings)
+            {"up": up, "down": down, "status": status}[chosen.command](settings)
     except (InputError, ServiceError, DeploymentError) as error:
         sys.exit(str(error))
 
 
-def _deploy(
-    settings: Settings, recipe: str | None, changes: Sequence[str], notice: str | None
-) -> None:
-    file = None if recipe is None else Path(recipe)
-    names = deploy(settings, recipe=file, changes=changes, notice=notice)
+OPTIONS = {
+    "deploy": {"set", "notice", "pool", "image", "pull_policy"},
+    "pool": {"set", "image", "name", "home"},
+}
+"""Which options a command takes."""
+
+
+def _misplaced(chosen: argparse.Namespace) -> Iterator[Fault]:
+    for option in sorted(set().union(*OPTIONS.values())):
+        value = getattr(chosen, option)
+        if value and option not in OPTIONS.get(chosen.command, ()):
+            takers = " and ".join(name for name, taken in OPTIONS.items() if option in taken)
+            remedy = f"{chosen.command} takes no such option; {takers} does"
+            yield Fault(f"--{option.replace('_', '-')}", value, remedy)
+
+
+def _deploy(settings: Settings, chosen: argparse.Namespace) -> None:
+    variables = {"image": chosen.image, "image_pull_policy": chosen.pull_policy}
+    names = deploy(
+        settings,
+        recipe=Path(chosen.subject) if chosen.subject else None,
+        changes=chosen.set,
+        notice=chosen.notice or None,
+        pool=chosen.pool or None,
+        job_variables={name: value for name, value in variables.items() if value},
+    )
     for name in names:
         print(f"Deployed {name}")
     print("Run one:")
     run = f"{sys.executable} -m prefect deployment run {names[0]}"
     print(f"  PREFECT_API_URL={settings.prefect_api_url} {run}")
+
+
+def _pool(settings: Settings, chosen: argparse.Namespace) -> None:
+    changes = [*chosen.set, *([f"image={chosen.image}"] if chosen.image else [])]
+    kind, home = chosen.subject or "", chosen.home or HOME
+    name = create_pool(settings, kind, name=chosen.name, home=home, changes=changes)
+    print(f"Work pool {name}. Its worker, with the extra `{kind}` of pyproject.toml installed:")
+    worker = f"{sys.executable} -m prefect worker start --pool {name} --type {kind}"
+    print(f"  PREFECT_API_URL={settings.prefect_api_url} {worker}")
+    print(f"Flows that it runs: python -m infra.services deploy --pool {name}")
 
 
 def _undeploy(settings: Settings, recipe: str | None) -> None:

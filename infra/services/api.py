@@ -1,0 +1,53 @@
+"""The Prefect server as commands ask it, and texts with places to fill."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from infra.settings import Settings
+from upcycle_core.errors import Fault, InputError
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+
+class DeploymentError(RuntimeError):
+    """Prefect refused; the message is what it said."""
+
+
+def server_of(settings: Settings) -> str:
+    """Return the address of the server's API.
+
+    Raises:
+        InputError: There is no server.
+    """
+    if settings.prefect_api_url is None:
+        raise InputError(Fault("server", None, "no Prefect server is running; start it: make up"))
+    return settings.prefect_api_url
+
+
+@contextmanager
+def asked(api: str) -> Iterator["SyncPrefectClient"]:
+    """A client of the server, whose refusals are told in one line."""
+    # These take a second, which `make up` and the others do without.
+    from httpx import HTTPError
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.exceptions import PrefectException
+
+    try:
+        with SyncPrefectClient(api) as client:
+            yield client
+    except (HTTPError, PrefectException) as error:
+        message = f"the server at {api} did not do as it was asked ({error}); do it once more"
+        raise DeploymentError(message) from error
+
+
+def filled(value: Any, names: Mapping[str, str]) -> Any:
+    """Plain values whose texts have names in the place of ``{name}``, ``{home}`` and the like."""
+    if isinstance(value, str):
+        for placeholder, name in names.items():
+            value = value.replace(placeholder, name)
+        return value
+    if isinstance(value, dict):
+        return {key: filled(entry, names) for key, entry in value.items()}
+    return [filled(entry, names) for entry in value] if isinstance(value, list) else value
