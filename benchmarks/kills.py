@@ -217,10 +217,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         for number, name in enumerate(options.flows):
             left = (until - time.monotonic()) / (count - number)
-            own, last = (
-                Flow(name, Path(folder) / name, random.Random(f"{options.seed} {name}")),
-                0.0,
-            )
             own = Flow(name, Path(folder) / name, random.Random(f"{options.seed} {name}"))
             own.prepare()
             last = time.monotonic() + left - own.seconds
