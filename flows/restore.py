@@ -1,14 +1,16 @@
-"""Bring a registered version back: its data, experts, statistics and model, from the DVC remote.
+"""Bring a registered version back: data, experts and statistics from the DVC remote, its model.
 
 ``python -m flows.restore NAME VERSION [--into FOLDER] [--remote REMOTE]``
 
 VERSION is a number or an alias (``champion``). The version carries the recipe and the dvc.lock that
 made it; DVC holds every file against its hash. FOLDER becomes a home (``UPCYCLE_HOME=FOLDER``) with
-the recipe's workspace in it, which must not be there yet.
+the recipe's workspace in it, which must not be there yet. A model that is put together from
+these comes from the version's own files, or else is put together again.
 """
 
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -20,7 +22,7 @@ from flows.running.arguments import parser_of
 from flows.running.command_line import command, reach_server
 from flows.running.naming import completed, title_of_day
 from flows.running.refused import in_a_line
-from flows.running.session import prepare
+from flows.running.session import pieces_run, prepare
 from flows.running.turn import log
 from infra.recipe.names import masked, remote_fault, secret_faults
 from infra.recipe.schema import Recipe
@@ -28,10 +30,12 @@ from infra.settings import Settings, configure
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
 from infra.versioning.versions import Versions, remote_of
+from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import save
 from tasks.methods import stages_of
 from tasks.recipes import validate
+from tasks.release.recovered import recover
 from tasks.release.versions import COMPRESSED_TAG, MODEL_TAG
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.evaluation.report.numbers import slug
@@ -56,7 +60,6 @@ def restore(
         The workspace.
     """
     settings = configure()
-    registry = Registry(settings)
     found, recipe, workspace, source = look(settings, name, version, into, remote)
     try:
         with workspace.lock("the flow restore"):
@@ -65,13 +68,8 @@ def restore(
             if recipe.lineage is not None:
                 save(recipe.lineage, workspace)
             log(f"fetching {found.reference} from {masked(source)}")
-            lock = registry.text(found, "dvc.lock") or ""
-            stages = {
-                stage.label(item): stage.artifact(item)
-                for stage in stages_of(recipe)
-                for item in stage.items(recipe)
-            }
-            versions.pull(lock, remote_of(source, settings.home), stages)
+            session = Session(recipe, workspace, log=log)
+            _bring(session, versions, settings, found, remote_of(source, settings.home))
             artifacts = _check(recipe, workspace, found)
     except BaseException:
         shutil.rmtree(workspace.root, ignore_errors=True)
@@ -81,6 +79,30 @@ def restore(
     create_markdown_artifact(key=slug(f"{name}-restore"), markdown=said)
     outcome = f"version {found.number}, {artifacts} artifacts as they were published"
     return completed(title_of_day(f"restore of {name}"), outcome, str(workspace.root))
+
+
+def _bring(
+    session: Session, versions: Versions, settings: Settings, version: Version, remote: str
+) -> None:
+    """All that the version's dvc.lock names, to its place.
+
+    Raises:
+        InputError: Something is not there, or not as it was.
+    """
+    registry, recipe = Registry(settings), session.recipe
+    lock, stages = registry.text(version, "dvc.lock") or "", stages_of(recipe)
+    outs = {s.label(item): s.artifact(item) for s in stages for item in s.items(recipe)}
+    parted = {s.label(""): s for s in stages if s.parts and s.items(recipe)}
+    versions.pull(lock, remote, outs, only=outs.keys() - parted.keys())
+    for label, stage in parted.items():
+        recover(
+            stage,
+            session,
+            registry=registry,
+            version=version,
+            pull=partial(versions.pull, lock, remote, outs, only=[label]),
+            compute=partial(pieces_run, settings, recipe, session.workspace),
+        )
 
 
 def look(

@@ -250,7 +250,7 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
         tags = {"git.commit": commit, "mlflow.source.git.commit": commit.partition("-")[0]}
         with (
             tracker.start_run(title, workspace=workspace.root, tags=tags, source=flow_name) as run,
-            _ray(settings, recipe, workspace),
+            pieces_run(settings, recipe, workspace),
         ):
             check_room(recipe.compute)
             run.log_params(resolve(recipe))
@@ -281,7 +281,7 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
                 flow_session.close()
 
 
-def _ray(
+def pieces_run(
     settings: environment.Settings, recipe: Recipe, workspace: Workspace
 ) -> AbstractContextManager[None]:
     """Where a flow's pieces run; of a dashboard its log says where it is."""

@@ -11,7 +11,7 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -85,11 +85,21 @@ class Versions:
             self._dvc("commit", "--force", *stages)
 
     def push(self, remote: str) -> None:
-        """Send everything that dvc.lock names to ``remote``, an absolute directory or a URL."""
+        """Send what dvc.lock names to ``remote``, an absolute directory or a URL.
+
+        What dvc.yaml has ``push: false`` at stays here.
+        """
         self._use(remote)
         self._dvc("push", waits=WAITS if "://" in remote else ())
 
-    def pull(self, lock: str, remote: str, stages: Mapping[str, str]) -> None:
+    def pull(
+        self,
+        lock: str,
+        remote: str,
+        stages: Mapping[str, str],
+        *,
+        only: Collection[str] | None = None,
+    ) -> None:
         """Bring the outputs of stages from a remote to their places.
 
         DVC holds every file against the hash that the lock names.
@@ -100,6 +110,7 @@ class Versions:
             remote: An absolute directory, or a URL.
             stages: {name: what it publishes} of those of the recipe; what its flow did not run
                 stands in no lock.
+            only: Names of those that are brought; all by default.
 
         Raises:
             InputError: Something is not there, or not as it was.
@@ -110,7 +121,8 @@ class Versions:
         renamed = yaml.safe_dump({**content, "stages": known}, sort_keys=False)
         (self.root / "dvc.lock").write_text(renamed)
         self._use(remote, verify=True)
-        self._dvc("pull", *known, waits=WAITS if "://" in remote else ())
+        asked = [stage for stage in known if only is None or stage in only]
+        self._dvc("pull", *asked, waits=WAITS if "://" in remote else ())
 
     def _use(self, remote: str, *, verify: bool = False) -> None:
         place = {"url": _quoted(self._seen(remote)), **({"verify": "True"} if verify else {})}

@@ -46,8 +46,8 @@ class Plan:
         rows: A row a stage.
         machine: What there is.
         base: Bytes of memory of a process that computes nothing yet.
-        copies: Times that what is published is kept: in the workspace, and in DVC's remote where
-            that is a directory.
+        copies: Times that what is pushed is kept: in the workspace, and in DVC's remote where that
+            is a directory.
         rates: What a second brings there, where that is known.
     """
 
@@ -63,7 +63,7 @@ class Plan:
 
         A registered version's weights are the workspace's, for as long as it is the newest.
         """
-        return sum(self.copies * row.kept for row in self.rows)
+        return sum(row.kept + (self.copies - 1) * row.pushed for row in self.rows)
 
     @property
     def disk_to_come(self) -> int:
@@ -74,7 +74,7 @@ class Plan:
             fullest = max(fullest, kept + int(missing * (row.kept + row.passing)))
             kept += int(missing * row.kept)
         later = sum(
-            int((1 - row.made / row.items) * (self.copies - 1) * row.kept) for row in self.rows
+            int((1 - row.made / row.items) * (self.copies - 1) * row.pushed) for row in self.rows
         )
         return max(fullest, kept + later)
 
@@ -149,7 +149,7 @@ class Plan:
     def places(self) -> str:
         """Where bytes are kept, as Markdown."""
         kept = sum(row.kept for row in self.rows)
-        remote = (self.copies - 1) * kept
+        remote = (self.copies - 1) * sum(row.pushed for row in self.rows)
         places = {
             "workspace": gigabytes(kept),
             "DVC's cache": "hard links of the same",
@@ -220,7 +220,8 @@ def plan(
         row = found.get(stage.name, Planned(stage.name, items, items))
         if items:
             made = _made(stage, recipe, workspace)
-            ordered.append(replace(row, items=items, made=made).fitted(machine, base))
+            row = replace(row, items=items, made=made, in_parts=stage.parts)
+            ordered.append(row.fitted(machine, base))
     return Plan(ordered, machine, base, 1 + _is_beside(recipe), rates)
 
 

@@ -30,6 +30,7 @@ class Planned:
         kind: Of its resources, as in ``compute.KIND``.
         remedies: What makes a piece smaller, beside fewer at once.
         made: How many of its items are there.
+        in_parts: Whether DVC's remote holds what it is made from in its place.
     """
 
     stage: str
@@ -48,11 +49,17 @@ class Planned:
     kind: str = "assembly"
     remedies: Sequence[str] = ()
     made: int = 0
+    in_parts: bool = False
 
     @property
     def is_done(self) -> bool:
         """Whether all of it is there."""
         return self.made >= self.items
+
+    @property
+    def pushed(self) -> int:
+        """Bytes of it that DVC's remote holds."""
+        return 0 if self.in_parts else self.kept
 
     @property
     def writes(self) -> int:

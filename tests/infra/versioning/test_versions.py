@@ -42,6 +42,25 @@ def test_what_was_pushed_comes_back_elsewhere(tmp_path, place):
     assert (there.root / "model" / "weights").read_text() == "weights"
 
 
+def test_what_the_pipeline_keeps_here_is_neither_pushed_nor_asked_for(tmp_path):
+    pipeline = PIPELINE.replace("[model]", "[model: {push: false}]")
+    pipeline += "  seed: {cmd: 'true', outs: [seed]}\n"
+    here, there = pushed(tmp_path, tmp_path / "remote", pipeline)
+    (here.root / "seed").mkdir()
+    (here.root / "seed" / "weights").write_text("others")
+    here.commit(["seed"])
+    here.push(str(tmp_path / "remote"))
+    kept = [file.read_text() for file in (tmp_path / "remote").rglob("*") if file.is_file()]
+    assert "others" in kept
+    assert "weights" not in kept
+    outs = {"model": "model", "seed": "seed"}
+    there.pull(here.lock_text(), str(tmp_path / "remote"), outs, only=["seed"])
+    assert [path.name for path in sorted(there.root.iterdir()) if path.is_dir()][-1] == "seed"
+    assert not (there.root / "model").exists()
+    with pytest.raises(InputError, match="dvc pull"):
+        there.pull(here.lock_text(), str(tmp_path / "remote"), outs, only=["model"])
+
+
 def test_a_stage_that_was_not_run_is_left_out(tmp_path):
     pipeline = f"{PIPELINE}  comparison: {{cmd: 'true', outs: [comparison]}}\n"
     here, there = pushed(tmp_path, tmp_path / "remote", pipeline)
