@@ -136,9 +136,9 @@ class Life:
             "`texts/answers/monday.jsonl` "
             "two hundred sums and their answers."
         )
-        self.flow("flows.dume", "my.yaml")
-        self.flow("flows.symphony", "strangers.yaml")
         self.flow("flows.simoe", "answers.yaml")
+        self.flow("flows.symphony", "strangers.yaml")
+        self.flow("flows.dume", "my.yaml")
         self.title("Deploy")
         self.say("Each recipe has deployments of its own; nothing of one touches another.")
         self.show("make up")
@@ -423,8 +423,9 @@ def write_answers(file: Path, *, seed: int) -> None:
     with file.open("w") as out:
         for _ in range(200):
             a, b = draw.randrange(10), draw.randrange(10)
-            asked = {"prompt": f"What is {a} plus {b}?", "response": str(a + b), "category": "sums"}
-            out.write(json.dumps(asked) + "\n")
+            asked = {"prompt": f"What is {a} plus {b}?", "response": str(a + b)}
+            labels = {"category": "sums", "domain": "arithmetic"}
+            out.write(json.dumps(asked | labels) + "\n")
 
 
 def _catcher(received: list[Any]) -> ThreadingHTTPServer:

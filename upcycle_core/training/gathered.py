@@ -30,6 +30,9 @@ def write_gathered(network: PreTrainedModel, out: Path) -> None:
     network.config.save_pretrained(out)
     network.generation_config.save_pretrained(out)
     write_sharded(out, source.specs, source.tensor, max_shard_bytes=SHARD_BYTES)
+    own: Any = network
+    if hasattr(own, "write_beside"):  # a model with code of its own
+        own.write_beside(out)
 
 
 class Source:

@@ -67,7 +67,8 @@ def sharding_faults(shape: Any, field: str = "sharding") -> Iterator[Fault]:
     if not _layers(network):
         remedy = f"{type(network).__name__} has no list of decoder layers to divide; use none"
         yield Fault(field, "full", remedy)
-    if type(network).save_pretrained is not transformers.PreTrainedModel.save_pretrained:
+    is_stock = type(network).save_pretrained is transformers.PreTrainedModel.save_pretrained
+    if not (is_stock or hasattr(network, "write_beside")):
         remedy = f"{type(network).__name__} writes itself whole, with its code; use none"
         yield Fault(field, "full", remedy)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+import upcycle_core.ders.model  # noqa: F401  (transformers learns of the architecture)
 from tests.upcycle_core.training.runs import RandomRows, run
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.training import sharding, workers

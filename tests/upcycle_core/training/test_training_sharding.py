@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,10 @@ from tests.upcycle_core.moe.joined import join
 from tests.upcycle_core.training.dividing import LoggedRows, held, train_any
 from tests.upcycle_core.training.runs import AnswerRows, run, settings, weights
 from tests.upcycle_core.training.together import Group, said, together
+from upcycle_core.ders.config import DersUpcyclingConfig
+from upcycle_core.ders.files import verify
+from upcycle_core.ders.model.modeling_ders import __file__ as CODE
+from upcycle_core.ders.upcycle import write_ders_upcycling
 from upcycle_core.errors import InputError
 from upcycle_core.progress import Silent
 from upcycle_core.training import sharding, workers
@@ -43,6 +48,12 @@ KINDS: dict[str, dict] = {
     "ffn": {"config": replace(PART, method="ffn"), "rows": AnswerRows(ROWS)},
     "lora": {"config": replace(PART, method="lora", lora=LORA)},
     "narrow": {"config": replace(CONFIG, optimizer_state="bf16")},
+    "sparse": {"config": CONFIG, "objective": MoEObjective(z_coefficient=0.01)},
+    "low-rank": {"config": CONFIG},
+}
+DELTAS = {
+    "sparse": DersUpcyclingConfig(codec="sparse", drop_rate=0.8, universal="delta"),
+    "low-rank": DersUpcyclingConfig(codec="low_rank", rank=4, layers="every-other"),
 }
 """What each is trained with; "from-one" and "killed" go on from others' checkpoints."""
 
@@ -51,7 +62,11 @@ KINDS: dict[str, dict] = {
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     dense = save_pico(folder / "dense")
+    size = {"experts": 3, "top_k": 2, "seed": 5, "max_shard_bytes": 10**9}
+    for name, config in DELTAS.items():
+        write_ders_upcycling(dense, folder / name, config=config, **size)
     return {
+        **{name: folder / name for name in DELTAS},
         "tied": save_pico(folder / "tied", tie_word_embeddings=True),
         "mixtral": join(folder / "mixtral", top_k=2).model,
         **dict.fromkeys(("ffn", "lora", "narrow"), dense),
@@ -122,6 +137,9 @@ def test_what_they_write_is_an_ordinary_checkpoint(alone, folder, name):
     assert {path.name for path in (folder / name).iterdir()} == files
     for file in ("config.json", "tokenizer.json"):
         assert (folder / name / file).read_bytes() == (alone[0] / name / file).read_bytes()
+    if name in DELTAS:  # each worker's sums differ in the last digit, and so do weights' hashes
+        assert verify(folder / name, field="model") is None
+        assert (folder / name / "modeling_ders.py").read_bytes() == Path(CODE).read_bytes()
     there = load_file(alone[0] / name / "model.safetensors")
     here = load_file(folder / name / "model.safetensors")
     assert here.keys() == there.keys()

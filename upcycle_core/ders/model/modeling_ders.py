@@ -13,6 +13,7 @@ k experts a token.
 """
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,16 @@ class DersPreTrainedModel(PreTrainedModel):
         if kwargs.get("is_main_process", True):
             write_checksums(Path(save_directory))
         return result
+
+    def write_beside(self, save_directory: Any) -> None:
+        """Write what ``save_pretrained`` does beside weights and configurations: code, checksums.
+
+        For who writes these from parts that several processes hold.
+        """
+        for module in ("configuration", "deltas", "modeling"):
+            name = f"{module}_ders.py"
+            shutil.copyfile(Path(__file__).with_name(name), Path(save_directory) / name)
+        write_checksums(Path(save_directory))
 
 
 class DersModel(DersPreTrainedModel):
