@@ -39,6 +39,8 @@ PATIENCE_SECONDS = 3600.0
 """For a scheduled run to end."""
 LOG_LINE = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} \| ")
 WAITING = re.compile(r"(?:[Ww]ait|turn)")
+LONGEST_LINE = 400
+"""What is longer is cut: a run's parameters are its recipe."""
 ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 HEAD = """\
@@ -54,7 +56,7 @@ python -m benchmarks.life --folder FOLDER --out docs/life.md
 `strangers.yaml` [`recipes/nightly-symphony.yaml`](../recipes/nightly-symphony.yaml) (Symphony-MoE),
 `answers.yaml` [`recipes/nightly-simoe.yaml`](../recipes/nightly-simoe.yaml) (SIMoE): small enough
 for two cores, and too small to be of use. `FOLDER` stands for the home (`UPCYCLE_HOME`). Left out:
-the log, but for lines that are shown for themselves, and empty lines.
+the log, but for lines that are shown for themselves, empty lines, and the ends of very long ones.
 """
 
 
@@ -185,7 +187,7 @@ class Life:
         self.say(f"(The first ended with code {first.returncode}.)")
 
     def judged(self) -> None:
-        """Text that is damaged, text that is corrected, and a rollback."""
+        """Text that is damaged, and text that is corrected."""
         self.title("Damaged text is refused")
         kept = self.folder / "kept"
         shutil.copytree(self.texts / "python", kept)
@@ -210,10 +212,6 @@ class Life:
             texts = [file.read_text() for file in sorted((library / package).rglob("*.py"))]
             (self.texts / "python" / f"{package}.txt").write_text("\n<|doc|>\n".join(texts))
         self.flow("flows.retrain", "my.yaml")
-        self.title("Rollback")
-        self.flow(
-            "flows.rollback", "upcycle-nightly", "--because", "answers about asyncio are wrong"
-        )
 
     def domains(self) -> None:
         """One more, and one less."""
@@ -253,7 +251,7 @@ class Life:
         with_server.shutdown()
 
     def put_away(self) -> None:
-        """Tidy and restore."""
+        """Tidy, restore, and a champion that is taken back."""
         self.title("Tidy")
         self.flow("flows.tidy", "my.yaml")
         self.flow("flows.tidy", "my.yaml", "--apply")
@@ -262,6 +260,8 @@ class Life:
         for name in NIGHTS:
             self.flow("flows.restore", f"upcycle-{name}", "champion", "--into", "elsewhere")
         self.show("ls elsewhere elsewhere/nightly elsewhere/nightly/experts")
+        self.title("Rollback")
+        self.flow("flows.rollback", "upcycle-strangers", "--because", "asyncio is answered wrongly")
         self.title("What came of them")
         self.say("Every run of this page that a flow began, in Prefect:")
         self.table({})
@@ -281,7 +281,8 @@ class Life:
 
     def code(self, text: str, language: str = "") -> None:
         """A block as it is."""
-        self.parts.append(f"```{language}\n{text}\n```\n")
+        said = text.replace(str(self.folder), "FOLDER")
+        self.parts.append(f"```{language}\n{said}\n```\n")
         self.write()
 
     def show(self, command: str, shown: str | None = None) -> None:
@@ -363,9 +364,9 @@ class Life:
 
     def printed(self, command: str, output: str) -> None:
         """A command and what it printed, with the home as FOLDER, empty lines left out."""
-        text = output.replace(str(self.folder), "FOLDER").replace(str(ROOT), ".")
-        text = text.replace(sys.executable, ".venv/bin/python")
+        text = output.replace(sys.executable, ".venv/bin/python").replace(f"{ROOT}/", "")
         lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+        lines = [line if len(line) < LONGEST_LINE else f"{line[:100]} ..." for line in lines]
         self.code("\n".join([f"$ {command}", *lines]))
 
     def runs(self) -> dict[str, Mapping[str, Any]]:

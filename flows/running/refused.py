@@ -6,6 +6,8 @@ from typing import ParamSpec, TypeVar
 
 from prefect.states import Failed, State
 
+from flows.running.naming import name_run, title_of_day
+from infra.recipe.schema import Recipe
 from upcycle_core.errors import InputError
 
 Parameters = ParamSpec("Parameters")
@@ -15,7 +17,8 @@ Result = TypeVar("Result")
 def in_a_line(run: Callable[Parameters, Result]) -> Callable[Parameters, Result | State]:
     """The function of a flow or task, whose run fails with the faults of ``InputError`` alone.
 
-    Who asks for the run's result gets the error.
+    Who asks for the run's result gets the error. Where a flow is given its recipe, its run is
+    called by that and the day: it may have failed before it had come to call itself so.
     """
 
     @wraps(run)
@@ -23,6 +26,9 @@ def in_a_line(run: Callable[Parameters, Result]) -> Callable[Parameters, Result 
         try:
             return run(*args, **kwargs)
         except InputError as error:
+            recipe = next(iter([*args, *kwargs.values()]), None)
+            if isinstance(recipe, Recipe):
+                name_run(f"{title_of_day(recipe.name)}: failed", tags=(recipe.name,))
             return Failed(message=str(error), data=error)
 
     return attempt

@@ -1,5 +1,6 @@
 """Who is told that a night has failed, and what happens where nobody can be told."""
 
+import re
 import time
 
 import pytest
@@ -89,7 +90,9 @@ def test_a_night_that_fails_on_the_worker_is_told_though_nobody_answers_at_first
                 while not received:
                     assert time.monotonic() < deadline
                     time.sleep(0.5)
-                assert client.read_flow_run(run.id).state.name == "Failed"
+                ended = client.read_flow_run(run.id)
+                assert ended.state.name == "Failed"
+                assert re.fullmatch(r"pico \d{4}-\d\d-\d\d: failed", ended.name)
                 told = client.read_deployment_by_name("notice/pico-failed-night")
                 runs = [r for r in client.read_flow_runs() if r.deployment_id == told.id]
                 tries = {r.parameters.get("attempt", 1): r.state for r in runs}

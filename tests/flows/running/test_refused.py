@@ -4,15 +4,21 @@ import os
 import re
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_server import prefect_server
 
 ROOT = Path(__file__).resolve().parents[3]
 FLOW = """
 from infra import settings
 settings.configure()
+from pathlib import Path
 from prefect import flow, task
+from infra.recipe.schema import Recipe
+from tasks.recipes import load_recipe
 from flows.running.refused import in_a_line
 from upcycle_core.errors import Fault, InputError
 
@@ -21,11 +27,11 @@ def stage(item):
 
 @flow(name="refusing")
 @in_a_line
-def refusing(item: str):
+def refusing(recipe: Recipe, item: str):
     return task(in_a_line(stage)).submit(item).result()
 
 try:
-    refusing("here")
+    refusing(load_recipe(Path("recipes/demo.yaml")), "here")
 except InputError as error:
     print("told:", error)
 """
@@ -34,10 +40,14 @@ except InputError as error:
 def test_a_run_that_finds_bad_input_fails_in_a_line_each():
     environment = {**os.environ, "PREFECT_API_URL": prefect_server(), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", FLOW], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", FLOW], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     said = done.stdout + done.stderr
     fault = "domains.law = 'here': is empty; give it text"
     assert f"told: {fault}" in said
     assert len(re.findall(rf"Finished in state Failed\(.{fault}", said)) == 2
     assert "Traceback" not in said
+    server = {PREFECT_API_URL: environment["PREFECT_API_URL"]}
+    with temporary_settings(server), get_client(sync_client=True) as client:
+        called = [run.name for run in client.read_flow_runs() if "demo" in run.tags]
+    assert called == [f"demo {date.today().isoformat()}: failed"]
