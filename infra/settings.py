@@ -111,7 +111,8 @@ def configure(environment: MutableMapping[str, str] = os.environ) -> Settings:
         The settings.
 
     Raises:
-        InputError: A port is not a port, the home is a file, or MLflow's address holds a secret.
+        InputError: A port is not a port, the home is a file or a URL, or MLflow's address holds a
+            secret.
     """
     settings = read(environment)
     settings.prefect_home.mkdir(parents=True, exist_ok=True)  # Prefect makes no parents
@@ -229,6 +230,10 @@ def _faults(environment: Mapping[str, str], home: Path) -> list[Fault]:
         remedy = "MLflow repeats it in its errors, which others read; write it without, and give "
         remedy += "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN)"
         faults.append(Fault("MLFLOW_TRACKING_URI", masked(address), remedy))
+    if "://" in (named := environment.get("UPCYCLE_HOME") or ""):
+        remedy = "a URL; name a folder of a file system, with locks and renames (docs/cluster.md). "
+        remedy += "What lies on S3 is the DVC remote: versions.remote"
+        faults.append(Fault("UPCYCLE_HOME", masked(named), remedy))
     if home.exists() and not home.is_dir():
         faults.append(Fault("UPCYCLE_HOME", str(home), "not a folder; name another one"))
     return faults

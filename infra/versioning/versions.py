@@ -5,13 +5,14 @@ the stages and the resolved recipe, its ``dvc.lock`` from what was published.
 """
 
 import configparser
+import importlib.util
 import logging
 import os
 import re
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -25,6 +26,8 @@ from upcycle_core.errors import Fault, InputError
 # read it. So it links what it finds, where the disk can.
 CACHE = {"type": "hardlink, copy"}
 REMOTE = "upcycle"
+PACKAGES = {"s3": ("dvc_s3", ".venv/bin/pip install -c constraints.txt -e '.[s3]'")}
+"""{scheme: what DVC imports for it, and how that is installed}, where it is an extra of ours."""
 LOCK_FAULT = re.compile(r"dvc\.lock' validation failed|unable to read: '[^']*dvc\.lock'")
 """What DVC says of a dvc.lock that is YAML, and nothing that it has written."""
 
@@ -188,6 +191,18 @@ class Versions:
 def remote_of(remote: str, home: Path) -> str:
     """A remote as DVC finds it from any folder; a relative directory is seen from ``home``."""
     return remote if "://" in remote else str((home / Path(remote).expanduser()).resolve())
+
+
+def remote_faults(where: str, remote: str | None) -> Iterator[Fault]:
+    """What keeps DVC from a remote, named at ``where``, whoever answers there.
+
+    It is said before the work whose results the remote is to hold.
+    """
+    scheme, mark, _ = (remote or "").partition("://")
+    package = PACKAGES.get(scheme)
+    if mark and package is not None and importlib.util.find_spec(package[0]) is None:
+        remedy = f"DVC lacks its package for {scheme}://: {package[1]}"
+        yield Fault(where, masked(remote), remedy)
 
 
 def _quoted(place: str) -> str:
