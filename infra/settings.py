@@ -119,7 +119,7 @@ def configure(environment: MutableMapping[str, str] = os.environ) -> Settings:
     for name, value in (DEFAULTS | _derived(settings)).items():
         environment.setdefault(name, value)
     if "DVC_SITE_CACHE_DIR" not in environment:
-        environment["DVC_SITE_CACHE_DIR"] = str(_own_cache(environment, settings))
+        environment["DVC_SITE_CACHE_DIR"] = str(_own_cache(environment, settings.services))
     if settings.prefect_api_url is not None:
         environment["PREFECT_API_URL"] = settings.prefect_api_url
     environment[OWNER] = str(os.getpid())
@@ -154,6 +154,16 @@ def read(environment: Mapping[str, str]) -> Settings:
 def environment_of(settings: Settings, **changes: str) -> dict[str, str]:
     """Return the environment of a program that shares ``settings``, with ``changes``."""
     return {**DEFAULTS, **os.environ, **_derived(settings), **changes}
+
+
+def dvc_environment(workspace: Path) -> dict[str, str]:
+    """Return the environment of DVC in ``workspace``: of a machine of a cluster, which has none of
+    this flow's, with what it remembers of files where nobody else writes.
+    """
+    variables = {**DEFAULTS, **os.environ}
+    if "DVC_SITE_CACHE_DIR" not in variables:
+        variables["DVC_SITE_CACHE_DIR"] = str(_own_cache(variables, workspace.parent / "services"))
+    return variables
 
 
 def program_environment(changes: Mapping[str, str]) -> dict[str, str]:
@@ -200,7 +210,7 @@ def _derived(settings: Settings) -> dict[str, str]:
     }
 
 
-def _own_cache(environment: Mapping[str, str], settings: Settings) -> Path:
+def _own_cache(environment: Mapping[str, str], services: Path) -> Path:
     """Where DVC remembers files, as pickles, for this user alone; in the home if that has no cache.
 
     What DVC makes, there or where it would itself, is open to everybody.
@@ -209,7 +219,7 @@ def _own_cache(environment: Mapping[str, str], settings: Settings) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
-        folder = settings.services / "dvc"
+        folder = services / "dvc"
         folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     return folder

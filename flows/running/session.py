@@ -27,6 +27,7 @@ from flows.running.progress import ProgressArtifacts
 from flows.running.refused import in_a_line
 from flows.running.turn import is_waiting, log, turn
 from infra import settings as environment
+from infra.cluster import calls
 from infra.cluster.compute import check_room, cluster
 from infra.recipe.schema import Recipe, resolve
 from infra.services.processes import end_orphans
@@ -184,6 +185,7 @@ class FlowSession:
     def close(self) -> None:
         """Let go of all threads: of stages still at work, before their Ray ends, and of DVC's."""
         self.stages.stopping.set()
+        calls.end()
         wait([future.wrapped_future for future in self._submitted], STOP_SECONDS)
         self._committer.shutdown(cancel_futures=True)
 

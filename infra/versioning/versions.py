@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from infra.recipe.names import masked
-from infra.versioning.cache import DELETE_LOCK, recorded_outputs, run_dvc
+from infra.versioning.cache import DELETE_LOCK, recorded_outputs, run_dvc, run_near
 from infra.versioning.history import History
 from upcycle_core.errors import Fault, InputError
 
@@ -85,7 +85,7 @@ class Versions:
     def commit(self, stages: Sequence[str]) -> None:
         """Record the published outputs of ``stages`` (``experts@law``) in cache and dvc.lock."""
         if stages:
-            self._dvc("commit", "--force", *stages)
+            self._dvc("commit", "--force", *stages, is_near=True)
 
     def push(self, remote: str) -> None:
         """Send what dvc.lock names to ``remote``, an absolute directory or a URL.
@@ -93,7 +93,9 @@ class Versions:
         What dvc.yaml has ``push: false`` at stays here.
         """
         self._use(remote)
-        self._dvc("push", waits=WAITS if "://" in remote else ())
+        # Who has the keys of a store sends to it; folders are of the storage that all share.
+        is_url = "://" in remote
+        self._dvc("push", waits=WAITS if is_url else (), is_near=not is_url)
 
     def pull(
         self,
@@ -165,10 +167,14 @@ class Versions:
         lock = self.root / "dvc.lock"
         return lock.read_text() if lock.exists() else ""
 
-    def _dvc(self, *arguments: str, waits: Sequence[float] = ()) -> None:
-        """Run DVC; what the network did is tried again after each of ``waits``, in seconds."""
+    def _dvc(self, *arguments: str, waits: Sequence[float] = (), is_near: bool = False) -> None:
+        """Run DVC; what the network did is tried again after each of ``waits``, in seconds.
+
+        On a cluster it runs there if ``is_near``.
+        """
+        call = run_near if is_near else run_dvc
         with self._lock:
-            done = run_dvc(self.root, *arguments)
+            done = call(self.root, *arguments)
             for seconds in waits:
                 if done.returncode == 0 or not NETWORK.search(done.stderr + done.stdout):
                     break
@@ -177,7 +183,7 @@ class Versions:
                     "dvc %s again in %g s, for it failed: %s", arguments[0], seconds, detail
                 )
                 time.sleep(seconds)
-                done = run_dvc(self.root, *arguments)
+                done = call(self.root, *arguments)
         if done.returncode != 0:
             lines = (done.stderr or done.stdout).strip().splitlines()
             detail = masked(" ".join(lines[-6:]))
