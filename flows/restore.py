@@ -29,7 +29,7 @@ from infra.recipe.schema import Recipe
 from infra.settings import Settings, configure
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
-from infra.versioning.versions import Versions, remote_of
+from infra.versioning.versions import Versions, remote_faults, remote_of
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import save
@@ -165,6 +165,7 @@ def _faults(workspace: Workspace, remote: str | None) -> list[Fault]:
         found.append(Fault("remote", None, remedy))
     else:
         found += [*remote_fault("remote", remote), *secret_faults(remote, "remote")]
+        found += remote_faults("remote", remote)
     return found
 
 

@@ -111,14 +111,15 @@ def configure(environment: MutableMapping[str, str] = os.environ) -> Settings:
         The settings.
 
     Raises:
-        InputError: A port is not a port, the home is a file, or MLflow's address holds a secret.
+        InputError: A port is not a port, the home is a file or a URL, or MLflow's address holds a
+            secret.
     """
     settings = read(environment)
     settings.prefect_home.mkdir(parents=True, exist_ok=True)  # Prefect makes no parents
     for name, value in (DEFAULTS | _derived(settings)).items():
         environment.setdefault(name, value)
     if "DVC_SITE_CACHE_DIR" not in environment:
-        environment["DVC_SITE_CACHE_DIR"] = str(_own_cache(environment, settings))
+        environment["DVC_SITE_CACHE_DIR"] = str(_own_cache(environment, settings.services))
     if settings.prefect_api_url is not None:
         environment["PREFECT_API_URL"] = settings.prefect_api_url
     environment[OWNER] = str(os.getpid())
@@ -153,6 +154,16 @@ def read(environment: Mapping[str, str]) -> Settings:
 def environment_of(settings: Settings, **changes: str) -> dict[str, str]:
     """Return the environment of a program that shares ``settings``, with ``changes``."""
     return {**DEFAULTS, **os.environ, **_derived(settings), **changes}
+
+
+def dvc_environment(workspace: Path) -> dict[str, str]:
+    """Return the environment of DVC in ``workspace``: of a machine of a cluster, which has none of
+    this flow's, with what it remembers of files where nobody else writes.
+    """
+    variables = {**DEFAULTS, **os.environ}
+    if "DVC_SITE_CACHE_DIR" not in variables:
+        variables["DVC_SITE_CACHE_DIR"] = str(_own_cache(variables, workspace.parent / "services"))
+    return variables
 
 
 def program_environment(changes: Mapping[str, str]) -> dict[str, str]:
@@ -199,7 +210,7 @@ def _derived(settings: Settings) -> dict[str, str]:
     }
 
 
-def _own_cache(environment: Mapping[str, str], settings: Settings) -> Path:
+def _own_cache(environment: Mapping[str, str], services: Path) -> Path:
     """Where DVC remembers files, as pickles, for this user alone; in the home if that has no cache.
 
     What DVC makes, there or where it would itself, is open to everybody.
@@ -208,7 +219,7 @@ def _own_cache(environment: Mapping[str, str], settings: Settings) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
-        folder = settings.services / "dvc"
+        folder = services / "dvc"
         folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     return folder
@@ -229,6 +240,10 @@ def _faults(environment: Mapping[str, str], home: Path) -> list[Fault]:
         remedy = "MLflow repeats it in its errors, which others read; write it without, and give "
         remedy += "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN)"
         faults.append(Fault("MLFLOW_TRACKING_URI", masked(address), remedy))
+    if "://" in (named := environment.get("UPCYCLE_HOME") or ""):
+        remedy = "a URL; name a folder of a file system, with locks and renames (docs/cluster.md). "
+        remedy += "What lies on S3 is the DVC remote: versions.remote"
+        faults.append(Fault("UPCYCLE_HOME", masked(named), remedy))
     if home.exists() and not home.is_dir():
         faults.append(Fault("UPCYCLE_HOME", str(home), "not a folder; name another one"))
     return faults

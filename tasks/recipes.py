@@ -6,6 +6,7 @@ from pathlib import Path
 
 from infra.recipe import reading
 from infra.recipe.schema import Recipe
+from infra.versioning.versions import remote_faults
 from tasks.checks import faults
 from tasks.methods import METHODS
 from upcycle_core.errors import raise_faults
@@ -38,6 +39,7 @@ def check(recipe: Recipe, models: Path) -> None:
         models: Where models from a hub are kept.
 
     Raises:
-        InputError: With every fault of every text, model and task.
+        InputError: With every fault of every text, model and task, and of the DVC remote.
     """
-    raise_faults(METHODS[recipe.method].outside(recipe, models))
+    outside = METHODS[recipe.method].outside(recipe, models)
+    raise_faults([*outside, *remote_faults("versions.remote", recipe.versions.remote)])

@@ -23,6 +23,7 @@ ALLOWED = {
 }
 ONLY_IN = {
     "ray": {
+        "infra/cluster/answers.py",
         "infra/cluster/compute.py",
         "infra/cluster/distributed.py",
         "infra/cluster/private.py",

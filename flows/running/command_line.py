@@ -6,6 +6,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -112,7 +113,8 @@ def run_flow(
     if settings.ray_address == "local":
         raise_faults(compute_faults(recipe.compute, [machine(recipe.compute.cpus)], only_cpus=True))
     if look is None:
-        check(recipe, settings.home / "models")
+        with _beside_models(recipe, settings, workspace):
+            check(recipe, settings.home / "models")
         say_plan(recipe, settings, print)
     with turn(workspace, "the start of a flow", recipe):
         said = None if look is None else look(recipe, workspace)
@@ -126,6 +128,18 @@ def run_flow(
     if shown is not None:
         print((workspace.root / shown).read_text())
     return result
+
+
+def _beside_models(
+    recipe: Recipe, settings: environment.Settings, workspace: Workspace
+) -> AbstractContextManager[None]:
+    """Where the weights of models that a recipe names are read: on the cluster that is named."""
+    given = [domain.expert or domain.origin for domain in recipe.domains.values()]
+    if settings.ray_address == "local" or not any([*given, recipe.seed_model.model]):
+        return nullcontext()
+    from infra.cluster.compute import cluster  # imports Ray
+
+    return cluster(settings, None, CODE, workspace=workspace.root)
 
 
 def run_apart(flow: str, chosen: argparse.Namespace, recipe: Recipe, seed: int) -> Path:

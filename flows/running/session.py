@@ -27,6 +27,7 @@ from flows.running.progress import ProgressArtifacts
 from flows.running.refused import in_a_line
 from flows.running.turn import is_waiting, log, turn
 from infra import settings as environment
+from infra.cluster import calls
 from infra.cluster.compute import check_room, cluster
 from infra.recipe.schema import Recipe, resolve
 from infra.services.processes import end_orphans
@@ -34,7 +35,7 @@ from infra.settings import Settings
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Run, Tracker
 from infra.versioning.known import Recorded
-from infra.versioning.versions import Versions, code_version, remote_of
+from infra.versioning.versions import Versions, code_version, remote_faults, remote_of
 from tasks.engine.headline import write_headline
 from tasks.engine.reporting import Recorder
 from tasks.engine.sources import CODE
@@ -43,7 +44,7 @@ from tasks.engine.workspace import Workspace
 from tasks.living.lineage import save, with_lineage
 from tasks.pipeline import dvc_yaml, params_yaml
 from tasks.release.register import Registrar
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.errors import Fault, InputError, raise_faults
 
 # A killed flow leaves the Prefect server that it had brought along.
 SERVER = "prefect.server.api.server:create_app"
@@ -184,6 +185,7 @@ class FlowSession:
     def close(self) -> None:
         """Let go of all threads: of stages still at work, before their Ray ends, and of DVC's."""
         self.stages.stopping.set()
+        calls.end()
         wait([future.wrapped_future for future in self._submitted], STOP_SECONDS)
         self._committer.shutdown(cancel_futures=True)
 
@@ -241,8 +243,7 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
         recipe = with_lineage(recipe, workspace)
         if deployment.id is not None:  # a command has said it before there was a run
             say_plan(recipe, settings, log)
-        versions = Versions(workspace.root)
-        prepare(versions, recipe)
+        versions = _versions(recipe, workspace)
         title = title_of_day(recipe.name)
         name_run(title, tags=(recipe.name,))
         tracker, commit = Tracker(settings, f"upcycle-{recipe.name}"), code_version(CODE)
@@ -295,6 +296,14 @@ def _record_history(session: FlowSession, flow_name: str) -> None:
     write_headline(session.recipe, session.workspace)
     if said := session.versions.history.commit(f"{flow_name} {session.recipe.name}"):
         log(f"the workspace's Git history lacks this run: {said}")
+
+
+def _versions(recipe: Recipe, workspace: Workspace) -> Versions:
+    """The workspace's DVC project, with a remote that DVC can speak to."""
+    raise_faults(remote_faults("versions.remote", recipe.versions.remote))
+    versions = Versions(workspace.root)
+    prepare(versions, recipe)
+    return versions
 
 
 def prepare(versions: Versions, recipe: Recipe) -> None:

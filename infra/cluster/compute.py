@@ -22,6 +22,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infra.cluster import sessions
+from infra.cluster.answers import brief, get, loss, loss_named
+from infra.cluster.calls import made_there
 from infra.cluster.capacity import compute_faults, room_faults
 from infra.cluster.pieces import Done, Piece, finish, is_finished, read_done, remove
 from infra.cluster.progress import REPORT_SECONDS, progress_file
@@ -54,12 +56,6 @@ AGAIN: Mapping[str, Any] = {"max_retries": 3, "retry_exceptions": [WorkerLost]}
 LOOPBACK = "127.0.0.1"
 SERVERS = ("gcs_server", "raylet")
 """Names of the processes without which a local Ray computes nothing."""
-LOST = (
-    ray.exceptions.LocalRayletDiedError,
-    ray.exceptions.NodeDiedError,
-    ray.exceptions.RaySystemError,
-    ray.exceptions.RpcError,
-)
 _SERVERS: list[psutil.Process] = []
 
 
@@ -101,7 +97,8 @@ def cluster(
     _connect(settings, code, quiet)
     try:
         _check_machines(settings.ray_address, workspace or settings.home)
-        yield
+        with made_there():
+            yield
     finally:
         ray.shutdown()
 
@@ -157,7 +154,7 @@ def _connect(settings: Settings, code: Path, quiet: Mapping[str, Any]) -> None:
     except (OSError, RuntimeError, ValueError) as error:
         ray.shutdown()
         remedy = (
-            f"no connection ({_brief(error)}); give ray://HOST:10001 from any machine, or "
+            f"no connection ({brief(error)}); give ray://HOST:10001 from any machine, or "
             "HOST:6379 on a machine of that Ray. If it asks for a token: put it into "
             "~/.ray/auth_token and set RAY_AUTH_MODE=token. Unset RAY_ADDRESS to compute here"
         )
@@ -182,7 +179,7 @@ def _check_machines(address: str, folder: Path) -> None:
                 fault = storage_fault(token, node, machines[node], hindrance)
             except ray.exceptions.RayError as error:
                 remedy = (
-                    f"its node {machines[node]} cannot run our code ({_brief(error)}); make the "
+                    f"its node {machines[node]} cannot run our code ({brief(error)}); make the "
                     "environment of this checkout on every machine: make env"
                 )
                 fault = Fault("RAY_ADDRESS", address, remedy)
@@ -199,11 +196,6 @@ def check_room(compute: ComputeConfig) -> None:
     raise_faults(compute_faults(compute, [node["Resources"] for node in _machines()]))
 
 
-def _brief(error: Exception, length: int = 300) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= length else f"{text[: length // 2]} ... {text[-length // 2 :]}"
-
-
 def _ask(node: str) -> Any:
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(look).options(num_cpus=0, scheduling_strategy=there, name="storage")
@@ -211,20 +203,6 @@ def _ask(node: str) -> Any:
 
 def _machines() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
-
-
-@contextmanager
-def _loss_named() -> Iterator[None]:
-    """Say in a line that Ray is gone, whoever notices."""
-    try:
-        yield
-    except LOST as error:
-        raise InputError(_loss(_brief(error))) from None
-
-
-def _loss(what: str) -> Fault:
-    remedy = f"is gone ({what}); what is finished is kept: run the same command again"
-    return Fault("compute", "Ray", remedy)
 
 
 def _check_servers() -> None:
@@ -235,10 +213,10 @@ def _check_servers() -> None:
     """
     for server in _SERVERS:
         if not server.is_running() or server.status() == psutil.STATUS_ZOMBIE:
-            raise InputError(_loss("one of its processes was killed"))
+            raise InputError(loss("one of its processes was killed"))
 
 
-@_loss_named()
+@loss_named()
 def run_pieces(
     pieces: Sequence[Piece],
     *,
@@ -277,7 +255,7 @@ def run_pieces(
             watch()
             _check_servers()
             for reference in ready:
-                _get(reference)
+                get(reference)
             lacking = _lacking(resources, workers)
             if not lacking:
                 had_room = time.monotonic()
@@ -299,13 +277,6 @@ def placements() -> dict[str, list[str]]:
         if event["cat"].startswith("task::"):
             found.setdefault(event["tid"], []).append(event["cat"].removeprefix("task::"))
     return found
-
-
-def _get(reference: ray.ObjectRef) -> None:
-    try:
-        ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, InputError) else error) from None
 
 
 def _lacking(resources: Resources, workers: int) -> list[Fault]:

@@ -13,6 +13,7 @@ from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
+from infra.cluster.calls import near
 from infra.recipe.names import masked
 from infra.settings import Settings
 from infra.tracking.locations import local_folder
@@ -20,13 +21,12 @@ from infra.tracking.private import delete_files
 from infra.tracking.records import Registration, Version, flatten, with_room
 from infra.tracking.runs import METRICS_PER_CALL, PARAM_LENGTH, Run, milliseconds, open_database
 from infra.tracking.served import write_mlmodel
-from upcycle_core.checkpoints.copy import copy_file, link_file
+from upcycle_core.checkpoints.copy import place_files
 from upcycle_core.checkpoints.place import make_once
 from upcycle_core.errors import Fault, InputError
 
 MODEL_SCHEME = "models:/"
 PROVENANCE_FOLDER = "upcycle"
-WEIGHTS = ".safetensors"
 ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """What MLflow says of a model and of an alias that is not there."""
 DESCRIPTION = """`champion` is the version to use, `challenger` the newest one. Each says what
@@ -203,7 +203,7 @@ class Registry:
         place = self.place(reference)
         if place is None or destination.exists():
             return self.download(reference, destination)
-        _place_files(place, destination)
+        place_files(place, destination)
         return destination
 
     def fetch(self, reference: str, cache: Path) -> Path:
@@ -325,7 +325,11 @@ class Registry:
         if place is None:
             self._client.log_model_artifacts(model_id, str(directory))
             return
-        _place_files(directory, place)
+        is_shared = place.is_relative_to(self._settings.home)  # by all machines of a cluster
+        if is_shared:
+            near(place_files, directory, place)
+        else:
+            place_files(directory, place)
 
     def _version(self, found: ModelVersion) -> Version:
         # A search does not return the aliases.
@@ -350,14 +354,6 @@ class Registry:
         if not source.startswith(MODEL_SCHEME):
             return None
         return self._client.get_logged_model(source.removeprefix(MODEL_SCHEME))
-
-
-def _place_files(directory: Path, place: Path) -> None:
-    """Copy all files of a directory; weights, which nobody writes to, by a link if that can be."""
-    for file in sorted(file for file in directory.rglob("*") if not file.is_dir()):
-        target = place / file.relative_to(directory)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (link_file if file.suffix == WEIGHTS else copy_file)(file, target)
 
 
 def _take_checkpoint(registry: Registry, reference: str, out: Path) -> None:

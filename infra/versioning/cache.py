@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from infra.cluster.calls import near, run_program
+from infra.settings import dvc_environment
 from upcycle_core.errors import Fault, InputError
 
 Output = Mapping[str, Any]
@@ -129,4 +131,9 @@ def run_dvc(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dvc", *arguments]
     if arguments[0] == "commit":
         command[1:3] = ["-P", str(COMMIT)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return run_program(command, folder=folder, environment=dvc_environment(folder))
+
+
+def run_near(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run DVC as ``run_dvc`` does, on a machine of the cluster where the flow has one."""
+    return near(run_dvc, folder, *arguments)

@@ -5,19 +5,20 @@ the stages and the resolved recipe, its ``dvc.lock`` from what was published.
 """
 
 import configparser
+import importlib.util
 import logging
 import os
 import re
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
 from infra.recipe.names import masked
-from infra.versioning.cache import DELETE_LOCK, recorded_outputs, run_dvc
+from infra.versioning.cache import DELETE_LOCK, recorded_outputs, run_dvc, run_near
 from infra.versioning.history import History
 from upcycle_core.errors import Fault, InputError
 
@@ -25,6 +26,8 @@ from upcycle_core.errors import Fault, InputError
 # read it. So it links what it finds, where the disk can.
 CACHE = {"type": "hardlink, copy"}
 REMOTE = "upcycle"
+PACKAGES = {"s3": ("dvc_s3", ".venv/bin/pip install -c constraints.txt -e '.[s3]'")}
+"""{scheme: what DVC imports for it, and how that is installed}, where it is an extra of ours."""
 LOCK_FAULT = re.compile(r"dvc\.lock' validation failed|unable to read: '[^']*dvc\.lock'")
 """What DVC says of a dvc.lock that is YAML, and nothing that it has written."""
 
@@ -82,7 +85,7 @@ class Versions:
     def commit(self, stages: Sequence[str]) -> None:
         """Record the published outputs of ``stages`` (``experts@law``) in cache and dvc.lock."""
         if stages:
-            self._dvc("commit", "--force", *stages)
+            self._dvc("commit", "--force", *stages, is_near=True)
 
     def push(self, remote: str) -> None:
         """Send what dvc.lock names to ``remote``, an absolute directory or a URL.
@@ -90,7 +93,9 @@ class Versions:
         What dvc.yaml has ``push: false`` at stays here.
         """
         self._use(remote)
-        self._dvc("push", waits=WAITS if "://" in remote else ())
+        # Who has the keys of a store sends to it; folders are of the storage that all share.
+        is_url = "://" in remote
+        self._dvc("push", waits=WAITS if is_url else (), is_near=not is_url)
 
     def pull(
         self,
@@ -162,10 +167,14 @@ class Versions:
         lock = self.root / "dvc.lock"
         return lock.read_text() if lock.exists() else ""
 
-    def _dvc(self, *arguments: str, waits: Sequence[float] = ()) -> None:
-        """Run DVC; what the network did is tried again after each of ``waits``, in seconds."""
+    def _dvc(self, *arguments: str, waits: Sequence[float] = (), is_near: bool = False) -> None:
+        """Run DVC; what the network did is tried again after each of ``waits``, in seconds.
+
+        On a cluster it runs there if ``is_near``.
+        """
+        call = run_near if is_near else run_dvc
         with self._lock:
-            done = run_dvc(self.root, *arguments)
+            done = call(self.root, *arguments)
             for seconds in waits:
                 if done.returncode == 0 or not NETWORK.search(done.stderr + done.stdout):
                     break
@@ -174,7 +183,7 @@ class Versions:
                     "dvc %s again in %g s, for it failed: %s", arguments[0], seconds, detail
                 )
                 time.sleep(seconds)
-                done = run_dvc(self.root, *arguments)
+                done = call(self.root, *arguments)
         if done.returncode != 0:
             lines = (done.stderr or done.stdout).strip().splitlines()
             detail = masked(" ".join(lines[-6:]))
@@ -188,6 +197,18 @@ class Versions:
 def remote_of(remote: str, home: Path) -> str:
     """A remote as DVC finds it from any folder; a relative directory is seen from ``home``."""
     return remote if "://" in remote else str((home / Path(remote).expanduser()).resolve())
+
+
+def remote_faults(where: str, remote: str | None) -> Iterator[Fault]:
+    """What keeps DVC from a remote, named at ``where``, whoever answers there.
+
+    It is said before the work whose results the remote is to hold.
+    """
+    scheme, mark, _ = (remote or "").partition("://")
+    package = PACKAGES.get(scheme)
+    if mark and package is not None and importlib.util.find_spec(package[0]) is None:
+        remedy = f"DVC lacks its package for {scheme}://: {package[1]}"
+        yield Fault(where, masked(remote), remedy)
 
 
 def _quoted(place: str) -> str:

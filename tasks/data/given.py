@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from infra import settings as environment
+from infra.cluster.calls import near
 from infra.recipe.schema import Recipe
 from tasks.engine.stage_run import StageRun
 from upcycle_core.backbone.form import changes
@@ -15,7 +16,7 @@ REGISTERED = "models:/"
 
 def known_files(recipe: Recipe, cache: Path) -> KnownFiles:
     """What is remembered of files, beside the models that are kept in ``cache``."""
-    return KnownFiles(cache / FILE, verify=recipe.verify)
+    return KnownFiles(cache / FILE, verify=recipe.verify, near=near)
 
 
 def given_model(recipe: Recipe, reference: str, cache: Path) -> Path:

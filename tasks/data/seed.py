@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from infra.cluster.calls import near
 from infra.recipe.schema import Recipe
 from tasks.data.given import given_model
 from tasks.engine.artifacts import FORMS, SEED, TOKENS
@@ -37,7 +38,8 @@ def seed(run: StageRun) -> None:
     """Write the seed checkpoint."""
     recipe = run.recipe
     if recipe.seed_model.model is not None:
-        write_in_form(
+        near(
+            write_in_form,
             given_model(recipe, recipe.seed_model.model, run.models),
             Form.load(run.path(f"sources/{FORMS}/{SEED}")),
             run.out,

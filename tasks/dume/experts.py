@@ -1,5 +1,6 @@
 """Stage ``experts``: one expert a domain, trained from the seed, continued, or given."""
 
+from infra.cluster.calls import near
 from infra.recipe.schema import Recipe
 from tasks.data.asked import say_lacking
 from tasks.data.given import given_model
@@ -26,7 +27,8 @@ def experts(run: StageRun) -> None:
     recipe = run.recipe
     given = recipe.domains[run.domain].expert
     if given is not None:
-        write_in_form(
+        near(
+            write_in_form,
             given_model(recipe, given, run.models),
             Form.load(run.path(f"sources/{FORMS}/{run.domain}")),
             run.out,
@@ -69,4 +71,4 @@ def parents(run: StageRun) -> None:
         remedy += "it back (dvc pull --force, or flows.restore), or build all anew: flows.dume "
         remedy += "--rebuild"
         raise InputError(Fault(f"lineage.parents.{domain}", named, remedy))
-    copy_checkpoint(workspace.path(expert), run.out)
+    near(copy_checkpoint, workspace.path(expert), run.out)

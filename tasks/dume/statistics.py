@@ -1,6 +1,6 @@
 """Stage ``statistics``: (A_d, s_d, n_d) of one domain, in pieces of (text, shard)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tasks.engine.stage import StageRun, stage
 from tasks.scoring.room import room_of, statistics_folder
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.dume.statistics import domain_statistics, merge_statistics
+from upcycle_core.progress import Progress
 
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
@@ -74,7 +75,18 @@ def in_shards(
         for shard in range(config.shards)
     ]
     done = run.run(pieces, "statistics")
-    merged = {name: run.pieces_directory / f"{name}.merged" for name in texts}
-    for name, file in merged.items():
-        merge_statistics([done[f"{name}-{n}"].path for n in range(config.shards)], file)
-    return merged
+    sums = {
+        name: Piece.of(
+            f"{name}-merged",
+            merge_piece,
+            shards=[done[f"{name}-{shard}"].path for shard in range(config.shards)],
+        )
+        for name in texts
+    }
+    merged = run.run(list(sums.values()), "statistics", uses_gpu=False)
+    return {name: merged[piece.name].path for name, piece in sums.items()}
+
+
+def merge_piece(*, out: Path, progress: Progress, shards: Sequence[Path]) -> None:
+    """The piece: the sum of a text's shards, in their order."""
+    merge_statistics(shards, out)

@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from infra.cluster.calls import near
 from infra.cluster.pieces import remove
 from infra.durable import sync, sync_tree, write_atomically
 from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
@@ -48,7 +50,7 @@ class Workspace:
         self.root = root.resolve()
         self.staging = self.root / ".staging"
         self.pieces = self.root / ".pieces"
-        self.known = KnownFiles(self.models / FILE)
+        self.known = KnownFiles(self.models / FILE, near=near)
 
     @property
     def models(self) -> Path:
@@ -115,10 +117,11 @@ class Workspace:
         remove(old)
 
     def stage(self, artifact: str) -> Path:
-        """An empty directory to make ``artifact`` in."""
-        staged = self.staging / _flat(artifact)
-        if staged.exists():
-            shutil.rmtree(staged)
+        """An empty directory to make ``artifact`` in.
+
+        Nobody had it before: what a killed flow sent to a cluster may still write into its own.
+        """
+        staged = self.staging / f"{_flat(artifact)}.{secrets.token_hex(4)}"
         staged.mkdir(parents=True)
         return staged
 

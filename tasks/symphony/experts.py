@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from infra.cluster.calls import near
 from infra.recipe.schema import Recipe
 from tasks.data.given import given_model
 from tasks.engine.artifacts import FORMS
@@ -71,7 +72,8 @@ def experts(run: StageRun) -> None:
         form = Form.load(run.path(f"sources/{FORMS}/{run.domain}"))
         start = run.out if domain.expert is not None else _fresh(run.out, ".start")
         size = recipe.moe.max_shard_bytes
-        write_in_form(given_model(recipe, given, run.models), form, start, max_shard_bytes=size)
+        model = given_model(recipe, given, run.models)
+        near(write_in_form, model, form, start, max_shard_bytes=size)
     if domain.expert is not None:
         return
     shares, shares_words = mixture(recipe, run.domain), run.domain in sharing(recipe)

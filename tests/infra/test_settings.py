@@ -101,6 +101,14 @@ def test_a_relative_home_is_seen_from_where_the_command_runs(tmp_path, monkeypat
     assert settings.read({"UPCYCLE_HOME": "here"}).home == tmp_path / "here"
 
 
+def test_a_home_on_s3_is_refused_and_told_what_can_lie_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"= 's3://me:\*\*\*@bucket/home': a URL") as error:
+        settings.configure({"UPCYCLE_HOME": "s3://me:Pl4nted@bucket/home"})
+    assert "versions.remote" in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
 def test_our_own_prefect_server_is_used_while_it_lives(tmp_path):
     environment = {"UPCYCLE_HOME": str(tmp_path), "PREFECT_API_URL": "http://prefect:4200/api"}
     place = settings.read(environment)

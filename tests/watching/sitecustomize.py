@@ -4,6 +4,8 @@ Python imports this module by itself, in Ray's workers and DVC's stages too, so 
 counted are calls and not lines of a log.
 
 ``UPCYCLE_TEST_CALLS``: file that each watched call adds its name to.
+``UPCYCLE_TEST_READS``: file that each look into weights adds a line to: the process's program, the
+file of weights, and how it was read; headers are none.
 ``UPCYCLE_TEST_PAUSE``: ``WHAT:N`` stops a piece for good once its progress on WHAT passes N; the
 file ``UPCYCLE_TEST_CALLS.paused`` then appears.
 """
@@ -93,5 +95,46 @@ class Watcher(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.FileProgress.advance = pausing(module.FileProgress.advance)
 
 
+def note(path, how):
+    with open(os.environ["UPCYCLE_TEST_READS"], "a") as file:
+        file.write(f"{os.path.basename(sys.argv[0])} {path} {how}\n")
+
+
+def noting(event, args):
+    """Files that Python opens for reading: to hash, scan or copy them."""
+    if event == "open" and isinstance(args[0], (str, os.PathLike)):
+        path, mode = os.fspath(args[0]), args[1]
+        is_weights = str(path).endswith(".safetensors") or "/files/md5/" in str(path)
+        if is_weights and mode is not None and "r" in mode:
+            note(path, "opened")
+
+
+class NotedTensors:
+    """``safetensors.safe_open``, whose code is not Python's: it maps files."""
+
+    def __init__(self, path, *args, **settings):
+        self.path, self.file = path, NotedTensors.real(path, *args, **settings)
+
+    def __enter__(self):
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self.file.__exit__(*error)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def get_tensor(self, name):
+        note(self.path, f"tensor {name}")
+        return self.file.get_tensor(name)
+
+
+if "UPCYCLE_TEST_READS" in os.environ:
+    import safetensors
+
+    NotedTensors.real = safetensors.safe_open
+    safetensors.safe_open = NotedTensors
+    sys.addaudithook(noting)
 if "UPCYCLE_TEST_CALLS" in os.environ:
     sys.meta_path.insert(0, Watcher())

@@ -36,13 +36,26 @@ class KnownFiles:
         path: Its file, of SQLite; None remembers nothing. One that fails is not asked again.
         verify: ``changed`` believes it of files that look unchanged; ``always`` reads every file
             each time: for storage that lies about times, or to find bits that a disk flipped.
+        near: Calls a module-level function that reads a file of ``SMALLEST`` bytes or more with
+            what it is given, on a machine nearer to it than this one; here by default.
     """
 
-    def __init__(self, path: Path | None, *, verify: Verify = "changed") -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        verify: Verify = "changed",
+        near: Callable[..., Any] | None = None,
+    ) -> None:
         self.path, self.verify = path, verify
+        self._near = near
+
+    def near(self, function: Callable[..., Any], /, *args: Any) -> Any:
+        """What a module-level ``function`` makes of files, called where they are read."""
+        return function(*args) if self._near is None else self._near(function, *args)
 
     def sha256(
-        self, file: Path, *, own: bool = False, read: Callable[[BufferedReader], str] | None = None
+        self, file: Path, *, own: bool = False, read: Callable[[], str] | None = None
     ) -> str:
         """Return the hexadecimal sha256 of a file's content.
 
@@ -52,18 +65,22 @@ class KnownFiles:
                 remembered at once where the file system keeps fine times.
             read: Reads a file that is not known, and returns its sha256.
         """
-        with file.open("rb") as opened:
-            status, began = os.fstat(opened.fileno()), time.time_ns()
-            known = self._recalled(status)
-            if known is not None:
-                return known
-            digest = (read or _sha256)(opened)
-            settled = max(status.st_mtime_ns, status.st_ctime_ns) + SETTLED_NS < began
-            if settled or (own and status.st_mtime_ns % SECOND_NS != 0):
-                self._remember(status, digest)
-            elif status.st_size >= SMALLEST:
-                self._asked("DELETE FROM known WHERE key = ?", _key(status))
+        status, began = file.stat(), time.time_ns()
+        known = self._recalled(status)
+        if known is not None:
+            return known
+        digest = read() if read else self._digest(file, status.st_size)
+        settled = max(status.st_mtime_ns, status.st_ctime_ns) + SETTLED_NS < began
+        now = _status(file)
+        is_same = now is not None and _mark(now) == _mark(status)
+        if is_same and (settled or (own and status.st_mtime_ns % SECOND_NS != 0)):
+            self._remember(status, digest)
+        elif status.st_size >= SMALLEST:
+            self._asked("DELETE FROM known WHERE key = ?", _key(status))
         return digest
+
+    def _digest(self, file: Path, size: int) -> str:
+        return self.near(_sha256_of, file) if size >= SMALLEST else _sha256_of(file)
 
     def fact(self, name: str, digests: Sequence[Any], find: Callable[[], Any]) -> Any:
         """What ``find`` finds in files of these hashes; asked once for the same ones.
@@ -135,6 +152,11 @@ class KnownFiles:
                 with suppress(OSError):
                     damaged.unlink(missing_ok=True)
             return None
+
+
+def _sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return _sha256(file)
 
 
 def _sha256(file: BufferedReader) -> str:

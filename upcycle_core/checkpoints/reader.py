@@ -140,14 +140,8 @@ class CheckpointReader:
         known, content = self._known or KnownFiles(None), {}
         for file in self._files:
             path, scanned = self.directory / file, list[list[str]]()
-
-            def read(opened: BufferedReader, scanned: list[list[str]] = scanned) -> str:
-                digest = hashlib.sha256()
-                scanned.append(_scan(opened, digest.update))
-                return digest.hexdigest()
-
-            digest = known.sha256(path, read=read)
-            find = partial(_non_finite_in, path, scanned)
+            digest = known.sha256(path, read=partial(_read, known, path, scanned))
+            find = partial(known.near, _non_finite_in, path, scanned)
             content[file] = digest, known.fact("not finite", [digest], find)
         return content
 
@@ -177,6 +171,21 @@ def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     flat = tensor.reshape(-1)
     for start in range(0, flat.numel(), CHUNK):
         yield flat[start : start + CHUNK]
+
+
+def _read(known: KnownFiles, path: Path, scanned: list[list[str]]) -> str:
+    """The sha256 of a file; what else is found on the way is added to ``scanned``."""
+    digest, names = known.near(_hashed_and_scanned, path)
+    scanned.append(names)
+    return digest
+
+
+def _hashed_and_scanned(path: Path) -> tuple[str, list[str]]:
+    """The sha256 of a safetensors file, and what ``_scan`` finds in it, of one pass."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        names = _scan(file, digest.update)
+    return digest.hexdigest(), names
 
 
 def _non_finite_in(path: Path, scanned: Sequence[list[str]] = ()) -> list[str]:

@@ -319,7 +319,14 @@ class OnCluster(Project):
     address = "local"
 
     def environment(self, **more):
-        return super().environment(RAY_ADDRESS=self.address, **ACCESS, **more)
+        own = {"UPCYCLE_TEST_READS": str(self.home.with_name("reads")), **ACCESS, **more}
+        return super().environment(RAY_ADDRESS=self.address, **own)
+
+    def reads(self):
+        """What flows and the commands that they ran have read of weights, here and not on Ray."""
+        file = self.home.with_name("reads")
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [line for line in lines if "/router.safetensors " not in line]  # small; for pages
 
 
 @pytest.mark.faults
@@ -334,6 +341,9 @@ def test_the_same_flow_makes_the_same_files_on_it(head, tmp_path):
         project.flow()
         digests.append(project.digests())
         calls.append(project.calls()["domain_statistics"])
+        # Hashed, summed, recorded by DVC and pushed on the cluster; a local Ray is this machine.
+        reads = project.reads()
+        assert bool(reads) == (address == "local"), "\n".join(reads)
     assert digests[0] == digests[1] == digests[2]
     # Only a local Ray has the flow's environment, and so the watcher that counts.
     assert calls == [0, 0, 4]

@@ -41,9 +41,9 @@ class Place:
         self.memory = folder / "memory" / "known.sqlite"
         self.reads = 0
 
-    def read(self, opened):
+    def read(self):
         self.reads += 1
-        return hashlib.sha256(opened.read()).hexdigest()
+        return hashlib.sha256(self.file.read_bytes()).hexdigest()
 
     def sha256(self, **how):
         verify = how.pop("verify", "changed")
@@ -127,8 +127,8 @@ def test_where_times_are_whole_seconds_nothing_new_is_remembered(place, monkeypa
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_remembered(place):
-    def read(opened):
-        digest = hashlib.sha256(opened.read()).hexdigest()
+    def read():
+        digest = hashlib.sha256(place.file.read_bytes()).hexdigest()
         place.flip(as_before=False)
         return digest
 
@@ -236,7 +236,7 @@ def test_processes_share_a_memory(tmp_path):
     assert [process.wait(60) for process in running] == [0, 0, 0]
     right = tree_digest(tmp_path / "files")
 
-    def never(opened):
+    def never():
         raise AssertionError("was not remembered")
 
     known = KnownFiles(tmp_path / "memory")

@@ -1,0 +1,86 @@
+"""Calls that read or write what is large: made on a cluster, beside its storage, or else here.
+
+The flow may be a laptop that reaches the storage over a network. A local Ray computes on the flow's
+own machine: there nothing is nearer, and a call would only start a process.
+"""
+
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any, ParamSpec, TypeVar
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+WAIT_SECONDS = 0.5
+_on_cluster, _ended = Event(), Event()
+
+
+@contextmanager
+def made_there() -> Iterator[None]:
+    """Make calls on the cluster that this process is connected to, until the block ends."""
+    _ended.clear()
+    _on_cluster.set()
+    try:
+        yield
+    finally:
+        _on_cluster.clear()
+
+
+def end() -> None:
+    """Give up the calls that are waited for, and make no more in this ``made_there``."""
+    if _on_cluster.is_set():
+        _ended.set()
+
+
+def near(
+    function: Callable[Parameters, Result], /, *args: Parameters.args, **kwargs: Parameters.kwargs
+) -> Result:
+    """Call ``function`` where the files lie that it is given.
+
+    Args:
+        function: Module-level, of ours; what it is given and returns is small.
+        *args: Its arguments; paths on the storage that all machines share.
+        **kwargs: The same.
+
+    Returns:
+        What it returns.
+
+    Raises:
+        InputError: Raised by it, or Ray is gone.
+        KeyboardInterrupt: The flow ends, see ``end``.
+    """
+    if not _on_cluster.is_set():
+        return function(*args, **kwargs)
+    from infra.cluster.answers import call  # imports Ray; who is refused does without
+
+    return call(function, args, kwargs, given_up=_ended.is_set)
+
+
+def run_program(
+    command: Sequence[str], *, folder: Path, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, or to that of the call that it is run in.
+
+    Args:
+        command: The program and its arguments.
+        folder: Where it runs.
+        environment: All of its environment.
+
+    Returns:
+        With what it wrote.
+    """
+    variables = dict(environment)
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=folder, env=variables, **pipes) as program:
+        try:
+            while True:
+                try:
+                    said = program.communicate(timeout=WAIT_SECONDS)
+                    return subprocess.CompletedProcess(command, program.returncode, *said)
+                except subprocess.TimeoutExpired:
+                    pass  # Ray ends a call between two steps of Python, and within none
+        except BaseException:
+            program.kill()
+            raise
