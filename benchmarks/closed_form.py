@@ -27,6 +27,9 @@ FITTED = (*FULL, "backbone.merge.head=fitted")
 FFNS = ("experts.training.method=ffn",)
 """Experts that share a frozen backbone, as FlexOlmo's and BAR's do: nothing is averaged."""
 ROUTED = "experts.repair_tokens=routed"
+PRINTED = "moe.normalise_top_k=false"
+"""DUME's equation 4 as printed: a token's weights do not sum to one. Not of a Llama (``--set
+seed_model.shape.family=qwen2``)."""
 ROWS: Mapping[str, tuple[str, ...]] = {
     "average": (),
     "counts": COUNTS,
@@ -49,6 +52,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "fitted head, as solved, x 8, sequential": (*FITTED, *SOLVED, "router.solve=sequential"),
     "fitted head, as solved, x 8, routed": (*FITTED, *SOLVED, ROUTED),
     "counts+repair, rows of means": (*FULL, "router.rows=means"),
+    "fitted head, as solved, x 8, equation 4": (*FITTED, *SOLVED, PRINTED),
     "FFNs alone": FFNS,
     "FFNs alone, rows of means": (*FFNS, "router.rows=means"),
 }
