@@ -136,6 +136,7 @@ def test_what_three_models_cost_is_what_the_code_makes():
         "statistics |": [experts * sums],
         "MoE (18.5 billion": [2 * moe],
         "the workspace, sum": [made],
+        "DVC remote": [made - 2 * moe],
         "one shard of statistics": [2 * headless + sums + index, 4 * headless + sums + index],
         "adding up the shards": [sums / layers] * 2,
         "evaluating the MoE": [2 * moe, 4 * moe],
@@ -152,8 +153,10 @@ def test_what_three_models_cost_is_what_the_code_makes():
         printed = re.findall(r"([\d.]+) GB", row)
         assert printed == [f"{size / gigabyte:.1f}" for size in sizes]
     readme = (ROOT / "README.md").read_text()
-    total, one = 2 * made / gigabyte, made / gigabyte
-    assert f"{total:.0f} GB: workspace {one:.0f}, DVC remote {one:.0f}" in readme
+    one, remote = made / gigabyte, (made - 2 * moe) / gigabyte
+    total = f"{one + remote:.0f} GB: workspace {one:.0f}, DVC remote {remote:.0f}"
+    assert total in readme
+    assert f"Together {one + remote:.0f} GB beside the given models" in text
     assert f"an older version {2 * moe / gigabyte:.0f} more" in readme
 
 
