@@ -86,8 +86,9 @@ def test_what_a_lost_lock_named_is_recorded_again(tmp_path):
     recipe = replace(recipe, versions=replace(recipe.versions, remote=None))
     workspace, versions = Workspace(tmp_path), Remembering(tmp_path)
     for name in ("tokenizer", "seed"):
-        (workspace.stage(name) / "file").write_text(name)
-        workspace.publish(workspace.staging / name, name, {})
+        staged = workspace.stage(name)
+        (staged / "file").write_text(name)
+        workspace.publish(staged, name, {})
 
     def commits():
         stages = Session(recipe, workspace, log=print)
