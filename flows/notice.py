@@ -27,6 +27,7 @@ from prefect.states import Completed, Failed, Scheduled, State
 
 from flows.running.arguments import parser_of
 from flows.running.command_line import command, reach_server
+from flows.running.naming import name_run
 from flows.running.refused import in_a_line
 from infra.recipe.names import masked
 from infra.settings import configure
@@ -60,6 +61,7 @@ def notice(run: str, block: str, attempt: int = 1) -> State:
     """
     with get_client(sync_client=True) as client:
         failed = client.read_flow_run(UUID(run.removeprefix(RUN)))
+        name_run(f"notice of {failed.name}")
         try:
             deliver(block, *wording(failed))
         except Exception as error:  # of any kind: an address may be wrong in many ways

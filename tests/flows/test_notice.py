@@ -96,6 +96,7 @@ def test_a_night_that_fails_on_the_worker_is_told_though_nobody_answers_at_first
                 told = client.read_deployment_by_name("notice/pico-failed-night")
                 runs = [r for r in client.read_flow_runs() if r.deployment_id == told.id]
                 tries = {r.parameters.get("attempt", 1): r.state for r in runs}
+                assert f"notice of {ended.name}" in {r.name for r in runs}
     assert received[0]["subject"] == "pico: the night ended as Failed"
     assert "holds no model; run flows.dume" in received[0]["text"]
     assert tries[1].name == "Not delivered yet"
