@@ -27,6 +27,8 @@ from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
 from tests.upcycle_core.evaluation.tasks.addition import save_adder
 from tests.upcycle_core.simoe.grown import grow
+from upcycle_core.ders.compress import compress
+from upcycle_core.ders.config import CodecConfig
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.moe.random import random_routers
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
@@ -34,6 +36,7 @@ from upcycle_core.simoe.prune import save_pruned
 from upcycle_core.simoe.upcycle import upcycle_in_memory
 
 QUESTIONS = ["12+34=", "5+5="]
+KINDS = ["moe", "simoe", pytest.param("ders", marks=pytest.mark.faults)]
 ELSEWHERE = """
 import json, sys
 sys.modules["upcycle_core"] = sys.modules["infra"] = sys.modules["tasks"] = None
@@ -77,12 +80,15 @@ def registered(place, tmp_path_factory):
     )
     network = upcycle_in_memory(dense, SimoeUpcyclingConfig(experts=3), seed=1)
     save_pruned(grow(network), dense, folder / "simoe")
+    codec = CodecConfig(codec="quantised", bits=4)
+    compress(folder / "moe", folder / "ders", base=None, config=codec, minimum_cosine=-1)
     tracker, registry = Tracker(place, "flows"), Registry(place)
-    for name in ("moe", "simoe"):
+    kinds = ("moe", "simoe", "ders")
+    for name in kinds:
         with tracker.start_run(name) as run:
             version = registry.register(name, folder / name, Registration(), run=run)
         registry.set_alias(version, "champion")
-    return {name: folder / name for name in ("moe", "simoe")}
+    return {name: folder / name for name in kinds}
 
 
 def continued(directory, question, tokens=5):
@@ -121,7 +127,7 @@ def test_another_machine_sees_no_file_of_the_home(elsewhere, moved):
         elsewhere.run("-c", f"open({str(moved.mlflow_artifacts.parent / 'home-id')!r})")
 
 
-@pytest.mark.parametrize("kind", ["moe", "simoe"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_mlflow_loads_and_asks_it_where_nothing_of_ours_is(elsewhere, registered, kind):
     said = elsewhere.run("-c", ELSEWHERE, f"models:/{kind}@champion", json.dumps(QUESTIONS))
     said, warm, again = json.loads(said.splitlines()[-1])
@@ -138,7 +144,7 @@ def test_its_page_says_how_it_is_asked(moved, registered):
     assert set(info.flavors) == {"python_function", "transformers"}
 
 
-@pytest.mark.parametrize("kind", ["moe", "simoe"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_its_flavour_of_transformers_loads_too(elsewhere, registered, kind):
     said = elsewhere.run("-c", FLAVOUR, f"models:/{kind}@champion", json.dumps(QUESTIONS))
     expected = [continued(registered[kind], question) for question in QUESTIONS]
