@@ -162,6 +162,11 @@ def test_rounding_grows_with_the_layers_and_adds_up(moe, tmp_path):
     model.precision = "bf16"
     assert tolerance_of("bf16", model) == pytest.approx(0.6)
     assert tolerance_of("F16", model) == pytest.approx(0.75)
+    assert tolerance_of("Q8_0", model) == pytest.approx(0.9 + 0.6)
+    model.precision = "fp32"
+    assert tolerance_of("Q8_0", model) == pytest.approx(0.9)
+    model.checkpoint.config["num_hidden_layers"] = 4
+    assert tolerance_of("Q8_0", model) == 0.7
 
 
 def test_texts_are_held_against_ours(moe, tmp_path):
