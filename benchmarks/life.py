@@ -201,11 +201,11 @@ class Life(Page):
         """A night that fails, and its notice."""
         self.title("A night that fails, and its notice")
         received: list[Any] = []
-        with_server = _catcher(received)
+        catcher = _catcher(received)
         block = (
             "from infra import settings; settings.configure(); "
             "from prefect.blocks.webhook import Webhook; "
-            f"Webhook(url='http://127.0.0.1:{with_server.server_port}/hook').save('on-call')"
+            f"Webhook(url='http://127.0.0.1:{catcher.server_port}/hook').save('on-call')"
         )
         self.quietly_python(block)
         self.say(
@@ -221,7 +221,7 @@ class Life(Page):
         self.say("What the webhook got:")
         self.code(json.dumps(received[0], indent=1), "json")
         self.show("mv texts/elsewhere texts/heldout", "")
-        with_server.shutdown()
+        catcher.shutdown()
 
     def put_away(self) -> None:
         """Tidy, restore, and a champion that is taken back."""

@@ -92,7 +92,7 @@ def _bring(
     registry, recipe = Registry(settings), session.recipe
     lock, stages = registry.text(version, "dvc.lock") or "", stages_of(recipe)
     outs = {s.label(item): s.artifact(item) for s in stages for item in s.items(recipe)}
-    parted = {s.label(""): s for s in stages if s.parts and s.items(recipe)}
+    parted = {s.label(""): s for s in stages if s.in_parts and s.items(recipe)}
     versions.pull(lock, remote, outs, only=outs.keys() - parted.keys())
     for label, stage in parted.items():
         recover(
@@ -187,7 +187,10 @@ def _check(recipe: Recipe, workspace: Workspace, version: Version) -> int:
     model = "compression/model" if COMPRESSED_TAG in version.tags else "model"
     tag = version.tags.get(MODEL_TAG)
     if tag is not None and not workspace.has_digest(model, tag):
-        faults.append(Fault("remote", "model", f"is not the model of {version.reference}"))
+        commit = version.tags.get(COMMIT_TAG, "unknown")
+        remedy = f"is not the model of {version.reference}: the remote is damaged, or other code "
+        remedy += f"has put it together; check out Git commit {commit} and restore again"
+        faults.append(Fault("remote", "model", remedy))
     raise_faults(faults)
     return len(needed)
 

@@ -111,7 +111,7 @@ def _command(stage: Stage, recipe: Recipe, key: str) -> dict[str, Any]:
             *(f"${{code}}/{source}" for source in stage.sources),
         ],
         "params": [*stage.keys(recipe, key), "packages"],
-        "outs": [{stage.artifact(key): {"push": False}} if stage.parts else stage.artifact(key)],
+        "outs": [{stage.artifact(key): {"push": False}} if stage.in_parts else stage.artifact(key)],
     }
     if stage.always:
         entry["always_changed"] = True

@@ -14,7 +14,7 @@ from upcycle_core.moe.assemble import assemble
     "model",
     lambda recipe, domain: [*all_experts(recipe), "backbone", "router"],
     params=lambda recipe, item: dume_keys(recipe),
-    parts=True,
+    in_parts=True,
 )
 def model(run: StageRun) -> None:
     """Write the checkpoint."""

@@ -48,8 +48,8 @@ class Stage:
         always: Whether it looks at the world outside the workspace, and so always runs.
         once: Whether what it has made for these settings stays, whatever code and packages become:
             what it was made from may be there no more.
-        parts: Whether the DVC remote holds what it reads in its place: it is put together again in
-            about the time that fetching it would take.
+        in_parts: Whether the DVC remote holds what it reads in its place: it is put together again
+            in about the time that fetching it would take.
     """
 
     function: Callable[[StageRun], None]
@@ -59,7 +59,7 @@ class Stage:
     each: Items | None = None
     always: bool = False
     once: bool = False
-    parts: bool = False
+    in_parts: bool = False
 
     @property
     def name(self) -> str:
@@ -223,10 +223,10 @@ def stage(
     each: Items | None = None,
     always: bool = False,
     once: bool = False,
-    parts: bool = False,
+    in_parts: bool = False,
 ) -> Callable[[Callable[[StageRun], None]], Stage]:
     """Make a function a stage; see ``Stage``."""
-    return lambda function: Stage(function, out, inputs, params, each, always, once, parts)
+    return lambda function: Stage(function, out, inputs, params, each, always, once, in_parts)
 
 
 def _record(session: Session, label: str, artifact: str) -> dict[str, Any] | None:

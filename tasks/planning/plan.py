@@ -220,7 +220,7 @@ def plan(
         row = found.get(stage.name, Planned(stage.name, items, items))
         if items:
             made = _made(stage, recipe, workspace)
-            row = replace(row, items=items, made=made, in_parts=stage.parts)
+            row = replace(row, items=items, made=made, in_parts=stage.in_parts)
             ordered.append(row.fitted(machine, base))
     return Plan(ordered, machine, base, 1 + _is_beside(recipe), rates)
 

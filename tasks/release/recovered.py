@@ -34,7 +34,7 @@ def recover(
     an earlier version of this project pushed them; and the parts, put together again.
 
     Args:
-        stage: The stage; ``Stage.parts``. What it reads is in the workspace.
+        stage: The stage; ``Stage.in_parts``. What it reads is in the workspace.
         session: The version's recipe at work, in the workspace that is restored.
         registry: Where the version is.
         version: The version.
@@ -48,8 +48,8 @@ def recover(
         return
     try:
         pull()
-    except InputError:
-        _logger.info("%s is put together again from its parts", stage.artifact(""))
+    except InputError as error:  # a remote that holds the parts alone, or a damaged one
+        _logger.info("%s is put together again from its parts: %s", stage.artifact(""), error)
         with compute():
             stage.ensure(session)
 

@@ -83,7 +83,7 @@ def test_dvc_lists_what_the_fingerprint_is_made_from(name, stage, tmp_path):
             f"${{code}}/{source}" for source in made_from["sources"]
         }
         outs = entry["outs"]
-        if stage.parts:
+        if stage.in_parts:
             outs = [out for named in outs for out, how in named.items() if how == {"push": False}]
         assert resolved(outs) == {stage.artifact(item)}
 
