@@ -1,10 +1,11 @@
 """Ready experts in a flow: disk that it takes, and what is read of weights, first and without news.
 
     python -m benchmarks.ready_experts [--size 25m|135m] [--domains N] [--folder FOLDER]
+        [--given-weights copy|link]
 
 Experts of random weights in bf16 are made in a temporary folder, and joined by `flows.dume` in a
 home of its own. Disk is what that takes beside the experts, each inode once: workspace, DVC's cache
-and remote, MLflow. Bytes of the experts that are read are counted where weights are read: hashing,
+and remote, MLflow; what is a link to an expert's file takes nothing. Bytes of the experts that are read are counted where weights are read: hashing,
 looking for NaN, tensors of mapped files, copies. Of a night without news (`flows.retrain`) also
 what the kernel had to load again of all weights of experts and home, after it was told to forget
 them: nothing escapes that count, and a header is a few pages of it.
@@ -61,16 +62,18 @@ def main() -> None:
     parser.add_argument("--size", choices=[*SIZES], default="25m")
     parser.add_argument("--domains", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where all is made, and stays; empty")
+    ways = ("copy", "link")
+    parser.add_argument("--given-weights", choices=ways, default="copy", help="as in the recipe")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ready-") as temporary:
         folder = options.folder or Path(temporary)
-        recipe = make(folder, SIZES[options.size], options.domains)
+        recipe = make(folder, SIZES[options.size], options.domains, options.given_weights)
         time.sleep(SETTLE_SECONDS)
         experts, home = folder / "experts", folder / "home"
         size = sum(file.stat().st_size for file in weights_below(experts))
         first = run("flows.dume", recipe, experts=experts, home=home)
-        places = {path.name: disk_bytes([path]) for path in sorted(home.iterdir())}
-        disk = disk_bytes([home])
+        places = {path.name: disk_bytes(path, experts) for path in sorted(home.iterdir())}
+        disk = disk_bytes(home, experts)
         forget(weights := list(weights_below(experts, home)))
         again = run("flows.retrain", recipe, experts=experts, home=home)
         loaded = sum(map(held_bytes, weights))
@@ -91,10 +94,11 @@ def main() -> None:
         "weights loaded by the kernel, no news": loaded / held,
     }
     figures = {"goal": GOALS, "size": options.size, "domains": options.domains, "places": places}
+    figures["given_weights"] = options.given_weights
     print_result("ready_experts", ratios, {**figures, "first": first, "again": again})
 
 
-def make(folder: Path, shape: dict[str, int], domains: int) -> Path:
+def make(folder: Path, shape: dict[str, int], domains: int, given_weights: str) -> Path:
     """Experts, texts, and the recipe that joins them; returns the recipe's file."""
     vocabulary = shape["vocab_size"]
     given: dict[str, Any] = dict(shape)
@@ -129,6 +133,7 @@ def make(folder: Path, shape: dict[str, int], domains: int) -> Path:
         "statistics": {**tokens, "batch_size": 4},
         "evaluation": {**tokens, "batch_size": 4, "random_routing_seeds": [0]},
         "registry": {"certificate": "none"},
+        "versions": {"given_weights": given_weights},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return folder / "recipe.yaml"
@@ -197,15 +202,17 @@ def counted(arguments: Sequence[str]) -> None:
     sys.exit(code)
 
 
-def disk_bytes(folders: Sequence[Path]) -> int:
-    """What all that lies below folders takes on the disk, each inode once."""
-    blocks = {
-        (status.st_dev, status.st_ino): status.st_blocks * 512
-        for folder in folders
-        for file in folder.rglob("*")
-        if (status := file.lstat())
-    }
-    return sum(blocks.values())
+def disk_bytes(folder: Path, beside: Path) -> int:
+    """What all that lies below a folder takes on the disk beside another, each inode once."""
+    blocks, others = (
+        {
+            (status.st_dev, status.st_ino): status.st_blocks * 512
+            for file in place.rglob("*")
+            if (status := file.lstat())
+        }
+        for place in (folder, beside)
+    )
+    return sum(taken for inode, taken in blocks.items() if inode not in others)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,10 @@ class VersionsConfig:
     remote: str | None = "remote"
     """DVC remote to push to at the end of a run: a directory, seen from UPCYCLE_HOME, or a URL
     (`s3://...` with the extra `s3`); null for none."""
+    given_weights: Literal["copy", "link"] = "copy"
+    """How weights of given models come into the workspace. `link`: as hard links to your files, on
+    the disk once, where it is the same disk; DVC takes the leave to write to them away, for a
+    version's weights must not change. `copy`: your files are left alone."""
 
 
 @config

@@ -5,8 +5,10 @@ from pathlib import Path
 from infra import settings as environment
 from infra.cluster.calls import near
 from infra.recipe.schema import Recipe
+from tasks.engine.artifacts import FORMS
 from tasks.engine.stage_run import StageRun
-from upcycle_core.backbone.form import changes
+from upcycle_core.backbone.form import Form, changes, write_in_form
+from upcycle_core.checkpoints.copy import WEIGHTS
 from upcycle_core.checkpoints.given_as import given_as
 from upcycle_core.checkpoints.known import FILE, KnownFiles
 from upcycle_core.given.resolve import resolve_model
@@ -35,6 +37,32 @@ def given_model(recipe: Recipe, reference: str, cache: Path) -> Path:
     base = None if seed is None or seed == reference else _on_disk(seed, cache)
     known = known_files(recipe, cache)
     return resolve_model(_on_disk(reference, cache), cache, base=base, known=known)
+
+
+def place_given(run: StageRun, reference: str, name: str, out: Path) -> None:
+    """Write a given model, in the form that all models share, into the directory ``out``.
+
+    Args:
+        run: Of a stage that has the artifact of the forms among its inputs.
+        reference: As for ``given_model``.
+        name: Whose form it takes: a domain, or the seed.
+        out: The directory that is written.
+
+    Raises:
+        InputError: As ``given_model``.
+    """
+    recipe = run.recipe
+    source = given_model(recipe, reference, run.models)
+    form = Form.load(run.path(f"sources/{FORMS}/{name}"))
+    with known_files(recipe, run.models).linking(source.glob(f"*{WEIGHTS}")):
+        near(
+            write_in_form,
+            source,
+            form,
+            out,
+            max_shard_bytes=recipe.moe.max_shard_bytes,
+            link=recipe.versions.given_weights == "link",
+        )
 
 
 def forms(run: StageRun) -> dict[str, str]:

@@ -3,14 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from infra.cluster.calls import near
 from infra.recipe.schema import Recipe
-from tasks.data.given import given_model
+from tasks.data.given import place_given
 from tasks.engine.artifacts import FORMS, SEED, TOKENS
 from tasks.engine.params import seed_keys
 from tasks.engine.stage import StageRun, each, stage
 from tasks.training import Texts, train_one, train_piece
-from upcycle_core.backbone.form import Form, write_in_form
 from upcycle_core.progress import Progress
 from upcycle_core.training import workers
 from upcycle_core.training.config import LlamaShape
@@ -38,13 +36,7 @@ def seed(run: StageRun) -> None:
     """Write the seed checkpoint."""
     recipe = run.recipe
     if recipe.seed_model.model is not None:
-        near(
-            write_in_form,
-            given_model(recipe, recipe.seed_model.model, run.models),
-            Form.load(run.path(f"sources/{FORMS}/{SEED}")),
-            run.out,
-            max_shard_bytes=recipe.moe.max_shard_bytes,
-        )
+        place_given(run, recipe.seed_model.model, SEED, run.out)
         return
     train_one(
         run,

@@ -3,12 +3,11 @@
 from infra.cluster.calls import near
 from infra.recipe.schema import Recipe
 from tasks.data.asked import say_lacking
-from tasks.data.given import given_model
+from tasks.data.given import place_given
 from tasks.engine.artifacts import FORMS
 from tasks.engine.params import expert_keys
 from tasks.engine.stage import StageRun, stage
 from tasks.training import Texts, train_one, train_piece
-from upcycle_core.backbone.form import Form, write_in_form
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.errors import Fault, InputError
 
@@ -27,13 +26,7 @@ def experts(run: StageRun) -> None:
     recipe = run.recipe
     given = recipe.domains[run.domain].expert
     if given is not None:
-        near(
-            write_in_form,
-            given_model(recipe, given, run.models),
-            Form.load(run.path(f"sources/{FORMS}/{run.domain}")),
-            run.out,
-            max_shard_bytes=recipe.moe.max_shard_bytes,
-        )
+        place_given(run, given, run.domain, run.out)
         return
     is_continued = run.domain in recipe.parents
     config = recipe.experts.continuing if is_continued else recipe.experts.training

@@ -16,7 +16,7 @@ from tasks.planning.machine import Machine
 from tasks.planning.parts import Subjects
 from tasks.planning.row import Planned, duration, gigabytes
 from tasks.planning.simoe import simoe_rows
-from tasks.planning.subjects import subjects_of
+from tasks.planning.subjects import CONFIG, subjects_of
 from tasks.planning.symphony import symphony_rows
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.planning.rates import Rates
@@ -63,7 +63,7 @@ class Plan:
 
         A registered version's weights are the workspace's, for as long as it is the newest.
         """
-        return sum(row.kept + (self.copies - 1) * row.pushed for row in self.rows)
+        return sum(row.own + (self.copies - 1) * row.pushed for row in self.rows)
 
     @property
     def disk_to_come(self) -> int:
@@ -71,8 +71,8 @@ class Plan:
         kept = fullest = 0
         for row in self.rows:
             missing = 1 - row.made / row.items
-            fullest = max(fullest, kept + int(missing * (row.kept + row.passing)))
-            kept += int(missing * row.kept)
+            fullest = max(fullest, kept + int(missing * (row.own + row.passing)))
+            kept += int(missing * row.own)
         later = sum(
             int((1 - row.made / row.items) * (self.copies - 1) * row.pushed) for row in self.rows
         )
@@ -148,10 +148,11 @@ class Plan:
 
     def places(self) -> str:
         """Where bytes are kept, as Markdown."""
-        kept = sum(row.kept for row in self.rows)
+        own, linked = (sum(getattr(row, of) for row in self.rows) for of in ("own", "linked"))
         remote = (self.copies - 1) * sum(row.pushed for row in self.rows)
         places = {
-            "workspace": gigabytes(kept),
+            "workspace": gigabytes(own),
+            **({"hard links to given models": gigabytes(linked)} if linked else {}),
             "DVC's cache": "hard links of the same",
             "DVC's remote": gigabytes(remote) if remote else "not on this disk",
             "registry, an older version": gigabytes(sum(row.registered for row in self.rows)),
@@ -213,14 +214,15 @@ def plan(
     for addition, rows in ADDED:
         if addition.asked(recipe):
             found |= {row.stage: row for row in rows(recipe, subjects)}
-    workspace = Workspace(home / recipe.name)
+    workspace, links = Workspace(home / recipe.name), _links(recipe, home)
     ordered = []
     for stage in stages_of(recipe):
         items = len(stage.items(recipe))
         row = found.get(stage.name, Planned(stage.name, items, items))
         if items:
             made = _made(stage, recipe, workspace)
-            row = replace(row, items=items, made=made, in_parts=stage.in_parts)
+            linked = links.get(stage.name, 0) * subjects.shape.stored
+            row = replace(row, items=items, made=made, in_parts=stage.in_parts, linked=linked)
             ordered.append(row.fitted(machine, base))
     return Plan(ordered, machine, base, 1 + _is_beside(recipe), rates)
 
@@ -229,6 +231,26 @@ def _is_beside(recipe: Recipe) -> bool:
     """Whether DVC's remote is a directory, taken to be on the same disk."""
     remote = recipe.versions.remote
     return remote is not None and "://" not in remote
+
+
+def _links(recipe: Recipe, home: Path) -> Mapping[str, int]:
+    """Stage to how many given models' own files it publishes: those on the disk of the home."""
+    if recipe.versions.given_weights != "link":
+        return {}
+    given = {
+        "seed": [recipe.seed_model.model],
+        "experts": [domain.expert for domain in recipe.domains.values()],
+    }
+    return {
+        stage: sum(_is_near(Path(name).expanduser(), home) for name in names if name is not None)
+        for stage, names in given.items()
+    }
+
+
+def _is_near(model: Path, home: Path) -> bool:
+    """Whether a model is a checkpoint on the disk where the home is, or is to be."""
+    there = next(place for place in (home, *home.parents) if place.exists())
+    return (model / CONFIG).is_file() and model.stat().st_dev == there.stat().st_dev
 
 
 def _made(stage: Stage, recipe: Recipe, workspace: Workspace) -> int:

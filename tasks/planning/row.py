@@ -29,6 +29,7 @@ class Planned:
         resources: What a piece reserves.
         kind: Of its resources, as in ``compute.KIND``.
         remedies: What makes a piece smaller, beside fewer at once.
+        linked: Bytes of what is kept that are the files of given models themselves.
         made: How many of its items are there.
         in_parts: Whether DVC's remote holds what it is made from in its place.
     """
@@ -48,6 +49,7 @@ class Planned:
     resources: Resources = field(default_factory=Resources)
     kind: str = "assembly"
     remedies: Sequence[str] = ()
+    linked: int = 0
     made: int = 0
     in_parts: bool = False
 
@@ -57,6 +59,11 @@ class Planned:
         return self.made >= self.items
 
     @property
+    def own(self) -> int:
+        """Bytes of what is kept that were not on the disk before."""
+        return self.kept - self.linked
+
+    @property
     def pushed(self) -> int:
         """Bytes of it that DVC's remote holds."""
         return 0 if self.in_parts else self.kept
@@ -64,7 +71,7 @@ class Planned:
     @property
     def writes(self) -> int:
         """Bytes that its pieces write."""
-        return self.kept + self.passing if self.written is None else self.written
+        return self.own + self.passing if self.written is None else self.written
 
     def seconds(self, machine: Machine, rates: Rates | None) -> float | None:
         """How long it takes, starts of processes left out; None where that is not known.

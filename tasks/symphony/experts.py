@@ -9,15 +9,13 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from infra.cluster.calls import near
 from infra.recipe.schema import Recipe
-from tasks.data.given import given_model
+from tasks.data.given import place_given
 from tasks.engine.artifacts import FORMS
 from tasks.engine.params import expert_keys
 from tasks.engine.stage import StageRun, stage
 from tasks.symphony.vocabulary import sharing
 from tasks.training import Texts, train_one, train_piece
-from upcycle_core.backbone.form import Form, write_in_form
 from upcycle_core.corpora.config import Bos, Origin, TokenizerConfig
 from upcycle_core.corpora.encoding import encoded
 from upcycle_core.corpora.reader import read_chats
@@ -69,11 +67,8 @@ def experts(run: StageRun) -> None:
     given = domain.expert or (None if is_continued else origin.model)
     start = run.path(f"parents/{run.domain}") if is_continued else None
     if given is not None:
-        form = Form.load(run.path(f"sources/{FORMS}/{run.domain}"))
         start = run.out if domain.expert is not None else _fresh(run.out, ".start")
-        size = recipe.moe.max_shard_bytes
-        model = given_model(recipe, given, run.models)
-        near(write_in_form, model, form, start, max_shard_bytes=size)
+        place_given(run, given, run.domain, start)
     if domain.expert is not None:
         return
     shares, shares_words = mixture(recipe, run.domain), run.domain in sharing(recipe)

@@ -1,13 +1,15 @@
-"""Experts that exist already: nothing is trained, the router can be solved layer by layer."""
+"""Experts that exist already: nothing is trained, the router can be solved layer by layer, and what
+fits as it is is on the disk once."""
 
 import html
 import json
 
 import pytest
 import torch
+from disk import shares_blocks
 from pico import save_pico
 from project import Project
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from texts import save_recipe, write_texts
 
 # The flow of the demo with given experts: minutes.
@@ -43,6 +45,7 @@ def project(tmp_path_factory):
         "moe": {"top_k": 2},
         "statistics": {"sequence_length": 32, "batch_size": 4},
         "evaluation": {"sequence_length": 32, "random_routing_seeds": [0]},
+        "versions": {"given_weights": "link"},
         "compute": {"cpus": 2},
     }
     project = Project(folder, save_recipe(folder / "recipe.yaml", values))
@@ -91,3 +94,36 @@ def test_model_holds_the_experts_as_they_were(project):
     routers = [model[f"model.layers.{layer}.mlp.gate.weight"] for layer in range(2)]
     for router in routers:
         torch.testing.assert_close(router.norm(dim=1), torch.ones(2), atol=1e-5, rtol=0)
+
+
+def given_and_published(project, domain):
+    """An expert's weights where the user has them, and in the workspace."""
+    weights = "model.safetensors"
+    return (
+        project.recipe.parent / domain / weights,
+        project.workspace / "experts" / domain / weights,
+    )
+
+
+def test_what_fits_as_it_is_is_a_link_and_what_does_not_a_file_of_its_own(project):
+    given, published = given_and_published(project, "numbers")
+    assert published.samefile(given) or shares_blocks(project.workspace)
+    if published.samefile(given):
+        assert given.stat().st_mode & 0o222 == 0  # who changes it must mean to
+    given, published = given_and_published(project, "letters")
+    assert not published.samefile(given)
+    assert given.stat().st_mode & 0o200
+
+
+def test_weights_that_are_written_over_through_a_link_are_another_expert(project):
+    before, given = project.digests(), given_and_published(project, "numbers")[0]
+    weights = load_file(given)
+    weights["model.norm.weight"] = weights["model.norm.weight"] + 0.5
+    given.chmod(0o644)
+    given.write_bytes(save(weights))
+    project.flow()
+    after = project.digests()
+    changed = {name for name in before if before[name] != after[name]}
+    assert "experts/numbers/model.safetensors" in changed
+    assert "model/model.safetensors" in changed
+    assert "experts/letters/model.safetensors" not in changed

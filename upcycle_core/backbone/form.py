@@ -135,7 +135,9 @@ def common_forms(
     return forms
 
 
-def write_in_form(source: Path, form: Form, out: Path, *, max_shard_bytes: int) -> None:
+def write_in_form(
+    source: Path, form: Form, out: Path, *, max_shard_bytes: int, link: bool = False
+) -> None:
     """Copy a checkpoint into ``out``, in its form; to the byte where that changes nothing.
 
     One tensor at a time is held.
@@ -145,9 +147,11 @@ def write_in_form(source: Path, form: Form, out: Path, *, max_shard_bytes: int) 
         form: What it becomes.
         out: The directory that is written.
         max_shard_bytes: Size of one safetensors file.
+        link: Whether weights that nothing changes are ``source``'s own files, see
+            ``copy_checkpoint``.
     """
     if not (form.config or form.ids or form.tokenizer):
-        copy_checkpoint(source, out)
+        copy_checkpoint(source, out, link=link)
         return
     reader = CheckpointReader(source)
     config = {**reader.config, **form.config}

@@ -74,11 +74,18 @@ def place_files(directory: Path, place: Path) -> None:
         (link_file if file.suffix == WEIGHTS else copy_file)(file, target)
 
 
-def copy_checkpoint(source: Path, out: Path) -> None:
+def copy_checkpoint(source: Path, out: Path, *, link: bool = False) -> None:
     """Copy weights, configuration and tokenizer of ``source`` into the directory ``out``.
 
     Pickled weights, training states and other files stay behind.
+
+    Args:
+        source: A checkpoint.
+        out: A directory, made where it is not there.
+        link: Whether weights are on the disk once where that can be, as one file under two names:
+            who writes to ``source`` then writes to both.
     """
     out.mkdir(parents=True, exist_ok=True)
     for file in sorted({file for pattern in PATTERNS for file in source.glob(pattern)}):
-        copy_file(file, out / file.name)
+        place = link_file if link and file.suffix == WEIGHTS else copy_file
+        place(file, out / file.name)

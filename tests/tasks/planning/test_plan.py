@@ -91,6 +91,22 @@ def test_the_remote_has_another_copy_and_the_registry_shares_the_newest(tmp_path
     assert f"| registry, an older version | {gigabytes(model)} |" in alone.places()
 
 
+def test_linked_experts_are_on_the_disk_already(tmp_path, llama):
+    copied = made(tmp_path, llama)
+    linked = made(tmp_path, llama, versions={"given_weights": "link"})
+    assert copied.disk - linked.disk == 5 * 2 * WHOLE
+    assert copied.disk_to_come - linked.disk_to_come == 5 * 2 * WHOLE
+    assert rows(linked)["experts"].kept == rows(linked)["experts"].pushed == 5 * 2 * WHOLE
+    assert "| hard links to given models | 80.3 GB |" in linked.places()
+    assert "hard links to given" not in copied.places()
+
+
+def test_experts_on_another_disk_are_copied(tmp_path, llama, monkeypatch):
+    monkeypatch.setattr("tasks.planning.plan._is_near", lambda model, home: False)
+    found = made(tmp_path, llama, versions={"given_weights": "link"})
+    assert found.disk == made(tmp_path, llama).disk
+
+
 def test_training_whole_needs_sixteen_bytes_a_parameter(tmp_path, llama):
     experts = rows(made(tmp_path, llama, ready=False))["experts"]
     assert 16 * WHOLE < experts.memory < 16.5 * WHOLE

@@ -1,27 +1,15 @@
 """Copies of a checkpoint's files: whole, and a change of one is never a change of the user's."""
 
-import fcntl
 import os
 from pathlib import Path
 
 import pytest
+from disk import shares_blocks
 
-from upcycle_core.checkpoints.copy import CLONE, copy_checkpoint, copy_file, link_file
+from upcycle_core.checkpoints.copy import copy_checkpoint, copy_file, link_file
 
 CONTENT = os.urandom(300_000)
 OTHER_DISK = Path("/dev/shm")
-
-
-def shares_blocks(folder):
-    """Whether the file system lets a file share the blocks of another."""
-    with (folder / "one").open("w+b") as one, (folder / "other").open("w+b") as other:
-        one.write(CONTENT)
-        one.flush()
-        try:
-            fcntl.ioctl(other.fileno(), CLONE, one.fileno())
-        except OSError:
-            return False
-    return True
 
 
 @pytest.fixture
@@ -66,6 +54,17 @@ def test_on_another_disk_a_second_place_is_a_copy(source, tmp_path):
         assert target.read_bytes() == CONTENT
     finally:
         target.unlink(missing_ok=True)
+
+
+def test_a_linked_checkpoint_s_weights_are_the_same_files_and_nothing_else_is(source, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    copy_checkpoint(tmp_path, tmp_path / "linked", link=True)
+    copy_checkpoint(tmp_path, tmp_path / "copied")
+    linked, copied = tmp_path / "linked" / source.name, tmp_path / "copied" / source.name
+    assert linked.read_bytes() == copied.read_bytes() == CONTENT
+    assert linked.samefile(source) or shares_blocks(tmp_path)
+    assert not copied.samefile(source)
+    assert not (tmp_path / "linked" / "config.json").samefile(tmp_path / "config.json")
 
 
 def test_a_checkpoint_is_copied_without_what_is_not_its_own(source, tmp_path):
