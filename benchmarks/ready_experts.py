@@ -5,10 +5,11 @@
 
 Experts of random weights in bf16 are made in a temporary folder, and joined by `flows.dume` in a
 home of its own. Disk is what that takes beside the experts, each inode once: workspace, DVC's cache
-and remote, MLflow; what is a link to an expert's file takes nothing. Bytes of the experts that are read are counted where weights are read: hashing,
-looking for NaN, tensors of mapped files, copies. Of a night without news (`flows.retrain`) also
-what the kernel had to load again of all weights of experts and home, after it was told to forget
-them: nothing escapes that count, and a header is a few pages of it.
+and remote, MLflow; what is a link to an expert's file takes nothing. Bytes of the experts that are
+read are counted where weights are read: hashing, looking for NaN, tensors of mapped files, copies.
+Of a night without news (`flows.retrain`) also what the kernel had to load again of all weights of
+experts and home, after it was told to forget them: nothing escapes that count, and a header is a
+few pages of it.
 """
 
 import json
