@@ -29,6 +29,8 @@ MODEL_SCHEME = "models:/"
 PROVENANCE_FOLDER = "upcycle"
 ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """What MLflow says of a model and of an alias that is not there."""
+CONFIGS = ("config.json", "adapter_config.json")
+"""What a model has, or else an adapter; a tokenizer's does not count."""
 DESCRIPTION = """`champion` is the version to use, `challenger` the newest one. Each says what
 made it, and why it is champion or not. To take a champion back: `python -m flows.rollback {}`.
 """
@@ -183,7 +185,7 @@ class Registry:
             folder = download_artifacts(
                 reference, dst_path=str(staging), tracking_uri=self._uri, registry_uri=self._uri
             )
-            if not any(Path(folder).rglob("*config.json")):  # an adapter has its own
+            if not any(path.name in CONFIGS for path in Path(folder).rglob("*config.json")):
                 raise InputError(Fault("model", reference, self._empty(reference)))
             Path(folder).rename(destination)
         except MlflowException as error:

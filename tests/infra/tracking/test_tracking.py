@@ -377,6 +377,17 @@ def test_files_that_are_elsewhere_are_named_and_nothing_is_left(
     assert not [*(tmp_path / "out").iterdir()]
 
 
+def test_a_tokenizer_alone_is_no_model(tracker, registry, checkpoint, tmp_path):
+    (checkpoint / "tokenizer_config.json").write_text("{}")
+    with tracker.start_run("flow") as run:
+        registry.register("beheaded", checkpoint, Registration(), run=run)
+    here = registry.place("models:/beheaded/1")
+    (here / "config.json").unlink()
+    with pytest.raises(InputError, match=rf"beheaded/1': no config\.json came from .*{here}"):
+        registry.fetch("models:/beheaded/1", tmp_path / "cache")
+    assert not [*(tmp_path / "cache").rglob("*config.json")]
+
+
 @pytest.mark.parametrize("reference", ["models:/nobody/1", "models:/nobody@champion", "models:/"])
 def test_a_version_that_is_not_there_is_named(registry, tmp_path, reference):
     with pytest.raises(InputError, match="not in the registry; name a version"):
