@@ -46,6 +46,9 @@ class Generator:
 
         Returns:
             What follows each prompt, without it.
+
+        Raises:
+            ValueError: A prompt is empty, or leaves no room in the model's context.
         """
         asked = {"max_new_tokens": 100, "temperature": 0.0, "seed": 0, "chat": False}
         asked |= params or {}
@@ -56,6 +59,15 @@ class Generator:
 
     def _continued(self, prompt: str, asked: dict[str, Any]) -> str:
         ids_1S = self._ids(prompt, chat=asked["chat"])
+        context = getattr(self.model.config, "max_position_embeddings", None)
+        length = ids_1S.shape[1]
+        if not length:
+            raise ValueError("the prompt is empty; write something")
+        if context and length >= context:
+            raise ValueError(
+                f"the prompt has {length} tokens, and the model's context {context}; shorten it, "
+                "so that there is room for an answer"
+            )
         sampling: dict[str, Any] = {"do_sample": False}
         if asked["temperature"] > 0:
             set_seed(int(asked["seed"]))
@@ -75,7 +87,10 @@ class Generator:
         if chat:
             messages = [{"role": "user", "content": prompt}]
             found = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
+                messages,
+                add_generation_prompt=True,
+                return_dict=False,
+                sanitize_control_tokens=True,
             )
         else:
             own = {"split_special_tokens": True, "add_special_tokens": self.bos == "auto"}
