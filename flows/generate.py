@@ -5,7 +5,7 @@ import sys
 
 from flows.running.arguments import parser_of
 from flows.running.command_line import command
-from flows.running.registered import Registered, load, registered
+from flows.running.registered import Registered, load, registered, room
 from infra import settings as environment
 
 
@@ -34,11 +34,12 @@ def generate(found: Registered, chosen: argparse.Namespace) -> None:
             print("---", flush=True)
         torch.manual_seed(chosen.seed)
         found_ids = asked(tokenizer, prompt, bos=found.bos, chat=chosen.chat)
+        left = room(model, prompt, found_ids)
         ids = torch.tensor([found_ids], device=model.device)
         model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=chosen.tokens,
+            max_new_tokens=chosen.tokens if left is None else min(chosen.tokens, left),
             streamer=TextStreamer(tokenizer, skip_prompt=chosen.chat, skip_special_tokens=True),
             **sampling,
         )

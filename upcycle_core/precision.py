@@ -1,6 +1,7 @@
 """Which arithmetic a model is computed in, where that is left to the machine."""
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -8,6 +9,7 @@ from typing import Literal
 import torch
 
 from upcycle_core.checkpoints.load import DTYPES
+from upcycle_core.errors import Fault
 
 Precision = Literal["auto", "fp32", "bf16"]
 CPUINFO = Path("/proc/cpuinfo")
@@ -42,6 +44,15 @@ def weights_type(
 ) -> torch.dtype:
     """Type of weights for a forward pass in ``precision``; fp64 is possible there too."""
     return DTYPES["fp64" if precision == "fp64" else arithmetic(precision, device)]
+
+
+def device_faults(device: str) -> Iterator[Fault]:
+    """Why nothing can be computed on a device: no such name, or none on this machine."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:  # a torch without CUDA asserts that it has it
+        said = str(error).partition("\n")[0]
+        yield Fault("--device", device, f"cannot be used here ({said}); leave it out, or name cpu")
 
 
 @cache

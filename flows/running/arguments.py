@@ -201,6 +201,13 @@ def _chat(parser: Parser) -> None:
     parser.add_argument("--port", type=int, default=CHAT_PORT, help=about)
 
 
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def _generate(parser: Parser) -> None:
     _model(parser)
     parser.add_argument(
@@ -212,7 +219,7 @@ def _generate(parser: Parser) -> None:
     parser.add_argument(
         "--chat", action="store_true", help="answer the prompt, in the model's chat template"
     )
-    parser.add_argument("--tokens", type=int, default=100, help="at most this many new tokens")
+    parser.add_argument("--tokens", type=_count, default=100, help="at most this many new tokens")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
 

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from infra.settings import Settings
 from infra.tracking.records import Version
 from infra.tracking.registry import MODEL_SCHEME, Registry
 from upcycle_core.corpora.config import Bos
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.errors import Fault, InputError, raise_faults
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,47 @@ def registered(reference: str, settings: Settings) -> Registered:
     return Registered(version, directory, recipe)
 
 
+def room(model: Any, prompt: str, ids: Sequence[int]) -> int | None:
+    """Tokens that the model's context leaves for an answer; None where it says of none.
+
+    Args:
+        model: Loaded.
+        prompt: What is asked.
+        ids: Its tokens.
+
+    Raises:
+        InputError: The prompt is empty, or leaves no room.
+    """
+    if not ids:
+        raise InputError(Fault("prompt", prompt, "is empty; write something"))
+    size = context(model)
+    if size is not None and len(ids) >= size:
+        remedy = f"is {len(ids)} tokens long, the model's context {size}; shorten it, so that "
+        remedy += "there is room for an answer"
+        raise InputError(Fault("prompt", prompt, remedy))
+    return None if size is None else size - len(ids)
+
+
+def context(model: Any) -> int | None:
+    """Positions that a model was made for."""
+    own = getattr(model.config, "max_position_embeddings", None)
+    dense = getattr(model.config, "dense", None)
+    return own or getattr(dense, "max_position_embeddings", None)
+
+
 def load(directory: Path, chosen: argparse.Namespace) -> tuple[Any, Any]:
     """The model and its tokenizer, as the command's arguments say.
 
     Raises:
-        InputError: The files do not belong together, or the model is an encoder and a decoder.
+        InputError: The files do not belong together, the model is an encoder and a decoder, or the
+            device is not there.
     """
     import torch
     from transformers import AutoTokenizer
 
     from tasks.scoring.architectures import register_architectures
     from upcycle_core.checkpoints.load import load_causal_lm
-    from upcycle_core.precision import weights_type
+    from upcycle_core.precision import device_faults, weights_type
 
     if json.loads((directory / "config.json").read_text()).get("is_encoder_decoder"):
         remedy = "is an encoder and a decoder; name a model that continues text"
@@ -82,5 +111,6 @@ def load(directory: Path, chosen: argparse.Namespace) -> tuple[Any, Any]:
     register_architectures()
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    raise_faults(device_faults(device))
     dtype = weights_type(chosen.precision, device)
     return load_causal_lm(directory, dtype=dtype, device=device), tokenizer

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flows.running.registered import context, room
 from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.encoding import asked
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -109,7 +110,7 @@ class Speaker:
             "chosen": getattr(config, "num_experts_per_tok", None),
             "averages": self._averages(routing),
             "chat": bool(self.tokenizer.chat_template),
-            "context": self._context(),
+            "context": context(self.model),
             "hottest": HOTTEST,
             "prompts": [{"domain": domain, "prompt": prompt} for domain, prompt in self.prompts],
             "defaults": {
@@ -134,12 +135,8 @@ class Speaker:
                 the tokenizer has no chat template.
         """
         ids = asked(self.tokenizer, question.prompt, bos=self.bos, chat=question.chat)
-        context = self._context()
-        room = question.tokens if context is None else context - len(ids)
-        if room < 1:
-            remedy = f"is {len(ids)} tokens long, the model's context {context}; shorten it, so "
-            remedy += "that there is room for an answer"
-            raise InputError(Fault("prompt", question.prompt, remedy))
+        left = room(self.model, question.prompt, ids)
+        tokens = question.tokens if left is None else min(question.tokens, left)
         count, start = 0, time.monotonic()
 
         def tell(token: Token) -> None:
@@ -155,11 +152,11 @@ class Speaker:
             take=tell,
             is_stopped=is_stopped,
             through=question.through,
-            tokens=min(question.tokens, room),
+            tokens=tokens,
             temperature=question.temperature,
             seed=question.seed,
         )
-        if why == "length" and room < question.tokens:
+        if why == "length" and tokens < question.tokens:
             why = "context"
         seconds = round(time.monotonic() - start, 2)
         take({"is": "ended", "why": why, "tokens": count, "seconds": seconds})
@@ -167,12 +164,6 @@ class Speaker:
     def _averages(self, routing: Routing) -> bool:
         """Whether there is a mean of the experts: not of DeRS, which stores them as deltas."""
         return routing.by != "none" and not hasattr(self.model.config, "deltas")
-
-    def _context(self) -> int | None:
-        """Positions that the model was made for."""
-        config = self.model.config
-        own = getattr(config, "max_position_embeddings", None)
-        return own or getattr(getattr(config, "dense", None), "max_position_embeddings", None)
 
 
 def expert_names(routing: Routing, domains: Sequence[str]) -> list[str]:

@@ -53,6 +53,10 @@ class EngineChoice:
 
 def engine_faults(choice: EngineChoice) -> Iterator[Fault]:
     """What is missing for an engine to run at all."""
+    if choice.name == "transformers":  # vLLM has a torch of its own
+        from upcycle_core.precision import device_faults
+
+        yield from device_faults(choice.device)
     if choice.name == "transformers" and find_spec("openai") is None:
         remedy = "needs the package openai: pip install -c constraints.txt -e '.[serving]'"
         yield Fault("--engine", choice.name, remedy)

@@ -1,0 +1,58 @@
+"""`python -m flows.generate`: what cannot be continued is said in a line."""
+
+import pytest
+from serving import environment
+from talking import CONTEXT, register, save_talkative
+
+from flows import generate
+from flows.generate import main
+
+NAME = "upcycle-pico@champion"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    register(home, "upcycle-pico", save_talkative(tmp_path_factory.mktemp("model")))
+    return home
+
+
+@pytest.fixture
+def at_home(home, monkeypatch):
+    for name, value in environment(home).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["", "--device", "cpu"], "prompt = '': is empty; write something"),
+        (["a " * CONTEXT, "--device", "cpu"], f"tokens long, the model's context {CONTEXT}"),
+        (["a", "--device", "nowhere"], "--device = 'nowhere': cannot be used here"),
+    ],
+)
+def test_bad_input_is_named(at_home, capsys, arguments, said):
+    assert main([NAME, *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_no_tokens_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main([NAME, "a", "--tokens", "0"])
+    assert "argument --tokens: 0 is less than 1" in capsys.readouterr().err
+
+
+def test_an_answer_ends_with_the_context(at_home, monkeypatch):
+    asked = {}
+    load = generate.load
+
+    def watched(directory, chosen):
+        model, tokenizer = load(directory, chosen)
+        monkeypatch.setattr(model, "generate", lambda **options: asked.update(options))
+        return model, tokenizer
+
+    monkeypatch.setattr(generate, "load", watched)
+    prompt = "a " * (CONTEXT // 2 - 20)
+    assert main([NAME, prompt, "--tokens", str(CONTEXT), "--device", "cpu"]) == 0
+    assert asked["input_ids"].shape[1] + asked["max_new_tokens"] == CONTEXT
