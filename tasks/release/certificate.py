@@ -9,6 +9,7 @@ from pathlib import Path
 from infra.readers.reader import READERS
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
+from tasks.data.licences import CARD
 from tasks.release.certify import SECONDS, certify
 from tasks.release.verdict import TOLERANCES, Row, as_json, as_table
 from tasks.release.versions import roll_back
@@ -17,7 +18,7 @@ from upcycle_core.errors import Fault, InputError
 FILE = "certificate.json"
 CERTIFICATE_TAG = "upcycle.certificate"
 """Of a version: what became of it in each reader, in a line."""
-TITLE = "### Arrival certificate"
+TITLE = "Arrival certificate"
 ABOUT = (
     "What each reader made of this version with its own loader, in fp32 unless said: tensors "
     "found where they belong, the largest difference of a logarithm of a probability from our own "
@@ -51,11 +52,19 @@ def certify_version(
         A row of each reader and form.
     """
     rows = certify(files, readers=readers, forms=forms, seconds=seconds, say=say)
-    registry.attach(version, {FILE: as_json(rows)})
+    card = registry.text(version, CARD)  # a version that others registered has none
+    own = {} if card is None else {CARD: with_certificate(card, f"## {TITLE}", rows)}
+    registry.attach(version, {FILE: as_json(rows), **own})
     registry.set_tags(version, {CERTIFICATE_TAG: in_a_line(rows)})
-    before = re.split(rf"\n*^{re.escape(TITLE)}$", registry.description(version), flags=re.M)[0]
-    registry.describe(version, f"{before.rstrip()}\n\n{TITLE}\n\n{ABOUT}\n\n{as_table(rows)}\n")
+    page = with_certificate(registry.description(version), f"### {TITLE}", rows)
+    registry.describe(version, page)
     return rows
+
+
+def with_certificate(markdown: str, title: str, rows: Sequence[Row]) -> str:
+    """Markdown that ends with the certificate; one that it ended with is replaced."""
+    before = re.split(rf"\n*^{re.escape(title)}$", markdown, flags=re.M)[0]
+    return f"{before.rstrip()}\n\n{title}\n\n{ABOUT}\n\n{as_table(rows)}\n"
 
 
 @contextmanager

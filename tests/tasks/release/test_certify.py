@@ -188,8 +188,9 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def version(place, moe):
+    made = Registration(description="Ours.", files={"card.md": "# moe\n\n## Limits\n\nMany.\n"})
     with Tracker(place, "flows").start_run("moe") as run:
-        found = Registry(place).register("moe", moe, Registration(description="Ours."), run=run)
+        found = Registry(place).register("moe", moe, made, run=run)
     Registry(place).set_alias(found, "champion")
     return found
 
@@ -224,11 +225,15 @@ def test_a_version_arrives_and_says_so(place, version, registered):
     assert with_room(as_table(rows)) in current.description
     kept = json.loads(registry.text(version, "certificate.json"))["readers"]
     assert [row["reader"] for row in kept] == ["transformers", "mlflow"]
+    card = registry.text(version, "card.md")
+    assert card.startswith("# moe\n\n## Limits\n\nMany.\n\n## Arrival certificate\n")
+    assert card.endswith(f"{as_table(rows)}\n")
     certify_version(registry, version, registered, readers=["vllm"], forms=[], say=silent)
     again = registry.referenced("models:/moe@champion").description
     assert again.count("### Arrival certificate") == 1
     assert "mlflow" in current.description
     assert "mlflow" not in again.partition("### Arrival certificate")[2]
+    assert registry.text(version, "card.md").count("## Arrival certificate") == 1
 
 
 def test_our_own_answers_are_those_of_the_stock_model_step_by_step(moe):
