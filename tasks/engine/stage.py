@@ -206,6 +206,9 @@ class Stage:
                 if recorder is not None:
                     recorder.log_metrics(asdict(cost))
                 session.workspace.publish(out, artifact, {**made_from, "fingerprint": mark})
+                if recorder is not None:
+                    made = {artifact: session.workspace.digest(artifact)}
+                    recorder.log_params({"outputs": made})
                 session.whole.add(artifact)
                 shutil.rmtree(run.pieces_directory, ignore_errors=True)
             except BaseException:

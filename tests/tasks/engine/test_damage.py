@@ -7,7 +7,8 @@ torn, something else in its place.
 import json
 import random
 import shutil
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 
 import pytest
 
@@ -66,6 +67,22 @@ def session(tmp_path):
     session = Session(recipe, Workspace(tmp_path / "demo"), log=lambda text: None)
     assert STAGE.ensure(session)
     return session
+
+
+def test_a_run_says_what_it_was_made_from_and_what_it_made(session):
+    said = {}
+
+    class Recorder:
+        def log_metrics(self, values, step=0):
+            pass
+
+        def log_params(self, values):
+            said.update(values)
+
+    recorded = replace(session, record=lambda label, made_from: nullcontext(Recorder()))
+    assert READER.ensure(recorded)
+    assert said == {"outputs": {"model": session.workspace.digest("model")}}
+    assert len(said["outputs"]["model"]) == 64
 
 
 def put(path, form):
