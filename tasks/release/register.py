@@ -167,7 +167,8 @@ class Registrar:
         asked = self.session.recipe.registry.readers or at_hand()
         readers = [name for name in at_hand() if name in asked]
         with version_files(self.registry, version) as files:
-            rows = certify_version(self.registry, version, files, readers=readers, say=_logger.info)
+            say = self.session.log
+            rows = certify_version(self.registry, version, files, readers=readers, say=say)
         for row in rows:
             if row.verdict == "failed":
                 _logger.error("%s did not arrive in %s: %s", version.reference, row.name, row.why)
