@@ -35,8 +35,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: env ## Real text to a registered Mixture-of-Experts (RECIPE=recipes/demo.yaml)
 	$(RUN) -m flows.dume $(RECIPE)
-	@echo "Talk to it in the browser: make chat$(if $(filter recipes/demo.yaml,$(RECIPE)),, MODEL=NAME@champion)"
 	@$(if $(filter recipes/demo.yaml,$(RECIPE)),$(RUN) -m flows.first_night,true)
+	@echo "Talk to it in the browser: make chat$(if $(filter recipes/demo.yaml,$(RECIPE)),, MODEL=NAME@champion)"
 
 demo-real: env $(filter $(REAL),$(MODEL)) ## The same of a model that people have, SmolLM2-135M (MODEL=any checkpoint)
 	$(RUN) -m flows.dume recipes/demo-real.yaml --set seed_model.model=$(MODEL)

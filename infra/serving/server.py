@@ -54,6 +54,7 @@ def serve(make: Callable[[], Follower], naming: Naming, listening: socket.socket
     log = logging.getLogger("upcycle.serving")
     log.setLevel(logging.INFO)
     log.addHandler(handler)
+    log.propagate = False  # Prefect, where it is imported, says every line once more
     asyncio.run(_serve(make, naming, listening))
 
 
