@@ -1,16 +1,18 @@
 """Which readers open which MoE: families, numbers of experts and k, each beside our own forward.
 
-    python -m benchmarks.readers [--readers NAME ...] [--families NAME ...] [--out FILE]
+    python -m benchmarks.readers [--readers NAME ...] [--families NAME ...] [--experts N ...]
+                                 [--top-k K ...] [--out FILE]
 
 Experts are small and random (hidden size 64, two layers), so that every tensor tells itself from
 every other; the tokenizer is one of ours, trained on this project's own code. Each cell is a row of
 an arrival certificate: tensors accounted for, logits and greedy text, and the exchange of two
-experts. What is not installed is not tried (``make readers``).
+experts. What is not installed is not tried (``make readers``). FILE has the rows as they come, and
+keeps those that it had of other models, readers and forms.
 """
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,25 +46,40 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--readers", nargs="+", choices=ASKED, default=list(ASKED))
     parser.add_argument("--families", nargs="+", choices=sorted(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--experts", nargs="+", type=int, choices=EXPERTS, default=list(EXPERTS))
+    parser.add_argument("--top-k", nargs="+", type=int, choices=TOP_K, default=list(TOP_K))
     parser.add_argument("--out", type=Path, help="where the rows go as JSON")
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="readers-") as name, quiet_loading():
         folder = Path(name)
         tokenizer = make_tokenizer(folder / "text")
         for family in options.families:
-            models = dict(make_models(folder / family, family, tokenizer))
+            shapes = [(experts, k) for experts in options.experts for k in options.top_k]
+            models = dict(make_models(folder / family, family, tokenizer, shapes))
             for reader in (READERS[one] for one in options.readers):
                 for form in forms_of(reader, TOLERANCES, next(iter(models.values()))):
                     found = opened(reader, form, models, folder / f"{family}-{reader.name}-{form}")
                     rows += [{"model": label, **plain(row)} for label, row in found.items()]
+                    if options.out:
+                        keep(options.out, rows)
                     print(f"{family}: {reader.name} {form}", flush=True)
     columns = ["family", "reader", "form", "arrived", "logits", "greedy", "why not"]
     print_table("Readers", columns, list(summed(rows)))
-    if options.out:
-        options.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     arrived = sum(row["verdict"] == "arrived" for row in rows)
     print_result("readers", arrived / max(len(rows), 1), {"rows": len(rows), "arrived": arrived})
+
+
+def keep(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows to a file, in place of those that it has of the same models, readers and forms."""
+
+    def what(row: dict[str, Any]) -> tuple[str, ...]:
+        return row["model"], row["reader"], row["form"]
+
+    new = {what(row): row for row in rows}
+    kept = json.loads(out.read_text())["rows"] if out.exists() else []
+    kept = [new.pop(what(row), row) for row in kept]
+    out.write_text(json.dumps({"rows": [*kept, *new.values()]}, indent=1) + "\n")
 
 
 def summed(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
@@ -96,23 +113,24 @@ def make_tokenizer(folder: Path) -> Path:
     return folder / "tokenizer"
 
 
-def make_models(folder: Path, family: str, tokenizer: Path) -> Iterator[tuple[str, Source]]:
+def make_models(
+    folder: Path, family: str, tokenizer: Path, shapes: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, Source]]:
     """A MoE of each number of experts and k."""
     dense = {}
-    for index in range(max(EXPERTS)):
+    for index in range(max(experts for experts, _ in shapes)):
         dense[f"expert{index}"] = make_expert(folder / f"expert{index}", family, tokenizer, index)
-    for experts in EXPERTS:
-        for k in TOP_K:
-            label = f"{family} {experts} experts, k = {k}"
-            out = folder / f"moe-{experts}-{k}"
-            chosen = dict(list(dense.items())[:experts])
-            routers = random_routers(LAYERS, HIDDEN, experts, std=1.0, seed=0)
-            assemble(chosen, None, routers, out, top_k=k, max_shard_bytes=10**9)
-            (folder / label).mkdir()
-            source = Source(out, folder / label)
-            # Routers of zeros are a question of the certificate; here the exchange is enough.
-            source.paths = {name: source.paths[name] for name in (AS_IT_IS, EXCHANGED)}
-            yield label, source
+    for experts, k in shapes:
+        label = f"{family} {experts} experts, k = {k}"
+        out = folder / f"moe-{experts}-{k}"
+        chosen = dict(list(dense.items())[:experts])
+        routers = random_routers(LAYERS, HIDDEN, experts, std=1.0, seed=0)
+        assemble(chosen, None, routers, out, top_k=k, max_shard_bytes=10**9)
+        (folder / label).mkdir()
+        source = Source(out, folder / label)
+        # Routers of zeros are a question of the certificate; here the exchange is enough.
+        source.paths = {name: source.paths[name] for name in (AS_IT_IS, EXCHANGED)}
+        yield label, source
 
 
 def make_expert(out: Path, family: str, tokenizer: Path, seed: int) -> Path:

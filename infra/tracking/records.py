@@ -9,6 +9,10 @@ from typing import Any
 ROOM = "\N{NO-BREAK SPACE}" * 3
 BETWEEN_CELLS = re.compile(r"(?<=\S )\| (?=\S)(?!:?-+:? )")
 """Where a cell begins, but for the first of a line and the rule under the header."""
+SHORT_CELL = re.compile(r"(?<=\| )[^|`\[]{1,26}(?= \|)")
+"""One that is kept on a line: ``llama.cpp 2026.10.11549``; no code, no link."""
+SIGN = re.compile(r"(?<![^\s\N{NO-BREAK SPACE}])-(?=\d)|(?<=\de)-(?=\d)")
+"""A minus, of a number or of its exponent."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +90,21 @@ class Registration:
 
 
 def with_room(markdown: str) -> str:
-    """Markdown whose tables keep their columns apart: MLflow's pages give cells no room.
+    """Markdown whose tables keep their columns apart and short cells whole: MLflow's pages give
+    them no room, and break a number after its sign.
 
     Done again, it changes nothing.
     """
     lines = markdown.split("\n")
-    return "\n".join(
-        BETWEEN_CELLS.sub(f"| {ROOM}", line) if line.startswith("|") else line for line in lines
-    )
+    return "\n".join(_with_room(line) if line.startswith("|") else line for line in lines)
+
+
+def _with_room(row: str) -> str:
+    return BETWEEN_CELLS.sub(f"| {ROOM}", SHORT_CELL.sub(_whole, row))
+
+
+def _whole(cell: re.Match[str]) -> str:
+    return SIGN.sub("\N{NON-BREAKING HYPHEN}", cell[0]).replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def flatten(values: Mapping[str, Any], *, length: int, prefix: str = "") -> dict[str, str]:

@@ -11,19 +11,21 @@ from infra.tracking.records import Version
 from infra.tracking.registry import Registry
 from tasks.data.licences import CARD
 from tasks.release.certify import SECONDS, certify
-from tasks.release.verdict import TOLERANCES, Row, as_json, as_table
+from tasks.release.verdict import TOLERANCES, Row, as_json, as_table, rows_of
 from tasks.release.versions import roll_back
 from upcycle_core.errors import Fault, InputError
 
 FILE = "certificate.json"
 CERTIFICATE_TAG = "upcycle.certificate"
 """Of a version: what became of it in each reader, in a line."""
+NOTHING = as_json([])
 TITLE = "Arrival certificate"
 ABOUT = (
     "What each reader made of this version with its own loader, in fp32 unless said: tensors "
-    "found where they belong, the largest difference of a logarithm of a probability from our own "
-    "forward pass and greedy tokens equal to ours, over prompts that each expert wrote; and how "
-    "far its answers moved as two experts were exchanged and as routers became zeros, in nats."
+    "found where they belong, texts that its tokenizer reads as ours does, the largest difference "
+    "of a logarithm of a probability from our own forward pass and greedy tokens and texts equal "
+    "to ours, over prompts that each expert wrote; and how far its answers moved as two experts "
+    "were exchanged and as routers became zeros, in nats."
 )
 
 
@@ -49,16 +51,34 @@ def certify_version(
         say: Hears a line of each.
 
     Returns:
-        A row of each reader and form.
+        A row of each reader and form that was asked. Rows of others, of an earlier certificate,
+        stay beside them.
     """
-    rows = certify(files, readers=readers, forms=forms, seconds=seconds, say=say)
+    asked = certify(files, readers=readers, forms=forms, seconds=seconds, say=say)
+    rows = with_earlier(asked, registry.text(version, FILE))
     card = registry.text(version, CARD)  # a version that others registered has none
     own = {} if card is None else {CARD: with_certificate(card, f"## {TITLE}", rows)}
     registry.attach(version, {FILE: as_json(rows), **own})
     registry.set_tags(version, {CERTIFICATE_TAG: in_a_line(rows)})
     page = with_certificate(registry.description(version), f"### {TITLE}", rows)
     registry.describe(version, page)
-    return rows
+    return asked
+
+
+def with_earlier(asked: Sequence[Row], certificate: str | None) -> list[Row]:
+    """Rows of the version, those of an earlier certificate that were not asked for again too.
+
+    Args:
+        asked: Rows of now.
+        certificate: The earlier one, as it is kept with the version; None if there is none.
+    """
+    now = {row.name for row in asked}
+    kept = [row for row in rows_of(certificate or NOTHING) if row.name not in now]
+    readers, forms = list(READERS), list(TOLERANCES)
+    return sorted(
+        [*kept, *asked],
+        key=lambda row: (row.of, readers.index(row.reader), forms.index(row.form)),
+    )
 
 
 def with_certificate(markdown: str, title: str, rows: Sequence[Row]) -> str:

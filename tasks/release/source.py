@@ -20,6 +20,12 @@ from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.encoding import asked
 
 PROMPT_TOKENS, NEW_TOKENS = 24, 16
+PROBE = (
+    "Années 1984-2026:  3.14159 x 1000000\n\tif it's 'né' != \"naïf\" {\n\n\n  don't(); }"
+    "  €5 \u2013 α→β 你好\n"
+)
+"""A text in which tokenizers differ that cut it otherwise: digits, spaces, quotes, letters that are
+no ASCII."""
 AS_IT_IS, EXCHANGED, ZEROED = "as-it-is", "exchanged", "zeroed"
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "F32": 4.0, "F16": 2.0, "Q8_0": 34 / 32}
 """Of a weight in each form: Q8_0 has blocks of 32 bytes and a scale of two."""
@@ -153,6 +159,11 @@ class Source:
         said = ours(self._loaded(), ids, tokens=NEW_TOKENS)
         return list(zip(said.greedy, said.margins, strict=True))
 
+    @cached_property
+    def read(self) -> list[list[int]]:
+        """Ids of the prompts as text and of ``PROBE``, without special tokens."""
+        return [asked(self.tokenizer, text, bos="never") for text in [*self.texts, PROBE]]
+
     def _loaded(self, variant: str = AS_IT_IS) -> Any:
         register_architectures()
         return load_causal_lm(self.path(variant), dtype=DTYPES[self.precision], device="cpu")
@@ -162,6 +173,7 @@ class Source:
         return {
             "prompts": self.prompts,
             "texts": self.texts,
+            "read": [*self.texts, PROBE],
             "tokens": NEW_TOKENS,
             "vocabulary": self.answers[AS_IT_IS].first.shape[1],
             "own_code": self.own_code,

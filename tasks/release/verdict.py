@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Row:
         logits: Largest difference from our own, in nats.
         greedy: Greedy tokens equal to ours, and of how many.
         texts: Answers in text equal to ours, and of how many; None of who speaks in ids.
+        tokenizer: Texts of which its tokenizer makes the ids that ours does, and of how many.
         exchanged: How far the answers moved as two experts were exchanged, in nats.
         zeroed: How far as routers became zeros.
         seconds: How long all of it took.
@@ -59,6 +60,7 @@ class Row:
     logits: float | None = None
     greedy: tuple[int, int] | None = None
     texts: tuple[int, int] | None = None
+    tokenizer: tuple[int, int] | None = None
     exchanged: float | None = None
     zeroed: float | None = None
     seconds: float = 0.0
@@ -127,6 +129,7 @@ def judged(row: Row, model: Source, said: Mapping[str, Said], *, pinned: str) ->
         texts, differences = compared(model, here.more["texts"], here.more["bos"])
         for text, margin in differences:
             found.differs(text, margin)
+    read = read_alike(model, here.more["ids"], found.faults)
     ways = _ways(model, said, found)
     if row.version.partition("+")[0] != pinned.partition("+")[0]:
         found.notes.append(f"version {row.version}, {pinned} was tried")
@@ -139,9 +142,25 @@ def judged(row: Row, model: Source, said: Mapping[str, Said], *, pinned: str) ->
         logits=far.logits,
         greedy=(far.equal, far.tokens),
         texts=texts,
+        tokenizer=read,
         exchanged=ways.get(EXCHANGED),
         zeroed=ways.get(ZEROED),
     )
+
+
+def read_alike(model: Source, ids: Sequence[Sequence[int]], faults: list[str]) -> tuple[int, int]:
+    """Texts that a reader's tokenizer reads as ours does, and of how many; one that it reads
+    otherwise is a fault, whatever the weights are: the model is asked something else."""
+    unlike = [
+        (text, next((i for i, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b), None))
+        for text, (own, theirs) in enumerate(zip(model.read, ids, strict=True))
+        if list(own) != list(theirs)
+    ]
+    if unlike:
+        text, token = unlike[0]
+        at = min(len(model.read[text]), len(ids[text])) if token is None else token
+        faults.append(f"tokenizer: text {text} is other ids from token {at} on")
+    return len(ids) - len(unlike), len(ids)
 
 
 def _ways(model: Source, said: Mapping[str, Said], found: _Found) -> dict[str, float]:
@@ -219,29 +238,41 @@ def compared(
     return (len(texts) - len(differences), len(texts)), differences
 
 
+HEAD = (
+    *("reader", "form", "verdict", "tensors", "tokenizer"),
+    *("logits", "greedy", "texts", "exchanged", "zeroed"),
+)
+NUMBERS = 7
+"""Columns at the right."""
+
+
 def as_table(rows: Sequence[Row]) -> str:
-    """Rows as a Markdown table."""
-    head = ["reader", "form", "verdict", "tensors", "logits", "greedy", "exchanged", "zeroed"]
+    """Rows as a Markdown table, and below it what there is to say of some."""
     lines = [
-        "| " + " | ".join(head) + " |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| " + " | ".join(HEAD) + " |",
+        "| " + " | ".join(["---"] * (len(HEAD) - NUMBERS) + ["---:"] * NUMBERS) + " |",
     ]
-    return "\n".join([*lines, *("| " + " | ".join(_cells(row)) + " |" for row in rows)])
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
+    whys = [f"- {row.name}: {row.why}" for row in rows if row.why]
+    return "\n".join([*lines, *([""] if whys else []), *whys])
 
 
 def _cells(row: Row) -> Iterator[str]:
-    yield f"{row.reader} {row.version}".strip()
+    yield f"{row.reader} {row.version.partition('+')[0]}".strip()
     yield row.what
-    why = row.why.replace("|", "\\|")
-    yield f"{row.verdict}: {why}" if why else row.verdict
+    yield row.verdict
     absent = len(row.misplaced or ())
-    yield "" if row.tensors is None else f"{max(row.tensors - absent, 0)} of {row.tensors}"
+    yield "" if row.tensors is None else _share((max(row.tensors - absent, 0), row.tensors))
+    yield _share(row.tokenizer)
     yield "" if row.logits is None else f"{row.logits:.1e}"
-    greedy = [] if row.greedy is None else [f"{row.greedy[0]} of {row.greedy[1]}"]
-    greedy += [] if row.texts is None else [f"{row.texts[0]} of {row.texts[1]} texts"]
-    yield ", ".join(greedy)
+    yield _share(row.greedy)
+    yield _share(row.texts)
     yield "" if row.exchanged is None else f"{row.exchanged:.2f}"
     yield "" if row.zeroed is None else f"{row.zeroed:.2f}"
+
+
+def _share(share: tuple[int, int] | None) -> str:
+    return "" if share is None else f"{share[0]}/{share[1]}"
 
 
 def as_json(rows: Sequence[Row]) -> str:
@@ -255,3 +286,18 @@ def plain(row: Row) -> dict[str, Any]:
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(row).items()
     }
+
+
+def rows_of(text: str) -> list[Row]:
+    """The rows of what ``as_json`` has written."""
+    kept = json.loads(text)["readers"]
+    return [Row(**{key: _read(key, row[key]) for key in KNOWN & row.keys()}) for row in kept]
+
+
+KNOWN = {known.name for known in fields(Row)}
+
+
+def _read(key: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return float(value) if key in ("logits", "exchanged", "zeroed") and value else value

@@ -1,7 +1,9 @@
 """Ask llama.cpp: ``python ask_llama_cpp.py REQUEST``, with the interpreter of its environment."""
 
+import json
 from importlib.metadata import version
 from typing import Any
+from urllib.request import ProxyHandler, Request, build_opener
 
 import numpy
 import xllamacpp
@@ -31,7 +33,23 @@ def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
             best = _next(server, [*prompt, *said], known=1, plain=request["plain"])
             said.append(best[0]["id"])
         greedy.append(said)
-    return {"first": numpy.stack(first), "greedy": greedy}
+    ids = [_ids(server, text) for text in request["read"]]
+    return {"first": numpy.stack(first), "greedy": greedy, "ids": ids}
+
+
+def _ids(server: Any, text: str) -> list[int]:
+    """What its tokenizer makes of a text, which stays text whatever it names.
+
+    Only the server that it opens on loopback says so.
+    """
+    asked = {"content": text, "add_special": False, "parse_special": False}
+    request = Request(
+        f"{server.listening_address}/tokenize",
+        json.dumps(asked).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with build_opener(ProxyHandler({})).open(request) as said:
+        return list(json.load(said)["tokens"])
 
 
 def _next(server: Any, prompt: list[int], *, known: int, plain: int) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 import mlflow
 import torch
 from ask_transformers import TYPES, continued
-from asked import answer, look_at
+from asked import answer, ids_of, look_at
 
 
 def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -22,6 +22,7 @@ def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
     found = {
         "texts": said,
         "bos": generator.bos,
+        "ids": ids_of(generator.tokenizer, request),
         **look_at(generator.model.state_dict().items(), request),
     }
     return {**continued(generator.model, request), **found}

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 import transformers
-from asked import answer, look_at
-from transformers import AutoModelForCausalLM
+from asked import answer, ids_of, look_at
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -16,7 +16,9 @@ def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
     model: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=TYPES[request["precision"]], local_files_only=True, trust_remote_code=own
     )
-    return {**continued(model.eval(), request), **look_at(model.state_dict().items(), request)}
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    found = look_at(model.state_dict().items(), request)
+    return {**continued(model.eval(), request), "ids": ids_of(tokenizer, request), **found}
 
 
 def continued(model: Any, request: dict[str, Any]) -> dict[str, Any]:

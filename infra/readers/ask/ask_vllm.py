@@ -23,7 +23,7 @@ def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
 
     Parameters are looked at when vLLM's own loader has filled them, before a kernel packs them.
     """
-    from asked import look_at
+    from asked import ids_of, look_at
     from vllm import LLM, SamplingParams
     from vllm.model_executor.model_loader import base_loader
 
@@ -59,9 +59,10 @@ def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
     many = SamplingParams(temperature=0, max_tokens=request["tokens"], ignore_eos=True)
     whole = reader.generate(prompts, many, use_tqdm=False)
     greedy = [list(said.outputs[0].token_ids) for said in whole]
+    ids = ids_of(reader.get_tokenizer(), request)
     del reader
     gc.collect()
-    return {"first": numpy.array(first, numpy.float32), "greedy": greedy, **seen}
+    return {"first": numpy.array(first, numpy.float32), "greedy": greedy, "ids": ids, **seen}
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ def answer(version: str, ask: Callable[[str, dict[str, Any]], dict[str, Any]]) -
     Args:
         version: Of the reader.
         ask: From the path of a model and the request to ``first`` [P, V], the logarithms of the
-            probabilities of what follows each prompt; ``greedy``, the ids that do; and, where the
-            reader lets us look, ``places`` and ``unknown``.
+            probabilities of what follows each prompt; ``greedy``, the ids that do; ``ids``, what
+            its tokenizer makes of each text; and, where the reader lets us look, ``places`` and
+            ``unknown``.
     """
     request = json.loads(Path(sys.argv[1]).read_text())
     answers: dict[str, Any] = {"version": version, "models": {}}
@@ -39,3 +40,8 @@ def look_at(parameters: Any, request: dict[str, Any]) -> dict[str, Any]:
     sought = json.loads(Path(request["wanted"]).read_text())
     found, unknown = places(parameters, sought)
     return {"places": found, "unknown": unknown}
+
+
+def ids_of(tokenizer: Any, request: dict[str, Any]) -> list[list[int]]:
+    """What a tokenizer of transformers makes of the texts to be read, without special tokens."""
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in request["read"]]

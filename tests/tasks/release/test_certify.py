@@ -1,6 +1,7 @@
 """Certificates: what arrives, and each way in which experts are lost on the way."""
 
 import json
+import math
 import shutil
 
 import pyarrow
@@ -19,7 +20,7 @@ from tasks.release import source as of_source
 from tasks.release.certificate import CERTIFICATE_TAG, certify_version
 from tasks.release.certify import certify
 from tasks.release.source import AS_IT_IS
-from tasks.release.verdict import Row, as_json, as_table
+from tasks.release.verdict import Row, as_json, as_table, rows_of
 from tests.pico import save_pico
 from tests.upcycle_core.simoe.grown import grow
 from upcycle_core.corpora.config import TokenizerConfig
@@ -218,6 +219,7 @@ def test_a_version_arrives_and_says_so(place, version, registered):
         assert row.logits < 1e-4
         assert row.greedy[0] == row.greedy[1] > 20
         assert row.texts == (None if row.reader == "transformers" else (3, 3))
+        assert row.tokenizer == (4, 4)
         assert min(row.exchanged, row.zeroed) > 0.1
     current = registry.referenced("models:/moe@champion")
     assert current.tags[CERTIFICATE_TAG] == "arrived: transformers, mlflow"
@@ -228,12 +230,51 @@ def test_a_version_arrives_and_says_so(place, version, registered):
     card = registry.text(version, "card.md")
     assert card.startswith("# moe\n\n## Limits\n\nMany.\n\n## Arrival certificate\n")
     assert card.endswith(f"{as_table(rows)}\n")
-    certify_version(registry, version, registered, readers=["vllm"], forms=[], say=silent)
-    again = registry.referenced("models:/moe@champion").description
-    assert again.count("### Arrival certificate") == 1
-    assert "mlflow" in current.description
-    assert "mlflow" not in again.partition("### Arrival certificate")[2]
-    assert registry.text(version, "card.md").count("## Arrival certificate") == 1
+
+
+def test_who_is_not_asked_again_keeps_his_row(place, version, registered, monkeypatch, tmp_path):
+    registry = Registry(place)
+    certify_version(registry, version, registered, readers=["transformers", "mlflow"], say=silent)
+    before = {row.reader: row for row in rows_of(registry.text(version, "certificate.json"))}
+    monkeypatch.setattr("infra.readers.environments.FOLDER", tmp_path)
+    [asked] = certify_version(
+        registry, version, registered, readers=["transformers"], forms=["fp32"], say=silent
+    )
+    certify_version(registry, version, registered, readers=["llama.cpp"], forms=["F16"], say=silent)
+    rows = rows_of(registry.text(version, "certificate.json"))
+    assert [(row.reader, row.verdict) for row in rows] == [
+        ("transformers", "arrived"),
+        ("mlflow", "arrived"),
+        ("llama.cpp", "not tried"),
+    ]
+    assert rows[0] == asked != before["transformers"]  # it took another time
+    assert rows[1] == before["mlflow"]
+    current = registry.referenced("models:/moe@champion")
+    assert (
+        current.tags[CERTIFICATE_TAG] == "arrived: transformers, mlflow; not tried: llama.cpp F16"
+    )
+    for page in (current.description, registry.text(version, "card.md")):
+        assert page.count("# Arrival certificate") == 1
+        assert page.count("| mlflow") == page.count("| llama.cpp") == 1
+
+
+def test_a_tokenizer_that_cuts_text_otherwise_is_a_fault(moe, tmp_path):
+    """The weights are all there, and the answers to ids are ours."""
+    copies = {AS_IT_IS: shutil.copytree(moe, tmp_path / AS_IT_IS)}
+    for variant in ("exchanged", "zeroed"):
+        copies[variant] = tmp_path / variant
+        of_source.change(moe, copies[variant], variant)
+    for copy in copies.values():
+        made = json.loads((copy / "tokenizer.json").read_text())
+        whole = {"use_regex": False, "add_prefix_space": False, "trim_offsets": True}
+        made["pre_tokenizer"] = {"type": "ByteLevel", **whole}
+        (copy / "tokenizer.json").write_text(json.dumps(made))
+
+    [row] = certify(moe, readers=["transformers"], arrived=copies.get, say=silent)
+    assert (row.verdict, row.misplaced) == ("failed", {})
+    assert row.greedy[0] == row.greedy[1]
+    assert row.tokenizer[0] < row.tokenizer[1] == 4
+    assert row.why.startswith("tokenizer: text ")
 
 
 def test_our_own_answers_are_those_of_the_stock_model_step_by_step(moe):
@@ -298,3 +339,9 @@ def test_what_is_no_number_is_kept_in_words():
     row = Row("llama.cpp", "F32", verdict="failed", logits=float("nan"))
     kept = json.loads(as_json([row]), parse_constant=pytest.fail)
     assert kept["readers"][0]["logits"] == "nan"
+    assert math.isnan(rows_of(as_json([row]))[0].logits)
+
+
+def test_rows_are_read_as_they_were_written():
+    row = Row("vllm", "fp32", "DeRS expanded", "0.32", "arrived", "", 35, {}, 1e-5, (9, 10), (1, 2))
+    assert rows_of(as_json([row, Row("mlflow", "fp32")])) == [row, Row("mlflow", "fp32")]
