@@ -10,9 +10,9 @@ from prefect.artifacts import create_markdown_artifact
 from flows.pages.model import publish_outcome, summary
 from flows.pages.page import Command, write_page
 from flows.running.command_line import SUMMARY
+from flows.running.datasets import instructions_of
 from flows.running.session import FlowSession
 from infra.recipe.schema import Recipe
-from infra.tracking.records import DatasetRecord
 from tasks.engine.artifacts import SUMMARY as TRAINED
 from tasks.release.versions import Outcome
 from tasks.simoe.report import figures
@@ -45,7 +45,7 @@ def publish_tuning(session: FlowSession, outcome: Outcome) -> None:
         for figure, value in figures(metrics, row).items()
     }
     experts = _simoe_figures(session.workspace.path(model_of(SIMOE)))
-    publish_outcome(session, outcome, {**scores, **experts}, _datasets(session))
+    publish_outcome(session, outcome, {**scores, **experts}, instructions_of(session.workspace))
     create_markdown_artifact(
         key=slug(f"{recipe.name}-instructions"),
         markdown=f"# `{version.reference}`\n\n{outcome.verdict}\n\n"
@@ -124,18 +124,3 @@ def _simoe_figures(model: Path) -> dict[str, float]:
 def _percent(shares: Sequence[float]) -> str:
     mean, deviation = mean_and_deviation([100 * share for share in shares])
     return f"{number(mean, deviation if len(shares) > 1 else None)} %"
-
-
-def _datasets(session: FlowSession) -> list[DatasetRecord]:
-    folder = session.workspace.path("instructions")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    return [
-        DatasetRecord(
-            name=f"instructions/{name}",
-            sha256=own["sha256"],
-            source=f"{session.workspace.root.name}/instructions/{name}",
-            context="training" if name.startswith("train/") else "evaluation",
-            profile={"instances": own["instances"]},
-        )
-        for name, own in manifest["files"].items()
-    ]

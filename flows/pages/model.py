@@ -14,6 +14,8 @@ from prefect.artifacts import (
     create_table_artifact,
 )
 
+from flows.running.datasets import corpora_of
+from flows.running.naming import words_of
 from flows.running.session import FlowSession
 from infra.tracking.records import DatasetRecord, Version
 from infra.versioning.versions import code_version
@@ -26,12 +28,6 @@ from upcycle_core.evaluation.report.page import stamped
 from upcycle_core.evaluation.report.parts import Table, text_of
 from upcycle_core.evaluation.text.results import title_of
 
-SPLIT_CONTEXT = {
-    "train": "training",
-    "calibration": "calibration",
-    "heldout": "evaluation",
-    "elsewhere": "calibration",
-}
 # A card in Prefect's UI shows some forty characters.
 PICTURES = {
     "routing": "Which domain's tokens go to which expert",
@@ -61,7 +57,7 @@ def publish_artifacts(session: FlowSession, outcome: Outcome) -> None:
         "share_of_time/overhead": 1 - timings["pieces"] / timings["wall"],
     }
     name, scores = session.recipe.name, _scores(metrics)
-    publish_outcome(session, outcome, figures, _datasets(session))
+    publish_outcome(session, outcome, figures, corpora_of(session.workspace, session.recipe))
     create_markdown_artifact(
         key=slug(f"{name}-model"),
         markdown=_page(session, outcome),
@@ -100,7 +96,9 @@ def publish_outcome(
     version = outcome.version.reference
     run.set_tags({"upcycle.version": version, "upcycle.decision": outcome.verdict})
     report = session.workspace.path("report")
-    lines = (f"`{version}`: {outcome.verdict}", session.link, (report / MARKDOWN).read_text())
+    words = words_of(outcome)
+    came = f"**{words[0].upper()}{words[1:]}** (`{version}`: {outcome.verdict})"
+    lines = (came, session.link, (report / MARKDOWN).read_text())
     run.describe("\n\n".join(filter(None, lines)))
     publish_pictures(session.recipe.name, sorted(report.glob("*.png")))
     publish_links(session, outcome.version)
@@ -204,25 +202,6 @@ def _page(session: FlowSession, outcome: Outcome) -> str:
 
 {version.description}
 """
-
-
-def _datasets(session: "FlowSession") -> list[DatasetRecord]:
-    records = []
-    for domain in session.recipe.domains:
-        manifest = json.loads(
-            (session.workspace.path(f"corpora/{domain}") / "manifest.json").read_text()
-        )
-        for split, entry in manifest["splits"].items():
-            records.append(
-                DatasetRecord(
-                    name=f"{domain}/{split}",
-                    sha256=entry["sha256"],
-                    source=f"{session.workspace.root.name}/corpora/{domain}/{split}",
-                    context=SPLIT_CONTEXT[split],
-                    profile={key: entry[key] for key in ("documents", "tokens", "bytes")},
-                )
-            )
-    return records
 
 
 def _scores(metrics: Mapping[str, Any]) -> Table:

@@ -21,6 +21,7 @@ from prefect.states import Crashed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import quote
 
+from flows.running.datasets import read_by
 from flows.running.naming import completed, link_runs, name_run, title_of_day
 from flows.running.planned import say_plan
 from flows.running.progress import ProgressArtifacts
@@ -262,7 +263,7 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
                 recipe,
                 workspace,
                 log=log,
-                record=_recording(tracker, run),
+                record=_recording(tracker, run, workspace),
                 show=progress,
             )
             flow_session = FlowSession(
@@ -322,12 +323,13 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def _recording(
-    tracker: Tracker, parent: Run
+    tracker: Tracker, parent: Run, workspace: Workspace
 ) -> Callable[[str, Mapping[str, Any]], AbstractContextManager[Recorder | None]]:
     @contextmanager
     def record(label: str, made_from: Mapping[str, Any]) -> Iterator[Recorder]:
         with tracker.start_run(label, parent=parent) as run:
             run.log_params({"params": made_from["params"], "inputs": made_from["inputs"]})
+            run.log_inputs(read_by(workspace, made_from["inputs"]))
             began = time.time()
             yield run
             run.log_metrics({"seconds": time.time() - began})

@@ -103,7 +103,8 @@ class Run:
 
     def log_inputs(self, datasets: Sequence[DatasetRecord]) -> None:
         """Record which text the run reads."""
-        self._client.log_inputs(self.id, datasets=[_dataset_input(d) for d in datasets])
+        if datasets:
+            self._client.log_inputs(self.id, datasets=[_dataset_input(d) for d in datasets])
 
     def log_artifacts(self, directory: Path, path: str | None = None) -> None:
         """Copy the files of ``directory`` into the run, below ``path``."""

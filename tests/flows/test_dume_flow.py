@@ -176,7 +176,10 @@ def test_runs_say_their_outcome_commit_and_time(project, registry):
     flow = client.get_run(version.run_id)
     commit = flow.data.tags["mlflow.source.git.commit"]
     assert flow.data.tags["git.commit"] in (commit, f"{commit}-modified")
-    assert flow.data.tags["mlflow.note.content"].startswith("`models:/upcycle-pico/1`: ")
+    assert re.match(
+        r"\*\*Version 1 promoted, .*\*\* \(`models:/upcycle-pico/1`: ",
+        flow.data.tags["mlflow.note.content"],
+    )
     sources = [json.loads(found.dataset.source)["uri"] for found in flow.inputs.dataset_inputs]
     assert "pico/corpora/letters/train" in sources
     parent = f"tags.mlflow.parentRunId = '{flow.info.run_id}'"
@@ -184,6 +187,7 @@ def test_runs_say_their_outcome_commit_and_time(project, registry):
     assert {"seed", "experts@letters"} <= {run.info.run_name for run in stages}
     assert all(run.data.metrics["seconds"] > 0 for run in stages)
     trained = next(run for run in stages if run.info.run_name == "experts@letters")
+    assert [found.dataset.name for found in trained.inputs.dataset_inputs] == ["letters/train"]
     assert trained.data.metrics["peak_memory_bytes"] > 10**7
     assert trained.data.metrics["core_seconds"] > 0
     decided = version.tags["outcome"].replace("promoted:", "promoted,")
