@@ -40,10 +40,11 @@ def write_mlmodel(out: Path, checkpoint: Path, *, model_id: str, run_id: str, bo
         input_example=([EXAMPLE], {"max_new_tokens": 20}),
         mlflow_model=Model(model_id=model_id, run_id=run_id),
     )
+    described = Model.load(str(out))
+    described.model_size_bytes = size_of(checkpoint) + size_of(out)
     file = checkpoint / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
     if "architectures" in config and (checkpoint / "tokenizer_config.json").exists():
-        described = Model.load(str(out))
         described.add_flavor(
             "transformers",
             transformers_version=version("transformers"),
@@ -56,8 +57,13 @@ def write_mlmodel(out: Path, checkpoint: Path, *, model_id: str, run_id: str, bo
             tokenizer_type="AutoTokenizer",
             torch_dtype=f"torch.{config.get('dtype') or config.get('torch_dtype') or 'float32'}",
         )
-        described.save(str(out / "MLmodel"))
         copy_tokenizer(checkpoint, out / "components" / "tokenizer")
+    described.save(str(out / "MLmodel"))
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in it."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _signature() -> ModelSignature:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import mlflow
 import pytest
 import torch
+import yaml
 from mlflow import MlflowClient
 from pico import save_pico
 from safetensors.torch import load_file
@@ -249,6 +250,9 @@ def test_a_registered_checkpoint_comes_back_byte_for_byte(tracker, registry, che
         for name in ("config.json", "model.safetensors"):
             assert copied[name].read_bytes() == (checkpoint / name).read_bytes()
         assert copied["upcycle/recipe.yaml"].read_text() == "name: demo"
+        sizes = {n: f.stat().st_size for n, f in copied.items() if not n.startswith("upcycle/")}
+        told = yaml.safe_load(copied["MLmodel"].read_text())["model_size_bytes"]
+        assert sum(sizes.values()) - 2 * sizes["MLmodel"] < told <= sum(sizes.values())
 
 
 def test_registered_weights_are_on_the_disk_once(place, tracker, registry, checkpoint, tmp_path):
