@@ -49,6 +49,7 @@ class Launch:
         model: What it calls the model; None if a request names none.
         tokenizer: The version's ``tokenizer.json``.
         context: Tokens that it has room for; None if that is not known.
+        chats: Whether the version says how a chat is written: it has a chat template.
         weights: Size in memory, bytes.
     """
 
@@ -63,6 +64,7 @@ class Launch:
     model: str | None
     tokenizer: Path
     context: int | None
+    chats: bool
     weights: int
 
     @property

@@ -30,6 +30,8 @@ PAUSE_SECONDS = 0.2
 RETRY_AFTER_SECONDS = "10"
 GONE = Response(status_code=499)
 """Nobody reads it."""
+CHATS = ("/v1/chat/completions", "/v1/responses")
+"""Paths whose messages a chat template makes a text of."""
 PASSED = ("content-type", "x-request-id", "retry-after")
 
 
@@ -146,7 +148,7 @@ async def _answer(request: Request, content: dict[str, Any], follower: Follower)
             message = f"no engine answers now; see /upcycle ({follower.state})"
             return _problem(503, message, {"Retry-After": RETRY_AFTER_SECONDS})
         try:
-            if problem := await _too_long(content, engine):
+            if problem := await unfit(request.url.path, content, engine):
                 return _refused(engine, problem)
             return await _begin(request, content, engine, follower)
         except httpx.ConnectError:  # it has heard nothing: the next one may
@@ -266,11 +268,17 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _too_long(content: dict[str, Any], engine: Engine) -> str | None:
-    """What is wrong with a text that the model has no room for; None of one that fits.
+async def unfit(path: str, content: dict[str, Any], engine: Engine) -> str | None:
+    """Why the model cannot be asked this: a chat without a template, a text without room for it.
 
-    Engines differ: vLLM refuses it, transformers goes on where the model has learned nothing.
+    Engines differ: to a chat one says "Internal Server Error"; of a text that is too long vLLM
+    refuses it, and transformers goes on where the model has learned nothing.
+
+    Returns:
+        None of a request that fits.
     """
+    if path in CHATS and not (engine.launch.chats or "chat_template" in content):
+        return "the model has no chat template; send a prompt to /v1/completions"
     room = engine.launch.context
     text = "".join(_texts(content.get("messages"))) + "".join(_texts(content.get("prompt")))
     # A token is a byte at least.

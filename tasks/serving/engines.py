@@ -109,6 +109,7 @@ def launcher(
             model=None if is_mlflow else served.name,
             tokenizer=here / "tokenizer.json",
             context=_context(config) if (here / "tokenizer.json").is_file() else None,
+            chats=has_template(here),
             weights=_weights(here, config, choice.precision),
         )
 
@@ -190,6 +191,14 @@ def _vllm(choice: EngineChoice) -> Path:
     """The interpreter that has vLLM: this one, where it is installed here."""
     here = Path(sys.executable) if find_spec("vllm") else None
     return choice.python or here or Path(sys.prefix) / "readers" / "vllm" / "bin" / "python"
+
+
+def has_template(directory: Path) -> bool:
+    """Whether its tokenizer brings a chat template, in a file of its own or in its settings."""
+    if any(directory.glob("chat_template*")):
+        return True
+    file = directory / "tokenizer_config.json"
+    return file.is_file() and bool(json.loads(file.read_text()).get("chat_template"))
 
 
 def _context(config: dict[str, Any]) -> int | None:

@@ -23,6 +23,7 @@ from infra.serving.keeper import GRACE_SECONDS
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
+from tasks.serving.engines import has_template
 from tests.pico import save_pico
 from tests.upcycle_core.simoe.grown import grow
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
@@ -249,6 +250,31 @@ def test_chat_is_answered_by_the_model_s_template(place, server):
     number = int(reply.headers["x-upcycle-version"])
     said = reply.json()["choices"][0]["message"]["content"]
     assert said == place.texts[number]["12+3"]
+
+
+@pytest.mark.faults
+def test_chat_without_a_template_is_refused_in_words(place, tmp_path):
+    place.promote(place.register(save_pico(tmp_path / "model"), "plain").number, "plain")
+    with served(place.home, "plain@champion") as server:
+        body = {"messages": [{"role": "user", "content": "12+3"}], "max_tokens": 8}
+        url = f"{server.url}/v1/chat/completions"
+        reply = httpx.post(url, json=body, timeout=SECONDS, trust_env=False)
+        assert reply.status_code == 400
+        assert "no chat template; send a prompt to /v1/completions" in reply.text
+        assert server.ask("ab").whole
+        assert server.status()["in_flight"] == 0
+
+
+def test_a_chat_template_is_a_file_or_stands_in_the_tokenizer_s_settings(place, tmp_path):
+    plain = save_pico(tmp_path / "plain")
+    assert not has_template(plain)
+    tokenizer = AutoTokenizer.from_pretrained(plain)
+    tokenizer.chat_template = "{{ messages }}"
+    for folder, own in (("file", True), ("settings", False)):
+        shutil.copytree(plain, tmp_path / folder)
+        tokenizer.save_pretrained(tmp_path / folder, save_jinja_files=own)
+        assert (tmp_path / folder / "chat_template.jinja").exists() is own
+        assert has_template(tmp_path / folder)
 
 
 def test_temperature_of_a_request_is_heeded(server):
