@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from infra.recipe.names import masked
+from infra.services.ports import HOST
 from infra.services.processes import find, read_records
 from upcycle_core.errors import Fault, raise_faults
 
@@ -87,6 +88,20 @@ class Settings:
     mlflow_port: int
     ray_address: str
     ray_sessions: Path
+
+    @property
+    def prefect_pages(self) -> str | None:
+        """Where a run's page will be that had no server which stays: where ``make up`` puts one.
+
+        ``None`` where such a server is at hand: it says itself where its pages are.
+        """
+        return None if self.prefect_api_url else f"http://{HOST}:{self.prefect_port}"
+
+    @property
+    def mlflow_pages(self) -> str | None:
+        """Where MLflow's pages are while ``make up`` runs; ``None`` of a database elsewhere."""
+        own = self.mlflow_tracking_uri == f"sqlite:///{self.home / 'mlflow' / 'mlflow.db'}"
+        return self.mlflow_url or (f"http://{HOST}:{self.mlflow_port}" if own else None)
 
     @property
     def services(self) -> Path:

@@ -122,7 +122,7 @@ def publish_table(key: str, table: Table, description: str) -> None:
 
 
 def publish_links(session: "FlowSession", version: Version) -> None:
-    """Show the way to the registered version in MLflow, where its server runs."""
+    """Show the way to the registered version in MLflow."""
     if "version" in (pages := _pages(session, version)):
         link, text = pages["version"]
         create_link_artifact(
@@ -177,8 +177,8 @@ Generate text:        .venv/bin/python -m flows.generate {version.name}@{alias} 
 
 
 def _pages(session: FlowSession, version: Version) -> dict[str, tuple[str, str]]:
-    """Addresses in MLflow and what they show; none where its server does not run."""
-    url = session.settings.mlflow_url
+    """Addresses in MLflow and what they show; none where its pages are not ours to know."""
+    url = session.settings.mlflow_pages
     if url is None:
         return {}
     place = f"/#/models/{version.name}/versions/{version.number}?workflowType=machine_learning"

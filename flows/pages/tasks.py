@@ -49,9 +49,9 @@ def publish_tasks(session: FlowSession, version: Version, tasks: TaskEvaluation)
     scores = score_table(results.metrics(tasks))
     publish_table(f"{name}-tasks", scores, "Scores on tasks, every model.")
     publish_pictures(f"{name}-tasks", [folder / "scores.png"])
-    if session.settings.mlflow_url is not None:
+    if session.settings.mlflow_pages is not None:
         create_link_artifact(
             key=slug(f"{name}-tasks-page"),
-            link=f"{session.settings.mlflow_url}{page}",
+            link=f"{session.settings.mlflow_pages}{page}",
             link_text=f"scores of {version.reference} on tasks, in MLflow",
         )

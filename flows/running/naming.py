@@ -70,7 +70,7 @@ def completed(
 
 
 def link_runs(settings: Settings, name: str, run: Run) -> str:
-    """Let Prefect's run and MLflow's find each other, where servers run that stay.
+    """Let Prefect's run and MLflow's find each other, where servers run or ``make up`` puts them.
 
     Args:
         settings: Where servers are.
@@ -78,22 +78,23 @@ def link_runs(settings: Settings, name: str, run: Run) -> str:
         run: In MLflow.
 
     Returns:
-        Markdown that links to Prefect's run; empty where no server stays.
+        Markdown that links to Prefect's run; empty outside of a flow.
     """
     if flow_run.id is None:
         return ""
     run.set_tags({"prefect.flow_run_id": flow_run.id})
-    if settings.mlflow_url is not None:
+    if settings.mlflow_pages is not None:
         text = "the run, with every stage's curves"
         create_link_artifact(
             key=slug(f"{name}-mlflow-run"),
-            link=f"{settings.mlflow_url}{run.page}",
+            link=f"{settings.mlflow_pages}{run.page}",
             link_text=text,
             description=f"In MLflow: {text}.",
         )
-    if settings.prefect_api_url is None:
-        return ""
-    page = url_for("flow-run", obj_id=flow_run.id)
+    if settings.prefect_pages is None:
+        page = url_for("flow-run", obj_id=flow_run.id)
+    else:
+        page = f"{settings.prefect_pages}/runs/flow-run/{flow_run.id}"
     if page is None:
         return ""
     run.set_tags({"prefect.page": page})

@@ -195,7 +195,9 @@ def test_runs_say_their_outcome_commit_and_time(project, registry):
         rf"pico \d{{4}}-\d\d-\d\d: version 1 {re.escape(decided)}", flow.info.run_name
     )
     assert flow.data.tags["mlflow.source.name"] == "dume"
-    assert flow.data.tags["prefect.flow_run_id"]
+    page = flow.data.tags["prefect.page"]
+    assert page.endswith(f"/runs/flow-run/{flow.data.tags['prefect.flow_run_id']}")
+    assert f"[Its run in Prefect]({page})" in flow.data.tags["mlflow.note.content"]
 
 
 def test_scores_are_logged_once_and_in_groups(project, registry):

@@ -18,6 +18,8 @@ def test_without_an_environment_everything_lies_in_the_checkouts_workspace():
     assert found.ray_address == "local"
     assert found.prefect_api_url is None
     assert (found.prefect_port, found.mlflow_port) == (4200, 5000)
+    pages = (found.prefect_pages, found.mlflow_pages)  # where `make up` will put them
+    assert pages == ("http://127.0.0.1:4200", "http://127.0.0.1:5000")
 
 
 def test_the_users_values_win(tmp_path):
@@ -38,6 +40,7 @@ def test_the_users_values_win(tmp_path):
     assert found.ray_address == "ray://head:10001"
     assert found.prefect_api_url == "http://prefect:4200/api"
     assert found.prefect_port == 4201
+    assert (found.prefect_pages, found.mlflow_pages) == (None, None)
 
 
 def test_configuring_closes_what_would_report_home_or_listen_to_everyone(tmp_path):
