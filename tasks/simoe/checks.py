@@ -108,21 +108,21 @@ def _said_of_mixtures(recipe: Recipe) -> dict[str, object]:
 
 
 def _worker_faults(recipe: Recipe) -> Iterator[Fault]:
-    """SIMoE's trainer is one process: more of them would be asked for, and never started."""
-    workers = recipe.compute.post_training.workers
-    if workers > 1:
-        remedy = "SIMoE trains on one worker; set it to 1 (rivals have compute.baselines.workers)"
-        yield Fault("compute.post_training.workers", workers, remedy)
-    sharding = recipe.compute.post_training.sharding
-    if sharding != "none":
-        remedy = "SIMoE trains on one worker, which holds all; use none"
-        yield Fault("compute.post_training.sharding", sharding, remedy)
-    workers = recipe.compute.baselines.workers
-    alone = [name for name, row in recipe.baselines.items() if row.method == "simoe"]
-    if workers > 1 and alone:
-        remedy = f"the rows {', '.join(alone)} train on one worker, as SIMoE does; set it to 1, or "
-        remedy += "compare them in a run of their own"
-        yield Fault("compute.baselines.workers", workers, remedy)
+    """Batches that the workers cannot share, and a model that they cannot divide."""
+    compute, tuned = recipe.compute, recipe.tuning.training.gradient_accumulation
+    workers = compute.post_training.workers
+    if tuned % workers:
+        remedy = f"must be a multiple of compute.post_training.workers = {workers}"
+        yield Fault("tuning.training.gradient_accumulation", tuned, remedy)
+    remedy = "closes the gates of all layers in one order, so that each worker holds the whole "
+    remedy += "model; use none"
+    if compute.post_training.sharding != "none":
+        fault = f"SIMoE {remedy}"
+        yield Fault("compute.post_training.sharding", compute.post_training.sharding, fault)
+    rows = [name for name, row in recipe.baselines.items() if row.method == "simoe"]
+    if compute.baselines.sharding != "none" and rows:
+        fault = f"SIMoE, as in the rows {', '.join(rows)}, {remedy}, or compare them in a run of "
+        yield Fault("compute.baselines.sharding", compute.baselines.sharding, f"{fault}their own")
 
 
 def _length_faults(where: str, config: TrainingConfig, recipe: Recipe) -> Iterator[Fault]:

@@ -11,7 +11,14 @@ from tasks.baselines.start import start_of
 from tasks.engine.artifacts import SUMMARY, TRAINING
 from tasks.engine.stage import StageRun, stage
 from tasks.simoe.rows import section
-from tasks.training import Instructions, row_counts, train_from, trained_rows, training_piece
+from tasks.training import (
+    Instructions,
+    row_counts,
+    train_from,
+    train_one,
+    trained_rows,
+    training_piece,
+)
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.errors import InputError
 from upcycle_core.progress import Progress
@@ -82,7 +89,8 @@ def tune_simoe(
     run: StageRun, config: SimoeUpcyclingConfig, training: TrainingConfig, kind: str
 ) -> None:
     """Write a SIMoE's checkpoint into ``run.out``, with what its training came to."""
-    run.run_one(
+    train_one(
+        run,
         simoe_piece,
         kind,
         start=run.path("seed"),
@@ -137,8 +145,9 @@ def simoe_piece(
     max_shard_bytes: int,
     device: str,
 ) -> dict[str, Any]:
-    """The piece: experts are found, and what no expert uses is pruned."""
+    """The piece, in each of its workers: experts are found, and what no expert uses is pruned."""
     from upcycle_core.simoe.train import train_simoe  # imports models of transformers
+    from upcycle_core.training import workers
 
     tasks: tuple[str, ...] = ()
     if simoe.routing == "task":
@@ -158,10 +167,10 @@ def simoe_piece(
         tasks=tasks,
         max_shard_bytes=max_shard_bytes,
     )
-    folder = out / TRAINING
-    folder.mkdir()
-    summary = _summary(result) | row_counts(rows)
-    (out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+    if workers.rank() == 0:
+        (out / TRAINING).mkdir()
+        summary = _summary(result) | row_counts(rows)
+        (out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     return {"loss": result.training.final_loss, "seconds": result.training.seconds}
 
 

@@ -18,6 +18,7 @@ from upcycle_core.evaluation.instructions.scores import score_answers
 
 DOMAINS = ("letters", "numbers")
 TUNED = {**TRAINING, "steps": 30, "sequence_length": 48, "learning_rate": 3e-3, "weight_decay": 0.0}
+SHARED = {**TUNED, "batch_size": 2, "gradient_accumulation": 2}  # by two workers
 # A few steps must bring masks from open to shut.
 SIMOE = {
     "experts": 3,
@@ -82,10 +83,11 @@ def recipe_values(texts):
             "unseen": ["second"],
             "test_per_task": 6,
         },
-        "tuning": {"training": TUNED, "max_new_tokens": 6, "batch_size": 8},
+        "tuning": {"training": SHARED, "max_new_tokens": 6, "batch_size": 8},
         "experts": {"training": {**TUNED, "steps": 6}},
         "simoe": SIMOE,
         "registry": {"gate": {"metric": "rouge_l_unseen"}},
+        "compute": {"cpus": 2, "post_training": {"workers": 2}},
     }
 
 
@@ -266,7 +268,7 @@ def test_new_instructions_retrain_it(project):
     asks.write_text("\n".join(lines[: len(lines) // 2]) + "\n")
     project.calls()
     project.simoe()
-    assert project.calls()["train_simoe"] == 2
+    assert project.calls()["train_simoe"] == 2 + 1  # the model by two workers, and a row
     assert len(Registry(read(project.environment())).versions("upcycle-pico")) == 2
 
 

@@ -97,28 +97,44 @@ def test_a_sound_recipe_has_its_rows():
         ("domains", {}, "seed_model.model"),
         ("comparison/tokens", 10**6, "comparison.tokens"),
         ("symphony", {}, "symphony"),
-        ("compute/post_training", {"workers": 2}, "compute.post_training.workers"),
-        ("compute/baselines", {"workers": 2}, "compute.baselines.workers"),
+        (
+            "compute/post_training",
+            {"workers": 2},
+            "tuning.training.gradient_accumulation",
+        ),
+        (
+            "compute/baselines",
+            {"workers": 2},
+            "baselines.free.training.gradient_accumulation",
+        ),
+        (
+            "compute/post_training",
+            {"workers": 2, "sharding": "full"},
+            "compute.post_training.sharding",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(path, value, field):
     assert field in fields_of(changed(path, value))
 
 
-def test_workers_that_would_stay_away_are_named_with_their_rows():
+def test_a_model_that_cannot_be_divided_is_named_with_its_rows():
     with pytest.raises(InputError) as error:
-        validate(changed("compute/baselines", {"workers": 2}))
-    [fault] = (f for f in error.value.faults if f.field == "compute.baselines.workers")
-    assert fault.value == 2
-    assert "the rows free train on one worker" in str(fault)
+        validate(changed("compute/baselines", {"workers": 2, "sharding": "full"}))
+    [fault] = (f for f in error.value.faults if f.field == "compute.baselines.sharding")
+    assert fault.value == "full"
+    assert "as in the rows free, closes the gates of all layers in one order" in str(fault)
 
 
-def test_rivals_share_their_batches_among_workers():
+def test_all_rows_and_the_model_share_their_batches_among_workers():
     values = changed("compute/baselines", {"workers": 2})
-    del values["baselines"]["free"]
+    shared = {**TRAINING, "gradient_accumulation": 2}
+    values["compute"]["post_training"] = {"workers": 2}
+    values["tuning"]["training"] = shared
     for name, row in values["baselines"].items():
-        values["baselines"][name] = {**row, "training": {**TRAINING, "gradient_accumulation": 2}}
-    assert validate(values).compute.baselines.workers == 2
+        values["baselines"][name] = {**row, "training": shared}
+    compute = validate(values).compute
+    assert (compute.baselines.workers, compute.post_training.workers) == (2, 2)
 
 
 def test_without_a_method_instructions_say_nothing():
