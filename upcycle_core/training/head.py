@@ -6,14 +6,17 @@ T tokens that are predicted, H hidden size, V vocabulary.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from upcycle_core.architectures.dense_of import TARGETS
 from upcycle_core.architectures.families import FAMILIES
+from upcycle_core.training import vocabulary
 from upcycle_core.training.rows import NO_LOSS
+from upcycle_core.training.vocabulary import DividedHeadLoss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,6 +97,12 @@ def sliced_head(network: "PreTrainedModel") -> Iterator[None]:
     finally:
         del head.forward
         del network._loss_function
+        vocabulary.undo(network)
+
+
+def is_sliced(network: "PreTrainedModel") -> bool:
+    """Whether ``network`` is within ``sliced_head``, and has a head that it slices."""
+    return isinstance(getattr(network, "_loss_function", None), partial)
 
 
 def _hand_on(hidden: Tensor) -> Tensor:
@@ -125,6 +134,11 @@ def _loss(
     following_BS = labels[:, 1:]
     is_target_BS = following_BS != NO_LOSS
     h_TH = logits[:, :-1][is_target_BS]
-    targets = following_BS[is_target_BS]
-    total: Tensor = HeadLoss.apply(h_TH, head.weight, targets, torch.is_grad_enabled())
-    return total / (len(targets) if num_items_in_batch is None else num_items_in_batch)
+    targets, learns = following_BS[is_target_BS], torch.is_grad_enabled()
+    among = len(targets) if num_items_in_batch is None else num_items_in_batch
+    if isinstance(head.weight, DTensor):  # workers keep its rows apart
+        divisor = torch.as_tensor(among, device=h_TH.device)
+        return cast(
+            Tensor, DividedHeadLoss.apply(h_TH, head.weight, targets, divisor, SLICE, learns)
+        )
+    return cast(Tensor, HeadLoss.apply(h_TH, head.weight, targets, learns)) / among

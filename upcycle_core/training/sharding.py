@@ -36,8 +36,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from upcycle_core.allocator import return_large_blocks
 from upcycle_core.errors import Fault
-from upcycle_core.training import workers
+from upcycle_core.training import vocabulary, workers
 from upcycle_core.training.groups import keep_up_matrices
+from upcycle_core.training.head import is_sliced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,8 +84,9 @@ def shard(
     """Leave each worker 1 / W of every parameter, by its first dimension; in place.
 
     Layer by layer: what a worker holds whole of a model that its file maps is one layer. Each layer
-    is gathered when it computes, and freed again. Embedding and head have groups of their own, or
-    one together where they are tied: then it stays gathered from the first layer to the last.
+    is gathered when it computes, and freed again. Embedding and head are never gathered within
+    ``sliced_head``, see ``vocabulary``; elsewhere they have groups of their own, or one together
+    where they are tied: then it stays gathered from the first layer to the last.
 
     Args:
         network: On the CPU; frozen where it is to be. Its parameters become others of their names.
@@ -97,16 +99,21 @@ def shard(
     place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else device
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
-    apart = [*_layers(network), *([] if is_tied else [embedding])]
+    ends: set[nn.Parameter] = set()
+    if is_sliced(network) and vocabulary.can_divide(network):
+        for module in (embedding, head):
+            _convert(module, kind, place)
+        ends = vocabulary.divide(network, mesh)
+    apart = [*_layers(network), *([] if is_tied or ends else [embedding])]
     for module in apart:
         _convert(module, kind, place)
         fully_shard(module, mesh=mesh)
-    if head is not None and not is_tied:
+    if head is not None and not (is_tied or ends):
         _convert(head, kind, place)
         # The loss needs it after its own forward pass, see head.sliced_head.
         fully_shard(head, mesh=mesh, reshard_after_forward=False)
     _convert(network, kind, place)
-    fully_shard(network, mesh=mesh)
+    fully_shard(network, mesh=mesh, ignored_params=ends or None)
     keep_up_matrices(network, halves)
 
 

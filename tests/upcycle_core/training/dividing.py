@@ -10,10 +10,15 @@ from torch.distributed.tensor import DTensor
 import upcycle_core.ders.model  # noqa: F401  (transformers learns of the architecture)
 from tests.upcycle_core.training.runs import RandomRows, run
 from upcycle_core.checkpoints.load import load_causal_lm
-from upcycle_core.training import sharding, workers
+from upcycle_core.training import head, sharding, vocabulary, workers
 from upcycle_core.training.config import ExpertTrainingConfig
 from upcycle_core.training.expert import train_expert
+from upcycle_core.training.head import sliced_head
+from upcycle_core.training.rows import NO_LOSS
 from upcycle_core.training.trainer import all_fp32
+
+VOCABULARY = 97
+"""Of the models whose ends are looked at: three workers cannot have the same share of it."""
 
 
 class LoggedRows(RandomRows):
@@ -46,6 +51,30 @@ def train_any(folder, model, name, **options):
         device="cpu",
         **options,
     )
+
+
+def text_of(rank):
+    """A worker's own batch: other tokens, of another number than others', some not predicted."""
+    chosen = torch.Generator().manual_seed(rank)
+    ids = torch.randint(0, VOCABULARY, (1 + rank % 2, 7 + 5 * rank), generator=chosen)
+    labels = ids.clone()
+    labels[0, : 3 * rank] = NO_LOSS
+    return {"input_ids": ids, "labels": labels}
+
+
+def ends(folder, model, name, *, progress, among=None, bf16=False):
+    """Loss and gradients of a network whose embedding and head are divided, a few at a time."""
+    vocabulary.NUMBERS, head.SLICE = 5 * 3 * 16, 4 * VOCABULARY
+    network = load_causal_lm(model)
+    with sliced_head(network), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        sharding.shard(network, all_fp32, halves=frozenset(), device="cpu")
+        own = network.get_input_embeddings().weight.to_local()
+        loss = network(**text_of(workers.rank()), num_items_in_batch=among, use_cache=False).loss
+        with torch.no_grad():
+            again = network(**text_of(workers.rank()), num_items_in_batch=among).loss
+    (2.5 * loss).backward()
+    whole = {n: workers.whole(p.grad) for n, p in network.named_parameters()}
+    return {"loss": loss.detach(), "again": again, "gradients": whole, "rows": len(own)}
 
 
 def held(folder, model, name, *, progress):
