@@ -73,7 +73,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("recipe", type=Path, nargs="?", default=Path("recipes/demo.yaml"))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS])
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        choices=[*ROWS],
+        help="by default all but equation 4 as printed, which Llamas refuse",
+    )
     parser.add_argument("--out", type=Path, help="folder for NAME.json; finished rows stay")
     chosen = parser.parse_args()
     recipe = load_recipe(chosen.recipe, chosen.set)
@@ -81,7 +86,7 @@ def main() -> None:
     workspace = environment.configure().home / name
     file = None if chosen.out is None else chosen.out / f"{recipe.name}.json"
     found = json.loads(file.read_text()) if file is not None and file.exists() else {}
-    for row in chosen.rows:
+    for row in chosen.rows or [row for row, changes in ROWS.items() if PRINTED not in changes]:
         changes = [*chosen.set, f"name={name}", *PAPER, *ROWS[row]]
         found[row] = measured(chosen.recipe, changes, workspace)
         print(table(found), flush=True)

@@ -115,6 +115,10 @@ def _row_faults(recipe: Recipe, method: Method) -> Iterator[Fault]:
         if method.has_seed and row.uses_seed and not recipe.has_seed:
             remedy = "begins with the seed, and the recipe has none; give seed_model.model"
             yield Fault(f"{where}.method", row.method, remedy)
+        family = recipe.seed_model.shape.family
+        if row.method == "bam" and method.trains_shape(recipe) and family != "llama":
+            remedy = f"has no stock attention to build on for {family}; remove the row"
+            yield Fault(f"{where}.method", row.method, remedy)
         if row.trains and without and not method.has_labels:
             remedy = f"is trained on all domains, and {without} have no training text"
             yield Fault(f"{where}.method", row.method, remedy)

@@ -10,7 +10,7 @@ from uuid import UUID
 import yaml
 
 from infra.recipe.reading import load_recipe
-from infra.recipe.schema import resolve
+from infra.recipe.schema import Recipe, resolve
 from infra.services.api import DeploymentError, asked, filled, server_of
 from infra.services.pools import Pool, find_pool
 from infra.settings import REPOSITORY, Settings, environment_of
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.responses import DeploymentResponse
 
-DEFAULT = "recipes/demo.yaml"
+DEFAULT, MAKER = "recipes/demo.yaml", "flows/dume.py:dume"
 TAG = "recipe:"
 """Before the recipe's name: the tag of its deployments, and of their runs."""
 PAGE = 200
@@ -77,8 +77,8 @@ def deploy(
     target = _pool(api, pool, job_variables or {})
     content = yaml.safe_load(prefect_file.read_text())
     told = [d for d in content["deployments"] if notice is not None or not _names_notice(d)]
-    offered = _offered(told, recipe, changes)
-    noted = [filled(each, {"{notice}": notice or ""}) for each in offered]
+    own = list(offered(told, recipe, changes))
+    noted = [filled(each, {"{notice}": notice or ""}) for each in own]
     content["deployments"] = [_moved(each, target) for each in noted]
     resolved = settings.services / "prefect.yaml"
     resolved.parent.mkdir(parents=True, exist_ok=True)
@@ -123,12 +123,15 @@ def undeploy(settings: Settings, name: str) -> list[str]:
     return names
 
 
-def _offered(
+def offered(
     deployments: Sequence[dict[str, Any]], recipe: Path | None, changes: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Each with its resolved recipe and names; where one is given, those of the default alone."""
+    """Each with its resolved recipe and names; where one is given, those of the default alone, of
+    which the first is what makes a model of such a recipe."""
     default = load_recipe(recipe or REPOSITORY / DEFAULT, changes)
     for deployment in deployments:
+        if recipe is not None and deployment["entrypoint"] == MAKER:
+            deployment = {**_maker(deployments, default), "parameters": deployment["parameters"]}
         parameters = dict(deployment.get("parameters", {}))
         loaded, files = default, parameters.get("recipe", DEFAULT)
         if recipe is not None and files != DEFAULT:
@@ -141,6 +144,13 @@ def _offered(
         if "recipe" in parameters:
             found["parameters"]["recipe"] = resolve(loaded)
         yield {**found, "tags": [*found.get("tags", ()), TAG + loaded.name]}
+
+
+def _maker(deployments: Sequence[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
+    """The deployment whose flow makes the recipe's model: it is called as its section is."""
+    own = {Path(d["entrypoint"].partition(":")[0]).stem: d for d in deployments}
+    asked = [d for flow, d in own.items() if getattr(recipe, flow, None) is not None]
+    return asked[0] if asked else own["dume"]
 
 
 def _pool(api: str, name: str | None, job_variables: Mapping[str, str]) -> Pool | None:

@@ -58,7 +58,7 @@ def engine_faults(choice: EngineChoice) -> Iterator[Fault]:
 
         yield from device_faults(choice.device)
     if choice.name == "transformers" and find_spec("openai") is None:
-        remedy = "needs the package openai: pip install -c constraints.txt -e '.[serving]'"
+        remedy = "needs the package openai: pip install -c constraints.txt -e '.[pipeline]'"
         yield Fault("--engine", choice.name, remedy)
     if choice.name == "vllm" and not _vllm(choice).is_file():
         remedy = "no such file; install vLLM in an environment of its own and name its interpreter"

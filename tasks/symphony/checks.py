@@ -31,10 +31,6 @@ def symphony_faults(recipe: Recipe) -> Iterator[Fault]:
         if row.method not in METHODS:
             remedy = f"begins with one seed, and these models have none; use one of {METHODS}"
             yield Fault(f"baselines.{name}.method", row.method, remedy)
-        family = recipe.seed_model.shape.family
-        if row.method == "bam" and trains_shape(recipe) and family != "llama":
-            remedy = f"has no stock attention to build on for {family}; remove the row"
-            yield Fault(f"baselines.{name}.method", row.method, remedy)
         if row.method == "drop-upcycling" and row.start == "seed":
             remedy = "these models have no seed; use start: experts"
             yield Fault(f"baselines.{name}.start", row.start, remedy)

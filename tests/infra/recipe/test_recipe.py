@@ -434,3 +434,10 @@ def test_a_card_quotes_what_stands_at_its_keys():
     assert values["domains"] == {
         name: {"train": whole["domains"][name]["train"]} for name in ("cpp", "python")
     }
+
+
+def test_bam_of_a_family_without_a_counterpart_is_refused_before_experts_are_trained():
+    demo, row = Path("recipes/demo.yaml"), ["baselines.bam.method=bam"]
+    load_recipe(demo, row)
+    with pytest.raises(InputError, match=r"baselines\.bam\.method = 'bam': has no stock attention"):
+        load_recipe(demo, [*row, "seed_model.shape.family=qwen2"])

@@ -15,7 +15,9 @@ from mlflow.cli import cli as mlflow
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import cli as ray_command
 
+from infra.recipe.reading import load_recipe as load_as_it_is
 from infra.recipe.schema import resolve
+from infra.services.deployments import offered
 from infra.settings import REPOSITORY
 from infra.tracking import asgi
 from tasks.recipes import load_recipe
@@ -171,6 +173,20 @@ def test_every_deployment_names_files_that_exist_and_the_pool_that_up_starts():
 
 def deployments():
     return yaml.safe_load((DEPLOY / "prefect.yaml").read_text())["deployments"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flow"),
+    [("nightly", "dume"), ("nightly-symphony", "symphony"), ("nightly-simoe", "simoe")],
+)
+def test_a_recipe_of_one_s_own_is_offered_with_the_flow_that_makes_its_model(recipe, flow):
+    path = REPOSITORY / "recipes" / f"{recipe}.yaml"
+    [made, *others] = offered(deployments(), path, ["folder=/texts"])
+    read = load_as_it_is(path, ["folder=/texts"])
+    assert made["entrypoint"] == f"flows/{flow}.py:{flow}"
+    assert made["parameters"]["recipe"] == resolve(read)
+    assert made["name"] == read.name
+    assert not {"dume", "symphony", "simoe"} & {tag for each in others for tag in each["tags"]}
 
 
 @pytest.mark.parametrize("deployment", deployments(), ids=lambda each: each["entrypoint"])
