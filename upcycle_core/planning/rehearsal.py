@@ -30,6 +30,7 @@ from upcycle_core.training.config import (
     TrainingConfig,
 )
 from upcycle_core.training.head import HeadLoss
+from upcycle_core.training.vocabulary import NUMBERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,9 +83,11 @@ def training_bytes(
         return peak
     each = 12 if narrow else 16  # weight, gradient, two moments
     held = each * trained + frozen.itemsize * (shape.whole - trained)
-    # A tied embedding stays gathered with its gradient, and a layer while the next is fetched.
+    # A layer is gathered with its gradient; states of all workers go to the rows of both ends.
     layer = (shape.whole - shape.ends) // shape.layers
-    return peak - held + held // workers + 4 * 2 * (shape.ends + layer)
+    tokens = config.batch_size * config.sequence_length
+    states = min(NUMBERS, workers * tokens * shape.hidden)
+    return peak - held + held // workers + 4 * 2 * (layer + states)
 
 
 def trained_parameters(shape: Shape, method: ExpertMethod) -> int:

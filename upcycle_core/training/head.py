@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from upcycle_core.architectures.dense_of import TARGETS
 from upcycle_core.architectures.families import FAMILIES
@@ -136,7 +135,7 @@ def _loss(
     h_TH = logits[:, :-1][is_target_BS]
     targets, learns = following_BS[is_target_BS], torch.is_grad_enabled()
     among = len(targets) if num_items_in_batch is None else num_items_in_batch
-    if isinstance(head.weight, DTensor):  # workers keep its rows apart
+    if hasattr(head.weight, "device_mesh"):  # workers keep its rows apart
         divisor = torch.as_tensor(among, device=h_TH.device)
         return cast(
             Tensor, DividedHeadLoss.apply(h_TH, head.weight, targets, divisor, SLICE, learns)

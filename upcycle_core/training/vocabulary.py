@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from upcycle_core.training import workers
 from upcycle_core.training.rows import NO_LOSS
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # slow to import
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
     from transformers import PreTrainedModel
 
 # Called so from PyTorch 2.13 on.
@@ -40,7 +40,7 @@ def can_divide(network: "PreTrainedModel") -> bool:
     return plain and type(head) is nn.Linear and head.bias is None
 
 
-def divide(network: "PreTrainedModel", mesh: DeviceMesh) -> set[nn.Parameter]:
+def divide(network: "PreTrainedModel", mesh: "DeviceMesh") -> set[nn.Parameter]:
     """Leave each worker 1 / W of the rows of embedding and head; in place.
 
     Args:
@@ -64,17 +64,12 @@ def undo(network: "PreTrainedModel") -> None:
     vars(network.get_input_embeddings()).pop("forward", None)
 
 
-def _divided(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+def _divided(weight: nn.Parameter, mesh: "DeviceMesh") -> nn.Parameter:
     # Each worker cuts its part out of what it has; nothing is sent. What it has is freed then.
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     part = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
-    own = DTensor.from_local(
-        part.to_local().clone(),
-        mesh,
-        part.placements,
-        run_check=False,
-        shape=part.shape,
-        stride=part.stride(),
-    )
+    own = _as(part, part.to_local().clone())
     return nn.Parameter(own, requires_grad=weight.requires_grad)
 
 
@@ -87,7 +82,7 @@ class DividedRows(torch.autograd.Function):
     """Rows of a divided matrix, by their numbers."""
 
     @staticmethod
-    def forward(ctx: Any, ids_N: Tensor, weight_VH: DTensor, padding: int | None) -> Tensor:
+    def forward(ctx: Any, ids_N: Tensor, weight_VH: "DTensor", padding: int | None) -> Tensor:
         """Args: int64 numbers, the matrix, a number whose row learns nothing; [N, H]."""
         own_vH, first = _own(weight_VH)
         found_NH = own_vH.new_empty(len(ids_N), own_vH.shape[1])
@@ -130,7 +125,7 @@ class DividedHeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         h_NH: Tensor,
-        weight_VH: DTensor,
+        weight_VH: "DTensor",
         labels_N: Tensor,
         among: Tensor,
         logits_at_once: int,
@@ -208,22 +203,29 @@ def _softmax(h_nH: Tensor, own_vH: Tensor, labels_n1: Tensor) -> tuple[Tensor, T
     return p_nv, sums_2n[0].log() - sums_2n[1]
 
 
-def _own(weight_VH: DTensor) -> tuple[Tensor, int]:
+def _own(weight_VH: "DTensor") -> tuple[Tensor, int]:
     """A worker's rows, and the number of the first."""
     each = -(-weight_VH.shape[0] // workers.count())
     return weight_VH.to_local(), each * workers.rank()
 
 
-def _as_gradient(own_vH: Tensor, weight_VH: DTensor) -> Tensor:
+def _as_gradient(own_vH: Tensor, weight_VH: "DTensor") -> Tensor:
     """A sum over the tokens of all workers as a mean over workers, as FSDP's are."""
     own_vH /= workers.count()
+    return _as(weight_VH, own_vH)
+
+
+def _as(like_VH: "DTensor", own_vH: Tensor) -> Tensor:
+    """A matrix divided as another is, of a worker's own rows."""
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         own_vH,
-        weight_VH.device_mesh,
-        weight_VH.placements,
+        like_VH.device_mesh,
+        like_VH.placements,
         run_check=False,
-        shape=weight_VH.shape,
-        stride=weight_VH.stride(),
+        shape=like_VH.shape,
+        stride=like_VH.stride(),
     )
 
 
