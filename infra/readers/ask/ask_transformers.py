@@ -16,7 +16,7 @@ def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
     model: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=TYPES[request["precision"]], local_files_only=True, trust_remote_code=own
     )
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     found = look_at(model.state_dict().items(), request)
     return {**continued(model.eval(), request), "ids": ids_of(tokenizer, request), **found}
 

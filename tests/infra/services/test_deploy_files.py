@@ -103,7 +103,7 @@ def test_containers_share_the_workspaces_and_the_databases_are_on_postgresql(com
         "postgresql://upcycle:${POSTGRES_PASSWORD}@postgres/mlflow",
     }
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert "'.[pipeline,postgres]'" in image
+    assert "'.[pipeline,postgres,s3]'" in image
     assert any("psycopg2" in need for need in extras["optional-dependencies"]["postgres"])
 
 

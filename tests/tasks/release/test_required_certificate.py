@@ -236,6 +236,6 @@ def test_the_only_champion_stays_and_the_command_says_so(
     monkeypatch.setattr(settings, "configure", lambda: place)
     assert main([f"{name}@champion"]) != 0
     said = capsys.readouterr()
-    assert "| vllm | fp32 | failed: logits are 3 off |" in said.out
+    assert "\n- vllm: logits are 3 off\n" in said.out
     assert "has no champion before it that is still registered" in said.err
     assert registry.find(name, "champion").number == 1
