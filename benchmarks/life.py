@@ -215,7 +215,8 @@ class Life(Page):
         self.show("make deploy RECIPE=my.yaml NOTICE=webhook/on-call")
         self.show("mv texts/heldout texts/elsewhere", "")
         known = self.runs()
-        self.show(".venv/bin/python -m prefect deployment run retrain/nightly-every-night")
+        run = ".venv/bin/python -m prefect deployment run retrain/nightly-every-night"
+        self.show(f"PREFECT_API_URL={API} {run}")
         self.ended(known, count=1)
         self.until(lambda: bool(received), "a notice")
         self.say("What the webhook got:")

@@ -72,7 +72,7 @@ class Page:
             command: As the page shows it.
             shown: Its output; what it prints by default.
         """
-        is_ours = command.startswith(("make", ".venv"))
+        is_ours = command.startswith(("make", ".venv", "PREFECT_API_URL"))
         real = re.sub(r"RECIPE=(\w+)", rf"RECIPE={self.folder}/\1", command)
         done = self.call(["bash", "-c", real], cwd=ROOT if is_ours else self.folder)
         self.printed(command, done.stdout if shown is None else shown)
