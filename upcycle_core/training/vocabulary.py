@@ -141,7 +141,8 @@ class DividedHeadLoss(torch.autograd.Function):
         wants_h, wants_weight, *_ = (learns and wanted for wanted in ctx.needs_input_grad)
         grad_NH = torch.empty_like(h_NH) if wants_h else None
         grad_vH = torch.zeros_like(own_vH) if wants_weight else None
-        share_W = _gather((1 / among.to(torch.float32)).view(1), 1, 0.0)
+        # Without a target of its own a worker has no loss, and must not make others' gradients nan.
+        share_W = _gather((1 / among.to(torch.float32).clamp(min=1)).view(1), 1, 0.0)
         with torch.autocast(device, enabled=False):
             cast_vH = own_vH.to(kind)
             for part, size in _slices(labels_N, max(1, logits_at_once // weight_VH.shape[0])):
