@@ -7,7 +7,8 @@ published in workspaces, and the stage runs on a Ray of one worker. Counted are 
 variant of one through a domain's text, and the CPU time of the worker, which has run a report
 before: its imports are not in it. In the night after, one expert is another, and with it backbone,
 routers and MoE. `sixteen, all` is the report with all cross scores and three draws of random
-routing, whatever the domains: D^2 + 6 D passes.
+routing, whatever the domains: D^2 + 6 D passes. `own rows` is a night that scores what a gate
+reads, experts on their own text and the MoE (`evaluation.rows: []`, `cross_scores: own`).
 """
 
 import tempfile
@@ -54,7 +55,8 @@ SHAPE: dict[str, Any] = {
 }
 LENGTH = 64
 ALL = {"cross_scores": "all", "random_routing_seeds": [0, 1, 2]}
-GOALS = {"16 / 4": 4.5, "night / first": 0.15}
+OWN: dict[str, Any] = {"rows": [], "cross_scores": "own"}
+GOALS = {"16 / 4": 4.5, "night of own rows / first": 0.15}
 
 
 def main() -> None:
@@ -80,6 +82,9 @@ def main() -> None:
     for kind, own in figures.items():
         ratios[f"16 / 4, {kind}"] = own["sixteen"] / own["four"]
         ratios[f"night / first of 16, {kind}"] = own["sixteen, one changed"] / own["sixteen"]
+        ratios[f"night of own rows / first of 16, {kind}"] = (
+            own["sixteen, one changed, own rows"] / own["sixteen"]
+        )
         ratios[f"night / all of 16, {kind}"] = own["sixteen, one changed"] / own["sixteen, all"]
         ratios[f"all of 16 / 4, {kind}"] = own["sixteen, all"] / own["four"]
     print_result(
@@ -95,6 +100,10 @@ def measured(folder: Path, tokens: int, seed: int) -> dict[str, dict[str, float]
     sixteen.make_expert("d00", seed=seed + 50)
     sixteen.join()
     rows["sixteen, one changed"] = sixteen.run()
+    sixteen.values["evaluation"] |= OWN
+    sixteen.make_expert("d00", seed=seed + 60)
+    sixteen.join()
+    rows["sixteen, one changed, own rows"] = sixteen.run()
     every = Reported(folder / "all", 16, tokens, seed=seed, evaluation=ALL)
     rows["sixteen, all"] = every.run()
     return rows

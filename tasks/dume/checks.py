@@ -7,11 +7,14 @@ from infra.recipe.schema import Recipe
 from tasks.engine.params import merge_keys, repair_keys, routed_repair_keys, value_at, weight_keys
 from upcycle_core.dume.checks import fewest_tokens
 from upcycle_core.errors import Fault
+from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.results import Parameter
 
 DUME = "dume"
 
 CROSS_VALIDATED = "cross-validate"
+SCORED = ("rows", "cross_scores")
+"""Fields of ``evaluation`` that say which rows DUME's report has."""
 
 FOLDS = 4
 """Parts of the statistics that a cross-validated lambda is given where the recipe names none."""
@@ -59,8 +62,9 @@ def _repair_faults(recipe: Recipe) -> Iterator[Fault]:
 def unused_faults(recipe: Recipe) -> Iterator[Fault]:
     """What only DUME does, asked of another method."""
     asked = (*merge_keys(recipe), *repair_keys(recipe), *routed_repair_keys(recipe))
-    crossed = ["evaluation.cross_scores"] if recipe.evaluation.cross_scores != "auto" else []
-    asked = (*asked, *weight_keys(recipe), *crossed)
+    usual, own = EvaluationConfig(), recipe.evaluation
+    scored = [f"evaluation.{n}" for n in SCORED if getattr(own, n) != getattr(usual, n)]
+    asked = (*asked, *weight_keys(recipe), *scored)
     for key in asked:
         remedy = f"is done by dume alone, and the method is {recipe.method}: remove it"
         yield Fault(key, value_at(recipe, key), remedy)

@@ -27,7 +27,7 @@ from upcycle_core.evaluation.text.pieces import Scores
 from upcycle_core.evaluation.text.report import write_report
 from upcycle_core.evaluation.text.results import Evaluation, Parameter, expert_row
 
-RANDOM, MOE = "random_routing", "moe"
+RANDOM, AVERAGE, ORACLE, MOE = "random_routing", "model_averaging", "oracle", "moe"
 ROWS = {"calibration": "dume", "elsewhere": "dume_ood"}
 
 
@@ -78,20 +78,19 @@ def _dense_pieces(run: StageRun) -> list[Piece]:
     common = heldout_arguments(run)
     experts = {domain: run.path(f"experts/{domain}") for domain in run.recipe.domains}
     joined, backbone = joined_paths(run), run.path("backbone")
-    rows = []
+    rows: list[Piece] = []
     for domain, texts in scored_on(run.recipe).items():
         some = {**common, "corpora": {text: common["corpora"][text] for text in texts}}
         rows.append(scores_of(expert_row(domain), dense_piece, model=experts[domain], **some))
-    if run.recipe.has_seed:
+    beside = run.recipe.evaluation.rows
+    if run.recipe.has_seed and "seed" in beside:
         rows.append(scores_of("seed", dense_piece, model=run.path("seed"), **common))
-    return [
-        *rows,
-        scores_of("model_averaging", average_piece, experts=list(experts.values()), **common),
-        replace(
-            scores_of("oracle", oracle_piece, backbone=backbone, experts=joined, **common),
-            each=("corpora", "experts"),
-        ),
-    ]
+    if AVERAGE in beside:
+        rows.append(scores_of(AVERAGE, average_piece, experts=list(experts.values()), **common))
+    if ORACLE in beside:
+        piece = scores_of(ORACLE, oracle_piece, backbone=backbone, experts=joined, **common)
+        rows.append(replace(piece, each=("corpora", "experts")))
+    return rows
 
 
 def scored_on(recipe: Recipe) -> dict[str, tuple[str, ...]]:
@@ -118,7 +117,9 @@ def _moe_piece(run: StageRun) -> Piece:
 
 
 def _draws(recipe: Recipe) -> dict[str, int]:
-    """{variant with random routers: their seed}."""
+    """{variant with random routers: their seed}; none where the row is not asked for."""
+    if RANDOM not in recipe.evaluation.rows:
+        return {}
     seeds = recipe.evaluation.drawn_seeds(len(recipe.domains))
     return {f"{RANDOM}-{seed}": seed for seed in seeds}
 
@@ -135,11 +136,12 @@ def _points(recipe: Recipe) -> dict[str, tuple[str, Parameter, float]]:
 
 def _collect(recipe: Recipe, dense: Mapping[str, Scores], moe: Mapping[str, Any]) -> Evaluation:
     experts = {domain: dense[expert_row(domain)][domain] for domain in recipe.domains}
+    random = [perplexities(moe[name]["scores"]) for name in _draws(recipe)]
     rows = {**dense, **{ROWS[split]: moe[ROWS[split]]["scores"] for split in splits(recipe)}}
     return Evaluation(
         domains=tuple(recipe.domains),
         perplexities={row: perplexities(scores) for row, scores in rows.items()},
-        repeats={RANDOM: [perplexities(moe[name]["scores"]) for name in _draws(recipe)]},
+        repeats={RANDOM: random} if random else {},
         heldout=counts(experts),
         routing=moe[ROWS["calibration"]]["routing"],
         sweeps=_sweeps(recipe, moe),

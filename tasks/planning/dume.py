@@ -128,10 +128,13 @@ def report_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
     compute, domains = recipe.compute, subjects.domains
     scoring: dict[str, Any] = {"experts": domains, "device": compute.evaluation.device}
     scored = memory.evaluation_bytes(shape, recipe.evaluation, **scoring)
-    drawn, swept = recipe.evaluation.drawn_seeds(domains), recipe.evaluation.sweep_top_k
-    dense, merged = domains + recipe.has_seed + 1, 2 + len(drawn) + len(swept)
+    rows, swept = set(recipe.evaluation.rows), recipe.evaluation.sweep_top_k
+    drawn = recipe.evaluation.drawn_seeds(domains) if "random_routing" in rows else ()
+    seeds = recipe.has_seed and "seed" in rows
+    dense = domains + seeds + ("model_averaging" in rows)
+    merged = 1 + ("oracle" in rows) + len(drawn) + len(swept)
     crossed = sum(len(recipe.evaluation.scored_on(d, recipe.domains)) for d in recipe.domains)
-    loaded = 2  # the MoE, and what the oracle puts together
+    loaded = 1 + ("oracle" in rows)  # the MoE, and what the oracle puts together
     read = domains * tokens_of(recipe.evaluation.tokens, subjects, share=HELD_OUT)
     length = recipe.evaluation.sequence_length
     forwards = [work.forward_flops(shape, read, length, top_k=k) for k in (1, recipe.moe.top_k)]

@@ -192,3 +192,13 @@ def test_a_report_of_many_domains_scores_what_is_asked_later_alone(tmp_path):
     assert metrics["deviation"].keys() == {"random_routing"}
     with (folder / "table.csv").open() as lines:
         assert all(all(line.values()) for line in csv.DictReader(lines))
+
+    many.values["evaluation"] |= {"rows": [], "cross_scores": "own"}
+    many.make_expert("d00", seed=50)
+    many.join()
+    assert many.run()["passes"] == 1 + count
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["normalised_average"].keys() == {"dume"}
+    assert metrics["normalised"]["expert_d01"].keys() == {"d01"}
+    assert metrics["deviation"] == {}
+    assert "router gap" not in (folder / "report.html").read_text()

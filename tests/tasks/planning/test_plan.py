@@ -65,6 +65,17 @@ def test_what_is_kept_of_ready_experts(tmp_path, llama):
     assert kept["router"] == 4 * LAYERS * 5 * HIDDEN
 
 
+def test_a_report_of_own_rows_is_less_work(tmp_path, llama):
+    whole, own = (
+        rows(made(tmp_path, llama, evaluation={"tokens": 4096, **asked}))["report"]
+        for asked in ({}, {"rows": [], "cross_scores": "own"})
+    )
+    # Five experts, their average, the MoE and what the oracle puts together; then without two.
+    assert (whole.pieces, own.pieces) == (5 + 1 + 2, 5 + 1)
+    assert 0 < own.flops < 0.25 * whole.flops  # 10 of 25 + 5 x 6 passes
+    assert whole.read - own.read == 2 * WHOLE + rows(made(tmp_path, llama))["model"].kept
+
+
 def test_a_fitted_head_is_one_tensor_more_of_a_tied_model(tmp_path, llama):
     tied = tmp_path / "tied"
     tied.mkdir()

@@ -46,6 +46,7 @@ def changed(path, value):
 def test_every_model_is_scored_on_every_text():
     assert fields_of(changed("evaluation.cross_scores", "own")) == {"evaluation.cross_scores"}
     validate(changed("evaluation.cross_scores", "auto"))
+    assert fields_of(changed("evaluation.rows", ["oracle"])) == {"evaluation.rows"}
 
 
 def test_a_valid_recipe_has_no_fault():

@@ -12,6 +12,8 @@ FEW = 8
 SAMPLED = 3
 """Other domains' texts that an expert is scored on where not on all."""
 DRAWN = (0, 1, 2)
+Beside = Literal["seed", "model_averaging", "random_routing", "oracle"]
+BESIDE: tuple[Beside, ...] = ("seed", "model_averaging", "random_routing", "oracle")
 
 
 @config
@@ -28,6 +30,9 @@ class EvaluationConfig:
     """Sequences a forward pass."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Arithmetic of the forward pass; losses are summed in fp64."""
+    rows: tuple[Beside, ...] = BESIDE
+    """What is scored beside the experts and the model. Without `oracle`, what the backbone costs and
+    what routers cost is not told apart."""
     cross_scores: Literal["auto", "all", "sample", "own"] = "auto"
     """Whose text a domain's expert is scored on beside its own: `all` others', a `sample` of three,
     chosen by the names alone, or none (`own`); `auto` is `all` up to eight domains."""
@@ -47,6 +52,7 @@ class EvaluationConfig:
         nothing: tuple = ()
         return replace(
             self,
+            rows=BESIDE,
             cross_scores="auto",
             random_routing_seeds=None,
             sweep_top_k=nothing,

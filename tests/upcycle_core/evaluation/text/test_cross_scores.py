@@ -49,7 +49,8 @@ def test_random_routing_is_drawn_once_of_many_unless_the_recipe_says_more():
 
 
 def test_what_else_is_measured_is_no_part_of_how_a_model_is():
-    some = EvaluationConfig(cross_scores="own", random_routing_seeds=(1,), sweep_top_k=(2,))
+    rows = {"rows": (), "cross_scores": "own", "random_routing_seeds": (1,)}
+    some = EvaluationConfig(**rows, sweep_top_k=(2,))
     assert some.measuring == EvaluationConfig().measuring
 
 
