@@ -31,8 +31,8 @@ class EvaluationConfig:
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Arithmetic of the forward pass; losses are summed in fp64."""
     rows: tuple[Beside, ...] = BESIDE
-    """What is scored beside the experts and the model. Without `oracle`, what the backbone costs and
-    what routers cost is not told apart."""
+    """What is scored beside the experts and the model. Without `oracle`, what the backbone costs
+    and what routers cost is not told apart."""
     cross_scores: Literal["auto", "all", "sample", "own"] = "auto"
     """Whose text a domain's expert is scored on beside its own: `all` others', a `sample` of three,
     chosen by the names alone, or none (`own`); `auto` is `all` up to eight domains."""
