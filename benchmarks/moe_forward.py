@@ -1,14 +1,15 @@
 """Dense forward / MoE top-1 forward: what routing costs.
 
-    python -m benchmarks.moe_forward [--device cuda] [--repeats N]
+    python -m benchmarks.moe_forward [--size small|135m] [--device cuda] [--repeats N]
 
-H 256, I 704, 8 layers, 4 experts, Llama against Mixtral with the same attention, in fp32 and under
-bf16 autocast. The ratio is that of the experts implementation that the library chooses for this
-machine; all of them are reported.
+Llama against Mixtral of four experts with the same attention: H 256, I 704, 8 layers, or
+SmolLM2-135M's shape; in fp32, under bf16 autocast and with weights in bf16. The ratio is that of
+the experts implementation that the library chooses for this machine; all of them are reported.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -22,58 +23,84 @@ from benchmarks.common import (
     print_table,
     seconds_of,
 )
-from benchmarks.models import EXPERTS, SHAPE, VOCABULARY
+from benchmarks.models import EXPERTS, SHAPE, llama_of
+from benchmarks.planned import SIZES
 from upcycle_core.checkpoints.load import choose_experts_implementation
 
-BATCH, LENGTH = 16, 256
-PRECISIONS: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
+TOKENS: dict[str, tuple[int, int]] = {"small": (16, 256), "135m": (4, 512)}
+"""Sequences of a batch and their length."""
+PRECISIONS: dict[str, Literal["fp32", "bf16"]] = {
+    "fp32": "fp32",
+    "bf16 autocast": "bf16",
+    "bf16 weights": "bf16",
+}
+"""Ways to compute, in this order: the last converts the models."""
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 
 
 def main() -> None:
     """Measure and print."""
-    options = parser_of(__doc__, repeats=15, device=True).parse_args()
+    parser = parser_of(__doc__, repeats=15, device=True)
+    parser.add_argument("--size", choices=[*TOKENS], default="small")
+    options = parser.parse_args()
+    device, (batch, length) = options.device, TOKENS[options.size]
     torch.manual_seed(0)
-    dense = LlamaForCausalLM(LlamaConfig.from_dict(SHAPE)).to(options.device).eval()
-    moe = MixtralForCausalLM(
-        MixtralConfig.from_dict({**SHAPE, "num_local_experts": EXPERTS, "num_experts_per_tok": 1})
-    )
-    moe = moe.to(options.device).eval()
-    found = {p: measure(dense, moe, options.device, p, options.repeats) for p in PRECISIONS}
-    chosen = {p: choose_experts_implementation(options.device, p) for p in PRECISIONS}
+    dense, moe = (model.to(device).eval() for model in models_of(options.size))
+    vocabulary = dense.config.vocab_size
+    ids = torch.randint(0, vocabulary, (batch, length), device=device)
+    found: dict[str, dict[str, list[float]]] = {}
+    for way in PRECISIONS:
+        if way == "bf16 weights":
+            dense, moe = dense.bfloat16(), moe.bfloat16()
+        found[way] = measure(dense, moe, ids, way, options.repeats)
+    chosen = {w: choose_experts_implementation(device, p) for w, p in PRECISIONS.items()}
     ratio: dict[str, float] = {
-        p: median_ratio(found[p]["dense"], found[p][chosen[p]]) for p in PRECISIONS
+        way: median_ratio(times["dense"], times[chosen[way]]) for way, times in found.items()
     }
     rows: list[list[object]] = []
-    for p in PRECISIONS:
-        for name, times in found[p].items():
-            over = median_ratio(found[p]["dense"], times)
-            rows.append([p, name, 1000 * median(times), over, "yes" * (name == chosen[p])])
+    for way, times_of in found.items():
+        for name, times in times_of.items():
+            over = median_ratio(times_of["dense"], times)
+            rows.append([way, name, 1000 * median(times), over, "yes" * (name == chosen[way])])
     columns = ["precision", "experts", "ms", "dense / this", "chosen"]
-    print_table(f"forward of {BATCH} x {LENGTH} tokens on {options.device}", columns, rows)
-    figures = {"device": options.device, "seconds": found, "chosen": chosen}
-    print_result("moe_forward", ratio, figures)
+    print_table(f"forward of {batch} x {length} tokens on {device}", columns, rows)
+    goal = {"bf16 weights": 0.85} if options.size == "135m" else {}
+    figures = {"device": device, "size": options.size, "seconds": found, "chosen": chosen}
+    print_result("moe_forward", ratio, {"goal": {"at_least": goal}, **figures})
+
+
+def models_of(size: str) -> tuple[LlamaForCausalLM, MixtralForCausalLM]:
+    """Dense, and four experts of the same shape; random weights."""
+    shape = SHAPE if size == "small" else llama_of(SIZES[size]).to_dict()
+    shape = {name: value for name, value in shape.items() if name != "model_type"}
+    routed = {"num_local_experts": EXPERTS, "num_experts_per_tok": 1}
+    return (
+        LlamaForCausalLM(LlamaConfig.from_dict(shape)),
+        MixtralForCausalLM(MixtralConfig.from_dict({**shape, **routed})),
+    )
 
 
 def measure(
     dense: LlamaForCausalLM,
     moe: MixtralForCausalLM,
-    device: str,
-    precision: Literal["fp32", "bf16"],
+    ids: torch.Tensor,
+    way: str,
     repeats: int,
 ) -> dict[str, list[float]]:
     """Seconds of one forward, dense and with each implementation, taking turns."""
-    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), device=device)
-    autocast = torch.autocast(
-        torch.device(device).type, dtype=torch.bfloat16, enabled=precision == "bf16"
-    )
+    device = ids.device
+
+    def arithmetic() -> AbstractContextManager[Any]:
+        if way == "bf16 autocast":
+            return torch.autocast(device.type, dtype=torch.bfloat16)
+        return nullcontext()
 
     def forward(name: str) -> float:
         model = dense if name == "dense" else moe
         if name != "dense":
             moe.set_experts_implementation(name)
-        with torch.no_grad(), autocast:
-            return seconds_of(partial(model, input_ids=ids, use_cache=False), device=device)
+        with torch.no_grad(), arithmetic():
+            return seconds_of(partial(model, input_ids=ids, use_cache=False), device=str(device))
 
     names = ("dense", *IMPLEMENTATIONS)
     calls = {name: partial(forward, name) for name in names}

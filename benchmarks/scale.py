@@ -5,15 +5,18 @@
 Experts of that shape with random bf16 weights are written tensor by tensor into a temporary folder,
 which goes with the benchmark. Each row is a process of its own; its memory is the peak of anonymous
 memory above that of the imports, beside what ``upcycle_core.planning`` says. The kernel enforces
-the limit on a process's own memory (RLIMIT_DATA; what its mapped weights count there is added).
+the limit on a process's own memory (RLIMIT_DATA; what its mapped weights count there is added); a
+row that is planned to take more is not run, and one that fails is said at the end.
 Statistics are timed beside a bare headless forward of the same model and text, assembly beside
 ``cp`` of its result; both include bringing it to the disk.
 """
 
+import math
 import os
 import resource
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -51,7 +54,9 @@ EXPERTS = {"one": "one", "other": "other", "third": "one", "fourth": "other"}
 """Expert to the checkpoint that it is: two are enough, what is read and written is the same."""
 LENGTH, BATCH = 512, 2
 SHARD = 2 * 10**9
-KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+KERNELS = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+MEMORY = ("memory_mb", "planned_mb")
+NAN = float("nan")
 SMALL = {"small": SIZES["1m"]}
 STATISTICS: Any = {"sequence_length": LENGTH, "batch_size": BATCH, "precision": "bf16"}
 
@@ -65,8 +70,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    os.environ.setdefault(KERNELS, DEFAULTS[KERNELS])  # as pieces have it
+    for name in KERNELS:  # as pieces have them
+        os.environ.setdefault(name, DEFAULTS[name])
     found: dict[str, dict[str, float]] = {}
+    failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="scale-") as name:
         folder = Path(name)
         size = (SMALL | dict(SIZES))[options.size]
@@ -75,29 +82,41 @@ def main() -> None:
         make(folder, size, tokens)
         planned = plans(Shape.of(folder / "one"), tokens)
         for row in options.rows:
+            if planned.get(row, 0) > options.limit_gb * 1e9:
+                found[row] = {"planned_mb": planned[row] / 1e6}
+                print(row, f"would take {planned[row] / 1e9:.1f} GB: not run", flush=True)
+                continue
             call = partial(call_in_child, measured, row, folder, options.limit_gb)
-            facts = call(threads=options.threads)
-            found[row] = {"seconds": facts["seconds"], "memory_mb": facts["memory_mb"]}
-            if row in planned:
-                found[row]["planned_mb"] = planned[row] / 1e6
+            found[row] = {"planned_mb": planned[row] / 1e6} if row in planned else {}
+            try:
+                facts = call(threads=options.threads)
+            except RuntimeError as error:  # the other rows have taken long, too
+                failed[row] = str(error).splitlines()[-1]
+            else:
+                found[row] |= {name: facts[name] for name in ("seconds", "memory_mb")}
             print(row, *(f"{name} {value:.1f}" for name, value in found[row].items()), flush=True)
     report(found, options.size, options.limit_gb)
+    if failed:
+        sys.exit("\n".join(f"{row}: {line}" for row, line in failed.items()))
 
 
 def report(found: Mapping[str, Mapping[str, float]], size: str, limit_gb: float) -> None:
     """Print the table and the result."""
+
+    def seconds(row: str) -> float:
+        return found.get(row, {}).get("seconds", NAN)
+
     rows = []
     for name, own in found.items():
         beside = BESIDE.get(name, "")
-        times = own["seconds"] / found[beside]["seconds"] if beside in found else float("nan")
-        planned = own.get("planned_mb", float("nan"))
-        rows.append([name, own["seconds"], times, own["memory_mb"], planned])
+        times = seconds(name) / seconds(beside)
+        rows.append([name, seconds(name), times, *(own.get(of, NAN) for of in MEMORY)])
     head = ["", "s", "s / yardstick", "memory MB", "planned MB"]
     print_table(f"{size}, at most {limit_gb} GB a process", head, rows)
     ratios = {
-        name: own["seconds"] / found[BESIDE[name]]["seconds"]
-        for name, own in found.items()
-        if BESIDE.get(name) in found
+        name: ratio
+        for name, beside in BESIDE.items()
+        if not math.isnan(ratio := seconds(name) / seconds(beside))
     }
     print_result("scale", ratios, {"rows": found, "size": size, "limit_gb": limit_gb})
 

@@ -28,13 +28,15 @@ DEFAULTS = {
     # Every try of a hub that does not answer is a warning, which Prefect says once more. What came
     # of them is one fault of ours.
     "HF_HUB_VERBOSITY": "error",
+    # torch keeps what it has prepared for each of the last 1024 shapes of a product on a CPU, and
+    # oneDNN a kernel, some 300 kB each. Experts of a MoE are sent another number of tokens in every
+    # batch, and no such shape comes again; a layer's other shapes come again within sixteen.
+    "LRU_CACHE_CAPACITY": "16",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     "MPLBACKEND": "Agg",
-    # oneDNN keeps a kernel for each of the last 1024 shapes, some 300 kB each. Experts of a MoE are
-    # sent another number of tokens in every batch, and no such shape comes again.
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_DATABASE_TIMEOUT": "60",

@@ -10,9 +10,12 @@ from tasks.engine.params import value_at
 from tasks.methods import ADDITIONS, METHODS, models_of, scored_models
 from upcycle_core.baselines.checks import baseline_faults
 from upcycle_core.errors import Fault
-from upcycle_core.evaluation.text.results import expert_row
+from upcycle_core.evaluation.text.results import TITLES, expert_row
 from upcycle_core.training.checks import shape_faults, training_faults
 from upcycle_core.training.config import TrainingConfig
+
+RESERVED = (*TITLES, "champion")
+"""Rows that mean the same in every table; the last is the version before, in that of tasks."""
 
 
 def faults(recipe: Recipe) -> Iterator[Fault]:
@@ -126,6 +129,8 @@ def _row_faults(recipe: Recipe, method: Method) -> Iterator[Fault]:
         if row.trains and accumulated % workers:
             remedy = f"must be a multiple of compute.baselines.workers = {workers}"
             yield Fault(f"{where}.training.gradient_accumulation", accumulated, remedy)
+        if name in {*method.models(recipe), *RESERVED}:
+            yield Fault(where, name, "names a row of the report already; rename it")
     known = list(models_of(recipe))
     for model in recipe.task_evaluation.models or ():
         if model not in known:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,12 +81,14 @@ def deploy(
     own = list(offered(told, recipe, changes))
     noted = [filled(each, {"{notice}": notice or ""}) for each in own]
     content["deployments"] = [_moved(each, target) for each in noted]
-    resolved = settings.services / "prefect.yaml"
-    resolved.parent.mkdir(parents=True, exist_ok=True)
-    resolved.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     checkout = str(REPOSITORY if target is None else target.checkout)
     ours = {"PYTHONPATH": str(REPOSITORY), "UPCYCLE_CHECKOUT": checkout}
-    _prefect_deploy(resolved, environment_of(settings, PREFECT_API_URL=api, **ours))
+    settings.services.mkdir(parents=True, exist_ok=True)
+    # A file of its own: another recipe may be deployed at the same time.
+    with tempfile.TemporaryDirectory(dir=settings.services, prefix="deploy-") as folder:
+        resolved = Path(folder, "prefect.yaml")
+        resolved.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+        _prefect_deploy(resolved, environment_of(settings, PREFECT_API_URL=api, **ours))
     names = [_full_name(deployment) for deployment in content["deployments"]]
     with asked(api) as client:
         tags = {tag for deployment in content["deployments"] for tag in deployment["tags"]}

@@ -223,17 +223,19 @@ class Follower:
         """Start a version's engine and let it answer."""
         begun, asked = time.monotonic(), self.wanted
         self.state = "switching" if self.current else "starting"
-        launch = await asyncio.to_thread(self._launch, number)
-        if self.current is not None and not await self._fits(launch):
-            LOG.warning("version %d starts in place of the old one; requests wait", number)
-            await self._take_away("instead")
-        engine = Engine(launch, self.client)
-        self._engines.add(engine)
+        engine = None
         try:
+            launch = await asyncio.to_thread(self._launch, number)
+            if self.current is not None and not await self._fits(launch):
+                LOG.warning("version %d starts in place of the old one; requests wait", number)
+                await self._take_away("instead")
+            engine = Engine(launch, self.client)
+            self._engines.add(engine)
             await engine.start(on_end=self._changed.set)
             await engine.wait_until_ready(self._patience.start, wanted=lambda: self.wanted == asked)
         except BaseException:
-            self._spawn(self._end(engine))
+            if engine is not None:
+                self._spawn(self._end(engine))
             self.state = "serving" if self.current else "waiting"
             raise
         if self.current is not None:

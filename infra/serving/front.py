@@ -280,14 +280,16 @@ async def unfit(path: str, content: dict[str, Any], engine: Engine) -> str | Non
     if path in CHATS and not (engine.launch.chats or "chat_template" in content):
         return "the model has no chat template; send a prompt to /v1/completions"
     room = engine.launch.context
-    text = "".join(_texts(content.get("messages"))) + "".join(_texts(content.get("prompt")))
-    # A token is a byte at least.
-    if room is None or len(text.encode(errors="replace")) <= room:
-        return None
-    count = await asyncio.to_thread(engine.count_tokens, text)
-    if count <= room:
-        return None
-    return f"the prompt has {count} tokens, and the model room for {room}; send a shorter one"
+    # Prompts of a list are answered one by one; a chat's messages are one text.
+    for text in ("".join(_texts(content.get("messages"))), *_texts(content.get("prompt"))):
+        # A token is a byte at least.
+        if room is None or len(text.encode(errors="replace")) <= room:
+            continue
+        count = await asyncio.to_thread(engine.count_tokens, text)
+        if count > room:
+            remedy = "send a shorter one"
+            return f"the prompt has {count} tokens, and the model room for {room}; {remedy}"
+    return None
 
 
 def _texts(value: Any) -> Iterator[str]:

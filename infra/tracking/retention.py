@@ -81,8 +81,10 @@ class Records:
         names = {name, *(held[model].name for model in models.keys() & held.keys())}
         kept, gone = [], []
         for registered in sorted(names):
-            mine = [v for v in self._registry.versions(registered) if v.model_id in models]
-            before = {v.tags.get(previous) for v in mine if v.aliases}
+            versions = self._registry.versions(registered)
+            mine = [v for v in versions if v.model_id in models]
+            # Another recipe may register under the same name, and its champion follow ours.
+            before = {v.tags.get(previous) for v in versions if v.aliases}
             named = [v for v in mine if v.aliases or str(v.number) in before]
             spare = [v for v in mine if v not in named][: -keep.versions]
             gone += spare

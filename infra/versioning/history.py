@@ -58,7 +58,9 @@ class History:
         ignored = self.root / ".gitignore"
         if not ignored.exists() or ignored.read_text() != IGNORED:
             ignored.write_text(IGNORED)
-        if not self.is_there:
+        if not self.is_there or self._git("rev-parse", "--git-dir").returncode != 0:
+            # Again, where a kill or a power cut came into the first time: what is there stays.
+            self._remove_empty_head()
             self._git("init", "--quiet", "--initial-branch=main")
 
     def commit(self, message: str) -> str | None:
@@ -80,7 +82,15 @@ class History:
                 return " ".join((done.stderr or done.stdout).split())
         return None
 
+    def _remove_empty_head(self) -> None:
+        head = self.root / ".git" / "HEAD"
+        if head.is_file() and not head.read_bytes().strip(b"\0\n "):
+            head.unlink()
+
     def _git(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Git in this repository and in no other, also where it is damaged and lies in another."""
         variables = {k: v for k, v in program_environment({}).items() if k not in OTHERS}
+        variables["GIT_DIR"] = str(self.root / ".git")
+        variables["GIT_WORK_TREE"] = str(self.root)
         words = ["git", *OWN, *arguments]
         return subprocess.run(words, cwd=self.root, env=variables, capture_output=True, text=True)

@@ -135,6 +135,8 @@ def roll_back(registry: Registry, name: str, reason: str) -> tuple[Version, Vers
     """
     champion, before = champions(registry, name)
     registry.set_tags(champion, {ROLLED_BACK_TAG: reason})
+    if PENDING_TAG in champion.tags:  # or the flow that a kill stopped would promote it again
+        registry.remove_tag(champion, PENDING_TAG)
     registry.set_alias(before, "champion")
     return champion, before
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from infra.recipe.checks import warmup_faults
 from infra.recipe.schema import Recipe, TuningConfig
-from tasks.simoe.rows import SIMOE, section
+from tasks.simoe.rows import section
 from upcycle_core.corpora.tuning.config import InstructionsConfig
 from upcycle_core.dume.config import MoEConfig
 from upcycle_core.errors import Fault
@@ -52,8 +52,6 @@ def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
             remedy = "every instruction is read once an epoch; remove them"
             given = dict(row.objective.domain_weights)
             yield Fault(f"{where}.objective.domain_weights", given, remedy)
-        if name in ("seed", SIMOE):
-            yield Fault(where, name, "names a row of the table already; rename it")
         yield from _length_faults(f"{where}.training", row.training, recipe)
     if any(row.method == "btx" for row in recipe.baselines.values()):
         yield from _length_faults("experts.training", recipe.experts.training, recipe)

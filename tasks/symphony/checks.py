@@ -34,8 +34,6 @@ def symphony_faults(recipe: Recipe) -> Iterator[Fault]:
         if row.method == "drop-upcycling" and row.start == "seed":
             remedy = "these models have no seed; use start: experts"
             yield Fault(f"baselines.{name}.start", row.start, remedy)
-        if name in (SYMPHONY, "harmonised", "model_averaging"):
-            yield Fault(f"baselines.{name}", name, "names a row of the report already; rename it")
     if recipe.seed_model.model is not None:
         remedy = "these models share no seed; name it as a domain's origin.model, or remove it"
         yield Fault("seed_model.model", recipe.seed_model.model, remedy)

@@ -146,6 +146,20 @@ def test_version_that_does_not_come_up_leaves_the_old_one_in_front(place, server
     assert server.log.read_text().count(f"version {broken}: ended while it started") == 1
 
 
+def test_version_that_cannot_be_launched_leaves_no_switch_at_work(place, server, tmp_path):
+    directory = save_pico(tmp_path / "no weights", seed=9)
+    for file in directory.glob("*.safetensors"):
+        file.unlink()
+    broken, before = place.register(directory).number, server.status()["version"]
+    place.promote(broken)
+    server.wait(wanted=broken)
+    server.wait(state="serving")
+    assert server.status()["last_failure"]["of"] == broken
+    place.promote(before)
+    server.wait(wanted=before)
+    assert server.ask("ab").whole
+
+
 @pytest.mark.faults
 def test_engine_that_is_killed_is_started_again_while_requests_wait(place, server):
     number = server.status()["version"]
@@ -211,6 +225,8 @@ def test_client_that_leaves_frees_the_engine(server):
         (b'{"prompt": ""}', 400, "the engine cannot work with this request"),
         (b'{"prompt": "ab", "max_tokens": "x"}', 400, "cannot work with this request"),
         (b'{"prompt": ["ab"]}', 400, "prompt must be a string"),
+        (b'{"prompt": ["' + b"a" * 100 + b'", "' + b"a" * 100 + b'"]}', 400, "must be a string"),
+        (b'{"prompt": ["ab", "' + b"a" * 129 + b'"]}', 400, "129 tokens, and the model room"),
         (b'{"prompt": "ab", "nonsense": 1}', 422, "nonsense"),
         (b'{"prompt": "' + b"a" * 129 + b'"}', 400, "129 tokens, and the model room for 128"),
     ],

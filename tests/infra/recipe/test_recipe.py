@@ -436,6 +436,12 @@ def test_a_card_quotes_what_stands_at_its_keys():
     }
 
 
+@pytest.mark.parametrize("name", ["dume", "seed", "oracle", "expert_python", "champion"])
+def test_a_baseline_does_not_take_the_name_of_a_row_that_is_there(name):
+    with pytest.raises(InputError, match=rf"baselines\.{name} = '{name}': names a row"):
+        load_recipe(Path("recipes/demo.yaml"), [f"baselines.{name}.method=btx"])
+
+
 def test_bam_of_a_family_without_a_counterpart_is_refused_before_experts_are_trained():
     demo, row = Path("recipes/demo.yaml"), ["baselines.bam.method=bam"]
     load_recipe(demo, row)

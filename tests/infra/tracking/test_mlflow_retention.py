@@ -97,6 +97,15 @@ def test_a_neighbour_s_versions_are_left_alone(place):
     assert place.past().models == ()
 
 
+def test_the_champion_before_another_recipe_s_champion_stays(place):
+    ours = [place.version(place.run()) for _ in range(3)]
+    with Tracker(place.settings, "other recipe").start_run("flow") as run:
+        theirs = place.version(run)
+    place.registry.set_alias(theirs, "champion")
+    place.registry.set_tags(theirs, {"before": str(ours[0].number)})
+    assert [v.reference for v in place.past().versions] == [ours[1].reference]
+
+
 def test_the_champion_before_stays_for_a_rollback(place):
     run = place.run()
     versions = [place.version(run) for _ in range(4)]

@@ -1,5 +1,6 @@
 """The Git history of a workspace: small files alone, whatever the user's Git is like."""
 
+import shutil
 import subprocess
 
 import pytest
@@ -60,6 +61,25 @@ def test_without_git_there_is_no_history_and_no_fault(tmp_path, monkeypatch):
     history.prepare()
     assert not history.is_there
     assert history.commit("dume pico") is None
+
+
+@pytest.mark.parametrize("cut", ["init", "head"])
+def test_a_repository_that_a_kill_left_half_made_is_made_and_its_parent_is_left_alone(
+    history, tmp_path, cut
+):
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    (tmp_path / "own.txt").write_text("not to be committed")
+    if cut == "init":
+        shutil.rmtree(history.root / ".git")
+        (history.root / ".git").mkdir()
+    else:
+        (history.root / ".git" / "HEAD").write_bytes(b"")
+    assert "not a git repository" in history.commit("before it is prepared")
+    history.prepare()
+    assert history.commit("retrain pico") is None
+    assert git(history, "ls-files") == [".gitignore", "metrics.json"]
+    others = subprocess.run(["git", "log"], cwd=tmp_path, capture_output=True, text=True)
+    assert "does not have any commits" in others.stderr
 
 
 def test_a_repository_that_is_damaged_is_said(history):

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -88,6 +89,21 @@ def test_the_way_back_is_that_of_the_champions(history, session):
     with pytest.raises(InputError, match="no champion before it"):
         roll_back(history, NAME, "again")
     assert champion(history) == 1
+
+
+def test_a_champion_that_a_kill_left_half_promoted_stays_rolled_back(tmp_path, session):
+    settings = read({"UPCYCLE_HOME": str(tmp_path)})
+    registry, folder = Registry(settings), session.workspace.path("experts/python")
+    made = Registration(tags={}, marks={PENDING_TAG: "champion"})
+    with Tracker(settings, "test").start_run("test", workspace=tmp_path) as run:
+        with_aliases(registry, registry.register(NAME, folder, made, run=run))
+        tags = {MODEL_TAG: "second"}
+        second = registry.register(NAME, folder, replace(made, tags=tags), run=run)
+    registry.set_tags(second, {PREVIOUS_TAG: "1"})
+    registry.set_alias(second, "champion")  # the next call would have removed the mark
+    roll_back(registry, NAME, "it was worse")
+    assert offered(registry, NAME, {"second"}) is not None
+    assert champion(registry) == 1
 
 
 def test_experts_of_a_version_that_was_rolled_back_do_not_count(history):

@@ -13,7 +13,7 @@ Parameter = Literal["top_k", "ridge_lambda", "window"]
 Perplexities = Mapping[str, float]
 """{domain: perplexity}"""
 
-_TITLES = {
+TITLES = {
     "seed": "Seed",
     "model_averaging": "Model averaging",
     "random_routing": "Random routing",
@@ -24,6 +24,7 @@ _TITLES = {
     "symphony": "Symphony-MoE",
     "simoe": "SIMoE",
 }
+"""What people call rows that mean the same in every report."""
 _BASELINES = ("seed", "model_averaging", "random_routing")
 _METHODS = ("dume", "dume_ood", "oracle", "harmonised", "symphony")
 
@@ -36,7 +37,7 @@ def expert_row(domain: str) -> str:
 def title_of(row: str, domains: Iterable[str]) -> str:
     """What people call a row."""
     experts = {expert_row(domain): f"{domain} expert" for domain in domains}
-    return experts.get(row) or _TITLES.get(row, row.replace("_", " "))
+    return experts.get(row) or TITLES.get(row, row.replace("_", " "))
 
 
 @dataclass(frozen=True, kw_only=True)
