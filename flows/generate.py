@@ -21,7 +21,7 @@ def generate(found: Registered, chosen: argparse.Namespace) -> None:
     import torch
     from transformers import TextStreamer
 
-    from upcycle_core.corpora.encoding import asked
+    from upcycle_core.corpora.encoding import answer_ends, asked
 
     model, tokenizer = load(found.directory, chosen)
     sampling = (
@@ -36,12 +36,14 @@ def generate(found: Registered, chosen: argparse.Namespace) -> None:
         found_ids = asked(tokenizer, prompt, bos=found.bos, chat=chosen.chat)
         left = room(model, prompt, found_ids)
         ids = torch.tensor([found_ids], device=model.device)
+        ends = {"eos_token_id": answer_ends(tokenizer, model, chat=True)} if chosen.chat else {}
         model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=chosen.tokens if left is None else min(chosen.tokens, left),
             streamer=TextStreamer(tokenizer, skip_prompt=chosen.chat, skip_special_tokens=True),
             **sampling,
+            **ends,
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flows.running.registered import context, room
 from upcycle_core.corpora.config import Bos
-from upcycle_core.corpora.encoding import asked
+from upcycle_core.corpora.encoding import answer_ends, asked
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.moe.trace import Routing, Through, Token, trace
 
@@ -155,6 +155,7 @@ class Speaker:
             tokens=tokens,
             temperature=question.temperature,
             seed=question.seed,
+            ends=answer_ends(self.tokenizer, self.model, chat=True) if question.chat else None,
         )
         if why == "length" and tokens < question.tokens:
             why = "context"

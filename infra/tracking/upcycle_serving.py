@@ -72,6 +72,8 @@ class Generator:
         if asked["temperature"] > 0:
             set_seed(int(asked["seed"]))
             sampling = {"do_sample": True, "temperature": float(asked["temperature"])}
+        if asked["chat"]:
+            sampling["eos_token_id"] = self._ends()
         with torch.inference_mode():
             said_1T = self.model.generate(
                 ids_1S,
@@ -81,6 +83,14 @@ class Generator:
                 **sampling,
             )
         return str(self.tokenizer.decode(said_1T[0, ids_1S.shape[1] :], skip_special_tokens=True))
+
+    def _ends(self) -> list[int]:
+        """What ends an answer to a chat: the template says which special token."""
+        own = self.model.generation_config.eos_token_id
+        added = self.tokenizer.added_tokens_decoder.items()
+        ends = [self.tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or ())]
+        ends += [index for index, token in added if token.special]
+        return sorted({end for end in ends if end is not None})
 
     def _ids(self, prompt: str, *, chat: bool) -> torch.Tensor:
         """Token ids [1, S]; a special token's name in a prompt stays text."""

@@ -84,6 +84,8 @@ def _rope(full: dict) -> dict:
         return rope  # one a layer type: no target holds that, and the family says so
     rope.setdefault("rope_theta", theta)
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor") == 1:  # all of each head, as where nothing is said
+        del rope["partial_rotary_factor"]
     if rope["rope_type"] in _LENGTH_AWARE_ROPE:
         rope.setdefault("original_max_position_embeddings", full["max_position_embeddings"])
     return rope

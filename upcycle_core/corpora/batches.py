@@ -78,10 +78,15 @@ class PackedSequences(Dataset):
         if not 0 <= index < self.count:
             raise IndexError(index)
         domain, turn = self._turn(index)
-        start = self._place(domain, turn) * self.sequence_length
-        ids = self._stream(domain, start, start + self.sequence_length)
+        place = self._place(domain, turn)
+        ids = self._sequence(domain, place)
         if self.loss == "all":
             return torch.from_numpy(ids)
+        # A prompt may be longer than a sequence: the next one with a response is taken in its turn.
+        for following in range(place + 1, place + 1 + 2 * self._sequences(domain)):
+            if (ids[1:] >= 0).any():
+                break
+            ids = self._sequence(domain, following)
         return {
             "input_ids": torch.from_numpy(np.where(ids < 0, ~ids, ids)),
             "labels": torch.from_numpy(np.where(ids < 0, NO_LOSS, ids)),
@@ -99,10 +104,18 @@ class PackedSequences(Dataset):
     def _turns(self) -> Turns:
         return weighted_turns(self.weights, self.count, seed=self.seed)
 
+    def _sequences(self, domain: int) -> int:
+        """Sequences of about one pass over a domain's text."""
+        corpus = self.corpora[domain]
+        return max(1, (len(corpus.tokens) + len(corpus)) // self.sequence_length)
+
+    def _sequence(self, domain: int, place: int) -> np.ndarray:
+        start = place * self.sequence_length
+        return self._stream(domain, start, start + self.sequence_length)
+
     def _place(self, domain: int, turn: int) -> int:
         """Which sequence of its stream a domain gives at its ``turn``."""
-        corpus = self.corpora[domain]
-        size = max(1, (len(corpus.tokens) + len(corpus)) // self.sequence_length)
+        size = self._sequences(domain)
         number, place = divmod(turn, size)
         if self._rounds.get(domain, (None,))[0] != number:
             drawn = permutation(size, self.seed, "round", domain, number)
@@ -305,7 +318,7 @@ def paragraph_batches(
     batch_size: int,
     pad_id: int = PAD_ID,
     *,
-    folds: int = 1,
+    folds: int | np.ndarray = 1,
     count: Counted = "all",
 ) -> Iterator[Batch]:
     """Batches of similar length, long ones first, each within one fold.
@@ -318,15 +331,17 @@ def paragraph_batches(
         pieces: What to read.
         batch_size: B; a fold's last batch may be smaller.
         pad_id: What stands right of shorter paragraphs.
-        folds: Parts that never share a batch.
+        folds: Parts that never share a batch: how many the documents are dealt to, or the part of
+            each paragraph, [N] int.
         count: Which tokens are counted, or scored.
 
     Raises:
         InputError: Responses are asked for, and the split does not tell them.
     """
     rows = pieces.rows
-    for fold in range(folds):
-        own = rows[fold_of(rows[:, 0], folds) == fold]
+    parts = fold_of(rows[:, 0], folds) if isinstance(folds, int) else folds
+    for fold in range(int(parts.max(initial=0)) + 1):
+        own = rows[parts == fold]
         own = own[np.argsort(-own[:, 2], kind="stable")]
         for first in range(0, len(own), batch_size):
             yield _batch(corpus, own[first : first + batch_size], pad_id, fold, count)

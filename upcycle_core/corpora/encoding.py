@@ -1,6 +1,7 @@
 """Texts and chats as token ids: one way for statistics, perplexity, training, tasks and answers."""
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,9 @@ DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 20
 """Tokenised in one call: enough to keep all threads busy, and some 50 bytes a character."""
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """What a chat template marks the assistant's text with, if it does."""
+DAY = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
+"""Before a template that writes today's date, as Llama 3's do; the day that they name themselves
+where they are told none."""
 SAID = "x{number}x"
 """Stands for a message when a template is asked whether it writes all of them."""
 
@@ -222,7 +226,7 @@ class ChatTemplate:
                 before = self._written(chat.messages[:i], add_generation_prompt=True)
                 upto = self._written(chat.messages[: i + 1])
             if upto[: len(before)] != before or ids[: len(upto)] != upto:
-                return self._marked(chat)
+                return self._marked(chat, ids)
             stop = self._end_of_response(upto)
             found[len(before) : stop] = [True] * (stop - len(before))
         return found
@@ -236,22 +240,58 @@ class ChatTemplate:
             stop -= 1
         return stop
 
-    def _marked(self, chat: Conversation) -> list[bool]:
+    def _marked(self, chat: Conversation, ids: list[int]) -> list[bool]:
         """Where the template says that the assistant speaks, and the end token behind."""
-        if not GENERATION_BLOCK.search(self.tokenizer.chat_template):
-            remedy = (
-                "the tokenizer's chat template writes this conversation so that its start is not "
-                "what the model is asked; split it into records of one response each, or mark the "
-                "assistant's text in the template with {% generation %}"
-            )
+        remedy = (
+            "the tokenizer's chat template writes this conversation so that its start is not what "
+            "the model is asked; split it into records of one response each"
+        )
+        if not GENERATION_BLOCK.search(self._template):
+            remedy += ", or mark the assistant's text in the template with {% generation %}"
             raise InputError(Fault("chat_template", chat.place, remedy))
         out = self.tokenizer.apply_chat_template(
-            chat.messages, return_dict=True, return_assistant_tokens_mask=True
+            chat.messages,
+            chat_template=self._template,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
-        ids, found = list(out["input_ids"]), [bool(mark) for mark in out["assistant_masks"]]
+        # Messages that name a control token are text among the ids, and tokens among these.
+        is_same = list(out["input_ids"]) == ids
+        marks = out["assistant_masks"] if is_same else self._marks_of_text(chat, ids)
+        if marks is None:
+            remedy += ", or take the names of control tokens out of it"
+            raise InputError(Fault("chat_template", chat.place, remedy))
+        found = [bool(mark) for mark in marks]
         for i in range(1, len(ids)):
             behind = found[i - 1] and ids[i - 1] not in self.special
             found[i] = found[i] or (behind and ids[i] in self.special)
+        return found
+
+    def _marks_of_text(self, chat: Conversation, ids: list[int]) -> list[bool] | None:
+        """The same from where the marks stand in the text; None where ids do not give it back."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        [text], [spans] = render_jinja_template(
+            [chat.messages],
+            chat_template=self._template,
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        if self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) != text:
+            return None
+
+        def written(count: int) -> int:
+            """Letters of so many tokens; one that is not complete is none."""
+            said = self.tokenizer.decode(ids[:count], clean_up_tokenization_spaces=False)
+            return len(said.rstrip("\ufffd"))
+
+        found = [False] * len(ids)
+        for start, stop in spans:
+            first, behind = (
+                bisect_left(range(len(ids)), letters, key=written) for letters in (start, stop)
+            )
+            first -= written(first) > start  # a token that begins before the mark is in it
+            found[first:behind] = [True] * (behind - first)
         return found
 
     def _left_out(self, roles: tuple[str, ...]) -> list[str]:
@@ -259,7 +299,9 @@ class ChatTemplate:
         if roles not in self._shows:
             said = [SAID.format(number=number) for number in range(len(roles))]
             messages = [{"role": r, "content": s} for r, s in zip(roles, said, strict=True)]
-            written = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            written = self.tokenizer.apply_chat_template(
+                messages, chat_template=self._template, tokenize=False
+            )
             self._shows[roles] = [
                 role for role, text in zip(roles, said, strict=True) if text not in written
             ]
@@ -271,9 +313,19 @@ class ChatTemplate:
             remedy += "of the text's own: template: '{prompt} {response}'"
             raise InputError(Fault("chat_template", None, remedy))
         out = self.tokenizer.apply_chat_template(
-            messages, return_dict=True, sanitize_control_tokens=True, **options
+            messages,
+            chat_template=self._template,
+            return_dict=True,
+            sanitize_control_tokens=True,
+            **options,
         )
         return list(out["input_ids"])
+
+    @property
+    def _template(self) -> str:
+        """The tokenizer's, on one day: what a text's tokens are does not depend on the date."""
+        template = self.tokenizer.get_chat_template()
+        return DAY + template if "strftime_now" in template else template
 
 
 @contextmanager
@@ -284,6 +336,19 @@ def _refusals(chat: Conversation) -> Iterator[None]:
     except jinja2.TemplateError as error:
         remedy = f"the tokenizer's chat template refuses it ({error}); change or remove it"
         raise InputError(Fault("chat_template", chat.place, remedy)) from None
+
+
+def answer_ends(tokenizer: Any, model: Any, *, chat: bool) -> list[int]:
+    """Ids that end an answer: the tokenizer's end token first, then those that the model names.
+
+    Of a chat any special token: the template says which of them ends a response, and a model that
+    was tuned on chats may name the one of its seed alone.
+    """
+    own = model.generation_config.eos_token_id
+    ends = [tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or ())]
+    if chat:
+        ends += [index for index, t in tokenizer.added_tokens_decoder.items() if t.special]
+    return [end for end in dict.fromkeys(ends) if end is not None]
 
 
 def chat_template_of(directory: Path) -> ChatTemplate:

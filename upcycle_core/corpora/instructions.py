@@ -97,7 +97,7 @@ class InstructionRows(Dataset):
             raise InputError(Fault("instructions", f"{len(encoded)} records", remedy))
         self.records, self.left_out = len(kept), len(encoded) - len(kept)
         self.cut = sum(len(row.ids) > sequence_length for row in kept)
-        rows = [_Encoded(row.ids[-sequence_length:], row.loss[-sequence_length:]) for row in kept]
+        rows = [_end_of(row, sequence_length) for row in kept]
         known = {task: number for number, task in enumerate(tasks)}
         places = [known.get(one.task or "", UNKNOWN_TASK) for one in conversations]
         self._task_ids = torch.tensor(list(compress(places, fits))) if tasks else None
@@ -178,6 +178,15 @@ class _Encoded(NamedTuple):
 def _response_length(row: _Encoded) -> int:
     """Tokens of the last response, its end token included."""
     return next((i for i, loss in enumerate(reversed(row.loss)) if not loss), len(row.loss))
+
+
+def _end_of(row: _Encoded, length: int) -> _Encoded:
+    """Its last tokens; what is left of a response whose prompt is gone has no loss."""
+    ids, loss = row.ids[-length:], row.loss[-length:]
+    if len(ids) < len(row.ids):
+        gone = loss.index(False)
+        loss = [False] * gone + loss[gone:]
+    return _Encoded(ids, loss)
 
 
 def _mapped(rows: list[_Encoded], size: int) -> np.ndarray:

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +45,7 @@ from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.dume.checks import check_repairable
 from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.errors import Fault, InputError
 from upcycle_core.precision import chosen
 from upcycle_core.precision import weights_type as type_in
 from upcycle_core.progress import Progress, Silent
@@ -147,7 +149,14 @@ def _plan(
 
 
 def calibration_batches(corpus: Path, config: StatisticsConfig) -> list[Batch]:
-    """What ``config`` reads of a split; each batch is of one half of its documents."""
+    """What ``config`` reads of a split; each batch is of one half of its documents.
+
+    Where all that is counted stands in one half, as in a single long document, halves are those of
+    the paragraphs in their order.
+
+    Raises:
+        InputError: One paragraph alone holds what is counted.
+    """
     tokens = TokenCorpus(corpus)
     pieces = paragraphs(
         tokens,
@@ -155,8 +164,17 @@ def calibration_batches(corpus: Path, config: StatisticsConfig) -> list[Batch]:
         max_tokens=config.tokens,
         window=config.window,
     )
-    size, count = config.batch_size, config.count
-    return list(paragraph_batches(tokens, pieces, size, folds=HALVES, count=count))
+    places = np.arange(len(pieces.rows)) * HALVES // max(1, len(pieces.rows))
+    for folds in (HALVES, places):
+        size, count = config.batch_size, config.count
+        batches = list(paragraph_batches(tokens, pieces, size, folds=folds, count=count))
+        if len({batch.fold for batch in batches if batch.counted.any()}) == HALVES:
+            return batches
+    remedy = (
+        "all that is counted stands in one paragraph, and what is solved on one half is judged "
+    )
+    remedy += "on the other; give more text, or a shorter statistics.sequence_length"
+    raise InputError(Fault("corpus", str(corpus), remedy))
 
 
 def _repaired(

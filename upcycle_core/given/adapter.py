@@ -191,7 +191,7 @@ def merge_adapter(adapter: Adapter, base: Path, out: Path) -> None:
 
     Weights have the base's type; sums are at least fp32. The tokenizer is the adapter's own where
     it brings one. A tied head stays tied unless the adapter touches the head or the embedding: the
-    model that was trained then has two matrices.
+    model that was trained then has two matrices, or the adapter brings both whole and the same.
 
     Args:
         adapter: What to merge.
@@ -225,9 +225,11 @@ def merge_adapter(adapter: Adapter, base: Path, out: Path) -> None:
         own = adapter.replaced.get(name)
         return reader.tensors[sources[name]].shape if own is None else adapter.shape(own)
 
+    if tied and _has_one_vocabulary(adapter):
+        del sources[LM_HEAD]
     specs = [TensorSpec(n, shape(n), reader.tensors[sources[n]].dtype) for n in sorted(sources)]
     write_sharded(out, specs, produce, max_shard_bytes=MAX_SHARD_BYTES)
-    if tied:
+    if tied and LM_HEAD in sources:
         config["tie_word_embeddings"] = False
     if EMBEDDING in sources and "vocab_size" in config:
         config["vocab_size"] = shape(EMBEDDING)[0]
@@ -237,6 +239,15 @@ def merge_adapter(adapter: Adapter, base: Path, out: Path) -> None:
     brings_words = any((adapter.directory / name).is_file() for name in TOKENIZER_FILES)
     copy_tokenizer(adapter.directory if brings_words else base, out)
     write_given_as(out, _said(adapter))
+
+
+def _has_one_vocabulary(adapter: Adapter) -> bool:
+    """Whether head and embedding are there whole and the same, as peft saves a resized tied one."""
+    ends = [adapter.replaced.get(name) for name in (EMBEDDING, LM_HEAD)]
+    if None in ends or {EMBEDDING, LM_HEAD} & adapter.low_rank.keys():
+        return False
+    embedding, head = (adapter.tensor(str(own)) for own in ends)
+    return torch.equal(embedding, head)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ transformers' own ``generate`` runs, key-value cache and sampling included; hook
 S prompt tokens, L layers with experts, D experts, T tokens of a pass, k experts a token.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -82,6 +82,7 @@ def trace(
     tokens: int = 100,
     temperature: float = 0.7,
     seed: int = 0,
+    ends: Collection[int] | None = None,
 ) -> Ending:
     """Continue ``ids``, telling of every token when it is there.
 
@@ -98,6 +99,7 @@ def trace(
         tokens: At most this many new ones.
         temperature: 0 is greedy.
         seed: Of the draws.
+        ends: Ids that end the answer; those that the model names by default.
 
     Returns:
         Why it ended: the model did (``end``), ``tokens`` were there (``length``), or ``stopped``.
@@ -109,16 +111,17 @@ def trace(
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": float(temperature)}
     ids_1S = torch.tensor([list(ids)], device=model.device)
-    ends = _end_tokens(model)
+    own = _end_tokens(model) if ends is None else set(ends)
     with _sent(model, through), _watched(model, through, is_stopped) as passed:
-        teller = _Teller(tokenizer, take, is_stopped, passed, limit=tokens, ends=ends)
+        teller = _Teller(tokenizer, take, is_stopped, passed, limit=tokens, ends=own)
         torch.manual_seed(seed)
         try:
             model.generate(  # type: ignore[operator]  # it is typed as a tensor or module
                 input_ids=ids_1S,
                 attention_mask=torch.ones_like(ids_1S),
                 max_new_tokens=tokens,
-                pad_token_id=tokenizer.pad_token_id if ends is None else min(ends),
+                pad_token_id=min(own) if own else tokenizer.pad_token_id,
+                eos_token_id=sorted(own) if own else None,
                 streamer=teller,
                 **sampling,
             )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from upcycle_core.errors import Fault
+from upcycle_core.errors import Fault, InputError
 from upcycle_core.training import workers
 
 if TYPE_CHECKING:
@@ -71,6 +71,9 @@ def mean_loss(
         autocast: Makes the context of a forward pass: its arithmetic.
         options: What the model is called with beside the batch.
         is_divided: Whether workers hold parts of the model, and so must compute together.
+
+    Raises:
+        InputError: There is no target.
     """
     training = network.training
     network.eval()
@@ -94,6 +97,9 @@ def mean_loss(
             total += torch.stack([loss.double() * count, count.double()])
     network.train(training)
     loss_sum, tokens = workers.total(total).tolist()
+    if not tokens:
+        remedy = "no label to predict; give some that have one, or leave evaluation_steps out"
+        raise InputError(Fault("validation", f"{rows} rows", remedy))
     return loss_sum / tokens
 
 

@@ -251,11 +251,28 @@ def test_loss_on_responses_leaves_prompts_and_separators_out(tmp_path):
             stream += [*labelled[index], -100]
     expected = drawn_from(stream[: 16 * size * 3], 16, size, 3, 0)
     plain = packed_sequences([corpus], **options)
+    compared = 0
     for row, ids, labels in zip(rows, plain, expected, strict=False):
+        if set(labels[1:]) == {-100}:  # the next one is taken
+            continue
+        compared += 1
         assert torch.equal(row["input_ids"], ids)
         assert row["labels"].tolist() == labels
         assert row["labels"].dtype == row["input_ids"].dtype == torch.int64
+    assert compared > 50
     assert pickle.loads(pickle.dumps(rows))[5]["labels"].tolist() == rows[5]["labels"].tolist()
+
+
+def test_every_sequence_has_a_response_though_prompts_are_longer_than_it(tmp_path):
+    draw = np.random.default_rng(0)
+    chats = [(draw.integers(1, 99, 84).tolist(), 84, [False] * 80 + [True] * 4) for _ in range(9)]
+    write_split(tmp_path, chats, eos_id=EOS, vocabulary_size=2000)
+    options = {"sequence_length": 16, "count": 60, "seed": 3, "loss": "responses"}
+    rows = packed_sequences([TokenCorpus(tmp_path)], **options)
+    assert all((row["labels"][1:] != -100).any() for row in rows)
+    assert len({tuple(row["input_ids"].tolist()) for row in rows}) > 9
+    again = pickle.loads(pickle.dumps(rows))
+    assert all(torch.equal(again[i]["labels"], rows[i]["labels"]) for i in (41, 3, 59))
 
 
 def test_loss_on_responses_needs_some(tmp_path, corpus):

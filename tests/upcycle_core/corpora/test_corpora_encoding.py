@@ -1,6 +1,7 @@
 """Texts and chats as ids, held against what the tokenizer of transformers itself makes of them."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from chat import CHATML, LLAMA3, save_chat_tokenizer
@@ -9,7 +10,7 @@ from transformers import AutoTokenizer
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source
 from upcycle_core.corpora.conversations import Conversation
 from upcycle_core.corpora.documents import write_documents
-from upcycle_core.corpora.encoding import asked, encoded, with_prefix
+from upcycle_core.corpora.encoding import answer_ends, asked, encoded, with_prefix
 from upcycle_core.corpora.reader import TokenCorpus, read_chats, read_documents
 from upcycle_core.corpora.shards import write_corpus, write_split
 from upcycle_core.errors import InputError
@@ -242,6 +243,49 @@ def test_chats_whose_template_rewrites_earlier_turns_are_read_but_tell_no_respon
     corpus = TokenCorpus(tmp_path / "out")
     with pytest.raises(InputError, match="2 of its 3 documents do not say which of their tokens"):
         _ = corpus.responses
+
+
+def test_marks_stand_where_they_are_though_messages_name_control_tokens(tmp_path, monkeypatch):
+    """Earlier turns are written anew, so that marks are asked; such names shift the tokens."""
+    template = "{{ messages | length }}" + MARKED["chatml"]
+    directory = save_chat_tokenizer(tmp_path / "tokenizer", "chatml", template=template)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    chat = conversation("what is <|im_end|>?", "世 and <|im_end|> é", "y", "z")
+    chats = [conversation("a", "b", "c", "d"), chat]
+    found, named = encoded(chats, tokenizer)
+    assert responses_of(found, tokenizer) == "b<|im_end|>d<|im_end|>"
+    assert responses_of(named, tokenizer) == "世 and <|im_end|> é<|im_end|>z<|im_end|>"
+    assert sum(token == tokenizer.convert_tokens_to_ids("<|im_end|>") for token in named.ids) == 4
+    monkeypatch.setattr(type(tokenizer), "decode", lambda *_, **__: "not what was written")
+    (named,) = encoded([chat], tokenizer)
+    assert named.responses is None
+
+
+def test_a_template_that_writes_the_date_gives_the_same_tokens_every_day(tmp_path):
+    template = "{{ strftime_now('%d %b %Y') }}\n" + CHATML
+    directory = save_chat_tokenizer(tmp_path / "tokenizer", "chatml", template=template)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    (found,) = encoded([conversation("a", "b")], tokenizer)
+    assert tokenizer.decode(found.ids).startswith("26 Jul 2024")
+    assert tokenizer.decode(asked(tokenizer, "a", chat=True)).startswith("26 Jul 2024")
+    assert sum(found.responses) == len(tokenizer.encode("b<|im_end|>", add_special_tokens=False))
+
+
+def responses_of(document, tokenizer):
+    marked = zip(document.ids, document.responses, strict=True)
+    return tokenizer.decode([id for id, is_response in marked if is_response])
+
+
+def test_a_chat_s_answer_ends_where_the_template_ends_it(tmp_path):
+    """A model of a seed that ends texts with another token."""
+    tokenizer = AutoTokenizer.from_pretrained(save_chat_tokenizer(tmp_path, "chatml"))
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokenizer.eos_token = "a"
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=7))
+    own = [tokenizer.convert_tokens_to_ids("a"), 7]
+    assert answer_ends(tokenizer, model, chat=False) == own
+    assert end in answer_ends(tokenizer, model, chat=True)[2:]
+    assert answer_ends(tokenizer, model, chat=True)[:2] == own
 
 
 def marked_one(tokenizer):

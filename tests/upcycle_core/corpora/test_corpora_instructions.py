@@ -190,6 +190,14 @@ def test_long_prompts_lose_their_left_and_long_responses_are_left_out(tmp_path, 
     assert sorted(sum(label != -100 for label in row["labels"]) for row in found) == [5, 9]
 
 
+def test_what_is_left_of_a_response_without_its_prompt_has_no_loss(tmp_path, tokenizer):
+    file = jsonl(tmp_path / "a.jsonl", chat("hi", "123456789", "and?", "so"))
+    rows, found = rows_of(file, with_template(tokenizer, TURNS), 20)
+    assert rows.cut == 1
+    parts = ("789~", False), (" [u]and?~ [a]", False), ("so~", True)
+    assert found == [hand_made(20, *parts)]
+
+
 def test_what_is_too_long_may_be_left_out_whole(tmp_path, tokenizer):
     file = jsonl(
         tmp_path / "a.jsonl",
@@ -287,7 +295,8 @@ def test_tokenizer_without_an_end_token_is_refused(tmp_path, tokenizer):
 def test_a_prompt_to_answer_is_what_stands_before_the_response(tmp_path, tokenizer, template):
     if template is not None:
         with_template(tokenizer, template)
-    prompt = "say <|endoftext|>: 2, 3\nand 4"
+    # Marks and names of control tokens do not go together where decoding adds spaces, as here.
+    prompt = f"say {'words' if template == MARKED else '<|endoftext|>'}: 2, 3\nand 4, in order"
     file = jsonl(tmp_path / "a.jsonl", {"prompt": prompt, "response": "so"})
     rows = InstructionRows([file], tokenizer, sequence_length=64, count=1, seed=0)
     first = int((rows[0]["labels"] != -100).nonzero()[0])
@@ -298,6 +307,13 @@ def test_a_prompt_to_answer_is_what_stands_before_the_response(tmp_path, tokeniz
     assert len(found.ids) > 20
     assert encode_prompt(tokenizer, prompt, max_tokens=5) == (found.ids[-5:], len(found.ids) - 5)
     assert encode_prompt(tokenizer, prompt, max_tokens=len(found.ids)) == found
+
+
+def test_marks_that_cannot_be_placed_are_refused(tmp_path, tokenizer):
+    with_template(tokenizer, MARKED)
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "say <|endoftext|>", "response": "so"})
+    with pytest.raises(InputError, match="or take the names of control tokens out of it"):
+        InstructionRows([file], tokenizer, sequence_length=64, count=1, seed=0)
 
 
 def test_rows_say_which_task_their_record_is(tmp_path, tokenizer):

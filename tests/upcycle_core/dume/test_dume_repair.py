@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,11 @@ EXACT = StatisticsConfig(sequence_length=16, batch_size=3, precision="fp64")
 
 
 def write_corpus(directory: Path, documents: int = 24, size: int = 96) -> Path:
+    return write_texts(directory, [16 * (1 + n % 2) for n in range(documents)], size)
+
+
+def write_texts(directory: Path, lengths: list[int], size: int = 96) -> Path:
     generator = np.random.default_rng(0)
-    lengths = [16 * (1 + n % 2) for n in range(documents)]
     texts = [(generator.zipf(1.3, length) % (size - 2) + 2, length) for length in lengths]
     write_split(directory, texts, eos_id=0, vocabulary_size=size)
     return directory
@@ -70,6 +74,22 @@ def paragraphs_of(corpus: Path) -> list[Tensor]:
         for document in range(len(text))
         for start in range(0, len(text.document(document)), 16)
     ]
+
+
+def test_one_long_document_is_judged_by_its_paragraphs(tmp_path):
+    experts = related(tmp_path)
+    backbone = merged(experts, tmp_path / "backbone")
+    found = {}
+    for name, lengths in {"one": [1200], "even": [600, 4, 600]}.items():
+        text = write_texts(tmp_path / f"text-{name}", lengths)
+        out = repaired(backbone, experts[0], text, tmp_path / name)
+        found[name] = json.loads((out / "repair.json").read_text())
+        assert all(layer["drift"] < 1 and layer["lambda"] for layer in found[name]), found[name]
+    short = write_texts(tmp_path / "short", [600])
+    whole = replace(EXACT, sequence_length=600)
+    with pytest.raises(InputError, match="stands in one paragraph"):
+        repaired(backbone, experts[0], short, tmp_path / "none", config=whole)
+    assert not (tmp_path / "none").exists()
 
 
 def layer_features(model: nn.Module, layer: int, texts) -> tuple[list[Tensor], list[Tensor]]:

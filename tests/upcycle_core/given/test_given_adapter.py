@@ -87,6 +87,28 @@ def test_a_tied_head_that_is_touched_is_tied_no_more(tmp_path, touched):
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("is_one", [True, False])
+def test_a_tied_head_of_a_longer_vocabulary_stays_tied(tmp_path, is_one):
+    """peft saves both whole: one tensor, unless they were trained apart."""
+    base = save_pico(tmp_path / "base", tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(100)
+    model.save_pretrained(tmp_path / "longer")
+    adapter, tuned = save_adapter(tmp_path / "adapter", tmp_path / "longer")
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    embedding = tuned.base_model.model.model.embed_tokens.weight.detach().clone()
+    tensors["base_model.model.model.embed_tokens.weight"] = embedding
+    tensors["base_model.model.lm_head.weight"] = embedding + (0 if is_one else 1)
+    save_file(tensors, file)
+    save_pico_tokenizer(adapter, 100)
+    ours = merged(adapter, base, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["tie_word_embeddings"], config["vocab_size"]) == (is_one, 100)
+    assert ("lm_head.weight" in ours) != is_one
+    assert torch.equal(ours["model.embed_tokens.weight"], embedding)
+
+
 def test_added_tokens_come_along(tmp_path, base):
     model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(100)

@@ -87,6 +87,12 @@ def test_an_answer_is_that_of_generate_and_its_shares_those_of_a_pass_without_ca
     torch.testing.assert_close(made, slow[len(PROMPT) - 1 :], atol=1e-5, rtol=0)
 
 
+def test_who_asks_may_name_what_ends_an_answer(model):
+    first = answer_of(traced(model)[0])[0]
+    seen, ending = traced(model, ends={first, 3})
+    assert (answer_of(seen), ending) == ([first], "end")
+
+
 def test_sampling_is_that_of_generate(model):
     seen, _ = traced(model, temperature=0.9, seed=5)
     torch.manual_seed(5)

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, GenerationConfig
 
 from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.corpora.encoding import answer_ends
 from upcycle_core.corpora.instructions import UNKNOWN_TASK, encode_prompt
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.progress import Progress, Silent
@@ -101,7 +102,7 @@ def answer(
     if max_prompt_tokens is None:
         max_prompt_tokens = _room(model.config, max_new_tokens)
     prompts = encode_prompts(tokenizer, rows, max_prompt_tokens=max_prompt_tokens)
-    ends = _end_ids(tokenizer, model)
+    ends = answer_ends(tokenizer, model, chat=bool(tokenizer.chat_template))
     # Sampling, penalties and the like that a checkpoint may ask for would not be greedy.
     model.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -161,18 +162,6 @@ def task_ids(config: Any, rows: Sequence[Row], device: str) -> dict[str, Tensor]
     known = {name: place for place, name in enumerate(config.tasks)}
     found = [known.get(row.get("task"), UNKNOWN_TASK) for row in rows]
     return {"task_ids": torch.tensor(found, device=device)}
-
-
-def _end_ids(tokenizer: Any, model: Any) -> list[int]:
-    """The tokenizer's end token first, then those that the model names.
-
-    With a chat template, any special token: the template says which of them ends a response.
-    """
-    own = model.generation_config.eos_token_id
-    ends = [tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or ())]
-    if tokenizer.chat_template:
-        ends += [index for index, t in tokenizer.added_tokens_decoder.items() if t.special]
-    return list(dict.fromkeys(ends))
 
 
 def _room(config: Any, max_new_tokens: int) -> int:
