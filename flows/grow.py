@@ -27,7 +27,8 @@ from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
 from flows.running.naming import words_of
 from flows.running.refused import in_a_line
-from flows.running.session import THREADS, open_session
+from flows.running.session import THREADS, FlowSession, open_session
+from flows.running.turn import turn
 from infra.durable import read_json
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
@@ -65,18 +66,26 @@ def grow(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
         The registered version, ``models:/NAME/NUMBER``.
     """
     recipe = validate(resolve(recipe))
-    look(recipe, Workspace(configure().home / recipe.name), domain, rebuild=rebuild)
-    with open_session("grow", recipe) as session:
-        grown = begin(session.recipe, session.workspace, new=[domain])
-        change = begin_change(session, f"grow {domain}")
-        session.adopt(without_backbone(grown) if rebuild else grown)
-        outcome = build(session, changed=[domain])
-        notes = (
-            life_of(recipe).came(session.recipe),
-            *far_off(session.recipe, session.workspace, domain),
-        )
-        finish_change(session, change, outcome, notes=notes)
-        return session.completed(words_of(outcome), outcome.version.reference)
+    workspace = Workspace(configure().home / recipe.name)
+    # Held while it looks: reading an expert's weights takes its time, and a run that neither holds
+    # the workspace nor waits for it is taken for dead.
+    with turn(workspace, "the flow grow", recipe):
+        look(recipe, workspace, domain, rebuild=rebuild)
+        with open_session("grow", recipe, is_held=True) as session:
+            return _grown(session, domain, rebuild)
+
+
+def _grown(session: FlowSession, domain: str, rebuild: bool) -> State:
+    grown = begin(session.recipe, session.workspace, new=[domain])
+    change = begin_change(session, f"grow {domain}")
+    session.adopt(without_backbone(grown) if rebuild else grown)
+    outcome = build(session, changed=[domain])
+    notes = (
+        life_of(session.recipe).came(session.recipe),
+        *far_off(session.recipe, session.workspace, domain),
+    )
+    finish_change(session, change, outcome, notes=notes)
+    return session.completed(words_of(outcome), outcome.version.reference)
 
 
 def far_off(recipe: Recipe, workspace: Workspace, domain: str) -> Iterator[str]:

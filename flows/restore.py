@@ -10,6 +10,8 @@ these comes from the version's own files, or else is put together again.
 
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from flows.running.naming import completed, title_of_day
 from flows.running.refused import in_a_line
 from flows.running.session import pieces_run, prepare
 from flows.running.turn import log
+from infra.durable import write_atomically
 from infra.recipe.names import masked, remote_fault, secret_faults
 from infra.recipe.schema import Recipe
 from infra.settings import Settings, configure
@@ -31,7 +34,7 @@ from infra.tracking.records import Version
 from infra.tracking.registry import Registry
 from infra.versioning.versions import Versions, remote_faults, remote_of
 from tasks.engine.stage import Session
-from tasks.engine.workspace import Workspace
+from tasks.engine.workspace import RESTORING, Workspace
 from tasks.living.lineage import save
 from tasks.methods import stages_of
 from tasks.recipes import validate
@@ -41,6 +44,8 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.evaluation.report.numbers import slug
 
 COMMIT_TAG = "git.commit"
+BESIDE = {".lock", ".waiting"}
+"""What flows leave in a workspace that they have made nothing in."""
 
 
 @flow(name="restore")
@@ -61,24 +66,44 @@ def restore(
     """
     settings = configure()
     found, recipe, workspace, source = look(settings, name, version, into, remote)
-    try:
-        with workspace.lock("the flow restore"):
-            versions = Versions(workspace.root)
-            prepare(versions, recipe)
-            if recipe.lineage is not None:
-                save(recipe.lineage, workspace)
-            log(f"fetching {found.reference} from {masked(source)}")
-            session = Session(recipe, workspace, log=log)
-            _bring(session, versions, settings, found, remote_of(source, settings.home))
-            artifacts = _check(recipe, workspace, found)
-    except BaseException:
-        shutil.rmtree(workspace.root, ignore_errors=True)
-        raise
+    with workspace.lock("the flow restore", restores=True), _all_or_nothing(workspace):
+        versions = Versions(workspace.root)
+        prepare(versions, recipe)
+        if recipe.lineage is not None:
+            save(recipe.lineage, workspace)
+        log(f"fetching {found.reference} from {masked(source)}")
+        session = Session(recipe, workspace, log=log)
+        _bring(session, versions, settings, found, remote_of(source, settings.home))
+        artifacts = _check(recipe, workspace, found)
     said = f"`{found.reference}` is restored in {workspace.root}: {artifacts} artifacts, all as "
     said += "they were published."
     create_markdown_artifact(key=slug(f"{name}-restore"), markdown=said)
     outcome = f"version {found.number}, {artifacts} artifacts as they were published"
     return completed(title_of_day(f"restore of {name}"), outcome, str(workspace.root))
+
+
+@contextmanager
+def _all_or_nothing(workspace: Workspace) -> Iterator[None]:
+    """An empty workspace, and again none if what follows fails; a kill leaves a mark in it."""
+    raise_faults(_there_faults(workspace))  # somebody may have come before us
+    for path in workspace.root.iterdir():
+        if path.name not in BESIDE:
+            _remove(path)
+    mark = workspace.root / RESTORING
+    write_atomically(mark, "")
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(workspace.root, ignore_errors=True)
+        raise
+    mark.unlink()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _bring(
@@ -156,10 +181,7 @@ def _recipe(registry: Registry, version: Version) -> Recipe:
 
 
 def _faults(workspace: Workspace, remote: str | None) -> list[Fault]:
-    found = []
-    if workspace.root.exists() and any(workspace.root.iterdir()):
-        remedy = "is there already; name another folder with --into, or move it away"
-        found.append(Fault("into", str(workspace.root), remedy))
+    found = [*_there_faults(workspace)]
     if remote is None:
         remedy = "the recipe names none; give the one that it was pushed to with --remote"
         found.append(Fault("remote", None, remedy))
@@ -167,6 +189,15 @@ def _faults(workspace: Workspace, remote: str | None) -> list[Fault]:
         found += [*remote_fault("remote", remote), *secret_faults(remote, "remote")]
         found += remote_faults("remote", remote)
     return found
+
+
+def _there_faults(workspace: Workspace) -> Iterator[Fault]:
+    """A workspace that holds more than what a refused flow, or a killed restore, leaves."""
+    root = workspace.root
+    there = {path.name for path in root.iterdir()} if root.exists() else set()
+    if there - BESIDE and RESTORING not in there:
+        remedy = "is there already; name another folder with --into, or move it away"
+        yield Fault("into", str(root), remedy)
 
 
 def _check(recipe: Recipe, workspace: Workspace, version: Version) -> int:

@@ -27,7 +27,8 @@ from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
 from flows.running.naming import words_of
 from flows.running.refused import in_a_line
-from flows.running.session import THREADS, open_session
+from flows.running.session import THREADS, FlowSession, open_session
+from flows.running.turn import turn
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
 from tasks.engine.workspace import Workspace
@@ -52,16 +53,21 @@ def shrink(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
     """
     recipe = without(validate(resolve(recipe)), domain)
     workspace = Workspace(configure().home / recipe.name)
-    look(recipe, workspace, domain, rebuild)
-    with open_session("shrink", recipe) as session:
-        shrunk = begin(session.recipe, session.workspace)
-        change = begin_change(session, f"shrink {domain}")
-        session.adopt(without_backbone(shrunk) if rebuild else shrunk)
-        outcome = build(session, changed=[])
-        _remove(workspace, domain)
-        note = life_of(recipe).left(session.recipe, domain)
-        finish_change(session, change, outcome, notes=(note,))
-        return session.completed(words_of(outcome), outcome.version.reference)
+    with turn(workspace, "the flow shrink", recipe):  # which says that this run lives
+        look(recipe, workspace, domain, rebuild)
+        with open_session("shrink", recipe, is_held=True) as session:
+            return _shrunk(session, domain, rebuild)
+
+
+def _shrunk(session: FlowSession, domain: str, rebuild: bool) -> State:
+    shrunk = begin(session.recipe, session.workspace)
+    change = begin_change(session, f"shrink {domain}")
+    session.adopt(without_backbone(shrunk) if rebuild else shrunk)
+    outcome = build(session, changed=[])
+    _remove(session.workspace, domain)
+    note = life_of(session.recipe).left(session.recipe, domain)
+    finish_change(session, change, outcome, notes=(note,))
+    return session.completed(words_of(outcome), outcome.version.reference)
 
 
 def without(recipe: Recipe, domain: str) -> Recipe:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from infra.readers.environments import CONVERTER, LLAMA_CPP, VLLM, Environment
-from infra.settings import program_environment
+from infra.settings import REPOSITORY, program_environment
 
 PROGRAMS = Path(__file__).parent / "ask"
 TO_GGUF = Path(__file__).with_name("to_gguf.py")
@@ -188,7 +188,7 @@ def run_apart(
 ) -> None:
     """Run a program to its end, without a network and without our packages on its path.
 
-    Code that a model brings is kept beside its log.
+    It ends with this process, however that ends. Code that a model brings is kept beside its log.
 
     Raises:
         ReaderError: It failed, with the last line of its log, or took too long, and was killed.
@@ -197,11 +197,11 @@ def run_apart(
     quiet["HF_MODULES_CACHE"] = str(log.parent / "modules")
     with log.open("wb") as output:
         process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "infra.serving.keeper", str(log.parent), *words],
+            stdin=subprocess.PIPE,  # which says that we are there
             stdout=output,
             stderr=subprocess.STDOUT,
-            cwd=log.parent,
+            cwd=REPOSITORY,
             env=program_environment({**quiet, **(variables or {})}),
             start_new_session=True,
         )
@@ -211,9 +211,11 @@ def run_apart(
             raise ReaderError(f"did not answer within {seconds:.0f} s") from None
         finally:
             _end(process)
+            assert process.stdin is not None
+            process.stdin.close()
     if status:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        how = f"killed by signal {-status}" if status < 0 else f"exit code {status}"
+        how = f"killed by signal {status - 128}" if status > 128 else f"exit code {status}"
         raise ReaderError(f"{how}: {_cause(lines)[:SHOWN]}")
 
 

@@ -25,10 +25,15 @@ GRACE_SECONDS = 3.0
 
 
 def keep(folder: str, command: Sequence[str]) -> int:
-    """Run ``command`` in ``folder`` until it ends or standard input does; returns its exit code."""
+    """Run ``command`` in ``folder`` until it ends or standard input does.
+
+    Returns:
+        Its exit code; as shells have it, 128 and the signal that killed it.
+    """
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=folder)
     Thread(target=_end_with_owner, args=(child,), name="owner", daemon=True).start()
-    return child.wait()
+    code = child.wait()
+    return code if code >= 0 else 128 - code
 
 
 def end_session(leader: int) -> None:

@@ -21,6 +21,8 @@ from upcycle_core.checkpoints.known import FILE, KnownFiles
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 PROVENANCE = "provenance.json"
+RESTORING = ".restoring"
+"""In a workspace while a version is brought back into it."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """No room on the disk, in the user's share of it, or in the largest file that is allowed."""
 FULL_SAID = re.compile(
@@ -62,12 +64,17 @@ class Workspace:
         return self.root / artifact
 
     @contextmanager
-    def lock(self, holder: str) -> Iterator[None]:
+    def lock(self, holder: str, *, restores: bool = False) -> Iterator[None]:
         """Hold the workspace for this process; the kernel lets go if the process dies.
+
+        Args:
+            holder: Who holds it, for the others.
+            restores: Whether the holder brings all of it back from a remote.
 
         Raises:
             Held: If another process holds it.
-            InputError: If a symbolic link leads out of it.
+            InputError: If a symbolic link leads out of it, or a restore that was killed has left
+                parts of a version.
         """
         raise_faults(self._link_faults())
         self.root.mkdir(parents=True, exist_ok=True)
@@ -78,6 +85,9 @@ class Workspace:
                 by = self.holder() or "another process"
                 remedy = f"held by {by}; wait until it ends, or stop it"
                 raise Held(Fault("workspace", str(self.root), remedy)) from None
+            if not restores and (self.root / RESTORING).exists():
+                remedy = "holds parts of a version alone: its restore was cut off; run that again"
+                raise InputError(Fault("workspace", str(self.root), remedy))
             file.truncate(0)
             file.write(f"{holder}, process {os.getpid()}")
             file.flush()

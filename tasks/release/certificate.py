@@ -1,12 +1,12 @@
 """A version's certificate: what readers made of it, kept with it and shown on its page."""
 
 import re
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from infra.readers.reader import READERS
+from infra.temporary import owned_folder
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
 from tasks.data.licences import CARD
@@ -94,8 +94,8 @@ def version_files(registry: Registry, version: Version) -> Iterator[Path]:
     if here is not None:
         yield here
         return
-    with tempfile.TemporaryDirectory(prefix="certificate-") as folder:
-        yield registry.download(version.reference, Path(folder) / "version")
+    with owned_folder("certificate") as folder:
+        yield registry.download(version.reference, folder / "version")
 
 
 def refusal(rows: Sequence[Row]) -> tuple[str, str] | None:

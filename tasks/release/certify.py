@@ -5,7 +5,6 @@ two experts exchanged, and with routers of zeros; what it answers is held agains
 pass, and what it has loaded against the checkpoint, tensor by tensor.
 """
 
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 from infra.readers.reader import READERS, Reader, ReaderError, Said, ask, to_gguf
+from infra.temporary import owned_folder
 from tasks.release.source import AS_IT_IS, Source, reason_for_disk
 from tasks.release.verdict import TOLERANCES, Row, judged, lost, tolerance_of
 from upcycle_core.certificate.answers import moved
@@ -57,8 +57,8 @@ def certify(
     remedy = f"choose of {', '.join(READERS)}"
     raise_faults([Fault("readers", name, f"is no reader; {remedy}") for name in unknown])
     chosen = [READERS[name] for name in READERS if name in readers]
-    with tempfile.TemporaryDirectory(prefix="certificate-") as folder:
-        model = Source(files, Path(folder), arrived)
+    with owned_folder("certificate") as folder:
+        model = Source(files, folder, arrived)
         rows = list(_asked(chosen, forms, model, seconds, say))
         if model.checkpoint.config.get("model_type") == "ders":
             taken = [reader for reader in chosen if reader.name in READ_EXPANDED]

@@ -267,11 +267,16 @@ def test_a_version_is_restored_from_the_remote(life, shrunk, tmp_path):
     assert not list((life.home / "remote").rglob(digest[2:]))
     [own] = (f for f in (life.home / "mlflow").rglob(weights.name) if f.samefile(weights))
     aside = own.rename(tmp_path / "aside")
+    left = tmp_path / "again" / "pico"  # of a restore that was killed
+    (left / "experts" / "letters").mkdir(parents=True)
+    for name in (".lock", ".restoring", "dvc.yaml", "experts/letters/half"):
+        (left / name).write_text("")
     done = life.call("flows.restore", NAME, version.number, "--into", tmp_path / "again")
     aside.rename(own)
     again = tmp_path / "again" / "pico"
     assert str(again) in done.stdout
     assert done.calls == {"assemble": 1}
+    assert not (again / ".restoring").exists()
     for part in ("model", "experts/letters", "statistics/numbers", "documents/letters"):
         assert tree_digest(again / part) == tree_digest(life.workspace / part)
     assert (again / FILE).read_text() == (life.workspace / FILE).read_text()

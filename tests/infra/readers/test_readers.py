@@ -1,6 +1,9 @@
 """Readers that crash, hang or are not installed: each is a sentence, and nothing stays behind."""
 
+import subprocess
+import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -47,10 +50,39 @@ def test_a_reader_that_hangs_is_ended_with_all_it_started(tmp_path):
     with pytest.raises(ReaderError, match="did not answer within 3 s"):
         asked(tmp_path, program, seconds=3)
     child = int((tmp_path / "pid").read_text())
-    end = time.monotonic() + 10
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end
+    wait_for(lambda: gone(child), seconds=10)
+
+
+def test_a_reader_ends_with_a_certificate_that_is_killed(tmp_path):
+    hangs = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+    (tmp_path / "program.py").write_text(f"{hangs}time.sleep(600)")
+    asks = (
+        "import sys; from pathlib import Path; from infra.readers.reader import run_apart\n"
+        "log = Path(sys.argv[1], 'log')\n"
+        "run_apart([sys.executable, str(log.with_name('program.py'))], log=log, seconds=600)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", asks, str(tmp_path)])
+    reader_id = wait_for(lambda: int((tmp_path / "pid").read_text()))
+    owner.kill()
+    owner.wait()
+    wait_for(lambda: gone(reader_id))
+
+
+def wait_for(find, seconds=30.0):
+    """What ``find`` returns as soon as that is true."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with suppress(OSError, ValueError):
+            if found := find():
+                return found
         time.sleep(0.05)
+    raise AssertionError("it did not come")
+
+
+def gone(process_id):
+    if not psutil.pid_exists(process_id):
+        return True
+    return psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE
 
 
 def test_every_reader_has_a_version_that_was_tried():

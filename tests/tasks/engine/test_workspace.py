@@ -121,6 +121,16 @@ def test_workspace_is_held_by_one_process_until_it_dies(workspace):
     pytest.fail("the lock of a dead process still holds")
 
 
+def test_half_a_restore_is_held_by_the_next_restore_alone(workspace):
+    workspace.root.mkdir(parents=True, exist_ok=True)
+    (workspace.root / ".restoring").touch()
+    refused = pytest.raises(InputError, match="its restore was cut off; run that again")
+    with refused, workspace.lock("a flow"):
+        pass
+    with workspace.lock("the flow restore", restores=True):
+        assert workspace.holder().startswith("the flow restore")
+
+
 def test_full_disk_is_said_with_what_to_do(tmp_path):
     with (
         pytest.raises(InputError, match=r"the disk is full .* finished pieces are kept"),

@@ -1,0 +1,44 @@
+"""Folders for a while that do not outlive their process for long: a killed one's are removed by the
+next that makes one of its kind.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+OWNER = ".owner"
+"""Held by the process that works in a folder; the kernel lets go of it however that ends."""
+
+
+@contextmanager
+def owned_folder(kind: str) -> Iterator[Path]:
+    """An empty folder in the temporary directory, removed afterwards.
+
+    Args:
+        kind: What its name begins with; such folders of this user that nobody holds are removed.
+    """
+    remove_left(kind)
+    with (
+        tempfile.TemporaryDirectory(prefix=f"{kind}-", ignore_cleanup_errors=True) as name,
+        Path(name, OWNER).open("w") as owner,
+    ):
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        inner = Path(name, "files")
+        inner.mkdir()
+        yield inner
+
+
+def remove_left(kind: str) -> None:
+    """Remove folders of a kind whose processes are gone."""
+    for mark in Path(tempfile.gettempdir()).glob(f"{kind}-*/{OWNER}"):
+        folder = mark.parent
+        with suppress(OSError):  # another one removes it, or may not be looked into
+            if folder.is_symlink() or folder.lstat().st_uid != os.getuid():
+                continue
+            with mark.open() as owner:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
