@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,13 +33,15 @@ from benchmarks.common import (
     time_in_turns,
 )
 from benchmarks.models import EXPERTS, SHAPE, SHARD, VOCABULARY, save_word_tokenizer
-from benchmarks.moe_forward import BATCH, LENGTH, PRECISIONS
+from benchmarks.moe_forward import TOKENS
 from upcycle_core.baselines.mixture import copies_of, write_mixture
 from upcycle_core.checkpoints.load import load_causal_lm, quiet_loading
 from upcycle_core.ders.compress import compress
 from upcycle_core.ders.config import CodecConfig
 from upcycle_core.ders.expand import expand
 
+BATCH, LENGTH = TOKENS["small"]
+BOTH: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
 GOAL = 1.25
 DENSE, VANILLA, CHOSEN, EXPANDED = "dense", "vanilla", "rank 4", "expanded"
 CODECS = {
@@ -118,7 +120,7 @@ def forwards(folder: Path, device: str, repeats: int) -> dict[str, Clocks]:
     torch.manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), device=device)
     found: dict[str, Clocks] = {}
-    for precision in PRECISIONS:
+    for precision in BOTH:
         calls: dict[str, Callable[[], object]] = {}
         for name in NAMES:
             model: Any = load_causal_lm(place(folder, name), device=device, precision=precision)

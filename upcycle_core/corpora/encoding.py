@@ -271,12 +271,13 @@ class ChatTemplate:
         """The same from where the marks stand in the text; None where ids do not give it back."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        [text], [spans] = render_jinja_template(
+        rendered: Any = render_jinja_template(
             [chat.messages],
             chat_template=self._template,
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )
+        [text], [spans] = rendered
         if self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) != text:
             return None
 
