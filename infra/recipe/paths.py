@@ -8,23 +8,44 @@ from upcycle_core.errors import Fault, InputError
 FOLDER = "{folder}"
 MODELS = ("expert", "model")
 """Keys of a domain, its origin or the seed: a path, or a name on a hub."""
+PATHS = ("definitions",)
+LISTS = ("files", "task_lists")
+SECTIONS = ("domains", "seed_model", "outside", "instructions")
 
 
 def rooted(values: dict[str, Any]) -> dict[str, Any]:
     """A recipe's plain values with absolute paths; what is of the wrong kind stays as it is.
 
-    ``folder`` and ``files`` are paths; a model or dataset is one if it is there: ``owner/name``
-    could be a repository of a hub.
+    A ``folder``, ``files`` and what tells of Super-NI's tasks are paths; a model or dataset is one
+    if it is there: ``owner/name`` could be a repository of a hub.
 
     Raises:
         InputError: ``~`` of a user who is not there.
     """
     if isinstance(values.get("folder"), str):
         values = values | {"folder": _absolute(values["folder"], "folder")}
-    for section in ("domains", "seed_model", "outside", "instructions"):
+    for section in SECTIONS:
         if isinstance(values.get(section), dict):
             values = values | {section: _below(values[section], section)}
+    scored, tasks = values.get("task_evaluation"), values.get("tasks")
+    if isinstance(scored, dict):
+        values = values | {"task_evaluation": _with_paths(scored, "task_evaluation", "folder")}
+    if isinstance(tasks, dict):
+        rooted_tasks = {name: _task(task, f"tasks.{name}") for name, task in tasks.items()}
+        values = values | {"tasks": rooted_tasks}
     return values
+
+
+def _task(task: Any, where: str) -> Any:
+    if not isinstance(task, dict) or not isinstance(task.get("superni"), dict):
+        return task
+    own = _with_paths(task["superni"], f"{where}.superni", "instances", "tasks")
+    return task | {"superni": own}
+
+
+def _with_paths(section: dict[str, Any], where: str, *keys: str) -> dict[str, Any]:
+    given = {key: section[key] for key in keys if isinstance(section.get(key), str)}
+    return section | {key: _absolute(path, f"{where}.{key}") for key, path in given.items()}
 
 
 def _below(value: Any, where: str) -> Any:
@@ -33,8 +54,10 @@ def _below(value: Any, where: str) -> Any:
     found = {}
     for key, item in value.items():
         at = f"{where}.{key}"
-        if key == "files" and isinstance(item, list):
+        if key in LISTS and isinstance(item, list):
             item = [_absolute(f, at) if isinstance(f, str) else f for f in item]
+        elif key in PATHS and isinstance(item, str):
+            item = _absolute(item, at)
         elif key in (*MODELS, "dataset") and isinstance(item, str):
             item = _absolute(item, at) if _is_there(item, at) else item
         else:

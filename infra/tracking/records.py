@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ROOM = "\N{NO-BREAK SPACE}" * 3
+DESCRIPTION_LENGTH = 5000
+"""Letters of a version's description in MLflow's tables, which SQLite alone does not heed."""
+CUT = "\n... The rest is in the files of this version's model."
 BETWEEN_CELLS = re.compile(r"(?<=\S )\| (?=\S)(?!:?-+:? )")
 """Where a cell begins, but for the first of a line and the rule under the header."""
 SHORT_CELL = re.compile(r"(?<=\| )[^|`\[]{1,26}(?= \|)")
@@ -97,6 +100,12 @@ def with_room(markdown: str) -> str:
     """
     lines = markdown.split("\n")
     return "\n".join(_with_room(line) if line.startswith("|") else line for line in lines)
+
+
+def cut_to_fit(markdown: str) -> str:
+    """Its first lines, in so many letters as every database that MLflow knows has room for."""
+    kept = markdown[: DESCRIPTION_LENGTH - len(CUT)]
+    return kept[: kept.rfind("\n") + 1] + CUT
 
 
 def _with_room(row: str) -> str:

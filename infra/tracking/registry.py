@@ -4,8 +4,9 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from mlflow.artifacts import download_artifacts
@@ -18,7 +19,14 @@ from infra.recipe.names import masked
 from infra.settings import Settings
 from infra.tracking.locations import local_folder
 from infra.tracking.private import delete_files
-from infra.tracking.records import Registration, Version, flatten, with_room
+from infra.tracking.records import (
+    DESCRIPTION_LENGTH,
+    Registration,
+    Version,
+    cut_to_fit,
+    flatten,
+    with_room,
+)
 from infra.tracking.runs import METRICS_PER_CALL, PARAM_LENGTH, Run, milliseconds, open_database
 from infra.tracking.served import write_mlmodel
 from upcycle_core.checkpoints.copy import place_files
@@ -67,14 +75,15 @@ class Registry:
         model_id = self._store_model(name, directory, registration, run)
         if not self._client.search_registered_models(f"name = '{name}'"):
             self._client.create_registered_model(name, description=DESCRIPTION.format(name))
-        created = self._client.create_model_version(
+        create = partial(
+            self._client.create_model_version,
             name,
             source=f"{MODEL_SCHEME}{model_id}",
             run_id=run.id,
             model_id=model_id,
             tags={**registration.tags, **registration.marks},
-            description=with_room(registration.description),
         )
+        created = _described(create, registration.description)
         # What links the model's page to its version.
         link = json.dumps([{"name": name, "version": int(created.version)}])
         self._client.set_logged_model_tags(model_id, {"mlflow.modelVersions": link})
@@ -95,8 +104,8 @@ class Registry:
 
     def describe(self, version: Version, markdown: str) -> None:
         """Set what the page of ``version`` shows on top."""
-        text = with_room(markdown)
-        self._client.update_model_version(version.name, str(version.number), text)
+        update = partial(self._client.update_model_version, version.name, str(version.number))
+        _described(update, markdown)
 
     def description(self, version: Version) -> str:
         """What the page of ``version`` shows now."""
@@ -356,6 +365,17 @@ class Registry:
         if not source.startswith(MODEL_SCHEME):
             return None
         return self._client.get_logged_model(source.removeprefix(MODEL_SCHEME))
+
+
+def _described(call: Callable[..., ModelVersion], markdown: str) -> ModelVersion:
+    """Call MLflow with a description: its beginning, where the database has no room for all."""
+    text = with_room(markdown)
+    try:
+        return call(description=text)
+    except MlflowException:
+        if len(text) <= DESCRIPTION_LENGTH:
+            raise
+        return call(description=cut_to_fit(text))
 
 
 def _take_checkpoint(registry: Registry, reference: str, out: Path) -> None:

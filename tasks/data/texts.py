@@ -62,7 +62,8 @@ def _same_faults(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _heldout_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Files that are held out though nothing else is there to train on, or for two domains."""
+    """Files that are held out though nothing else is there to train on, that train another domain,
+    or that are held out for two."""
     earlier: dict[str, set[tuple[str, str]]] = {}
     for name, domain in recipe.domains.items():
         if (source := domain.heldout) is None:
@@ -74,11 +75,25 @@ def _heldout_faults(recipe: Recipe) -> Iterator[Fault]:
             remedy = f"is all of domains.{name}.train, too, which would leave nothing to train on; "
             remedy += "name other text, or leave heldout out: a share of train is set aside then"
             yield Fault(field, given, remedy)
+        for other, place in _trained_on(recipe, held, but=name):
+            remedy = f"{place} trains domains.{other}; hold out other text"
+            yield Fault(field, given, remedy)
         for other, places in earlier.items():
             if held != places and (shared := held & places):  # all of it: ``_same_faults``
                 remedy = f"{min(shared)[0]} is held out for domains.{other}, too; name it in one"
                 yield Fault(field, given, remedy)
         earlier[name] = held
+
+
+def _trained_on(
+    recipe: Recipe, held: set[tuple[str, str]], *, but: str
+) -> Iterator[tuple[str, str]]:
+    """Other domains that are trained on what is held out, each with one such place."""
+    for name, domain in recipe.domains.items():
+        if name == but or domain.train is None:
+            continue
+        if shared := held & _places(domain.train, recipe.text_folder):
+            yield name, min(shared)[0]
 
 
 def _places(source: Source, folder: Path | None) -> set[tuple[str, str]]:

@@ -47,6 +47,11 @@ def pictures(session: Session) -> dict[str, bytes]:
     return {name: (report / name).read_bytes() for name in PICTURES if (report / name).is_file()}
 
 
+def asked_splits(own: Mapping[str, Any]) -> list[str]:
+    """Splits that a row was asked: tasks of one instance each leave none to hold out."""
+    return [split for split in ("seen", "unseen") if own[split] is not None]
+
+
 def interval(split: Mapping[str, Any]) -> tuple[float, float]:
     """Where exact match would lie on other questions, in percent, of one split of a row.
 
@@ -60,7 +65,7 @@ def interval(split: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _results(own: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for split in ("seen", "unseen"):
+    for split in asked_splits(own):
         scores, ends = own[split], interval(own[split])
         exact = {
             "type": "exact_match",
@@ -78,7 +83,7 @@ def _results(own: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _sure(own: Mapping[str, Any]) -> str:
     lines = []
-    for split in ("seen", "unseen"):
+    for split in asked_splits(own):
         low, high = interval(own[split])
         score = 100 * own[split]["exact_match"]["mean"]
         lines.append((split, f"{score:.1f}", f"{low:.1f} to {high:.1f}"))

@@ -28,6 +28,9 @@ def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
     yield from section(recipe).faults("simoe")
     yield from reach_faults(section(recipe), recipe.tuning.training, "simoe")
     yield from recipe.instructions.faults("instructions")
+    if recipe.instructions.sources and recipe.instructions.unseen == ():
+        remedy = "models are compared on categories that training never sees; name one or more"
+        yield Fault("instructions.unseen", [], remedy)
     yield from _excluded(recipe)
     yield from _worker_faults(recipe)
     yield from _length_faults("tuning.training", recipe.tuning.training, recipe)

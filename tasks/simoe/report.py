@@ -60,6 +60,7 @@ def figures(metrics: Mapping[str, Any], row: str) -> dict[str, float]:
     return {
         f"{metric}_{split}": 100 * own[split][metric]["mean"]
         for split in ("seen", "unseen")
+        if own[split] is not None
         for metric in ("exact_match", "rouge_l")
     }
 
@@ -77,7 +78,7 @@ def _row(run: StageRun, row: str, found: Mapping[str, Any]) -> Row:
                 trained_parameters=summary["trained_parameters"],
                 density_parameters=found.get("density_parameters"),
                 effective_experts=found["use"]["effective"] if "use" in found else None,
-                seen=scores["seen"],
+                seen=scores.get("seen"),
                 unseen=scores["unseen"],
             ),
         ),
@@ -110,11 +111,13 @@ def _check_reached(recipe: Recipe, found: Mapping[str, Any]) -> None:
     """Nothing is reported of instructions that are too hard for the model."""
     least = recipe.tuning.least_exact_match
     whole: Mapping[str, Baseline] = {
-        name: row for name, row in recipe.baselines.items() if row.method == "full-finetune"
+        name: row
+        for name, row in recipe.baselines.items()
+        if row.method == "full-finetune" and row.tuned == "full"
     }
     for name in whole:
-        reached = found[name]["scores"]["seen"]["exact_match"]
-        if least is not None and reached < least:
+        reached = found[name]["scores"].get("seen", {}).get("exact_match")
+        if least is not None and reached is not None and reached < least:
             remedy = f"{name} reaches {reached:.3f} on the seen categories: the instructions are "
             remedy += "too hard for this model or training; train longer, or lower the limit"
             raise InputError(Fault("tuning.least_exact_match", least, remedy))

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from infra.recipe.checks import domain_faults, warmup_faults
 from infra.recipe.schema import Recipe
-from tasks.symphony.variants import SYMPHONY, chosen_of, section, trains_shape, variants
+from tasks.symphony.variants import SYMPHONY, anchor_of, section, trains_shape, variants
 from upcycle_core.corpora.config import Domain
 from upcycle_core.errors import Fault
 from upcycle_core.symphony.config import SymphonyConfig
@@ -34,6 +34,9 @@ def symphony_faults(recipe: Recipe) -> Iterator[Fault]:
         if row.method == "drop-upcycling" and row.start == "seed":
             remedy = "these models have no seed; use start: experts"
             yield Fault(f"baselines.{name}.start", row.start, remedy)
+        if row.seed_expert:
+            remedy = "these models have no seed; remove it"
+            yield Fault(f"baselines.{name}.seed_expert", True, remedy)
     if recipe.seed_model.model is not None:
         remedy = "these models share no seed; name it as a domain's origin.model, or remove it"
         yield Fault("seed_model.model", recipe.seed_model.model, remedy)
@@ -89,7 +92,7 @@ def _origin_faults(recipe: Recipe, name: str, domain: Domain) -> Iterator[Fault]
 
 
 def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Iterator[Fault]:
-    chosen, texts = chosen_of(recipe, config), config.calibration.domains
+    chosen, texts = config.models or tuple(recipe.domains), config.calibration.domains
     named: Mapping[str, tuple[str, ...]] = {
         "models": config.models or (),
         "anchor": (config.anchor,) if config.anchor else (),
@@ -114,9 +117,20 @@ def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Itera
     if where != SYMPHONY and config.rope == "anchor" != section(recipe).rope:
         remedy = "all rows share the models as they are brought in; say it in symphony.rope"
         yield Fault(f"{where}.rope", config.rope, remedy)
+    ruling = recipe.domains.get(anchor_of(recipe, config))
+    if config.rope == "anchor" and ruling is not None and not is_given(ruling):
+        remedy = "the anchor is trained here, and brings no rope; use same, or another anchor"
+        yield Fault(f"{where}.rope", "anchor", remedy)
     if config.router == "ridge" and len(chosen) < len(recipe.domains):
         remedy = "a ridge router has one expert a domain; use random, or all models"
         yield Fault(f"{where}.router", config.router, remedy)
+
+
+def is_given(domain: Domain) -> bool:
+    """Whether a domain's model is there already, at least to begin with."""
+    return domain.expert is not None or (
+        domain.origin is not None and domain.origin.model is not None
+    )
 
 
 def _vocabulary_faults(recipe: Recipe) -> Iterator[Fault]:

@@ -17,6 +17,7 @@ from tasks.scoring.room import room_of
 from tasks.symphony.pairs import groups_of, moment_files, strangers_of
 from tasks.symphony.variants import anchor_of, chosen_of, pairings
 from tasks.symphony.vocabulary import union_arguments, union_of
+from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.residual import residual_map
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.dume.router_reader import load_routers
@@ -136,7 +137,8 @@ def align_piece(
 ) -> None:
     """The piece: one layer of one model, one assignment problem."""
     progress.start("assignment", 1, "layers")
-    shape = CheckpointReader(anchor).config
+    config_of = CheckpointReader(anchor).config
+    shape = family_of(config_of).resolve(config_of)  # older ones say no number of key-value heads
     found = align_layer(
         layer_moments(file, "neurons", layer) if config.neurons != "none" else None,
         layer_moments(file, "heads", layer) if config.heads == "match" else None,

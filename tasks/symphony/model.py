@@ -27,6 +27,13 @@ CARD_KEYS = (
 )
 
 
+def _trained_keys(recipe: Recipe, name: str) -> Iterator[str]:
+    """What a row says of its training."""
+    yield from ("seed", f"baselines.{name}.training", f"baselines.{name}.objective")
+    if recipe.baselines[name].tuned != "full":
+        yield from (f"baselines.{name}.tuned", f"baselines.{name}.lora")
+
+
 def _texts(recipe: Recipe, validated: bool) -> Iterator[str]:
     yield from each(recipe, "corpora/{domain}/train")
     if validated:
@@ -43,7 +50,7 @@ def _row_inputs(recipe: Recipe, name: str) -> Iterator[str]:
     "baselines/{baseline}",
     _row_inputs,
     each=trained_rows,
-    params=("seed", "baselines.{baseline}.training", "baselines.{baseline}.objective"),
+    params=_trained_keys,
 )
 def baselines(run: StageRun) -> None:
     """Write a row's trained checkpoint, and beside it what its training came to."""
@@ -51,7 +58,7 @@ def baselines(run: StageRun) -> None:
     train_from(
         run,
         run.path(f"starts/{run.item}"),
-        training=row.training,
+        training=row.trained_as,
         # A dense model has neither routers nor experts.
         objective=row.objective if row.experts(len(run.recipe.domains)) else None,
         kind="baselines",

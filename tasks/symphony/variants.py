@@ -50,13 +50,14 @@ def pairings(recipe: Recipe) -> dict[str, str]:
 
 
 def anchor_of(recipe: Recipe, variant: SymphonyConfig) -> str:
-    """The domain whose model the others are aligned to."""
-    return variant.anchor or chosen_of(recipe, variant)[0]
+    """The domain whose model the others are aligned to: the first that is named."""
+    return variant.anchor or (variant.models or tuple(recipe.domains))[0]
 
 
 def chosen_of(recipe: Recipe, variant: SymphonyConfig) -> tuple[str, ...]:
-    """The domains whose models become experts."""
-    return variant.models or tuple(recipe.domains)
+    """The domains whose models become experts, in the recipe's order: that of the experts."""
+    named = variant.models
+    return tuple(name for name in recipe.domains if named is None or name in named)
 
 
 def trains_shape(recipe: Recipe) -> bool:

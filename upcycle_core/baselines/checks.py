@@ -46,6 +46,10 @@ def baseline_faults(baseline: Baseline, domains: Collection[str], field: str) ->
     if method == "full-finetune" and tuple(baseline.objective.trainable) != ("all",):
         remedy = "a dense model is trained whole; use [all]"
         yield Fault(f"{field}.objective.trainable", list(baseline.objective.trainable), remedy)
+    if baseline.tuned != "full" and baseline.training.evaluation_steps is not None:
+        remedy = f"a model that is tuned in part ({baseline.tuned}) is not validated; remove it"
+        where = f"{field}.training.evaluation_steps"
+        yield Fault(where, baseline.training.evaluation_steps, remedy)
     if baseline.tuned != "full" and method != "full-finetune":
         remedy = f"is for full-finetune; {method} trains what objective.trainable says: remove it"
         yield Fault(f"{field}.tuned", baseline.tuned, remedy)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from upcycle_core.corpora.readers import file_rows
+from upcycle_core.corpora.readers import encodable, file_rows
 from upcycle_core.errors import Fault, InputError
 
 PROMPT_FIELDS = ("prompt", "instruction")
@@ -142,7 +142,10 @@ def _text(row: dict[str, Any], name: str, place: str) -> str:
     if not isinstance(text, str) or not text.strip():
         remedy = "must be text that is not empty; fill it or remove the record"
         raise InputError(Fault(f"{place}, {name}", _start(text), remedy))
-    return text
+    try:
+        return encodable(text, "it")
+    except ValueError as error:
+        raise InputError(Fault(f"{place}, {name}", ascii(_start(text)), str(error))) from None
 
 
 def _start(value: Any) -> Any:

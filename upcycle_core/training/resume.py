@@ -117,9 +117,9 @@ def kept_step(
 
 
 def validation_loss(points: list[dict[str, float]], step: int | None = None) -> float | None:
-    """The validation loss at ``step``, by default the last; None without validation."""
+    """The validation loss at ``step``, by default the last; None if it was not validated."""
     found = {int(point["step"]): point["validation_loss"] for point in _validated(points)}
-    return found[max(found) if step is None else step] if found else None
+    return found.get(max(found) if step is None else step) if found else None
 
 
 def _validated(points: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -26,8 +26,21 @@ def test_paths_are_seen_from_where_the_recipe_is_read(here):
         },
         "seed_model": {"model": "models/code", "training": {"steps": 3}},
         "registry": {"model": "models"},
+        "instructions": {
+            "sources": {"sni": {"definitions": "d.jsonl", "task_lists": ["{folder}/t", "split/t"]}}
+        },
+        "tasks": {"sni": {"superni": {"instances": "i.jsonl", "tasks": "/t.jsonl"}, "shots": 2}},
+        "task_evaluation": {"folder": "bench"},
     }
     found = rooted(given)
+    source = found["instructions"]["sources"]["sni"]
+    assert source == {
+        "definitions": f"{here}/d.jsonl",
+        "task_lists": ["{folder}/t", f"{here}/split/t"],
+    }
+    task = {"superni": {"instances": f"{here}/i.jsonl", "tasks": "/t.jsonl"}, "shots": 2}
+    assert found["tasks"] == {"sni": task}
+    assert found["task_evaluation"] == {"folder": f"{here}/bench"}
     code, law = found["domains"]["code"], found["domains"]["law"]
     assert found["folder"] == f"{here}/texts"
     assert code["expert"] == code["origin"]["model"] == f"{here}/models/code"
@@ -41,6 +54,7 @@ def test_paths_are_seen_from_where_the_recipe_is_read(here):
 
 def test_values_of_the_wrong_kind_stay_for_those_who_judge_them(here):
     given = {"folder": 3, "domains": [1], "seed_model": {"model": ["x"]}, "outside": {"a": None}}
+    given |= {"tasks": {"a": {"superni": [1]}, "b": 3}, "task_evaluation": {"folder": 3}}
     assert rooted(given) == given
     odd = {"domains": {"a": {"expert": "", "train": {"files": "x"}}, "b": {"expert": "x" * 5000}}}
     assert rooted(odd) == odd

@@ -162,6 +162,16 @@ def test_a_file_that_two_domains_hold_out_is_refused(tmp_path):
     assert "is the same text as domains.letters.heldout" in found[1]
 
 
+def test_a_file_that_trains_another_domain_is_not_held_out(tmp_path):
+    texts = write_texts(tmp_path / "texts", domains=DOMAINS)
+    values = pico_recipe(texts, domains=DOMAINS)
+    values["domains"]["numbers"]["heldout"] = {"files": ["{folder}/letters/train.txt"]}
+    (found,) = said(values, tmp_path).items()
+    assert found[0] == "domains.numbers.heldout"
+    file = texts / "letters" / "train.txt"
+    assert found[1] == f"{file} trains domains.letters; hold out other text"
+
+
 def test_responses_are_asked_of_chats_alone(tmp_path):
     texts = write_texts(tmp_path / "texts", domains=DOMAINS)
     values = pico_recipe(texts, domains=DOMAINS)

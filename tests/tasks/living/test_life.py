@@ -93,7 +93,7 @@ def test_a_domain_that_leaves_is_named_nowhere(tmp_path):
 def test_a_tuned_model_knows_its_sets_of_instructions_and_keeps_its_seed(tmp_path):
     values = pico_recipe(tmp_path, domains=OLD)
     del values["experts"], values["statistics"], values["evaluation"]
-    asks = {"sources": {"asks": {"files": ["{folder}/asks.jsonl"]}}, "unseen": []}
+    asks = {"sources": {"asks": {"files": ["{folder}/asks.jsonl"]}}, "unseen": ["greet"]}
     gate = {"gate": {"metric": "rouge_l_unseen"}}
     training = {**TRAINING, "steps": 60, "learning_rate": 1e-3}
     tuning = {"training": training, "max_new_tokens": 6}

@@ -6,7 +6,7 @@ import pytest
 
 from tasks.methods import models_of
 from tasks.recipes import validate
-from tasks.symphony.variants import pairings, variants
+from tasks.symphony.variants import anchor_of, chosen_of, pairings, section, variants
 from upcycle_core.errors import InputError
 
 TEXT = {"files": ["text.txt"]}
@@ -93,6 +93,17 @@ def test_a_valid_recipe_has_no_fault():
         ("baselines.seeded", {"method": "sparse-upcycling"}, "baselines.seeded.method"),
         ("baselines.drop", {"method": "drop-upcycling"}, "baselines.drop.start"),
         ("baselines.harmonised", {"method": "btx"}, "baselines.harmonised"),
+        ("baselines.more", {"method": "btx", "seed_expert": True}, "baselines.more.seed_expert"),
+        ("symphony.rope", "anchor", "symphony.rope"),
+        (
+            "baselines.dense",
+            {
+                "method": "full-finetune",
+                "tuned": "lora",
+                "training": {"steps": 20, "checkpoint_steps": 10, "evaluation_steps": 10},
+            },
+            "baselines.dense.training.evaluation_steps",
+        ),
         ("seed_model.model", "models/seed", "seed_model.model"),
         ("moe.top_k", 1, "moe.top_k"),
         (
@@ -160,6 +171,13 @@ def test_variants_on_the_same_text_and_anchor_share_what_is_collected():
         "other-anchor": "other-anchor",
         "other-text": "other-text",
     }
+
+
+def test_experts_stand_in_the_recipe_s_order_however_models_are_named():
+    values = changed("symphony", {"models": ["physics", "code"]})
+    recipe = validate(values)
+    assert chosen_of(recipe, section(recipe)) == ("code", "physics")
+    assert anchor_of(recipe, section(recipe)) in ("code", "physics")
 
 
 def test_rows_are_joined_to_the_recipe_s_anchor():

@@ -134,6 +134,13 @@ def test_defaults_are_those_of_the_stock_class(family, changes):
     assert {n: ours.get(n) for n in names} == {n: stock.get(n) for n in names}
 
 
+def test_a_rope_of_whole_heads_is_the_plain_one():
+    config = {"model_type": "llama", **dict.fromkeys(SIZES, 8)}
+    said = config | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}}
+    rope = FAMILIES["llama"].resolve(said)["rope_parameters"]
+    assert rope == FAMILIES["llama"].resolve(config)["rope_parameters"]
+
+
 def test_key_value_heads_default_to_the_heads():
     config = {"model_type": "llama", **dict.fromkeys(SIZES, 8)}
     del config["num_key_value_heads"]

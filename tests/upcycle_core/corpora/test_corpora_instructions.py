@@ -249,6 +249,7 @@ def test_a_row_depends_on_seed_and_index_alone(tmp_path, tokenizer):
         ({"prompt": "a", "response": ""}, "line 2, response = '': must be text that is not empty"),
         (chat("hi", ""), r"line 2, messages\[1\], content = '': must be text that is not empty"),
         ({"prompt": 3, "response": "b"}, "line 2, prompt = 3: must be text"),
+        ({"prompt": "a\ud83d", "response": "b"}, "line 2, prompt = .*holds half a surrogate pair"),
         ({"messages": "hi"}, "line 2, messages = 'hi': must be a list"),
         (chat("hi"), r"line 2, messages = \['user'\]: a response .* must follow"),
         ({"messages": [{"role": "user"}]}, r"line 2, messages\[0\], content = None: must be text"),

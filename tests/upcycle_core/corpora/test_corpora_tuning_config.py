@@ -37,7 +37,7 @@ def test_the_embedded_families_need_nothing_else():
         ({"unseen": ("vowel", "vowel")}, "instructions.unseen = 'vowel'", "named twice"),
         ({"unseen": ("vowels",)}, "instructions.unseen = 'vowels'", "no such family"),
         ({"train_categories": ()}, "instructions.train_categories = []", "nothing to train on"),
-        ({"sources": {"b": FILES}}, "instructions.unseen = None", "or [] for none"),
+        ({"sources": {"b": FILES}}, "instructions.unseen = None", "categories to hold out"),
         ({"train_per_task": 0}, "instructions.train_per_task = 0", "at least 1"),
         ({"test_per_task": 0}, "instructions.test_per_task = 0", "at least 1"),
         ({"generated_per_family": 1}, "instructions.generated_per_family = 1", "at least 2"),

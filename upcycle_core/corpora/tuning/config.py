@@ -108,7 +108,7 @@ class InstructionsConfig:
     """Where instructions come from, by name; at least one."""
     unseen: tuple[str, ...] | None = None
     """Categories of tasks that training never sees. By default those that the embedded families
-    hold out, give_number, count_words and word_of_number; other sources need them named, or []."""
+    hold out, give_number, count_words and word_of_number; other sources need them named."""
     train_categories: tuple[str, ...] | None = None
     """Categories to train on; all others by default."""
     train_per_task: int | None = field(default=1000, metadata={"ge": 1})
@@ -155,7 +155,7 @@ class InstructionsConfig:
         generated = any(source.generate for source in self.sources.values())
         alone = generated and all(source.generate for source in self.sources.values())
         if self.unseen is None and self.sources and not generated:
-            yield Fault(f"{name}.unseen", None, "name the categories to hold out, or [] for none")
+            yield Fault(f"{name}.unseen", None, "name the categories to hold out")
         for field_name in ("unseen", "train_categories"):
             named = getattr(self, field_name) or ()
             for category, times in Counter(named).items():

@@ -55,15 +55,15 @@ def heat_map(
     ax: "Axes",
     values: Sequence[Sequence[float]],
     *,
-    text: Callable[[float], str],
+    text: Callable[[float], str] | None,
     low: float = 0.0,
     high: float = 1.0,
 ) -> "AxesImage":
-    """Squares from white at ``low`` to blue at ``high``, each with its number; NaN is left grey."""
+    """Squares from white at ``low`` to blue at ``high``, with their ``text``; NaN is left grey."""
     picture = ax.imshow(values, cmap="Blues", vmin=low, vmax=high, aspect="equal")
-    for y, row in enumerate(values):
+    for y, row in enumerate(values if text else ()):
         for x, value in enumerate(row):
-            if not math.isnan(value):
+            if text and not math.isnan(value):
                 ink = "white" if (value - low) / (high - low) > 0.55 else INK
                 ax.text(x, y, text(value), ha="center", va="center", color=ink, fontsize=8.5)
     ax.set_facecolor(GRID)

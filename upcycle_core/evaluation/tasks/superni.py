@@ -7,9 +7,11 @@ instance. Where a task has fewer examples, fewer are shown.
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from upcycle_core.corpora.readers import encodable
 from upcycle_core.corpora.tuning.prompts import superni_prompt
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -115,7 +117,11 @@ def _item(row: _Row, task: _Row) -> dict[str, Any]:
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+    if not isinstance(value, str):
+        return False
+    with suppress(ValueError):
+        return encodable(value, "it") == value
+    return False
 
 
 def _is_texts(value: object) -> bool:

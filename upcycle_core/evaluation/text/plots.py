@@ -25,6 +25,10 @@ SWEEPS: Mapping[Parameter, str] = {
 """What is said of a sweep, in the order of the paper's Figure 2."""
 DEEP = 12
 """Layers of which each has a heat map of its own; of more, all share one."""
+WIDE = 60
+"""Columns of all heat maps together, of fewer layers; of more, all share one."""
+TOLD = 20
+"""Domains up to which a heat map's cells say their share."""
 REFERENCES = ("oracle", "model_averaging")
 """Rows that stand beside a sweep as lines."""
 
@@ -32,8 +36,8 @@ REFERENCES = ("oracle", "model_averaging")
 def draw_routing(counts: Mapping[str, routing.Counts], path: Path) -> None:
     """Where each domain's tokens went: heat maps, one a layer and one of all layers.
 
-    Of more than ``DEEP`` layers one heat map of all, and beside it a line a domain over the layers:
-    the share that went to its own expert.
+    Of more than ``DEEP`` layers, or of many domains, one heat map of all, and beside it a line a
+    domain over the layers: the share that went to its own expert.
 
     Args:
         counts: {domain: [L][D] tokens}, in the order of the experts.
@@ -41,7 +45,8 @@ def draw_routing(counts: Mapping[str, routing.Counts], path: Path) -> None:
     names = list(counts)
     maps = {"all layers": [routing.mean_shares(layers) for layers in counts.values()]}
     per_domain = [routing.shares(layers) for layers in counts.values()]
-    if len(per_domain[0]) > DEEP:
+    layers = len(per_domain[0])
+    if layers > DEEP or len(names) * (1 + layers) > WIDE:
         _draw_deep_routing(names, maps["all layers"], per_domain, path)
         return
     for layer in range(len(per_domain[0])):
@@ -74,10 +79,11 @@ def _draw_deep_routing(
     per_domain: Sequence[Sequence[Sequence[float]]],
     path: Path,
 ) -> None:
-    side = 0.62 * len(names) + 0.55
+    tells = len(names) <= TOLD
+    side = (0.62 if tells else 0.2) * len(names) + 0.55
     with canvas.new_figure(side + 7.2, max(side + 1.0, 3.6)) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(side, 5.4))
-        canvas.heat_map(left, overall, text=lambda share: f"{100 * share:.0f}")
+        canvas.heat_map(left, overall, text=(lambda s: f"{100 * s:.0f}") if tells else None)
         left.set_title("all layers: % of a domain's tokens (row)\nsent to each expert (column)")
         left.set_yticks(range(len(names)), names)
         canvas.name_columns(left, names)

@@ -270,6 +270,15 @@ def test_a_deep_model_has_a_line_a_domain_over_its_layers(tmp_path, monkeypatch)
     assert width < 1700  # the page shows it whole
 
 
+def test_many_domains_share_one_heat_map_whatever_the_layers(tmp_path):
+    names = [f"d{number:02}" for number in range(60)]
+    counts = {name: [[1] * 60 for _ in range(8)] for name in names}
+    plots.draw_routing(counts, tmp_path / "routing.png")
+    size = (tmp_path / "routing.png").read_bytes()[16:24]
+    assert int.from_bytes(size[:4]) < 4000
+    assert int.from_bytes(size[4:]) < 3000
+
+
 def test_a_report_needs_only_experts_and_one_row(evaluation, tmp_path):
     rows = {row: evaluation.perplexities[row] for row in ("dume", "expert_law", "expert_code")}
     write_report(Evaluation(domains=DOMAINS, perplexities=rows), tmp_path, model="demo")
