@@ -1,6 +1,7 @@
 """The pieces whose memory ``benchmarks.planned`` measures, each as small as it can be."""
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet as parquet
 
+from infra.settings import DEFAULTS
 from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.batches import PackedSequences, packed_sequences
@@ -255,6 +257,12 @@ PIECES: Mapping[str, Callable[[Path, str], None]] = {
     "comparison of experts": similarity,
     **{f"DeRS, {name}": partial(storing, codec=name) for name in CODECS},
 }
+
+
+def keep_few_kernels() -> None:
+    """Let children keep no more shapes' kernels than pieces of flows do."""
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(name, DEFAULTS[name])
 
 
 def plan(kind: str, shape: Shape, precision: str) -> int:

@@ -20,7 +20,16 @@ from transformers import LlamaForCausalLM
 from benchmarks.children import call_in_child
 from benchmarks.common import parser_of, print_result, print_table
 from benchmarks.models import llama_of, save_word_tokenizer
-from benchmarks.pieces import EXPERTS, LENGTH, PIECES, SHARD, TOKENS, plan, write_texts
+from benchmarks.pieces import (
+    EXPERTS,
+    LENGTH,
+    PIECES,
+    SHARD,
+    TOKENS,
+    keep_few_kernels,
+    plan,
+    write_texts,
+)
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.load import quiet_loading
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -46,6 +55,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--precision", default="auto")
     options = parser.parse_args()
+    keep_few_kernels()
     found, rows = {}, []
     with tempfile.TemporaryDirectory(prefix="planned-") as name:
         folder = Path(name)

@@ -30,8 +30,8 @@ import torch
 from benchmarks.children import call_in_child
 from benchmarks.common import parser_of, print_result, print_table
 from benchmarks.models import llama_of, save_word_tokenizer
+from benchmarks.pieces import keep_few_kernels
 from benchmarks.planned import SIZES
-from infra.settings import DEFAULTS
 from upcycle_core.allocator import kept_memory
 from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.average import write_average, write_backbone
@@ -54,7 +54,6 @@ EXPERTS = {"one": "one", "other": "other", "third": "one", "fourth": "other"}
 """Expert to the checkpoint that it is: two are enough, what is read and written is the same."""
 LENGTH, BATCH = 512, 2
 SHARD = 2 * 10**9
-KERNELS = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 MEMORY = ("memory_mb", "planned_mb")
 NAN = float("nan")
 SMALL = {"small": SIZES["1m"]}
@@ -70,8 +69,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    for name in KERNELS:  # as pieces have them
-        os.environ.setdefault(name, DEFAULTS[name])
+    keep_few_kernels()
     found: dict[str, dict[str, float]] = {}
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="scale-") as name:
