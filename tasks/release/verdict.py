@@ -257,22 +257,26 @@ def as_table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *([""] if whys else []), *whys])
 
 
+NONE = "–"
+"""Of what was not asked: an empty cell moves its neighbours on MLflow's pages."""
+
+
 def _cells(row: Row) -> Iterator[str]:
     yield f"{row.reader} {row.version.partition('+')[0]}".strip()
     yield row.what
     yield row.verdict
     absent = len(row.misplaced or ())
-    yield "" if row.tensors is None else _share((max(row.tensors - absent, 0), row.tensors))
+    yield NONE if row.tensors is None else _share((max(row.tensors - absent, 0), row.tensors))
     yield _share(row.tokenizer)
-    yield "" if row.logits is None else f"{row.logits:.1e}"
+    yield NONE if row.logits is None else f"{row.logits:.1e}"
     yield _share(row.greedy)
     yield _share(row.texts)
-    yield "" if row.exchanged is None else f"{row.exchanged:.2f}"
-    yield "" if row.zeroed is None else f"{row.zeroed:.2f}"
+    yield NONE if row.exchanged is None else f"{row.exchanged:.2f}"
+    yield NONE if row.zeroed is None else f"{row.zeroed:.2f}"
 
 
 def _share(share: tuple[int, int] | None) -> str:
-    return "" if share is None else f"{share[0]}/{share[1]}"
+    return NONE if share is None else f"{share[0]}/{share[1]}"
 
 
 def as_json(rows: Sequence[Row]) -> str:
