@@ -84,11 +84,7 @@ def deploy(
     checkout = str(REPOSITORY if target is None else target.checkout)
     ours = {"PYTHONPATH": str(REPOSITORY), "UPCYCLE_CHECKOUT": checkout}
     settings.services.mkdir(parents=True, exist_ok=True)
-    # A file of its own: another recipe may be deployed at the same time.
-    with tempfile.TemporaryDirectory(dir=settings.services, prefix="deploy-") as folder:
-        resolved = Path(folder, "prefect.yaml")
-        resolved.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-        _prefect_deploy(resolved, environment_of(settings, PREFECT_API_URL=api, **ours))
+    _prefect_deploy(content, settings, environment_of(settings, PREFECT_API_URL=api, **ours))
     names = [_full_name(deployment) for deployment in content["deployments"]]
     with asked(api) as client:
         tags = {tag for deployment in content["deployments"] for tag in deployment["tags"]}
@@ -217,18 +213,22 @@ def _remove(client: "SyncPrefectClient", deployment: UUID) -> None:
     client.delete_deployment(deployment)
 
 
-def _prefect_deploy(prefect_file: Path, environment: Mapping[str, str]) -> None:
+def _prefect_deploy(content: Any, settings: Settings, environment: Mapping[str, str]) -> None:
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
-    done = subprocess.run(
-        [*command, "--prefect-file", str(prefect_file)],
-        cwd=REPOSITORY,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    # A file of its own: another recipe may be deployed at the same time.
+    with tempfile.TemporaryDirectory(dir=settings.services, prefix="deploy-") as folder:
+        resolved = Path(folder, "prefect.yaml")
+        resolved.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+        done = subprocess.run(
+            [*command, "--prefect-file", str(resolved)],
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
     if done.returncode:
         raise DeploymentError(f"prefect deploy failed:\n{done.stdout}")
 
