@@ -13,6 +13,7 @@ from tasks.planning.parts import Subjects
 from upcycle_core.corpora.config import Source
 from upcycle_core.corpora.sources import source_files
 from upcycle_core.errors import Fault, InputError
+from upcycle_core.given.resolve import GGUF
 from upcycle_core.planning.shape import Shape
 
 CONFIG = "config.json"
@@ -75,10 +76,10 @@ def _given(recipe: Recipe, reference: str, cache: Path) -> Shape:
     folder = Path(reference).expanduser()
     if (folder / CONFIG).is_file():
         return Shape.of(folder)
-    if folder.exists() or ":" in reference:
+    if folder.exists() or ":" in reference or reference.endswith(GGUF):
         return Shape.of(given_model(recipe, reference, cache))
     try:
-        return Shape.of(Path(hf_hub_download(reference, CONFIG)).parent)
+        return Shape.of(Path(hf_hub_download(reference, CONFIG, cache_dir=cache)).parent)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         remedy = "its config.json is neither on this disk nor to be had from the hub "
         remedy += (
