@@ -76,6 +76,7 @@ def save_gguf(
     settings: dict | None = None,
     more: dict[str, np.ndarray] | None = None,
     left_out: tuple[str, ...] = (),
+    split: str | None = None,
 ) -> Path:
     """Write a Llama, Qwen2 or Qwen3 checkpoint as llama.cpp's converter does.
 
@@ -109,6 +110,8 @@ def save_gguf(
         add = writer.add_string if isinstance(value, str) else writer.add_uint32
         add(f"{kind}.{key}", value)
     _add_words(writer, checkpoint)
+    if split is not None:
+        writer.add_tokenizer_pre(split)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, kind.upper()), own["block_count"])
     tensors = load_file(checkpoint / "model.safetensors")
     stored = {names.get_name(n, try_suffixes=(".weight", ".bias")): n for n in tensors}

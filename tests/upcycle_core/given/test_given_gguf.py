@@ -85,6 +85,22 @@ def test_tokenizer_and_template_come_along(tmp_path, llama):
     assert ours.eos_token_id == theirs.eos_token_id == 0
 
 
+@pytest.mark.parametrize(
+    ("split", "pieces"),
+    [
+        (None, ["ab", ":", "Ġ", "Ġ1984", "ĊĊĠ", "Ġx"]),
+        ("smollm", ["ab", ":", "ĠĠ", "1", "9", "8", "4", "ĊĊĠ", "Ġx"]),
+        ("llama-bpe", ["ab", ":", "Ġ", "Ġ", "198", "4", "ĊĊ", "Ġ", "Ġx"]),
+    ],
+)
+def test_text_is_split_as_the_file_says(tmp_path, llama, split, pieces):
+    """Digits one by one, or three together, and with spaces that GPT-2 gives to what follows."""
+    written(save_gguf(tmp_path / "model.gguf", llama, split=split), tmp_path / "out")
+    core = AutoTokenizer.from_pretrained(tmp_path / "out").backend_tokenizer
+    found = [piece for piece, _ in core.pre_tokenizer.pre_tokenize_str("ab:  1984\n\n  x")]
+    assert found == pieces
+
+
 def test_a_tied_head_stays_tied(tmp_path):
     model = save_bpe_model(tmp_path / "model", TEXTS, tie_word_embeddings=True)
     ours = written(save_gguf(tmp_path / "model.gguf", model), tmp_path / "out")
