@@ -4,9 +4,10 @@
 
 Experts of that shape with random bf16 weights are written tensor by tensor into a temporary folder,
 which goes with the benchmark. Each row is a process of its own; its memory is the peak of anonymous
-memory above that of the imports, beside what ``upcycle_core.planning`` says. The kernel enforces
-the limit on a process's own memory (RLIMIT_DATA; what its mapped weights count there is added); a
-row that is planned to take more is not run, and one that fails is said at the end.
+memory above that of the imports, beside what ``upcycle_core.planning`` says; a row that is planned
+to take more than ``--limit-gb`` is not run, and one that fails is said at the end. The kernel's
+limit (RLIMIT_DATA) is that and twice all weights, since mapped ones count there: where weights are
+many it is loose, and the measured figure is what counts.
 Statistics are timed beside a bare headless forward of the same model and text, assembly beside
 ``cp`` of its result; both include bringing it to the disk.
 """
