@@ -200,6 +200,16 @@ class ChatTemplate:
             raise InputError(Fault("chat_template", chat.place, remedy))
         return ids
 
+    def end(self, chat: Conversation) -> int | None:
+        """The special token that ends the last response; None where it ends with none.
+
+        Raises:
+            InputError: As ``document``.
+        """
+        ids = self.ids(chat)
+        last = ids[self._end_of_response(ids) - 1 :][:1]
+        return next((index for index in last if index in self.special), None)
+
     def asked(self, messages: list[Message]) -> list[int]:
         """Token ids of what the model is asked, up to where its answer begins.
 

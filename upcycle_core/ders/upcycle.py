@@ -29,6 +29,7 @@ from upcycle_core.backbone.write import (
 from upcycle_core.checkpoints.place import place_faults
 from upcycle_core.checkpoints.tokenizer import TOKENIZER_FILES, copy_tokenizer
 from upcycle_core.checkpoints.writer import sync_directory, sync_file, write_json
+from upcycle_core.corpora.chat_end import name_chat_end
 from upcycle_core.ders.codec import drawn_places, stored_codec
 from upcycle_core.ders.config import DersUpcyclingConfig
 from upcycle_core.ders.files import ARCHITECTURE, write_checksums, write_code
@@ -233,6 +234,7 @@ def _copy_files(source: DenseSource, out: Path) -> None:
     if not source.is_llava:
         copy_tokenizer(source.reader.directory, out)
         write_generation_config(source.reader, out)
+        name_chat_end(out)
         return
     for name in (*TOKENIZER_FILES, *_PROCESSOR):
         if (source.reader.directory / name).is_file():

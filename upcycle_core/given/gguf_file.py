@@ -3,9 +3,8 @@
 llama.cpp stores the rows of q and k of a Llama interleaved by pairs; here they are put back.
 """
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from torch import Tensor
 from upcycle_core.architectures.families import family_of
 from upcycle_core.checkpoints.given_as import write_given_as
 from upcycle_core.checkpoints.load import quiet_loading
-from upcycle_core.checkpoints.writer import TensorSpec, write_json, write_sharded, write_text
+from upcycle_core.checkpoints.writer import TensorSpec, write_json, write_sharded
 from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.given.gguf_split import MODEL, PRE, split_as_said, split_faults
 
 MAX_SHARD_BYTES = 5_000_000_000
 NAMES = {
@@ -78,31 +78,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 """What all published models of Llama 3.1 to 3.3 have; files keep what comes of it alone."""
-PRE = "tokenizer.ggml.pre"
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-DIGITS = ("smollm", "starcoder", "refact", "command-r")
-LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPLITS: Mapping[str, Sequence[Mapping[str, Any]]] = {
-    **dict.fromkeys(DIGITS, ({"type": "Digits", "individual_digits": True}, BYTES)),
-    **dict.fromkeys(
-        LLAMA_3,
-        (
-            {
-                "type": "Split",
-                "pattern": {"Regex": WORDS},
-                "behavior": "Isolated",
-                "invert": False,
-            },
-            {**BYTES, "use_regex": False},
-        ),
-    ),
-}
-"""llama.cpp's names of ways to split text, as tokenizer.json says them. Others stay as transformers
-makes them: GPT-2's way, or Qwen's of its architectures."""
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What matrices are stored as that are not quantised. What is, becomes bf16."""
 BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<name>.+)")
@@ -149,7 +124,7 @@ def open_gguf(path: Path) -> GgufFile:
         raise InputError(Fault(f"{path.name}: general.architecture", kind, remedy))
     shapes = {tensor.name: tuple(map(int, tensor.shape[::-1])) for tensor in reader.tensors}
     scales = next((t.data for t in reader.tensors if t.name == ROPE_SCALES), None)
-    raise_faults(_setting_faults(values, kind, scales, path))
+    raise_faults([*_setting_faults(values, kind, scales, path), *split_faults(values, path)])
     shapes.pop(ROPE_SCALES, None)
     stored = sorted({t.tensor_type.name for t in reader.tensors if len(t.shape) > 1})
     dtype = PLAIN[stored[0]] if len(stored) == 1 and stored[0] in PLAIN else torch.bfloat16
@@ -245,7 +220,7 @@ def gguf_reader(path: Path) -> Any:
 
 def _is_read(key: str) -> bool:
     """Whether a value is a setting, and not a vocabulary."""
-    return not key.startswith("tokenizer.") or key in SPECIAL
+    return not key.startswith("tokenizer.") or key in (*SPECIAL, PRE, MODEL)
 
 
 def _setting_faults(
@@ -356,20 +331,8 @@ def _write_tokenizer(path: Path, out: Path) -> None:
                 path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
             )
             tokenizer.save_pretrained(out)
-        _split_as_said(path, out / "tokenizer.json")
+        field = gguf_reader(path).fields.get(PRE)
+        split_as_said(None if field is None else field.contents(), out / "tokenizer.json")
     except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
         remedy = f"its tokenizer cannot be rebuilt ({error}); give safetensors with a tokenizer"
         raise InputError(Fault("gguf", str(path), remedy)) from error
-
-
-def _split_as_said(path: Path, tokenizer: Path) -> None:
-    """Split text before the merges as the file says: transformers takes GPT-2's way for all."""
-    field = gguf_reader(path).fields.get(PRE)
-    said = None if field is None else str(field.contents())
-    core = json.loads(tokenizer.read_text(encoding="utf-8"))
-    steps = SPLITS.get(str(said))
-    if steps is None or core["model"]["type"] != "BPE":
-        return
-    core["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": list(steps)}
-    core["model"]["ignore_merges"] = said in LLAMA_3
-    write_text(tokenizer, json.dumps(core, ensure_ascii=False))

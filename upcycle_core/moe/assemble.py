@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from upcycle_core.backbone.write import write_model
+from upcycle_core.corpora.chat_end import name_chat_end
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.moe.plan import Edit, Parts, moe_plan
 from upcycle_core.progress import Progress
@@ -36,7 +37,7 @@ def assemble(
             way, each checkpoint counted once (N copies of one model share that model's own).
         routers: Layer to W [H, D], columns in the order of ``experts``.
         out: The directory that is written: weights under per-expert names, config.json,
-            generation configuration, tokenizer.
+            generation configuration, which names the end of a chat's response, tokenizer.
         top_k: Experts a token passes through.
         max_shard_bytes, progress: As for ``write_model``.
         normalise: Whether the weights of a token's k experts sum to one; else they are the softmax
@@ -67,6 +68,7 @@ def assemble(
         what="assembly",
         progress=progress,
     )
+    name_chat_end(out)
 
 
 def _router_faults(full: Mapping, experts: int, routers: Mapping[int, torch.Tensor]) -> list[Fault]:

@@ -13,6 +13,7 @@ from upcycle_core.checkpoints.load import quiet_loading
 from upcycle_core.checkpoints.place import new_directory, place_faults
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
 from upcycle_core.checkpoints.writer import sync_file
+from upcycle_core.corpora.chat_end import name_chat_end
 from upcycle_core.errors import raise_faults
 from upcycle_core.simoe.model import (
     SimoeForCausalLM,
@@ -92,5 +93,6 @@ def save_pruned(
         copy_tokenizer(source, folder)
         with quiet_loading():
             prune(model).save_pretrained(folder, max_shard_size=max_shard_bytes)
+        name_chat_end(folder)
         for file in folder.iterdir():
             sync_file(file)

@@ -88,16 +88,20 @@ def test_tokenizer_and_template_come_along(tmp_path, llama):
 @pytest.mark.parametrize(
     ("split", "pieces"),
     [
-        (None, ["ab", ":", "Ġ", "Ġ1984", "ĊĊĠ", "Ġx"]),
-        ("smollm", ["ab", ":", "ĠĠ", "1", "9", "8", "4", "ĊĊĠ", "Ġx"]),
-        ("llama-bpe", ["ab", ":", "Ġ", "Ġ", "198", "4", "ĊĊ", "Ġ", "Ġx"]),
+        (None, ["ab", ":", "Ġ", "Ġ1984", "ĊĊĠ", "ĠxY"]),
+        ("smollm", ["ab", ":", "ĠĠ", "1", "9", "8", "4", "ĊĊĠ", "ĠxY"]),
+        ("default", ["ab", ":", "Ġ", "Ġ1984", "ĊĊĠ", "ĠxY"]),
+        ("gpt-2", ["ab", ":", "Ġ", "Ġ1984", "ĊĊĠ", "ĠxY"]),
+        ("llama-bpe", ["ab", ":", "Ġ", "Ġ", "198", "4", "ĊĊ", "Ġ", "ĠxY"]),
+        ("qwen2", ["ab", ":", "Ġ", "Ġ", "1", "9", "8", "4", "ĊĊ", "Ġ", "ĠxY"]),
+        ("tekken", ["ab", ":", "Ġ", "Ġ", "1", "9", "8", "4", "ĊĊ", "Ġ", "Ġx", "Y"]),
     ],
 )
 def test_text_is_split_as_the_file_says(tmp_path, llama, split, pieces):
     """Digits one by one, or three together, and with spaces that GPT-2 gives to what follows."""
     written(save_gguf(tmp_path / "model.gguf", llama, split=split), tmp_path / "out")
     core = AutoTokenizer.from_pretrained(tmp_path / "out").backend_tokenizer
-    found = [piece for piece, _ in core.pre_tokenizer.pre_tokenize_str("ab:  1984\n\n  x")]
+    found = [piece for piece, _ in core.pre_tokenizer.pre_tokenize_str("ab:  1984\n\n  xY")]
     assert found == pieces
 
 
@@ -168,6 +172,11 @@ def test_what_is_not_understood_is_refused(tmp_path, llama, case):
 def test_what_is_neutral_is_accepted(tmp_path, llama):
     neutral = {"expert_count": 0, "rope.scaling.type": "none", "rope.dimension_count": 8}
     open_gguf(save_gguf(tmp_path / "model.gguf", llama, settings=neutral))
+
+
+def test_a_way_to_split_text_that_is_not_known_is_refused(tmp_path, llama):
+    path = save_gguf(tmp_path / "model.gguf", llama, split="deepseek-coder")
+    refused(path, "tokenizer.ggml.pre = 'deepseek-coder': how it cuts text is not known")
 
 
 def test_another_architecture_is_refused(tmp_path):
