@@ -84,7 +84,7 @@ def deploy(
     checkout = str(REPOSITORY if target is None else target.checkout)
     ours = {"PYTHONPATH": str(REPOSITORY), "UPCYCLE_CHECKOUT": checkout}
     settings.services.mkdir(parents=True, exist_ok=True)
-    _prefect_deploy(content, settings, environment_of(settings, PREFECT_API_URL=api, **ours))
+    prefect_deploy(content, settings, environment_of(settings, PREFECT_API_URL=api, **ours))
     names = [_full_name(deployment) for deployment in content["deployments"]]
     with asked(api) as client:
         tags = {tag for deployment in content["deployments"] for tag in deployment["tags"]}
@@ -213,7 +213,12 @@ def _remove(client: "SyncPrefectClient", deployment: UUID) -> None:
     client.delete_deployment(deployment)
 
 
-def _prefect_deploy(content: Any, settings: Settings, environment: Mapping[str, str]) -> None:
+def prefect_deploy(content: Any, settings: Settings, environment: Mapping[str, str]) -> None:
+    """Let Prefect register what ``content`` says, in the format of its prefect.yaml.
+
+    Raises:
+        DeploymentError: It refused.
+    """
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     # A file of its own: another recipe may be deployed at the same time.
     with tempfile.TemporaryDirectory(dir=settings.services, prefix="deploy-") as folder:

@@ -39,7 +39,7 @@ def report(run: StageRun) -> None:
     found = {
         row: json.loads((run.path(f"answers/{row}") / ANSWERS).read_text()) for row in tuned(recipe)
     }
-    _check_reached(recipe, found)
+    check_reached(recipe, found)
     evaluation = InstructionEvaluation(
         rows={row: _row(run, row, own) for row, own in found.items()}, highlight=SIMOE
     )
@@ -107,7 +107,7 @@ def _varied(one: SimoeUpcyclingConfig, other: SimoeUpcyclingConfig) -> tuple[str
     return (ABLATIONS,)
 
 
-def _check_reached(recipe: Recipe, found: Mapping[str, Any]) -> None:
+def check_reached(recipe: Recipe, found: Mapping[str, Any]) -> None:
     """Nothing is reported of instructions that are too hard for the model."""
     least = recipe.tuning.least_exact_match
     whole: Mapping[str, Baseline] = {

@@ -43,16 +43,29 @@ def test_no_tokens_are_refused(capsys):
     assert "argument --tokens: 0 is less than 1" in capsys.readouterr().err
 
 
-def test_an_answer_ends_with_the_context(at_home, monkeypatch):
+@pytest.fixture
+def asked(at_home, monkeypatch):
+    """What the model is asked to generate; ``end`` is how its chats' responses end."""
     asked = {}
     load = generate.load
 
     def watched(directory, chosen):
         model, tokenizer = load(directory, chosen)
+        asked["end"] = tokenizer.convert_tokens_to_ids("<|im_end|>")
         monkeypatch.setattr(model, "generate", lambda **options: asked.update(options))
         return model, tokenizer
 
     monkeypatch.setattr(generate, "load", watched)
+    return asked
+
+
+def test_an_answer_ends_with_the_context(asked):
     prompt = "a " * (CONTEXT // 2 - 20)
     assert main([NAME, prompt, "--tokens", str(CONTEXT), "--device", "cpu"]) == 0
     assert asked["input_ids"].shape[1] + asked["max_new_tokens"] == CONTEXT
+    assert "eos_token_id" not in asked
+
+
+def test_an_answer_to_a_chat_ends_where_the_template_ends_it(asked):
+    assert main([NAME, "a", "--chat", "--device", "cpu"]) == 0
+    assert asked["end"] in asked["eos_token_id"]

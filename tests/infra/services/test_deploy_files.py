@@ -3,8 +3,10 @@
 import importlib
 import json
 import shlex
+import subprocess
 import tomllib
 from importlib import resources
+from pathlib import Path
 
 import click
 import jsonschema
@@ -17,8 +19,9 @@ from ray.scripts.scripts import cli as ray_command
 
 from infra.recipe.reading import load_recipe as load_as_it_is
 from infra.recipe.schema import resolve
+from infra.services import deployments as module
 from infra.services.deployments import offered
-from infra.settings import REPOSITORY
+from infra.settings import REPOSITORY, read
 from infra.tracking import asgi
 from tasks.recipes import load_recipe
 
@@ -202,3 +205,24 @@ def test_every_deployment_names_a_flow_and_what_it_takes(deployment):
     assert asked.keys() <= {"domain", "run"}  # the form asks for it, the automation gives it
     assert given.keys() <= flow.parameters.properties.keys()
     flow.validate_parameters(given | asked)
+
+
+def test_deployments_at_once_have_a_file_each_and_leave_none(tmp_path, monkeypatch):
+    """Another recipe that is deployed meanwhile must not be deployed in this one's place."""
+    seen = {}
+
+    def run(command, **options):
+        path = Path(command[-1])
+        content = yaml.safe_load(path.read_text())
+        seen[content["name"]] = path
+        if content["name"] == "one":
+            module.prefect_deploy({"name": "two"}, settings, {})
+        assert yaml.safe_load(path.read_text()) == content
+        return subprocess.CompletedProcess(command, 0, "")
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    settings = read({"UPCYCLE_HOME": str(tmp_path)})
+    settings.services.mkdir()
+    module.prefect_deploy({"name": "one"}, settings, {})
+    assert seen["one"] != seen["two"]
+    assert not list(settings.services.iterdir())

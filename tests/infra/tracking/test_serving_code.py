@@ -26,3 +26,17 @@ def test_a_special_token_s_name_in_a_prompt_stays_text(generator, chat):
 def test_a_prompt_that_cannot_be_continued_is_named(generator, prompt, said):
     with pytest.raises(ValueError, match=said):
         generator.predict([prompt], {"max_new_tokens": 1})
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_answer_to_a_chat_ends_where_the_template_ends_it(generator, monkeypatch, chat):
+    end = generator.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    generate, asked = generator.model.generate, {}
+
+    def biased(ids, **options):
+        asked["said"] = generate(ids, sequence_bias={(end,): 1e9}, **options)[0, ids.shape[1] :]
+        return asked["said"][None]
+
+    monkeypatch.setattr(generator.model, "generate", biased)
+    generator.predict(["one"], {"max_new_tokens": 4, "chat": chat})
+    assert asked["said"].tolist() == [end] * (1 if chat else 4)

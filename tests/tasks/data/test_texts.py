@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from infra.recipe.schema import Lineage
 from tasks.data.corpora import corpora
 from tasks.data.documents import documents
-from tasks.data.outside import text_piece
+from tasks.data.outside import outside, text_piece
 from tasks.data.seed import seed
 from tasks.data.seed_text import seed_text
 from tasks.living.lineage import life_of
@@ -263,6 +263,8 @@ def test_the_piece_writes_the_seeds_tokens_without_what_domains_hold_out(tmp_pat
     found = list(read_documents(tmp_path / "seed" / "documents" / "train.parquet"))
     assert len(found) == 60
     assert not set(found) & set(read_documents(apart[0]))
+    recipe = validate(pico_recipe(texts, domains=DOMAINS))
+    assert {f"documents/{name}" for name in DOMAINS} <= set(outside.inputs(recipe, "law"))
     corpus = TokenCorpus(tmp_path / "seed" / "tokens" / "train")
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     assert [corpus.document(i).tolist() for i in range(60)] == [

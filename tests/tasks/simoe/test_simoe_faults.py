@@ -1,10 +1,12 @@
 """What is wrong with instruction tuning in a recipe, found without any file."""
 
+import contextlib
 import copy
 
 import pytest
 
 from tasks.recipes import validate
+from tasks.simoe.report import check_reached
 from tasks.simoe.rows import SIMOE, tuned
 from upcycle_core.errors import InputError
 
@@ -148,3 +150,28 @@ def test_a_given_model_needs_no_text():
     values = changed("seed_model", {"model": "somewhere/model"})
     values["domains"] = {}
     assert validate(values).trains_seed is False
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_reached"),
+    [
+        ({"dense": 0.9, "part": 0.1}, True),
+        ({"dense": 0.1, "part": 0.9}, False),
+        ({"dense": None, "part": 0.1}, True),
+    ],
+)
+def test_what_is_too_hard_is_what_training_all_weights_does_not_reach(rows, is_reached):
+    """A row that tunes a part of the weights may be as weak as it is."""
+    values = changed("tuning/least_exact_match", 0.5)
+    values["baselines"]["part"] = {
+        "method": "full-finetune",
+        "tuned": "layers",
+        "training": TRAINING,
+    }
+    recipe = validate(values)
+    found = {
+        row: {"scores": {} if score is None else {"seen": {"exact_match": score}}}
+        for row, score in rows.items()
+    }
+    with contextlib.nullcontext() if is_reached else pytest.raises(InputError, match="too hard"):
+        check_reached(recipe, found)

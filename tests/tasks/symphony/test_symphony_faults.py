@@ -6,6 +6,7 @@ import pytest
 
 from tasks.methods import models_of
 from tasks.recipes import validate
+from tasks.symphony.model import baselines as stage
 from tasks.symphony.variants import anchor_of, chosen_of, pairings, section, variants
 from upcycle_core.errors import InputError
 
@@ -190,3 +191,14 @@ def test_rows_are_joined_to_the_recipe_s_anchor():
     assert found == {
         "symphony": "law", "paper": "law", "fewer": None, "other": "code", "plain": "law"
     }  # fmt: skip
+
+
+def test_a_row_that_tunes_a_part_is_trained_and_recorded_as_such():
+    rows = {"one": {"method": "full-finetune"}, "part": {"method": "full-finetune"}}
+    rows["part"] |= {"tuned": "lora", "lora": {"rank": 2}}
+    before = validate(changed("baselines", rows))
+    assert before.baselines["part"].trained_as.method == "lora"
+    rows["part"]["lora"] = {"rank": 4}
+    after = validate(changed("baselines", rows))
+    assert stage.values(before, "part") != stage.values(after, "part")
+    assert stage.values(before, "one") == stage.values(after, "one")

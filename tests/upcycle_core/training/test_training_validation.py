@@ -152,3 +152,14 @@ def test_a_mapping_without_labels_is_refused(tmp_path):
 
     with pytest.raises(InputError, match="holds input_ids and labels"):
         run(tmp_path, save_pico(tmp_path / "model"), rows=Bare(12))
+
+
+def test_validation_on_rows_without_a_target_is_refused(tmp_path, moe):
+    class Silent(RandomRows):
+        def __getitem__(self, index):
+            ids = super().__getitem__(index)
+            return {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+
+    config = settings(checkpoint_steps=2, evaluation_steps=4)
+    with pytest.raises(InputError, match="validation = '3 rows': no label to predict"):
+        run(tmp_path, moe, config=config, validation=Silent(3, 5), objective=MoEObjective())
