@@ -17,9 +17,14 @@ from tasks.engine.artifacts import SUMMARY as TRAINED
 from tasks.release.versions import Outcome
 from tasks.simoe.report import figures
 from tasks.simoe.rows import SIMOE, model_of, row_title, tuned
+from upcycle_core.errors import raise_faults
 from upcycle_core.evaluation.instructions.activations import Activation
 from upcycle_core.evaluation.instructions.report import write_instruction_report
-from upcycle_core.evaluation.instructions.results import InstructionEvaluation, across_runs
+from upcycle_core.evaluation.instructions.results import (
+    InstructionEvaluation,
+    across_runs,
+    faults,
+)
 from upcycle_core.evaluation.instructions.structure import Structure, mean_of_pairs
 from upcycle_core.evaluation.report.files import MARKDOWN, METRICS, PAGE, TEXT
 from upcycle_core.evaluation.report.numbers import number, slug
@@ -64,11 +69,13 @@ def write_instructions(command: Command, workspaces: Sequence[Path]) -> None:
     """Write ``NAME.md`` and ``NAME/``: the report of all seeds together; pictures of the first."""
     recipe, folder = command.recipe, command.out / command.recipe.name
     metrics = [json.loads((own / "report" / METRICS).read_text()) for own in workspaces]
-    first = metrics[0]
+    first, every = metrics[0], [InstructionEvaluation.from_dict(own) for own in metrics]
+    evaluation = across_runs(every)
+    raise_faults(faults(evaluation))  # while the page of before is there
     shutil.rmtree(folder, ignore_errors=True)
     write_instruction_report(
         folder,
-        across_runs([InstructionEvaluation.from_dict(own) for own in metrics]),
+        evaluation,
         model=recipe.name,
         structures={r: Structure.from_dict(own) for r, own in first["structures"].items()},
         activations=[Activation.from_dict(own) for own in first["activations"]],

@@ -56,10 +56,13 @@ def interval(split: Mapping[str, Any]) -> tuple[float, float]:
     """Where exact match would lie on other questions, in percent, of one split of a row.
 
     Categories count the same, so the variance of their mean is that of the shares, each
-    ``p (1 - p) / (n - 1)``, summed and divided by their number squared.
+    ``q (1 - q) / (n + 4)`` with ``q = (n p + 2) / (n + 4)``, summed and divided by their number
+    squared: Agresti and Coull's two right and two wrong answers more, without which a category
+    that is all right or all wrong would be sure (The American Statistician 52, 1998).
     """
     shares = [(c["exact_match"]["mean"], c["count"]) for c in split["categories"].values()]
-    variance = sum(p * (1 - p) / max(n - 1, 1) for p, n in shares) / len(shares) ** 2
+    likely = [((n * p + 2) / (n + 4), n + 4) for p, n in shares]
+    variance = sum(q * (1 - q) / n for q, n in likely) / len(shares) ** 2
     mean, reach = split["exact_match"]["mean"], NORMAL * math.sqrt(variance)
     return 100 * max(mean - reach, 0.0), 100 * min(mean + reach, 1.0)
 

@@ -235,11 +235,26 @@ class ChatTemplate:
             with _refusals(chat):
                 before = self._written(chat.messages[:i], add_generation_prompt=True)
                 upto = self._written(chat.messages[: i + 1])
-            if upto[: len(before)] != before or ids[: len(upto)] != upto:
+            start = self._start_of_response(before, upto)
+            if start is None or ids[: len(upto)] != upto:
                 return self._marked(chat, ids)
             stop = self._end_of_response(upto)
-            found[len(before) : stop] = [True] * (stop - len(before))
+            found[start:stop] = [True] * (stop - start)
         return found
+
+    def _start_of_response(self, before: list[int], upto: list[int]) -> int | None:
+        """Where the response begins behind what is asked; None if that is not how it begins.
+
+        White space at its beginning may be one token with the end of what is asked. That token is
+        the response's.
+        """
+        if upto[: len(before)] == before:
+            return len(before)
+        last = len(before) - 1
+        if upto[:last] != before[:last]:
+            return None
+        grown, asked = (self.tokenizer.decode(ids[last : last + 1]) for ids in (upto, before))
+        return last if grown.startswith(asked) and not grown.strip() else None
 
     def _end_of_response(self, ids: list[int]) -> int:
         """Where the last response ends: with its end token, not with white space behind that."""

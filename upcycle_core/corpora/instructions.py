@@ -150,19 +150,22 @@ class Prompt(NamedTuple):
     cut: int
 
 
-def encode_prompt(tokenizer: Path | Any, prompt: str, *, max_tokens: int | None = None) -> Prompt:
+def encode_prompt(
+    tokenizer: Path | Any, prompt: str | Sequence[Message], *, max_tokens: int | None = None
+) -> Prompt:
     """Exactly the tokens that stand before the response in a row of ``InstructionRows``.
 
     Args:
         tokenizer: Directory that ``AutoTokenizer`` loads, or what it has loaded.
-        prompt: The record's.
+        prompt: The record's: what a user says, or what all say before the response.
         max_tokens: A longer prompt loses tokens from the left, as in training.
 
     Raises:
         InputError: As ``InstructionRows``, of the tokenizer.
     """
-    asked = [{"role": "user", "content": prompt}, {"role": "assistant", "content": STAND_IN}]
-    row = _Encoder(tokenizer).encode(Conversation(asked, prompt[:40]))
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+    response = {"role": "assistant", "content": STAND_IN}
+    row = _Encoder(tokenizer).encode(Conversation([*asked, response], asked[-1]["content"][:40]))
     ids = row.ids[: row.loss.index(True)]
     kept = ids if max_tokens is None else ids[-max_tokens:]
     return Prompt(kept, len(ids) - len(kept))

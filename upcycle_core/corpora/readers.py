@@ -125,6 +125,19 @@ def checked_text(row: dict, text_field: str, where: str) -> str:
     return encodable(text, where)
 
 
+def is_text(value: object) -> bool:
+    """Whether a field holds text that can be written, and that is not empty."""
+    return is_written(value) and bool(str(value).strip())
+
+
+def is_written(value: object) -> bool:
+    """Whether a field holds text that can be written as UTF-8."""
+    try:
+        return isinstance(value, str) and encodable(value, "it") == value
+    except ValueError:
+        return False
+
+
 def encodable(text: str, where: str) -> str:
     """``text``, if it can be written as UTF-8.
 

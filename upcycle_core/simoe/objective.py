@@ -98,13 +98,20 @@ class SimoeObjective:
         self.use = [1 / config.experts] * config.experts
         self._sparsity: Sparsity | None = None
         self._alpha: Tensor | None = None
+        self._attended_BS: Tensor | None = None
         self._seen: list[Tensor] = []
         if config.balance or config.sparsity == "use":
+            model.register_forward_pre_hook(self._note_rows, with_kwargs=True)
             model.get_submodule("router").register_forward_hook(self._note)
+
+    def _note_rows(self, _model: nn.Module, _given: Any, named: dict[str, Any]) -> None:
+        self._attended_BS = named.get("attention_mask")
 
     def _note(self, _router: nn.Module, _given: Any, alpha: Tensor) -> None:
         if not alpha.requires_grad:
             return
+        if alpha.dim() == 3 and self._attended_BS is not None:
+            alpha = alpha[self._attended_BS.bool()]  # one a token: padding is none
         if self._config.balance:
             self._alpha = alpha
         if self._config.sparsity == "use":

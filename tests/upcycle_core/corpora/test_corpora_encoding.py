@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 from chat import CHATML, LLAMA3, save_chat_tokenizer
-from transformers import AutoTokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source
 from upcycle_core.corpora.conversations import Conversation
@@ -300,3 +301,31 @@ def test_chats_come_back_from_disk_as_they_were(tmp_path):
     assert sorted(map(str, (chat.messages for chat in found))) == sorted(map(str, MESSAGES))
     assert found[1].place == "calibration.parquet, chat 2"
     assert list(read_chats(documents / "heldout.parquet")) == [TEXT]
+
+
+@pytest.mark.parametrize(
+    ("said", "starts"), [("yes", "yes"), ("\nyes", "\n\nyes"), ("\n\nyes", "\n\n\nyes")]
+)
+def test_a_response_that_begins_with_a_line_end_is_a_response(tmp_path, said, starts):
+    """One token with the line end of what is asked, where a tokenizer joins them as Qwen2's."""
+    core = Tokenizer(models.BPE())
+    words = r"[^\r\n\p{L}]?\p{L}+|\s*[\r\n]+|\s+|[^\s\p{L}]+"
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(["user\n\nassistant\n\n\nyes\n\n\nno"] * 50, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    (found,) = encoded([conversation("ask", said)], tokenizer)
+    assert responses_of(found, tokenizer) == f"{starts}<|im_end|>"

@@ -7,11 +7,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from chat import save_chat_tokenizer
 from pico import save_pico_tokenizer
 from transformers import AutoTokenizer
 
 from upcycle_core.corpora.instructions import InstructionRows, encode_prompt
 from upcycle_core.errors import InputError
+from upcycle_core.evaluation.instructions.answers import encode_prompts
 
 END, PAD = 0, 1
 TURNS = (
@@ -337,3 +339,17 @@ def test_rows_say_which_task_their_record_is(tmp_path, tokenizer):
         assert all(number.dtype == torch.int64 and number.dim() == 0 for number in ids.values())
     plain_rows = InstructionRows([file], tokenizer, **options)
     assert "task_ids" not in plain_rows[0]
+
+
+def test_what_others_than_a_user_say_before_is_asked_in_their_roles(tmp_path):
+    tokenizer = save_chat_tokenizer(tmp_path / "chat", "chatml")
+    asked = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "a"}]
+    messages = [*asked, {"role": "assistant", "content": "b"}]
+    file = jsonl(tmp_path / "a.jsonl", {"messages": messages})
+    row = InstructionRows([file], tokenizer, sequence_length=64, count=1, seed=0)[0]
+    first = int((row["labels"] != -100).nonzero()[0])
+    assert encode_prompt(tokenizer, asked).ids == row["input_ids"][:first].tolist()
+    rows = [{"prompt": "Be kind.\n\na", "asked": asked}, {"prompt": "a"}]
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    found = encode_prompts(loaded, rows, max_prompt_tokens=64).ids
+    assert found == [encode_prompt(tokenizer, one).ids for one in (asked, "a")]

@@ -15,6 +15,8 @@ from upcycle_core.corpora.tuning.prepare import (
 )
 from upcycle_core.errors import InputError
 
+ROLES = ("user", "assistant", "user", "assistant")
+
 
 def write(path, *records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -193,6 +195,34 @@ def test_conversations_are_trained_on_whole_and_judged_by_their_first_response(t
     assert {seen["prompt"], row["prompt"]} == {f"Be short.\n\nHi {i}?" for i in range(2)}
     assert seen["response"] == "Yo"
     assert "messages" not in seen
+    # Judged as trained: nobody's words are put into another's mouth.
+    assert [message["role"] for message in seen["asked"]] == ["system", "user"]
+    assert "asked" not in row
+
+
+def test_what_is_judged_by_is_no_turn_of_a_conversation_that_is_trained_on(tmp_path):
+    said = ("Hi {}", "Yo", "What is {}?", "{}")
+    talks = [
+        {
+            "messages": [
+                {"role": role, "content": text.format(i)}
+                for role, text in zip(ROLES, said, strict=True)
+            ]
+        }
+        for i in range(10)
+    ]
+    file = write(
+        tmp_path / "a.jsonl",
+        *({**talk, "category": "talk"} for talk in talks),
+        *({"prompt": f"what is  {i}?", "response": "x", "category": "sums"} for i in range(5)),
+    )
+    train, seen, unseen, manifest = prepared(tmp_path / "out", config_of(file, unseen=("sums",)))
+    assert len(unseen) == 5
+    trained = {m["content"] for row in train["all"] for m in row["messages"]}
+    assert not trained & {f"What is {i}?" for i in range(5)}
+    assert len(seen) == 5
+    assert 0 < len(train["all"]) < 6
+    assert manifest["left_out"]["the same prompt"] == 5 - len(train["all"])
 
 
 def test_faults_of_content_are_told_with_what_there_is(records, tmp_path):

@@ -83,6 +83,8 @@ def test_labels_of_a_record_come_before_the_source_s(tmp_path):
         ({"prompt": "a", "answer": ["b", ""]}, "line 1, answer = ['b', '']: must be a list"),
         ({"prompt": "a", "response": "b", "references": "b"}, "line 1, references = 'b': must be"),
         ({"prompt": "a", "response": "b", "category": 3}, "line 1, category = 3: must be text"),
+        ({"prompt": "a", "response": "b", "task": "\ud83d"}, r"line 1, task = '\ud83d': must be"),
+        ({"prompt": "a", "response": "b", "references": ["\ud83d"]}, "line 1, references = "),
         ({"text": "a"}, "line 1, prompt = ['text']: the record has none of"),
     ],
 )
@@ -186,9 +188,27 @@ def test_faulty_superni_rows_are_named(tmp_path):
         {"task": "sub", "prompt": "a", "answer": "b"},
         {"task": "add", "prompt": "a", "answer": ""},
     )
-    first, second = read(files(rows, form="superni-rows", definitions=tasks))
+    form = "superni-rows"
+    first, second = read(files(rows, form=form, definitions=tasks))
     assert first.startswith(f"{rows}, line 1, task = 'sub': {tasks} does not define it")
     assert second.startswith(f"{rows}, line 2, output = ")
+    own = {"task": "add", "prompt": "a", "answer": "b"}
+    rows = jsonl(
+        tmp_path / "more.jsonl",
+        *({**own, "category": wrong} for wrong in (1, ["a"], "\ud83d")),
+        {**own, "task": ["add"]},
+        {**own, "domain": 3},
+        {**own, "prompt": "\ud83d"},
+        {**own, "answer": "\ud83d"},
+    )
+    fields = [said.split(", ", 1)[1] for said in read(files(rows, form=form, definitions=tasks))]
+    assert [said.partition(" = ")[0] for said in fields] == [
+        *(f"line {i}, category" for i in (1, 2, 3)),
+        "line 4, task",
+        "line 5, domain",
+        "line 6, input",
+        "line 7, output",
+    ]
     broken = jsonl(tmp_path / "broken.jsonl", {"id": "add", "definition": " "})
     found = read(files(rows, form="superni-rows", definitions=broken))
     assert found[0].startswith(f"{broken}, line 1, definition = ' '")

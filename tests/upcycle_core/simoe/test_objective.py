@@ -136,6 +136,19 @@ def test_balance_is_what_the_mean_coefficients_lack_of_the_largest_entropy(dense
     assert own.penalty().item() == 0  # of a batch once
 
 
+def test_padding_is_no_token_that_balance_counts(dense):
+    model = grown(dense, experts=3, routing="token")
+    own = objective(model, experts=3, beta=0.0, balance=0.5, routing="token")
+    ids, found = torch.randint(2, 90, (1, 7)), []
+    for padded in (0, 40):
+        more = torch.full((1, padded), 5)
+        mask = torch.cat([torch.ones_like(ids), torch.zeros_like(more)], dim=1)
+        model(input_ids=torch.cat([ids, more], dim=1), attention_mask=mask)
+        found.append(own.penalty().item())
+    assert found[0] > 0
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 def test_its_state_is_lambda(dense):
     model = upcycled(dense, experts=2)
     first, second = (objective(model, experts=2, multiplier_learning_rate=0.5) for _ in range(2))

@@ -54,7 +54,7 @@ def choose(
 
     Prompts that differ in case or white space only are one. Where one stands in
     several tasks, those of unseen categories have it before those of seen ones, and what models are
-    judged by has it before what is trained on.
+    judged by has it before what is trained on, where it may be any turn of a conversation.
 
     Args:
         records: By source.
@@ -73,9 +73,18 @@ def choose(
         count = min(config.test_per_task, len(distinct) // 2)
         choice.seen += choice.taken(distinct[:count], count)
         rest.append(distinct[count:])
+    judged = frozenset(choice.known)
     for own in rest:
-        choice.train += choice.taken(choice.distinct(own), config.train_per_task)
+        apart = [record for record in own if not _later_turns(record) & judged]
+        choice.left_out["the same prompt"] += len(own) - len(apart)
+        choice.train += choice.taken(choice.distinct(apart), config.train_per_task)
     return choice
+
+
+def _later_turns(record: Record) -> set[bytes]:
+    """Keys of what users ask in a conversation, which is trained on as a whole."""
+    said = (message for message in record.messages if message["role"] == "user")
+    return {prompt_key(message["content"]) for message in said}
 
 
 def prompt_key(prompt: str) -> bytes:

@@ -71,8 +71,9 @@ def prepare_instructions(
 
     Every line is ``{id, task, category, domain, prompt, response, references}``; the response is
     the first reference. A conversation of more than one turn is judged by its first response, and
-    trained on as a whole: its line also has ``messages``. No prompt of a line to judge by is
-    trained on, nor one that differs in case or white space only.
+    trained on as a whole: its line also has ``messages``. Where other roles than the user speak
+    before that response, a line to judge by has what they say as ``asked``. No prompt of a line to
+    judge by is trained on, in no turn, nor one that differs in case or white space only.
 
     Args:
         config: Sources, categories, and how many instances of each task.
@@ -204,6 +205,8 @@ def _write(path: Path, records: Sequence[Record], config: InstructionsConfig) ->
             }
             if record.messages and path.parent.name == "train":
                 line["messages"] = record.messages
+            elif record.asked:
+                line["asked"] = record.asked
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from upcycle_core.corpora.conversations import Message, messages_of, place_rows
+from upcycle_core.corpora.readers import is_text
 from upcycle_core.corpora.tuning.config import InstructionSource
 from upcycle_core.errors import Fault, InputError
 
@@ -29,6 +30,13 @@ class Record(NamedTuple):
     references: tuple[str, ...]
     id: str | None = None
     messages: tuple[Message, ...] = ()
+
+    @property
+    def asked(self) -> tuple[Message, ...]:
+        """What stands before the first response; nothing where that is what one user says."""
+        roles = [message["role"] for message in self.messages]
+        before = self.messages[: roles.index("assistant")] if roles else ()
+        return () if roles[:2] == ["user", "assistant"] else before
 
 
 Found = Record | Fault
@@ -87,7 +95,7 @@ def _record(row: Mapping[str, Any], place: str, name: str, source: InstructionSo
 
 def _label(row: Mapping[str, Any], field: str, place: str) -> str | None:
     value = row.get(field)
-    if value is not None and (not isinstance(value, str) or not value.strip()):
+    if value is not None and not is_text(value):
         remedy = "must be text that is not empty; mend or remove it"
         raise InputError(Fault(f"{place}, {field}", value, remedy))
     return value
@@ -97,7 +105,7 @@ def _texts(row: Mapping[str, Any], field: str, place: str) -> Sequence[str]:
     values = row.get(field)
     if values is None:
         return ()
-    if not isinstance(values, list) or not all(isinstance(v, str) and v.strip() for v in values):
+    if not isinstance(values, list) or not all(map(is_text, values)):
         remedy = "must be a list of texts, none of them empty; mend or remove it"
         raise InputError(Fault(f"{place}, {field}", values, remedy))
     return values

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from upcycle_core.corpora.conversations import place_rows
+from upcycle_core.corpora.readers import is_text, is_written
 from upcycle_core.corpora.tuning.config import InstructionSource
 from upcycle_core.corpora.tuning.prompts import EXAMPLES, superni_prompt
 from upcycle_core.corpora.tuning.records import Found, Record
@@ -79,7 +80,7 @@ def row_records(
             if source.split is not None and row.get("split") != source.split:
                 continue
             task = row.get("task")
-            if task not in tasks:
+            if not is_text(task) or task not in tasks:
                 remedy = f"{definitions} does not define it; add it, or take its instances out"
                 yield Fault(f"{place}, task", task, remedy)
                 continue
@@ -94,10 +95,14 @@ def _instance(
     row: Row, task: Row, name: str, category: str, domain: str | None, place: str
 ) -> Iterator[Found]:
     answers = row["answers"]
-    faults = []
-    if not isinstance(row.get("prompt"), str):
+    faults = [
+        Fault(f"{place}, {field}", value, "must be text that is not empty; mend it")
+        for field, value in (("category", category), ("domain", domain))
+        if value is not None and not is_text(value)
+    ]
+    if not is_written(row.get("prompt")):
         faults.append(Fault(f"{place}, input", row.get("prompt"), "must be text; mend it"))
-    if not isinstance(answers, list) or not answers or not all(map(_is_text, answers)):
+    if not isinstance(answers, list) or not answers or not all(map(is_text, answers)):
         faults.append(Fault(f"{place}, output", answers, REMEDY_EMPTY))
     if faults:
         yield from faults
@@ -132,7 +137,7 @@ def _task_faults(task: Any, path: Path) -> Iterator[Fault]:
     definition = task.get("Definition")
     if isinstance(definition, list) and definition:
         definition = definition[0]
-    if not _is_text(definition):
+    if not is_text(definition):
         remedy = "must be text, or a list of texts, not empty; get the file again"
         yield Fault(f"{path}, Definition", task.get("Definition"), remedy)
     if not _is_examples(task.get("Positive Examples")):
@@ -141,26 +146,21 @@ def _task_faults(task: Any, path: Path) -> Iterator[Fault]:
     if not isinstance(instances, list) or not all(isinstance(row, dict) for row in instances):
         yield Fault(f"{path}, Instances", "not a list of {input, output}", "mend it")
     categories = task.get("Categories") or []
-    if not isinstance(categories, list) or not all(map(_is_text, categories)):
+    if not isinstance(categories, list) or not all(map(is_text, categories)):
         yield Fault(f"{path}, Categories", categories, "must be a list of texts; mend it")
 
 
 def _definition_faults(row: Row, place: str) -> Iterator[Fault]:
     for name in ("id", "definition"):
-        if not _is_text(row.get(name)):
+        if not is_text(row.get(name)):
             yield Fault(f"{place}, {name}", row.get(name), "give text that is not empty")
     if not _is_examples(row.get("positive_examples")):
         value = row.get("positive_examples")
         yield Fault(f"{place}, positive_examples", value, "give a list of {input, output}")
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
 def _is_examples(value: object) -> bool:
     return isinstance(value, list) and all(
-        isinstance(one, dict)
-        and all(isinstance(one.get(name), str) for name in ("input", "output"))
+        isinstance(one, dict) and all(is_written(one.get(name)) for name in ("input", "output"))
         for one in value
     )

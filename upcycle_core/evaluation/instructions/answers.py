@@ -130,10 +130,11 @@ def encode_prompts(tokenizer: Any, rows: Sequence[Row], *, max_prompt_tokens: in
 
     Args:
         tokenizer: The model's.
-        rows: Each with ``prompt``.
+        rows: Each with ``prompt``, or with the messages ``asked`` where others than a user speak.
         max_prompt_tokens: What is longer loses tokens from the left.
     """
-    found = [encode_prompt(tokenizer, row["prompt"], max_tokens=max_prompt_tokens) for row in rows]
+    asked = [row.get("asked") or row["prompt"] for row in rows]
+    found = [encode_prompt(tokenizer, one, max_tokens=max_prompt_tokens) for one in asked]
     return Prompts([prompt.ids for prompt in found], sum(prompt.cut > 0 for prompt in found))
 
 

@@ -30,11 +30,11 @@ NAMES: dict[Metric, str] = {"exact_match": "exact match", "rouge_l": "ROUGE-L"}
 ACROSS = 14
 """More categories than this stand below each other, models beside each other."""
 CAPTION = (
-    "Exact match and ROUGE-L in percent, the mean over task categories, each counting the same. "
-    "Unseen: categories that training did not have. Marked: the best model. Parameters: of "
-    "the saved model; by density: the pre-trained model's and the masks' mean density times the "
-    "experts' (the paper's count); trained: those that training changes. Effective experts: "
-    "exp of the entropy of the mean coefficients; one is no mixture."
+    "Exact match and ROUGE-L in percent, the mean over task categories, each counting the same."
+    " Unseen: categories that training did not have. Marked: the best model. Parameters: of the"
+    " saved model without its masks; by density: the pre-trained model's and the masks' mean "
+    "density times the experts' (the paper's count); trained: those that training changes. "
+    "Effective experts: exp of the entropy of the mean coefficients; one is no mixture."
 )
 STRUCTURE = (
     "Share of expert parameters whose mask is not zero, by layer type and by depth (Fig. 4 of "

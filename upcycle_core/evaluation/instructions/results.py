@@ -93,7 +93,7 @@ def faults(evaluation: InstructionEvaluation) -> list[Fault]:
     elif evaluation.highlight not in evaluation.rows:
         remedy = f"no row; choose one of {', '.join(evaluation.rows)}"
         found.append(Fault("highlight", evaluation.highlight, remedy))
-    asked: dict[Split, tuple[str, dict[str, int]]] = {}
+    asked: dict[tuple[Split, int], tuple[str, dict[str, int]]] = {}
     for name, row in evaluation.rows.items():
         if not row.runs or not row.groups:
             found.append(Fault(f"rows.{name}", row.title, "give it a run and a group at least"))
@@ -103,8 +103,11 @@ def faults(evaluation: InstructionEvaluation) -> list[Fault]:
         for place, split, score in _scores(row):
             field = f"rows.{name}.runs[{place}].{split}"
             counts = {category: own.count for category, own in score.categories.items()}
-            where, expected = asked.setdefault(split, (field, counts))
-            if counts != expected:
+            # Another seed may draw other questions of the same categories.
+            where, expected = asked.setdefault((split, place), (field, counts))
+            other, drawn = asked[split, min(run for own, run in asked if own == split)]
+            if counts != expected or set(counts) != set(drawn):
+                where, expected = (where, expected) if counts != expected else (other, drawn)
                 remedy = f"asked other instances than {where}, {expected}; evaluate them alike"
                 found.append(Fault(field, counts, remedy))
             found += _number_faults(field, score)
@@ -129,12 +132,12 @@ def _row_metrics(row: Row) -> dict[str, Any]:
 
 def _split_metrics(scores: Sequence[SplitScore]) -> dict[str, Any]:
     categories: dict[str, Any] = {}
-    for name, first in scores[0].categories.items():
+    for name in scores[0].categories:
         own = [score.categories[name] for score in scores]
-        categories[name] = {**_both(own), "count": first.count}
+        categories[name] = {**_both(own), "count": min(score.count for score in own)}
     return {
         **_both(scores),
-        "count": scores[0].count,
+        "count": min(score.count for score in scores),
         "truncated": max(score.truncated for score in scores),
         "categories": categories,
     }

@@ -45,6 +45,11 @@ def new_figure(width: float, height: float) -> Iterator["Figure"]:
         yield figure
 
 
+def plain(name: str) -> str:
+    """A name that somebody gave, as text: between dollar signs matplotlib reads mathematics."""
+    return name.replace("$", r"\$")
+
+
 def save(figure: "Figure", path: Path) -> None:
     """Write a PNG."""
     # The metadata would name the version of matplotlib: a file depends on its inputs alone.

@@ -21,6 +21,8 @@ from upcycle_core.evaluation.instructions.results import (
     Row,
     Run,
     across_runs,
+    faults,
+    metrics,
 )
 from upcycle_core.evaluation.instructions.scores import Score, SplitScore
 from upcycle_core.evaluation.instructions.structure import Structure
@@ -297,3 +299,43 @@ def test_faults_are_told_together_and_nothing_is_written(tmp_path):
     assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="nothing to report"):
         write_instruction_report(tmp_path / "out", InstructionEvaluation(rows={}), model="demo")
+
+
+@pytest.mark.parametrize("name", ["from $5 to $10", "50 % of $100, $_$", "$ and # of $"])
+def test_a_name_is_drawn_as_it_is_written(tmp_path, figures, name):
+    own = [replace(activations()[0], name=name), activations()[1]]
+    write_instruction_report(tmp_path, evaluation(), model="demo", activations=own)
+    labels = figures["activations.png"].axes[1].get_yticklabels()
+    assert {text.get_text().replace("\\$", "$") for text in labels} == {one.label for one in own}
+    assert not any("$" in text.get_text().replace("\\$", "") for text in labels)
+
+
+def test_other_seeds_may_ask_other_questions_of_the_same_categories():
+    first, second = evaluation(), evaluation(0.1)
+    rows = {
+        name: replace(
+            row,
+            runs=tuple(
+                replace(
+                    run,
+                    seen=replace(
+                        run.seen,
+                        categories={
+                            key: replace(score, count=7)
+                            for key, score in run.seen.categories.items()
+                        },
+                    ),
+                )
+                for run in row.runs
+            ),
+        )
+        for name, row in second.rows.items()
+    }
+    both = across_runs([first, replace(second, rows=rows)])
+    assert faults(both) == []
+    assert metrics(both)["full"]["seen"]["categories"]["x"]["count"] == 7
+    rows["full"] = second.rows["full"]  # two rows of one run must be asked alike
+    found = faults(across_runs([first, replace(second, rows=rows)]))
+    assert {fault.field for fault in found} == {
+        f"rows.{name}.runs[1].seen" for name in rows if name != "full"
+    }
