@@ -66,7 +66,7 @@ def restore(
     """
     settings = configure()
     found, recipe, workspace, source = look(settings, name, version, into, remote)
-    with workspace.lock("the flow restore", restores=True), _all_or_nothing(workspace):
+    with workspace.lock("the flow restore", restores=True), all_or_nothing(workspace):
         versions = Versions(workspace.root)
         prepare(versions, recipe)
         if recipe.lineage is not None:
@@ -83,12 +83,12 @@ def restore(
 
 
 @contextmanager
-def _all_or_nothing(workspace: Workspace) -> Iterator[None]:
+def all_or_nothing(workspace: Workspace) -> Iterator[None]:
     """An empty workspace, and again none if what follows fails; a kill leaves a mark in it."""
     raise_faults(_there_faults(workspace))  # somebody may have come before us
     for path in workspace.root.iterdir():
-        if path.name not in BESIDE:
-            _remove(path)
+        if path.name not in BESIDE | {RESTORING}:  # what says so stays until all is gone
+            remove(path)
     mark = workspace.root / RESTORING
     write_atomically(mark, "")
     try:
@@ -99,7 +99,8 @@ def _all_or_nothing(workspace: Workspace) -> Iterator[None]:
     mark.unlink()
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file or a folder."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -286,8 +286,9 @@ class Registry:
         try:
             self._copy_files(model.model_id, directory, registration, run)
         except BaseException:
-            client.finalize_logged_model(model.model_id, "FAILED")
             self._remove_files(model)
+            with suppress(MlflowException):  # a full disk: the database says no more
+                client.finalize_logged_model(model.model_id, "FAILED")
             raise
         client.finalize_logged_model(model.model_id, "READY")
         self._log_scores(model.model_id, registration.metrics, run)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -182,7 +182,10 @@ class Tracker:
                 yield run
         except BaseException as error:
             killed = not isinstance(error, Exception)
-            self._client.set_terminated(run.id, "KILLED" if killed else "FAILED")
+            # A disk that is full, or a server that is away: what ended the run is said, and the
+            # next one in its workspace closes it.
+            with suppress(MlflowException):
+                self._client.set_terminated(run.id, "KILLED" if killed else "FAILED")
             raise
         self._client.set_terminated(run.id, "FINISHED")
 

@@ -75,12 +75,15 @@ class Versions:
         self.recorded()
 
     def recorded(self) -> set[str]:
-        """Stages that dvc.lock names.
+        """Stages that dvc.lock names with all that they have made.
+
+        A lock that was cut while it was written may have lost the outputs of its last stage.
 
         Raises:
             InputError: It cannot be read.
         """
-        return set(recorded_outputs(self.root))
+        recorded = recorded_outputs(self.root)
+        return {name for name, outs in recorded.items() if outs and all("md5" in o for o in outs)}
 
     def commit(self, stages: Sequence[str]) -> None:
         """Record the published outputs of ``stages`` (``experts@law``) in cache and dvc.lock."""

@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ FULL_SAID = re.compile(
     rf"os error ({'|'.join(map(str, sorted(FULL)))})\b"  # safetensors, tokenizers
     r"|unexpected pos \d+ vs|PytorchStreamWriter failed writing"  # torch
     r"|\d+ requested and \d+ written"  # numpy
+    r"|database or disk is full"  # SQLite
 )
 """What libraries say of them that pass on no error of the system."""
 
@@ -89,8 +90,8 @@ class Workspace:
                 remedy = "holds parts of a version alone: its restore was cut off; run that again"
                 raise InputError(Fault("workspace", str(self.root), remedy))
             file.truncate(0)
-            file.write(f"{holder}, process {os.getpid()}")
-            file.flush()
+            with suppress(OSError):  # a full disk holds nobody's name, and is tidied all the same
+                os.write(file.fileno(), f"{holder}, process {os.getpid()}".encode())
             self._repair()
             try:
                 yield

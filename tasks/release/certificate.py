@@ -65,6 +65,14 @@ def certify_version(
     return asked
 
 
+def _kept(certificate: str) -> list[Row]:
+    """Its rows; none of one that was cut off while it was written."""
+    try:
+        return rows_of(certificate)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
 def with_earlier(asked: Sequence[Row], certificate: str | None) -> list[Row]:
     """Rows of the version, those of an earlier certificate that were not asked for again too.
 
@@ -73,7 +81,7 @@ def with_earlier(asked: Sequence[Row], certificate: str | None) -> list[Row]:
         certificate: The earlier one, as it is kept with the version; None if there is none.
     """
     now = {row.name for row in asked}
-    kept = [row for row in rows_of(certificate or NOTHING) if row.name not in now]
+    kept = [row for row in _kept(certificate or NOTHING) if row.name not in now]
     readers, forms = list(READERS), list(TOLERANCES)
     return sorted(
         [*kept, *asked],

@@ -24,6 +24,7 @@ from tasks.release.certificate import CERTIFICATE_TAG, certify_version, refusal,
 from tasks.release.champion import CHAMPION, Champion
 from tasks.release.gate import Decision, decide, figures
 from tasks.release.versions import (
+    BESIDE_TAG,
     DECISION_TAG,
     EXPERTS_TAG,
     IF_ARRIVED,
@@ -77,13 +78,14 @@ class Registrar:
         self,
         decision: Decision,
         *,
+        champion: Champion | None,
         metrics: Mapping[str, Any],
         scores: Mapping[str, float],
         description: str,
         tags: Mapping[str, str] | None = None,
         files: Mapping[str, str | bytes] | None = None,
     ) -> Outcome:
-        """Register the workspace's model; see ``register``."""
+        """Register the workspace's model, judged beside ``champion``; see ``register``."""
         digest = self.session.workspace.digest("model")
         assert digest is not None  # its stage is up to date
         return self.register(
@@ -95,6 +97,7 @@ class Registrar:
                 OUTCOME_TAG: decision.outcome,
                 MODEL_TAG: digest,
                 DECISION_TAG: decision.reason,
+                BESIDE_TAG: "none" if champion is None else str(champion.version.number),
                 **(tags or {}),
             },
             files=files,
@@ -196,6 +199,7 @@ def register(
     decision = _judge(session, champion, metrics, tasks)
     return registrar.register_model(
         decision,
+        champion=champion,
         metrics=metrics,
         scores=_scores(metrics, method),
         tags={EXPERTS_TAG: json.dumps(expert_digests(session))},

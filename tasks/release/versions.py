@@ -29,6 +29,8 @@ PENDING_TAG = "upcycle.pending"
 """Of a version: the highest alias it is to get; gone when it has it."""
 IF_ARRIVED = "champion if it arrives"
 """In place of that alias: its certificate decides, see ``settled``."""
+BESIDE_TAG = "upcycle.judged_beside"
+"""Of a version that the gate let through: the number of the champion that it beat, or ``none``."""
 COMPRESSED_TAG = "upcycle.compressed"
 """Of a version that stores another model's experts as base and deltas: in which way."""
 
@@ -81,6 +83,8 @@ def with_aliases(registry: Registry, version: Version) -> Version:
     if version.tags[PENDING_TAG] == "champion" and "champion" not in version.aliases:
         before = registry.find(version.name, "champion")
         tag = "none" if before is None else str(before.number)
+        if before is not None and version.tags.get(BESIDE_TAG, tag) != tag:
+            return _refused(registry, version, *_of_another(before, version.tags[BESIDE_TAG]))
         registry.set_tags(version, {PREVIOUS_TAG: tag})
         registry.set_alias(version, "champion")
     registry.remove_tag(version, PENDING_TAG)
@@ -100,8 +104,24 @@ def settled(registry: Registry, version: Version, refusal: tuple[str, str] | Non
     if refusal is None:
         registry.set_tags(version, {PENDING_TAG: "champion"})
         return with_aliases(registry, _current(registry, version))
+    return _refused(registry, version, *refusal)
+
+
+def _of_another(champion: Version, beside: str) -> tuple[str, str]:
+    """Why a version is refused that was judged before the champion changed."""
+    than = "none" if beside == "none" else f"version {beside}"
+    why = f"version {champion.number} is champion now, and it was judged when {than} was"
+    remedy = "set the alias in MLflow (make up) if it is to be champion all the same"
+    return "the champion changed meanwhile", f"{why}; {remedy}"
+
+
+def _refused(registry: Registry, version: Version, short: str, full: str) -> Version:
+    """A version that the gate let through, and that is no champion all the same."""
     outcome, reason = version.tags.get(OUTCOME_TAG, ""), version.tags.get(DECISION_TAG, "")
-    short, full = f"refused: {refusal[0]}", f"{reason}; {refusal[1]}"
+    if reason.endswith(full):  # a kill came before the last call
+        registry.remove_tag(version, PENDING_TAG)
+        return _current(registry, version)
+    short, full = f"refused: {short}", f"{reason}; {full}"
     page = registry.description(version)
     page = page.replace(f"{outcome}. ", f"{short}. ", 1).replace(f"{reason}.", f"{full}.", 1)
     registry.describe(version, page)

@@ -41,6 +41,7 @@ def register_tuned(registrar: Registrar, champion: Champion | None) -> Outcome:
     decision = decide(session.recipe.registry.gate, challenger=mine, champion=theirs)
     return registrar.register_model(
         decision,
+        champion=champion,
         metrics=metrics,
         scores=mine,
         files={CARD: tuned_card(session, metrics, decision), **pictures(session)},

@@ -12,10 +12,13 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from uuid import UUID
 
 import psutil
 import pytest
 import yaml
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import DeploymentUpdate
 
 from flows.announce import main
 from infra import settings
@@ -254,12 +257,12 @@ def test_the_comparison_is_offered_with_its_rows_and_their_budget(prefect):
     assert recipe["comparison"]["tokens"] == 2252800
 
 
-def test_the_nightly_deployment_has_a_schedule_and_runs_that_never_overlap(prefect):
+def test_the_nightly_deployment_has_a_schedule_and_no_slot_that_could_be_lost(prefect):
     nightly = ask(f"{prefect}/api/deployments/name/hello/demo-every-night")
     (schedule,) = nightly["schedules"]
     assert schedule["active"]
     assert schedule["schedule"]["cron"] == "0 3 * * *"
-    assert nightly["global_concurrency_limit"]["limit"] == 1
+    assert nightly["global_concurrency_limit"] is None
     assert nightly["parameters"]["recipe"]["router"]["ridge_lambda"] == 0.01
     deadline = time.monotonic() + 60
     query = {
@@ -304,6 +307,14 @@ def test_two_models_have_nights_side_by_side_until_one_is_taken_away(environment
     file = offering(place, {"retrain": "{name}-every-night"})
     deploy(place, prefect_file=file, recipe=other, changes=changes)
     assert nights(prefect) == {**demo, "other-every-night": evening}
+    # A deployment of before had a slot, which a power cut kept for good.
+    address = f"{prefect}/api/deployments/name/hello/other-every-night"
+    with SyncPrefectClient(f"{prefect}/api") as client:
+        slot = DeploymentUpdate(concurrency_limit=1)
+        client.update_deployment(UUID(ask(address)["id"]), slot)
+    assert ask(address)["global_concurrency_limit"]["limit"] == 1
+    deploy(place, prefect_file=file, recipe=other, changes=changes)
+    assert ask(address)["global_concurrency_limit"] is None
     unknown = service("undeploy", environment, "othre")
     assert unknown.returncode == 1
     assert unknown.stderr == (

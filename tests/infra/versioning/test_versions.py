@@ -13,6 +13,7 @@ import pytest
 
 from infra import settings
 from infra.versioning import versions as module
+from infra.versioning.commit import dump_whole
 from infra.versioning.versions import Versions
 from upcycle_core.errors import InputError
 
@@ -299,3 +300,37 @@ def test_what_went_well_before_a_stage_that_did_not_is_recorded(tmp_path):
     with pytest.raises(InputError, match=r"dvc commit.*report.*does not exist"):
         versions.commit(["text@a", "model", "report"])
     assert versions.recorded() == {"text@a", "model"}
+
+
+def test_a_lock_is_written_beside_and_put_in_its_place(tmp_path):
+    """DVC writes over it: a kill meanwhile would leave a beginning that is YAML too."""
+    versions = chain(tmp_path)
+    versions.commit(["text@a", "text@b"])
+    lock = tmp_path / "dvc.lock"
+    before = lock.stat().st_ino
+    with lock.open() as reader:  # as a flow that reads meanwhile
+        versions.commit(["model"])
+        assert "model" not in reader.read()
+    assert lock.stat().st_ino != before
+    whole = lock.read_text()
+
+    def killed(data, file):
+        file.write("schema: '2.0'\n")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        dump_whole(lock, {}, killed)
+    assert lock.read_text() == whole
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_stage_that_a_cut_lock_has_no_outputs_of_is_recorded_again(tmp_path):
+    versions = chain(tmp_path)
+    versions.commit(["text@a", "text@b", "model"])
+    whole = versions.lock_text()
+    for cut in ("  model:\n    cmd: 'true'\n", "    outs:\n    - path: model\n"):
+        start = whole.index(cut, whole.index("  model:\n")) + len(cut)
+        (tmp_path / "dvc.lock").write_text(whole[:start])
+        assert versions.recorded() == {"text@a", "text@b"}, cut
+    versions.commit(["model"])
+    assert versions.lock_text() == whole

@@ -8,7 +8,8 @@ import pytest
 from ray.exceptions import RayTaskError
 from safetensors import SafetensorError
 
-from tasks.engine.workspace import Workspace, disk_faults, take
+from flows import restore
+from tasks.engine.workspace import RESTORING, Held, Workspace, disk_faults, take
 from upcycle_core.errors import InputError
 
 
@@ -131,6 +132,42 @@ def test_half_a_restore_is_held_by_the_next_restore_alone(workspace):
         assert workspace.holder().startswith("the flow restore")
 
 
+def test_a_workspace_on_a_full_disk_can_be_held_and_so_be_tidied(workspace, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with workspace.lock("the flow tidy"):
+            assert workspace.holder() == ""
+            with pytest.raises(Held, match="held by another process"), workspace.lock("a flow"):
+                pass
+    with workspace.lock("a flow"):
+        assert workspace.holder().startswith("a flow, process ")
+
+
+def test_a_restore_that_is_killed_while_it_clears_away_is_still_half_a_restore(
+    workspace, monkeypatch
+):
+    for name in (RESTORING, "a", "b", "c"):
+        (workspace.root / name).mkdir(parents=True, exist_ok=True)
+    (workspace.root / RESTORING).rmdir()
+    (workspace.root / RESTORING).touch()
+    removed = []
+
+    def killed(path):
+        removed.append(path.name)
+        if len(removed) == 3:
+            raise KeyboardInterrupt
+        path.rmdir()
+
+    monkeypatch.setattr(restore, "remove", killed)
+    with pytest.raises(KeyboardInterrupt), restore.all_or_nothing(workspace):
+        pass
+    assert RESTORING not in removed
+    assert (workspace.root / RESTORING).exists()
+
+
 def test_full_disk_is_said_with_what_to_do(tmp_path):
     with (
         pytest.raises(InputError, match=r"the disk is full .* finished pieces are kept"),
@@ -146,9 +183,10 @@ def test_full_disk_is_said_with_what_to_do(tmp_path):
         SafetensorError("Error while serializing: I/O error: No space left (os error 28)"),
         RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
         OSError("100000 requested and 6250 written"),
+        RuntimeError("(sqlite3.OperationalError) database or disk is full"),
         carried_by_ray(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
     ],
-    ids=["limit", "safetensors", "torch", "numpy", "worker"],
+    ids=["limit", "safetensors", "torch", "numpy", "sqlite", "worker"],
 )
 def test_full_disk_is_told_wherever_it_shows(tmp_path, error):
     with (

@@ -17,7 +17,7 @@ from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.recipes import load_recipe
 from tasks.release import certificate as of_certificate
-from tasks.release.certificate import refusal, revoke
+from tasks.release.certificate import refusal, revoke, with_earlier
 from tasks.release.gate import Decision
 from tasks.release.register import Registrar
 from tasks.release.verdict import Row
@@ -111,6 +111,8 @@ SILENT = Row("vllm", "fp32", verdict="failed", why="did not answer within 1 s")
 ARRIVED = Row("transformers", "fp32", verdict="arrived")
 ABSENT = Row("llama.cpp", "F16", why="not installed: make readers (llama_cpp)")
 DECISION = Decision(True, "promoted: 91.00, the first", "there was no champion", 91.0, None)
+CUT = '{"readers": [{"reader": "vllm", "fo'
+SAID = {"champion": None, "metrics": {}, "scores": {}, "description": "Ours."}
 
 
 @pytest.mark.faults
@@ -124,7 +126,7 @@ def test_a_version_that_a_reader_loses_is_no_champion(
     monkeypatch.setitem(READERS, "transformers", lossy)
     own = request.getfixturevalue("registrar")
     files = {CARD: f"# A model\n\nGate: {DECISION.reason}."}
-    outcome = own.register_model(DECISION, metrics={}, scores={}, description="Ours.", files=files)
+    outcome = own.register_model(DECISION, **SAID, files=files)
     version = outcome.version
     assert version.aliases == ("challenger",)
     assert registry.find(name, "champion") is None
@@ -155,9 +157,8 @@ def test_what_a_killed_flow_left_is_certified_by_the_next(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(of_certificate, "certify", killed)
-    said = {"metrics": {}, "scores": {}, "description": "Ours."}
     with pytest.raises(KeyboardInterrupt):
-        own.register_model(DECISION, **said)
+        own.register_model(DECISION, **SAID)
     [waiting] = registry.versions(name)
     assert waiting.aliases == ("challenger",)
     assert waiting.tags[PENDING_TAG] == IF_ARRIVED
@@ -239,3 +240,8 @@ def test_the_only_champion_stays_and_the_command_says_so(
     assert "\n- vllm: logits are 3 off\n" in said.out
     assert "has no champion before it that is still registered" in said.err
     assert registry.find(name, "champion").number == 1
+
+
+@pytest.mark.parametrize("before", [CUT, '{"readers": 3}', "[]"])
+def test_an_earlier_certificate_that_was_cut_off_keeps_nobody_from_a_new_one(before):
+    assert with_earlier([ARRIVED], before) == [ARRIVED]

@@ -10,14 +10,17 @@ from infra.settings import read
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
+from tasks.data.licences import CARD
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.recipes import load_recipe
 from tasks.release.versions import (
+    BESIDE_TAG,
     DECISION_TAG,
     EXPERTS_TAG,
     MODEL_TAG,
+    OUTCOME_TAG,
     PENDING_TAG,
     PREVIOUS_TAG,
     ROLLED_BACK_TAG,
@@ -104,6 +107,38 @@ def test_a_champion_that_a_kill_left_half_promoted_stays_rolled_back(tmp_path, s
     roll_back(registry, NAME, "it was worse")
     assert offered(registry, NAME, {"second"}) is not None
     assert champion(registry) == 1
+
+
+@pytest.mark.parametrize("beside", ["2", "none"])
+def test_who_was_judged_beside_another_champion_is_none(tmp_path, session, beside):
+    """A rollback while a night scores and certifies; another recipe that registers there."""
+    settings = read({"UPCYCLE_HOME": str(tmp_path)})
+    registry, folder = Registry(settings), session.workspace.path("experts/python")
+    reason, card = "91.00 > 90.00", "Gate: 91.00 > 90.00."
+    tags = {OUTCOME_TAG: "promoted: 91.00", DECISION_TAG: reason, MODEL_TAG: "third"}
+    third = Registration(
+        tags={**tags, BESIDE_TAG: beside},
+        marks={PENDING_TAG: "champion"},
+        files={CARD: card},
+        description=f"promoted: 91.00. A model.\n\nGate: {reason}.\n",
+    )
+    made = Registration(marks={PENDING_TAG: "champion"})
+    with Tracker(settings, "test").start_run("test", workspace=tmp_path) as run:
+        for _ in range(2):
+            with_aliases(registry, registry.register(NAME, folder, made, run=run))
+        waiting = registry.register(NAME, folder, third, run=run)
+    if beside == "2":
+        roll_back(registry, NAME, "it was worse")
+    now = champion(registry)
+    for found in (with_aliases(registry, waiting), offered(registry, NAME, {"third"}).version):
+        assert champion(registry) == now == (1 if beside == "2" else 2)
+        assert PENDING_TAG not in found.tags
+        assert found.tags[OUTCOME_TAG] == "refused: the champion changed meanwhile"
+        than = "version 2" if beside == "2" else "none"
+        why = f"{reason}; version {now} is champion now, and it was judged when {than} was"
+        assert found.tags[DECISION_TAG].startswith(why)
+        assert registry.text(found, CARD).startswith(f"Gate: {why}")
+        assert registry.description(found).startswith("refused: the champion changed meanwhile. A")
 
 
 def test_experts_of_a_version_that_was_rolled_back_do_not_count(history):
