@@ -9,6 +9,9 @@ from upcycle_core.errors import Fault
 COMPRESSIBLE = ("dume", "btx", "sparse-upcycling", "drop-upcycling")
 """Methods whose models are stock Mixtures-of-Experts that grew from one seed."""
 
+DRAWN = 0.1
+"""By how much experts are less like their seed than the share that is left of it says."""
+
 
 def ders_faults(recipe: Recipe) -> Iterator[Fault]:
     """Every fault of ``compression``, and of baselines whose experts are deltas."""
@@ -41,11 +44,26 @@ def ders_faults(recipe: Recipe) -> Iterator[Fault]:
             remedy = f"not a Mixture-of-Experts of one seed here; use some of {known}"
             yield Fault("compression.models", name, remedy)
         elif name in recipe.baselines:
+            yield from _ancestor_fault(recipe, name)
             title = recipe.baselines[name].title or name
             if title.lower() in shown:
                 remedy = "another model of the table is called so; choose another name"
                 yield Fault(f"baselines.{name}.title", title, remedy)
             shown.add(title.lower())
+
+
+def _ancestor_fault(recipe: Recipe, name: str) -> Iterator[Fault]:
+    """Experts of which so much is drawn anew that the seed is not their base."""
+    row, compression = recipe.baselines[name], recipe.compression
+    if compression is None or compression.base != "seed" or row.method != "drop-upcycling":
+        return
+    likeness = 1 - row.reinitialised
+    if likeness < compression.minimum_cosine + DRAWN:
+        remedy = f"its experts are like the seed by a cosine of {likeness:g} at most, for "
+        remedy += f"{row.reinitialised:g} of each is drawn anew, and compression.minimum_cosine is "
+        remedy += f"{compression.minimum_cosine:g}: lower that below {max(likeness - DRAWN, 0):g}, "
+        remedy += "or leave the row out"
+        yield Fault("compression.models", name, remedy)
 
 
 def _rank_faults(recipe: Recipe) -> Iterator[Fault]:

@@ -37,7 +37,19 @@ def dume_faults(recipe: Recipe) -> Iterator[Fault]:
         from upcycle_core.architectures.families import FAMILIES  # torch
 
         yield from FAMILIES[recipe.seed_model.shape.family].normalising_faults()
+    yield from _sequential_faults(recipe)
     yield from _repair_faults(recipe)
+
+
+def _sequential_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Sweeps that would solve all layers' routers at once beside a model where they are not."""
+    if recipe.router.solve != "sequential":
+        return
+    for where in ("evaluation", "task_evaluation"):
+        for name in ("sweep_ridge_lambda", "sweep_window"):
+            if values := getattr(getattr(recipe, where), name):
+                remedy = "is solved for all layers at once, and router.solve is sequential: remove "
+                yield Fault(f"{where}.{name}", list(values), f"{remedy}it, or solve jointly")
 
 
 def _repair_faults(recipe: Recipe) -> Iterator[Fault]:

@@ -108,9 +108,12 @@ def _moe_piece(run: StageRun) -> Piece:
     for name, seed in _draws(recipe).items():
         variants[name] = Drawn(seed, len(recipe.domains))
     for name, (split, parameter, value) in _points(recipe).items():
-        files = statistics_files(run, split)
         variants[name] = Swept(
-            parameter=parameter, value=value, statistics=files, router=recipe.router
+            parameter=parameter,
+            value=value,
+            routers=run.path("router") / ROUTERS[split],
+            statistics=statistics_files(run, split),
+            router=recipe.router,
         )
     arguments = {"model": run.path("model"), "variants": variants, **heldout_arguments(run)}
     return Piece(name=MOE, function=variants_piece, arguments=arguments, each=("variants",))

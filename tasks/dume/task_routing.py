@@ -50,9 +50,10 @@ def routing_asked(recipe: Recipe) -> bool:
 
 def _inputs(recipe: Recipe, item: str) -> list[str]:
     found = ["model", *(f"task_sets/{name}" for name in recipe.tasks)]
-    if "dume_ood" in recipe.task_evaluation.routing:
+    sweeps = any(swept(recipe).values())
+    if sweeps or "dume_ood" in recipe.task_evaluation.routing:
         found.append("router")
-    if any(swept(recipe).values()):
+    if sweeps:
         found += each(recipe, "statistics/{domain}")
     return found
 
@@ -95,7 +96,11 @@ def task_routing(run: StageRun) -> None:
         for value in values
     }
     for name, (parameter, value) in points.items():
-        solving = {"statistics": statistics_files(run, "calibration"), "router": recipe.router}
+        solving = {
+            "routers": run.path("router") / ROUTERS["calibration"],
+            "statistics": statistics_files(run, "calibration"),
+            "router": recipe.router,
+        }
         point = {"parameter": parameter, "value": value, **solving}
         pieces.append(Piece.of(name, sweep_piece, **point, **common))
     found = {name: done.result for name, done in run.run(pieces, "evaluation").items()}
@@ -148,12 +153,15 @@ def sweep_piece(
     progress: Progress,
     parameter: Parameter,
     value: float,
+    routers: Path,
     statistics: Mapping[str, Path],
     router: RouterConfig,
     **common: Any,
 ) -> dict[str, Any]:
     """The piece: the MoE with one parameter set to ``value``."""
-    swept = Swept(parameter=parameter, value=value, statistics=statistics, router=router)
+    swept = Swept(
+        parameter=parameter, value=value, routers=routers, statistics=statistics, router=router
+    )
     return _measured(swept.variant(common["model"]), progress, **common)
 
 

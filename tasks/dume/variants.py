@@ -53,32 +53,34 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True)
 class Swept:
-    """One parameter set to ``value``, routers solved anew (the paper's Figure 2).
+    """One parameter set to ``value``, routers solved anew where it is theirs (Figure 2).
 
     Args:
         parameter: What is set.
         value: What to.
+        routers: The file of those that are solved already, which another k leaves as they are.
         statistics: {domain: its file}, in the order of the experts.
         router: How they are solved else.
     """
 
     parameter: Parameter
     value: float
+    routers: Path
     statistics: Mapping[str, Path]
     router: RouterConfig
 
     def variant(self, model: Path) -> Variant:
         """The MoE with them."""
-        config, window, top_k = self.router, None, None
+        if self.parameter == "top_k":
+            return replace(Saved(self.routers).variant(model), top_k=int(self.value))
+        config, window = self.router, None
         if self.parameter == "ridge_lambda":
             config = replace(config, ridge_lambda=float(self.value))
-        elif self.parameter == "window":
-            window = int(self.value)
         else:
-            top_k = int(self.value)
+            window = int(self.value)
         loaded = {domain: Statistics.load(path) for domain, path in self.statistics.items()}
         solution = solve_routers(loaded, config=config, window=window)
-        return Variant(routers=solution.weights, top_k=top_k)
+        return Variant(routers=solution.weights)
 
 
 def variants_piece(

@@ -97,7 +97,8 @@ class Walk:
             yield states[number].to(self._stream.device)
 
     def close(self) -> None:
-        """Remove the files."""
+        """Remove the files, first that which says that they are there."""
+        (self._folder / RECORD).unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:

@@ -145,7 +145,7 @@ def tensor_faults(
             faults.append(Fault(field, place, remedy))
     for name in reader.tensors:
         if name not in expected and RECOMPUTED.fullmatch(name) is None:
-            faults += list(_surplus_fault(reader, name, field))
+            faults += list(surplus_fault(reader, name, field))
     weights = {n: t for n, t in reader.tensors.items() if RECOMPUTED.fullmatch(n) is None}
     dtypes = {str(info.dtype) for info in weights.values()}
     if len(dtypes) > 1:
@@ -168,7 +168,7 @@ def _own_faults(reader: CheckpointReader, field: str) -> Iterator[Fault]:
         yield Fault(field, str(reader.directory), remedy)
 
 
-def _surplus_fault(reader: CheckpointReader, name: str, field: str) -> Iterator[Fault]:
+def surplus_fault(reader: CheckpointReader, name: str, field: str) -> Iterator[Fault]:
     """Judge a tensor that nobody asked for; a tied head that equals the embedding is no fault."""
     place = str(reader.directory)
     if name != LM_HEAD or EMBEDDING not in reader.tensors:

@@ -10,12 +10,11 @@ import shutil
 from pathlib import Path
 
 from upcycle_core.checkpoints.given_as import GIVEN_AS
+from upcycle_core.errors import raise_faults
 
 PATTERNS = (
     "config.json",
     "generation_config.json",
-    "*.safetensors",
-    "model.safetensors.index.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -77,15 +76,25 @@ def place_files(directory: Path, place: Path) -> None:
 def copy_checkpoint(source: Path, out: Path, *, link: bool = False) -> None:
     """Copy weights, configuration and tokenizer of ``source`` into the directory ``out``.
 
-    Pickled weights, training states and other files stay behind.
+    Pickled weights, weights in another form that lie beside these (``consolidated.safetensors``),
+    training states and other files stay behind.
 
     Args:
         source: A checkpoint.
         out: A directory, made where it is not there.
         link: Whether weights are on the disk once where that can be, as one file under two names:
             who writes to ``source`` then writes to both.
+
+    Raises:
+        InputError: ``source`` has no weights, or an index that is none.
     """
+    from upcycle_core.checkpoints.reader import INDEX_FILE, weight_files  # torch
+
+    weights, index, faults = weight_files(source, str(source))
+    raise_faults(faults)
     out.mkdir(parents=True, exist_ok=True)
-    for file in sorted({file for pattern in PATTERNS for file in source.glob(pattern)}):
+    named = {*weights, *([] if index is None else [INDEX_FILE])}
+    others = {file for pattern in PATTERNS for file in source.glob(pattern)}
+    for file in sorted(others | {source / name for name in named}):
         place = link_file if link and file.suffix == WEIGHTS else copy_file
         place(file, out / file.name)

@@ -87,7 +87,7 @@ class CheckpointReader:
         self.config, faults = _read_config(self.directory, field)
         self._files: dict[str, safe_open] = {}
         found = {}
-        files, index, file_faults = _weight_files(self.directory, field)
+        files, index, file_faults = weight_files(self.directory, field)
         faults += file_faults
         for file in files if not file_faults else ():
             infos, header_faults = self._read_header(file)
@@ -243,7 +243,7 @@ def _read_config(directory: Path, field: str) -> tuple[dict, list[Fault]]:
     return config, []
 
 
-def _weight_files(
+def weight_files(
     directory: Path, field: str
 ) -> tuple[list[str], dict[str, str] | None, list[Fault]]:
     """Return the files to read, the index (name to file) if there is one, and what is wrong."""

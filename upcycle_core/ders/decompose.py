@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from upcycle_core.architectures.compare import surplus_fault
 from upcycle_core.architectures.dense_of import (
     dense_of,
     experts_of,
@@ -24,7 +25,7 @@ from upcycle_core.architectures.families import FAMILIES, QWEN2_MOE, family_of
 from upcycle_core.architectures.family import LM_HEAD, Family, Target
 from upcycle_core.backbone.write import weights_type
 from upcycle_core.checkpoints.reader import CheckpointReader, chunks
-from upcycle_core.ders.files import tensor_faults
+from upcycle_core.ders.files import tensor_faults, type_faults
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -192,10 +193,9 @@ def _moe_faults(
 ) -> Iterator[Fault]:
     tied = reader.config.get("tie_word_embeddings")
     yield from tensor_faults(reader, expected, spare=[LM_HEAD] if tied else [])
-    dtypes = {str(info.dtype) for info in reader.tensors.values()}
-    if len(dtypes) > 1:
-        remedy = f"mixes {', '.join(sorted(dtypes))}; save it in one type"
-        yield Fault("moe", str(reader.directory), remedy)
+    if tied and LM_HEAD in reader.tensors:
+        yield from surplus_fault(reader, LM_HEAD, "moe")
+    yield from type_faults(reader)
 
 
 def _seed_faults(seed: CheckpointReader, family: Family, dense: Mapping) -> Iterator[Fault]:

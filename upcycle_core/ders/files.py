@@ -64,6 +64,16 @@ def tensor_faults(
             yield Fault(reader.field, place, remedy)
 
 
+def type_faults(reader: CheckpointReader) -> Iterator[Fault]:
+    """Weights of more than one type: base and deltas are of one."""
+    dtypes = {
+        str(info.dtype) for n, info in reader.tensors.items() if RECOMPUTED.fullmatch(n) is None
+    }
+    if len(dtypes) > 1:
+        remedy = f"mixes {', '.join(sorted(dtypes))}; save it in one type"
+        yield Fault(reader.field, str(reader.directory), remedy)
+
+
 def weight_bytes(directory: Path) -> int:
     """Size of all weight files."""
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
+from upcycle_core.architectures.compare import surplus_fault
 from upcycle_core.architectures.families import FAMILIES
+from upcycle_core.architectures.family import LM_HEAD
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.ders.files import tensor_faults
+from upcycle_core.ders.files import tensor_faults, type_faults
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 DENSE = (*FAMILIES, "phi", "stablelm")
@@ -88,3 +90,6 @@ class DenseSource:
             shapes = {n: s for n, s in shapes.items() if n in self.reader.tensors or n not in alone}
         outside = {n for n in self.reader.tensors if self.is_llava and self.stem(n) is None}
         yield from tensor_faults(self.reader, shapes, spare=outside)
+        yield from type_faults(self.reader)
+        if self.dense.get("tie_word_embeddings") and LM_HEAD in self.reader.tensors:
+            yield from surplus_fault(self.reader, LM_HEAD, self.reader.field)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from upcycle_core.dume.ridge import NormalEquations, NotPositiveDefinite, normal_equations, ridge
@@ -51,7 +52,7 @@ def held_out_losses(
     The equations a fold is judged on and those it is solved from are added up apart.
 
     Raises:
-        InputError: fewer than two folds hold tokens.
+        InputError: fewer than two folds hold tokens, of all domains or of one.
     """
     folds = range(next(iter(statistics.values())).layout.folds)
 
@@ -64,6 +65,13 @@ def held_out_losses(
     filled = [fold for fold in folds if held_out[fold].counts_D.sum() > 0]
     if len(filled) < 2:
         remedy = f"{len(filled)} of {len(folds)} folds hold tokens: give more calibration documents"
+        raise InputError(Fault("router.ridge_lambda", "cross-validate", remedy))
+    counts_FD = torch.stack([held_out[fold].counts_D for fold in folds])
+    shares = (counts_FD > 0).sum(0).tolist()
+    if alone := [name for name, own in zip(statistics, shares, strict=True) if own == 1]:
+        remedy = f"all tokens of {', '.join(alone)} lie in one fold, as those of one document do, "
+        remedy += "and are judged by routers that have seen none of them: give it as several "
+        remedy += "documents, or name a number"
         raise InputError(Fault("router.ridge_lambda", "cross-validate", remedy))
     tokens = sum(float(held_out[fold].counts_D.sum()) for fold in filled)
     losses = [0.0] * len(grid)

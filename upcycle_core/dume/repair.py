@@ -46,6 +46,7 @@ from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.dume.checks import check_repairable
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.errors import Fault, InputError
+from upcycle_core.moe.random import keyed_generator
 from upcycle_core.precision import chosen
 from upcycle_core.precision import weights_type as type_in
 from upcycle_core.progress import Progress, Silent
@@ -53,6 +54,9 @@ from upcycle_core.training.config import Repair
 
 ROWS_AT_ONCE = 1 << 13
 REPORT = "repair.json"
+LEAST_SHARE = 0.25
+"""Of what is counted, in the smaller half of the documents: a lambda that is judged on less, or
+solved on less, is none for the text."""
 JUDGED_TOKENS = 512
 """Tokens of the calibration text whose logits decide between the last layer's targets."""
 LOGITS_AT_ONCE = 64
@@ -117,8 +121,8 @@ def repair_expert(
     check_repairable(family, shared.config, sum(int(b.counted.sum()) for b in texts), "tokens")
     stitched = stitched_reader(family, own, shared)
     streams = [
-        LayerStream(backbone, read, dtype=type_in(config.precision, device), device=device)
-        for read in (stitched, own.tensor)
+        LayerStream(place, read, dtype=type_in(config.precision, device), device=device)
+        for place, read in ((backbone, stitched), (expert, own.tensor))
     ]
     head = HeadTarget(shared, own, corpus) if repair == "down+head_target" else None
     said: list[dict[str, Any]] = []
@@ -151,8 +155,8 @@ def _plan(
 def calibration_batches(corpus: Path, config: StatisticsConfig) -> list[Batch]:
     """What ``config`` reads of a split; each batch is of one half of its documents.
 
-    Where all that is counted stands in one half, as in a single long document, halves are those of
-    the paragraphs in their order.
+    Where less than ``LEAST_SHARE`` of what is counted stands in one half, as with a single long
+    document, halves are those of the paragraphs in their order.
 
     Raises:
         InputError: One paragraph alone holds what is counted.
@@ -165,10 +169,13 @@ def calibration_batches(corpus: Path, config: StatisticsConfig) -> list[Batch]:
         window=config.window,
     )
     places = np.arange(len(pieces.rows)) * HALVES // max(1, len(pieces.rows))
-    for folds in (HALVES, places):
+    for folds, least in ((HALVES, LEAST_SHARE), (places, 0.0)):
         size, count = config.batch_size, config.count
         batches = list(paragraph_batches(tokens, pieces, size, folds=folds, count=count))
-        if len({batch.fold for batch in batches if batch.counted.any()}) == HALVES:
+        counted = [0] * HALVES
+        for batch in batches:
+            counted[batch.fold] += int(batch.counted.sum())
+        if min(counted) >= max(1, least * sum(counted)):
             return batches
     remedy = (
         "all that is counted stands in one paragraph, and what is solved on one half is judged "
@@ -279,7 +286,7 @@ class HeadTarget:
 
     def __init__(self, shared: CheckpointReader, own: CheckpointReader, corpus: Path) -> None:
         self._readers = (shared, own)
-        merged_VH, own_VH = (read_untied(reader)(LM_HEAD) for reader in self._readers)
+        merged_VH, own_VH = self._heads()
         counts_V = token_counts(corpus, len(merged_VH))
         weights_V = counts_V.double() / counts_V.sum() + FLOOR
         size = merged_VH.shape[1]
@@ -298,6 +305,12 @@ class HeadTarget:
         gram += 1e-11 * gram.trace() / size * torch.eye(size, dtype=torch.float64)
         self._map_HH = torch.linalg.solve(gram, cross)
         self._norms = [reader.tensor("model.norm.weight").double() for reader in self._readers]
+
+    def _heads(self) -> list[Tensor]:
+        """Both heads' rows of the tokens that both have: a pinned backbone may have fewer."""
+        heads = [read_untied(reader)(LM_HEAD) for reader in self._readers]
+        size = min(map(len, heads))
+        return [head[:size] for head in heads]
 
     def target(self, hidden_TH: Tensor) -> Tensor:
         """What stands before the merged model's final norm, for the expert's own [T, H]."""
@@ -319,11 +332,10 @@ class HeadTarget:
             texts: Both models' streams behind the last layer, before it is repaired.
             solutions: Way to dW^T [I, H] for each half.
         """
-        heads = [read_untied(reader)(LM_HEAD) for reader in self._readers]
-        found = dict.fromkeys(solutions, 0.0)
+        heads, found = self._heads(), dict.fromkeys(solutions, 0.0)
         share = -(-JUDGED_TOKENS // len(texts))
-        for text in texts:
-            rows = text.rows[:: max(1, len(text.rows) // share)][:share]
+        for number, text in enumerate(texts):
+            rows = judged_rows(text.rows, share, number)
             for some in rows.split(LOGITS_AT_ONCE):
                 merged_TH, own_TH, a_TI = (
                     x.reshape(-1, x.shape[-1])[some].float()
@@ -335,6 +347,16 @@ class HeadTarget:
                     way_TV = _log_softmax(repaired_TH, self._norms[0], heads[0])
                     found[way] += float((own_TV.exp() * (own_TV - way_TV)).sum(dtype=torch.float64))
         return found
+
+
+def judged_rows(rows_T: Tensor, count: int, number: int) -> Tensor:
+    """At most ``count`` of a batch's rows, ascending, drawn by the batch's number.
+
+    Every so many of them would be the same position of each paragraph.
+    """
+    draw = keyed_generator(0, "judged", number)
+    order = torch.randperm(len(rows_T), generator=draw)[:count].sort().values
+    return rows_T[order.to(rows_T.device)]
 
 
 def _size(x: Tensor) -> Tensor:

@@ -95,6 +95,20 @@ def test_a_fault_of_a_row_is_named(path, value, field):
     assert fields_of(changed(f"baselines/{path}", value)) == {f"baselines.{field}"}
 
 
+@pytest.mark.parametrize(("drawn", "fits"), [(0.5, False), (0.4, True)])
+def test_experts_that_are_mostly_drawn_anew_have_no_ancestor(drawn, fits):
+    values = changed("baselines/dropped", {"method": "drop-upcycling", "reinitialised": drawn})
+    values["compression"]["models"] = ["dume", "dropped"]
+    if fits:
+        validate(values)
+    else:
+        assert fields_of(values) == {"compression.models"}
+        values["compression"]["base"] = "mean"
+        validate(values)
+        values["compression"] |= {"base": "seed", "minimum_cosine": 0.3}
+        validate(values)
+
+
 def test_ranks_reach_the_smaller_side_of_a_matrix():
     for shape in ((32, 96), (96, 32)):
         values = changed("compression/codecs/rank", {"codec": "low_rank", "rank": 32})

@@ -1,5 +1,6 @@
 """Copies of a checkpoint's files: whole, and a change of one is never a change of the user's."""
 
+import json
 import os
 from pathlib import Path
 
@@ -75,3 +76,25 @@ def test_a_checkpoint_is_copied_without_what_is_not_its_own(source, tmp_path):
         "config.json": b"{}",
         "model.safetensors": CONTENT,
     }
+
+
+def test_weights_in_another_form_stay_behind(source, tmp_path):
+    """What Mistral publishes beside its shards, and shards of an earlier save."""
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("consolidated.safetensors", "model-00001-of-00002.safetensors"):
+        (tmp_path / name).write_bytes(CONTENT)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "old"}}')
+    copy_checkpoint(tmp_path, tmp_path / "out")
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_shards_are_those_that_the_index_names(tmp_path):
+    parts = [f"model-{i}-of-00002.safetensors" for i in ("00001", "00002", "00003")]
+    for name in parts:
+        (tmp_path / name).write_bytes(CONTENT)
+    index = {"weight_map": {"a": parts[0], "b": parts[1], "c": parts[0]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text("{}")
+    copy_checkpoint(tmp_path, tmp_path / "out")
+    kept = {"config.json", "model.safetensors.index.json", *parts[:2]}
+    assert {f.name for f in (tmp_path / "out").iterdir()} == kept

@@ -345,3 +345,17 @@ def test_a_damaged_model_does_not_load(grown, tmp_path, damage):
         file.write_bytes(content)
     with pytest.raises(ValueError, match=file.name):
         AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_a_tied_head_that_is_another_one_is_not_lost_in_silence(tmp_path):
+    made = grow(tmp_path, tie_word_embeddings=True)
+    file = made.model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    compress(made.model, tmp_path / "same", config=EIGHT)
+    tensors["lm_head.weight"] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert "is tied by config.json, yet lm_head.weight differs" in refused(
+        made.model, tmp_path / "other", config=EIGHT
+    )

@@ -340,3 +340,17 @@ def test_it_loads_elsewhere_with_the_code_beside_its_weights(tmp_path):
     for name in ("configuration_ders.py", "deltas_ders.py", "modeling_ders.py"):
         assert (tmp_path / "saved" / name).read_text() == (source / name).read_text()
     assert torch.equal(logits_of(load_causal_lm(tmp_path / "saved")), logits_of(model))
+
+
+def test_tokens_can_be_added(tmp_path):
+    model = random_model()
+    more = VOCABULARY + 4
+    model.resize_token_embeddings(more)
+    assert model.config.vocab_size == model.config.dense.vocab_size == more
+    model.save_pretrained(tmp_path)
+    loaded = load_causal_lm(tmp_path)
+    assert loaded.config.vocab_size == more
+    ids = some_ids()
+    ids[0, 0] = more - 1
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)

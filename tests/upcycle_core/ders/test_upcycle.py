@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -306,3 +307,19 @@ def test_a_llava_with_a_tied_head_is_refused(tmp_path, place):
         (dense / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="cannot be tied"):
         upcycle(dense, tmp_path / "out")
+
+
+@pytest.mark.parametrize("fault", ["types", "head"])
+def test_weights_that_are_not_what_their_configuration_says_are_refused(tmp_path, fault):
+    dense = save_pico(tmp_path / "dense", tie_word_embeddings=fault == "head")
+    found = load_file(dense / "model.safetensors")
+    if fault == "types":
+        norm = "model.layers.0.input_layernorm.weight"
+        found[norm] = found[norm].bfloat16()
+    else:
+        found["lm_head.weight"] = torch.randn_like(found["model.embed_tokens.weight"])
+    save_file(found, dense / "model.safetensors", metadata={"format": "pt"})
+    said = {"types": "mixes torch.bfloat16, torch.float32", "head": "is tied by config.json, yet"}
+    with pytest.raises(InputError, match=said[fault]):
+        upcycle(dense, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

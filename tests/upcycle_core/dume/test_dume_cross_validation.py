@@ -140,3 +140,11 @@ def test_the_final_router_is_solved_from_all_folds(tmp_path):
     chosen = solve_routers(statistics, config=RouterConfig(ridge_lambda="cross-validate"))
     given = solve_routers(statistics, config=RouterConfig(ridge_lambda=chosen.ridge_lambda))
     assert torch.equal(chosen.weights[0], given.weights[0])
+
+
+def test_a_domain_of_one_document_is_not_judged_by_who_never_saw_it(tmp_path):
+    features = random_domains()
+    whole = torch.cat(features["domain1"])
+    features["domain1"] = [whole, *(whole[:0] for _ in range(3))]
+    with pytest.raises(InputError, match="all tokens of domain1 lie in one fold"):
+        held_out_losses(statistics_of(tmp_path, features), 0, grid=[0.1])

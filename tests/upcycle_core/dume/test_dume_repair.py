@@ -20,7 +20,7 @@ from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.dume.repair import REPORT, repair_expert
+from upcycle_core.dume.repair import REPORT, judged_rows, repair_expert
 from upcycle_core.errors import InputError
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.moe.random import random_routers
@@ -80,7 +80,8 @@ def test_one_long_document_is_judged_by_its_paragraphs(tmp_path):
     experts = related(tmp_path)
     backbone = merged(experts, tmp_path / "backbone")
     found = {}
-    for name, lengths in {"one": [1200], "even": [600, 4, 600]}.items():
+    texts = {"one": [1200], "even": [600, 4, 600], "a note": [1200, 32], "first": [32, 1200]}
+    for name, lengths in texts.items():
         text = write_texts(tmp_path / f"text-{name}", lengths)
         out = repaired(backbone, experts[0], text, tmp_path / name)
         found[name] = json.loads((out / "repair.json").read_text())
@@ -318,3 +319,30 @@ def test_activations_that_are_not_finite_are_named(tmp_path):
     backbone, corpus = merged(experts, tmp_path / "backbone"), write_corpus(tmp_path / "text")
     with pytest.raises(InputError, match="layer 1's activations"):
         repaired(backbone, experts[0], corpus, tmp_path / "made")
+
+
+@pytest.mark.parametrize("repair", ["down", "down+head_target"])
+def test_a_token_that_a_pinned_backbone_does_not_know_hinders_no_repair(tmp_path, repair):
+    experts = related(tmp_path)
+    backbone, corpus = merged(experts, tmp_path / "backbone"), write_corpus(tmp_path / "text")
+    narrow = repaired(backbone, experts[0], corpus, tmp_path / "narrow", repair=repair)
+    wider = load_causal_lm(experts[0], dtype=torch.float64)
+    wider.resize_token_embeddings(wider.config.vocab_size + 3)
+    wider.save_pretrained(experts[0])
+    out = repaired(backbone, experts[0], corpus, tmp_path / "made", repair=repair)
+    # No token of the text is among the three: all is as without them.
+    assert (out / REPORT).read_text() == (narrow / REPORT).read_text()
+    found, expected = CheckpointReader(out), CheckpointReader(narrow)
+    assert found.config == expected.config
+    for name in expected.tensors:
+        assert torch.equal(found.tensor(name), expected.tensor(name)), name
+
+
+def test_targets_are_judged_at_every_position_of_a_paragraph():
+    """Two of a batch of 16 paragraphs of 32 tokens, as where there are 256 batches."""
+    rows = [judged_rows(torch.arange(16 * 32), 2, number) for number in range(256)]
+    assert torch.equal(rows[3], judged_rows(torch.arange(16 * 32), 2, 3))
+    places = torch.stack(rows).flatten() % 32
+    assert places.bincount(minlength=32).min() > 4
+    assert len({tuple(own.tolist()) for own in rows}) > 200
+    assert judged_rows(torch.tensor([7, 9]), 5, 0).tolist() == [7, 9]

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.pico import save_pico
+from upcycle_core.activations import walk
 from upcycle_core.architectures.families import FAMILIES
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -118,3 +119,22 @@ def test_what_lies_there_of_another_text_is_left_aside(corpus, tmp_path):
     domain_statistics(*parts, corpus, tmp_path / "out", config=config, **common)
     domain_statistics(*parts, corpus, tmp_path / "whole", config=config, shard=0)
     assert_same(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_pass_that_is_killed_while_its_files_go_is_made_again(corpus, tmp_path, monkeypatch):
+    parts, config = models(tmp_path, "llama"), settings("fp32")
+    folder, out = tmp_path / "folder", tmp_path / "streamed"
+    common = {"config": config, "shard": 0, "streamed": folder}
+
+    def killed(path, **_):
+        for first in path.glob("*.sums"):
+            first.unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(walk.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            domain_statistics(*parts, corpus, out, **common)
+    domain_statistics(*parts, corpus, out, **common)
+    domain_statistics(*parts, corpus, tmp_path / "whole", config=config, shard=0)
+    assert_same(out, tmp_path / "whole")

@@ -82,6 +82,16 @@ class DersConfig(PretrainedConfig):
         return getattr(self.__dict__["dense"], name)
 
     @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding: the dense model's, which tokens that are added change."""
+        return int(self.dense.vocab_size)
+
+    @vocab_size.setter
+    def vocab_size(self, size: int) -> None:
+        if "dense" in self.__dict__:
+            self.dense.vocab_size = size
+
+    @property
     def deltas(self) -> int:
         """D: deltas of a matrix, one an expert and one of the universal FFN."""
         return self.num_experts + (self.universal == "delta")

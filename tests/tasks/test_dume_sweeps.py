@@ -1,0 +1,42 @@
+"""Sweeps over a finished model's routers: another k leaves them as they are."""
+
+import pytest
+import torch
+from texts import pico_recipe
+
+from tasks.dume.variants import Saved, Swept
+from tasks.recipes import validate
+from tests.upcycle_core.dume.synthetic import random_domains, statistics_of
+from upcycle_core.dume.config import RouterConfig
+from upcycle_core.dume.router import save_routers, solve_routers
+from upcycle_core.errors import InputError
+
+
+@pytest.fixture
+def solved(tmp_path):
+    """Statistics, and routers that are another solution than theirs, as the sequential one is."""
+    statistics = statistics_of(tmp_path, random_domains())
+    solution = solve_routers(statistics, config=RouterConfig(ridge_lambda=7.0))
+    save_routers(solution, tmp_path / "routers")
+    files = {name: tmp_path / f"{name}.safetensors" for name in statistics}
+    return {"routers": tmp_path / "routers", "statistics": files, "router": RouterConfig()}
+
+
+def test_another_k_has_the_routers_of_the_table(solved, tmp_path):
+    own = Saved(solved["routers"]).variant(tmp_path)
+    swept = Swept(parameter="top_k", value=2, **solved).variant(tmp_path)
+    assert swept.top_k == 2
+    assert torch.equal(swept.routers[0], own.routers[0])
+    other = Swept(parameter="ridge_lambda", value=0.5, **solved).variant(tmp_path)
+    assert other.top_k is None
+    assert not torch.allclose(other.routers[0], own.routers[0])
+
+
+@pytest.mark.parametrize("where", ["evaluation", "task_evaluation"])
+@pytest.mark.parametrize("name", ["sweep_ridge_lambda", "sweep_window"])
+def test_what_is_solved_at_once_is_no_sweep_of_what_is_solved_layer_by_layer(tmp_path, where, name):
+    values = pico_recipe(tmp_path)
+    values[where] = {**values.get(where, {}), name: [1]}
+    values["router"] = {"solve": "sequential"}
+    with pytest.raises(InputError, match=rf"{where}\.{name} = \[1.*router\.solve is sequential"):
+        validate(values)
