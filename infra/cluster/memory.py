@@ -14,17 +14,13 @@ import torch
 
 from infra.recipe.resources import Streamed
 from upcycle_core.allocator import trim
+from upcycle_core.memory import total_memory
 
 SAMPLE_SECONDS = 0.05
 LEFT_BYTES = 64 * 2**20
 """What a call may leave behind in its process before the process is asked to give it back."""
 _kept = 0  # by this process, when it was asked last
 STATUS = Path("/proc/self/status")
-# What a container, or a service, may take at most: control groups of both versions.
-LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 
 @dataclass(frozen=True)
@@ -128,11 +124,7 @@ def machine_memory(device: str) -> int | None:
         if not torch.cuda.is_available():
             return None
         return torch.cuda.get_device_properties(device).total_memory
-    limits = [psutil.virtual_memory().total]
-    for path in LIMITS:
-        if path.exists() and (said := path.read_text().strip()).isdigit():
-            limits.append(int(said))
-    return min(limits)
+    return total_memory()
 
 
 def _devices() -> range:

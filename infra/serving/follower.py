@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 import httpx
-import psutil
 
 from infra.serving.engine import AbandonedError, Engine, EngineError, Launch
+from upcycle_core.memory import free_memory
 
 LOG = logging.getLogger("upcycle.serving")
 Swap = Literal["auto", "beside", "instead"]
@@ -53,7 +53,7 @@ class _Trouble:
 def has_room(weights: int) -> bool:
     """Whether an engine of so many bytes of weights fits into the memory that is free now."""
     needed = weights * MEMORY_FACTOR + MEMORY_BYTES
-    return psutil.virtual_memory().available >= needed
+    return free_memory() >= needed
 
 
 class Follower:

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from transformers import AutoTokenizer
 
@@ -18,6 +17,7 @@ from upcycle_core.certificate.changed import change
 from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.encoding import asked
+from upcycle_core.memory import free_memory
 
 PROMPT_TOKENS, NEW_TOKENS = 24, 16
 PROBE = (
@@ -187,11 +187,6 @@ class Source:
     def texts(self) -> list[str]:
         """The prompts as text, for readers that speak in text."""
         return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.prompts]
-
-
-def free_memory() -> int:
-    """Bytes of this machine that nobody uses."""
-    return psutil.virtual_memory().available
 
 
 def free_disk(folder: Path) -> int:

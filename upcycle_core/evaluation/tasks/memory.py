@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 from transformers import PretrainedConfig
+
+from upcycle_core.memory import free_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +31,7 @@ def fitting_batch_size(model: "PreTrainedModel", device: str) -> int:
     wide = 4 * (config.hidden_size + _width(config)) * size
     logits = LOGITS_COPIES * config.vocab_size * max(size, 4)
     sequence = min(config.max_position_embeddings, POSITIONS) * (logits + cache + wide)
-    fitting = int(SHARE * free_memory(device) / sequence)
+    fitting = int(SHARE * free_on(device) / sequence)
     return max(1, min(LARGEST, 1 << max(0, fitting.bit_length() - 1)))
 
 
@@ -42,8 +43,6 @@ def _width(config: PretrainedConfig) -> int:
     return max(config.intermediate_size, experts + shared)
 
 
-def free_memory(device: str) -> int:
+def free_on(device: str) -> int:
     """Bytes that are free where the model runs."""
-    if device != "cpu":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    return free_memory() if device == "cpu" else torch.cuda.mem_get_info(device)[0]

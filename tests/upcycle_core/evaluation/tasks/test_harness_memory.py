@@ -62,7 +62,7 @@ def model_of(config, dtype=torch.float32):
 
 
 def fitting(monkeypatch, model, free):
-    monkeypatch.setattr(memory, "free_memory", lambda device: free)
+    monkeypatch.setattr(memory, "free_on", lambda device: free)
     return memory.fitting_batch_size(model, "cpu")
 
 
@@ -97,4 +97,4 @@ def test_batches_are_powers_of_two_from_1_to_64(monkeypatch):
 
 def test_the_machine_s_free_memory_is_found():
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 2**20 < memory.free_memory("cpu") <= total
+    assert 2**20 < memory.free_on("cpu") <= total
