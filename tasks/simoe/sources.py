@@ -1,11 +1,14 @@
 """Stage ``sources`` of instruction tuning: its instructions beside text and seed."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from infra.recipe.schema import Recipe
 from tasks.data import sources as texts
+from tasks.data.given import given_model
 from tasks.engine.artifacts import INSTRUCTIONS
 from tasks.engine.stage import StageRun, stage
+from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.tuning.prepare import instruction_faults, instruction_fingerprint
 from upcycle_core.errors import Fault, raise_faults
 
@@ -24,4 +27,18 @@ def sources(run: StageRun) -> None:
 def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     """What is wrong with texts, the seed and instructions outside the workspace."""
     instructions = instruction_faults(recipe.instructions, folder=recipe.text_folder)
-    return [*texts.outside_faults(recipe, cache), *instructions]
+    found = [*texts.outside_faults(recipe, cache), *instructions]
+    return found or list(_length_faults(recipe, cache))
+
+
+def _length_faults(recipe: Recipe, cache: Path) -> Iterator[Fault]:
+    """A prompt and its answer that are longer than what a given seed reads."""
+    if recipe.seed_model.model is None:
+        return
+    seed = CheckpointReader(given_model(recipe, recipe.seed_model.model, cache))
+    longest = seed.config.get("max_position_embeddings")
+    needed = recipe.tuning.training.sequence_length + recipe.tuning.max_new_tokens
+    if longest is not None and needed > longest:
+        remedy = f"a prompt of sequence_length tokens and an answer are {needed}, more than the "
+        remedy += f"{longest} positions of {recipe.seed_model.model}; shorten one"
+        yield Fault("tuning.max_new_tokens", recipe.tuning.max_new_tokens, remedy)

@@ -4,10 +4,13 @@ import contextlib
 import copy
 
 import pytest
+from pico import save_pico
+from transformers import AutoConfig
 
 from tasks.recipes import validate
 from tasks.simoe.report import check_reached
 from tasks.simoe.rows import SIMOE, tuned
+from tasks.simoe.sources import outside_faults
 from upcycle_core.errors import InputError
 
 TRAINING = {"steps": 20, "warmup_steps": 2, "sequence_length": 64}
@@ -175,3 +178,15 @@ def test_what_is_too_hard_is_what_training_all_weights_does_not_reach(rows, is_r
     }
     with contextlib.nullcontext() if is_reached else pytest.raises(InputError, match="too hard"):
         check_reached(recipe, found)
+
+
+def test_a_given_seed_has_room_for_prompt_and_answer(tmp_path):
+    values = changed("seed_model", {"model": str(save_pico(tmp_path / "seed"))})
+    values |= {"domains": {}, "baselines": {}}
+    room = AutoConfig.from_pretrained(tmp_path / "seed").max_position_embeddings
+    values["tuning"] = {"training": {**TRAINING, "sequence_length": room - 8}, "max_new_tokens": 8}
+    assert outside_faults(validate(values), tmp_path / "cache") == []
+    values["tuning"]["max_new_tokens"] = 9
+    (fault,) = outside_faults(validate(values), tmp_path / "cache")
+    assert fault.field == "tuning.max_new_tokens"
+    assert f"more than the {room} positions of" in fault.remedy
