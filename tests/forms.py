@@ -77,6 +77,7 @@ def save_gguf(
     more: dict[str, np.ndarray] | None = None,
     left_out: tuple[str, ...] = (),
     split: str | None = None,
+    adds_bos: bool | None = None,
 ) -> Path:
     """Write a Llama, Qwen2 or Qwen3 checkpoint as llama.cpp's converter does.
 
@@ -85,6 +86,8 @@ def save_gguf(
         settings: Further metadata, and other values of what there is.
         more: Further tensors.
         left_out: Tensors, by the file's names.
+        split: How text is cut, by llama.cpp's name; ``gpt-2`` by default.
+        adds_bos: Whether the file says that a text begins with a token of its own.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     kind = config["model_type"]
@@ -112,6 +115,8 @@ def save_gguf(
     _add_words(writer, checkpoint)
     if split is not None:
         writer.add_tokenizer_pre(split)
+    if adds_bos is not None:
+        writer.add_add_bos_token(adds_bos)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, kind.upper()), own["block_count"])
     tensors = load_file(checkpoint / "model.safetensors")
     stored = {names.get_name(n, try_suffixes=(".weight", ".bias")): n for n in tensors}

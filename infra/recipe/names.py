@@ -14,8 +14,8 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 BESIDE_WORKSPACES = ("mlflow", "models", "prefect", "remote", "services")
 """Folders that lie where workspaces do."""
-BESIDE_DOMAINS = ("instructions", "licences", "provenance", "seed")
-"""Files that lie where a file of each domain does."""
+BESIDE_DOMAINS = ("average", "instructions", "licences", "provenance", "seed")
+"""Files that lie where a file of each domain does, and the column beside theirs."""
 
 # scheme://user:password@host, https://token@host; what an address may carry as its query. Keys of
 # clouds have slashes in them.

@@ -22,6 +22,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Those without which there are no tokens."""
 
 
 @dataclass(frozen=True)

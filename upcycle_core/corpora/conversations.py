@@ -16,6 +16,7 @@ from upcycle_core.errors import Fault, InputError
 
 PROMPT_FIELDS = ("prompt", "instruction")
 RESPONSE_FIELDS = ("response", "output", "completion", "answer")
+FIELDS = ("messages", *PROMPT_FIELDS, "input", *RESPONSE_FIELDS)
 FORM = '{"prompt": ..., "response": ...} or {"messages": [...]}'
 FAULTS_SHOWN = 5
 """A file of the wrong form is wrong in every line."""

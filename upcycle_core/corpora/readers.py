@@ -47,7 +47,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def file_rows(
-    path: Path, form: str, columns: Sequence[str] | None = None
+    path: Path, form: str, columns: Sequence[str] | None = None, *, some: bool = False
 ) -> Iterator[tuple[str, dict]]:
     """Place (``line 3``, ``row 0``) and fields of each record of a .jsonl or .parquet file.
 
@@ -55,6 +55,7 @@ def file_rows(
         path: The file.
         form: What a record should look like, for errors.
         columns: Those of a Parquet file that are needed; all by default, and if one is missing.
+        some: Whether those of them that are there are enough, if there is one.
 
     Raises:
         ValueError: The ending is unknown, or a line is no record.
@@ -67,7 +68,7 @@ def file_rows(
         )
     if path.suffix == ".jsonl":
         return ((f"line {number}", row) for number, row in _json_rows(path, form))
-    return ((f"row {number}", row) for number, row in enumerate(_parquet_rows(path, columns)))
+    return ((f"row {number}", row) for number, row in enumerate(_parquet_rows(path, columns, some)))
 
 
 def _json_rows(path: Path, form: str) -> Iterator[tuple[int, dict]]:
@@ -87,19 +88,21 @@ def _json_rows(path: Path, form: str) -> Iterator[tuple[int, dict]]:
             yield number, row
 
 
-def _parquet_rows(path: Path, columns: Sequence[str] | None) -> Iterator[dict]:
+def _parquet_rows(path: Path, columns: Sequence[str] | None, some: bool) -> Iterator[dict]:
     """Values by column of each row."""
     import pyarrow
     import pyarrow.parquet as parquet
 
     try:
         with parquet.ParquetFile(path) as file:
-            if columns is not None and not set(columns) <= set(file.schema_arrow.names):
-                columns = None
+            there = [name for name in columns or () if name in file.schema_arrow.names]
+            columns = (there or None) if some or there == list(columns or ()) else None
             for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns):
                 yield from batch.to_pylist()
     except FileNotFoundError:
         raise
+    except (OverflowError, LookupError) as error:  # dates and time zones that Python has not
+        raise ValueError(f"a column holds what cannot be read ({error}); take it out") from None
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"this is not a whole Parquet file ({error}); write it again") from None
 

@@ -12,6 +12,7 @@ from typing import Any
 from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.corpora.config import Source, template_fields
 from upcycle_core.corpora.conversations import (
+    FIELDS,
     FORM,
     Conversation,
     joined,
@@ -166,8 +167,8 @@ def _filled(reference: str, folder: Path | None) -> str:
 
 def _matches(pattern: str, folder: Path | None) -> dict[str, Path]:
     """Label and path of each file that ``pattern`` stands for."""
-    if not glob.has_magic(pattern):
-        path = Path(_filled(pattern, folder))
+    path = Path(_filled(pattern, folder))
+    if os.path.isfile(path) or not glob.has_magic(pattern):  # a file may be called notes[1].txt
         return {pattern: path} if os.path.isfile(path) else {}  # False of what is no path, too
     root = None if folder is None else Path(glob.escape(str(folder)))
     paths = sorted(glob.glob(_filled(pattern, root), recursive=True))
@@ -202,8 +203,9 @@ def file_documents(path: Path, label: str, source: Source) -> Iterator[Document]
     """
     if path.suffix == ".txt" and source.form == "text" and source.template is None:
         return (Document(text, label) for text in read_txt(path))
-    fields, form = (None, FORM) if source.form == "chat" else _fields(source)
-    rows = file_rows(path, form, fields)
+    is_chat = source.form == "chat"
+    fields, form = (FIELDS, FORM) if is_chat else _fields(source)
+    rows = file_rows(path, form, fields, some=is_chat)
     return (_of_row(row, source, place, label) for place, row in rows)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
 from upcycle_core.checkpoints.given_as import write_given_as
 from upcycle_core.checkpoints.reader import INDEX_FILE, SINGLE_FILE, CheckpointReader
-from upcycle_core.checkpoints.tokenizer import TOKENIZER_FILES, copy_tokenizer
+from upcycle_core.checkpoints.tokenizer import VOCABULARIES, copy_tokenizer
 from upcycle_core.checkpoints.writer import TensorSpec, write_json, write_sharded, write_text
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -236,8 +236,11 @@ def merge_adapter(adapter: Adapter, base: Path, out: Path) -> None:
     write_json(out / "config.json", config)
     if (base / "generation_config.json").is_file():
         write_text(out / "generation_config.json", (base / "generation_config.json").read_text())
-    brings_words = any((adapter.directory / name).is_file() for name in TOKENIZER_FILES)
+    brings_words = any((adapter.directory / name).is_file() for name in VOCABULARIES)
     copy_tokenizer(adapter.directory if brings_words else base, out)
+    if not brings_words:  # it may bring a chat template alone
+        for file in adapter.directory.glob("chat_template*"):
+            write_text(out / file.name, file.read_text(encoding="utf-8"))
     write_given_as(out, _said(adapter))
 
 

@@ -19,7 +19,7 @@ from upcycle_core.checkpoints.given_as import write_given_as
 from upcycle_core.checkpoints.load import quiet_loading
 from upcycle_core.checkpoints.writer import TensorSpec, write_json, write_sharded
 from upcycle_core.errors import Fault, InputError, raise_faults
-from upcycle_core.given.gguf_split import MODEL, PRE, split_as_said, split_faults
+from upcycle_core.given.gguf_split import ADDS_BOS, MODEL, PRE, split_as_said, split_faults
 
 MAX_SHARD_BYTES = 5_000_000_000
 NAMES = {
@@ -331,8 +331,10 @@ def _write_tokenizer(path: Path, out: Path) -> None:
                 path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
             )
             tokenizer.save_pretrained(out)
-        field = gguf_reader(path).fields.get(PRE)
-        split_as_said(None if field is None else field.contents(), out / "tokenizer.json")
+        fields = gguf_reader(path).fields
+        said = fields[PRE].contents() if PRE in fields else None
+        bos = None if ADDS_BOS in fields else tokenizer.bos_token
+        split_as_said(said, out / "tokenizer.json", bos=bos)
     except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
         remedy = f"its tokenizer cannot be rebuilt ({error}); give safetensors with a tokenizer"
         raise InputError(Fault("gguf", str(path), remedy)) from error

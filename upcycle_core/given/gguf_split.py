@@ -10,11 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
 from upcycle_core.checkpoints.writer import write_text
 from upcycle_core.errors import Fault
 
 PRE = "tokenizer.ggml.pre"
 MODEL = "tokenizer.ggml.model"
+ADDS_BOS = "tokenizer.ggml.add_bos_token"
 Steps = Sequence[Mapping[str, Any]]
 
 
@@ -60,7 +64,8 @@ WAYS: Mapping[str, Steps] = {
 }
 """llama.cpp's names of ways to split text, as tokenizer.json says them."""
 WHOLE = (*LLAMA_3, *TEKKEN)
-"""A word that is a token is that token, whatever merges would make of it."""
+"""A word that is a token is that token, whatever merges would make of it. And a text begins with
+the token of its beginning, where the file does not say that it has none."""
 UNSAID = (None, "default")
 """Files of before there were names, and of converters that knew none: as transformers reads it."""
 
@@ -79,12 +84,14 @@ def split_faults(values: Mapping[str, Any], path: Path) -> Iterator[Fault]:
         yield Fault(f"{path.name}: {PRE}", said, remedy)
 
 
-def split_as_said(said: str | None, tokenizer: Path) -> None:
+def split_as_said(said: str | None, tokenizer: Path, *, bos: str | None = None) -> None:
     """Let a tokenizer cut text as its file says.
 
     Args:
         said: The name of the way; one that is not known changes nothing.
         tokenizer: The tokenizer.json that transformers made, changed in place.
+        bos: The token of a text's beginning, where the file leaves it to the way whether it stands
+            there.
     """
     core = json.loads(tokenizer.read_text(encoding="utf-8"))
     if said is None or said not in WAYS or core["model"]["type"] != "BPE":
@@ -92,3 +99,15 @@ def split_as_said(said: str | None, tokenizer: Path) -> None:
     core["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": list(WAYS[said])}
     core["model"]["ignore_merges"] = said in WHOLE
     write_text(tokenizer, json.dumps(core, ensure_ascii=False))
+    if bos is not None and said in WHOLE:
+        _begin_with(bos, tokenizer)
+
+
+def _begin_with(bos: str, tokenizer: Path) -> None:
+    core = Tokenizer.from_file(str(tokenizer))
+    core.post_processor = TemplateProcessing(
+        single=[bos, "$A"],
+        pair=[bos, "$A", bos, "$B:1"],
+        special_tokens=[(bos, core.token_to_id(bos))],
+    )
+    core.save(str(tokenizer))

@@ -47,7 +47,7 @@ WANTED = (
 GGUF = ".gguf"
 CONVERTED = "converted"
 """Folder of the cache for what was made of other forms."""
-CONVERSION = 3
+CONVERSION = 4
 """Raised when the same file is to become another checkpoint."""
 
 

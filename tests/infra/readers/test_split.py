@@ -18,13 +18,19 @@ ASK = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import xllamacpp
-from ask_llama_cpp import _ids
+from ask_llama_cpp import _ids, build_opener, ProxyHandler, Request
 said = {}
+def whole(server, text):
+    asked = json.dumps({"content": text, "add_special": True, "parse_special": False}).encode()
+    kind = {"Content-Type": "application/json"}
+    request = Request(server.listening_address + "/tokenize", asked, kind)
+    return json.load(build_opener(ProxyHandler({})).open(request))["tokens"]
 for name, path in json.load(open(sys.argv[2])).items():
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.warmup = path, 64, False
     params.cpuparams.n_threads = 1
-    said[name] = _ids(xllamacpp.Server(params), open(sys.argv[3]).read())
+    server, text = xllamacpp.Server(params), open(sys.argv[3]).read()
+    said[name] = [_ids(server, text), whole(server, text)]
 print(json.dumps(said))
 """
 MIXED = "HelloWorld ABCdef a/b// c/\n 12345 2024-11-25 it's IT'S  \n\n\t x\n  y iPhone XMLHttp 7 "
@@ -64,7 +70,8 @@ def test_llama_cpp_cuts_text_into_the_same_tokens(model, tmp_path):
         out = tmp_path / way
         out.mkdir()
         write_gguf(open_gguf(Path(files[way])), out)
-        ours[way] = AutoTokenizer.from_pretrained(out).encode(text, add_special_tokens=False)
+        tokenizer = AutoTokenizer.from_pretrained(out)
+        ours[way] = [tokenizer.encode(text, add_special_tokens=begins) for begins in (False, True)]
     (tmp_path / "files.json").write_text(json.dumps(files))
     (tmp_path / "text").write_text(text)
     command = [LLAMA_CPP.python, "-c", ASK, HERE / "ask", tmp_path / "files.json"]
@@ -72,4 +79,6 @@ def test_llama_cpp_cuts_text_into_the_same_tokens(model, tmp_path):
         [*command, tmp_path / "text"], check=True, capture_output=True, text=True, timeout=300
     )
     assert json.loads(said.stdout) == ours
-    assert len({tuple(ids) for ids in ours.values()}) == len(WAYS)
+    assert len({tuple(ids) for ids, _ in ours.values()}) == len(WAYS)
+    begun = {way for way, (ids, whole) in ours.items() if whole != ids}
+    assert begun == {"llama-bpe", "tekken"}

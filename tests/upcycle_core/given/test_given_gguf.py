@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from upcycle_core.architectures.compare import compare_experts
 from upcycle_core.checkpoints.given_as import given_as
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.corpora.encoding import prefix_ids
 from upcycle_core.errors import InputError
 from upcycle_core.given.gguf_file import open_gguf, write_gguf
 
@@ -172,6 +173,20 @@ def test_what_is_not_understood_is_refused(tmp_path, llama, case):
 def test_what_is_neutral_is_accepted(tmp_path, llama):
     neutral = {"expert_count": 0, "rope.scaling.type": "none", "rope.dimension_count": 8}
     open_gguf(save_gguf(tmp_path / "model.gguf", llama, settings=neutral))
+
+
+@pytest.mark.parametrize(
+    ("split", "begins"), [("llama-bpe", True), ("tekken", True), ("qwen2", False)]
+)
+@pytest.mark.parametrize("says", [None, True, False])
+def test_a_text_begins_as_the_file_or_its_way_says(tmp_path, llama, split, begins, says):
+    """llama.cpp takes it from the name of the way where the file has no word of its own."""
+    path = save_gguf(tmp_path / "model.gguf", llama, split=split, adds_bos=says)
+    written(path, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    first = tokenizer("alpha").input_ids[0] == tokenizer.bos_token_id
+    assert first == (begins if says is None else says)
+    assert prefix_ids(tokenizer, "auto") == ([tokenizer.bos_token_id] if first else [])
 
 
 def test_a_way_to_split_text_that_is_not_known_is_refused(tmp_path, llama):

@@ -129,7 +129,8 @@ def _run(
 
 def _value(task: HarnessTask, results: Any, key: str, items: list[Item]) -> float:
     """The harness's own figure; of a group that defines none, the mean over its items."""
-    figures = [results.get("groups", {}).get(name, {}) for name in task.groups]
+    own = task.settings["harness"]
+    figures = [results.get("groups", {}).get(own, {})]  # not those of groups within it
     if len(task.tasks) == 1:
         figures += [results["results"][name] for name in task.tasks]
     known = [float(found[key]) for found in figures if key in found]
