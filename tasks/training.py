@@ -41,6 +41,7 @@ def train_from(
     training: TrainingConfig,
     objective: MoEObjective | None,
     kind: Literal["baselines", "post_training"],
+    domain_weights: Mapping[str, float] | None = None,
     data: "Texts | Instructions | None" = None,
 ) -> None:
     """Train ``start`` into ``run.out``; write what the training came to beside it.
@@ -51,10 +52,12 @@ def train_from(
         training: Steps, batches, optimizer.
         objective: What is trained of a MoE; None for a dense model.
         kind: Of the resources.
+        domain_weights: How often each domain's text is drawn; those of ``objective`` by default.
         data: What it is trained on; the texts of all domains by default.
     """
     if data is None:
-        weights = {} if objective is None else objective.domain_weights
+        own = {} if objective is None else objective.domain_weights
+        weights = own if domain_weights is None else domain_weights
         validated = training.evaluation_steps is not None
         data = Texts(
             train=_texts(run, "train"),

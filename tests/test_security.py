@@ -261,7 +261,8 @@ def test_registered_names_that_could_leave_a_query_or_an_address_are_refused(nam
     ("place", "name"),
     [
         *(("name", name) for name in ("mlflow", "models", "prefect", "remote", "services")),
-        *(("domains.*", name) for name in ("instructions", "licences", "provenance", "seed")),
+        *(("domains.*", name) for name in ("average", "instructions", "seed")),
+        *(("domains.*", name) for name in ("licences", "provenance")),
     ],
 )
 def test_names_of_what_lies_there_already_are_refused(place, name):

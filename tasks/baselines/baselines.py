@@ -44,6 +44,7 @@ def baselines(run: StageRun) -> None:
         training=baseline.trained_as,
         # A dense model has neither routers nor experts.
         objective=baseline.objective if baseline.experts(domains) else None,
+        domain_weights=baseline.objective.domain_weights,
         kind="baselines",
     )
 

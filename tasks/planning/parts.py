@@ -110,7 +110,8 @@ def training(shape: Shape, config: TrainingConfig, resources: WorkerResources) -
     if workers == 1:
         smaller.append("compute.experts.sharding = full, with workers on several machines")
     itemsize = shape.itemsize if method == "lora" else FP32
-    whole = FP32 * (shape.whole if method != "lora" else 0)
+    # What is frozen is written as well, in its own type.
+    whole = itemsize * shape.whole
     checkpoint = whole + moment * MOMENTS * trained
     return Planned(
         "",

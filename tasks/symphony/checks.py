@@ -121,6 +121,9 @@ def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Itera
     if config.rope == "anchor" and ruling is not None and not is_given(ruling):
         remedy = "the anchor is trained here, and brings no rope; use same, or another anchor"
         yield Fault(f"{where}.rope", "anchor", remedy)
+    if where == SYMPHONY and recipe.moe.top_k > len(chosen):
+        remedy = f"there are {len(chosen)} experts, {where}.models; use as many at most"
+        yield Fault("moe.top_k", recipe.moe.top_k, remedy)
     if config.router == "ridge" and len(chosen) < len(recipe.domains):
         remedy = "a ridge router has one expert a domain; use random, or all models"
         yield Fault(f"{where}.router", config.router, remedy)

@@ -61,6 +61,7 @@ def baselines(run: StageRun) -> None:
         training=row.trained_as,
         # A dense model has neither routers nor experts.
         objective=row.objective if row.experts(len(run.recipe.domains)) else None,
+        domain_weights=row.objective.domain_weights,
         kind="baselines",
     )
 

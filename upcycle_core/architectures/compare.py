@@ -302,7 +302,7 @@ def _differences(
     for name, what in must_agree.items():
         if name in _BROUGHT and (name == "vocab_size" or not _has_length(ours, theirs)):
             continue
-        if _computed(ours.get(name)) != _computed(theirs.get(name)):
+        if computed(ours.get(name)) != computed(theirs.get(name)):
             remedy = f"another {what} than {first_field} ({ours.get(name)!r})"
             remedy += f"; {advice}"
             if name == "rope_parameters" and must_agree.keys() != MUST_AGREE.keys():
@@ -314,9 +314,9 @@ def _has_length(*configs: Mapping) -> bool:
     return any(c["rope_parameters"].get("rope_type") in _ROPES_OF_A_LENGTH for c in configs)
 
 
-def _computed(value: object) -> object:
+def computed(value: object) -> object:
     """A number as the model computes with it: in fp32."""
     if isinstance(value, Mapping):
-        return {name: _computed(item) for name, item in value.items()}
+        return {name: computed(item) for name, item in value.items()}
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return torch.tensor(value, dtype=torch.float32).item() if is_number else value

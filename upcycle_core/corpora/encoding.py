@@ -135,14 +135,15 @@ def with_prefix(tokenizer: Any, bos: Bos) -> Any:
     """The tokenizer, itself putting before a text what ``bos`` asks for, for who calls it as it is.
 
     Args:
-        tokenizer: Changed in place, unless ``bos`` is auto.
+        tokenizer: Changed in place, unless it does just this; it also may put something behind.
         bos: As for ``encoded``.
 
     Raises:
         InputError: As ``prefix_ids``.
     """
-    if bos != "auto":
-        tokens = tokenizer.convert_ids_to_tokens(prefix_ids(tokenizer, bos))
+    prefix = prefix_ids(tokenizer, bos)
+    if tokenizer("a", verbose=False)["input_ids"] != [*prefix, *_plain(tokenizer, ["a"])[0]]:
+        tokens = tokenizer.convert_ids_to_tokens(prefix)
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single=[*tokens, "$A"],
             special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in tokens],

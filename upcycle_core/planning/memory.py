@@ -175,8 +175,10 @@ def _ends(shape: Shape, precision: Arithmetic, device: str) -> int:
 
 def _mapped(shape: Shape, precision: Arithmetic, device: str) -> int:
     """Bytes of weights that are mapped from their files."""
-    size = weights_type(precision, device).itemsize
-    return size * shape.whole if device == "cpu" and size == shape.itemsize else 0
+    needed = weights_type(precision, device)
+    # fp16 is converted to bf16, though it is as wide.
+    as_stored = needed.itemsize == shape.itemsize and shape.dtype in (None, needed)
+    return needed.itemsize * shape.whole if device == "cpu" and as_stored else 0
 
 
 def averaging_bytes(shape: Shape) -> int:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Shape:
         ends: Those of its embeddings and its head.
         largest: Those of its largest tensor.
         itemsize: Bytes of a parameter in its files.
+        dtype: Its type there, where that is known and one.
     """
 
     config: Mapping[str, Any]
@@ -46,6 +47,7 @@ class Shape:
     ends: int
     largest: int
     itemsize: int
+    dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, directory: Path) -> "Shape":
@@ -62,7 +64,8 @@ class Shape:
             remedy = f"no config.json can be read there ({error}); name a checkpoint's folder"
             raise InputError(Fault("model", str(directory), remedy)) from error
         named = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-        return cls.of_config(config, DTYPES.get(named, torch.float32).itemsize)
+        dtype = DTYPES.get(named, torch.float32)
+        return replace(cls.of_config(config, dtype.itemsize), dtype=dtype)
 
     @classmethod
     def of_scored(cls, reader: CheckpointReader) -> tuple["Shape", int]:
@@ -100,7 +103,9 @@ class Shape:
         """What a checkpoint's headers say."""
         sizes = {name: math.prod(info.shape) for name, info in reader.tensors.items()}
         stored = sum(sizes[n] * info.dtype.itemsize for n, info in reader.tensors.items())
-        return cls._of(reader.config, sizes, round(stored / sum(sizes.values())))
+        types = {info.dtype for info in reader.tensors.values()}
+        made = cls._of(reader.config, sizes, round(stored / sum(sizes.values())))
+        return replace(made, dtype=types.pop() if len(types) == 1 else None)
 
     @classmethod
     def _of(cls, config: Mapping[str, Any], sizes: Mapping[str, int], itemsize: int) -> "Shape":

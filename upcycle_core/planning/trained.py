@@ -47,7 +47,8 @@ def mixture_training_bytes(
     beside = shape.mixture(experts) - wide.whole
     frozen = shape.mixture(experts) - trained_of(shape, experts, trainable)
     step = estimate.training_bytes(wide, whole, device=device)
-    return step + (FP32 + STATES) * beside - STATES * frozen
+    states = FP32 + MOMENTS * (FP32 if config.optimizer_state == "fp32" else FP32 // 2)
+    return step + (FP32 + states) * beside - states * frozen
 
 
 def trained_of(shape: Shape, experts: int, trainable: Sequence[Group]) -> int:

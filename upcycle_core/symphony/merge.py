@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from upcycle_core.architectures.axes import axes_of
-from upcycle_core.architectures.compare import MUST_AGREE, tensor_faults
+from upcycle_core.architectures.compare import MUST_AGREE, computed, tensor_faults
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, Family
 from upcycle_core.backbone.slerp import slerp, spherical_mean
@@ -92,7 +92,7 @@ def agreement_faults(reader: CheckpointReader, first: CheckpointReader) -> list[
     theirs = family.resolve(first.config)
     faults = []
     for name in MUST_AGREE:
-        if name != "vocab_size" and ours.get(name) != theirs.get(name):
+        if name != "vocab_size" and computed(ours.get(name)) != computed(theirs.get(name)):
             remedy = f"differs from {first.field} ({theirs.get(name)!r}); "
             if name == "tie_word_embeddings":
                 remedy += "use models whose lm_head is tied, or models whose lm_head is not"

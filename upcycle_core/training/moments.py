@@ -27,9 +27,11 @@ class NarrowAdamW(torch.optim.AdamW):
                     self._step_one(parameter, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """PyTorch's; it widens moments to the type of the weights."""
+        """PyTorch's; it widens moments to the type of the weights, and leaves the step where it was
+        loaded, though the step of a fused AdamW lies beside them."""
         super().load_state_dict(state_dict)
-        for state in self.state.values():
+        for parameter, state in self.state.items():
+            state["step"] = state["step"].to(parameter.device)
             for name in MOMENTS:
                 state[name] = state[name].to(torch.bfloat16)
 

@@ -4,12 +4,17 @@ import json
 import re
 
 import pytest
+from pico import pico_config
 
+from infra.recipe.resources import WorkerResources
 from tasks.planning.machine import Machine
+from tasks.planning.parts import CHECKPOINTS, training
 from tasks.planning.plan import plan
 from tasks.planning.row import gigabytes
 from tasks.recipes import validate
 from upcycle_core.errors import InputError
+from upcycle_core.planning.shape import Shape
+from upcycle_core.training.config import ExpertTrainingConfig
 
 DOMAINS = ("law", "code", "history", "music", "art")
 WHOLE, FFNS, LAYERS, HIDDEN = 8_030_261_248, 32 * 3 * 4096 * 14336, 32, 4096
@@ -192,3 +197,9 @@ def test_another_machine_is_described_in_words():
     with pytest.raises(InputError, match="ram=24GB") as refusal:
         here.changed(["ram=24GB", "cpus=many"])
     assert "cpus=many" in str(refusal.value)
+
+
+def test_checkpoints_of_an_adapter_hold_the_frozen_weights_too():
+    shape = Shape.of_config(pico_config().to_dict(), 2)
+    planned = training(shape, ExpertTrainingConfig(method="lora"), WorkerResources())
+    assert planned.passing >= CHECKPOINTS * 2 * shape.whole

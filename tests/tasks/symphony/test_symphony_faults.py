@@ -202,3 +202,9 @@ def test_a_row_that_tunes_a_part_is_trained_and_recorded_as_such():
     after = validate(changed("baselines", rows))
     assert stage.values(before, "part") != stage.values(after, "part")
     assert stage.values(before, "one") == stage.values(after, "one")
+
+
+def test_a_token_passes_through_as_many_experts_as_there_are():
+    values = changed("symphony.models", ["code", "law"])
+    values["moe"]["top_k"] = 3
+    assert fields_of(values) == {"moe.top_k"}

@@ -5,7 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 from chat import CHATML, LLAMA3, save_chat_tokenizer
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source
@@ -329,3 +337,21 @@ def test_a_response_that_begins_with_a_line_end_is_a_response(tmp_path, said, st
     tokenizer.chat_template = CHATML
     (found,) = encoded([conversation("ask", said)], tokenizer)
     assert responses_of(found, tokenizer) == f"{starts}<|im_end|>"
+
+
+@pytest.mark.parametrize("bos", ["auto", "always", "never"])
+@pytest.mark.parametrize("single", [["$A", "E"], ["B", "$A", "E"], ["B", "$A"], ["$A"]])
+def test_nothing_stands_behind_what_is_asked_though_a_tokenizer_puts_it_there(
+    tmp_path, single, bos
+):
+    """As fine-tunes with add_eos_token do: an answer does not come behind an end."""
+    tokenizer = AutoTokenizer.from_pretrained(save_chat_tokenizer(tmp_path, "chatml"))
+    names = {"B": "<|endoftext|>", "E": "<|im_end|>"}
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=[names.get(part, part) for part in single],
+        special_tokens=[(n, tokenizer.convert_tokens_to_ids(n)) for n in names.values()],
+    )
+    expected = asked(tokenizer, "ask", bos=bos)
+    (found,) = encoded(["ask"], tokenizer, bos=bos)
+    assert with_prefix(tokenizer, bos)("ask")["input_ids"] == expected == found.ids
+    assert expected[-1] != tokenizer.convert_tokens_to_ids("<|im_end|>")

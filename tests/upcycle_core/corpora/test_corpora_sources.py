@@ -254,3 +254,24 @@ def test_a_harvest_holds_no_chats():
 def test_a_path_that_is_too_long_is_a_fault(name):
     ((field, _, remedy),) = faults(Source(files=(name,)))
     assert (field, remedy) == ("domains.law.train.files", "there is no such file; check the path")
+
+
+@pytest.mark.parametrize("form", ["chat", "text"])
+def test_a_column_that_python_cannot_hold_is_not_read_beside_the_text(tmp_path, form):
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    far = pyarrow.array([4_000_000], pyarrow.int32()).cast(pyarrow.date32())
+    columns = {"messages": [said], "text": ["hi"], "made": far}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    source = Source(files=(str(tmp_path / "a.parquet"),), form=form)
+    assert source_faults(source, "domains.x.train", None) == []
+    wrong = Source(files=source.files, text_field="made")
+    (fault,) = source_faults(wrong, "domains.x.train", None)
+    assert "cannot be read" in fault.remedy
+
+
+def test_a_file_may_be_called_as_a_pattern_is(tmp_path):
+    for name in ("notes[1].txt", "notes1.txt"):
+        (tmp_path / name).write_text(name)
+    own = Source(files=(str(tmp_path / "notes[1].txt"),))
+    assert source_faults(own, "domains.x.train", None) == []
+    assert [document.text for document in read_source(own, seed=0, folder=None)] == ["notes[1].txt"]

@@ -7,7 +7,7 @@ import torch
 from forms import change_json, save_adapter
 from pico import save_pico, save_pico_tokenizer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from upcycle_core.checkpoints.given_as import given_as
 from upcycle_core.errors import InputError
@@ -227,3 +227,19 @@ def test_pickled_weights_are_not_read(tmp_path, base):
     adapter, _ = save_adapter(tmp_path / "adapter", base)
     (adapter / ADAPTER_WEIGHTS).rename(adapter / "adapter_model.bin")
     refused(adapter, base, tmp_path / "out", "pickled weights")
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "special_tokens_map.json", "tokenizer_config.json"]
+)
+def test_a_part_of_a_tokenizer_is_none(tmp_path, base, name):
+    """Trainers save a chat template, or what classes need, beside an adapter."""
+    adapter, _ = save_adapter(tmp_path / "adapter", base)
+    template = "{{ messages }}"
+    content = {"tokenizer_class": "LlamaTokenizer", "chat_template": template}
+    (adapter / name).write_text(template if name.endswith("jinja") else json.dumps(content))
+    merged(adapter, base, tmp_path / "out")
+    ours, theirs = (AutoTokenizer.from_pretrained(d) for d in (tmp_path / "out", base))
+    assert ours("a b").input_ids == theirs("a b").input_ids
+    assert len(ours) == len(theirs)
+    assert ours.chat_template == (template if name.endswith("jinja") else None)

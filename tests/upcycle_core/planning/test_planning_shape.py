@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.pico import CONFIGS, pico_config
+from tests.pico import CONFIGS, pico_config, save_pico
 from upcycle_core.errors import InputError
+from upcycle_core.planning.memory import weights_held
 from upcycle_core.planning.shape import Shape
 
 
@@ -41,3 +42,16 @@ def test_what_is_no_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(InputError, match="gpt2"):
         Shape.of(tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "held"), [("bfloat16", 0), ("float16", 2), ("float32", 2)])
+def test_weights_of_another_type_are_held_though_they_are_as_wide(tmp_path, dtype, held):
+    model = AutoModelForCausalLM.from_pretrained(save_pico(tmp_path / "model"))
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path / "model")
+    for shape in (Shape.of(tmp_path / "model"), shape_of_config(tmp_path / "model")):
+        assert weights_held(shape, "bf16", "cpu") == held * shape.whole
+
+
+def shape_of_config(model):
+    (model / "model.safetensors").unlink()
+    return Shape.of(model)

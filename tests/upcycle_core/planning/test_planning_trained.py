@@ -1,5 +1,7 @@
 """Planned memory of what is no dense model, against what torch counts of the real thing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_planning_rehearsal import SIZES, parameters, peak, shape_of
@@ -18,6 +20,7 @@ from upcycle_core.planning.trained import (
     gated_parameters,
     mixture_training_bytes,
     simoe_training_bytes,
+    trained_of,
 )
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.model import SimoeForCausalLM, gated_modules
@@ -129,3 +132,18 @@ def test_a_bound_is_never_below_the_rehearsal():
     forward = rehearsal.forward_bytes(shape, (BATCH, LENGTH), precision="fp32")
     bound = estimate.forward_bytes(shape, (BATCH, LENGTH), precision="fp32")
     assert forward <= bound <= 3 * forward
+
+
+@pytest.mark.parametrize("groups", [("all",), ("router",)])
+def test_narrow_moments_leave_room_for_the_weights_of_all_experts(monkeypatch, groups):
+    monkeypatch.setattr(estimate, "SMALL", 0)
+    config = pico_config(**{**SIZES, "num_hidden_layers": 24})
+    shape = Shape.of_config(config.to_dict(), 4)
+    common = {"experts": EXPERTS, "top_k": 2, "trainable": groups}
+    wide, narrow = (
+        mixture_training_bytes(shape, replace(CONFIG, optimizer_state=kind), **common)
+        for kind in ("fp32", "bf16")
+    )
+    trained = trained_of(shape, EXPERTS, groups)
+    assert narrow > 4 * shape.mixture(EXPERTS) + 8 * trained
+    assert wide - narrow <= 4 * trained  # a tensor is stepped in fp32 meanwhile

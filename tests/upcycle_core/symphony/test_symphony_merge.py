@@ -23,7 +23,7 @@ from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import InputError
 from upcycle_core.symphony.config import MergeConfig
-from upcycle_core.symphony.merge import write_merged_backbone
+from upcycle_core.symphony.merge import agreement_faults, write_merged_backbone
 
 FAMILIES = {
     "llama": ("llama", {"tie_word_embeddings": True}),
@@ -297,3 +297,13 @@ def test_bf16_models_are_merged_in_fp32_and_rounded_once(tmp_path, llamas):
         parts = [w[name].float() for w in (alpha, beta, gamma)]
         expected = ((parts[0] + parts[1] + 3 * parts[2]) / 5).bfloat16()
         assert torch.equal(result[name], expected), name
+
+
+def test_settings_that_are_one_number_in_fp32_agree(tmp_path):
+    """A converter writes 9.999999974752427e-07 for 1e-06."""
+    for name, eps in (("a", 1e-6), ("b", 9.999999974752427e-07), ("c", 1e-5)):
+        save_pico(tmp_path / name, rms_norm_eps=eps)
+    first, same, other = (CheckpointReader(tmp_path / name, field=name) for name in "abc")
+    assert agreement_faults(same, first) == []
+    (fault,) = agreement_faults(other, first)
+    assert fault.field == "c.config.rms_norm_eps"

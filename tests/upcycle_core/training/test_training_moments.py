@@ -56,3 +56,15 @@ def test_a_recipe_asks_for_them(tmp_path):
     (checkpoints / "checkpoint-4" / "complete.json").unlink()
     run(tmp_path, model, config=config)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole
+
+
+def test_the_step_lies_where_the_weights_do_after_loading():
+    """On a GPU a checkpoint is loaded to the CPU, and the fused step takes one device alone."""
+    parameter = nn.Parameter(torch.zeros(8, 8))
+    optimizer = NarrowAdamW([parameter], **OPTIONS)
+    parameter.grad = torch.ones(8, 8)
+    optimizer.step()
+    elsewhere = NarrowAdamW([nn.Parameter(torch.empty(8, 8, device="meta"))], **OPTIONS)
+    elsewhere.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    (state,) = elsewhere.state.values()
+    assert {tensor.device.type for tensor in state.values()} == {"meta"}

@@ -120,14 +120,14 @@ def _run(
     score = TaskScore(
         metric=metric,
         higher_is_better=results["higher_is_better"][samples[0][0]].get(metric) is not False,
-        values=(_value(task, results, f"{metric},{chosen}", items),),
+        values=(value_of(task, results, f"{metric},{chosen}", items),),
         items=len(items),
         truncated=sum(is_truncated(sample, model) for _, sample in samples),
     )
     return score, items
 
 
-def _value(task: HarnessTask, results: Any, key: str, items: list[Item]) -> float:
+def value_of(task: HarnessTask, results: Any, key: str, items: list[Item]) -> float:
     """The harness's own figure; of a group that defines none, the mean over its items."""
     own = task.settings["harness"]
     figures = [results.get("groups", {}).get(own, {})]  # not those of groups within it

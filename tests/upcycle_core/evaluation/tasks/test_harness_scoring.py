@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from tests.upcycle_core.evaluation.tasks.made import (
     write,
 )
 from upcycle_core.evaluation.tasks import scoring
+from upcycle_core.evaluation.tasks.adapter import value_of
 from upcycle_core.evaluation.tasks.config import CodeConfig, SuperNI
 from upcycle_core.evaluation.tasks.sandbox import Outcome
 from upcycle_core.evaluation.tasks.scoring import own_scoring
@@ -170,3 +172,20 @@ def test_a_definition_without_keys_of_ours_is_the_harness_s(tmp_path):
     found, _ = scores(made(tmp_path), "exact_match", answer=lambda prompt: "4")
     assert found["2+2="] == 1.0
     assert found["1+1="] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ({"first": {"acc,none": 1.0}, "second": {"acc,none": 0.0}}, 0.5),
+        ({"first": {"acc,none": 1.0}, "all": {"acc,none": 0.7}}, 0.7),
+    ],
+)
+def test_a_group_s_figure_is_its_own_or_the_mean_of_its_items(groups, expected):
+    """Not that of the first group within it."""
+    items = [SimpleNamespace(score=score) for score in (1.0, 1.0, 0.0, 0.0)]
+    task = SimpleNamespace(
+        settings={"harness": "all"}, tasks=["a", "b"], groups=["all", "first", "second"]
+    )
+    results = {"groups": groups, "results": {"a": {"acc,none": 1.0}, "b": {"acc,none": 0.0}}}
+    assert value_of(task, results, "acc,none", items) == expected
