@@ -14,6 +14,7 @@ from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
 from upcycle_core.corpora.config import Bos
+from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.text.pieces import (
     Scores,
     evaluate_checkpoint,
@@ -95,11 +96,19 @@ def stranger_piece(
     room: Room | None = None,
     **common: Any,
 ) -> Scores:
-    """The piece: another model's scores on this text, in tokens of this run's tokenizer."""
+    """The piece: another model's scores on this text, in tokens of this run's tokenizer.
+
+    Raises:
+        InputError: Responses alone are counted, and the tokenizers differ.
+    """
     register_architectures()
     common["streamed"] = _folder(room, out, model, common)
     if vocabulary_fingerprint(model) == vocabulary_fingerprint(tokenizer):
         return evaluate_checkpoint(model, corpora, progress=progress, **common)
+    if common["config"].loss == "responses":
+        # A template writes more than is said, so that bytes do not tell how much text was read.
+        remedy = f"{model} has another tokenizer, and responses are compared in one alone; use all"
+        raise InputError(Fault("evaluation.loss", "responses", remedy))
     texts = {domain: path / "heldout.parquet" for domain, path in documents.items()}
     limits = {domain: values["bytes"] for domain, values in reference.items()}
     scores = evaluate_text(model, texts, bos=bos, max_bytes=limits, progress=progress, **common)

@@ -149,3 +149,13 @@ def test_prefect_sees_what_configure_set(tmp_path):
         check=True,
     )
     assert done.stdout.split() == [str(tmp_path / "prefect"), "False"]
+
+
+@pytest.mark.parametrize("own", [None, "12"])
+def test_vllm_is_told_to_leave_memory_to_other_programs(tmp_path, monkeypatch, own):
+    """Its own default asks for nearly all of a machine's, and ends where something else runs."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    if own is not None:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", own)
+    found = settings.environment_of(settings.read({"UPCYCLE_HOME": str(tmp_path)}))
+    assert found["VLLM_CPU_KVCACHE_SPACE"] == (own or "4")
