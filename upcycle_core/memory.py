@@ -47,8 +47,9 @@ def _groups() -> Iterator[Path]:
 def _limits(folder: Path) -> Iterator[tuple[int, int]]:
     """The limit of a folder, where it has one, and what is used of it, in bytes."""
     for name, (used, spare) in VERSIONS.items():
-        limit, taken = _number(folder / name), _number(folder / used)
-        if limit is not None and taken is not None:
+        limit = _number(folder / name)
+        if limit is not None:
+            taken = _number(folder / used) or 0
             yield limit, taken - _statistics(folder).get(spare, 0)
 
 

@@ -77,7 +77,10 @@ class Remembering(Versions):
     def commit(self, stages):
         self.commits = list(stages)
         if stages:
-            entries = {name: {"cmd": "true"} for name in {*self.recorded(), *stages}}
+            entries = {
+                name: {"cmd": "true", "outs": [{"path": name, "md5": "0"}]}
+                for name in {*self.recorded(), *stages}
+            }
             (self.root / "dvc.lock").write_text(str({"stages": entries}))
 
 
