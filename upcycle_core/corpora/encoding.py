@@ -360,7 +360,10 @@ def _refusals(chat: Conversation) -> Iterator[None]:
     """What a template refuses of ``chat``, in words."""
     try:
         yield
-    except jinja2.TemplateError as error:
+    except InputError:
+        raise
+    # A template is a program: what it does with a message may fail as any does.
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         remedy = f"the tokenizer's chat template refuses it ({error}); change or remove it"
         raise InputError(Fault("chat_template", chat.place, remedy)) from None
 

@@ -13,6 +13,7 @@ from upcycle_core.moe.assemble import assemble
 
 PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 REFUSES = "{{ raise_exception('only for machines') }}"
+BREAKS = "{% for m in messages %}{{ m['content'] + 1 }}{% endfor %}"
 END = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
 
 
@@ -47,7 +48,7 @@ def test_an_end_that_is_named_changes_no_byte(tmp_path):
     assert (tmp_path / "generation_config.json").read_bytes() == once
 
 
-@pytest.mark.parametrize("template", [None, PLAIN, REFUSES])
+@pytest.mark.parametrize("template", [None, PLAIN, REFUSES, BREAKS])
 def test_what_no_special_token_ends_is_left(tmp_path, template):
     config = {"_from_model_config": True, "eos_token_id": 7}
     name_chat_end(with_config(tmp_path, "chatml", config, template=template))

@@ -236,6 +236,9 @@ def test_a_template_that_shortens_what_is_said_is_not_one_that_drops_it(tmp_path
 def test_a_template_that_refuses_is_named_with_its_reason(tmp_path):
     said = refused(tmp_path, "{{ raise_exception('no system here') }}", conversation("a", "b"))
     assert "chat_template = 'here': the tokenizer's chat template refuses it (no system" in said
+    broken = "{% for m in messages %}{{ m['content'] + 1 }}{% endfor %}"
+    said = refused(tmp_path / "broken", broken, conversation("a", "b"))
+    assert "refuses it (can only concatenate str" in said
 
 
 def test_chats_whose_template_rewrites_earlier_turns_are_read_but_tell_no_responses(tmp_path):
