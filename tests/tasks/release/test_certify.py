@@ -17,7 +17,7 @@ from infra.tracking.records import Registration, with_room
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
 from tasks.release import source as of_source
-from tasks.release.certificate import CERTIFICATE_TAG, certify_version
+from tasks.release.certificate import CERTIFICATE_TAG, FILE, certify_version
 from tasks.release.certify import certify
 from tasks.release.source import AS_IT_IS
 from tasks.release.verdict import Row, as_json, as_table, rows_of
@@ -225,7 +225,7 @@ def test_a_version_arrives_and_says_so(place, version, registered):
     assert current.tags[CERTIFICATE_TAG] == "arrived: transformers, mlflow"
     assert current.description.startswith("Ours.")
     assert with_room(as_table(rows)) in current.description
-    kept = json.loads(registry.text(version, "certificate.json"))["readers"]
+    kept = json.loads(registry.text(version, FILE))["readers"]
     assert [row["reader"] for row in kept] == ["transformers", "mlflow"]
     card = registry.text(version, "card.md")
     assert card.startswith("# moe\n\n## Limits\n\nMany.\n\n## Arrival certificate\n")
@@ -235,20 +235,24 @@ def test_a_version_arrives_and_says_so(place, version, registered):
 def test_who_is_not_asked_again_keeps_his_row(place, version, registered, monkeypatch, tmp_path):
     registry = Registry(place)
     certify_version(registry, version, registered, readers=["transformers", "mlflow"], say=silent)
-    before = {row.reader: row for row in rows_of(registry.text(version, "certificate.json"))}
+    kept = json.loads(registry.text(version, FILE))
+    kept["readers"] = [row | {"why": "of the first time"} for row in kept["readers"]]
+    registry.attach(version, {FILE: json.dumps(kept)})
+    before = {row.reader: row for row in rows_of(registry.text(version, FILE))}
     monkeypatch.setattr("infra.readers.environments.FOLDER", tmp_path)
     [asked] = certify_version(
         registry, version, registered, readers=["transformers"], forms=["fp32"], say=silent
     )
     certify_version(registry, version, registered, readers=["llama.cpp"], forms=["F16"], say=silent)
-    rows = rows_of(registry.text(version, "certificate.json"))
+    rows = rows_of(registry.text(version, FILE))
     assert [(row.reader, row.verdict) for row in rows] == [
         ("transformers", "arrived"),
         ("mlflow", "arrived"),
         ("llama.cpp", "not tried"),
     ]
-    assert rows[0] == asked != before["transformers"]  # it took another time
+    assert rows[0] == asked != before["transformers"]
     assert rows[1] == before["mlflow"]
+    assert rows[1].why == "of the first time"
     current = registry.referenced("models:/moe@champion")
     assert (
         current.tags[CERTIFICATE_TAG] == "arrived: transformers, mlflow; not tried: llama.cpp F16"
