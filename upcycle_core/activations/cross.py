@@ -21,11 +21,11 @@ BLOCK = 1 << 18
 
 
 def batch_products(x_TI: Tensor, y_TI: Tensor) -> Tensor:
-    """x^T y over one batch, in the features' own precision, as ``moments.batch_sums``.
+    """x^T y over one batch, in the features' own precision, as ``moments.add_gram``.
 
     Args:
         x_TI: fp32, fp64 or bf16 features.
-        y_TI: The same rows of the other stream, in the same type.
+        y_TI: The same rows of the other stream, in the same type; it may be of another width.
 
     Returns:
         [I, I]: fp64 for fp64 features, else fp32.

@@ -46,7 +46,7 @@ def _lower_block(start: int, end: int, device: torch.device) -> Tensor:
 
 
 def _product(x_TH: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
-    """Features and what multiplies them, exactly as ``batch_sums`` says."""
+    """Features and what multiplies them, exactly as ``add_gram`` says."""
     if x_TH.dtype != torch.bfloat16:
         return x_TH, torch.mm
     if x_TH.is_cuda:
@@ -59,30 +59,33 @@ def _exact(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
 
-def _sum_type(x_TH: Tensor) -> torch.dtype:
-    return torch.float32 if x_TH.dtype == torch.bfloat16 else x_TH.dtype
+def _lower_blocks(
+    wide_TH: Tensor, product: Callable[[Tensor, Tensor], Tensor]
+) -> Iterator[tuple[int, int, Tensor]]:
+    """``start``, ``end`` and (x^T x)[start:end, :end], which leaves out most of its upper half."""
+    size = wide_TH.shape[1]
+    for start in range(0, size, BLOCK):
+        end = min(start + BLOCK, size)
+        yield start, end, product(wide_TH[:, start:end].T, wide_TH[:, :end])
 
 
-def batch_sums(x_TH: Tensor) -> tuple[Tensor, Tensor]:
-    """x^T x and the sum of x over one batch, in the features' own precision (DUME Eq. 5).
+def add_gram(gram_HH: Tensor, x_TH: Tensor) -> None:
+    """Add x^T x of one batch, in the features' own precision (DUME Eq. 5).
 
     Products of bf16 numbers are exact in fp32, so bf16 features lose nothing to their product's
     arithmetic as long as it is added up in fp32.
 
     Args:
+        gram_HH: fp64, added to in place.
         x_TH: fp32, fp64 or bf16 features.
-
-    Returns:
-        [H, H] and [H]: fp64 for fp64 features, else fp32.
     """
-    if x_TH.dtype != torch.bfloat16:
-        return x_TH.T @ x_TH, x_TH.sum(0)
-    if x_TH.is_cuda:
-        gram_HH = torch.mm(x_TH.T, x_TH, out_dtype=torch.float32)
-        return gram_HH, x_TH.sum(0, dtype=torch.float32)
-    wide_TH = x_TH.float()
-    with bf16_units():
-        return wide_TH.T @ wide_TH, wide_TH.sum(0)
+    for start, end, block_RC in _lower_blocks(*_product(x_TH)):
+        gram_HH[start:end, :end] += block_RC
+        gram_HH[:start, start:end] += block_RC[:, :start].T
+
+
+def _sum_type(x_TH: Tensor) -> torch.dtype:
+    return torch.float32 if x_TH.dtype == torch.bfloat16 else x_TH.dtype
 
 
 @contextmanager
@@ -181,9 +184,7 @@ class Moments(Accumulator):
         if rows is not None:
             x_TH = x_TH.index_select(0, rows)
         wide_TH, product = _product(x_TH)
-        for start in range(0, self.size, BLOCK):
-            end = min(start + BLOCK, self.size)
-            block_RC = product(wide_TH[:, start:end].T, wide_TH[:, :end])
+        for start, end, block_RC in _lower_blocks(wide_TH, product):
             place = slice(triangle_size(start), triangle_size(end))
             entries = _lower_block(start, end, self.products.device)
             self.products[cell, place] += block_RC.take(entries)

@@ -14,7 +14,8 @@ import torch
 from scipy import linalg
 from torch import Tensor
 
-from upcycle_core.activations.moments import batch_sums, bf16_units
+from upcycle_core.activations.cross import batch_products
+from upcycle_core.activations.moments import add_gram
 from upcycle_core.errors import Fault, InputError
 
 HALVES = 2
@@ -45,13 +46,10 @@ class DriftSums:
 
     def add(self, a_TI: Tensor, r_TH: Tensor) -> None:
         """Count tokens; products in the features' own precision, as statistics are."""
+        add_gram(self.gram_II, a_TI)
         if a_TI.dtype == torch.bfloat16 and not a_TI.is_cuda:
-            wide_TI, r_rounded = a_TI.float(), r_TH.to(a_TI.dtype).float()
-            with bf16_units():
-                self.gram_II += wide_TI.T @ wide_TI
-                self.cross_IH += wide_TI.T @ r_rounded
+            self.cross_IH += batch_products(a_TI, r_TH.to(a_TI.dtype))
         else:
-            self.gram_II += batch_sums(a_TI)[0]
             self.cross_IH += a_TI.T.to(r_TH.dtype) @ r_TH
         self.drift_H += r_TH.double().square().sum(0)
         self.tokens += len(a_TI)

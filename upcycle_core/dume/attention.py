@@ -25,7 +25,7 @@ import torch
 from scipy import linalg
 from torch import Tensor, nn
 
-from upcycle_core.activations.moments import batch_sums
+from upcycle_core.activations.moments import add_gram
 from upcycle_core.activations.regression import HALVES, DriftSums, solve_drift
 from upcycle_core.activations.stream import LAYER, LayerStream, Passing
 from upcycle_core.architectures.families import family_of
@@ -224,14 +224,15 @@ def _regmean(domains: Sequence[_Domain], index: int, names: Mapping[str, str]) -
     grams: list[list[Tensor]] = []
     for domain in domains:
         size = domain.expert.tensors[names[first]].shape[1]
-        halves = [torch.zeros(size, size, dtype=torch.float64) for _ in range(HALVES)]
+        device = domain.texts[0].rows.device
+        halves = [torch.zeros(size, size).double().to(device) for _ in range(HALVES)]
 
         def count(number: int, x_BSX: Tensor, _y: Tensor, domain=domain, halves=halves) -> None:
             text = domain.texts[number]
-            halves[text.half] += batch_sums(text.taken(x_BSX))[0].cpu()
+            add_gram(halves[text.half], text.taken(x_BSX))
 
         _pass(domain, index, "own", {}, {first: count})
-        grams.append(halves)
+        grams.append([half.cpu() for half in halves])
     return {
         name: _combined([domain.expert.tensor(name) for domain in domains], grams)
         for name in names.values()

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from upcycle_core.activations.moments import batch_sums
+from upcycle_core.activations.moments import add_gram
 from upcycle_core.activations.stream import LayerStream
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.dume.config import StatisticsConfig
@@ -83,17 +83,18 @@ def final_moments(
                 text.hidden_BSH = stream.through(text)
         progress.advance()
     norm, rows = stream.final_norm(), 0
-    total = torch.zeros(*[stream.model.config.hidden_size] * 2, dtype=torch.float64)
+    size = stream.model.config.hidden_size
+    total = torch.zeros(size, size, dtype=torch.float64, device=device)
     with torch.inference_mode():
         for batch, text in zip(batches, texts, strict=True):
             counted = batch.counted.bool().flatten().to(device)
             n_TH = norm(text.hidden_BSH).flatten(0, 1)[counted]
-            total += batch_sums(n_TH)[0].double().cpu()
+            add_gram(total, n_TH)
             rows += len(n_TH)
     if not torch.isfinite(total).all():
         remedy = "its last states hold NaN or infinity on its calibration text: check its weights"
         raise InputError(Fault("expert", str(expert), remedy))
-    return total / rows
+    return total.cpu() / rows
 
 
 def fitted_head(
