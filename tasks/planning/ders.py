@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from infra.recipe.schema import Recipe
 from tasks.ders.section import section
 from tasks.planning.joined import mixture_row, scoring_row
-from tasks.planning.parts import FP32, HELD_OUT, Subjects, joined, tokens_of
+from tasks.planning.parts import FP32, Subjects, joined, tokens_of
 from tasks.planning.row import Planned
 from upcycle_core.planning import memory, work
 from upcycle_core.planning.compression import compressed_bytes, compressing_bytes
@@ -31,7 +31,7 @@ def compression_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     heaviest = max(storing, key=lambda name: storing[name])
     models, original = len(how.models), shape.itemsize * shape.mixture(domains)
     pieces = models * (1 + len(stored))
-    read = domains * tokens_of(evaluation.tokens, subjects, share=HELD_OUT)
+    read = domains * tokens_of(evaluation.tokens, subjects.heldout)
     flops = work.forward_flops(shape, read, evaluation.sequence_length, top_k=1 + recipe.moe.top_k)
     smaller = []
     if storing[heaviest] > scoring:

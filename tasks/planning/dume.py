@@ -5,9 +5,7 @@ from typing import Any
 
 from infra.recipe.schema import Recipe
 from tasks.planning.parts import (
-    BYTES_A_TOKEN,
     FP32,
-    HELD_OUT,
     Subjects,
     experts_row,
     joined,
@@ -48,7 +46,7 @@ def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     }
     config, device = recipe.statistics, compute.statistics.device
     smaller = ["a smaller statistics.batch_size"]
-    read, length = tokens_of(config.tokens, subjects), config.sequence_length
+    read, length = tokens_of(config.tokens, subjects.calibration), config.sequence_length
     if recipe.experts.repair != "none":
         yield _repaired_row(recipe, subjects, shape, passes)
     file = memory.statistics_file_bytes(shape, config)
@@ -91,23 +89,18 @@ def _backbone_row(recipe: Recipe, subjects: Subjects, shape: Shape, kept: int) -
     needed, fitting = memory.averaging_bytes(shape), 0
     if recipe.backbone.merge.head == "fitted":
         counts: dict[str, Any] = {"experts": subjects.domains}
-        tokens = _calibration_tokens(recipe, subjects)
+        tokens = tokens_of(recipe.statistics.tokens, subjects.calibration)
         needed = memory.fitted_head_bytes(shape, recipe.statistics, tokens, **counts)
         fitting = work.fitted_head_flops(shape, **counts)
     read = subjects.domains * kept
     return Planned("backbone", 1, 1, kept=kept, read=read, flops=fitting, memory=needed)
 
 
-def _calibration_tokens(recipe: Recipe, subjects: Subjects) -> int:
-    """Of a domain, at most."""
-    return recipe.statistics.tokens or max(subjects.text.values()) // BYTES_A_TOKEN
-
-
 def _repaired_row(
     recipe: Recipe, subjects: Subjects, shape: Shape, passes: dict[str, Any]
 ) -> Planned:
     config, device, domains = recipe.statistics, recipe.compute.statistics.device, subjects.domains
-    tokens = _calibration_tokens(recipe, subjects)
+    tokens = tokens_of(recipe.statistics.tokens, subjects.calibration)
     head = recipe.experts.repair == "down+head_target"
     flops = work.forward_flops(shape, tokens, config.sequence_length, head=False)
     return Planned(
@@ -135,7 +128,7 @@ def report_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
     merged = 1 + ("oracle" in rows) + len(drawn) + len(swept)
     crossed = sum(len(recipe.evaluation.scored_on(d, recipe.domains)) for d in recipe.domains)
     loaded = 1 + ("oracle" in rows)  # the MoE, and what the oracle puts together
-    read = domains * tokens_of(recipe.evaluation.tokens, subjects, share=HELD_OUT)
+    read = domains * tokens_of(recipe.evaluation.tokens, subjects.heldout)
     length = recipe.evaluation.sequence_length
     forwards = [work.forward_flops(shape, read, length, top_k=k) for k in (1, recipe.moe.top_k)]
     own = crossed * forwards[0] // domains

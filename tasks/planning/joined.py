@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from infra.recipe.resources import Resources
 from infra.recipe.schema import Recipe
-from tasks.planning.parts import CHECKPOINTS, FP32, HELD_OUT, MOMENTS, Subjects, tokens_of
-from tasks.planning.row import Planned, gigabytes
+from tasks.planning.parts import CHECKPOINTS, FP32, MOMENTS, Subjects, tokens_of
+from tasks.planning.row import Planned, dividing, gigabytes
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.ders.config import CodecConfig
 from upcycle_core.planning import memory, work
@@ -21,6 +22,9 @@ from upcycle_core.planning.trained import (
     trained_of,
 )
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
+
+OWN_KINDS = ("bam", "simoe")
+"""Rows whose models no stock architecture is: no layer of theirs is taken alone."""
 
 
 def mixture_row(
@@ -65,13 +69,10 @@ def mixture_row(
             for n, row in rows.items()
         ),
         precision=next(iter(rows.values())).training.precision,
-        memory=max(
-            _memory(row, shapes[name], domains, device=resources.device)
-            for name, row in rows.items()
-        ),
+        memory=max(_memory(row, shapes[name], domains, resources) for name, row in rows.items()),
         kind=kind,
         resources=resources,
-        remedies=_smaller(kind, rows, shapes, domains, device=resources.device),
+        remedies=_smaller(kind, rows, shapes, domains, resources),
     )
 
 
@@ -80,17 +81,16 @@ def _smaller(
     rows: Mapping[str, Baseline],
     shapes: Mapping[str, Shape],
     domains: int,
-    *,
-    device: str,
+    resources: Resources,
 ) -> list[str]:
     """What makes the largest step smaller: fewer trained, or activations computed again."""
-    name = max(rows, key=lambda name: _memory(rows[name], shapes[name], domains, device=device))
+    name = max(rows, key=lambda name: _memory(rows[name], shapes[name], domains, resources))
     row = rows[name]
     where = "post_training" if kind == "post_training" else f"baselines.{name}"
     found = []
     if row.method not in ("full-finetune", "simoe") and "all" in row.objective.trainable:
         least = replace(row, objective=replace(row.objective, trainable=("router",)))
-        size = gigabytes(_memory(least, shapes[name], domains, device=device))
+        size = gigabytes(_memory(least, shapes[name], domains, resources))
         found.append(f"{where}.objective.trainable = [router] (then {size})")
     if not row.training.gradient_checkpointing:
         found.append(f"{where}.training.gradient_checkpointing = true")
@@ -154,19 +154,24 @@ def _trained(row: Baseline, shape: Shape, domains: int) -> int:
     return trained_of(shape, experts, row.objective.trainable) + _attention(row, shape, experts)
 
 
-def _memory(row: Baseline, shape: Shape, domains: int, *, device: str) -> int:
-    experts = row.experts(domains)
+def _memory(row: Baseline, shape: Shape, domains: int, resources: Resources) -> int:
+    """Of one worker."""
+    experts, divided = row.experts(domains), dividing(resources)
     if row.method == "simoe":
         own = row.simoe or SimoeUpcyclingConfig()
-        return simoe_training_bytes(shape, row.training, own, device=device)
+        return simoe_training_bytes(shape, row.training, own, device=resources.device)
+    common: dict[str, Any] = {"device": resources.device, "workers": divided}
     if not experts:
-        return training_bytes(shape, row.trained_as, device=device)
-    common: dict[str, Any] = {"top_k": row.top_k, "device": device}
+        return training_bytes(shape, row.trained_as, **common)
     needed = mixture_training_bytes(
-        shape, row.training, experts=experts, trainable=row.objective.trainable, **common
+        *(shape, row.training),
+        experts=experts,
+        top_k=row.top_k,
+        trainable=row.objective.trainable,
+        **common,
     )
     beside = _size(row, shape, domains) - shape.mixture(experts)
-    return needed + 4 * FP32 * beside
+    return needed + 4 * FP32 * beside // divided
 
 
 def scoring_row(stage: str, recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
@@ -176,10 +181,15 @@ def scoring_row(stage: str, recipe: Recipe, subjects: Subjects, shape: Shape) ->
     merged = 2 * (1 + len(recipe.baselines))
     pieces = domains + 1 + merged
     length = config.sequence_length
-    read = domains * tokens_of(config.tokens, subjects, share=HELD_OUT)
+    read = domains * tokens_of(config.tokens, subjects.heldout)
     dense = work.forward_flops(shape, read, length)
     mixed = work.forward_flops(shape, read, length, top_k=recipe.moe.top_k)
-    device = resources.device
+    held: dict[str, Any] = {"device": resources.device}
+    streamed: int | None = memory.streamed_evaluation_bytes(shape, config, experts=domains, **held)
+    if not all(row.trains for row in recipe.baselines.values()):  # an ensemble's models are held
+        streamed = max(streamed or 0, memory.evaluation_bytes(shape, config, **held))
+    if any(row.method in OWN_KINDS or row.ders for row in recipe.baselines.values()):
+        streamed = None
     return Planned(
         stage,
         1,
@@ -188,7 +198,8 @@ def scoring_row(stage: str, recipe: Recipe, subjects: Subjects, shape: Shape) ->
         read=(domains + 1) * shape.stored + merged * shape.itemsize * shape.mixture(domains),
         flops=(domains + 1) * dense + merged * mixed or None,
         precision=config.precision,
-        memory=memory.evaluation_bytes(shape, config, experts=domains, device=device),
+        memory=memory.evaluation_bytes(shape, config, experts=domains, **held),
+        streamed=streamed,
         kind="evaluation",
         resources=resources,
         remedies=["evaluation.precision = bf16"] if config.precision == "fp32" else [],

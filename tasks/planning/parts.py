@@ -1,12 +1,12 @@
 """What a recipe is about, and the stages that all methods share: text, and training."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from infra.recipe.resources import WorkerResources
 from infra.recipe.schema import Recipe
-from tasks.planning.row import Planned
+from tasks.planning.row import Planned, dividing
 from upcycle_core.planning import work
 from upcycle_core.planning.estimate import training_bytes
 from upcycle_core.planning.rehearsal import trained_parameters
@@ -18,8 +18,6 @@ CHECKPOINTS = 3
 """Checkpoints of a training while the third is written: two are kept."""
 BYTES_A_TOKEN = 4
 """Of text in a language with a Latin script."""
-HELD_OUT = 0.05
-"""Of a text that is judged by, where the recipe names no other."""
 STORED_TEXT = 0.45
 """Of documents as Parquet, of their text's size."""
 
@@ -30,12 +28,16 @@ class Subjects:
 
     Args:
         shape: Of the seed and of every expert.
-        text: Bytes of each domain's text that is trained on, 0 where that is not known.
+        text: Bytes of each domain's texts, all that is read; 0 where that is not known.
+        calibration: Of them, what statistics may read.
+        heldout: Of them, what models are judged by.
         vocabulary: Tokens of the union, where models do not share one.
     """
 
     shape: Shape
-    text: dict[str, int]
+    text: Mapping[str, int]
+    calibration: Mapping[str, int]
+    heldout: Mapping[str, int]
     vocabulary: int = 0
 
     @property
@@ -98,7 +100,7 @@ def training(shape: Shape, config: TrainingConfig, resources: WorkerResources) -
     method: ExpertMethod = config.method if isinstance(config, ExpertTrainingConfig) else "full"
     trained = trained_parameters(shape, method)
     moment = FP32 if config.optimizer_state == "fp32" else FP32 // 2
-    workers = resources.workers if resources.sharding == "full" else 1
+    workers = dividing(resources)
     smaller = {
         "full": ["experts.training.method = ffn", "experts.training.method = lora"],
         "layers": ["experts.training.method = ffn", "experts.training.method = lora"],
@@ -140,13 +142,12 @@ def joined(recipe: Recipe, shape: Shape) -> Shape:
     return shape
 
 
-def tokens_of(asked: int | None, subjects: Subjects, *, share: float = 1.0) -> int:
+def tokens_of(asked: int | None, texts: Mapping[str, int]) -> int:
     """Tokens of a domain that a pass reads: as many as asked for, or as there are.
 
     Args:
         asked: By the recipe.
-        subjects: Whose text counts where nothing is asked.
-        share: Of the text that the split is.
+        texts: Bytes of each domain's text.
     """
-    there = int(share * max(subjects.text.values(), default=0)) // BYTES_A_TOKEN
+    there = max(texts.values(), default=0) // BYTES_A_TOKEN
     return min(asked, there) if asked and there else asked or there

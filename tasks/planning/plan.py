@@ -82,7 +82,7 @@ class Plan:
     def memory(self) -> int:
         """Bytes of memory at the peak, of all pieces that run side by side."""
         return max(
-            (self.base + row.memory) * row.at_once(self.machine)
+            (self.base + row.memory) * row.at_once(self.machine) * row.workers
             for row in self.rows
             if not row.resources.gpus
         )

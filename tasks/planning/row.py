@@ -59,6 +59,11 @@ class Planned:
         return self.made >= self.items
 
     @property
+    def workers(self) -> int:
+        """Processes that one piece is: the workers of a training."""
+        return getattr(self.resources, "workers", 1)
+
+    @property
     def own(self) -> int:
         """Bytes of what is kept that were not on the disk before."""
         return self.kept - self.linked
@@ -83,24 +88,24 @@ class Planned:
         if rates is None or self.flops is None:
             return None
         if self.resources.gpus:
-            together = min(self.pieces, max(1.0, machine.gpus / self.resources.gpus))
+            together = min(self.pieces * self.workers, max(1.0, machine.gpus / self.resources.gpus))
             one = rates.gpu_fp32 if self.precision == "fp32" else rates.gpu_bf16
             speed = one * min(together * self.resources.gpus, max(1, machine.gpus))
         else:
-            busy = self.at_once(machine) * self.resources.cpus
+            busy = self.at_once(machine) * self.workers * self.resources.cpus
             speed = rates.products(self.precision, busy, machine.cpus)
         if not speed or not rates.read or not rates.write:
             return None
         return self.flops / speed + self.read / rates.read + self.writes / rates.write
 
     def at_once(self, machine: Machine) -> int:
-        """Pieces that run side by side there."""
+        """Pieces that run side by side there; all workers of one are on the one machine."""
         places = machine.cpus // self.resources.cpus
         if self.resources.gpus:
             places = min(places, int(machine.gpus / self.resources.gpus))
         if self.resources.memory is not None:
             places = min(places, machine.memory // self.resources.memory)
-        return max(1, min(self.pieces, places))
+        return max(1, min(self.pieces, places // self.workers))
 
     def fitted(self, machine: Machine, base: int) -> "Planned":
         """The row with what its pieces will hold: the model, or one layer where that is too much.
@@ -137,7 +142,7 @@ class Planned:
                 return
         else:
             needed, there, where = self.memory + base, machine.memory, "of memory"
-            together = self.at_once(machine)
+            together = self.at_once(machine) * self.workers
         if together * needed <= there:
             return
         said = f"{self.stage}: {together} x {gigabytes(needed)} {where}, there are "
@@ -146,11 +151,19 @@ class Planned:
         remedies = list(self.remedies)
         if self.streamed is not None and getattr(self.resources, "streamed", "") == "never":
             remedies.append(f"compute.{self.kind}.streamed = auto")
-        if fewer and not self.resources.gpus:
+        if self.workers > 1 and dividing(self.resources) == 1 and fewer and not self.resources.gpus:
+            remedies.append(f"compute.{self.kind}.workers = {fewer}")
+        elif fewer >= self.workers and not self.resources.gpus:
             remedies.append(f"compute.{self.kind}.memory = {needed}")
             remedies.append(f"compute.{self.kind}.cpus = {-(-machine.cpus // fewer)}")
         where = f"compute.{self.kind}"
         yield Fault(where, said, " or ".join(remedies) or "use a larger machine")
+
+
+def dividing(resources: Resources) -> int:
+    """How many workers divide what a training holds; 1 where each holds all of it."""
+    is_divided = getattr(resources, "sharding", "none") == "full"
+    return getattr(resources, "workers", 1) if is_divided else 1
 
 
 def gigabytes(size: int) -> str:

@@ -10,7 +10,7 @@ from infra.recipe.schema import Recipe
 from tasks.data.given import given_model
 from tasks.methods import METHODS
 from tasks.planning.parts import Subjects
-from upcycle_core.corpora.config import Source
+from upcycle_core.corpora.config import Domain, Source
 from upcycle_core.corpora.sources import source_files
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.given.resolve import GGUF
@@ -32,13 +32,29 @@ def subjects_of(recipe: Recipe, cache: Path) -> Subjects:
     Raises:
         InputError: No model's config.json can be read.
     """
-    text = {
-        name: _bytes(domain.train, recipe.text_folder) for name, domain in recipe.domains.items()
+    texts = {name: _texts(recipe, domain) for name, domain in recipe.domains.items()}
+    splits: dict[str, Any] = {
+        split: {name: sizes[split] for name, sizes in texts.items()}
+        for split in ("text", "calibration", "heldout")
     }
     if METHODS[recipe.method].has_seed:
-        return Subjects(_shape(recipe, cache), text)
+        return Subjects(_shape(recipe, cache), **splits)
     shape = _shape_of_strangers(recipe, cache)
-    return Subjects(shape, text, _union(recipe, shape))
+    return Subjects(shape, vocabulary=_union(recipe, shape), **splits)
+
+
+def _texts(recipe: Recipe, domain: Domain) -> dict[str, int]:
+    """Bytes of a domain's texts: all, and those of two splits, which may be shares of the first."""
+    train, calibration, heldout, elsewhere = (
+        _bytes(source, recipe.text_folder)
+        for source in (domain.train, domain.calibration, domain.heldout, domain.elsewhere)
+    )
+    shares = recipe.corpus
+    return {
+        "text": train + calibration + heldout + elsewhere,
+        "calibration": calibration if domain.calibration else int(shares.calibration_share * train),
+        "heldout": heldout if domain.heldout else int(shares.heldout_share * train),
+    }
 
 
 def _shape(recipe: Recipe, cache: Path) -> Shape:

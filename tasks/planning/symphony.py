@@ -75,7 +75,7 @@ def _pair(recipe: Recipe, subjects: Subjects, shape: Shape, variant: SymphonyCon
     """The anchor beside every other model, a group of layers a piece."""
     config, others = variant.calibration, subjects.domains - 1
     groups = -(-shape.layers // config.layers)
-    tokens = _texts(recipe, variant) * tokens_of(config.tokens, subjects)
+    tokens = _texts(recipe, variant) * tokens_of(config.tokens, subjects.calibration)
     each = work.pairs_flops(shape, tokens, config.sequence_length, groups=groups)
     resources = recipe.compute.alignment
     smaller = []
@@ -199,7 +199,7 @@ def _similarity_row(recipe: Recipe, subjects: Subjects, own: Shape, union: Shape
     pairs = domains * (domains - 1) // 2
     merged = 1 + (recipe.post_training is not None)
     widths = [{"neurons": own.inner, "outputs": own.hidden}[r] for r in config.representations]
-    tokens = domains * tokens_of(config.tokens, subjects)
+    tokens = domains * tokens_of(config.tokens, subjects.calibration)
     flops = [
         work.similarity_flops(own, tokens, config.sequence_length, streams=n, widths=widths)
         for n in (2, domains)

@@ -28,6 +28,7 @@ def mixture_training_bytes(
     top_k: int,
     trainable: Sequence[Group] = ("all",),
     device: str = "cpu",
+    workers: int = 1,
 ) -> int:
     """Bytes at the peak of a step of a MoE.
 
@@ -41,14 +42,19 @@ def mixture_training_bytes(
         top_k: k.
         trainable: What is trained.
         device: Where it runs.
+        workers: How many divide weights, gradients and moments; of each, the bytes.
     """
     wide = shape.with_inner(min(top_k, experts) * shape.inner)
     whole = TrainingConfig(**{name: getattr(config, name) for name in asdict(TrainingConfig())})
     beside = shape.mixture(experts) - wide.whole
     frozen = shape.mixture(experts) - trained_of(shape, experts, trainable)
-    step = estimate.training_bytes(wide, whole, device=device)
+    step = estimate.training_bytes(wide, whole, device=device, workers=workers)
     states = FP32 + MOMENTS * (FP32 if config.optimizer_state == "fp32" else FP32 // 2)
-    return step + (FP32 + states) * beside - states * frozen
+    held = (FP32 + states) * beside - states * frozen
+    if workers == 1:
+        return step + held
+    # A layer is gathered with its gradient, those of its experts that a token passes by too.
+    return step + held // workers + 2 * FP32 * beside // shape.layers
 
 
 def trained_of(shape: Shape, experts: int, trainable: Sequence[Group]) -> int:

@@ -12,7 +12,10 @@ from tasks.planning.parts import CHECKPOINTS, training
 from tasks.planning.plan import plan
 from tasks.planning.row import gigabytes
 from tasks.recipes import validate
+from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.errors import InputError
+from upcycle_core.planning import memory, work
+from upcycle_core.planning.rates import Rates
 from upcycle_core.planning.shape import Shape
 from upcycle_core.training.config import ExpertTrainingConfig
 
@@ -20,6 +23,12 @@ DOMAINS = ("law", "code", "history", "music", "art")
 WHOLE, FFNS, LAYERS, HIDDEN = 8_030_261_248, 32 * 3 * 4096 * 14336, 32, 4096
 GPU = {"gpus": 1}
 HELD = {"streamed": "never"}
+FEW = {"steps": 4, "warmup_steps": 1, "gradient_accumulation": 4, "batch_size": 1}
+BASELINES = {
+    "baselines": {"btx": {"method": "btx", "training": FEW}},
+    "comparison": {"tokens": 10**6},
+}
+RATES = Rates(fp32=4e9, bf16=8e9, fp32_one=1e9, bf16_one=2e9, memory=1e10, read=1e9, write=1e9)
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +197,76 @@ def test_what_does_not_fit_goes_layer_by_layer(tmp_path, llama):
     assert layer < report < 3 * layer
     held = {"evaluation": {"cpus": 4, **HELD}}
     assert rows(made(tmp_path, llama, machine=small, compute=held))["report"].memory > 2 * 5 * FFNS
+
+
+def test_a_comparison_goes_layer_by_layer_where_all_its_models_can(tmp_path, llama):
+    small = Machine(memory=24 * 10**9, cpus=4, disk=10**13)
+    there = {"machine": small, "compute": {"evaluation": {"cpus": 4}}}
+    needed = {}
+    for method in ("btx", "branch-train-merge", "bam"):
+        row = {"method": method} | ({} if method.startswith("branch") else {"training": FEW})
+        found = made(tmp_path, llama, baselines={"row": row}, comparison={"tokens": 10**6}, **there)
+        needed[method] = rows(found)["comparison"].memory
+    layer = 2 * 5 * FFNS // LAYERS
+    assert layer < needed["btx"] < 3 * layer
+    assert needed["branch-train-merge"] < needed["bam"]  # one dense model, mapped; all experts
+    assert needed["bam"] > 2 * 5 * FFNS
+
+
+def test_all_workers_of_a_training_are_on_the_machine(tmp_path, llama):
+    training = {"experts": {"training": FEW}}
+
+    def of(stage="experts", kind="experts", **resources):
+        compute = {kind: resources}
+        found = made(tmp_path, llama, ready=False, compute=compute, **training, **BASELINES)
+        return found, rows(found)[stage]
+
+    plan_of_one, one = of()
+    plan_of_four, four = of(workers=4)
+    _, shared = of(workers=4, sharding="full")
+    assert [row.at_once(plan_of_one.machine) for row in (one, four)] == [5, 2]  # 8 cores
+    assert four.memory == one.memory
+    assert plan_of_four.memory == 2 * 4 * (four.memory + plan_of_four.base)
+    assert one.memory - 16 * WHOLE < shared.memory - 4 * WHOLE < one.memory - 15 * WHOLE
+    assert four.seconds(plan_of_four.machine, RATES) < one.seconds(plan_of_four.machine, RATES)
+    row = of("baselines", "baselines")[1]
+    divided = of("baselines", "baselines", workers=4, sharding="full")[1]
+    experts = 5 * FFNS // LAYERS
+    gathered = 2 * 4 * (experts + 10**9)  # a layer with its gradient, and states for the ends
+    held = row.memory - 12 * (WHOLE + 4 * FFNS)  # three quarters of 16 bytes a parameter
+    assert held < divided.memory < held + gathered
+
+
+def test_more_workers_than_fit_are_named(tmp_path, llama):
+    small = Machine(memory=400 * 10**9, cpus=8, disk=10**13)
+    sections = {"experts": {"training": FEW}, "compute": {"experts": {"workers": 4}}}
+    said, remedy = faults(made(tmp_path, llama, ready=False, machine=small, **sections))[
+        "compute.experts"
+    ]
+    assert "8 x" in said
+    assert "compute.experts.workers = 2" in remedy
+    assert "compute.experts.cpus" not in remedy
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_statistics_read_a_share_of_the_text_or_its_own(tmp_path, llama, own):
+    (tmp_path / "train.txt").write_text("x" * 400_000)
+    (tmp_path / "calibration.txt").write_text("x" * 100_000)
+    domain = {"expert": str(llama), "train": {"files": [str(tmp_path / "train.txt")]}}
+    if own:
+        domain["calibration"] = {"files": [str(tmp_path / "calibration.txt")]}
+    sections = {
+        "domains": dict.fromkeys(DOMAINS, domain),
+        "statistics": {"tokens": None, "precision": "bf16"},
+    }
+    found, tokens = rows(made(tmp_path, llama, **sections)), 25_000 if own else 10_000
+    length = StatisticsConfig().sequence_length
+    shape = Shape.of(llama)
+    assert found["statistics"].flops == 5 * work.statistics_flops(shape, tokens, length)
+    repaired = rows(made(tmp_path, llama, **sections, experts={"repair": "down"}))["repaired"]
+    config = StatisticsConfig(tokens=None, precision="bf16")
+    assert repaired.memory == memory.repair_bytes(shape, config, tokens, head=False)
+    assert found["documents"].read == 5 * (400_000 + 100_000 * own)
 
 
 def test_another_machine_is_described_in_words():
