@@ -69,6 +69,9 @@ def build(
     """
     session.ensure(sources)
     session.ensure(documents, only=changed)
+    has_tasks = TASKS.asked(session.recipe)
+    if has_tasks:
+        session.ensure(TASKS.stages()[0])
     session.ensure(tokenizer)
     session.ensure(corpora, only=changed)
     session.ensure(seed_text)
@@ -83,9 +86,8 @@ def build(
     session.ensure(model)
     session.ensure(report)
     own = [r for r in scored_models(session.recipe) if r not in session.recipe.baselines]
-    if TASKS.asked(session.recipe):
-        task_sets, task_scores, task_routing = TASKS.stages()
-        session.ensure(task_sets)
+    if has_tasks:
+        _, task_scores, task_routing = TASKS.stages()
         session.ensure(task_scores, only=own)
         session.ensure(task_routing)
     also(session)

@@ -25,6 +25,8 @@ def faults(recipe: Recipe) -> Iterator[Fault]:
         return
     method = METHODS[recipe.method]
     yield from method.checks(recipe)
+    if method.section is not None and getattr(recipe, method.section) is None:
+        return  # said just now, and what follows reads it
     for other in METHODS.values():
         if other is not method:
             yield from other.unused(recipe)
@@ -98,7 +100,7 @@ def _worker_faults(recipe: Recipe) -> Iterator[Fault]:
             remedy = "one worker has nothing to share its weights with; use none, or set "
             remedy += f"compute.{kind}.workers to 2 or more"
             yield Fault(f"compute.{kind}.sharding", "full", remedy)
-        if resources.placement is not None and resources.workers == 1:
+        if resources.placement == "spread" and resources.workers == 1:
             remedy = "one worker is on one machine; remove it, or set "
             remedy += f"compute.{kind}.workers to 2 or more"
             yield Fault(f"compute.{kind}.placement", resources.placement, remedy)

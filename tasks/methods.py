@@ -80,9 +80,18 @@ ADDITIONS = (COMPARISON, COMPRESSION, TASKS)
 
 
 def stages_of(recipe: Recipe) -> "tuple[Stage, ...]":
-    """Every stage of a recipe, in the order in which data flows."""
+    """Every stage of a recipe, in the order in which data flows.
+
+    Tasks are made beside the documents: what is missing of them is said before anything is trained.
+    """
     asked = (addition for addition in ADDITIONS if addition.asked(recipe))
-    return (*METHODS[recipe.method].stages(), *(s for addition in asked for s in addition.stages()))
+    stages = [*METHODS[recipe.method].stages(), *(s for own in asked for s in own.stages())]
+    if TASKS.asked(recipe):
+        task_sets = TASKS.stages()[0]
+        stages.remove(task_sets)
+        texts = [n for n, stage in enumerate(stages, 1) if stage.name in ("sources", "documents")]
+        stages.insert(max(texts, default=0), task_sets)
+    return tuple(stages)
 
 
 def every_stage() -> "tuple[Stage, ...]":

@@ -12,6 +12,7 @@ from infra.recipe.names import (
     remote_fault,
     secret_faults,
 )
+from infra.recipe.paths import FOLDER
 from infra.recipe.resources import Resources
 from infra.recipe.schema import Recipe, resolve
 from upcycle_core.config import SEEDS, Counted
@@ -93,20 +94,29 @@ def _domain_faults(recipe: Recipe) -> Iterator[Fault]:
             if missing:
                 remedy = f"no training text, and no {', '.join(missing)}; give one or the other"
                 yield Fault(f"{where}.train", None, remedy)
+        yield from _model_faults(domain.expert, f"{where}.expert")
+        if domain.origin is not None:
+            yield from _model_faults(domain.origin.model, f"{where}.origin.model")
         for part in ("train", "calibration", "heldout", "elsewhere"):
             source = getattr(domain, part)
             if source is not None:
                 yield from _source_faults(source, f"{where}.{part}", recipe.folder)
     for name, source in recipe.outside.items():
         yield from _source_faults(source, f"outside.{name}", recipe.folder)
+    yield from _model_faults(recipe.seed_model.model, "seed_model.model")
     if recipe.seed_model.text is not None:
         yield from _source_faults(recipe.seed_model.text, "seed_model.text", recipe.folder)
     yield from domain_faults("backbone.experts", recipe.backbone.experts or (), recipe)
 
 
+def _model_faults(model: str | None, where: str) -> Iterator[Fault]:
+    if model is not None and FOLDER in model:  # else it has been filled in
+        yield Fault("folder", None, f"{where} needs it; add --set folder=PATH")
+
+
 def _source_faults(source: Source, where: str, folder: str | None) -> Iterator[Fault]:
     yield from source.faults(where)
-    if folder is None and any("{folder}" in part for part in (*source.files, source.dataset or "")):
+    if folder is None and any(FOLDER in part for part in (*source.files, source.dataset or "")):
         yield Fault("folder", None, f"{where} needs it; add --set folder=PATH")
 
 

@@ -1,8 +1,11 @@
 """Relative paths of a recipe, seen from where it is read: pieces run in other folders."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from infra.recipe.schema import Recipe
+from upcycle_core.corpora.config import Domain
 from upcycle_core.errors import Fault, InputError
 
 FOLDER = "{folder}"
@@ -34,6 +37,26 @@ def rooted(values: dict[str, Any]) -> dict[str, Any]:
         rooted_tasks = {name: _task(task, f"tasks.{name}") for name, task in tasks.items()}
         values = values | {"tasks": rooted_tasks}
     return values
+
+
+def with_folder(recipe: Recipe) -> Recipe:
+    """The recipe whose models' paths name its folder; texts and tasks do where they are read."""
+    folder = recipe.folder
+    if folder is None:
+        return recipe
+
+    def filled(model: str | None) -> str | None:
+        return None if model is None else model.replace(FOLDER, folder)
+
+    def of(domain: Domain) -> Domain:
+        origin = domain.origin
+        if origin is not None:
+            origin = replace(origin, model=filled(origin.model))
+        return replace(domain, expert=filled(domain.expert), origin=origin)
+
+    domains = {name: of(domain) for name, domain in recipe.domains.items()}
+    seed_model = replace(recipe.seed_model, model=filled(recipe.seed_model.model))
+    return replace(recipe, domains=domains, seed_model=seed_model)
 
 
 def _task(task: Any, where: str) -> Any:

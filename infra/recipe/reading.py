@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from infra.recipe.budget import budget_faults, with_budget
 from infra.recipe.checks import faults
 from infra.recipe.names import masked
-from infra.recipe.paths import rooted
+from infra.recipe.paths import rooted, with_folder
 from infra.recipe.schema import ADAPTER, Recipe, resolve
 from infra.recipe.strict_yaml import read_yaml
 from upcycle_core.errors import Fault, raise_faults
@@ -78,12 +78,12 @@ def validate(
         return [*booleans, *budget_faults(recipe), *faults(recipe), *checks(recipe)]
 
     try:
-        recipe = completed(ADAPTER.validate_python(values))
+        recipe = completed(with_folder(ADAPTER.validate_python(values)))
     except ValidationError as error:
         found = [_fault_of(problem) for problem in error.errors()]
         rest = _without(values, error)
         with suppress(ValidationError):  # faults that would come up once these values are gone
-            found += faults_across(rest, completed(ADAPTER.validate_python(rest)))
+            found += faults_across(rest, completed(with_folder(ADAPTER.validate_python(rest))))
         raise_faults(found)
     raise_faults(faults_across(values, recipe))
     recipe = with_budget(recipe)

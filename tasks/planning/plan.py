@@ -9,12 +9,13 @@ from infra.recipe.schema import Recipe
 from tasks.engine.method import Addition
 from tasks.engine.stage import Stage
 from tasks.engine.workspace import Workspace
-from tasks.methods import COMPARISON, COMPRESSION, stages_of
+from tasks.methods import COMPARISON, COMPRESSION, TASKS, stages_of
 from tasks.planning.ders import comparison_rows, compression_rows
 from tasks.planning.dume import dume_rows
 from tasks.planning.machine import Machine
 from tasks.planning.parts import Subjects
 from tasks.planning.row import Planned, duration, gigabytes
+from tasks.planning.scored import task_rows
 from tasks.planning.simoe import simoe_rows
 from tasks.planning.subjects import CONFIG, subjects_of
 from tasks.planning.symphony import symphony_rows
@@ -29,6 +30,7 @@ ROWS: Mapping[str, Rows] = MappingProxyType(
 ADDED: tuple[tuple[Addition, Rows], ...] = (
     (COMPARISON, comparison_rows),
     (COMPRESSION, compression_rows),
+    (TASKS, task_rows),
 )
 """What runs on a finished model."""
 HEAD = (

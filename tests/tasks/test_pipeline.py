@@ -57,6 +57,12 @@ def test_every_stage_belongs_to_a_method():
     assert {id(stage) for _, stage in STAGES} == set(map(id, every_stage()))
 
 
+@pytest.mark.parametrize("recipe", [RECIPE, STRANGERS], ids=["dume", "symphony"])
+def test_tasks_are_made_before_anything_is_trained(recipe):
+    names = [stage.name for stage in stages_of(recipe)]
+    assert names.index("documents") < names.index("task_sets") < names.index("experts")
+
+
 @pytest.mark.parametrize(("name", "stage"), STAGES, ids=label)
 def test_dvc_lists_what_the_fingerprint_is_made_from(name, stage, tmp_path):
     recipe = RECIPES[name]

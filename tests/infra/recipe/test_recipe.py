@@ -1,7 +1,7 @@
 import copy
 import math
 import re
-from dataclasses import FrozenInstanceError, fields, is_dataclass
+from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -9,9 +9,11 @@ import pytest
 import yaml
 from texts import pico_recipe, save_recipe
 
+from infra.recipe.paths import with_folder
 from infra.recipe.schema import Recipe, recipe_digest, recipe_yaml, resolve
 from tasks.recipes import load_recipe, validate
 from upcycle_core.config import RULES
+from upcycle_core.corpora.config import Origin
 from upcycle_core.errors import InputError
 
 DOMAINS = ("colours", "letters", "numbers")
@@ -47,6 +49,43 @@ def test_unknown_key_names_the_nearest_that_exists(values):
 def test_unknown_key_deep_in_a_domain_is_named(values):
     values["domains"]["letters"]["train"]["fils"] = ["x"]
     assert "domains.letters.train.fils = ['x']: no such key; did you mean files?" in message(values)
+
+
+@pytest.mark.parametrize("method", ["symphony", "simoe"])
+def test_a_method_without_its_section_is_told_so(values, method):
+    assert f"{method} = None: says how" in message({**values, "method": method})
+
+
+def test_a_method_that_contradicts_a_section_is_refused(values):
+    said = "method = 'dume': and there is a section `symphony`, of symphony: remove one"
+    assert message({**values, "method": "dume", "symphony": {}}) == said
+
+
+def test_similarity_is_asked_of_strangers_alone(values):
+    said = "similarity = 'given': is for models that share no seed"
+    assert said in message({**values, "similarity": {}})
+
+
+def test_one_worker_is_as_near_as_can_be(values):
+    values["compute"] = {"experts": {"placement": "pack"}}
+    assert validate(values).compute.experts.placement == "pack"
+
+
+def test_the_folder_stands_in_paths_of_models_too(values, tmp_path):
+    values["seed_model"] = {"model": "{folder}/seed"}
+    for name in DOMAINS[:2]:
+        values["domains"][name]["expert"] = f"{{folder}}/base:{{folder}}/{name}"
+    recipe, folder = validate(values), values["folder"]
+    assert recipe.seed_model.model == f"{folder}/seed"
+    assert recipe.domains[DOMAINS[0]].expert == f"{folder}/base:{folder}/{DOMAINS[0]}"
+    assert validate(resolve(recipe)) == recipe
+    stranger = replace(recipe.domains[DOMAINS[2]], origin=Origin(model="{folder}/origin"))
+    own = with_folder(replace(recipe, domains={"own": stranger})).domains["own"]
+    assert own.origin == Origin(model=f"{folder}/origin")
+    del values["folder"]
+    said = message(values)
+    assert "folder = None: seed_model.model needs it" in said
+    assert f"folder = None: domains.{DOMAINS[0]}.expert needs it" in said
 
 
 def test_all_faults_come_in_one_message(values):

@@ -199,6 +199,21 @@ def test_what_does_not_fit_goes_layer_by_layer(tmp_path, llama):
     assert rows(made(tmp_path, llama, machine=small, compute=held))["report"].memory > 2 * 5 * FFNS
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tasks_are_scored_by_models_that_are_held_whole(tmp_path, llama, precision):
+    small = Machine(memory=24 * 10**9, cpus=4, disk=10**13)
+    tasks = {"tasks": {"words": {"heldout": "last_word", "domain": "law"}}}
+    tasks["task_evaluation"] = {"precision": precision}
+    found = made(tmp_path, llama, machine=small, **tasks)
+    needed = rows(found)["task_scores"].memory
+    width = {"fp32": 4, "bf16": 2}[precision]
+    assert width * 5 * FFNS <= needed < width * (WHOLE + 4 * FFNS) + 10**6
+    assert rows(found)["report"].memory < 0.1 * needed
+    assert set(faults(found)) == {"compute.evaluation"}
+    assert ("precision = bf16" in faults(found)["compute.evaluation"][1]) == (precision == "fp32")
+    assert found.seconds is None
+
+
 def test_a_comparison_goes_layer_by_layer_where_all_its_models_can(tmp_path, llama):
     small = Machine(memory=24 * 10**9, cpus=4, disk=10**13)
     there = {"machine": small, "compute": {"evaluation": {"cpus": 4}}}
