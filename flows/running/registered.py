@@ -99,17 +99,17 @@ def load(directory: Path, chosen: argparse.Namespace) -> tuple[Any, Any]:
             device is not there.
     """
     import torch
-    from transformers import AutoTokenizer
 
     from tasks.scoring.architectures import register_architectures
     from upcycle_core.checkpoints.load import load_causal_lm
+    from upcycle_core.checkpoints.tokenizer import load_tokenizer
     from upcycle_core.precision import device_faults, weights_type
 
     if json.loads((directory / "config.json").read_text()).get("is_encoder_decoder"):
         remedy = "is an encoder and a decoder; name a model that continues text"
         raise InputError(Fault("model", chosen.model, remedy))
     register_architectures()
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    tokenizer = load_tokenizer(directory)
     device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
     raise_faults(device_faults(device))
     dtype = weights_type(chosen.precision, device)

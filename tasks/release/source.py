@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from infra.readers.ask.arrived import wanted
 from tasks.scoring.architectures import register_architectures
@@ -16,6 +15,7 @@ from upcycle_core.certificate.answers import Answers, ours, write_prompts
 from upcycle_core.certificate.changed import change
 from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.encoding import asked
 from upcycle_core.memory import free_memory
 
@@ -114,7 +114,7 @@ class Source:
     @cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's own."""
-        return AutoTokenizer.from_pretrained(self.files, trust_remote_code=False)
+        return load_tokenizer(self.files)
 
     @cached_property
     def specials(self) -> set[int]:

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from infra.recipe.schema import Recipe
 from tasks.data.given import place_given
 from tasks.engine.artifacts import FORMS
@@ -16,6 +14,7 @@ from tasks.engine.params import expert_keys
 from tasks.engine.stage import StageRun, stage
 from tasks.symphony.vocabulary import sharing
 from tasks.training import Texts, train_one, train_piece
+from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.config import Bos, Origin, TokenizerConfig
 from upcycle_core.corpora.encoding import encoded
 from upcycle_core.corpora.reader import read_chats
@@ -131,7 +130,7 @@ def stranger_piece(
 
 def _write_tokens(documents: Mapping[str, Path], start: Path, texts: Path, bos: Bos) -> None:
     """The text in the words of the model at ``start``."""
-    encoder = AutoTokenizer.from_pretrained(start, local_files_only=True, trust_remote_code=False)
+    encoder = load_tokenizer(start)
     for domain in documents:
         write_split(
             texts / domain,

@@ -6,8 +6,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from upcycle_core.checkpoints.writer import sync_directory, sync_file
+from upcycle_core.checkpoints.writer import sync_directory, sync_file, write_json
 from upcycle_core.errors import Fault, InputError
 
 TOKENIZER_FILES = (
@@ -22,6 +23,11 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+CORE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+AS_IT_IS = "PreTrainedTokenizerFast"
+"""The one class that takes tokenizer.json as it is. Others make parts of it anew, one way or
+another by the config.json that lies beside it: the same files give other tokens beside an expert,
+beside the MoE and alone."""
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Those without which there are no tokens."""
 
@@ -86,16 +92,48 @@ def check_tokenizer(directory: Path) -> None:
     Raises:
         InputError: transformers cannot, or would need code of the checkpoint, which is never run.
     """
-    from transformers import AutoTokenizer  # slow to import
-
     try:
-        AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        load_tokenizer(directory)
     except Exception as error:  # the tokenizers library raises no narrower class
+        raise InputError(_unreadable(directory, error)) from error
+
+
+def load_tokenizer(directory: Path | str) -> Any:
+    """The tokenizer as its tokenizer.json says, whatever lies beside it; no code of it is run.
+
+    Without a tokenizer.json it is what transformers makes of the other files.
+
+    Raises:
+        InputError, ValueError, OSError: It cannot be loaded.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
+
+    directory = Path(directory)
+    kind = PreTrainedTokenizerFast if _is_whole(directory) else AutoTokenizer
+    return kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether tokenizer.json says all of it: there is one, and no code."""
+    return (directory / CORE).is_file() and "auto_map" not in _settings(directory)
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    path = directory / SETTINGS
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {**found}
+    except (ValueError, TypeError) as error:
         raise InputError(_unreadable(directory, error)) from error
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
     """Copy the tokenizer files of one directory to another, to the disk.
+
+    Where there is a tokenizer.json, whoever loads the copy has it as it is: see ``AS_IT_IS``. What
+    its class would say of padding is said then.
 
     Raises:
         InputError: ``source`` holds none.
@@ -107,23 +145,33 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
     for name in names:
         shutil.copyfile(source / name, destination / name)
         sync_file(destination / name)
+    if _is_whole(source):
+        settings = _settings(source)
+        if settings.get("tokenizer_class") != AS_IT_IS:
+            said = {**_of_class(settings.get("tokenizer_class")), **settings}
+            write_json(destination / SETTINGS, {**said, "tokenizer_class": AS_IT_IS})
     sync_directory(destination)
+
+
+def _of_class(name: str | None) -> dict[str, Any]:
+    """What a class says that no file needs to."""
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    own = tokenizer_class_from_name(name) if name else None
+    if own is None:
+        return {}
+    return {"padding_side": own.padding_side, "model_input_names": own.model_input_names}
 
 
 def _core(directory: Path) -> dict:
     """The content of tokenizer.json, or what it would be."""
-    path = directory / "tokenizer.json"
+    path = directory / CORE
     try:
         if path.is_file():
             return json.loads(path.read_text(encoding="utf-8"))
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
             raise InputError(_no_tokenizer(directory))
-        from transformers import AutoTokenizer  # slow to import, and seldom needed
-
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-        return json.loads(tokenizer.backend_tokenizer.to_str())
+        return json.loads(load_tokenizer(directory).backend_tokenizer.to_str())
     except (ValueError, OSError, AttributeError, ImportError) as error:
         if isinstance(error, InputError):
             raise

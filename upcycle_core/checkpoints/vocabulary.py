@@ -9,6 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
+from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.errors import Fault, InputError
 
 Spelling = Literal["bytes", "pieces", "text"]
@@ -72,7 +73,7 @@ class Vocabulary:
     Args:
         field: How errors name it.
         directory: Where it lies.
-        core: Its tokenizer.json, as transformers loads it: some classes rebuild what the file says.
+        core: Its tokenizer.json, as it is loaded.
         spelling: How its strings are meant.
         tokens: All of them, by id.
     """
@@ -163,12 +164,8 @@ def rule_faults(vocabularies: Sequence[Vocabulary]) -> Iterator[Fault]:
 
 
 def _core(directory: Path, field: str) -> dict[str, Any]:
-    from transformers import AutoTokenizer  # slow to import, and seldom needed
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = load_tokenizer(directory)
         return json.loads(tokenizer.backend_tokenizer.to_str())
     except Exception as error:  # the tokenizers library raises no narrower class
         remedy = f"its tokenizer cannot be read ({error}); save it with a tokenizer.json"

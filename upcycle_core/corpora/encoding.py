@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import jinja2
 from tokenizers import processors
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.conversations import Conversation, Message, joined
 from upcycle_core.corpora.spool import in_groups
@@ -383,7 +384,5 @@ def answer_ends(tokenizer: Any, model: Any, *, chat: bool) -> list[int]:
 
 def chat_template_of(directory: Path) -> ChatTemplate:
     """The chat template of a model's directory."""
-    tokenizer = AutoTokenizer.from_pretrained(
-        directory, local_files_only=True, trust_remote_code=False
-    )
+    tokenizer = load_tokenizer(directory)
     return ChatTemplate(tokenizer)

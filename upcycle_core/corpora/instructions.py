@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import AutoTokenizer
 
+from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.batches import NO_LOSS
 from upcycle_core.corpora.conversations import Conversation, Message, read_conversations
 from upcycle_core.corpora.encoding import ChatTemplate
@@ -44,7 +44,7 @@ class InstructionRows(Dataset):
 
     Args:
         files: .jsonl or .parquet, see ``corpora.conversations``.
-        tokenizer: Directory that ``AutoTokenizer`` loads.
+        tokenizer: Directory of its files.
         sequence_length: S.
         count: Rows in all: steps x batch size x gradient accumulation.
         seed: Decides the order.
@@ -156,7 +156,7 @@ def encode_prompt(
     """Exactly the tokens that stand before the response in a row of ``InstructionRows``.
 
     Args:
-        tokenizer: Directory that ``AutoTokenizer`` loads, or what it has loaded.
+        tokenizer: Directory of its files, or what it has loaded.
         prompt: The record's: what a user says, or what all say before the response.
         max_tokens: A longer prompt loses tokens from the left, as in training.
 
@@ -213,7 +213,7 @@ class _Encoder:
 
     def __init__(self, tokenizer: Path | Any) -> None:
         if isinstance(tokenizer, str | Path):
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+            tokenizer = load_tokenizer(tokenizer)
         self.tokenizer: Any = tokenizer
         self.end_id: int = self.tokenizer.eos_token_id
         if self.end_id is None:

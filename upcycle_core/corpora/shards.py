@@ -10,9 +10,9 @@ from itertools import starmap
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from upcycle_core.checkpoints.hashing import sha256_file
+from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.config import SPLITS, Bos
 from upcycle_core.corpora.encoding import Encoded, encoded
 from upcycle_core.corpora.reader import TokenCorpus, read_chats
@@ -32,7 +32,7 @@ def write_corpus(
 
     Args:
         documents: Directory written by ``write_documents``.
-        tokenizer: Directory that ``AutoTokenizer`` loads.
+        tokenizer: Directory of its files.
         out: Fresh directory for ``<split>/`` and ``manifest.json``: documents, tokens, bytes and
             sha256 per split, and what ``documents`` says about its sources.
         bos: Whether a beginning-of-sequence token stands before each document.
@@ -42,7 +42,7 @@ def write_corpus(
         InputError: The tokenizer has no end-of-sequence token, or see ``encoding.encoded``.
     """
     progress = progress or Silent()
-    encoder = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    encoder = load_tokenizer(tokenizer)
     if encoder.eos_token_id is None:
         remedy = "it has no end-of-sequence token to put between documents; set its eos_token"
         raise InputError(Fault("tokenizer", str(tokenizer), remedy))

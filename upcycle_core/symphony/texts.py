@@ -14,10 +14,9 @@ import torch
 from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer
 
 from upcycle_core.activations.pairs import PairedBatch
-from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
+from upcycle_core.checkpoints.tokenizer import load_tokenizer, vocabulary_fingerprint
 from upcycle_core.corpora.batches import PAD_ID
 from upcycle_core.corpora.reader import read_documents
 from upcycle_core.errors import Fault, raise_faults
@@ -107,9 +106,7 @@ def _core(directory: Path) -> Tokenizer:
 
     A special token's name in a text stays ordinary text, as in ``corpora.shards``.
     """
-    backend = AutoTokenizer.from_pretrained(
-        directory, local_files_only=True, trust_remote_code=False
-    ).backend_tokenizer
+    backend = load_tokenizer(directory).backend_tokenizer
     core = Tokenizer.from_str(json.dumps(json.loads(backend.to_str()) | {"post_processor": None}))
     core.no_truncation()
     core.no_padding()

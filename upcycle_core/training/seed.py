@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from upcycle_core.checkpoints.load import quiet_loading
-from upcycle_core.checkpoints.tokenizer import copy_tokenizer
+from upcycle_core.checkpoints.tokenizer import copy_tokenizer, load_tokenizer
 from upcycle_core.errors import raise_faults
 from upcycle_core.training.checks import shape_faults
 from upcycle_core.training.config import LlamaShape
@@ -27,7 +27,7 @@ def initialise_model(shape: LlamaShape, tokenizer: Path, out: Path, *, seed: int
         InputError: The sizes do not fit each other.
     """
     raise_faults(shape_faults(shape, "shape"))
-    words = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    words = load_tokenizer(tokenizer)
     config = AutoConfig.for_model(
         shape.family,
         vocab_size=len(words),

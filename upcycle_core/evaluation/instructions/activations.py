@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoTokenizer
 
 from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.instructions.answers import (
     Batch,
@@ -144,9 +144,7 @@ def expert_activations(
     if not hasattr(model, "coefficients"):
         remedy = "it has no expert coefficients; give a SIMoE model"
         raise InputError(Fault("model", str(model_dir), remedy))
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_dir, local_files_only=True, trust_remote_code=False
-    )
+    tokenizer = load_tokenizer(model_dir)
     longest = max_prompt_tokens or model.config.max_position_embeddings
     prompts = encode_prompts(tokenizer, rows, max_prompt_tokens=longest)
     progress = progress or Silent()

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.encoding import answer_ends
 from upcycle_core.corpora.instructions import UNKNOWN_TASK, encode_prompt
 from upcycle_core.errors import Fault, raise_faults
@@ -96,9 +97,7 @@ def answer(
     """
     raise_faults(_faults(rows, max_new_tokens, batch_size))
     model: Any = load_causal_lm(model_dir, device=device)
-    tokenizer: Any = AutoTokenizer.from_pretrained(
-        model_dir, local_files_only=True, trust_remote_code=False
-    )
+    tokenizer: Any = load_tokenizer(model_dir)
     if max_prompt_tokens is None:
         max_prompt_tokens = _room(model.config, max_new_tokens)
     prompts = encode_prompts(tokenizer, rows, max_prompt_tokens=max_prompt_tokens)

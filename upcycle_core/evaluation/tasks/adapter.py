@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.encoding import with_prefix
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -163,9 +163,7 @@ def _load_model(
     """The harness's own class for Hugging Face models, around a model that is loaded strictly."""
     from lm_eval.models.huggingface import HFLM
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        directory, local_files_only=True, trust_remote_code=False
-    )
+    tokenizer = load_tokenizer(directory)
     if config.chat_template and tokenizer.chat_template is None:
         remedy = f"the tokenizer of {directory} has no chat template; set it to false"
         raise InputError(Fault("task_evaluation.chat_template", True, remedy))

@@ -19,10 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoTokenizer
-
 from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.conversations import Conversation, joined
 from upcycle_core.corpora.encoding import encoded
@@ -200,9 +199,7 @@ def evaluate_text(
         bos: Whether a beginning-of-sequence token stands before each document.
         max_bytes: {domain: UTF-8 bytes of text to read}, in document order; all by default.
     """
-    tokenizer = AutoTokenizer.from_pretrained(
-        directory, local_files_only=True, trust_remote_code=False
-    )
+    tokenizer = load_tokenizer(directory)
     whole = replace(config, tokens=None)
     with tempfile.TemporaryDirectory() as folder:
         corpora = {}
