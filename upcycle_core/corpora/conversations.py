@@ -5,8 +5,11 @@ A record is one of::
     {"prompt": "...", "response": "..."}
     {"instruction": "...", "input": "...", "output": "..."}
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+
+Messages may hold what chat templates read beside these (``EXTRAS``), and a record ``tools``.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,20 +19,28 @@ from upcycle_core.errors import Fault, InputError
 
 PROMPT_FIELDS = ("prompt", "instruction")
 RESPONSE_FIELDS = ("response", "output", "completion", "answer")
-FIELDS = ("messages", *PROMPT_FIELDS, "input", *RESPONSE_FIELDS)
+FIELDS = ("messages", "tools", *PROMPT_FIELDS, "input", *RESPONSE_FIELDS)
+THOUGHTS = ("reasoning_content", "thinking")
+"""Of a message: what its writer thought, by the two names that templates have for it."""
+LISTS = ("tool_calls", "tools")
+"""Of a message: which functions it calls; of the first, which there are. Lists of objects, or JSON
+of such, as columns of one type hold them."""
+EXTRAS = (*THOUGHTS, *LISTS, "tool_call_id", "name")
+"""What of a message is kept beside who says what."""
 FORM = '{"prompt": ..., "response": ...} or {"messages": [...]}'
 FAULTS_SHOWN = 5
 """A file of the wrong form is wrong in every line."""
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 class Conversation(NamedTuple):
     """What was said, up to the last response.
 
     Args:
-        messages: Each with ``role`` and ``content``; the first is no response, the last is one
-            (``role`` is ``assistant``).
+        messages: Each with ``role`` and ``content``, and those of ``EXTRAS`` that it has; the
+            first is no response, the last is one (``role`` is ``assistant``). The record's
+            ``tools`` are the first one's.
         place: File and line, for errors.
         task: The record's field ``task``, where it is text.
     """
@@ -93,8 +104,17 @@ def present(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(messages: Sequence[Message]) -> str:
-    """What was said, without who said it: an empty line between messages."""
-    return "\n\n".join(message["content"] for message in messages)
+    """What was said, thought and called, without who did: an empty line between."""
+    parts = (part for message in messages for part in _parts(message))
+    return "\n\n".join(parts)
+
+
+def _parts(message: Message) -> Iterator[str]:
+    yield from (message[name] for name in THOUGHTS if message.get(name))
+    if message["content"]:
+        yield message["content"]
+    if message.get("tool_calls"):
+        yield json.dumps(message["tool_calls"], ensure_ascii=False)
 
 
 def messages_of(row: dict[str, Any], place: str) -> list[Message]:
@@ -104,7 +124,9 @@ def messages_of(row: dict[str, Any], place: str) -> list[Message]:
         InputError: It has no prompt or response, or not as text.
     """
     if "messages" in row:
-        return _conversation(row["messages"], place)
+        said = _conversation(row["messages"], place)
+        tools = _objects(row, "tools", place)
+        return [said[0] | {"tools": tools}, *said[1:]] if tools else said
     prompt = _text(row, _only(row, PROMPT_FIELDS, place), place)
     response = _text(row, _only(row, RESPONSE_FIELDS, place), place)
     if row.get("input"):
@@ -116,16 +138,49 @@ def _conversation(messages: Any, place: str) -> list[Message]:
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         remedy = 'must be a list of {"role": ..., "content": ...}; mend or remove the record'
         raise InputError(Fault(f"{place}, messages", _start(messages), remedy))
-    said = [
-        {name: _text(message, name, f"{place}, messages[{i}]") for name in ("role", "content")}
-        for i, message in enumerate(messages)
-    ]
+    said = [_message(present(m), f"{place}, messages[{i}]") for i, m in enumerate(messages)]
     responses = [i for i, message in enumerate(said) if message["role"] == "assistant"]
     if not responses or responses[0] == 0:
         roles = [message["role"] for message in said]
         remedy = "a response (role assistant) must follow some prompt; mend or remove the record"
         raise InputError(Fault(f"{place}, messages", roles, remedy))
     return said[: responses[-1] + 1]
+
+
+def _message(message: dict[str, Any], place: str) -> Message:
+    """One message; one that calls functions need not say anything."""
+    extras = {name: _extra(message, name, place) for name in EXTRAS if message.get(name)}
+    content = message.get("content")
+    is_silent = content is None or (isinstance(content, str) and not content.strip())
+    text = "" if extras.get("tool_calls") and is_silent else _text(message, "content", place)
+    return {"role": _text(message, "role", place), "content": text} | extras
+
+
+def _extra(message: dict[str, Any], name: str, place: str) -> Any:
+    return _objects(message, name, place) if name in LISTS else _text(message, name, place)
+
+
+def _objects(row: dict[str, Any], name: str, place: str) -> list[Any]:
+    """A list of objects, or what is written as JSON; empty where there is none."""
+    value = row.get(name)
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+        if found is not None and not (
+            isinstance(found, list) and all(isinstance(one, dict) for one in found)
+        ):
+            raise ValueError("it holds something else")
+        encodable(json.dumps(found, ensure_ascii=False), "it")
+    except (ValueError, TypeError) as error:
+        remedy = f"must be a list of objects, or JSON of one ({error}); mend or remove it"
+        raise InputError(Fault(f"{place}, {name}", _start(value), remedy)) from None
+    return _filled(found or [])
+
+
+def _filled(value: Any) -> Any:
+    """``value`` without keys that hold nothing: a Parquet file has all keys in every object."""
+    if isinstance(value, dict):
+        return {key: _filled(own) for key, own in value.items() if own is not None}
+    return [_filled(own) for own in value] if isinstance(value, list) else value
 
 
 def _only(row: dict[str, Any], fields: Sequence[str], place: str) -> str:

@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.config import Bos
-from upcycle_core.corpora.conversations import Conversation, Message, joined
+from upcycle_core.corpora.conversations import LISTS, THOUGHTS, Conversation, Message, joined
 from upcycle_core.corpora.spool import in_groups
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress, Silent
@@ -25,6 +25,8 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DAY = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
 """Before a template that writes today's date, as Llama 3's do; the day that they name themselves
 where they are told none."""
+THOUGHT = "</think>"
+"""Behind what a response thinks, before what it says."""
 SAID = "x{number}x"
 """Stands for a message when a template is asked whether it writes all of them."""
 
@@ -162,10 +164,13 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, *, prefix: Sequence[int] = ()) -> None:
         self.tokenizer, self.prefix = tokenizer, list(prefix)
+        # Special tokens' names in messages stay text. Those of other added tokens, <think> and
+        # <tool_call> among them, are what assistants write.
+        tokenizer.chat_control_tokens = []
         added = tokenizer.added_tokens_decoder.items()
         self.special = {index for index, token in added if token.special}
         self.special |= {*tokenizer.all_special_ids}
-        self._shows: dict[tuple[str, ...], list[str]] = {}
+        self._shows: dict[tuple[tuple[str, bool], ...], list[str]] = {}
 
     def document(self, chat: Conversation) -> Encoded:
         """A chat as a document: all that the tokenizer's own ``apply_chat_template`` gives.
@@ -195,10 +200,11 @@ class ChatTemplate:
         """
         with _refusals(chat):
             ids = self._written(chat.messages)
-            left_out = self._left_out(tuple(message["role"] for message in chat.messages))
+            left_out = [f"what the role {role!r} says" for role in self._left_out(chat.messages)]
+            left_out += self._unsaid(chat.messages)
         if left_out:
-            remedy = f"the tokenizer's chat template leaves out what the role {left_out[0]!r} says "
-            remedy += "here; mend it, or remove those messages"
+            remedy = f"the tokenizer's chat template leaves out {left_out[0]} here; mend it, or "
+            remedy += "remove those messages"
             raise InputError(Fault("chat_template", chat.place, remedy))
         return ids
 
@@ -278,6 +284,7 @@ class ChatTemplate:
             raise InputError(Fault("chat_template", chat.place, remedy))
         out = self.tokenizer.apply_chat_template(
             chat.messages,
+            tools=_tools(chat.messages),
             chat_template=self._template,
             return_dict=True,
             return_assistant_tokens_mask=True,
@@ -300,6 +307,7 @@ class ChatTemplate:
 
         rendered: Any = render_jinja_template(
             [chat.messages],
+            tools=_tools(chat.messages),
             chat_template=self._template,
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
@@ -322,18 +330,48 @@ class ChatTemplate:
             found[first:behind] = [True] * (behind - first)
         return found
 
-    def _left_out(self, roles: tuple[str, ...]) -> list[str]:
+    def _left_out(self, messages: Sequence[Message]) -> list[str]:
         """Roles of which the template does not write what they say, where all speak in turn."""
-        if roles not in self._shows:
-            said = [SAID.format(number=number) for number in range(len(roles))]
-            messages = [{"role": r, "content": s} for r, s in zip(roles, said, strict=True)]
-            written = self.tokenizer.apply_chat_template(
-                messages, chat_template=self._template, tokenize=False
-            )
-            self._shows[roles] = [
-                role for role, text in zip(roles, said, strict=True) if text not in written
+        shape = tuple((message["role"], bool(message["content"])) for message in messages)
+        if shape not in self._shows:
+            said = [
+                SAID.format(number=number) if m["content"] else ""
+                for number, m in enumerate(messages)
             ]
-        return self._shows[roles]
+            asked = [
+                message | {"content": text} for message, text in zip(messages, said, strict=True)
+            ]
+            written = self._text(asked)
+            self._shows[shape] = [
+                message["role"] for message in asked if message["content"] not in written
+            ]
+        return self._shows[shape]
+
+    def _unsaid(self, messages: Sequence[Message]) -> Iterator[str]:
+        """What the template does not write of what is more than said: of the last response what is
+        thought, for earlier thoughts are dropped by design; of all which functions are called, and
+        which there are.
+        """
+        thoughts = list(_thoughts(messages[-1]))
+        names = {
+            name: [_function(call) for message in messages for call in message.get(name, ())]
+            for name in LISTS
+        }
+        if not thoughts and not any(names.values()):
+            return
+        written = "".join(self._text(messages).split())
+        for thought in thoughts:
+            if "".join(thought.split()) not in written:
+                yield "what the last response thinks"
+        for name, functions in names.items():
+            if any(function and function not in written for function in functions):
+                yield f"its {name}"
+
+    def _text(self, messages: Sequence[Message]) -> str:
+        """The chat as the template writes it."""
+        return self.tokenizer.apply_chat_template(
+            list(messages), tools=_tools(messages), chat_template=self._template, tokenize=False
+        )
 
     def _written(self, messages: list[Message], **options: bool) -> list[int]:
         if not self.tokenizer.chat_template:
@@ -342,6 +380,7 @@ class ChatTemplate:
             raise InputError(Fault("chat_template", None, remedy))
         out = self.tokenizer.apply_chat_template(
             messages,
+            tools=_tools(messages),
             chat_template=self._template,
             return_dict=True,
             sanitize_control_tokens=True,
@@ -354,6 +393,26 @@ class ChatTemplate:
         """The tokenizer's, on one day: what a text's tokens are does not depend on the date."""
         template = self.tokenizer.get_chat_template()
         return DAY + template if "strftime_now" in template else template
+
+
+def _tools(messages: Sequence[Message]) -> list[Any] | None:
+    """The functions that there are, as the record says."""
+    return messages[0].get("tools") if messages else None
+
+
+def _function(call: Mapping[str, Any]) -> str:
+    """Its name; empty where it has none, or white space in it."""
+    inner = call.get("function")
+    name = (inner if isinstance(inner, dict) else call).get("name")
+    return name if isinstance(name, str) and not re.search(r"\s", name) else ""
+
+
+def _thoughts(message: Message) -> Iterator[str]:
+    """What a response thinks, as a field or before the mark that ends thoughts."""
+    yield from (message[name] for name in THOUGHTS if message.get(name))
+    thought, mark, _ = message["content"].rpartition(THOUGHT)
+    if mark and thought.removeprefix("<think>").strip():
+        yield thought.removeprefix("<think>")
 
 
 @contextmanager

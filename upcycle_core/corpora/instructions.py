@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.batches import NO_LOSS
 from upcycle_core.corpora.conversations import Conversation, Message, read_conversations
-from upcycle_core.corpora.encoding import ChatTemplate
+from upcycle_core.corpora.encoding import SAID, ChatTemplate
 from upcycle_core.corpora.seeded import permutation
 from upcycle_core.errors import Fault, InputError
 
@@ -169,6 +169,21 @@ def encode_prompt(
     ids = row.ids[: row.loss.index(True)]
     kept = ids if max_tokens is None else ids[-max_tokens:]
     return Prompt(kept, len(ids) - len(kept))
+
+
+def response_opening(tokenizer: Any) -> str:
+    """What the chat template writes of a response before it says anything, as empty thoughts.
+
+    Args:
+        tokenizer: Loaded, with a chat template.
+    """
+    said = SAID.format(number=0)
+    asked = {"role": "user", "content": said}
+    chat = Conversation([asked, {"role": "assistant", "content": said}], "chat_template")
+    row = _Encoder(tokenizer).encode(chat)
+    ids = [index for index, loss in zip(row.ids, row.loss, strict=True) if loss]
+    before, _, _ = tokenizer.decode(ids, skip_special_tokens=True).partition(said)
+    return before.strip()
 
 
 class _Encoded(NamedTuple):

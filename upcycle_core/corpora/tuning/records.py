@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from upcycle_core.corpora.conversations import Message, messages_of, place_rows
+from upcycle_core.corpora.conversations import EXTRAS, Message, messages_of, place_rows
 from upcycle_core.corpora.readers import is_text
 from upcycle_core.corpora.tuning.config import InstructionSource
 from upcycle_core.errors import Fault, InputError
@@ -36,7 +36,8 @@ class Record(NamedTuple):
         """What stands before the first response; nothing where that is what one user says."""
         roles = [message["role"] for message in self.messages]
         before = self.messages[: roles.index("assistant")] if roles else ()
-        return () if roles[:2] == ["user", "assistant"] else before
+        is_plain = roles[:2] == ["user", "assistant"] and not set(EXTRAS) & before[0].keys()
+        return () if is_plain else before
 
 
 Found = Record | Fault
@@ -79,8 +80,13 @@ def _record(row: Mapping[str, Any], place: str, name: str, source: InstructionSo
     messages = messages_of(row, place)
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     response = messages[first]["content"]
+    if not response:
+        remedy = "the first response calls a function and says nothing, and answers are compared "
+        remedy += "by what they say; give it text or remove the record"
+        raise InputError(Fault(f"{place}, messages[{first}], content", response, remedy))
     category = _label(row, source.category_field, place) or source.category or name
     is_plain = [message["role"] for message in messages] == ["user", "assistant"]
+    is_plain = is_plain and not any(set(EXTRAS) & message.keys() for message in messages)
     number = row.get("id")
     return Record(
         task=_label(row, "task", place) or category,

@@ -17,8 +17,8 @@ from transformers import GenerationConfig
 
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
-from upcycle_core.corpora.encoding import answer_ends
-from upcycle_core.corpora.instructions import UNKNOWN_TASK, encode_prompt
+from upcycle_core.corpora.encoding import THOUGHT, answer_ends
+from upcycle_core.corpora.instructions import UNKNOWN_TASK, encode_prompt, response_opening
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.progress import Progress, Silent
 
@@ -102,6 +102,7 @@ def answer(
         max_prompt_tokens = _room(model.config, max_new_tokens)
     prompts = encode_prompts(tokenizer, rows, max_prompt_tokens=max_prompt_tokens)
     ends = answer_ends(tokenizer, model, chat=bool(tokenizer.chat_template))
+    opening = response_opening(tokenizer) if tokenizer.chat_template else ""
     # Sampling, penalties and the like that a checkpoint may ask for would not be greedy.
     model.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -119,9 +120,14 @@ def answer(
         new_BT = out_BT[:, batch.input_BS.shape[1] :]
         for place, ids in zip(batch.places, new_BT.tolist(), strict=True):
             said = list(takewhile(lambda token: token not in ends, ids))
-            texts[place] = tokenizer.decode(said, skip_special_tokens=True).strip()
+            texts[place] = _said(tokenizer.decode(said, skip_special_tokens=True), opening)
         progress.advance(len(batch.places))
     return Answers(texts, prompts.truncated)
+
+
+def _said(text: str, opening: str) -> str:
+    """What an answer says: without what the template opens it with, and behind its thoughts."""
+    return text.strip().removeprefix(opening).rpartition(THOUGHT)[2].strip()
 
 
 def encode_prompts(tokenizer: Any, rows: Sequence[Row], *, max_prompt_tokens: int) -> Prompts:

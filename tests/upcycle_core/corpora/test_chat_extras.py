@@ -1,0 +1,162 @@
+"""Chats that think and call functions, held against what transformers makes of them."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet as parquet
+import pytest
+from chat import save_chat_tokenizer
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from upcycle_core.corpora.config import CorpusConfig, Domain, Source
+from upcycle_core.corpora.conversations import (
+    Conversation,
+    joined,
+    messages_of,
+    read_conversations,
+)
+from upcycle_core.corpora.documents import write_documents
+from upcycle_core.corpora.encoding import encoded
+from upcycle_core.corpora.instructions import _Encoder, response_opening
+from upcycle_core.corpora.reader import read_chats
+from upcycle_core.errors import InputError
+from upcycle_core.evaluation.instructions.answers import _said
+
+THINKS = """\
+{%- if tools %}{{ '<|im_start|>system\n' + (tools | map(attribute='name') | join(', ')) }}
+{{- ' within <tool_call></tool_call><|im_end|>\n' }}{%- endif %}
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- set said = m.content %}{%- set thought = m.reasoning_content or '' %}
+{%- if m.role == 'assistant' and '</think>' in said and not thought %}
+{%- set thought = said.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+{%- set said = said.split('</think>')[-1].lstrip('\n') %}{%- endif %}
+{%- if m.role == 'assistant' and loop.last %}
+{{- '<think>\n' + thought + '\n</think>\n\n' }}{%- endif %}{{- said }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{%- endfor %}
+{{- '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+"""Writes the last response's thoughts, empty ones too, and drops earlier ones, as Qwen3's does."""
+CUTS = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + m.content.split('</think>')[-1] }}
+{{- '<|im_end|>' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant' }}{%- endif %}"""
+"""Writes no thoughts at all, as R1's does."""
+CALL = {"function": {"name": "add", "arguments": {"a": 2, "b": None}}}
+TOOLS = [{"name": "add", "description": "adds"}]
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    found = AutoTokenizer.from_pretrained(
+        save_chat_tokenizer(tmp_path / "tokenizer", "chatml", template=THINKS)
+    )
+    marks = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    found.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
+    return found
+
+
+def asked_and(**answer):
+    return {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", **answer}]}
+
+
+RECORDS = {
+    "thinks": asked_and(content="<think>\nwell\n</think>\n\nyes"),
+    "calls": asked_and(content="ok <tool_call>{}</tool_call>"),
+    "fields": {
+        "tools": TOOLS,
+        **asked_and(content="so", reasoning_content="hm", tool_calls=[CALL]),
+    },
+    "silent": {"tools": TOOLS, **asked_and(content=None, tool_calls=[CALL])},
+    "special": {"tools": [], **asked_and(content="names <|im_start|> alone")},
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_chat_has_the_ids_that_the_tokenizer_itself_gives_it(tokenizer, name):
+    record = RECORDS[name]
+    (found,) = encoded([Conversation(messages_of(record, "here"), "here")], tokenizer)
+    messages = [{**m, "content": m["content"] or ""} for m in record["messages"]]
+    if "tool_calls" in messages[1]:
+        filled = {"function": {"name": "add", "arguments": {"a": 2}}}
+        messages[1] = {**messages[1], "tool_calls": [filled]}
+    own = tokenizer.apply_chat_template(
+        messages, tools=record.get("tools") or None, return_dict=True
+    )["input_ids"]
+    if name == "special":  # ours is text, and theirs is none
+        start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+        assert (found.ids.count(start), own.count(start)) == (2, 3)
+        return
+    assert found.ids == own
+    assert sum(found.responses) > 4
+
+
+def test_what_is_thought_and_called_comes_back_from_the_disk(tmp_path):
+    lines = "".join(json.dumps(record) + "\n" for record in RECORDS.values())
+    (tmp_path / "chats.jsonl").write_text(lines)
+    source = Source(files=(str(tmp_path / "chats.jsonl"),), form="chat")
+    config = CorpusConfig(min_characters=0)
+    write_documents(Domain(train=source), tmp_path / "out", config=config, seed=0)
+    found = [
+        chat.messages
+        for split in ("train", "calibration", "heldout")
+        for chat in read_chats(tmp_path / "out" / f"{split}.parquet")
+    ]
+    wanted = [messages_of(record, "here") for record in RECORDS.values()]
+    assert sorted(map(json.dumps, found)) == sorted(map(json.dumps, wanted))
+
+
+def test_a_parquet_file_s_empty_fields_are_none(tmp_path):
+    records = [RECORDS["fields"], RECORDS["thinks"]]
+    table = pyarrow.Table.from_pylist([{"tools": None, **record} for record in records])
+    parquet.write_table(table, tmp_path / "chats.parquet")
+    found = [chat.messages for chat in read_conversations([tmp_path / "chats.parquet"])]
+    assert found == [messages_of(record, "here") for record in records]
+
+
+def test_lists_may_be_json(tmp_path):
+    record = {**RECORDS["fields"], "tools": json.dumps(TOOLS)}
+    record["messages"][1]["tool_calls"] = json.dumps([CALL])
+    said = messages_of(record, "here")
+    assert said[0]["tools"] == TOOLS
+    assert said[1]["tool_calls"] == [{"function": {"name": "add", "arguments": {"a": 2}}}]
+    assert joined(said) == f"hi\n\nhm\n\nso\n\n{json.dumps(said[1]['tool_calls'])}"
+    for wrong in ("add", "[1]", '{"name": "add"}', 3):
+        with pytest.raises(InputError, match=r"here, tools = .*must be a list of objects"):
+            messages_of({**record, "tools": wrong}, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("thinks", "what the last response thinks"),
+        ("fields", "what the last response thinks"),
+        ("silent", "its tool_calls"),
+    ],
+)
+def test_a_template_that_drops_what_is_thought_or_called_is_refused(tokenizer, name, said):
+    tokenizer.chat_template = CUTS
+    chat = Conversation(messages_of(RECORDS[name], "here"), "line 7")
+    with pytest.raises(InputError, match=f"chat_template = 'line 7': .* leaves out {said} here"):
+        list(encoded([chat], tokenizer))
+
+
+def test_earlier_thoughts_may_be_dropped(tokenizer):
+    first, second = (RECORDS["thinks"]["messages"] for _ in range(2))
+    (found,) = encoded([Conversation([*first, *second], "here")], tokenizer)
+    assert tokenizer.decode(found.ids).count("well") == 1
+
+
+def test_an_answer_is_what_is_said_behind_what_the_template_opens_it_with(tokenizer):
+    opening = response_opening(tokenizer)
+    assert opening == "<think>\n\n</think>"
+    row = _Encoder(tokenizer).encode(Conversation(messages_of(RECORDS["calls"], "x"), "x"))
+    learnt = [index for index, loss in zip(row.ids, row.loss, strict=True) if loss]
+    text = tokenizer.decode(learnt, skip_special_tokens=True)
+    assert text.startswith(opening)
+    assert _said(text, opening) == "ok <tool_call>{}</tool_call>"
+    assert _said("<think>\nlong\n</think>\n\nyes ", opening) == "yes"
+    assert _said(" plain", "") == "plain"
+    tokenizer.chat_template = CUTS
+    assert response_opening(tokenizer) == ""
