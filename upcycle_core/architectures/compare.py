@@ -33,7 +33,7 @@ MUST_AGREE = {
     "max_position_embeddings": "rope",
 }
 # What need not agree here: it is brought into one form before models are joined (backbone.form).
-_BROUGHT = {"vocab_size", "max_position_embeddings"}
+_BROUGHT = {"vocab_size", "max_position_embeddings", "tie_word_embeddings"}
 OF_ONE_SEED = "use experts of one seed model"
 OF_ONE_SHAPE = (
     "only models of one architecture, shape and rope can be aligned; choose another model"
@@ -51,7 +51,7 @@ def compare_experts(
     """Find everything that keeps these experts from becoming one model.
 
     Reads every weight once. The first expert is what the others are compared to. Types of weights,
-    lengths and added tokens may differ: ``backbone.form`` brings them together.
+    lengths, added tokens and tied heads may differ: ``backbone.form`` brings them together.
 
     Args:
         readers: Checkpoints by the name that faults give them (``experts.law``).
@@ -123,6 +123,7 @@ def tensor_faults(
     *,
     config: Mapping | None = None,
     ffn: bool = True,
+    mixed: bool = False,
 ) -> list[Fault]:
     """Account for every tensor: what is missing, misshapen, or there with no use for it.
 
@@ -132,6 +133,8 @@ def tensor_faults(
         field: How faults name it.
         config: The configuration that its tensors must fit; its own by default.
         ffn: Whether FFNs belong to it (a backbone has none).
+        mixed: Whether its tensors may be of several types, as those of a given model that is
+            brought into one form.
     """
     expected = family.tensors(config or reader.config, ffn=ffn)
     place = str(reader.directory)
@@ -148,7 +151,7 @@ def tensor_faults(
             faults += list(surplus_fault(reader, name, field))
     weights = {n: t for n, t in reader.tensors.items() if RECOMPUTED.fullmatch(n) is None}
     dtypes = {str(info.dtype) for info in weights.values()}
-    if len(dtypes) > 1:
+    if len(dtypes) > 1 and not mixed:
         remedy = f"mixes {', '.join(sorted(dtypes))}; save it in one type"
         faults.append(Fault(field, place, remedy))
     return faults
@@ -160,7 +163,7 @@ def _own_faults(reader: CheckpointReader, field: str) -> Iterator[Fault]:
         family = family_of(reader.config, field=f"{field}.config.model_type")
         yield from family.config_faults(reader.config, field)
         yield from stock_faults(reader.config, f"{field}.config")
-        yield from tensor_faults(reader, family, field)
+        yield from tensor_faults(reader, family, field, mixed=True)
     except InputError as error:
         yield from error.faults
     for name in reader.non_finite:
@@ -300,7 +303,8 @@ def _differences(
     except InputError:
         return  # said already, of the expert that it is about
     for name, what in must_agree.items():
-        if name in _BROUGHT and (name == "vocab_size" or not _has_length(ours, theirs)):
+        is_length = name == "max_position_embeddings"
+        if name in _BROUGHT and not (is_length and _has_length(ours, theirs)):
             continue
         if computed(ours.get(name)) != computed(theirs.get(name)):
             remedy = f"another {what} than {first_field} ({ours.get(name)!r})"

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from upcycle_core.architectures.families import family_of
-from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, rope_fields
-from upcycle_core.backbone.write import Plan, weights_type, write_model
+from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, RECOMPUTED, rope_fields
+from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.checkpoints.given_as import given_as, write_given_as
 from upcycle_core.checkpoints.load import DTYPES
@@ -96,27 +96,31 @@ def common_forms(
     if not readers:
         return {}
     full = {n: family_of(r.config).resolve(r.config) for n, r in readers.items()}
-    types = [weights_type(reader) for reader in readers.values()]
-    common = reduce(torch.promote_types, types) if dtype == "auto" else DTYPES[dtype]
+    types = {name: _types(reader) for name, reader in readers.items()}
+    every = [kind for own in types.values() for kind in own]
+    common = reduce(torch.promote_types, every) if dtype == "auto" else DTYPES[dtype]
     length = min(config["max_position_embeddings"] for config in full.values())
     tied = all(config["tie_word_embeddings"] for config in full.values())
     size = max(config["vocab_size"] for config in full.values()) if tokens else None
     holder = max(tokens, key=lambda name: len(tokens[name].ids)) if tokens else None
     forms = {}
-    for name, own in zip(readers, types, strict=True):
+    for name, own in types.items():
         config: dict[str, object] = {}
         rope = full[name if rope_of is None else rope_of]["rope_parameters"]
         if full[name]["max_position_embeddings"] != length or rope != full[name]["rope_parameters"]:
             config |= {"max_position_embeddings": length, **rope_fields(rope)}
         if full[name]["tie_word_embeddings"] != tied:
             config["tie_word_embeddings"] = tied
-        if own != common:
+        if own != {common}:
             config["dtype"] = config["torch_dtype"] = str(common).removeprefix("torch.")
         if size not in (None, full[name]["vocab_size"]):
             config["vocab_size"] = size
         implied = ("torch_dtype", "rope_theta", "rope_scaling")
         changed = [k for k in config if k not in implied and config[k] != full[name].get(k)]
         said = [_change(key, full[name].get(key), config[key]) for key in changed]
+        if len(own) > 1:
+            kinds = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in own))
+            said.append(f"weights of {kinds} -> {str(common).removeprefix('torch.')}")
         rows: dict[str, torch.Tensor] = {}
         ids: tuple[int, ...] = ()
         tokenizer = None
@@ -184,6 +188,12 @@ def changes(checkpoint: Path) -> list[str]:
     """What ``write_in_form`` changed in a checkpoint that it wrote, for people."""
     path = checkpoint / FORM
     return json.loads(path.read_text())["said"] if path.is_file() else []
+
+
+def _types(reader: CheckpointReader) -> set[torch.dtype]:
+    """Types of a checkpoint's weights."""
+    weights = (i for n, i in reader.tensors.items() if RECOMPUTED.fullmatch(n) is None)
+    return {info.dtype for info in weights}
 
 
 def _change(key: str, old: object, new: object) -> str:

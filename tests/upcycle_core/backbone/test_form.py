@@ -96,6 +96,45 @@ def test_experts_of_other_tokens_types_and_lengths_become_one_model(tmp_path):
         assert torch.equal(ours[..., :96], theirs[..., :96])
 
 
+def test_tied_and_untied_heads_and_weights_of_several_types_become_one_model(tmp_path):
+    """As an adapter of the head leaves a model untied, and a merge leaves norms in fp32."""
+    tied = seeded(tmp_path, "tied", seed=1, tie_word_embeddings=True)
+    untied = recast(seeded(tmp_path, "untied", seed=2, tie_word_embeddings=True), torch.bfloat16)
+    weights = load_file(untied / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    norms = {name: tensor.float() for name, tensor in weights.items() if "norm" in name}
+    save_file(weights | norms, untied / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((untied / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (untied / "config.json").write_text(json.dumps(config))
+    models = {"tied": tied, "untied": untied}
+    experts, forms = brought(models, tmp_path / "out")
+    assert "tie_word_embeddings: True -> False" in forms["tied"].said
+    assert "weights of bfloat16 and float32 -> float32" in forms["untied"].said
+    readers = [CheckpointReader(path) for path in experts.values()]
+    write_backbone(readers, tmp_path / "backbone", max_shard_bytes=10**9)
+    routers = {layer: torch.randn(32, 2, dtype=torch.float64) for layer in range(2)}
+    assemble(
+        experts, tmp_path / "backbone", routers, tmp_path / "moe", top_k=1, max_shard_bytes=10**9
+    )
+    ids = torch.randint(0, 96, (2, 17), generator=torch.Generator().manual_seed(5))
+    moe = load_causal_lm(tmp_path / "moe")
+    for index, path in enumerate(models.values()):
+        dense = load_causal_lm(path)
+        with torch.no_grad(), force_expert(moe, index):
+            assert torch.equal(moe(input_ids=ids).logits, dense(input_ids=ids).logits)
+
+
+def test_a_model_of_several_types_alone_is_written_in_one(tmp_path):
+    mixed = seeded(tmp_path, "mixed", seed=1)
+    weights = load_file(mixed / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].bfloat16()
+    save_file(weights, mixed / "model.safetensors", metadata={"format": "pt"})
+    for asked, dtype in {"auto": torch.float32, "bf16": torch.bfloat16}.items():
+        found, _ = brought({"mixed": mixed}, tmp_path / asked, dtype=asked)
+        tensors = CheckpointReader(found["mixed"]).tensors.values()
+        assert {info.dtype for info in tensors} == {dtype}
+
+
 def test_rows_of_tokens_that_a_model_lacks_are_the_mean_of_those_that_know_them(tmp_path):
     law = seeded(tmp_path, "law", seed=1)
     padded = seeded(tmp_path, "padded", seed=2)
