@@ -16,6 +16,7 @@ from tasks.data.licences import FILE as LICENCES
 from tasks.data.licences import licence_faults, stated_licences
 from tasks.data.task_sets import task_fingerprint, task_set_faults
 from tasks.data.texts import TEXTS, named_texts, text_faults
+from tasks.data.tokenizer import speaker
 from tasks.engine.artifacts import FORMS, SEED
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.architectures.compare import compare_experts
@@ -24,7 +25,7 @@ from upcycle_core.architectures.kinship import apart
 from upcycle_core.backbone.form import common_forms
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.tokenizer import TokenIds, check_tokenizer, token_ids
+from upcycle_core.checkpoints.tokenizer import TokenIds, check_tokenizer, manners, token_ids
 from upcycle_core.corpora.encoding import chat_template_of
 from upcycle_core.corpora.sources import (
     first_chats,
@@ -111,12 +112,15 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
     if dtype == "auto" and ready and recipe.trains_experts:
         dtype = "fp32"  # what training leaves beside them
     strange = {n: _strange(far, next(iter(given))) for n, far in apart(given).items()}
+    others = _other_manners(given, speaker(recipe)) if of_one_seed else {}
     for name, form in common_forms(given, tokens, dtype=dtype, rope_of=rope_of).items():
+        beside = list(others.get(name, ()))
         if of_one_seed and name in strange:
             run.session.log(f"WARNING: {name}: {strange[name]}")
-            replace(form, said=(*form.said, strange[name])).save(run.out / FORMS / name)
-        else:
-            form.save(run.out / FORMS / name)
+            beside.append(strange[name])
+        replace(form, said=(*form.said, *beside)).save(run.out / FORMS / name)
+        for line in others.get(name, ()):
+            run.session.log(f"{name}: {line}")
         if form.said:
             said = "; ".join(form.said)
             run.session.log(f"{name}: brought into one form with the others: {said}")
@@ -124,6 +128,22 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
         if unread := family_of(config).unread(config):
             said = ", ".join(unread)
             run.session.log(f"{name}: nothing reads {said} of its config.json: left out")
+
+
+def _other_manners(given: Mapping[str, CheckpointReader], ruling: str) -> dict[str, list[str]]:
+    """What other models' tokenizers do otherwise than the one whose the MoE has."""
+    if ruling not in given or len(given) < 2:
+        return {}
+    found = {name: manners(reader.directory) for name, reader in given.items()}
+    rule = found.pop(ruling)
+    return {
+        name: [
+            f"its tokenizer's {what} is another than that of {ruling}, whose the model has"
+            for what, own in theirs.items()
+            if own != rule[what]
+        ]
+        for name, theirs in found.items()
+    }
 
 
 def _strange(far: float, other: str) -> str:
@@ -142,8 +162,8 @@ def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     """
     found = [*text_faults(recipe), *model_faults(recipe, cache), *task_set_faults(recipe)]
     own = recipe.seed_model.model
-    if own is None and not recipe.trains_seed:
-        own = next((domain.expert for domain in recipe.domains.values()), None)
+    if not recipe.trains_seed and (name := speaker(recipe)) != SEED:
+        own = recipe.domains[name].expert
     return found or list(chat_faults(recipe, [own], cache))
 
 

@@ -11,10 +11,21 @@ from upcycle_core.checkpoints.tokenizer import copy_tokenizer
 from upcycle_core.corpora.tokenizer import train_tokenizer
 
 
+def speaker(recipe: Recipe) -> str:
+    """Whose tokenizer text is read with, domain or seed: of given models, whose the MoE has.
+
+    Experts that are trained here have the seed's, so that it is theirs where there are any.
+    """
+    ready = [domain.expert is not None for domain in recipe.domains.values()]
+    if not ready or not all(ready):
+        return SEED
+    return next(iter(recipe.backbone.experts or recipe.domains))
+
+
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
     if recipe.trains_seed:
         return list(each(recipe, "documents/{domain}"))
-    named = SEED if recipe.seed_model.model is not None else next(iter(recipe.domains))
+    named = speaker(recipe)
     return [f"sources/{named}.json", f"sources/{FORMS}/{named}"]
 
 
@@ -29,9 +40,8 @@ def tokenizer(run: StageRun) -> None:
     """Write the tokenizer's files."""
     recipe = run.recipe
     if not recipe.trains_seed:
-        given = recipe.seed_model.model
-        name = SEED if given is not None else next(iter(recipe.domains))
-        given = given or recipe.domains[name].expert
+        name = speaker(recipe)
+        given = recipe.seed_model.model if name == SEED else recipe.domains[name].expert
         assert given is not None
         tokenizer = Form.load(run.path(f"sources/{FORMS}/{name}")).tokenizer
         copy_tokenizer(tokenizer or given_model(recipe, given, run.models), run.out)

@@ -113,6 +113,23 @@ def load_tokenizer(directory: Path | str) -> Any:
     return kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
+def manners(directory: Path) -> dict[str, Any]:
+    """What of a tokenizer is none of its tokens, by its name for people.
+
+    Raises:
+        InputError, ValueError, OSError: It cannot be loaded.
+    """
+    tokenizer = load_tokenizer(directory)
+    core = json.loads(tokenizer.backend_tokenizer.to_str())
+    return {
+        "chat template": tokenizer.chat_template,
+        "beginning-of-sequence token": tokenizer.bos_token,
+        "end-of-sequence token": tokenizer.eos_token,
+        "way to cut text": [core[part] for part in ("normalizer", "pre_tokenizer")],
+        "frame around texts": core["post_processor"],
+    }
+
+
 def _is_whole(directory: Path) -> bool:
     """Whether tokenizer.json says all of it: there is one, and no code."""
     return (directory / CORE).is_file() and "auto_map" not in _settings(directory)

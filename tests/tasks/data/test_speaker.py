@@ -1,0 +1,72 @@
+"""Whose tokenizer reads the texts, and what is said of those that do otherwise."""
+
+import json
+
+import pytest
+from chat import CHATML, save_chat_tokenizer
+from pico import save_pico
+
+from infra.recipe.schema import Recipe
+from tasks.data.sources import _other_manners
+from tasks.data.tokenizer import speaker
+from tasks.recipes import check, validate
+from tests.tasks.data.test_texts import chats
+from upcycle_core.checkpoints.reader import CheckpointReader
+
+SPACED = CHATML.replace("<|im_end|>", " <|im_end|>")
+
+
+@pytest.fixture
+def models(tmp_path):
+    """A seed without a chat template, and experts that were tuned on chats with two of them."""
+    found = {}
+    templates = {"base": None, "law": CHATML, "code": SPACED}
+    for number, (name, template) in enumerate(templates.items()):
+        found[name] = save_pico(tmp_path / name, seed=number, vocab_size=400)
+        save_chat_tokenizer(found[name], "chatml", template=template)
+    return found
+
+
+def recipe_of(tmp_path, models, **changes) -> Recipe:
+    domains = {
+        name: {
+            "expert": str(models[name]),
+            "calibration": chats(tmp_path / f"{name}.jsonl", tag=name),
+            "heldout": chats(tmp_path / f"{name}-heldout.jsonl", tag=f"{name} heldout"),
+        }
+        for name in ("law", "code")
+    }
+    values = {"name": "pico", "domains": domains, "seed_model": {"model": str(models["base"])}}
+    return validate(values | changes)
+
+
+def test_chats_are_read_as_the_experts_read_them_though_the_seed_cannot(tmp_path, models):
+    recipe = recipe_of(tmp_path, models)
+    assert speaker(recipe) == "code"
+    check(recipe, tmp_path / "cache")  # no fault
+    assert speaker(recipe_of(tmp_path, models, backbone={"experts": ["law"]})) == "law"
+
+
+def test_the_seed_s_is_that_of_experts_that_are_trained_here(tmp_path, models):
+    recipe = recipe_of(tmp_path, models)
+    (tmp_path / "train.txt").write_text("some text\n")
+    own = {"train": {"files": [str(tmp_path / "train.txt")]}}
+    domains = {"law": {"expert": str(models["law"]), **own}, "music": own}
+    mixed = recipe_of(tmp_path, models, domains=domains)
+    assert speaker(mixed) == "seed"
+    assert recipe.seed_model.model == mixed.seed_model.model
+
+
+def test_what_other_tokenizers_do_otherwise_is_said(models):
+    tokenizer = models["law"] / "tokenizer.json"
+    core = json.loads(tokenizer.read_text())
+    core["pre_tokenizer"]["add_prefix_space"] = True
+    tokenizer.write_text(json.dumps(core))
+    given = {name: CheckpointReader(path) for name, path in models.items()}
+    found = _other_manners(given, "code")
+    said = "its tokenizer's {} is another than that of code, whose the model has"
+    assert found == {
+        "base": [said.format("chat template")],
+        "law": [said.format("chat template"), said.format("way to cut text")],
+    }
+    assert _other_manners({"law": given["law"]}, "law") == {}
