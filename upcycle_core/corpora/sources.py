@@ -12,6 +12,7 @@ from typing import Any
 from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.corpora.config import Source, template_fields
 from upcycle_core.corpora.conversations import (
+    FAULTS_SHOWN,
     FIELDS,
     FORM,
     Conversation,
@@ -28,6 +29,8 @@ from upcycle_core.errors import Fault, InputError
 
 FOLDER = "{folder}"
 """Stands for the folder parameter in ``files`` and ``dataset``."""
+ROW_SHOWN = 60
+"""Letters of a dataset's row by which it can be found: a stream in another order has no numbers."""
 SHUFFLE_BUFFER = 10_000
 """Documents of a stream among which the next one is drawn."""
 
@@ -203,10 +206,14 @@ def file_documents(path: Path, label: str, source: Source) -> Iterator[Document]
     """
     if path.suffix == ".txt" and source.form == "text" and source.template is None:
         return (Document(text, label) for text in read_txt(path))
+    return (_of_row(row, source, place, label) for place, row in _rows(path, source))
+
+
+def _rows(path: Path, source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place and fields of a file's records."""
     is_chat = source.form == "chat"
     fields, form = (FIELDS, FORM) if is_chat else _fields(source)
-    rows = file_rows(path, form, fields, some=is_chat)
-    return (_of_row(row, source, place, label) for place, row in rows)
+    return file_rows(path, form, fields, some=is_chat)
 
 
 def _of_row(row: Mapping[str, Any], source: Source, place: str, label: str) -> Document:
@@ -231,7 +238,12 @@ def _stream(source: Source, *, seed: int, folder: Path | None) -> Iterator[Docum
     rows = _open_dataset(source, folder).shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
     try:
         for row in rows:
-            yield _of_row(row, source, "a row", str(source.dataset))
+            try:
+                document = _of_row(row, source, "a row", str(source.dataset))
+            except ValueError:  # said once more, so that it can be found
+                start = json.dumps(row, ensure_ascii=False, default=str)[:ROW_SHOWN]
+                document = _of_row(row, source, f"the row {start} ...", str(source.dataset))
+            yield document
     except ValueError as error:
         raise InputError(Fault("dataset", source.dataset, str(error))) from error
 
@@ -285,12 +297,28 @@ def _pattern_faults(
     if not files:
         yield Fault(field, _filled(pattern, folder), "there is no such file; check the path")
     for path in files.values():
-        try:
-            documents = file_documents(path, str(path), source)
-            if not sum(1 for document in documents if document.text.strip()):
-                yield Fault(field, str(path), "it holds no text; remove it or fill it")
-        except (ValueError, OSError) as error:
-            yield Fault(field, str(path), str(error))
+        found = _file_faults(path, source)
+        yield from (Fault(field, str(path), said) for said in found[:FAULTS_SHOWN])
+        if len(found) > FAULTS_SHOWN:
+            more = f"{len(found) - FAULTS_SHOWN} more of its records are faulty too"
+            yield Fault(field, str(path), more)
+
+
+def _file_faults(path: Path, source: Source) -> list[str]:
+    """What is wrong with a file, and with each of its records."""
+    faults, texts = [], 0
+    try:
+        if path.suffix == ".txt" and source.form == "text" and source.template is None:
+            texts = sum(1 for text in read_txt(path) if text.strip())
+        else:
+            for place, row in _rows(path, source):
+                try:
+                    texts += bool(_of_row(row, source, place, str(path)).text.strip())
+                except ValueError as error:
+                    faults.append(str(error))
+    except (ValueError, OSError) as error:
+        faults.append(str(error))
+    return faults if texts or faults else ["it holds no text; remove it or fill it"]
 
 
 def _no_folder(field: str, value: str | None) -> Fault:

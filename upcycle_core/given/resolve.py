@@ -6,13 +6,14 @@ turned into an ordinary checkpoint once, in the models' cache, under the hash of
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import hf_hub_download, list_repo_files, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -20,7 +21,8 @@ from huggingface_hub.errors import (
 
 from upcycle_core.checkpoints.known import FILE, KnownFiles
 from upcycle_core.checkpoints.place import make_once
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.checkpoints.reader import PICKLE_SUFFIXES
+from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.given.adapter import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -82,10 +84,27 @@ def _directory(reference: str, cache_dir: Path) -> Path:
             remedy = f"holds GGUF files; name one of them: {directory / files[0]}"
             raise InputError(Fault("model", reference, remedy))
         return directory
-    return _fetched(
+    fetched = _fetched(
         reference,
         lambda: snapshot_download(reference, cache_dir=cache_dir, allow_patterns=list(WANTED)),
     )
+    if not any(fetched.glob("*.safetensors")):
+        raise_faults(_pickles(reference))
+    return fetched
+
+
+def _pickles(reference: str) -> Iterator[Fault]:
+    """What is said of a repository without safetensors that has pickles, which are not fetched."""
+    try:
+        files = sorted(list_repo_files(reference))
+    except (HfHubHTTPError, OSError):  # what has been fetched says that weights are missing
+        return
+    for name in files:
+        if Path(name).suffix in PICKLE_SUFFIXES:
+            remedy = f"holds pickled weights ({name}), which can run code, and no safetensors; "
+            remedy += "convert them to safetensors, and give the directory"
+            yield Fault("model", reference, remedy)
+            return
 
 
 def _gguf_path(reference: str, cache_dir: Path) -> Path:

@@ -275,3 +275,25 @@ def test_a_file_may_be_called_as_a_pattern_is(tmp_path):
     own = Source(files=(str(tmp_path / "notes[1].txt"),))
     assert source_faults(own, "domains.x.train", None) == []
     assert [document.text for document in read_source(own, seed=0, folder=None)] == ["notes[1].txt"]
+
+
+def test_the_first_faults_of_a_file_are_named_together(tmp_path):
+    rows = [{"text": f"a text of its own, {number}"} for number in range(3)]
+    rows += [{"text": None}] * 7
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = faults(Source(files=(str(path),)))
+    assert [value for _, value, _ in found] == [str(path)] * 6
+    for number in range(4, 9):
+        assert f"line {number} holds nothing in 'text'" in found[number - 4][2]
+    assert found[5][2] == "2 more of its records are faulty too"
+
+
+def test_a_row_of_a_stream_is_named_by_how_it_begins(tmp_path):
+    (tmp_path / "data").mkdir()
+    rows = [{"text": f"text {number}", "id": number} for number in range(5)]
+    rows[3]["text"] = None
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "data" / "train.jsonl").write_text(lines)
+    with pytest.raises(InputError, match=r'the row \{"text": null, "id": 3\} \.\.\. holds nothing'):
+        texts(Source(dataset=str(tmp_path / "data")))

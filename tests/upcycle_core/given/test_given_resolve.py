@@ -23,6 +23,8 @@ def test_a_hub_name_is_fetched_without_pickle_or_code(tmp_path, monkeypatch):
 
     def snapshot(name, **options):
         asked.update(options, name=name)
+        (tmp_path / "snapshot").mkdir()
+        (tmp_path / "snapshot" / "model.safetensors").touch()
         return str(tmp_path / "snapshot")
 
     monkeypatch.setattr(resolve, "snapshot_download", snapshot)
@@ -34,6 +36,25 @@ def test_a_hub_name_is_fetched_without_pickle_or_code(tmp_path, monkeypatch):
         assert not any(Path(name).match(pattern) for pattern in wanted)
     for name in ("model-00001-of-00002.safetensors", "config.json", "adapter_model.safetensors"):
         assert any(Path(name).match(pattern) for pattern in wanted)
+
+
+@pytest.mark.parametrize("files", [["pytorch_model.bin", "config.json"], ["config.json"], None])
+def test_a_repository_of_pickles_is_named(tmp_path, monkeypatch, files):
+    """What is fetched holds no pickles, so that it cannot say why it holds no weights."""
+    (tmp_path / "config.json").write_text("{}")
+
+    def listed(name):
+        if files is None:
+            raise OSError("no network")
+        return files
+
+    monkeypatch.setattr(resolve, "snapshot_download", lambda name, **options: str(tmp_path))
+    monkeypatch.setattr(resolve, "list_repo_files", listed)
+    if files is not None and len(files) == 2:
+        with pytest.raises(InputError, match=r"holds pickled weights \(pytorch_model.bin\)"):
+            resolve.resolve_model("owner/name", tmp_path / "cache")
+    else:  # who reads it says what it lacks
+        assert resolve.resolve_model("owner/name", tmp_path / "cache") == tmp_path
 
 
 @pytest.mark.parametrize(
