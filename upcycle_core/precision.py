@@ -20,8 +20,8 @@ _UNITS = re.compile(r"^(?:flags|Features)\s*:.*\b(avx512_bf16|amx_bf16|bf16)\b",
 def arithmetic(precision: Precision, device: str | torch.device) -> Literal["fp32", "bf16"]:
     """What ``auto`` is on a device: bf16 where it multiplies that faster than fp32.
 
-    A GPU does if CUDA says so. A CPU does if it has units for it; one without emulates bf16, which
-    takes several times as long as fp32.
+    A GPU does if CUDA says so; one of another machine, in a plan, is taken to. A CPU does if it has
+    units for it; one without emulates bf16, which takes several times as long as fp32.
 
     Args:
         precision: As a recipe says it; what is not ``auto`` stays.
@@ -31,6 +31,8 @@ def arithmetic(precision: Precision, device: str | torch.device) -> Literal["fp3
         return precision
     if torch.device(device).type == "cpu":
         return "bf16" if bf16_units() else "fp32"
+    if not torch.cuda.is_available():  # of another machine, as in a plan
+        return "bf16"
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 

@@ -78,8 +78,9 @@ def room_faults(
             f"have {_counted(machines, wanted)}; ask for less, or start Ray with more"
         )
         yield Fault("compute", asked, remedy)
-    if workers > 1 and 0 < resources.gpus < 1:
-        remedy = "workers that compute together need whole GPUs (NCCL); ask for 1, or for 1 worker"
+    if workers > 1 and resources.gpus not in (0, 1):
+        remedy = "each of the workers that compute together has one GPU (NCCL); ask for 1, or for "
+        remedy += "1 worker"
         yield Fault("compute gpus", resources.gpus, remedy)
 
 

@@ -287,7 +287,7 @@ def _lacking(resources: Resources, workers: int) -> list[Fault]:
 def _remote(piece: Piece, resources: Resources, name: str) -> Any:
     """The task of a piece. Several workers are not part of it: they reserve for themselves."""
     if piece.workers == 1:
-        return _alone().options(
+        return _alone(resources.gpus > 0).options(
             name=name,
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
@@ -299,9 +299,14 @@ def _remote(piece: Piece, resources: Resources, name: str) -> Any:
 
 
 @cache
-def _alone() -> Any:
-    """The task of every piece in one process: Ray sends each one it is given to all workers."""
-    return ray.remote(**AGAIN)(_run_piece)
+def _alone(uses_gpu: bool) -> Any:
+    """The task of every piece in one process: Ray sends each one it is given to all workers.
+
+    CUDA looks once which GPUs a process may use, and the process keeps memory of them: one that
+    has had a GPU does one piece. Ray sees to that only where GPUs stand in the task itself.
+    """
+    once: dict[str, Any] = {"max_calls": 1} if uses_gpu else {}
+    return ray.remote(**once, **AGAIN)(_run_piece)
 
 
 @cache

@@ -19,6 +19,9 @@ from upcycle_core.memory import total_memory
 SAMPLE_SECONDS = 0.05
 LEFT_BYTES = 64 * 2**20
 """What a call may leave behind in its process before the process is asked to give it back."""
+GPU_SHARE = 0.92
+"""Of a GPU's memory, what may be planned: its context, work space and the allocator's slack are in
+no plan."""
 _kept = 0  # by this process, when it was asked last
 STATUS = Path("/proc/self/status")
 
@@ -52,7 +55,7 @@ class Room:
             return self.streamed == "never"
         there = machine_memory(device) or 0
         if device != "cpu":
-            return needed() <= there * min(1.0, self.gpus)
+            return needed() <= GPU_SHARE * there * min(1.0, self.gpus)
         places = max(1, (self.machine_cpus or os.cpu_count() or 1) // self.cpus)
         if self.memory is not None:
             places = max(1, min(places, there // self.memory))

@@ -81,6 +81,7 @@ def backbone(run: StageRun) -> None:
     added: int = run.run_one(
         merge_piece,
         "statistics" if _regressed(recipe) else "assembly",
+        uses_gpu=recipe.backbone.merge.attention != "average",  # a head is fitted on the CPU
         experts=[run.path(f"experts/{name}") for name in averaged(recipe)],
         merge=recipe.backbone.merge,
         counted=[run.path(text) for text in _counted(recipe)],

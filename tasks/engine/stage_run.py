@@ -214,9 +214,11 @@ class StageRun:
         self.remembered.learn(piece, result)
         return replace(computed, result=result)
 
-    def run_one(self, function: Callable[..., Any], kind: str, /, **arguments: Any) -> Any:
+    def run_one(
+        self, function: Callable[..., Any], kind: str, /, *, uses_gpu: bool = True, **arguments: Any
+    ) -> Any:
         """Run one piece that fills ``self.out``; returns its result."""
-        done = self.done("whole", function, kind, **arguments)
+        done = self.done("whole", function, kind, uses_gpu=uses_gpu, **arguments)
         take(done.path, self.out)
         return done.result
 

@@ -48,9 +48,15 @@ def test_a_gpu_is_asked_itself_and_emulation_does_not_count(monkeypatch, able):
         asked.update(how)
         return able
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     assert arithmetic("auto", "cuda:0") == ("bf16" if able else "fp32")
     assert asked == {"including_emulation": False}
+
+
+def test_a_gpu_of_another_machine_is_planned_in_bf16(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert arithmetic("auto", "cuda") == "bf16"
 
 
 def test_what_is_said_stays(machine):

@@ -179,7 +179,8 @@ MACHINES = [
         (Resources(cpus=8, gpus=1), 1, "compute = '8 CPUs and 1 GPUs'.*1 x 4 CPUs and 1 GPUs; 2 x"),
         (Resources(cpus=5), 4, "they have 1 x 4 CPUs and 1 GPUs; 2 x 8 CPUs"),
         (Resources(cpus=6), 4, r"compute cpus = 24: Ray has 20 in all.*6 for each of 4 workers"),
-        (Resources(gpus=0.5), 2, "need whole GPUs"),
+        (Resources(gpus=0.5), 2, "has one GPU"),
+        (Resources(gpus=2), 2, "has one GPU"),
         (Resources(memory=9_000), 1, None),
         (
             Resources(memory=40_000),

@@ -61,6 +61,25 @@ def test_a_piece_has_what_its_recipe_asks_for(tmp_path):
     }
 
 
+def pid_piece(*, out: Path, progress: Progress) -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(1, 3), (0, 1)])
+def test_a_process_that_has_had_a_gpu_does_one_piece(tmp_path, gpus, processes):
+    """What it keeps of that GPU, and which it is, would be the next one's."""
+    found = [
+        run_pieces(
+            [Piece(name=name, function=pid_piece)],
+            directory=tmp_path,
+            resources=Resources(cpus=2, gpus=gpus),
+            label="test",
+        )[name].result
+        for name in "abc"
+    ]
+    assert len(set(found)) == processes
+
+
 def test_a_piece_that_asks_for_no_more_has_no_more(tmp_path):
     assert reserved(tmp_path, Resources())["assigned"] == {"CPU": 1.0}
 

@@ -135,6 +135,16 @@ def test_pieces_that_know_no_device_are_given_no_gpu(tmp_path, files, name, item
     assert not any("device" in inspect.signature(piece.function).parameters for piece in pieces)
 
 
+def test_states_are_read_on_a_gpu_and_the_head_that_is_fitted_to_them_needs_none(tmp_path):
+    for calls, uses in ((1, True), (2, False)):
+        (tmp_path / str(calls)).mkdir()
+        pieces, kind, uses_gpu = handed_over(
+            tmp_path / str(calls), DUME, "backbone", "", calls=calls
+        )
+        assert (kind, uses_gpu) == ("statistics", uses)
+    assert pieces[0].arguments["merge"].head == "fitted"
+
+
 @pytest.mark.parametrize(
     ("files", "name", "item"),
     [

@@ -52,8 +52,8 @@ def test_a_piece_may_use_its_share_of_the_memory(monkeypatch):
     assert room(cpus=4).holds(lambda: 900, "cpu")
     assert room(memory=1000).holds(lambda: 900, "cpu")  # nothing beside it
     assert not room(memory=400).holds(lambda: 401, "cpu")
-    assert not room(gpus=0.5).holds(lambda: 501, "cuda")
-    assert room(gpus=2.0).holds(lambda: 1000, "cuda")
+    assert not room(gpus=0.5).holds(lambda: 461, "cuda")  # of 920: the rest is CUDA's own
+    assert room(gpus=2.0).holds(lambda: 920, "cuda")
 
 
 def test_the_word_decides_without_a_look():
