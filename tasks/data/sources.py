@@ -26,7 +26,7 @@ from upcycle_core.backbone.form import common_forms
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import TokenIds, check_tokenizer, manners, token_ids
-from upcycle_core.corpora.encoding import chat_template_of
+from upcycle_core.corpora.chat_template import chat_template_of
 from upcycle_core.corpora.sources import (
     first_chats,
     source_fingerprint,

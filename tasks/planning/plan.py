@@ -215,7 +215,7 @@ def plan(
     found = {row.stage: row for row in ROWS[recipe.method](recipe, subjects)}
     for addition, rows in ADDED:
         if addition.asked(recipe):
-            found |= {row.stage: row for row in rows(recipe, subjects)}
+            found = {row.stage: row for row in rows(recipe, subjects)} | found
     workspace, links = Workspace(home / recipe.name), _links(recipe, home)
     ordered = []
     for stage in stages_of(recipe):

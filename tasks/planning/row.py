@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from infra.cluster.memory import GPU_SHARE
 from infra.recipe.resources import Resources
 from tasks.planning.machine import Machine
 from upcycle_core.errors import Fault
@@ -118,7 +119,8 @@ class Planned:
             return self
         needed, there = self.at_once(machine) * (self.memory + base), machine.memory
         if self.resources.gpus:
-            needed, there = self.memory, int(machine.gpu_memory * min(1.0, self.resources.gpus))
+            needed = self.memory
+            there = int(GPU_SHARE * machine.gpu_memory * min(1.0, self.resources.gpus))
         streams = getattr(self.resources, "streamed", "never")
         if streams == "always" or (streams == "auto" and needed > there):
             return replace(self, memory=self.streamed)

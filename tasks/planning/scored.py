@@ -4,30 +4,25 @@ from collections.abc import Iterator
 
 from infra.recipe.schema import Recipe
 from tasks.methods import scored_models
-from tasks.planning.joined import OWN_KINDS, pruned_parameters
-from tasks.planning.parts import FP32, Subjects, joined
+from tasks.planning.joined import OWN_KINDS
+from tasks.planning.parts import Subjects, joined
 from tasks.planning.row import Planned
-from tasks.simoe.rows import section
 from upcycle_core.planning import memory
 
 
 def task_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     """Every model on all tasks, held whole: the batches are made to fit beside it.
 
-    How long it takes is not known: that is the tasks' to say.
+    How long it takes is not known: that is the tasks' to say. A method whose model is no mixture
+    says what it needs.
     """
     resources, count = recipe.compute.evaluation, len(scored_models(recipe))
     config, shape = recipe.task_evaluation, joined(recipe, subjects.shape)
     rows = [row for row in recipe.baselines.values() if row.trains]
     mixed = [row.experts(subjects.domains) for row in rows if row.method not in OWN_KINDS]
-    experts = max(mixed, default=1)
-    if recipe.simoe is None:
-        experts = max(experts, subjects.domains)
+    experts = max([subjects.domains, *mixed])
     needed = memory.weights_held(shape, config.precision, resources.device, experts=experts)
     size = shape.itemsize * shape.mixture(experts)
-    if recipe.simoe is not None:
-        size = FP32 * pruned_parameters(shape, section(recipe))
-        needed = max(needed, size)
     remedies = ["task_evaluation.precision = bf16"] if config.precision == "fp32" else []
     for stage, pieces in (("task_scores", count), ("task_routing", 1)):
         yield Planned(

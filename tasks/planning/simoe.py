@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from infra.recipe.schema import Recipe
+from tasks.methods import scored_models
 from tasks.planning.joined import mixture_row, pruned_parameters
 from tasks.planning.parts import FP32, Subjects, seed_row, text_rows
 from tasks.planning.row import Planned
@@ -48,4 +49,15 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         kind="evaluation",
         resources=resources,
         remedies=["a smaller tuning.batch_size"],
+    )
+    scored = len(scored_models(recipe))
+    yield Planned(
+        "task_scores",
+        scored,
+        scored,
+        read=scored * size,
+        flops=None,
+        memory=2 * size,  # as it is read, and gates that are made of it
+        kind="evaluation",
+        resources=resources,
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -112,15 +112,10 @@ def common_forms(
         if full[name]["tie_word_embeddings"] != tied:
             config["tie_word_embeddings"] = tied
         if own != {common}:
-            config["dtype"] = config["torch_dtype"] = str(common).removeprefix("torch.")
+            config["dtype"] = config["torch_dtype"] = _named({common})
         if size not in (None, full[name]["vocab_size"]):
             config["vocab_size"] = size
-        implied = ("torch_dtype", "rope_theta", "rope_scaling")
-        changed = [k for k in config if k not in implied and config[k] != full[name].get(k)]
-        said = [_change(key, full[name].get(key), config[key]) for key in changed]
-        if len(own) > 1:
-            kinds = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in own))
-            said.append(f"weights of {kinds} -> {str(common).removeprefix('torch.')}")
+        said = _changes(config, full[name], own, common)
         rows: dict[str, torch.Tensor] = {}
         ids: tuple[int, ...] = ()
         tokenizer = None
@@ -194,6 +189,24 @@ def _types(reader: CheckpointReader) -> set[torch.dtype]:
     """Types of a checkpoint's weights."""
     weights = (i for n, i in reader.tensors.items() if RECOMPUTED.fullmatch(n) is None)
     return {info.dtype for info in weights}
+
+
+def _changes(
+    config: Mapping[str, object],
+    before: Mapping[str, Any],
+    types: set[torch.dtype],
+    common: torch.dtype,
+) -> list[str]:
+    """What a model's new configuration and type of weights change, for people."""
+    implied = ("torch_dtype", "rope_theta", "rope_scaling")
+    changed = [k for k in config if k not in implied and config[k] != before.get(k)]
+    said = [_change(key, before.get(key), config[key]) for key in changed]
+    return said + [f"weights of {_named(types)} -> {_named({common})}"] * (len(types) > 1)
+
+
+def _named(kinds: set[torch.dtype]) -> str:
+    """Types as config.json names them."""
+    return " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
 
 
 def _change(key: str, old: object, new: object) -> str:

@@ -38,7 +38,7 @@ def name_chat_end(directory: Path) -> None:
 
 def _end(directory: Path) -> int | None:
     """The id with which the template ends what an assistant says; None where there is none."""
-    from upcycle_core.corpora.encoding import chat_template_of  # slow to import
+    from upcycle_core.corpora.chat_template import chat_template_of  # slow to import
 
     said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     try:

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.batches import NO_LOSS
+from upcycle_core.corpora.chat_template import SAID, ChatTemplate
 from upcycle_core.corpora.conversations import Conversation, Message, read_conversations
-from upcycle_core.corpora.encoding import SAID, ChatTemplate
 from upcycle_core.corpora.seeded import permutation
 from upcycle_core.errors import Fault, InputError
 

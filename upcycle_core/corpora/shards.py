@@ -13,8 +13,9 @@ import numpy as np
 
 from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
+from upcycle_core.corpora.chat_template import Encoded
 from upcycle_core.corpora.config import SPLITS, Bos
-from upcycle_core.corpora.encoding import Encoded, encoded
+from upcycle_core.corpora.encoding import encoded
 from upcycle_core.corpora.reader import TokenCorpus, read_chats
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress, Silent

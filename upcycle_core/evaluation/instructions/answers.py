@@ -17,7 +17,8 @@ from transformers import GenerationConfig
 
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
-from upcycle_core.corpora.encoding import THOUGHT, answer_ends
+from upcycle_core.corpora.chat_template import THOUGHT
+from upcycle_core.corpora.encoding import answer_ends
 from upcycle_core.corpora.instructions import UNKNOWN_TASK, encode_prompt, response_opening
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.progress import Progress, Silent
