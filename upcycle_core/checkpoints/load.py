@@ -11,6 +11,7 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
+from upcycle_core.checkpoints.experts import register
 from upcycle_core.checkpoints.fused import StockTensors
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -121,13 +122,14 @@ def _load_stock_moe(
 
 def choose_experts_implementation(
     device: str | torch.device, precision: Literal["fp32", "bf16"], *, training: bool = False
-) -> Literal["eager", "grouped_mm"]:
-    """The fastest way transformers has to run experts here.
+) -> str:
+    """The fastest way to run experts here, as transformers names it.
 
     Forward on a CPU ``eager`` wins (``benchmarks.moe_forward``): by a few percent in fp32, twofold
     under bf16 autocast, where ``grouped_mm`` casts its input to the type of the weights and
     multiplies in fp32. In training ``grouped_mm`` wins in both, and holds half the memory under
-    bf16 (``benchmarks.training_step``). A GPU has a kernel for it.
+    bf16 (``benchmarks.training_step``). A GPU has a kernel for it, of bf16 alone: there autocast
+    has to reach it, see ``experts``.
 
     Args:
         device: Where the model runs (``cpu``, ``cuda:0``).
@@ -135,7 +137,8 @@ def choose_experts_implementation(
         training: Whether there is a backward pass.
     """
     if training:
-        return "grouped_mm"
+        is_cpu = torch.device(device).type == "cpu"
+        return "grouped_mm" if is_cpu or precision == "fp32" else register()
     return _FASTEST.get((torch.device(device).type, precision), "grouped_mm")
 
 
