@@ -24,6 +24,11 @@ def faults(recipe: Recipe) -> Iterator[Fault]:
         yield Fault("method", recipe.method, f"no method; use one of {list(METHODS)}")
         return
     method = METHODS[recipe.method]
+    for other in METHODS.values():
+        asked = other.section is not None and getattr(recipe, other.section) is not None
+        if asked and method.section is None:
+            remedy = f"and there is a section `{other.section}`, of {other.name}: remove one"
+            yield Fault("method", recipe.method, remedy)
     yield from method.checks(recipe)
     if method.section is not None and getattr(recipe, method.section) is None:
         return  # said just now, and what follows reads it

@@ -9,7 +9,7 @@ from infra.recipe.schema import Recipe
 from infra.versioning.versions import remote_faults
 from tasks.checks import faults
 from tasks.methods import METHODS
-from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.errors import raise_faults
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, added: Sequence[Path] = ()) -> Recipe:
@@ -23,17 +23,10 @@ def validate(values: object) -> Recipe:
 
 
 def with_method(recipe: Recipe) -> Recipe:
-    """The recipe with its method's name, also the row of the result in tables, and what follows.
-
-    Raises:
-        InputError: Another method is named than the one whose section is given.
-    """
+    """The recipe with its method's name, also the row of the result in tables, and what follows."""
     sections = {name: method.section for name, method in METHODS.items() if method.section}
     asked = [name for name, section in sections.items() if getattr(recipe, section) is not None]
-    if asked and recipe.method and recipe.method not in asked:
-        remedy = f"and there is a section `{sections[asked[-1]]}`, of {asked[-1]}: remove one"
-        raise InputError(Fault("method", recipe.method, remedy))
-    method = asked[-1] if asked else recipe.method or next(iter(METHODS))
+    method = recipe.method or (asked[-1] if asked else next(iter(METHODS)))
     named = replace(recipe, method=method)
     return METHODS[method].completed(named) if method in METHODS else named
 

@@ -22,8 +22,10 @@ from tasks.engine.stage import StageRun, stage
 from upcycle_core.architectures.compare import compare_experts
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.kinship import apart
-from upcycle_core.backbone.form import common_forms
+from upcycle_core.backbone.form import DtypeChoice, common_forms
+from upcycle_core.backbone.write import weights_type
 from upcycle_core.checkpoints.hashing import tree_digest
+from upcycle_core.checkpoints.load import DTYPES
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import TokenIds, check_tokenizer, manners, token_ids
 from upcycle_core.corpora.chat_template import chat_template_of
@@ -35,6 +37,7 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 
 CHATS_TRIED = 64
 """Of each text, written before anything is computed; all are when they are tokenised."""
+CHOICES: tuple[DtypeChoice, ...] = ("fp32", "bf16", "fp16")
 KEYS = (
     "folder",
     "domains",
@@ -108,17 +111,21 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
     }
     tokens = {n: token_ids(r.directory) for n, r in given.items()} if of_one_seed else {}
     dtype = recipe.experts.dtype
+    backbone = run.session.workspace.path("backbone")
+    if dtype == "auto" and "backbone" in recipe.pinned and backbone.is_dir():
+        stands_on = weights_type(CheckpointReader(backbone, field="backbone"))
+        dtype = next(name for name in CHOICES if DTYPES[name] == stands_on)
     ready = any(domain.expert is not None for domain in recipe.domains.values())
     if dtype == "auto" and ready and recipe.trains_experts:
         dtype = "fp32"  # what training leaves beside them
     strange = {n: _strange(far, next(iter(given))) for n, far in apart(given).items()}
     others = _other_manners(given, speaker(recipe)) if of_one_seed else {}
     for name, form in common_forms(given, tokens, dtype=dtype, rope_of=rope_of).items():
-        beside = list(others.get(name, ()))
         if of_one_seed and name in strange:
             run.session.log(f"WARNING: {name}: {strange[name]}")
-            beside.append(strange[name])
-        replace(form, said=(*form.said, *beside)).save(run.out / FORMS / name)
+            replace(form, said=(*form.said, strange[name])).save(run.out / FORMS / name)
+        else:
+            form.save(run.out / FORMS / name)
         for line in others.get(name, ()):
             run.session.log(f"{name}: {line}")
         if form.said:
@@ -130,9 +137,11 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
             run.session.log(f"{name}: nothing reads {said} of its config.json: left out")
 
 
-def _other_manners(given: Mapping[str, CheckpointReader], ruling: str) -> dict[str, list[str]]:
+def _other_manners(
+    given: Mapping[str, CheckpointReader], ruling: str | None
+) -> dict[str, list[str]]:
     """What other models' tokenizers do otherwise than the one whose the MoE has."""
-    if ruling not in given or len(given) < 2:
+    if ruling is None or ruling not in given or len(given) < 2:
         return {}
     found = {name: manners(reader.directory) for name, reader in given.items()}
     rule = found.pop(ruling)
@@ -161,10 +170,11 @@ def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
         cache: Where models from a hub are kept.
     """
     found = [*text_faults(recipe), *model_faults(recipe, cache), *task_set_faults(recipe)]
-    own = recipe.seed_model.model
-    if not recipe.trains_seed and (name := speaker(recipe)) != SEED:
-        own = recipe.domains[name].expert
-    return found or list(chat_faults(recipe, [own], cache))
+    name = SEED if recipe.trains_seed else speaker(recipe)
+    if found or name is None:
+        return found
+    own = recipe.seed_model.model if name == SEED else recipe.domains[name].expert
+    return list(chat_faults(recipe, [own], cache))
 
 
 def chat_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> Iterator[Fault]:

@@ -11,21 +11,30 @@ from upcycle_core.checkpoints.tokenizer import copy_tokenizer
 from upcycle_core.corpora.tokenizer import train_tokenizer
 
 
-def speaker(recipe: Recipe) -> str:
+def speaker(recipe: Recipe) -> str | None:
     """Whose tokenizer text is read with, domain or seed: of given models, whose the MoE has.
 
-    Experts that are trained here have the seed's, so that it is theirs where there are any.
+    That is the first whose backbone is averaged; one that is trained here has the seed's.
+
+    Returns:
+        None where a model is built upon, and that domain has left the recipe.
     """
-    ready = [domain.expert is not None for domain in recipe.domains.values()]
-    if not ready or not all(ready):
+    lineage = recipe.lineage
+    pinned = lineage.backbone if lineage is not None and "backbone" in lineage.pinned else ()
+    first = next(iter(pinned or recipe.backbone.experts or recipe.domains), None)
+    if first is None:
         return SEED
-    return next(iter(recipe.backbone.experts or recipe.domains))
+    if first not in recipe.domains:
+        return None
+    return first if recipe.domains[first].expert is not None else SEED
 
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
     if recipe.trains_seed:
         return list(each(recipe, "documents/{domain}"))
     named = speaker(recipe)
+    if named is None:  # pinned: it is not made again
+        return []
     return [f"sources/{named}.json", f"sources/{FORMS}/{named}"]
 
 
@@ -40,7 +49,7 @@ def tokenizer(run: StageRun) -> None:
     """Write the tokenizer's files."""
     recipe = run.recipe
     if not recipe.trains_seed:
-        name = speaker(recipe)
+        name = speaker(recipe) or SEED
         given = recipe.seed_model.model if name == SEED else recipe.domains[name].expert
         assert given is not None
         tokenizer = Form.load(run.path(f"sources/{FORMS}/{name}")).tokenizer

@@ -58,8 +58,6 @@ def unused_faults(recipe: Recipe) -> Iterator[Fault]:
             yield Fault(f"domains.{name}.origin", domain.origin, remedy)
     if recipe.post_training is not None:
         yield Fault("post_training", "given", remedy)
-    if recipe.similarity is not None:
-        yield Fault("similarity", "given", remedy)
     for name in recipe.outside:
         yield Fault(f"outside.{name}", "given", remedy)
     for name, row in recipe.baselines.items():

@@ -28,6 +28,7 @@ AS_IT_IS = "PreTrainedTokenizerFast"
 """The one class that takes tokenizer.json as it is. Others make parts of it anew, one way or
 another by the config.json that lies beside it: the same files give other tokens beside an expert,
 beside the MoE and alone."""
+ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Those without which there are no tokens."""
 
@@ -109,8 +110,29 @@ def load_tokenizer(directory: Path | str) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 
     directory = Path(directory)
-    kind = PreTrainedTokenizerFast if _is_whole(directory) else AutoTokenizer
-    return kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    common: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if not _is_whole(directory):
+        return AutoTokenizer.from_pretrained(directory, **common)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, **common)
+    if tokenizer.eos_token is None:
+        for role, token in _supplied(directory, tokenizer).items():
+            setattr(tokenizer, role, token)
+    return tokenizer
+
+
+def _supplied(directory: Path, tokenizer: Any) -> dict[str, str]:
+    """Roles of tokens that no file says, and the class that is asked for does."""
+    from transformers import AutoTokenizer  # slow to import
+
+    try:
+        own = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception:  # it is not needed: the file says all of it but roles
+        return {}
+    known = tokenizer.get_vocab()
+    tokens = {role: getattr(own, role) for role in ROLES if getattr(tokenizer, role) is None}
+    return {role: token for role, token in tokens.items() if token in known}
 
 
 def manners(directory: Path) -> dict[str, Any]:
@@ -166,8 +188,18 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
         settings = _settings(source)
         if settings.get("tokenizer_class") != AS_IT_IS:
             said = {**_of_class(settings.get("tokenizer_class")), **settings}
+            if not any("eos_token" in own for own in (settings, _map(source))):
+                loaded = load_tokenizer(source)
+                tokens = {role: getattr(loaded, role) for role in ROLES}
+                said |= {role: token for role, token in tokens.items() if token is not None}
             write_json(destination / SETTINGS, {**said, "tokenizer_class": AS_IT_IS})
     sync_directory(destination)
+
+
+def _map(directory: Path) -> dict[str, Any]:
+    """What an older file says of roles."""
+    path = directory / "special_tokens_map.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _of_class(name: str | None) -> dict[str, Any]:

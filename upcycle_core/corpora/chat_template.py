@@ -4,13 +4,21 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
-from upcycle_core.corpora.conversations import LISTS, THOUGHTS, Conversation, Message, joined
+from upcycle_core.corpora.conversations import (
+    EXTRAS,
+    LISTS,
+    THOUGHTS,
+    Conversation,
+    Message,
+    whole_text,
+)
 from upcycle_core.errors import Fault, InputError
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -20,6 +28,8 @@ DAY = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
 where they are told none."""
 THOUGHT = "</think>"
 """Behind what a response thinks, before what it says."""
+REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
+"""What a template's own expressions raise."""
 SAID = "x{number}x"
 """Stands for a message when a template is asked whether it writes all of them."""
 
@@ -49,13 +59,10 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, *, prefix: Sequence[int] = ()) -> None:
         self.tokenizer, self.prefix = tokenizer, list(prefix)
-        # Special tokens' names in messages stay text. Those of other added tokens, <think> and
-        # <tool_call> among them, are what assistants write.
-        tokenizer.chat_control_tokens = []
         added = tokenizer.added_tokens_decoder.items()
         self.special = {index for index, token in added if token.special}
         self.special |= {*tokenizer.all_special_ids}
-        self._shows: dict[tuple[tuple[str, bool], ...], list[str]] = {}
+        self._shows: dict[tuple[Any, ...], list[str]] = {}
 
     def document(self, chat: Conversation) -> Encoded:
         """A chat as a document: all that the tokenizer's own ``apply_chat_template`` gives.
@@ -72,7 +79,7 @@ class ChatTemplate:
         before = self._before(ids)
         if responses is not None:
             responses = [*[False] * len(before), *responses]
-        return Encoded([*before, *ids], len(joined(chat.messages).encode()), responses)
+        return Encoded([*before, *ids], len(whole_text(chat.messages).encode()), responses)
 
     def _before(self, ids: list[int]) -> list[int]:
         return [] if ids[: len(self.prefix)] == self.prefix else self.prefix
@@ -109,7 +116,8 @@ class ChatTemplate:
         Raises:
             InputError: The tokenizer has no template.
         """
-        ids = self._written(messages, add_generation_prompt=True)
+        # Of who asks all marks are text, as other readers have them.
+        ids = self._written(messages, has_marks=False, add_generation_prompt=True)
         return [*self._before(ids), *ids]
 
     def responses(self, chat: Conversation, ids: list[int]) -> list[bool]:
@@ -217,7 +225,10 @@ class ChatTemplate:
 
     def _left_out(self, messages: Sequence[Message]) -> list[str]:
         """Roles of which the template does not write what they say, where all speak in turn."""
-        shape = tuple((message["role"], bool(message["content"])) for message in messages)
+        shape = tuple(
+            (message["role"], bool(message["content"]), *(n for n in EXTRAS if message.get(n)))
+            for message in messages
+        )
         if shape not in self._shows:
             said = [
                 SAID.format(number=number) if m["content"] else ""
@@ -258,19 +269,43 @@ class ChatTemplate:
             list(messages), tools=_tools(messages), chat_template=self._template, tokenize=False
         )
 
-    def _written(self, messages: list[Message], **options: bool) -> list[int]:
+    @cached_property
+    def _frame(self) -> list[str]:
+        """Added tokens that are not special, and that the template writes around messages.
+
+        Their names in messages stay text, as those of special tokens do. Others that it has,
+        <think> and <tool_call> among them, are what assistants write.
+        """
+        asked, said = (SAID.format(number=number) for number in range(2))
+        user = {"role": "user", "content": asked}
+        try:
+            whole = self._text([user, {"role": "assistant", "content": said}])
+            around = self._text([user]) + whole.rpartition(said)[2]
+        except (jinja2.TemplateError, *REFUSALS):  # it says so of the chats themselves
+            return []
+        added = self.tokenizer.added_tokens_decoder.values()
+        return [t.content for t in added if not t.special and t.content in around]
+
+    def _written(
+        self, messages: list[Message], *, has_marks: bool = True, **options: bool
+    ) -> list[int]:
         if not self.tokenizer.chat_template:
             remedy = "the tokenizer has none; give it one, or read the records with a template "
             remedy += "of the text's own: template: '{prompt} {response}'"
             raise InputError(Fault("chat_template", None, remedy))
-        out = self.tokenizer.apply_chat_template(
-            messages,
-            tools=_tools(messages),
-            chat_template=self._template,
-            return_dict=True,
-            sanitize_control_tokens=True,
-            **options,
-        )
+        before = self.tokenizer.chat_control_tokens
+        self.tokenizer.chat_control_tokens = self._frame if has_marks else before
+        try:
+            out = self.tokenizer.apply_chat_template(
+                messages,
+                tools=_tools(messages),
+                chat_template=self._template,
+                return_dict=True,
+                sanitize_control_tokens=True,
+                **options,
+            )
+        finally:
+            self.tokenizer.chat_control_tokens = before
         return list(out["input_ids"])
 
     @property
@@ -308,7 +343,7 @@ def _refusals(chat: Conversation) -> Iterator[None]:
     except InputError:
         raise
     # A template is a program: what it does with a message may fail as any does.
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except (jinja2.TemplateError, *REFUSALS) as error:
         remedy = f"the tokenizer's chat template refuses it ({error}); change or remove it"
         raise InputError(Fault("chat_template", chat.place, remedy)) from None
 

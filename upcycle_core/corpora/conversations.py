@@ -104,9 +104,13 @@ def present(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(messages: Sequence[Message]) -> str:
+    """What was said, without who said it: an empty line between messages."""
+    return "\n\n".join(message["content"] for message in messages if message["content"])
+
+
+def whole_text(messages: Sequence[Message]) -> str:
     """What was said, thought and called, without who did: an empty line between."""
-    parts = (part for message in messages for part in _parts(message))
-    return "\n\n".join(parts)
+    return "\n\n".join(part for message in messages for part in _parts(message))
 
 
 def _parts(message: Message) -> Iterator[str]:
@@ -149,11 +153,18 @@ def _conversation(messages: Any, place: str) -> list[Message]:
 
 def _message(message: dict[str, Any], place: str) -> Message:
     """One message; one that calls functions need not say anything."""
-    extras = {name: _extra(message, name, place) for name in EXTRAS if message.get(name)}
+    extras = {name: _extra(message, name, place) for name in EXTRAS if _holds(message, name)}
+    extras = {name: value for name, value in extras.items() if value}
     content = message.get("content")
     is_silent = content is None or (isinstance(content, str) and not content.strip())
     text = "" if extras.get("tool_calls") and is_silent else _text(message, "content", place)
     return {"role": _text(message, "role", place), "content": text} | extras
+
+
+def _holds(row: dict[str, Any], name: str) -> bool:
+    """Whether a field holds something: columns of text have blanks where there is nothing."""
+    value = row.get(name)
+    return bool(value.strip()) if isinstance(value, str) else value is not None
 
 
 def _extra(message: dict[str, Any], name: str, place: str) -> Any:
@@ -162,7 +173,7 @@ def _extra(message: dict[str, Any], name: str, place: str) -> Any:
 
 def _objects(row: dict[str, Any], name: str, place: str) -> list[Any]:
     """A list of objects, or what is written as JSON; empty where there is none."""
-    value = row.get(name)
+    value = row[name] if _holds(row, name) else None
     try:
         found = json.loads(value) if isinstance(value, str) else value
         if found is not None and not (

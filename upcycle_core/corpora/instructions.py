@@ -18,7 +18,13 @@ from torch.utils.data import Dataset
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.batches import NO_LOSS
 from upcycle_core.corpora.chat_template import SAID, ChatTemplate
-from upcycle_core.corpora.conversations import Conversation, Message, read_conversations
+from upcycle_core.corpora.conversations import (
+    LISTS,
+    THOUGHTS,
+    Conversation,
+    Message,
+    read_conversations,
+)
 from upcycle_core.corpora.seeded import permutation
 from upcycle_core.errors import Fault, InputError
 
@@ -241,7 +247,7 @@ class _Encoder:
     def encode(self, conversation: Conversation) -> _Encoded:
         """Tokens up to the end of the last response."""
         if not self.tokenizer.chat_template:
-            return self._joined(conversation.messages)
+            return self._joined(conversation)
         ids = self.template.ids(conversation)
         loss = self.template.responses(conversation, ids)
         if not any(loss):
@@ -253,8 +259,14 @@ class _Encoder:
             ids, loss = [*ids, self.end_id], [*loss, True]
         return _Encoded(ids, loss)
 
-    def _joined(self, messages: list[Message]) -> _Encoded:
+    def _joined(self, conversation: Conversation) -> _Encoded:
         """Without a chat template: blank lines between messages, an end token after responses."""
+        messages = conversation.messages
+        more = {name for message in messages for name in (*THOUGHTS, *LISTS) if message.get(name)}
+        if more:
+            remedy = f"holds {', '.join(sorted(more))}, and the tokenizer has no chat template to "
+            remedy += "write that with; give it one, or leave it out"
+            raise InputError(Fault("instructions", conversation.place, remedy))
         ids: list[int] = []
         loss: list[bool] = []
         for message in messages:

@@ -300,12 +300,11 @@ def _pattern_faults(
         found = _file_faults(path, source)
         yield from (Fault(field, str(path), said) for said in found[:FAULTS_SHOWN])
         if len(found) > FAULTS_SHOWN:
-            more = f"{len(found) - FAULTS_SHOWN} more of its records are faulty too"
-            yield Fault(field, str(path), more)
+            yield Fault(field, str(path), "more of its records are faulty too")
 
 
 def _file_faults(path: Path, source: Source) -> list[str]:
-    """What is wrong with a file, and with each of its records."""
+    """What is wrong with a file, or with its records: one more than are shown, at most."""
     faults, texts = [], 0
     try:
         if path.suffix == ".txt" and source.form == "text" and source.template is None:
@@ -316,6 +315,8 @@ def _file_faults(path: Path, source: Source) -> list[str]:
                     texts += bool(_of_row(row, source, place, str(path)).text.strip())
                 except ValueError as error:
                     faults.append(str(error))
+                    if len(faults) > FAULTS_SHOWN:  # a wrong field is wrong in every record
+                        break
     except (ValueError, OSError) as error:
         faults.append(str(error))
     return faults if texts or faults else ["it holds no text; remove it or fill it"]

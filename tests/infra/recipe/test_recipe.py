@@ -58,12 +58,11 @@ def test_a_method_without_its_section_is_told_so(values, method):
 
 def test_a_method_that_contradicts_a_section_is_refused(values):
     said = "method = 'dume': and there is a section `symphony`, of symphony: remove one"
-    assert message({**values, "method": "dume", "symphony": {}}) == said
-
-
-def test_similarity_is_asked_of_strangers_alone(values):
-    said = "similarity = 'given': is for models that share no seed"
-    assert said in message({**values, "similarity": {}})
+    wrong = {**values, "symphony": {}, "seed": -1, "nmae": 1, "moe": {"top_k": 9}}
+    together = message({**wrong, "method": "dume"})
+    for one in (said, "seed = -1", "nmae = 1", "moe.top_k = 9"):
+        assert one in together
+    assert "method = 'symphny': no method; use one of" in message({**wrong, "method": "symphny"})
 
 
 def test_one_worker_is_as_near_as_can_be(values):

@@ -1,13 +1,14 @@
 """Whose tokenizer reads the texts, and what is said of those that do otherwise."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from chat import CHATML, save_chat_tokenizer
 from pico import save_pico
 
-from infra.recipe.schema import Recipe
-from tasks.data.sources import _other_manners
+from infra.recipe.schema import Lineage, Recipe
+from tasks.data.sources import _other_manners, outside_faults
 from tasks.data.tokenizer import speaker
 from tasks.recipes import check, validate
 from tests.tasks.data.test_texts import chats
@@ -47,14 +48,27 @@ def test_chats_are_read_as_the_experts_read_them_though_the_seed_cannot(tmp_path
     assert speaker(recipe_of(tmp_path, models, backbone={"experts": ["law"]})) == "law"
 
 
-def test_the_seed_s_is_that_of_experts_that_are_trained_here(tmp_path, models):
+def test_the_seed_s_is_that_of_what_is_trained_here(tmp_path, models):
     recipe = recipe_of(tmp_path, models)
     (tmp_path / "train.txt").write_text("some text\n")
     own = {"train": {"files": [str(tmp_path / "train.txt")]}}
     domains = {"law": {"expert": str(models["law"]), **own}, "music": own}
     mixed = recipe_of(tmp_path, models, domains=domains)
-    assert speaker(mixed) == "seed"
-    assert recipe.seed_model.model == mixed.seed_model.model
+    assert speaker(mixed) == "law"  # the first whose backbone is averaged
+    trained = recipe_of(tmp_path, models, domains={"law": own, "music": own})
+    assert speaker(trained) == speaker(replace(recipe, domains={})) == "seed"
+
+
+def test_a_model_that_is_built_upon_keeps_its_tokenizer(tmp_path, models):
+    """The first that the pinned backbone averages rules, whatever comes or goes."""
+    recipe = recipe_of(tmp_path, models)
+    lineage = Lineage(pinned={"backbone": "1"}, backbone=("law", "code"))
+    assert speaker(recipe) == "code"
+    assert speaker(replace(recipe, lineage=lineage)) == "law"
+    gone = Lineage(pinned={"backbone": "1"}, backbone=("music", "law"))
+    built = replace(recipe, lineage=gone, seed_model=replace(recipe.seed_model, model=None))
+    assert speaker(built) is None
+    assert outside_faults(built, tmp_path / "cache") == []
 
 
 def test_what_other_tokenizers_do_otherwise_is_said(models):

@@ -126,3 +126,22 @@ def test_settings_that_are_none_are_refused(tmp_path, expert, text):
     for call in (check_tokenizer, lambda path: copy_tokenizer(path, tmp_path / "copy")):
         with pytest.raises(InputError, match="cannot be read"):
             call(directory)
+
+
+@pytest.mark.parametrize("has_settings", [True, False])
+def test_roles_that_a_class_alone_says_are_kept(tmp_path, has_settings):
+    """As the files of some fine-tunes, which hold a tokenizer.json and a class's name at most."""
+    core = bytes_core(pre_tokenizers.Digits(individual_digits=True))
+    directory = tmp_path / "expert"
+    directory.mkdir()
+    text = core.to_str().replace("<|end|>", "<|endoftext|>")
+    (directory / "tokenizer.json").write_text(text)
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    if has_settings:
+        said = json.dumps({"tokenizer_class": "Qwen2Tokenizer"})
+        (directory / "tokenizer_config.json").write_text(said)
+    copy_tokenizer(directory, tmp_path / "copy")
+    for place in ("expert", "copy"):
+        loaded = load_tokenizer(tmp_path / place)
+        assert loaded.eos_token == "<|endoftext|>", place
+        assert ids(loaded) == core.encode(TEXT).ids

@@ -5,7 +5,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
-from upcycle_core.corpora import harvest
+from upcycle_core.corpora import harvest, sources
 from upcycle_core.corpora.config import Source
 from upcycle_core.corpora.sources import (
     first_chats,
@@ -277,16 +277,22 @@ def test_a_file_may_be_called_as_a_pattern_is(tmp_path):
     assert [document.text for document in read_source(own, seed=0, folder=None)] == ["notes[1].txt"]
 
 
-def test_the_first_faults_of_a_file_are_named_together(tmp_path):
+def test_the_first_faults_of_a_file_are_named_together(tmp_path, monkeypatch):
     rows = [{"text": f"a text of its own, {number}"} for number in range(3)]
     rows += [{"text": None}] * 7
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = []
+    real = sources._rows
+    monkeypatch.setattr(
+        sources, "_rows", lambda *args: (drawn.append(row) or row for row in real(*args))
+    )
     found = faults(Source(files=(str(path),)))
+    assert len(drawn) == 3 + 6  # and no more: a wrong field is wrong in every record
     assert [value for _, value, _ in found] == [str(path)] * 6
     for number in range(4, 9):
         assert f"line {number} holds nothing in 'text'" in found[number - 4][2]
-    assert found[5][2] == "2 more of its records are faulty too"
+    assert found[5][2] == "more of its records are faulty too"
 
 
 def test_a_row_of_a_stream_is_named_by_how_it_begins(tmp_path):

@@ -23,7 +23,7 @@ from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.config import Bos
-from upcycle_core.corpora.conversations import Conversation, joined
+from upcycle_core.corpora.conversations import Conversation, whole_text
 from upcycle_core.corpora.encoding import encoded
 from upcycle_core.corpora.reader import TokenCorpus, read_chats, read_documents
 from upcycle_core.corpora.shards import write_split
@@ -254,6 +254,6 @@ def _first_bytes(texts: Iterable[str | Conversation], limit: int) -> Iterator[st
     for text in texts:
         if limit <= 0:
             return
-        data = (text if isinstance(text, str) else joined(text.messages)).encode()
+        data = (text if isinstance(text, str) else whole_text(text.messages)).encode()
         yield data[:limit].decode(errors="ignore") if isinstance(text, str) else text
         limit -= len(data)
