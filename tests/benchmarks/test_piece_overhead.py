@@ -10,6 +10,7 @@ from benchmarks import piece_overhead
 from benchmarks.piece_overhead import CPUS, check, measured, report
 
 
+@pytest.mark.faults
 def test_both_run_the_same_queue_and_are_set_beside_each_other(monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     seen = []

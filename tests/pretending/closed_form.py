@@ -31,7 +31,7 @@ def main(root: Path) -> None:
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     experts = related(root)
-    corpora = {f"d{n}": write_corpus(root / f"text{n}", 12 + 2 * n) for n in range(2)}
+    corpora = {f"d{n}": write_corpus(root / f"text{n}", 6 + 2 * n) for n in range(2)}
     backbone, routers = merged(experts, root / "backbone"), random_routers(2, 32, 2, seed=0)
     named = dict(zip(corpora, experts, strict=True))
     assemble(named, backbone, routers, root / "moe", top_k=1, max_shard_bytes=SIZE)

@@ -110,10 +110,13 @@ def load_tokenizer(directory: Path | str) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 
     directory = Path(directory)
-    common: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if not _is_whole(directory):
-        return AutoTokenizer.from_pretrained(directory, **common)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, **common)
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    )
     if tokenizer.eos_token is None:
         for role, token in _supplied(directory, tokenizer).items():
             setattr(tokenizer, role, token)
