@@ -234,9 +234,8 @@ def test_a_version_arrives_and_says_so(place, version, registered):
 
 def test_who_is_not_asked_again_keeps_his_row(place, version, registered, monkeypatch, tmp_path):
     registry = Registry(place)
-    certify_version(
-        registry, version, registered, readers=["transformers"], forms=["fp32"], say=silent
-    )
+    once = {"readers": ["transformers"], "forms": ["fp32"], "say": silent}
+    certify_version(registry, version, registered, **once)
     kept = json.loads(registry.text(version, FILE))
     (first,) = (row for row in kept["readers"] if row["reader"] == "transformers")
     rows = [first, first | {"reader": "mlflow"}]
