@@ -5,7 +5,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml
 from pydantic import TypeAdapter
@@ -136,6 +136,7 @@ class Lineage:
 class Recipe:
     """Everything that decides what a run makes."""
 
+    __pydantic_core_schema__: ClassVar[Any]
     name: str
     """Name of the workspace: lower-case letters, digits, - and _."""
     method: str = ""
@@ -255,6 +256,9 @@ class Recipe:
 
 
 ADAPTER: TypeAdapter[Recipe] = TypeAdapter(Recipe)
+# Where pydantic looks for what is made already: each flow makes a recipe's form while it is
+# imported, and a command imports several.
+Recipe.__pydantic_core_schema__ = ADAPTER.core_schema
 
 
 def resolve(recipe: Recipe) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from upcycle_core.evaluation.text.results import Parameter
 DUME = "dume"
 
 CROSS_VALIDATED = "cross-validate"
-SCORED = ("rows", "cross_scores")
-"""Fields of ``evaluation`` that say which rows DUME's report has."""
+SCORED = {"rows": ("dume",), "cross_scores": ("dume", "symphony")}
+"""{field of ``evaluation`` that says what a report scores: methods whose report it is}"""
 
 FOLDS = 4
 """Parts of the statistics that a cross-validated lambda is given where the recipe names none."""
@@ -75,11 +75,13 @@ def unused_faults(recipe: Recipe) -> Iterator[Fault]:
     """What only DUME does, asked of another method."""
     asked = (*merge_keys(recipe), *repair_keys(recipe), *routed_repair_keys(recipe))
     usual, own = EvaluationConfig(), recipe.evaluation
-    scored = [f"evaluation.{n}" for n in SCORED if getattr(own, n) != getattr(usual, n)]
-    asked = (*asked, *weight_keys(recipe), *scored)
-    for key in asked:
-        remedy = f"is done by dume alone, and the method is {recipe.method}: remove it"
-        yield Fault(key, value_at(recipe, key), remedy)
+    by: dict[str, tuple[str, ...]] = dict.fromkeys((*asked, *weight_keys(recipe)), ("dume",))
+    by |= {f"evaluation.{n}": m for n, m in SCORED.items() if getattr(own, n) != getattr(usual, n)}
+    for key, methods in by.items():
+        if recipe.method not in methods:
+            who = " and ".join(methods) if len(methods) > 1 else f"{methods[0]} alone"
+            remedy = f"is done by {who}, and the method is {recipe.method}: remove it"
+            yield Fault(key, value_at(recipe, key), remedy)
 
 
 def swept(recipe: Recipe) -> dict[Parameter, tuple[float, ...]]:

@@ -183,6 +183,7 @@ def scoring_row(stage: str, recipe: Recipe, subjects: Subjects, shape: Shape) ->
     length = config.sequence_length
     read = domains * tokens_of(config.tokens, subjects.heldout)
     dense = work.forward_flops(shape, read, length)
+    crossed = sum(len(config.scored_on(d, recipe.domains)) for d in recipe.domains)
     mixed = work.forward_flops(shape, read, length, top_k=recipe.moe.top_k)
     held: dict[str, Any] = {"device": resources.device}
     streamed: int | None = memory.streamed_evaluation_bytes(shape, config, experts=domains, **held)
@@ -196,7 +197,7 @@ def scoring_row(stage: str, recipe: Recipe, subjects: Subjects, shape: Shape) ->
         pieces,
         passing=shape.stored,
         read=(domains + 1) * shape.stored + merged * shape.itemsize * shape.mixture(domains),
-        flops=(domains + 1) * dense + merged * mixed or None,
+        flops=(dense + crossed * dense // domains + merged * mixed) or None,
         precision=config.precision,
         memory=memory.evaluation_bytes(shape, config, experts=domains, **held),
         streamed=streamed,

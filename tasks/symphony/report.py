@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ from upcycle_core.symphony.config import SymphonyConfig
 OTHERS = ("bam", "full-finetune")
 """Methods whose models are no stock Mixture-of-Experts."""
 AVERAGE, HARMONISED = "model_averaging", "harmonised"
+SCORING = ("name", *MEASURING, "evaluation.cross_scores", "corpus.bos")
 
 
 def _inputs(recipe: Recipe, item: str) -> list[str]:
@@ -67,11 +69,7 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
     return [*found, *rows, "tokenizer", "united", "model"]
 
 
-@stage(
-    "report",
-    _inputs,
-    params=("name", *MEASURING, "corpus.bos", "baselines", "symphony", "post_training", "moe"),
-)
+@stage("report", _inputs, params=(*SCORING, "baselines", "symphony", "post_training", "moe"))
 def report(run: StageRun) -> None:
     """Write metrics.json, tables, pictures and the CSV behind them."""
     merged = run.run(_merged_pieces(run), "evaluation")
@@ -149,20 +147,24 @@ def _own_experts(recipe: Recipe, row: Baseline | None) -> dict[str, int]:
 
 def _dense_pieces(run: StageRun, heldout: Scores) -> list[Piece]:
     """Every stranger as it is, with its own tokenizer, per token of the union's."""
-    recipe = run.recipe
+    recipe, common = run.recipe, _common(run)
     documents = {name: run.path(f"documents/{name}") for name in recipe.domains}
     documents |= {name: run.path(f"outside/{name}") / DOCUMENTS for name in recipe.outside}
-    judged = {"tokenizer": run.path("tokenizer"), "documents": documents, "reference": heldout}
-    judged["bos"] = recipe.corpus.bos
-    return [
-        Piece(
-            name=expert_row(name),
-            function=stranger_piece,
-            arguments={"model": run.path(f"experts/{name}"), **judged, **_common(run)},
-            each=("corpora", "documents", "reference"),
-        )
-        for name in recipe.domains
-    ]
+    each = {"corpora": common["corpora"], "documents": documents, "reference": heldout}
+    judged = {"tokenizer": run.path("tokenizer"), "bos": recipe.corpus.bos}
+    pieces = []
+    for name, chosen in _scored_on(recipe).items():
+        texts = (*chosen, *recipe.outside)
+        some = {part: {text: found[text] for text in texts} for part, found in each.items()}
+        arguments = {"model": run.path(f"experts/{name}"), **judged, **common, **some}
+        piece = Piece.of(expert_row(name), stranger_piece, **arguments)
+        pieces.append(replace(piece, each=tuple(each)))
+    return pieces
+
+
+def _scored_on(recipe: Recipe) -> dict[str, tuple[str, ...]]:
+    """{domain: the domains whose text its stranger is scored on}"""
+    return {name: recipe.evaluation.scored_on(name, recipe.domains) for name in recipe.domains}
 
 
 def moe_piece(
@@ -207,6 +209,7 @@ def _evaluation(
         heldout={name: heldout[name] for name in domains},
         routing={name: final["routing"][name] for name in domains} if all_models else {},
         intervals=score_intervals(rows, {d: dense[expert_row(d)][d] for d in domains}),
+        scored_on={expert_row(d): texts for d, texts in _scored_on(recipe).items()},
     )
 
 
@@ -219,7 +222,9 @@ def _rows(
 ) -> dict[str, Joined]:
     recipe = run.recipe
     rows = {}
-    for name in recipe.domains:
+    for name, texts in _scored_on(recipe).items():
+        if len(texts) < len(recipe.domains):
+            continue  # no mean over the domains
         size = parameter_counts(run.path(f"experts/{name}"))
         rows[expert_row(name)] = Joined(
             title=f"{name}, dense",

@@ -191,6 +191,21 @@ def test_dvc_has_every_stage(project):
 
 
 @pytest.mark.faults
+def test_strangers_may_be_scored_on_their_own_text_alone(project, metrics):
+    path = project.workspace / "params.yaml"
+    values = yaml.safe_load(path.read_text())
+    values["evaluation"]["cross_scores"] = "own"
+    path.write_text(yaml.safe_dump(values))
+    project.run(sys.executable, "-m", "tasks", "report", "--workspace", str(project.workspace))
+    found = json.loads((project.workspace / "report" / "metrics.json").read_text())
+    assert found["perplexity"]["expert_numbers"].keys() == {"numbers"}
+    assert "expert_numbers" not in found["normalised_average"]
+    assert set(found["ablation"]) == set(metrics["ablation"]) - {f"expert_{n}" for n in DOMAINS}
+    for row, values in found["ablation"].items():
+        assert values == metrics["ablation"][row]
+
+
+@pytest.mark.faults
 def test_another_fraction_compares_no_models_again(project):
     """What was counted serves every way of aligning; a stage alone runs as DVC runs it."""
     path = project.workspace / "params.yaml"
