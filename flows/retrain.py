@@ -29,10 +29,10 @@ from infra.tracking.registry import Registry
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Held, Workspace
 from tasks.living.freshness import news, outdated
-from tasks.living.lineage import begin, life_of, with_lineage, with_parents
+from tasks.living.lineage import begin, life_of, with_lineage
 from tasks.methods import METHODS
 from tasks.recipes import validate
-from tasks.release.versions import MODEL_TAG, PENDING_TAG, Outcome, led_experts, newest
+from tasks.release.versions import MODEL_TAG, PENDING_TAG, Outcome, newest
 from upcycle_core.errors import Fault, raise_faults
 
 NOTHING = "nothing to do"
@@ -116,8 +116,6 @@ def _learn(session: FlowSession) -> Outcome:
     session.adopt(begun)
     for stage in life_of(session.recipe).reads:
         session.ensure(stage)
-    led = led_experts(session.registry, session.recipe.registered_name)
-    session.adopt(with_parents(session.recipe, session.workspace, led=led))
     outcome = build(session)
     parents = [f"{d} from {digest[:12]}" for d, digest in session.recipe.parents.items()]
     notes = (f"Continued experts: {', '.join(parents)}.",) if parents else ()

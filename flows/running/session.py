@@ -42,9 +42,10 @@ from tasks.engine.reporting import Recorder
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session, Stage
 from tasks.engine.workspace import Workspace
-from tasks.living.lineage import save, with_lineage
+from tasks.living.lineage import save, with_lineage, with_parents
 from tasks.pipeline import dvc_yaml, params_yaml
 from tasks.release.register import Registrar
+from tasks.release.versions import led_experts
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 # A killed flow leaves the Prefect server that it had brought along.
@@ -119,6 +120,8 @@ class FlowSession:
         Raises:
             InputError: With the faults of all items of all stages.
         """
+        if "parents" in [stage.name for stage in stages]:
+            self._continue_experts()
         items: dict[str, list[str]] = {}
         for stage in stages:
             asked = (item for item in stage.items(self.recipe) if only is None or item in only)
@@ -128,6 +131,13 @@ class FlowSession:
         _wait([future for stage in stages for future in self._submit(stage, items[stage.name])])
         for stage in stages:
             self._record(stage, items[stage.name])
+
+    def _continue_experts(self) -> None:
+        """Name a parent for each expert whose text is new: in whatever flow, once there is a
+        lineage, none is trained from what an earlier one was continued from."""
+        if self.recipe.lineage is not None:
+            led = led_experts(self.registry, self.recipe.registered_name)
+            self.adopt(with_parents(self.recipe, self.workspace, led=led))
 
     def _submit(self, stage: Stage, items: Sequence[str]) -> list[Any]:
         """One Prefect task an item; Prefect must not look into what other stages are changing."""

@@ -61,7 +61,9 @@ class Records:
         found = self._client.get_experiment_by_name(experiment)
         self._experiment = None if found is None else found.experiment_id
 
-    def past(self, keep: KeepConfig, name: str, *, previous: str) -> Past:
+    def past(
+        self, keep: KeepConfig, name: str, *, ways_back: Callable[[Sequence[Version]], set[int]]
+    ) -> Past:
         """What goes, and what stays.
 
         A version that any alias points at stays, and the one before the champion. So does every
@@ -71,7 +73,7 @@ class Records:
         Args:
             keep: How much stays.
             name: The workspace's registered model; others that its runs registered count as well.
-            previous: The tag of a champion that holds the number of the champion before.
+            ways_back: The numbers of the champions before those of now, of all versions of a name.
         """
         if self._experiment is None:
             return Past((), (), (), ())
@@ -84,8 +86,8 @@ class Records:
             versions = self._registry.versions(registered)
             mine = [v for v in versions if v.model_id in models]
             # Another recipe may register under the same name, and its champion follow ours.
-            before = {v.tags.get(previous) for v in versions if v.aliases}
-            named = [v for v in mine if v.aliases or str(v.number) in before]
+            before = ways_back(versions)
+            named = [v for v in mine if v.aliases or v.number in before]
             spare = [v for v in mine if v not in named][: -keep.versions]
             gone += spare
             kept += [v for v in mine if v not in spare]

@@ -82,7 +82,7 @@ def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) ->
 
 
 def with_parents(
-    recipe: Recipe, workspace: Workspace, *, led: Mapping[str, Collection[str]]
+    recipe: Recipe, workspace: Workspace, *, led: Mapping[str, Collection[str]] | None
 ) -> Recipe:
     """The recipe with a parent for each expert whose training text has changed since.
 
@@ -95,6 +95,8 @@ def with_parents(
         recipe: With a lineage.
         workspace: Its corpora are new, its experts are not yet.
         led: {domain: digests, or their beginnings, of its experts that have been in a champion}.
+            None where the registry knows no version, as in a home that was restored: the experts
+            that are there are continued.
 
     Raises:
         InputError: Neither the expert nor what it was continued from is of a champion, though an
@@ -108,9 +110,9 @@ def with_parents(
         if domain.expert is not None or digest is None or not texts:
             continue
         if not all(workspace.has_digest(text, made_from[text]) for text in texts):
-            before, led_here = parents.get(name), led.get(name, ())
+            before, led_here = parents.get(name), (led or {}).get(name, ())
             names = workspace.digests(f"experts/{name}")
-            has_led = any(n.startswith(tuple(led_here)) for n in names) if led_here else False
+            has_led = led is None or any(n.startswith(tuple(led_here)) for n in names)
             parents[name] = _parent(
                 recipe, name, digest, before=before, led=led_here, has_led=has_led
             )

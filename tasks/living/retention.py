@@ -23,7 +23,7 @@ from infra.versioning.known import Recorded
 from tasks.engine.workspace import PROVENANCE, Workspace
 from tasks.living.lineage import modelled
 from tasks.methods import every_stage
-from tasks.release.versions import PREVIOUS_TAG
+from tasks.release.versions import ways_back
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.text.results import expert_row
 
@@ -87,7 +87,7 @@ def spares(
     disk = Disk()
     # A deployment may hold the recipe of before a domain was grown.
     domains = {*recipe.domains, *modelled(workspace)}
-    past = records.past(recipe.keep, recipe.registered_name, previous=PREVIOUS_TAG)
+    past = records.past(recipe.keep, recipe.registered_name, ways_back=ways_back)
     yield from _artifacts(domains, workspace, disk)
     yield from _pieces(workspace, disk)
     yield from _models(past, records, recipe.keep, disk)

@@ -1,7 +1,8 @@
 """The promotion gate: whether a challenger becomes champion, and why."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
 
 from infra.recipe.schema import GateConfig
 from upcycle_core.evaluation.tasks import results
@@ -48,7 +49,8 @@ def decide(gate: GateConfig, *, challenger: Figures, champion: Figures | None) -
     mine = challenger[gate.metric]
     if champion is None:
         reason = f"{gate.metric} {_shown(mine)}; there was no champion"
-        return Decision(True, f"promoted: {_shown(mine)}, the first", reason, mine, None)
+        done = "refused" if mine is None else "promoted"  # nothing could beat what is undefined
+        return Decision(mine is not None, f"{done}: {_shown(mine)}, the first", reason, mine, None)
     theirs = champion[gate.metric]
     promoted = mine is not None and theirs is not None and mine > theirs + gate.margin
     decisive = _compared(mine, theirs, gate.margin)
@@ -68,6 +70,23 @@ def decide(gate: GateConfig, *, challenger: Figures, champion: Figures | None) -
         )
     outcome = f"{'promoted' if promoted else 'refused'}: {decisive}"
     return Decision(promoted, outcome, reason, mine, theirs)
+
+
+def without(withdrawn: Mapping[str, int], decision: Decision) -> Decision:
+    """What becomes of a model with experts that a person took back: it is no champion by itself.
+
+    Args:
+        withdrawn: {domain: the version that was rolled back with its expert}.
+        decision: What the gate said, which had let that version through as well.
+    """
+    if not withdrawn or not decision.promoted:
+        return decision
+    held = [f"{domain}'s expert of version {number}" for domain, number in withdrawn.items()]
+    why = f"it holds {', '.join(held)}, which was rolled back, on the same text"
+    remedy = "correct that text; or, if the expert is good, set the alias in MLflow (make up)"
+    outcome = "refused: an expert was rolled back"
+    reason = f"{decision.reason}; {why}: {remedy}"
+    return replace(decision, promoted=False, outcome=outcome, reason=reason)
 
 
 def figures(
@@ -97,7 +116,10 @@ def figures(
             found[metric] = -perplexities[metric.removeprefix(PERPLEXITY)]
         else:
             found[metric] = _task_figure(metric, row, tasks)
-    return found
+    return {
+        metric: None if figure is None or not isfinite(figure) else figure
+        for metric, figure in found.items()
+    }
 
 
 def _task_figure(metric: str, row: str, tasks: TaskEvaluation | None) -> float | None:

@@ -22,7 +22,7 @@ from tasks.engine.stage import Session
 from tasks.release.card import pictures, version_card
 from tasks.release.certificate import CERTIFICATE_TAG, certify_version, refusal, version_files
 from tasks.release.champion import CHAMPION, Champion
-from tasks.release.gate import Decision, decide, figures
+from tasks.release.gate import Decision, decide, figures, without
 from tasks.release.versions import (
     BESIDE_TAG,
     DECISION_TAG,
@@ -36,6 +36,7 @@ from tasks.release.versions import (
     offered,
     settled,
     with_aliases,
+    withdrawn_experts,
 )
 from upcycle_core.evaluation.tasks.results import TaskEvaluation
 from upcycle_core.evaluation.text.results import expert_row, title_of
@@ -197,12 +198,15 @@ def register(
     domains = ", ".join(session.recipe.domains)
     title = f"{title_of(method, ())} Mixture-of-Experts of {domains}."
     decision = _judge(session, champion, metrics, tasks)
+    experts = expert_digests(session)
+    withdrawn = withdrawn_experts(registrar.registry, session.recipe.registered_name, experts)
+    decision = without(withdrawn, decision)
     return registrar.register_model(
         decision,
         champion=champion,
         metrics=metrics,
         scores=_scores(metrics, method),
-        tags={EXPERTS_TAG: json.dumps(expert_digests(session))},
+        tags={EXPERTS_TAG: json.dumps(experts)},
         files={CARD: version_card(session, metrics, decision), **pictures(session)},
         description=f"{title}\n\n{(report / 'table.md').read_text()}",
     )

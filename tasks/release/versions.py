@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from infra.recipe.schema import Recipe
@@ -172,13 +172,31 @@ def champions(registry: Registry, name: str) -> tuple[Version, Version]:
     if champion is None:
         remedy = "is no registered model with a champion; see the names in MLflow (make up)"
         raise InputError(Fault("name", name, remedy))
-    tag = champion.tags.get(PREVIOUS_TAG, "none")
-    before = versions.get(int(tag)) if tag.isdecimal() else None
+    before = versions.get(_before(champion, versions.values()) or 0)
     if before is None:
         remedy = "has no champion before it that is still registered; nothing was changed. Set the "
         remedy += "alias in MLflow (make up) if another version is to be it"
         raise InputError(Fault("champion", champion.reference, remedy))
     return champion, before
+
+
+def ways_back(versions: Sequence[Version]) -> set[int]:
+    """The numbers of the versions that a rollback from any with an alias would lead to."""
+    found = {_before(version, versions) for version in versions if version.aliases}
+    return {number for number in found if number is not None}
+
+
+def _before(champion: Version, versions: Collection[Version]) -> int | None:
+    """The champion before: of one that a person made, the newest that has been one."""
+    if PREVIOUS_TAG in champion.tags:
+        tag = champion.tags[PREVIOUS_TAG]
+        return int(tag) if tag.isdecimal() else None
+    been = [
+        version.number
+        for version in versions
+        if PREVIOUS_TAG in version.tags and ROLLED_BACK_TAG not in version.tags
+    ]
+    return max(been, default=None)
 
 
 def expert_digests(session: Session) -> dict[str, str]:
@@ -187,16 +205,48 @@ def expert_digests(session: Session) -> dict[str, str]:
     return {domain: digest[:16] for domain, digest in found.items() if digest is not None}
 
 
-def led_experts(registry: Registry, name: str) -> dict[str, set[str]]:
+def led_experts(registry: Registry, name: str) -> dict[str, set[str]] | None:
     """{domain: the beginnings of the digests of its experts that have been in a champion}.
 
-    That of now counts, by whomever it was made champion; one that was rolled back does not.
+    That of now counts, by whomever it was made champion; one that was rolled back does not. None
+    where there is no version at all.
     """
+    versions = registry.versions(name)
+    return _led(versions) if versions else None
+
+
+def withdrawn_experts(registry: Registry, name: str, experts: Mapping[str, str]) -> dict[str, int]:
+    """Those of ``experts`` that were in a champion, but in one that was rolled back alone.
+
+    Args:
+        registry: The registry.
+        name: The registered model.
+        experts: {domain: the beginning of its expert's digest}.
+
+    Returns:
+        {domain: the number of the newest version that was rolled back with it}.
+    """
+    versions = registry.versions(name)
+    led = _led(versions)
+    return {
+        domain: version.number
+        for version in versions
+        if ROLLED_BACK_TAG in version.tags
+        for domain, digest in _experts_of(version).items()
+        if experts.get(domain) == digest and digest not in led.get(domain, ())
+    }
+
+
+def _experts_of(version: Version) -> dict[str, str]:
+    return json.loads(version.tags.get(EXPERTS_TAG, "{}"))
+
+
+def _led(versions: Sequence[Version]) -> dict[str, set[str]]:
     led: dict[str, set[str]] = {}
-    for version in registry.versions(name):
+    for version in versions:
         has_led = PREVIOUS_TAG in version.tags and ROLLED_BACK_TAG not in version.tags
         if has_led or "champion" in version.aliases:
-            for domain, digest in json.loads(version.tags.get(EXPERTS_TAG, "{}")).items():
+            for domain, digest in _experts_of(version).items():
                 led.setdefault(domain, set()).add(digest)
     return led
 

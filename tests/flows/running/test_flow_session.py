@@ -7,11 +7,13 @@ from prefect.utilities.collections import visit_collection
 from prefect.utilities.engine import resolve_to_final_result
 
 from flows.running.session import FlowSession
+from infra.recipe.schema import Lineage
 from infra.versioning.versions import Versions
 from tasks.data.documents import documents
 from tasks.data.seed import seed
 from tasks.data.sources import sources
 from tasks.data.tokenizer import tokenizer
+from tasks.dume.experts import parents
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
@@ -41,6 +43,25 @@ def test_what_lies_outside_is_looked_at_once(asked):
         session.ensure(sources)
         session.ensure(documents)
     assert counts == {"sources": [1, 0], "documents": [4, 4]}
+
+
+def test_an_expert_with_new_text_goes_on_in_whatever_flow(asked, monkeypatch):
+    """What it had learnt would be lost, were it trained from what it was continued from."""
+    session, counts = asked
+    calls = []
+    monkeypatch.setattr("flows.running.session.led_experts", lambda registry, name: {name: {"1"}})
+    monkeypatch.setattr(
+        "flows.running.session.with_parents",
+        lambda recipe, workspace, *, led: calls.append((led, len(counts["parents"]))) or recipe,
+    )
+    monkeypatch.setattr(session, "adopt", lambda recipe: calls.append("adopted"))
+    session.ensure(parents)
+    assert calls == []  # nothing was built upon yet
+    session.recipe = session.stages.recipe = replace(session.recipe, lineage=Lineage())
+    session.ensure(parents)
+    assert calls == [({"upcycle-demo": {"1"}}, 1), "adopted"]
+    session.ensure(documents)
+    assert len(calls) == 2
 
 
 class Changing(set):

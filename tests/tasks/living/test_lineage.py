@@ -134,6 +134,16 @@ def test_what_was_refused_is_no_parent(recipe, workspace):
     assert with_parents(named, workspace, led=led).parents == {"letters": own}
 
 
+def test_where_no_version_is_known_the_expert_that_is_there_goes_on(recipe, workspace):
+    """A home that was restored has the champion's expert, and an empty registry."""
+    begun = begin(recipe, workspace)
+    named = replace(begun, lineage=replace(begun.lineage, parents={"letters": "before"}))
+    write_corpus(workspace, "letters", "new")
+    own = workspace.digest("experts/letters")
+    assert with_parents(named, workspace, led=None).parents == {"letters": own}
+    assert with_parents(named, workspace, led={}).parents == {"letters": "before"}
+
+
 def test_where_the_champion_s_expert_is_gone_none_is_continued(recipe, workspace):
     begun = begin(recipe, workspace)
     named = replace(begun, lineage=replace(begun.lineage, parents={"letters": "rolled back too"}))

@@ -1,7 +1,7 @@
 import pytest
 
 from infra.recipe.schema import GateConfig
-from tasks.release.gate import decide, figures
+from tasks.release.gate import decide, figures, without
 from upcycle_core.evaluation.tasks.results import TaskEvaluation
 from upcycle_core.evaluation.tasks.score import TaskScore
 
@@ -22,6 +22,26 @@ def test_first_model_becomes_champion():
     assert decision.promoted
     assert "no champion" in decision.reason
     assert decision.challenger == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_first_model_without_a_figure_is_no_champion(value):
+    """No other could ever beat it."""
+    gate = GateConfig(metric="perplexity.law")
+    decision = judged(gate, {"law": value, "code": 10.0}, None)
+    assert not decision.promoted
+    assert decision.outcome == "refused: undefined, the first"
+    assert judged(gate, {"law": 20.0, "code": 10.0}, {"law": value, "code": 1.0}).promoted is False
+
+
+def test_an_expert_that_was_rolled_back_is_not_promoted_again():
+    decision = judged(GateConfig(), {"law": 20.0, "code": 10.0}, None)
+    assert without({}, decision) == decision
+    refused = without({"law": 2}, decision)
+    assert not refused.promoted
+    assert refused.outcome == "refused: an expert was rolled back"
+    assert refused.reason.startswith(f"{decision.reason}; it holds law's expert of version 2")
+    assert without({"law": 2}, refused) == refused
 
 
 def test_average_decides_by_default():

@@ -29,7 +29,9 @@ from tasks.release.versions import (
     led_experts,
     offered,
     roll_back,
+    ways_back,
     with_aliases,
+    withdrawn_experts,
 )
 from upcycle_core.errors import InputError
 
@@ -79,6 +81,38 @@ def test_an_expert_that_led_is_told_from_one_that_did_not(history, session):
     own = expert_digests(session)
     led = {"python": {own["python"]}, "cpp": {own["cpp"], "third"}}
     assert led_experts(history, NAME) == led
+    assert led_experts(history, "nobody") is None
+
+
+def test_a_champion_that_a_person_made_has_a_way_back(tmp_path, session):
+    """To the newest that was champion; tidying leaves it."""
+    settings = read({"UPCYCLE_HOME": str(tmp_path)})
+    registry, folder = Registry(settings), session.workspace.path("experts/python")
+    with Tracker(settings, "test").start_run("test", workspace=tmp_path) as run:
+        for mark in ("champion", "challenger", "champion", "challenger"):
+            made = Registration(marks={PENDING_TAG: mark})
+            with_aliases(registry, registry.register(NAME, folder, made, run=run))
+    [second] = [version for version in registry.versions(NAME) if version.number == 2]
+    registry.set_alias(second, "champion")
+    assert 3 in ways_back(registry.versions(NAME))
+    left, now = roll_back(registry, NAME, "it was worse")
+    assert (left.number, now.number) == (2, 3)
+
+
+def test_an_expert_is_taken_back_with_the_only_champion_that_had_it(tmp_path, session):
+    settings = read({"UPCYCLE_HOME": str(tmp_path)})
+    registry, folder = Registry(settings), session.workspace.path("experts/python")
+    experts = {"python": "old", "cpp": "same"}
+    with Tracker(settings, "test").start_run("test", workspace=tmp_path) as run:
+        for python in ("old", "new"):
+            tags = {EXPERTS_TAG: json.dumps({**experts, "python": python})}
+            made = Registration(tags=tags, marks={PENDING_TAG: "champion"})
+            with_aliases(registry, registry.register(NAME, folder, made, run=run))
+    held = {"python": "new", "cpp": "same"}
+    assert withdrawn_experts(registry, NAME, held) == {}
+    roll_back(registry, NAME, "it was worse")
+    assert withdrawn_experts(registry, NAME, held) == {"python": 2}
+    assert withdrawn_experts(registry, NAME, experts) == {}
 
 
 def test_the_way_back_is_that_of_the_champions(history, session):
