@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -13,7 +14,7 @@ import yaml
 from infra.recipe.reading import load_recipe
 from infra.recipe.schema import Recipe, resolve
 from infra.services.api import DeploymentError, asked, filled, server_of
-from infra.services.pools import Pool, find_pool
+from infra.services.pools import LOCAL, Pool, find_pool
 from infra.settings import REPOSITORY, Settings, environment_of
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.responses import DeploymentResponse
 
 DEFAULT, MAKER = "recipes/demo.yaml", "flows/dume.py:dume"
+NO_NOTICE = "none"
 TAG = "recipe:"
 """Before the recipe's name: the tag of its deployments, and of their runs."""
 PAGE = 200
@@ -59,8 +61,10 @@ def deploy(
             ``{notice}`` for ``notice``; what names that is left out without one.
         recipe: A recipe to deploy in place of the embedded default, where that is named.
         changes: ``dotted.key=value`` settings of ``recipe``.
-        notice: The block of Prefect, ``TYPE/NAME``, through which a failed night is told.
-        pool: The work pool whose worker runs the flows; that of ``make up`` unless given.
+        notice: The block of Prefect, ``TYPE/NAME``, through which a failed night is told, or
+            ``none``; by default what was said when the recipe was deployed before.
+        pool: The work pool whose worker runs the flows; by default the one that ran them before, at
+            first that of ``make up``.
         job_variables: What differs there from the pool's own defaults: ``image``,
             ``image_pull_policy``.
 
@@ -73,8 +77,12 @@ def deploy(
         DeploymentError: Prefect refused.
     """
     api = server_of(settings)
+    standing = _standing(api, load_recipe(recipe or REPOSITORY / DEFAULT, changes).name)
+    notice = {None: standing.notice, NO_NOTICE: None}.get(notice, notice)
     if notice is not None:
         _check_block(api, notice)
+    if pool is None and not job_variables:
+        pool, job_variables = standing.pool, standing.job_variables
     target = _pool(api, pool, job_variables or {})
     content = yaml.safe_load(prefect_file.read_text())
     told = [d for d in content["deployments"] if notice is not None or not _names_notice(d)]
@@ -150,6 +158,36 @@ def _maker(deployments: Sequence[dict[str, Any]], recipe: Recipe) -> dict[str, A
     own = {Path(d["entrypoint"].partition(":")[0]).stem: d for d in deployments}
     asked = [d for flow, d in own.items() if getattr(recipe, flow, None) is not None]
     return asked[0] if asked else own["dume"]
+
+
+@dataclass
+class Standing:
+    """What was said of a recipe's deployments when they were deployed before.
+
+    Args:
+        notice: The block through which a failed night is told.
+        pool: The work pool that runs them; None for that of ``make up``.
+        job_variables: What differs there from the pool's defaults.
+    """
+
+    notice: str | None = None
+    pool: str | None = None
+    job_variables: Mapping[str, str] | None = None
+
+
+def _standing(api: str, name: str) -> Standing:
+    """Of the recipe of that name: whoever deploys it again need not say it again."""
+    found = Standing()
+    with asked(api) as client:
+        for full_name, deployment in _deployed(client).items():
+            if TAG + name not in _recipe_tags(deployment):
+                continue
+            if full_name.startswith("notice/"):
+                found.notice = deployment.parameters.get("block")
+            if deployment.work_pool_name not in (None, LOCAL):
+                found.pool = deployment.work_pool_name
+                found.job_variables = deployment.job_variables
+    return found
 
 
 def _pool(api: str, name: str | None, job_variables: Mapping[str, str]) -> Pool | None:

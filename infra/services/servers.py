@@ -257,8 +257,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="KEY=VALUE",
         help="deploy: of the recipe; pool: a variable of its template, or env.NAME",
     )
-    parser.add_argument("--notice", metavar="TYPE/NAME", help="the block that failed nights go to")
-    parser.add_argument("--pool", metavar="NAME", help="deploy: the work pool that runs the flows")
+    parser.add_argument(
+        "--notice", metavar="TYPE/NAME", help="deploy: the block that failed nights go to, or none"
+    )
+    parser.add_argument(
+        "--pool",
+        metavar="NAME",
+        help="deploy: the work pool that runs the flows; local: this machine",
+    )
     parser.add_argument("--image", metavar="NAME:TAG", help="deploy and pool: what containers run")
     parser.add_argument("--pull-policy", metavar="POLICY", help="deploy: when the image is pulled")
     parser.add_argument("--name", help="pool: what it is called; its type unless given")

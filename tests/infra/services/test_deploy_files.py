@@ -5,8 +5,10 @@ import json
 import shlex
 import subprocess
 import tomllib
+from contextlib import nullcontext
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import jsonschema
@@ -20,7 +22,8 @@ from ray.scripts.scripts import cli as ray_command
 from infra.recipe.reading import load_recipe as load_as_it_is
 from infra.recipe.schema import resolve
 from infra.services import deployments as module
-from infra.services.deployments import offered
+from infra.services.deployments import deploy, offered
+from infra.services.pools import Pool
 from infra.settings import REPOSITORY, read
 from infra.tracking import asgi
 from tasks.recipes import load_recipe
@@ -225,3 +228,54 @@ def test_deployments_at_once_have_a_file_each_and_leave_none(tmp_path, monkeypat
     module.prefect_deploy({"name": "one"}, settings, {})
     assert seen["one"] != seen["two"]
     assert not list(settings.services.iterdir())
+
+
+class Server:
+    """What a server keeps of deployments, and what Prefect's client says of them."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def read_deployments(self, limit, offset):
+        return list(self.kept.values())[offset : offset + limit]
+
+    def read_flow(self, flow):
+        return SimpleNamespace(name=flow)
+
+    def delete_resource_owned_automations(self, resource):
+        pass
+
+    def delete_deployment(self, name):
+        del self.kept[name]
+
+    def take(self, content, settings, environment):
+        for given in content["deployments"]:
+            flow = Path(given["entrypoint"].partition(":")[0]).stem
+            name = f"{flow}/{given['name']}"
+            kept = {key: given[key] for key in ("name", "tags", "parameters") if key in given}
+            kept |= {"id": name, "flow_id": flow, "work_pool_name": given["work_pool"]["name"]}
+            variables = given["work_pool"].get("job_variables")
+            self.kept[name] = SimpleNamespace(**kept, job_variables=variables)
+
+
+def test_whoever_deploys_again_keeps_notice_and_pool(tmp_path, monkeypatch):
+    """Growing a domain prints a command without them."""
+    server, image = Server(), {"image": "ours:2"}
+    pools = {"cloud": Pool("cloud", tmp_path, dict(image)), "local": Pool("local", tmp_path)}
+    monkeypatch.setattr(module, "asked", lambda api: nullcontext(server))
+    monkeypatch.setattr(module, "server_of", lambda settings: "http://server")
+    monkeypatch.setattr(module, "find_pool", lambda api, name, variables: pools[name])
+    monkeypatch.setattr(module, "prefect_deploy", server.take)
+    monkeypatch.setattr(module, "_show_limits", lambda client, names: None)
+    monkeypatch.setattr(module, "_check_block", lambda api, name: None)
+    settings, night = read({"UPCYCLE_HOME": str(tmp_path)}), "retrain/nightly-every-night"
+    common = {"recipe": REPOSITORY / "recipes/nightly.yaml", "changes": ["folder=/tmp"]}
+    told = "notice/nightly-failed-night"
+    assert told not in deploy(settings, **common)
+    assert told in deploy(settings, **common, notice="mail/us", pool="cloud", job_variables=image)
+    assert told in deploy(settings, **common)
+    assert server.kept[told].parameters == {"block": "mail/us"}
+    assert (server.kept[night].work_pool_name, server.kept[night].job_variables) == ("cloud", image)
+    assert told not in deploy(settings, **common, notice="none", pool="local")
+    assert told not in server.kept
+    assert server.kept[night].work_pool_name == "local"
