@@ -51,10 +51,17 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """What a run says of it: a champion of today may be this very version."""
+        """What a run says of it: a champion of today may be this very version.
+
+        One that was refused is not judged again, though the gate or the champion may be another.
+        """
         if self.is_new:
             return self.decision
-        return f"as it was registered: version {self.version.number} is this very model"
+        said = f"as it was registered: version {self.version.number} is this very model"
+        outcome = self.version.tags.get(OUTCOME_TAG, "")
+        if "champion" in self.version.aliases or not outcome.startswith("refused"):
+            return said
+        return f"{said}, {outcome}; set the alias in MLflow (make up) if it is to be champion now"
 
 
 def offered(

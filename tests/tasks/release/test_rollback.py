@@ -199,6 +199,11 @@ def test_a_model_that_is_registered_already_says_so_and_not_what_the_gate_said(t
     known = offered(registry, NAME, {"first"})
     assert known.verdict == "as it was registered: version 1 is this very model"
     assert Outcome(version, True, known.decision).verdict == "there was no champion"
+    registry.set_tags(version, {OUTCOME_TAG: "refused: 89.00 < 90.00"})
+    known = offered(registry, NAME, {"first"})
+    assert "this very model, refused: 89.00 < 90.00; set the alias" in known.verdict
+    registry.set_alias(version, "champion")
+    assert offered(registry, NAME, {"first"}).verdict.endswith("this very model")
 
 
 class Killed(BaseException):
