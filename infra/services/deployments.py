@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,9 +78,7 @@ def deploy(
     """
     api = server_of(settings)
     standing = _standing(api, load_recipe(recipe or REPOSITORY / DEFAULT, changes).name)
-    notice = {None: standing.notice, NO_NOTICE: None}.get(notice, notice)
-    if notice is not None:
-        _check_block(api, notice)
+    notice = _notice(api, notice or standing.notice)
     if pool is None and not job_variables:
         pool, job_variables = standing.pool, standing.job_variables
     target = _pool(api, pool, job_variables or {})
@@ -94,11 +92,9 @@ def deploy(
     settings.services.mkdir(parents=True, exist_ok=True)
     prefect_deploy(content, settings, environment_of(settings, PREFECT_API_URL=api, **ours))
     names = [_full_name(deployment) for deployment in content["deployments"]]
+    tags = {tag for deployment in content["deployments"] for tag in deployment["tags"]}
     with asked(api) as client:
-        tags = {tag for deployment in content["deployments"] for tag in deployment["tags"]}
-        for name, deployment in _deployed(client).items():
-            if tags & _recipe_tags(deployment) and name not in names:
-                _remove(client, deployment.id)
+        _remove_others(client, tags, names)
         _show_limits(client, names)
     return names
 
@@ -213,6 +209,14 @@ def _names_notice(deployment: Mapping[str, Any]) -> bool:
     return "{notice}" in deployment.get("parameters", {}).values()
 
 
+def _notice(api: str, name: str | None) -> str | None:
+    """The block that was asked for, or none."""
+    if name is None or name == NO_NOTICE:
+        return None
+    _check_block(api, name)
+    return name
+
+
 def _check_block(api: str, name: str) -> None:
     """Refuse a block that is not there; what it is of is seen when it is used."""
     from prefect.exceptions import ObjectNotFound
@@ -243,6 +247,13 @@ def _deployed(client: "SyncPrefectClient") -> dict[str, "DeploymentResponse"]:
 
 def _recipe_tags(deployment: "DeploymentResponse") -> set[str]:
     return {tag for tag in deployment.tags or () if tag.startswith(TAG)}
+
+
+def _remove_others(client: "SyncPrefectClient", tags: set[str], names: Collection[str]) -> None:
+    """Delete what has one of these recipes' tags, and another name."""
+    for name, deployment in _deployed(client).items():
+        if tags & _recipe_tags(deployment) and name not in names:
+            _remove(client, deployment.id)
 
 
 def _remove(client: "SyncPrefectClient", deployment: UUID) -> None:

@@ -20,7 +20,7 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
     return [*given, f"corpora/{domain}/train", start]
 
 
-@stage("experts/{domain}", _inputs, params=expert_keys)
+@stage("experts/{domain}", _inputs, params=expert_keys, lasting=True)
 def experts(run: StageRun) -> None:
     """Write the expert's checkpoint."""
     recipe = run.recipe

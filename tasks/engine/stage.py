@@ -20,7 +20,7 @@ from tasks.engine.params import narrowed, value_at
 from tasks.engine.pinned import pinned_faults
 from tasks.engine.sources import module_digests, package_versions
 from tasks.engine.stage_run import Session, StageRun
-from tasks.engine.why import as_recorded_now, differences, in_one_line
+from tasks.engine.why import as_recorded_now, differences, in_one_line, upgrades
 from tasks.engine.workspace import disk_faults, fingerprint
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -48,6 +48,9 @@ class Stage:
         always: Whether it looks at the world outside the workspace, and so always runs.
         once: Whether what it has made for these settings stays, whatever code and packages become:
             what it was made from may be there no more.
+        lasting: Whether, once a model is built upon, what it has made from these inputs with these
+            settings stays, whatever code and packages become: training, which an upgrade of
+            ours or of torch would else do again.
         in_parts: Whether the DVC remote holds what it reads in its place: it is put together again
             in about the time that fetching it would take.
     """
@@ -59,6 +62,7 @@ class Stage:
     each: Items | None = None
     always: bool = False
     once: bool = False
+    lasting: bool = False
     in_parts: bool = False
 
     @property
@@ -169,7 +173,13 @@ class Stage:
             return []
         if record.get("fingerprint") == mark:
             return [DAMAGED]
-        reasons = differences(as_recorded_now(record, made_from, session.workspace), made_from)
+        before = as_recorded_now(record, made_from, session.workspace)
+        reasons = differences(before, made_from)
+        if self.lasting and session.recipe.lineage is not None:
+            newer = upgrades(before, made_from)
+            if newer and reasons == newer:
+                session.log(f"{self.label(item)}: stays, though {in_one_line(newer)}")
+                return []
         if reasons or "packages" in record:
             return reasons or [DAMAGED]
         session.workspace.take_over(artifact, expected)
@@ -226,10 +236,13 @@ def stage(
     each: Items | None = None,
     always: bool = False,
     once: bool = False,
+    lasting: bool = False,
     in_parts: bool = False,
 ) -> Callable[[Callable[[StageRun], None]], Stage]:
     """Make a function a stage; see ``Stage``."""
-    return lambda function: Stage(function, out, inputs, params, each, always, once, in_parts)
+    return lambda function: Stage(
+        function, out, inputs, params, each, always, once, lasting, in_parts
+    )
 
 
 def _record(session: Session, label: str, artifact: str) -> dict[str, Any] | None:

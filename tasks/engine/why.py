@@ -24,6 +24,13 @@ def differences(record: Mapping[str, Any], made_from: Mapping[str, Any]) -> list
     return [
         *_named(record, made_from, "inputs"),
         *_settings(record.get("params", {}), made_from["params"]),
+        *upgrades(record, made_from),
+    ]
+
+
+def upgrades(record: Mapping[str, Any], made_from: Mapping[str, Any]) -> list[str]:
+    """What of ``differences`` is packages and code alone."""
+    return [
         *_versions(record["packages"], made_from["packages"]),
         *_code(record.get("sources", {}), made_from["sources"]),
     ]

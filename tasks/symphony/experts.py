@@ -57,7 +57,7 @@ def _params(recipe: Recipe, domain: str) -> Iterator[str]:
             yield "tokenizer"
 
 
-@stage("experts/{domain}", _inputs, params=_params)
+@stage("experts/{domain}", _inputs, params=_params, lasting=True)
 def experts(run: StageRun) -> None:
     """Write the model's checkpoint, with its own tokenizer."""
     recipe, domain = run.recipe, run.recipe.domains[run.domain]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from texts import pico_recipe, write_texts
 
+from infra.recipe.schema import Lineage
 from tasks import __main__ as command
 from tasks.dume.backbone import backbone
 from tasks.dume.experts import experts
@@ -246,6 +247,25 @@ def test_a_stage_says_why_it_runs(life, monkeypatch):
     assert life.ensure(STAGE) == reason
     (life.workspace.path("copied") / "copy").write_text("damaged")
     assert life.ensure(STAGE) == "copied runs: it is not as it was published"
+
+
+def test_what_a_living_model_was_trained_to_outlives_an_upgrade(life, monkeypatch):
+    """Of ours or of a package: a night would else train every expert again."""
+    lasting = replace(STAGE, lasting=True)
+    newer = {**package_versions(), "transformers": "99.0.0"}
+    monkeypatch.setattr("tasks.engine.stage.package_versions", lambda: newer)
+    monkeypatch.setattr(Stage, "sources", {"tasks/copied.py": "2"})
+    begun = replace(life.recipe, lineage=Lineage())
+    for stage, recipe in ((lasting, life.recipe), (STAGE, begun)):
+        assert stage.reasons(Session(recipe, life.workspace, log=print))
+    life.recipe = begun
+    assert life.ensure(lasting) is None
+    now = package_versions()["transformers"]
+    assert life.lines[0].startswith(f"copied: stays, though transformers {now} -> 99.0.0; its code")
+    life.recipe = replace(begun, seed=3)
+    assert life.ensure(lasting).startswith("copied runs: seed 0 -> 3; transformers")
+    life.give("two")
+    assert life.ensure(lasting) == "copied runs: input changed"
 
 
 def test_the_same_bytes_made_another_way_are_the_same_input(life):
