@@ -1,6 +1,7 @@
 """Processes that outlive the command that started them: how they are told from strangers."""
 
 import json
+import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ class ProcessRecord:
         command: The arguments it was started with.
         url: Where it answers; empty if it does not listen.
         boot: Which start of the machine that was.
+        host: What the machine is called.
     """
 
     pid: int
@@ -31,6 +33,12 @@ class ProcessRecord:
     command: tuple[str, ...]
     url: str = ""
     boot: str = ""
+    host: str = ""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it may run on another machine, which has this file too."""
+        return self.boot != _boot() and self.host not in ("", platform.node())
 
 
 def launch(
@@ -57,7 +65,7 @@ def launch(
             start_new_session=True,
         )
     started = _started(psutil.Process(process.pid))
-    return ProcessRecord(process.pid, started, tuple(command), url, _boot())
+    return ProcessRecord(process.pid, started, tuple(command), url, _boot(), platform.node())
 
 
 def find(record: ProcessRecord) -> psutil.Process | None:

@@ -62,7 +62,8 @@ def up(settings: Settings) -> None:
     """Start the two servers, then the worker, and print where they are.
 
     Raises:
-        InputError: A port is in use, or MLflow's database is not ours to serve.
+        InputError: A port is in use, MLflow's database is not ours to serve, or the servers run on
+            another machine that has the same home.
         ServiceError: Something did not start. Nothing that was started is left.
     """
     services = [_prefect(settings), _mlflow(settings), _worker(settings)]
@@ -70,6 +71,7 @@ def up(settings: Settings) -> None:
         if running(settings).keys() >= {service.name for service in services}:
             print("Already up.")
         else:
+            raise_faults(_elsewhere_faults(settings))
             _stop_all(settings)
             raise_faults(_faults(settings))
             _create_database(settings)
@@ -83,8 +85,13 @@ def up(settings: Settings) -> None:
 
 
 def down(settings: Settings) -> None:
-    """Stop what ``up`` started, the worker's flows included, and nothing else."""
+    """Stop what ``up`` started, the worker's flows included, and nothing else.
+
+    Raises:
+        InputError: It was started on another machine.
+    """
     with _lock(settings):
+        raise_faults(_elsewhere_faults(settings))
         names = _stop_all(settings)
     print(f"Stopped {', '.join(names)}." if names else "Nothing is running.")
 
@@ -93,6 +100,8 @@ def status(settings: Settings) -> None:
     """Print what runs and where."""
     if running(settings):
         _print_running(settings)
+    elif faults := list(_elsewhere_faults(settings)):
+        print(faults[0])
     else:
         print("Nothing is running. Start it: make up")
 
@@ -101,6 +110,15 @@ def running(settings: Settings) -> dict[str, ProcessRecord]:
     """Return what ``up`` started and still runs, by name."""
     records = read_records(settings.services_state)
     return {name: record for name, record in records.items() if find(record) is not None}
+
+
+def _elsewhere_faults(settings: Settings) -> Iterator[Fault]:
+    """Of servers that were started on another machine: two would write into one database."""
+    records = read_records(settings.services_state).values()
+    for host in dict.fromkeys(record.host for record in records if record.is_elsewhere):
+        remedy = f"its servers were started on the machine {host}; use them there, and stop them "
+        remedy += f"there first (make down). If that is gone: delete {settings.services_state}"
+        yield Fault("UPCYCLE_HOME", str(settings.home), remedy)
 
 
 def _create_database(settings: Settings) -> None:

@@ -147,6 +147,29 @@ def mlflow(environment):
     return f"http://127.0.0.1:{environment['UPCYCLE_MLFLOW_PORT']}"
 
 
+def test_servers_of_another_machine_are_left_alone(tmp_path, capsys):
+    """A home that two machines share: two servers would write into one database."""
+    own = settings.read({"UPCYCLE_HOME": str(tmp_path)})
+    started = launch(
+        [sys.executable, "-c", ""],
+        log=tmp_path / "log",
+        directory=tmp_path,
+        environment={},
+        url="http://127.0.0.1:1",
+    )
+    there = dataclasses.replace(started, boot="another", host="node-7")
+    write_records(own.services_state, {"prefect": there})
+    for command in (servers.up, servers.down):
+        with pytest.raises(InputError, match="started on the machine node-7; use them there"):
+            command(own)
+    servers.status(own)
+    assert "started on the machine node-7" in capsys.readouterr().out
+    assert read_records(own.services_state) == {"prefect": there}
+    write_records(own.services_state, {"prefect": dataclasses.replace(there, host=started.host)})
+    servers.down(own)  # this machine has been started again since
+    assert "Nothing is running." in capsys.readouterr().out
+
+
 def test_what_ran_before_the_servers_is_in_them_afterwards(prefect, mlflow):
     (flow_run,) = ask(f"{prefect}/api/flow_runs/filter", {})
     assert flow_run["state_type"] == "COMPLETED"
