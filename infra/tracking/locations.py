@@ -10,7 +10,8 @@ from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from infra.durable import write_atomically
+from infra.cluster.calls import near
+from infra.durable import sync, sync_tree, write_atomically
 from infra.settings import Settings
 from infra.tracking.private import SCHEME, create_database, keep_files_in
 
@@ -40,6 +41,20 @@ def local_folder(location: str, settings: Settings) -> Path | None:
     if parsed.scheme != SCHEME or parsed.netloc or ".." in inside.parts:
         return None
     return settings.mlflow_artifacts / inside if holds_files(settings) else None
+
+
+def sync_files(location: str, settings: Settings) -> None:
+    """Bring all files at an address to the disk, with their names; a server sees to its own."""
+    folder = local_folder(location, settings)
+    if folder is None:
+        return
+    if folder.is_relative_to(settings.home):  # which all machines of a cluster share
+        near(sync_tree, folder)
+    else:
+        sync_tree(folder)
+    for parent in folder.parents:
+        if parent.is_relative_to(settings.mlflow_artifacts):
+            sync(parent)
 
 
 def use_files(settings: Settings) -> None:

@@ -17,7 +17,7 @@ from mlflow.exceptions import MlflowException
 from infra.cluster.calls import near
 from infra.recipe.names import masked
 from infra.settings import Settings
-from infra.tracking.locations import local_folder
+from infra.tracking.locations import local_folder, sync_files
 from infra.tracking.private import delete_files
 from infra.tracking.records import (
     DESCRIPTION_LENGTH,
@@ -160,17 +160,14 @@ class Registry:
             with tempfile.TemporaryDirectory() as folder:
                 own = {"dst_path": folder, "tracking_uri": self._uri}
                 return Path(download_artifacts(f"{location}/{path}", **own)).read_text()
-        except (MlflowException, OSError) as error:
+        except (MlflowException, OSError, UnicodeError) as error:
             said = masked(str(error))
             remedy = f"its {file} cannot be read ({said}); see that MLflow's files are there"
             raise InputError(Fault("version", version.reference, remedy)) from error
 
     def attach(self, version: Version, files: Mapping[str, str]) -> None:
         """Keep texts beside the checkpoint, by file name; one that is there is replaced."""
-        with tempfile.TemporaryDirectory() as folder:
-            for file, text in files.items():
-                (Path(folder) / file).write_text(text)
-            self._client.log_model_artifacts(version.model_id, folder, PROVENANCE_FOLDER)
+        self._keep_files(version.model_id, files)
 
     def download(self, reference: str, destination: Path) -> Path:
         """Copy a registered checkpoint to ``destination``, all of it or nothing.
@@ -324,11 +321,16 @@ class Registry:
             own = {"model_id": model_id, "run_id": run.id, "bos": registration.bos}
             write_mlmodel(served, directory, **own)
             self._client.log_model_artifacts(model_id, str(served))
+        self._keep_files(model_id, registration.files)
+
+    def _keep_files(self, model_id: str, files: Mapping[str, str | bytes]) -> None:
+        """Keep files beside the checkpoint; with all that lies there they are on the disk then."""
         with tempfile.TemporaryDirectory() as folder:
-            for file, content in registration.files.items():
+            for file, content in files.items():
                 data = content.encode() if isinstance(content, str) else content
                 (Path(folder) / file).write_bytes(data)
             self._client.log_model_artifacts(model_id, folder, PROVENANCE_FOLDER)
+        sync_files(self._client.get_logged_model(model_id).artifact_location, self._settings)
 
     def _copy_checkpoint(self, model_id: str, directory: Path) -> None:
         """Copy what is published; weights are on the disk once where MLflow's files are on it."""

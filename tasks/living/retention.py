@@ -211,14 +211,19 @@ def _cache(
 
 def _of_version(version: Version, registry: Registry) -> list[Output]:
     """What ``version`` is restored from."""
-    lock, recipe = (registry.text(version, file) for file in ("dvc.lock", "recipe.yaml"))
-    if OURS in version.tags and (lock is None or recipe is None):
-        remedy = "stays, and its dvc.lock or recipe.yaml is not with it, so that what it needs "
-        remedy += "cannot be told; bring MLflow's files back, or delete the version"
+    lock, recipe = (registry.text(version, file) or "" for file in ("dvc.lock", "recipe.yaml"))
+    try:
+        every = [out for outs in outputs(lock).values() for out in outs]
+        domains = (yaml.safe_load(recipe) or {}).get("domains")
+        needed = [out for out in every if not has_left(out["path"], domains or ())]
+    except (AttributeError, KeyError, TypeError, yaml.YAMLError):  # not what was written there
+        every, domains, needed = [], None, []
+    # A power cut may have left a file without its content: it would need nothing.
+    if (OURS in version.tags or lock or recipe) and not (every and domains):
+        remedy = "stays, and its dvc.lock or recipe.yaml is not with it or damaged, so that what "
+        remedy += "it needs cannot be told; bring MLflow's files back, or delete the version"
         raise InputError(Fault("version", version.reference, remedy))
-    domains = (yaml.safe_load(recipe or "") or {}).get("domains", {})
-    every = [out for outs in outputs(lock or "").values() for out in outs]
-    return [out for out in every if not has_left(out["path"], domains)]
+    return needed
 
 
 def _files(directory: Path) -> list[Path]:

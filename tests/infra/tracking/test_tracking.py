@@ -14,7 +14,8 @@ from pico import save_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra import settings
+from infra import durable, settings
+from infra.tracking import locations
 from infra.tracking.records import ROOM, DatasetRecord, Registration, flatten, with_room
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
@@ -253,6 +254,30 @@ def test_a_registered_checkpoint_comes_back_byte_for_byte(tracker, registry, che
         sizes = {n: f.stat().st_size for n, f in copied.items() if not n.startswith("upcycle/")}
         told = yaml.safe_load(copied["MLmodel"].read_text())["model_size_bytes"]
         assert sum(sizes.values()) - 2 * sizes["MLmodel"] < told <= sum(sizes.values())
+
+
+def test_a_version_s_files_are_on_the_disk_before_it_is_ready(
+    place, tracker, registry, checkpoint, monkeypatch
+):
+    done, finalize = [], MlflowClient.finalize_logged_model
+    monkeypatch.setattr(durable, "sync", done.append)
+    monkeypatch.setattr(locations, "sync", done.append)
+
+    def ready(client, model_id, status):
+        done.append(status)
+        return finalize(client, model_id, status)
+
+    monkeypatch.setattr(MlflowClient, "finalize_logged_model", ready)
+    with tracker.start_run("flow") as run:
+        files = {"recipe.yaml": "name: demo", "dvc.lock": "schema: '2.0'"}
+        version = registry.register("lasting", checkpoint, Registration(files=files), run=run)
+    folder = registry.place(version.reference)
+    there = {folder, *folder.rglob("*"), folder.parent, place.mlflow_artifacts}
+    assert folder / "upcycle" / "dvc.lock" in there
+    assert there <= set(done[: done.index("READY")])
+    done.clear()
+    registry.attach(version, {"card.md": "new"})
+    assert folder / "upcycle" / "card.md" in done
 
 
 def test_registered_weights_are_on_the_disk_once(place, tracker, registry, checkpoint, tmp_path):
