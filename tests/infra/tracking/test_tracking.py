@@ -343,6 +343,32 @@ def test_a_version_that_others_registered_is_read_too(tracker, registry, client,
     assert (version.number, version.model_id, version.metrics) == (1, "", {})
 
 
+def test_a_version_whose_model_was_deleted_by_hand_is_listed_and_says_so(
+    tracker, registry, client, checkpoint, tmp_path
+):
+    with tracker.start_run("flow") as run:
+        files = {"dvc.lock": "schema: '2.0'"}
+        made = [
+            registry.register("cut", checkpoint, Registration(files=files), run=run)
+            for _ in range(2)
+        ]
+        client.delete_logged_model(made[0].model_id)
+    lost, whole = registry.versions("cut")
+    assert (lost.number, lost.is_lost, whole.is_lost) == (1, True, False)
+    assert registry.text(whole, "dvc.lock") == "schema: '2.0'"
+    for needs in (
+        lambda: registry.text(lost, "dvc.lock"),
+        lambda: registry.attach(lost, {}),
+        lambda: registry.add_metrics(lost, {"score": 1.0}, run=run),
+        lambda: registry.place("models:/cut/1"),
+        lambda: registry.download("models:/cut/1", tmp_path / "out"),
+    ):
+        with pytest.raises(InputError) as error:
+            needs()
+        said = "version 1 of cut has lost its files in MLflow: delete the version"
+        assert str(error.value) == f"version = 'models:/cut/1': {said}"
+
+
 def test_nested_values_become_dotted_text_and_long_text_is_cut():
     values = {"a": {"b": {"c": 1}}, "d": None, "e": [1, {"f": 2}], "g": "x" * 20, "h": {}}
     assert flatten(values, length=10) == {
