@@ -20,6 +20,8 @@ from infra.tracking.registry import Registry
 from infra.tracking.retention import OURS, Past, Records
 from infra.versioning.cache import Cache, Output, outputs, recorded_outputs
 from infra.versioning.known import Recorded
+from infra.versioning.remote import mend
+from infra.versioning.versions import remote_of
 from tasks.engine.workspace import PROVENANCE, Workspace
 from tasks.living.lineage import modelled
 from tasks.methods import every_stage
@@ -93,7 +95,7 @@ def spares(
     yield from _models(past, records, recipe.keep, disk)
     yield from _runs(past, records, recipe.keep, disk)
     named = [out for version in past.kept for out in _of_version(version, registry)]
-    yield from _cache(domains, workspace, named, disk)
+    yield from _cache(domains, workspace, named, recipe.versions.remote, disk)
 
 
 def has_left(artifact: str, domains: Iterable[str]) -> bool:
@@ -187,6 +189,7 @@ def _cache(
     domains: Iterable[str],
     workspace: Workspace,
     named: Sequence[Output],
+    remote: str | None,
     disk: Disk,
 ) -> Iterator[Spare]:
     cache = Cache(workspace.root, workspace.staging / KEPT)
@@ -196,6 +199,8 @@ def _cache(
     unused = cache.unused(kept)
 
     def free() -> None:
+        if remote is not None and "://" not in remote:  # which holds alone what leaves the cache
+            mend(workspace.root, Path(remote_of(remote, workspace.root.parent)))
         Recorded(workspace.root).forget(left)  # what comes back is recorded anew
         cache.collect(kept)
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from infra import settings
+from infra.versioning import remote as remote_module
 from infra.versioning import versions as module
 from infra.versioning.commit import dump_whole
 from infra.versioning.versions import Versions
@@ -42,6 +43,47 @@ def test_what_was_pushed_comes_back_elsewhere(tmp_path, place):
     shutil.rmtree(here.root / ".dvc" / "cache")
     there.pull(here.lock_text(), str(remote), {"model": "model"})
     assert (there.root / "model" / "weights").read_text() == "weights"
+
+
+def test_what_is_pushed_to_a_directory_is_on_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(remote_module, "sync", synced.append)
+    remote = tmp_path / "remote"
+    here, _ = pushed(tmp_path, remote)
+    everything = {*remote.rglob("*"), remote, tmp_path}
+    assert len(everything) > 6
+    assert set(synced) == everything
+    synced.clear()
+    here.push(str(remote))
+    assert synced == []
+    (here.root / "model" / "more").write_text("more weights")
+    here.commit(["model"])
+    here.push(str(remote))
+    assert {path for path in synced if path.is_file()} == {*remote.rglob("*")} - everything - {
+        path.parent for path in synced if path.is_file()
+    }
+
+
+def test_what_a_power_cut_left_short_in_a_directory_is_pushed_again(tmp_path):
+    remote = tmp_path / "remote"
+    here, there = pushed(tmp_path, remote)
+    for file in [file for file in remote.rglob("*") if file.is_file()]:
+        file.chmod(0o644)
+        file.write_bytes(b"")
+    here.push(str(remote))
+    there.pull(here.lock_text(), str(remote), {"model": "model"})
+    assert (there.root / "model" / "weights").read_text() == "weights"
+
+
+def test_an_object_that_is_damaged_here_is_not_written_to_a_remote(tmp_path):
+    remote = tmp_path / "remote"
+    here, _ = pushed(tmp_path, remote)
+    sent = {file: file.read_bytes() for file in remote.rglob("*") if file.is_file()}
+    for file in (here.root / ".dvc" / "cache").rglob("*.dir"):
+        file.chmod(0o644)
+        file.write_bytes(b"")
+    remote_module.mend(here.root, remote)
+    assert {file: file.read_bytes() for file in sent} == sent
 
 
 def test_what_the_pipeline_keeps_here_is_neither_pushed_nor_asked_for(tmp_path):

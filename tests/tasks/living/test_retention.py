@@ -25,7 +25,7 @@ from infra.tracking.runs import Tracker
 from infra.versioning.known import Recorded
 from infra.versioning.versions import Versions
 from tasks.engine.workspace import Workspace
-from tasks.living.retention import _of_version, has_left, spares, table
+from tasks.living.retention import Disk, _cache, _of_version, has_left, spares, table
 from tasks.recipes import validate
 from upcycle_core.errors import InputError
 
@@ -317,6 +317,29 @@ def test_a_kept_version_whose_files_a_power_cut_emptied_needs_what_cannot_be_tol
     assert [out["path"] for out in _of_version(version, Kept(files))] == ["experts/law"]
     with pytest.raises(InputError, match=r"models:/upcycle-pico/1.*dvc\.lock or recipe\.yaml"):
         _of_version(version, Kept({**files, file: text}))
+
+
+def test_what_leaves_the_cache_is_whole_in_a_directory_before(tmp_path):
+    workspace = Workspace(tmp_path / "pico")
+    versions = Versions(workspace.root)
+    versions.prepare(pipeline="stages: {model: {cmd: 'true', outs: [model]}}", params="")
+    (workspace.root / "model").mkdir()
+    for text in ("old", "newer"):
+        (workspace.root / "model" / "weights").unlink(missing_ok=True)  # the cache's too
+        (workspace.root / "model" / "weights").write_text(text)
+        versions.commit(["model"])
+        versions.push(str(tmp_path / "remote"))
+    [old] = [
+        f for f in (tmp_path / "remote").rglob("*") if f.is_file() and f.read_bytes() == b"old"
+    ]
+    old.chmod(0o644)
+    old.write_bytes(b"")
+    [spare] = _cache(["law"], workspace, [], "remote", Disk())
+    spare.free()
+    assert old.read_text() == "old"
+    kept = [f.read_bytes() for f in (workspace.root / ".dvc" / "cache").rglob("*") if f.is_file()]
+    assert b"newer" in kept
+    assert b"old" not in kept
 
 
 @pytest.mark.faults
