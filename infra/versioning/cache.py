@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from infra.cluster.calls import near, run_program
@@ -67,6 +68,39 @@ def drop_linked(root: Path, damaged: Iterable[Path]) -> None:
     for kept in (root / ".dvc" / "cache").rglob("*") if linked else ():
         if kept.is_file() and _inode(kept) in linked:
             kept.unlink()
+
+
+def remove_left_lock(root: Path) -> None:
+    """Remove the record of who reads and writes which path that a killed DVC has left.
+
+    DVC takes a process that has the same id by now for its writer, and refuses a record that a
+    power cut emptied.
+
+    Args:
+        root: The workspace, whose lock is held.
+    """
+    record = root / ".dvc" / "tmp" / "rwlock"
+    try:
+        held = json.loads(record.read_text())
+        readers = [holder for holders in held.get("read", {}).values() for holder in holders]
+        left = not any(
+            _is_dvc(holder["pid"]) for holder in (*held.get("write", {}).values(), *readers)
+        )
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # not what DVC wrote there
+        left = True
+    if left:
+        record.unlink()
+
+
+def _is_dvc(pid: int) -> bool:
+    """Whether a process is DVC at work, as we or a user run it."""
+    try:
+        words = psutil.Process(pid).cmdline()
+    except (psutil.Error, ValueError):
+        return False
+    return bool({"dvc", COMMIT.name} & {Path(word).name for word in words})
 
 
 def _inode(file: Path) -> tuple[int, int]:

@@ -19,7 +19,13 @@ import yaml
 
 from infra.cluster.calls import near
 from infra.recipe.names import masked
-from infra.versioning.cache import DELETE_LOCK, recorded_outputs, run_dvc, run_near
+from infra.versioning.cache import (
+    DELETE_LOCK,
+    recorded_outputs,
+    remove_left_lock,
+    run_dvc,
+    run_near,
+)
 from infra.versioning.history import History
 from infra.versioning.remote import push_to
 from upcycle_core.errors import Fault, InputError
@@ -74,6 +80,7 @@ class Versions:
         _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n/.waiting\n")
         _write_if_changed(self.root / "params.yaml", params)
         _write_if_changed(self.root / "dvc.yaml", pipeline)
+        remove_left_lock(self.root)
         self.recorded()
 
     def recorded(self) -> set[str]:

@@ -1,6 +1,7 @@
 """What is published comes back from a DVC remote, whatever its place is called."""
 
 import configparser
+import json
 import shutil
 import stat
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from infra import settings
 from infra.versioning import remote as remote_module
 from infra.versioning import versions as module
+from infra.versioning.cache import remove_left_lock
 from infra.versioning.commit import dump_whole
 from infra.versioning.versions import Versions
 from upcycle_core.errors import InputError
@@ -191,6 +193,38 @@ def test_a_lock_that_cannot_be_read_is_named_before_anything_is_done(tmp_path, l
     lock.mkdir() if left is None else lock.write_bytes(left)
     with pytest.raises(InputError, match=r"dvc\.lock'?: cannot be read .*; delete it: the next"):
         Versions(tmp_path).prepare(pipeline=PIPELINE, params="")
+
+
+def left_by(pid, path):
+    """The record of a DVC that was killed while it wrote ``path``."""
+    holder = {"pid": pid, "cmd": "dvc commit --force model"}
+    return json.dumps({"write": {str(path): holder}, "read": {}})
+
+
+@pytest.mark.parametrize("left", ["", "\0\0", "[]", '{"write": {"a": {}}}', left_by(1, "{model}")])
+def test_a_record_of_writers_that_a_killed_dvc_left_stops_nobody(tmp_path, left):
+    versions = Versions(tmp_path)
+    versions.prepare(pipeline=PIPELINE, params="")
+    (tmp_path / "model").mkdir()
+    (tmp_path / ".dvc" / "tmp").mkdir()
+    (tmp_path / ".dvc" / "tmp" / "rwlock").write_text(left.replace("{model}", f"{tmp_path}/model"))
+    versions.prepare(pipeline=PIPELINE, params="")
+    versions.commit(["model"])
+    assert versions.recorded() == {"model"}
+
+
+def test_a_dvc_that_is_at_work_keeps_its_record(tmp_path):
+    record = tmp_path / ".dvc" / "tmp" / "rwlock"
+    record.parent.mkdir(parents=True)
+    command = [sys.executable, "-c", "print('up', flush=True); input()", "dvc"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as dvc:
+        dvc.stdout.readline()
+        record.write_text(left_by(dvc.pid, tmp_path / "model"))
+        remove_left_lock(tmp_path)
+        assert record.exists()
+        dvc.communicate(b"\n")
+    remove_left_lock(tmp_path)
+    assert not record.exists()
 
 
 @pytest.mark.parametrize(("word", "damaged"), [("outs", "oups"), ("schema", "schemb")])
