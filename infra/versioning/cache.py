@@ -3,9 +3,11 @@
 import json
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from upcycle_core.errors import Fault, InputError
 
 Output = Mapping[str, Any]
 """An output as dvc.lock names it: ``path``, ``md5``, ..."""
+DAMAGED = re.compile(r"file is not a database|database disk image is malformed")
+"""What SQLite says of a database in DVC's site cache."""
 REMOVING = re.compile(r"^Removing (/.*)$", re.MULTILINE)
 CONFIG = '[core]\n    no_scm = True\n    analytics = false\n    site_cache_dir = "{site}"\n'
 CACHE = '[cache]\n    dir = "{cache}"\n'
@@ -161,11 +165,40 @@ class Cache:
 
 
 def run_dvc(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run DVC in ``folder``, to its end."""
+    """Run DVC in ``folder``, to its end; once more where a database of its site cache is damaged.
+
+    What it remembers, it finds out again.
+    """
     command = [sys.executable, "-m", "dvc", *arguments]
     if arguments[0] == "commit":
         command[1:3] = ["-P", str(COMMIT)]
-    return run_program(command, folder=folder, environment=dvc_environment(folder))
+    variables = dvc_environment(folder)
+    done = run_program(command, folder=folder, environment=variables)
+    if done.returncode != 0 and DAMAGED.search(done.stderr + done.stdout):
+        remove_damaged(Path(variables["DVC_SITE_CACHE_DIR"]))
+        done = run_program(command, folder=folder, environment=variables)
+    return done
+
+
+def remove_damaged(site: Path) -> None:
+    """Remove what DVC remembers of each project one of whose databases is damaged.
+
+    Args:
+        site: DVC's site cache; a folder below its ``repo`` is one project's.
+    """
+    for project in (site / "repo").glob("*"):
+        if any(_is_damaged(database) for database in project.rglob("*.db")):
+            shutil.rmtree(project, ignore_errors=True)
+
+
+def _is_damaged(database: Path) -> bool:
+    try:
+        with closing(sqlite3.connect(database)) as connection:
+            return connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",)
+    except sqlite3.OperationalError:  # it is locked, or another user's
+        return False
+    except sqlite3.DatabaseError:
+        return True
 
 
 def run_near(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -3,10 +3,12 @@
 import configparser
 import json
 import shutil
+import sqlite3
 import stat
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
@@ -143,6 +145,27 @@ def test_what_dvc_remembers_lies_where_no_one_else_writes(tmp_path, monkeypatch)
     own = tmp_path / "upcycle" / "dvc"
     assert list(own.rglob("*.db"))
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("left", [b"\0" * 4096, b"SQLite format 3\0" + b"x" * 4080])
+def test_a_damaged_database_that_dvc_remembers_in_is_made_anew(tmp_path, monkeypatch, left):
+    monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path / "site"))
+    neighbour = tmp_path / "site" / "repo" / "neighbour" / "cache.db"
+    neighbour.parent.mkdir(parents=True)
+    with closing(sqlite3.connect(neighbour)) as connection:
+        connection.execute("CREATE TABLE kept (x)")
+    here, _ = pushed(tmp_path, tmp_path / "remote")
+    databases = [path for path in (tmp_path / "site").rglob("*.db") if path != neighbour]
+    assert len(databases) > 2
+    for database in databases:
+        database.write_bytes(left)
+    (here.root / "model" / "more").write_text("more weights")
+    here.commit(["model"])
+    for database in (tmp_path / "site").rglob("index/*/*.db"):
+        database.write_bytes(left)
+    here.push(str(tmp_path / "remote"))
+    assert here.recorded() == {"model"}
+    assert neighbour.exists()
 
 
 def test_settings_of_others_stay_and_the_file_is_written_for_changes_alone(tmp_path):
