@@ -6,13 +6,17 @@ that works on the database itself finds them below the home. So a home can be mo
 """
 
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from infra.durable import write_atomically
+from infra.cluster.calls import near
+from infra.durable import sync, sync_tree, write_atomically
 from infra.settings import Settings
 from infra.tracking.private import SCHEME, create_database, keep_files_in
+from upcycle_core.checkpoints.copy import place_files
 
 
 def address(name: str) -> str:
@@ -40,6 +44,36 @@ def local_folder(location: str, settings: Settings) -> Path | None:
     if parsed.scheme != SCHEME or parsed.netloc or ".." in inside.parts:
         return None
     return settings.mlflow_artifacts / inside if holds_files(settings) else None
+
+
+def copy_files(directory: Path, location: str, settings: Settings) -> bool:
+    """Copy what is published to an address; weights are on the disk once where that is on it.
+
+    Returns:
+        Whether it is a folder of this machine; nothing was copied if it is not.
+    """
+    folder = local_folder(location, settings)
+    if folder is None:
+        return False
+    _beside(folder, settings)(place_files, directory, folder)
+    return True
+
+
+def sync_files(location: str, settings: Settings) -> None:
+    """Bring all files at an address to the disk, with their names; a server sees to its own."""
+    folder = local_folder(location, settings)
+    if folder is None:
+        return
+    _beside(folder, settings)(sync_tree, folder)
+    for parent in folder.parents:
+        if parent.is_relative_to(settings.mlflow_artifacts):
+            sync(parent)
+
+
+def _beside(folder: Path, settings: Settings) -> Callable[..., Any]:
+    """What calls a function where a folder lies."""
+    is_shared = folder.is_relative_to(settings.home)  # by all machines of a cluster
+    return near if is_shared else lambda function, *arguments: function(*arguments)
 
 
 def use_files(settings: Settings) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from upcycle_core.errors import Fault, InputError
+
 ROOM = "\N{NO-BREAK SPACE}" * 3
 DESCRIPTION_LENGTH = 5000
 """Letters of a version's description in MLflow's tables, which SQLite alone does not heed."""
@@ -51,6 +53,7 @@ class Version:
         tags: Git commit, recipe's sha256, reason of the decision, ...
         params: What made it, flattened.
         metrics: Its scores.
+        is_lost: Whether MLflow has it no more, as when somebody deleted its model there.
     """
 
     name: str
@@ -62,11 +65,22 @@ class Version:
     tags: Mapping[str, str]
     params: Mapping[str, str]
     metrics: Mapping[str, float]
+    is_lost: bool = False
 
     @property
     def reference(self) -> str:
         """How MLflow names it: ``models:/NAME/NUMBER``."""
         return f"models:/{self.name}/{self.number}"
+
+    def need_files(self) -> None:
+        """Say that its files are needed.
+
+        Raises:
+            InputError: They are lost.
+        """
+        if self.is_lost:
+            remedy = f"version {self.number} of {self.name} has lost its files in MLflow: delete "
+            raise InputError(Fault("version", self.reference, remedy + "the version"))
 
 
 @dataclass(frozen=True)

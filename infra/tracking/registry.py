@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from mlflow.artifacts import download_artifacts
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from infra.cluster.calls import near
 from infra.recipe.names import masked
 from infra.settings import Settings
-from infra.tracking.locations import local_folder
+from infra.tracking.locations import copy_files, local_folder, sync_files
 from infra.tracking.private import delete_files
 from infra.tracking.records import (
     DESCRIPTION_LENGTH,
@@ -39,6 +39,7 @@ ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """What MLflow says of a model and of an alias that is not there."""
 CONFIGS = ("config.json", "adapter_config.json")
 """What a model has, or else an adapter; a tokenizer's does not count."""
+Found = TypeVar("Found")
 DESCRIPTION = """`champion` is the version to use, `challenger` the newest one. Each says what
 made it, and why it is champion or not. To take a champion back: `python -m flows.rollback {}`.
 """
@@ -113,6 +114,7 @@ class Registry:
 
     def add_metrics(self, version: Version, metrics: Mapping[str, float], *, run: Run) -> None:
         """Add scores to the model of ``version``, measured in ``run``."""
+        version.need_files()
         self._log_scores(version.model_id, metrics, run)
 
     def find(self, name: str, alias: str) -> Version | None:
@@ -127,12 +129,8 @@ class Registry:
         Raises:
             MlflowException: The registry cannot be read.
         """
-        try:
-            return int(self._client.get_model_version_by_alias(name, alias).version)
-        except MlflowException as error:
-            if error.error_code in ABSENT:
-                return None
-            raise
+        found = _if_there(partial(self._client.get_model_version_by_alias, name, alias))
+        return None if found is None else int(found.version)
 
     def versions(self, name: str) -> list[Version]:
         """Return every version of the registered model, oldest first; none of one there is not."""
@@ -149,6 +147,7 @@ class Registry:
         Raises:
             InputError: The files of the version cannot be read.
         """
+        version.need_files()
         if not version.model_id:
             return None
         path = f"{PROVENANCE_FOLDER}/{file}"
@@ -160,17 +159,15 @@ class Registry:
             with tempfile.TemporaryDirectory() as folder:
                 own = {"dst_path": folder, "tracking_uri": self._uri}
                 return Path(download_artifacts(f"{location}/{path}", **own)).read_text()
-        except (MlflowException, OSError) as error:
+        except (MlflowException, OSError, UnicodeError) as error:
             said = masked(str(error))
             remedy = f"its {file} cannot be read ({said}); see that MLflow's files are there"
             raise InputError(Fault("version", version.reference, remedy)) from error
 
     def attach(self, version: Version, files: Mapping[str, str]) -> None:
         """Keep texts beside the checkpoint, by file name; one that is there is replaced."""
-        with tempfile.TemporaryDirectory() as folder:
-            for file, text in files.items():
-                (Path(folder) / file).write_text(text)
-            self._client.log_model_artifacts(version.model_id, folder, PROVENANCE_FOLDER)
+        version.need_files()
+        self._keep_files(version.model_id, files)
 
     def download(self, reference: str, destination: Path) -> Path:
         """Copy a registered checkpoint to ``destination``, all of it or nothing.
@@ -188,6 +185,7 @@ class Registry:
         """
         if destination.exists():
             raise InputError(Fault("destination", str(destination), "exists; name a new folder"))
+        self.referenced(reference)  # MLflow gives what was deleted, until it is gone for good
         destination.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=".download-", dir=destination.parent))
         try:
@@ -259,16 +257,17 @@ class Registry:
         )
 
     def referenced(self, reference: str) -> Version:
-        """The version that ``models:/NAME@ALIAS`` or ``models:/NAME/NUMBER`` names.
+        """The version that ``models:/NAME@ALIAS`` or ``models:/NAME/NUMBER`` names, for its files.
 
         Raises:
-            InputError: There is no such version.
+            InputError: There is no such version, or its files are lost.
         """
         name, at, alias = reference.removeprefix(MODEL_SCHEME).partition("@")
         if not at:
             name, _, alias = name.partition("/")
         for version in self.versions(name):
             if (alias in version.aliases) if at else (alias == str(version.number)):
+                version.need_files()
                 return version
         remedy = "not in the registry; name a version: models:/NAME@champion or models:/NAME/NUMBER"
         raise InputError(Fault("model", reference, remedy))
@@ -318,30 +317,24 @@ class Registry:
     ) -> None:
         if not directory.is_dir():  # MLflow would copy nothing and call it done
             raise NotADirectoryError(directory)
-        self._copy_checkpoint(model_id, directory)
+        location = self._client.get_logged_model(model_id).artifact_location
+        if not copy_files(directory, location, self._settings):
+            self._client.log_model_artifacts(model_id, str(directory))
         with tempfile.TemporaryDirectory() as folder:
             served = Path(folder) / "served"
             own = {"model_id": model_id, "run_id": run.id, "bos": registration.bos}
             write_mlmodel(served, directory, **own)
             self._client.log_model_artifacts(model_id, str(served))
+        self._keep_files(model_id, registration.files)
+
+    def _keep_files(self, model_id: str, files: Mapping[str, str | bytes]) -> None:
+        """Keep files beside the checkpoint; with all that lies there they are on the disk then."""
         with tempfile.TemporaryDirectory() as folder:
-            for file, content in registration.files.items():
+            for file, content in files.items():
                 data = content.encode() if isinstance(content, str) else content
                 (Path(folder) / file).write_bytes(data)
             self._client.log_model_artifacts(model_id, folder, PROVENANCE_FOLDER)
-
-    def _copy_checkpoint(self, model_id: str, directory: Path) -> None:
-        """Copy what is published; weights are on the disk once where MLflow's files are on it."""
-        location = self._client.get_logged_model(model_id).artifact_location
-        place = local_folder(location, self._settings)
-        if place is None:
-            self._client.log_model_artifacts(model_id, str(directory))
-            return
-        is_shared = place.is_relative_to(self._settings.home)  # by all machines of a cluster
-        if is_shared:
-            near(place_files, directory, place)
-        else:
-            place_files(directory, place)
+        sync_files(self._client.get_logged_model(model_id).artifact_location, self._settings)
 
     def _version(self, found: ModelVersion) -> Version:
         # A search does not return the aliases.
@@ -357,6 +350,7 @@ class Registry:
             tags=dict(entity.tags),
             params=dict(model.params) if model else {},
             metrics={metric.key: metric.value for metric in (model and model.metrics) or ()},
+            is_lost=model is None and (entity.source or "").startswith(MODEL_SCHEME),
         )
 
     def _logged_model(self, entity: ModelVersion) -> LoggedModel | None:
@@ -365,7 +359,18 @@ class Registry:
         source = entity.source or ""
         if not source.startswith(MODEL_SCHEME):
             return None
-        return self._client.get_logged_model(source.removeprefix(MODEL_SCHEME))
+        model_id = source.removeprefix(MODEL_SCHEME)
+        return _if_there(partial(self._client.get_logged_model, model_id))
+
+
+def _if_there(call: Callable[[], Found]) -> Found | None:
+    """What MLflow holds; None if it holds no such thing, or holds it no more."""
+    try:
+        return call()
+    except MlflowException as error:
+        if error.error_code in ABSENT:
+            return None
+        raise
 
 
 def _described(call: Callable[..., ModelVersion], markdown: str) -> ModelVersion:

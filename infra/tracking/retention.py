@@ -66,9 +66,9 @@ class Records:
     ) -> Past:
         """What goes, and what stays.
 
-        A version that any alias points at stays, and the one before the champion. So does every
-        run that made a version that stays or measured its model, with its parent and children, and
-        what has not ended.
+        A version that any alias points at stays, the one before the champion, and one whose files
+        are lost: what it needs cannot be told. So does every run that made a version that stays or
+        measured its model, with its parent and children, and what has not ended.
 
         Args:
             keep: How much stays.
@@ -84,10 +84,10 @@ class Records:
         kept, gone = [], []
         for registered in sorted(names):
             versions = self._registry.versions(registered)
-            mine = [v for v in versions if v.model_id in models]
+            mine = [v for v in versions if v.model_id in models or v.is_lost]
             # Another recipe may register under the same name, and its champion follow ours.
             before = ways_back(versions)
-            named = [v for v in mine if v.aliases or v.number in before]
+            named = [v for v in mine if v.aliases or v.number in before or v.is_lost]
             spare = [v for v in mine if v not in named][: -keep.versions]
             gone += spare
             kept += [v for v in mine if v not in spare]

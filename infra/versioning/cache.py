@@ -3,12 +3,15 @@
 import json
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from infra.cluster.calls import near, run_program
@@ -17,6 +20,8 @@ from upcycle_core.errors import Fault, InputError
 
 Output = Mapping[str, Any]
 """An output as dvc.lock names it: ``path``, ``md5``, ..."""
+DAMAGED = re.compile(r"file is not a database|database disk image is malformed")
+"""What SQLite says of a database in DVC's site cache."""
 REMOVING = re.compile(r"^Removing (/.*)$", re.MULTILINE)
 CONFIG = '[core]\n    no_scm = True\n    analytics = false\n    site_cache_dir = "{site}"\n'
 CACHE = '[cache]\n    dir = "{cache}"\n'
@@ -67,6 +72,39 @@ def drop_linked(root: Path, damaged: Iterable[Path]) -> None:
     for kept in (root / ".dvc" / "cache").rglob("*") if linked else ():
         if kept.is_file() and _inode(kept) in linked:
             kept.unlink()
+
+
+def remove_left_lock(root: Path) -> None:
+    """Remove the record of who reads and writes which path that a killed DVC has left.
+
+    DVC takes a process that has the same id by now for its writer, and refuses a record that a
+    power cut emptied.
+
+    Args:
+        root: The workspace, whose lock is held.
+    """
+    record = root / ".dvc" / "tmp" / "rwlock"
+    try:
+        held = json.loads(record.read_text())
+        readers = [holder for holders in held.get("read", {}).values() for holder in holders]
+        left = not any(
+            _is_dvc(holder["pid"]) for holder in (*held.get("write", {}).values(), *readers)
+        )
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # not what DVC wrote there
+        left = True
+    if left:
+        record.unlink()
+
+
+def _is_dvc(pid: int) -> bool:
+    """Whether a process is DVC at work, as we or a user run it."""
+    try:
+        words = psutil.Process(pid).cmdline()
+    except (psutil.Error, ValueError):
+        return False
+    return bool({"dvc", COMMIT.name} & {Path(word).name for word in words})
 
 
 def _inode(file: Path) -> tuple[int, int]:
@@ -127,11 +165,40 @@ class Cache:
 
 
 def run_dvc(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run DVC in ``folder``, to its end."""
+    """Run DVC in ``folder``, to its end; once more where a database of its site cache is damaged.
+
+    What it remembers, it finds out again.
+    """
     command = [sys.executable, "-m", "dvc", *arguments]
     if arguments[0] == "commit":
         command[1:3] = ["-P", str(COMMIT)]
-    return run_program(command, folder=folder, environment=dvc_environment(folder))
+    variables = dvc_environment(folder)
+    done = run_program(command, folder=folder, environment=variables)
+    if done.returncode != 0 and DAMAGED.search(done.stderr + done.stdout):
+        remove_damaged(Path(variables["DVC_SITE_CACHE_DIR"]))
+        done = run_program(command, folder=folder, environment=variables)
+    return done
+
+
+def remove_damaged(site: Path) -> None:
+    """Remove what DVC remembers of each project one of whose databases is damaged.
+
+    Args:
+        site: DVC's site cache; a folder below its ``repo`` is one project's.
+    """
+    for project in (site / "repo").glob("*"):
+        if any(_is_damaged(database) for database in project.rglob("*.db")):
+            shutil.rmtree(project, ignore_errors=True)
+
+
+def _is_damaged(database: Path) -> bool:
+    try:
+        with closing(sqlite3.connect(database)) as connection:
+            return connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",)
+    except sqlite3.OperationalError:  # it is locked, or another user's
+        return False
+    except sqlite3.DatabaseError:
+        return True
 
 
 def run_near(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -31,6 +31,8 @@ OWN = (
     *("-c", "commit.gpgSign=false", "-c", "core.hooksPath=/dev/null"),
     *("-c", "core.excludesFile=", "-c", "core.autocrlf=false"),
 )
+# Git's, of a commit on main and of `git init`.
+LOCKS = ("index.lock", "HEAD.lock", "refs/heads/main.lock", "config.lock")
 # Set by a Git that calls us, as from a hook: they would name its repository.
 OTHERS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
 
@@ -61,6 +63,7 @@ class History:
         if not self.is_there or self._git("rev-parse", "--git-dir").returncode != 0:
             # Again, where a kill or a power cut came into the first time: what is there stays.
             self._remove_empty_head()
+            self._remove_locks()
             self._git("init", "--quiet", "--initial-branch=main")
 
     def commit(self, message: str) -> str | None:
@@ -74,13 +77,17 @@ class History:
         """
         if not self.is_there or shutil.which("git") is None:
             return None
-        # A flow that was killed may have left it; nobody else is at work here.
-        (self.root / ".git" / "index.lock").unlink(missing_ok=True)
+        self._remove_locks()
         for arguments in (("add", "--all"), ("commit", "--quiet", "--allow-empty", "-m", message)):
             done = self._git(*arguments)
             if done.returncode != 0:
                 return " ".join((done.stderr or done.stdout).split())
         return None
+
+    def _remove_locks(self) -> None:
+        """Remove what a flow that was killed has left; nobody else is at work here."""
+        for lock in LOCKS:
+            (self.root / ".git" / lock).unlink(missing_ok=True)
 
     def _remove_empty_head(self) -> None:
         head = self.root / ".git" / "HEAD"

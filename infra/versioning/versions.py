@@ -17,9 +17,17 @@ from pathlib import Path
 
 import yaml
 
+from infra.cluster.calls import near
 from infra.recipe.names import masked
-from infra.versioning.cache import DELETE_LOCK, recorded_outputs, run_dvc, run_near
+from infra.versioning.cache import (
+    DELETE_LOCK,
+    recorded_outputs,
+    remove_left_lock,
+    run_dvc,
+    run_near,
+)
 from infra.versioning.history import History
+from infra.versioning.remote import push_to
 from upcycle_core.errors import Fault, InputError
 
 # Not "reflink" first: DVC would take every file away for a moment to link it anew, while pieces
@@ -72,6 +80,7 @@ class Versions:
         _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n/.waiting\n")
         _write_if_changed(self.root / "params.yaml", params)
         _write_if_changed(self.root / "dvc.yaml", pipeline)
+        remove_left_lock(self.root)
         self.recorded()
 
     def recorded(self) -> set[str]:
@@ -96,9 +105,12 @@ class Versions:
         What dvc.yaml has ``push: false`` at stays here.
         """
         self._use(remote)
-        # Who has the keys of a store sends to it; folders are of the storage that all share.
-        is_url = "://" in remote
-        self._dvc("push", waits=WAITS if is_url else (), is_near=not is_url)
+        if "://" in remote:  # who has the keys of a store sends to it
+            self._dvc("push", waits=WAITS)
+            return
+        with self._lock:  # a folder is of the storage that all share
+            done = near(push_to, self.root, Path(remote))
+        self._raise_failed("push", done)
 
     def pull(
         self,
@@ -187,14 +199,19 @@ class Versions:
                 )
                 time.sleep(seconds)
                 done = call(self.root, *arguments)
-        if done.returncode != 0:
-            lines = (done.stderr or done.stdout).strip().splitlines()
-            detail = masked(" ".join(lines[-6:]))
-            mend = "mend what it says and run the same again"
-            if any(LOCK_FAULT.search(line) for line in lines):
-                mend = f"dvc.lock is damaged; {DELETE_LOCK}"
-            remedy = f"failed in {self.root}: {detail}; {mend}"
-            raise InputError(Fault("versions", f"dvc {arguments[0]}", remedy))
+        self._raise_failed(arguments[0], done)
+
+    def _raise_failed(self, command: str, done: subprocess.CompletedProcess[str]) -> None:
+        """Raise what DVC says of a command that has failed."""
+        if done.returncode == 0:
+            return
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        detail = masked(" ".join(lines[-6:]))
+        mend = "mend what it says and run the same again"
+        if any(LOCK_FAULT.search(line) for line in lines):
+            mend = f"dvc.lock is damaged; {DELETE_LOCK}"
+        remedy = f"failed in {self.root}: {detail}; {mend}"
+        raise InputError(Fault("versions", f"dvc {command}", remedy))
 
 
 def remote_of(remote: str, home: Path) -> str:

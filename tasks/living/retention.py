@@ -20,6 +20,8 @@ from infra.tracking.registry import Registry
 from infra.tracking.retention import OURS, Past, Records
 from infra.versioning.cache import Cache, Output, outputs, recorded_outputs
 from infra.versioning.known import Recorded
+from infra.versioning.remote import mend
+from infra.versioning.versions import remote_of
 from tasks.engine.workspace import PROVENANCE, Workspace
 from tasks.living.lineage import modelled
 from tasks.methods import every_stage
@@ -93,7 +95,7 @@ def spares(
     yield from _models(past, records, recipe.keep, disk)
     yield from _runs(past, records, recipe.keep, disk)
     named = [out for version in past.kept for out in _of_version(version, registry)]
-    yield from _cache(domains, workspace, named, disk)
+    yield from _cache(domains, workspace, named, recipe.versions.remote, disk)
 
 
 def has_left(artifact: str, domains: Iterable[str]) -> bool:
@@ -187,6 +189,7 @@ def _cache(
     domains: Iterable[str],
     workspace: Workspace,
     named: Sequence[Output],
+    remote: str | None,
     disk: Disk,
 ) -> Iterator[Spare]:
     cache = Cache(workspace.root, workspace.staging / KEPT)
@@ -196,6 +199,8 @@ def _cache(
     unused = cache.unused(kept)
 
     def free() -> None:
+        if remote is not None and "://" not in remote:  # which holds alone what leaves the cache
+            mend(workspace.root, Path(remote_of(remote, workspace.root.parent)))
         Recorded(workspace.root).forget(left)  # what comes back is recorded anew
         cache.collect(kept)
 
@@ -211,14 +216,19 @@ def _cache(
 
 def _of_version(version: Version, registry: Registry) -> list[Output]:
     """What ``version`` is restored from."""
-    lock, recipe = (registry.text(version, file) for file in ("dvc.lock", "recipe.yaml"))
-    if OURS in version.tags and (lock is None or recipe is None):
-        remedy = "stays, and its dvc.lock or recipe.yaml is not with it, so that what it needs "
-        remedy += "cannot be told; bring MLflow's files back, or delete the version"
+    lock, recipe = (registry.text(version, file) or "" for file in ("dvc.lock", "recipe.yaml"))
+    try:
+        every = [out for outs in outputs(lock).values() for out in outs]
+        domains = (yaml.safe_load(recipe) or {}).get("domains")
+        needed = [out for out in every if not has_left(out["path"], domains or ())]
+    except (AttributeError, KeyError, TypeError, yaml.YAMLError):  # not what was written there
+        every, domains, needed = [], None, []
+    # A power cut may have left a file without its content: it would need nothing.
+    if (OURS in version.tags or lock or recipe) and (not every or domains is None):
+        remedy = "stays, and its dvc.lock or recipe.yaml is not with it or damaged, so that what "
+        remedy += "it needs cannot be told; bring MLflow's files back, or delete the version"
         raise InputError(Fault("version", version.reference, remedy))
-    domains = (yaml.safe_load(recipe or "") or {}).get("domains", {})
-    every = [out for outs in outputs(lock or "").values() for out in outs]
-    return [out for out in every if not has_left(out["path"], domains)]
+    return needed
 
 
 def _files(directory: Path) -> list[Path]:

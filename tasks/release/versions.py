@@ -172,7 +172,8 @@ def champions(registry: Registry, name: str) -> tuple[Version, Version]:
     """The champion of a registered model, and the one before it.
 
     Raises:
-        InputError: There is no such model, no champion, or none before it.
+        InputError: There is no such model, no champion, or none before it, or the files of that
+            one are lost.
     """
     versions = {version.number: version for version in registry.versions(name)}
     champion = next((v for v in versions.values() if "champion" in v.aliases), None)
@@ -184,6 +185,7 @@ def champions(registry: Registry, name: str) -> tuple[Version, Version]:
         remedy = "has no champion before it that is still registered; nothing was changed. Set the "
         remedy += "alias in MLflow (make up) if another version is to be it"
         raise InputError(Fault("champion", champion.reference, remedy))
+    before.need_files()
     return champion, before
 
 

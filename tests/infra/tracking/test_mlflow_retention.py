@@ -111,6 +111,15 @@ def test_the_champion_before_another_recipe_s_champion_stays(place):
     assert [v.reference for v in place.past().versions] == [ours[1].reference]
 
 
+def test_a_version_whose_model_was_deleted_by_hand_stays(place):
+    run = place.run()
+    versions = [place.version(run) for _ in range(3)]
+    place.client.delete_logged_model(versions[0].model_id)
+    past = place.past()
+    assert [v.number for v in past.versions] == [2]
+    assert [v.number for v in past.kept] == [1, 3]
+
+
 def test_the_champion_before_stays_for_a_rollback(place):
     run = place.run()
     versions = [place.version(run) for _ in range(4)]

@@ -14,7 +14,8 @@ from pico import save_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra import settings
+from infra import durable, settings
+from infra.tracking import locations
 from infra.tracking.records import ROOM, DatasetRecord, Registration, flatten, with_room
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
@@ -255,6 +256,30 @@ def test_a_registered_checkpoint_comes_back_byte_for_byte(tracker, registry, che
         assert sum(sizes.values()) - 2 * sizes["MLmodel"] < told <= sum(sizes.values())
 
 
+def test_a_version_s_files_are_on_the_disk_before_it_is_ready(
+    place, tracker, registry, checkpoint, monkeypatch
+):
+    done, finalize = [], MlflowClient.finalize_logged_model
+    monkeypatch.setattr(durable, "sync", done.append)
+    monkeypatch.setattr(locations, "sync", done.append)
+
+    def ready(client, model_id, status):
+        done.append(status)
+        return finalize(client, model_id, status)
+
+    monkeypatch.setattr(MlflowClient, "finalize_logged_model", ready)
+    with tracker.start_run("flow") as run:
+        files = {"recipe.yaml": "name: demo", "dvc.lock": "schema: '2.0'"}
+        version = registry.register("lasting", checkpoint, Registration(files=files), run=run)
+    folder = registry.place(version.reference)
+    there = {folder, *folder.rglob("*"), folder.parent, place.mlflow_artifacts}
+    assert folder / "upcycle" / "dvc.lock" in there
+    assert there <= set(done[: done.index("READY")])
+    done.clear()
+    registry.attach(version, {"card.md": "new"})
+    assert folder / "upcycle" / "card.md" in done
+
+
 def test_registered_weights_are_on_the_disk_once(place, tracker, registry, checkpoint, tmp_path):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(bytes(1 << 22))
@@ -316,6 +341,32 @@ def test_a_version_that_others_registered_is_read_too(tracker, registry, client,
     client.create_model_version("foreign", source=str(checkpoint))
     (version,) = registry.versions("foreign")
     assert (version.number, version.model_id, version.metrics) == (1, "", {})
+
+
+def test_a_version_whose_model_was_deleted_by_hand_is_listed_and_says_so(
+    tracker, registry, client, checkpoint, tmp_path
+):
+    with tracker.start_run("flow") as run:
+        files = {"dvc.lock": "schema: '2.0'"}
+        made = [
+            registry.register("cut", checkpoint, Registration(files=files), run=run)
+            for _ in range(2)
+        ]
+        client.delete_logged_model(made[0].model_id)
+    lost, whole = registry.versions("cut")
+    assert (lost.number, lost.is_lost, whole.is_lost) == (1, True, False)
+    assert registry.text(whole, "dvc.lock") == "schema: '2.0'"
+    for needs in (
+        lambda: registry.text(lost, "dvc.lock"),
+        lambda: registry.attach(lost, {}),
+        lambda: registry.add_metrics(lost, {"score": 1.0}, run=run),
+        lambda: registry.place("models:/cut/1"),
+        lambda: registry.download("models:/cut/1", tmp_path / "out"),
+    ):
+        with pytest.raises(InputError) as error:
+            needs()
+        said = "version 1 of cut has lost its files in MLflow: delete the version"
+        assert str(error.value) == f"version = 'models:/cut/1': {said}"
 
 
 def test_nested_values_become_dotted_text_and_long_text_is_cut():

@@ -32,9 +32,10 @@ def test_weights_never_get_into_it(history):
     assert git(history, "status", "--porcelain") == []
 
 
-def test_a_flow_that_was_killed_does_not_stop_the_next_one(history):
+@pytest.mark.parametrize("lock", ["index.lock", "HEAD.lock", "refs/heads/main.lock"])
+def test_a_flow_that_was_killed_does_not_stop_the_next_one(history, lock):
     history.commit("first")
-    (history.root / ".git" / "index.lock").touch()
+    (history.root / ".git" / lock).touch()
     history.prepare()
     assert history.commit("second") is None
     assert git(history, "log", "--format=%s") == ["second", "first"]
@@ -63,15 +64,17 @@ def test_without_git_there_is_no_history_and_no_fault(tmp_path, monkeypatch):
     assert history.commit("dume pico") is None
 
 
-@pytest.mark.parametrize("cut", ["init", "head"])
+@pytest.mark.parametrize("cut", ["init", "init HEAD.lock", "init config.lock", "head"])
 def test_a_repository_that_a_kill_left_half_made_is_made_and_its_parent_is_left_alone(
     history, tmp_path, cut
 ):
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     (tmp_path / "own.txt").write_text("not to be committed")
-    if cut == "init":
+    if cut.startswith("init"):
         shutil.rmtree(history.root / ".git")
         (history.root / ".git").mkdir()
+        for lock in cut.split()[1:]:
+            (history.root / ".git" / lock).touch()
     else:
         (history.root / ".git" / "HEAD").write_bytes(b"")
     assert "not a git repository" in history.commit("before it is prepared")

@@ -1,18 +1,23 @@
 """What is published comes back from a DVC remote, whatever its place is called."""
 
 import configparser
+import json
 import shutil
+import sqlite3
 import stat
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
 
 from infra import settings
+from infra.versioning import remote as remote_module
 from infra.versioning import versions as module
+from infra.versioning.cache import remove_left_lock
 from infra.versioning.commit import dump_whole
 from infra.versioning.versions import Versions
 from upcycle_core.errors import InputError
@@ -42,6 +47,47 @@ def test_what_was_pushed_comes_back_elsewhere(tmp_path, place):
     shutil.rmtree(here.root / ".dvc" / "cache")
     there.pull(here.lock_text(), str(remote), {"model": "model"})
     assert (there.root / "model" / "weights").read_text() == "weights"
+
+
+def test_what_is_pushed_to_a_directory_is_on_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(remote_module, "sync", synced.append)
+    remote = tmp_path / "remote"
+    here, _ = pushed(tmp_path, remote)
+    everything = {*remote.rglob("*"), remote, tmp_path}
+    assert len(everything) > 6
+    assert set(synced) == everything
+    synced.clear()
+    here.push(str(remote))
+    assert synced == []
+    (here.root / "model" / "more").write_text("more weights")
+    here.commit(["model"])
+    here.push(str(remote))
+    assert {path for path in synced if path.is_file()} == {*remote.rglob("*")} - everything - {
+        path.parent for path in synced if path.is_file()
+    }
+
+
+def test_what_a_power_cut_left_short_in_a_directory_is_pushed_again(tmp_path):
+    remote = tmp_path / "remote"
+    here, there = pushed(tmp_path, remote)
+    for file in [file for file in remote.rglob("*") if file.is_file()]:
+        file.chmod(0o644)
+        file.write_bytes(b"")
+    here.push(str(remote))
+    there.pull(here.lock_text(), str(remote), {"model": "model"})
+    assert (there.root / "model" / "weights").read_text() == "weights"
+
+
+def test_an_object_that_is_damaged_here_is_not_written_to_a_remote(tmp_path):
+    remote = tmp_path / "remote"
+    here, _ = pushed(tmp_path, remote)
+    sent = {file: file.read_bytes() for file in remote.rglob("*") if file.is_file()}
+    for file in (here.root / ".dvc" / "cache").rglob("*.dir"):
+        file.chmod(0o644)
+        file.write_bytes(b"")
+    remote_module.mend(here.root, remote)
+    assert {file: file.read_bytes() for file in sent} == sent
 
 
 def test_what_the_pipeline_keeps_here_is_neither_pushed_nor_asked_for(tmp_path):
@@ -101,6 +147,27 @@ def test_what_dvc_remembers_lies_where_no_one_else_writes(tmp_path, monkeypatch)
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize("left", [b"\0" * 4096, b"SQLite format 3\0" + b"x" * 4080])
+def test_a_damaged_database_that_dvc_remembers_in_is_made_anew(tmp_path, monkeypatch, left):
+    monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path / "site"))
+    neighbour = tmp_path / "site" / "repo" / "neighbour" / "cache.db"
+    neighbour.parent.mkdir(parents=True)
+    with closing(sqlite3.connect(neighbour)) as connection:
+        connection.execute("CREATE TABLE kept (x)")
+    here, _ = pushed(tmp_path, tmp_path / "remote")
+    databases = [path for path in (tmp_path / "site").rglob("*.db") if path != neighbour]
+    assert len(databases) > 2
+    for database in databases:
+        database.write_bytes(left)
+    (here.root / "model" / "more").write_text("more weights")
+    here.commit(["model"])
+    for database in (tmp_path / "site").rglob("index/*/*.db"):
+        database.write_bytes(left)
+    here.push(str(tmp_path / "remote"))
+    assert here.recorded() == {"model"}
+    assert neighbour.exists()
+
+
 def test_settings_of_others_stay_and_the_file_is_written_for_changes_alone(tmp_path):
     versions = Versions(tmp_path)
     config = tmp_path / ".dvc" / "config"
@@ -149,6 +216,38 @@ def test_a_lock_that_cannot_be_read_is_named_before_anything_is_done(tmp_path, l
     lock.mkdir() if left is None else lock.write_bytes(left)
     with pytest.raises(InputError, match=r"dvc\.lock'?: cannot be read .*; delete it: the next"):
         Versions(tmp_path).prepare(pipeline=PIPELINE, params="")
+
+
+def left_by(pid, path):
+    """The record of a DVC that was killed while it wrote ``path``."""
+    holder = {"pid": pid, "cmd": "dvc commit --force model"}
+    return json.dumps({"write": {str(path): holder}, "read": {}})
+
+
+@pytest.mark.parametrize("left", ["", "\0\0", "[]", '{"write": {"a": {}}}', left_by(1, "{model}")])
+def test_a_record_of_writers_that_a_killed_dvc_left_stops_nobody(tmp_path, left):
+    versions = Versions(tmp_path)
+    versions.prepare(pipeline=PIPELINE, params="")
+    (tmp_path / "model").mkdir()
+    (tmp_path / ".dvc" / "tmp").mkdir()
+    (tmp_path / ".dvc" / "tmp" / "rwlock").write_text(left.replace("{model}", f"{tmp_path}/model"))
+    versions.prepare(pipeline=PIPELINE, params="")
+    versions.commit(["model"])
+    assert versions.recorded() == {"model"}
+
+
+def test_a_dvc_that_is_at_work_keeps_its_record(tmp_path):
+    record = tmp_path / ".dvc" / "tmp" / "rwlock"
+    record.parent.mkdir(parents=True)
+    command = [sys.executable, "-c", "print('up', flush=True); input()", "dvc"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as dvc:
+        dvc.stdout.readline()
+        record.write_text(left_by(dvc.pid, tmp_path / "model"))
+        remove_left_lock(tmp_path)
+        assert record.exists()
+        dvc.communicate(b"\n")
+    remove_left_lock(tmp_path)
+    assert not record.exists()
 
 
 @pytest.mark.parametrize(("word", "damaged"), [("outs", "oups"), ("schema", "schemb")])

@@ -18,14 +18,14 @@ from texts import pico_recipe, save_recipe
 from infra import settings
 from infra.recipe.schema import KeepConfig, recipe_yaml
 from infra.tracking.locations import local_folder
-from infra.tracking.records import Registration
+from infra.tracking.records import Registration, Version
 from infra.tracking.registry import Registry
-from infra.tracking.retention import Records
+from infra.tracking.retention import OURS, Records
 from infra.tracking.runs import Tracker
 from infra.versioning.known import Recorded
 from infra.versioning.versions import Versions
 from tasks.engine.workspace import Workspace
-from tasks.living.retention import has_left, spares, table
+from tasks.living.retention import Disk, _cache, _of_version, has_left, spares, table
 from tasks.recipes import validate
 from upcycle_core.errors import InputError
 
@@ -49,6 +49,22 @@ STAGES = {
     "model": "model",
 }
 SIZE = 10_000
+LOCK = """\
+schema: '2.0'
+stages:
+  experts@law: {cmd: "true", outs: [{path: experts/law, md5: aa.dir}]}
+  experts@old: {cmd: "true", outs: [{path: experts/old, md5: bb.dir}]}
+"""
+
+
+class Kept:
+    """A registry that holds one version's small files."""
+
+    def __init__(self, files):
+        self.files = files
+
+    def text(self, version, file):
+        return self.files[file]
 
 
 class Life:
@@ -291,6 +307,39 @@ def test_a_kept_version_whose_files_are_lost_stops_it_all(life):
     (local_folder(location, life.place) / "upcycle" / "dvc.lock").unlink()
     with pytest.raises(InputError, match=r"models:/upcycle-pico/1.*dvc.lock"):
         life.spares()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "\0\0\0", "schema: '2.0'", "- a", "stages: {a: 1}"])
+@pytest.mark.parametrize("file", ["dvc.lock", "recipe.yaml"])
+def test_a_kept_version_whose_files_a_power_cut_emptied_needs_what_cannot_be_told(file, text):
+    files = {"dvc.lock": LOCK, "recipe.yaml": "domains: {law: {}}"}
+    version = Version(NAME, 1, "run", "m", "", ("champion",), {OURS: "r"}, {}, {})
+    assert [out["path"] for out in _of_version(version, Kept(files))] == ["experts/law"]
+    with pytest.raises(InputError, match=r"models:/upcycle-pico/1.*dvc\.lock or recipe\.yaml"):
+        _of_version(version, Kept({**files, file: text}))
+
+
+def test_what_leaves_the_cache_is_whole_in_a_directory_before(tmp_path):
+    workspace = Workspace(tmp_path / "pico")
+    versions = Versions(workspace.root)
+    versions.prepare(pipeline="stages: {model: {cmd: 'true', outs: [model]}}", params="")
+    (workspace.root / "model").mkdir()
+    for text in ("old", "newer"):
+        (workspace.root / "model" / "weights").unlink(missing_ok=True)  # the cache's too
+        (workspace.root / "model" / "weights").write_text(text)
+        versions.commit(["model"])
+        versions.push(str(tmp_path / "remote"))
+    [old] = [
+        f for f in (tmp_path / "remote").rglob("*") if f.is_file() and f.read_bytes() == b"old"
+    ]
+    old.chmod(0o644)
+    old.write_bytes(b"")
+    [spare] = _cache(["law"], workspace, [], "remote", Disk())
+    spare.free()
+    assert old.read_text() == "old"
+    kept = [f.read_bytes() for f in (workspace.root / ".dvc" / "cache").rglob("*") if f.is_file()]
+    assert b"newer" in kept
+    assert b"old" not in kept
 
 
 @pytest.mark.faults

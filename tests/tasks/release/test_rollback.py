@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from mlflow import MlflowClient
 
 from infra.settings import read
 from infra.tracking.records import Registration
@@ -188,6 +189,20 @@ def test_a_model_without_champion_has_no_way_back(registry):
     for name in ("nobody", "o'brien", "x' or name = 'y"):
         with pytest.raises(InputError, match="is no registered model with a champion"):
             roll_back(registry, name, "why")
+
+
+def test_a_champion_before_whose_files_are_lost_is_not_made_champion(tmp_path, session):
+    settings = read({"UPCYCLE_HOME": str(tmp_path)})
+    registry, folder = Registry(settings), session.workspace.path("experts/python")
+    made = Registration(marks={PENDING_TAG: "champion"})
+    with Tracker(settings, "test").start_run("test", workspace=tmp_path) as run:
+        first, _ = [
+            with_aliases(registry, registry.register(NAME, folder, made, run=run)) for _ in range(2)
+        ]
+    MlflowClient(settings.mlflow_tracking_uri).delete_logged_model(first.model_id)
+    with pytest.raises(InputError, match=f"version 1 of {NAME} has lost its files in MLflow"):
+        roll_back(registry, NAME, "why")
+    assert registry.pointed(NAME, "champion") == 2
 
 
 def test_a_model_that_is_registered_already_says_so_and_not_what_the_gate_said(tmp_path, session):
