@@ -315,6 +315,8 @@ def test_a_kept_version_whose_files_a_power_cut_emptied_needs_what_cannot_be_tol
     files = {"dvc.lock": LOCK, "recipe.yaml": "domains: {law: {}}"}
     version = Version(NAME, 1, "run", "m", "", ("champion",), {OURS: "r"}, {}, {})
     assert [out["path"] for out in _of_version(version, Kept(files))] == ["experts/law"]
+    tuned = {"dvc.lock": LOCK.replace("experts/law", "model"), "recipe.yaml": "domains: {}"}
+    assert [out["path"] for out in _of_version(version, Kept(tuned))] == ["model"]
     with pytest.raises(InputError, match=r"models:/upcycle-pico/1.*dvc\.lock or recipe\.yaml"):
         _of_version(version, Kept({**files, file: text}))
 
