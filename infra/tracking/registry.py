@@ -385,11 +385,12 @@ def _described(call: Callable[..., ModelVersion], markdown: str) -> ModelVersion
 
 
 def _take_checkpoint(registry: Registry, reference: str, out: Path) -> None:
-    """Copy a registered model's files into ``out``: checkpoint and tokenizer, side by side.
+    """Put a registered model's files into ``out``: checkpoint and tokenizer, side by side.
 
-    MLflow's own flavour of transformers keeps them in folders of their own.
+    MLflow's own flavour of transformers keeps them in folders of their own. Weights that lie on
+    this disk stay on it once.
     """
-    files = registry.download(reference, out / ".files")
+    files = registry.lend(reference, out / ".files")
     for folder in (files, files / "model", files / "components" / "tokenizer", files / "tokenizer"):
         for path in sorted(folder.glob("*")):
             if path.is_file() and not (out / path.name).exists():

@@ -395,6 +395,9 @@ def test_a_registered_model_is_fetched_once_a_version(registry, tracker, checkpo
     assert registry.fetch("models:/fetched/2", tmp_path) == second
     assert (second / "model.safetensors").stat() == stamp
     assert not [path for path in second.iterdir() if path.is_dir()]
+    registered, cloned = registry.place("models:/fetched/2") / "model.safetensors", tmp_path / "c"
+    link_file(registered, cloned)
+    assert not cloned.samefile(registered) or registered.samefile(second / registered.name)
 
 
 def test_what_mlflow_logs_itself_lies_together(registry, place, tmp_path, monkeypatch):
