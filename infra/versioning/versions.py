@@ -80,7 +80,8 @@ class Versions:
         _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n/.waiting\n")
         _write_if_changed(self.root / "params.yaml", params)
         _write_if_changed(self.root / "dvc.yaml", pipeline)
-        remove_left_lock(self.root)
+        with self._lock:  # ours may be at work, on another machine of a cluster
+            remove_left_lock(self.root)
         self.recorded()
 
     def recorded(self) -> set[str]:
