@@ -59,6 +59,11 @@ DEFAULTS = {
 }
 
 
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+NO_PROXY = ("NO_PROXY", "no_proxy")
+"""Some programs read the one, some the other first."""
+LOOPBACK = (HOST, "localhost")
+
 # Which process a child works for, so that one that outlives it can be told.
 OWNER = "UPCYCLE_OWNER"
 # Of a command that another one runs, which says for both that they stop.
@@ -142,6 +147,7 @@ def configure(environment: MutableMapping[str, str] = os.environ) -> Settings:
         environment["DVC_SITE_CACHE_DIR"] = str(_own_cache(environment, settings.services))
     if settings.prefect_api_url is not None:
         environment["PREFECT_API_URL"] = settings.prefect_api_url
+    _pass_proxies_by(environment)
     environment[OWNER] = str(os.getpid())
     return settings
 
@@ -228,6 +234,18 @@ def _derived(settings: Settings) -> dict[str, str]:
         "PREFECT_HOME": str(settings.prefect_home),
         "MLFLOW_TRACKING_URI": settings.mlflow_tracking_uri,
     }
+
+
+def _pass_proxies_by(environment: MutableMapping[str, str]) -> None:
+    """Let no proxy of the user's be asked for this machine's own servers, which it cannot reach."""
+    if not any(environment.get(n) or environment.get(n.upper()) for n in PROXIES):
+        return
+    there = {name: environment.get(name) for name in NO_PROXY}
+    for name in NO_PROXY:
+        value = there[name] or next(filter(None, there.values()), "")
+        hosts = [host.strip() for host in value.split(",") if host.strip()]
+        if "*" not in hosts:
+            environment[name] = ",".join([*hosts, *(h for h in LOOPBACK if h not in hosts)])
 
 
 def _own_cache(environment: Mapping[str, str], services: Path) -> Path:

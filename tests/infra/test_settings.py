@@ -1,12 +1,28 @@
 import os
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
 import pytest
+from prefect.client.orchestration import SyncPrefectClient
 
 from infra import settings
 from infra.services.processes import find, launch, stop, write_records
 from upcycle_core.errors import InputError
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """A server that says it is well."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b"true")
+
+    def log_message(self, *_):
+        pass
 
 
 def test_without_an_environment_everything_lies_in_the_checkouts_workspace():
@@ -87,6 +103,43 @@ def test_all_faults_of_the_environment_come_in_one_message(tmp_path):
     assert "Pl4n" not in str(error.value)
     environment = {"MLFLOW_TRACKING_URI": "postgresql://me:Pl4n/ted@host/mlflow"}  # no other way
     assert settings.read(environment).mlflow_tracking_uri.startswith("postgresql://me")
+
+
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "https_proxy", "ALL_PROXY"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, "127.0.0.1,localhost"),
+        ({"NO_PROXY": "example.com, localhost"}, "example.com,localhost,127.0.0.1"),
+        ({"no_proxy": "example.com"}, "example.com,127.0.0.1,localhost"),
+        ({"no_proxy": "*", "NO_PROXY": "*"}, "*"),
+    ],
+)
+def test_no_proxy_is_asked_for_this_machine(tmp_path, name, before, after):
+    environment = {"UPCYCLE_HOME": str(tmp_path), name: "http://proxy:3128", **before}
+    for _ in range(2):
+        settings.configure(environment)
+        assert (environment["NO_PROXY"], environment["no_proxy"]) == (after, after)
+
+
+def test_without_a_proxy_nothing_is_said_of_one(tmp_path):
+    environment = {"UPCYCLE_HOME": str(tmp_path)}
+    settings.configure(environment)
+    assert not {"NO_PROXY", "no_proxy"} & set(environment)
+
+
+def test_prefect_reaches_a_server_of_this_machine_past_a_proxy(tmp_path, monkeypatch):
+    environment = {"UPCYCLE_HOME": str(tmp_path), "http_proxy": "http://127.0.0.1:9"}
+    settings.configure(environment)
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        for name in ("http_proxy", "NO_PROXY", "no_proxy"):
+            monkeypatch.setenv(name, environment.get(name, ""))
+        try:
+            with SyncPrefectClient(f"http://127.0.0.1:{server.server_port}/api") as client:
+                assert client.api_healthcheck() is None
+        finally:
+            server.shutdown()
 
 
 def test_a_user_without_a_cache_has_one_in_the_home(tmp_path):
