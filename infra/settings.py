@@ -5,6 +5,7 @@
 
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,6 +142,8 @@ def configure(environment: MutableMapping[str, str] = os.environ) -> Settings:
     """
     settings = read(environment)
     settings.prefect_home.mkdir(parents=True, exist_ok=True)  # Prefect makes no parents
+    if settings.prefect_home == settings.home / "prefect":
+        _close(settings.prefect_home)
     for name, value in (DEFAULTS | _derived(settings)).items():
         environment.setdefault(name, value)
     if "DVC_SITE_CACHE_DIR" not in environment:
@@ -261,6 +264,13 @@ def _own_cache(environment: Mapping[str, str], services: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     return folder
+
+
+def _close(folder: Path) -> None:
+    """Keep others out of a folder of ours: Prefect's database holds secrets and their key."""
+    found = folder.stat()
+    if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) != 0o700:
+        folder.chmod(0o700)
 
 
 def _port(environment: Mapping[str, str], name: str) -> int:

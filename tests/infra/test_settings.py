@@ -1,4 +1,5 @@
 import os
+import stat
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -140,6 +141,23 @@ def test_prefect_reaches_a_server_of_this_machine_past_a_proxy(tmp_path, monkeyp
                 assert client.api_healthcheck() is None
         finally:
             server.shutdown()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_prefect_s_database_is_for_its_owner_alone(tmp_path, is_there):
+    if is_there:
+        (tmp_path / "home" / "prefect").mkdir(parents=True)
+        (tmp_path / "home" / "prefect").chmod(0o755)
+    settings.configure({"UPCYCLE_HOME": str(tmp_path / "home")})
+    assert stat.S_IMODE((tmp_path / "home" / "prefect").stat().st_mode) == 0o700
+
+
+def test_a_folder_of_prefect_s_that_is_the_user_s_stays_as_it_is(tmp_path):
+    (tmp_path / "mine").mkdir(mode=0o755)
+    (tmp_path / "mine").chmod(0o755)
+    home = str(tmp_path / "home")
+    settings.configure({"UPCYCLE_HOME": home, "PREFECT_HOME": str(tmp_path / "mine")})
+    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o755
 
 
 def test_a_user_without_a_cache_has_one_in_the_home(tmp_path):
