@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from infra.permissions import permission_faults
 from infra.recipe.names import masked
 from infra.services.ports import HOST
 from infra.services.processes import find, read_records
@@ -137,17 +138,21 @@ def configure(environment: MutableMapping[str, str] = os.environ) -> Settings:
         The settings.
 
     Raises:
-        InputError: A port is not a port, the home is a file or a URL, or MLflow's address holds a
-            secret.
+        InputError: A port is not a port, the home is a file, a URL or another user's, this user
+            has no home of the system's, or MLflow's address holds a secret.
     """
-    settings = read(environment)
-    settings.prefect_home.mkdir(parents=True, exist_ok=True)  # Prefect makes no parents
-    if settings.prefect_home == settings.home / "prefect":
-        _close(settings.prefect_home)
+    with permission_faults("UPCYCLE_HOME"):
+        settings = read(environment)
+    own = settings.prefect_home == settings.home / "prefect"
+    with permission_faults("UPCYCLE_HOME" if own else "PREFECT_HOME"):
+        settings.prefect_home.mkdir(parents=True, exist_ok=True)  # Prefect makes no parents
+        if own:
+            _close(settings.prefect_home)
     for name, value in (DEFAULTS | _derived(settings)).items():
         environment.setdefault(name, value)
     if "DVC_SITE_CACHE_DIR" not in environment:
-        environment["DVC_SITE_CACHE_DIR"] = str(_own_cache(environment, settings.services))
+        with permission_faults("UPCYCLE_HOME"):
+            environment["DVC_SITE_CACHE_DIR"] = str(_own_cache(environment, settings.services))
     if settings.prefect_api_url is not None:
         environment["PREFECT_API_URL"] = settings.prefect_api_url
     _pass_proxies_by(environment)
@@ -161,6 +166,7 @@ def read(environment: Mapping[str, str]) -> Settings:
     Raises:
         InputError: As ``configure``.
     """
+    raise_faults(_user_faults())
     home = Path(environment.get("UPCYCLE_HOME") or REPOSITORY / "workspace").expanduser().absolute()
     raise_faults(_faults(environment, home))
     prefect = _own_server(home, "prefect")
@@ -259,10 +265,11 @@ def _own_cache(environment: Mapping[str, str], services: Path) -> Path:
     folder = Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "upcycle" / "dvc"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
     except OSError:
         folder = services / "dvc"
         folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
+        folder.chmod(0o700)
     return folder
 
 
@@ -275,6 +282,14 @@ def _close(folder: Path) -> None:
 
 def _port(environment: Mapping[str, str], name: str) -> int:
     return int(environment.get(name) or _DEFAULT_PORTS[name])
+
+
+def _user_faults() -> Iterator[Fault]:
+    try:
+        Path.home()
+    except RuntimeError:
+        remedy = f"is not set, and the system knows no home of user {os.getuid()}; set it to a "
+        yield Fault("HOME", None, remedy + "folder that this user may write to")
 
 
 def _faults(environment: Mapping[str, str], home: Path) -> list[Fault]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from infra.permissions import permission_faults
 from infra.recipe.names import masked
 from infra.services.api import DeploymentError
 from infra.services.deployments import deploy, undeploy
@@ -265,18 +266,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--home", metavar="PATH", help=f"pool: the volume's place; {HOME}")
     chosen = parser.parse_args(arguments)
     try:
-        settings = configure()
-        raise_faults(_misplaced(chosen))
-        if chosen.command == "deploy":
-            _deploy(settings, chosen)
-        elif chosen.command == "pool":
-            _pool(settings, chosen)
-        elif chosen.command == "undeploy":
-            _undeploy(settings, chosen.subject)
-        else:
-            {"up": up, "down": down, "status": status}[chosen.command](settings)
+        with permission_faults("file"):
+            _do(configure(), chosen)
     except (InputError, ServiceError, DeploymentError) as error:
         sys.exit(str(error))
+
+
+def _do(settings: Settings, chosen: argparse.Namespace) -> None:
+    raise_faults(_misplaced(chosen))
+    if chosen.command == "deploy":
+        _deploy(settings, chosen)
+    elif chosen.command == "pool":
+        _pool(settings, chosen)
+    elif chosen.command == "undeploy":
+        _undeploy(settings, chosen.subject)
+    else:
+        {"up": up, "down": down, "status": status}[chosen.command](settings)
 
 
 OPTIONS = {

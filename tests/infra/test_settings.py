@@ -1,8 +1,11 @@
+import errno
 import os
+import pwd
 import stat
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -168,6 +171,31 @@ def test_a_user_without_a_cache_has_one_in_the_home(tmp_path):
     environment["DVC_SITE_CACHE_DIR"] = "mine"
     settings.configure(environment)
     assert environment["DVC_SITE_CACHE_DIR"] == "mine"
+
+
+def test_a_cache_that_is_another_user_s_is_not_used(tmp_path, monkeypatch):
+    theirs = tmp_path / "cache" / "upcycle" / "dvc"
+
+    def chmod(folder, mode, original=Path.chmod):
+        if folder == theirs:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(folder))
+        original(folder, mode)
+
+    monkeypatch.setattr(Path, "chmod", chmod)
+    home, cache = str(tmp_path / "home"), str(tmp_path / "cache")
+    environment = {"UPCYCLE_HOME": home, "XDG_CACHE_HOME": cache}
+    settings.configure(environment)
+    assert environment["DVC_SITE_CACHE_DIR"] == str(tmp_path / "home" / "services" / "dvc")
+
+
+def test_a_user_whom_the_system_knows_no_home_of_is_told_to_set_one(tmp_path, monkeypatch):
+    def unknown(user):
+        raise KeyError(user)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(InputError, match=r"HOME = None: is not set, .* set it to a folder"):
+        settings.configure({"UPCYCLE_HOME": str(tmp_path)})
 
 
 def test_a_relative_home_is_seen_from_where_the_command_runs(tmp_path, monkeypatch):
