@@ -55,6 +55,8 @@ DEFAULTS = {
     # wait for each other: training ran at 11,000 tokens/s instead of 17,000 on two cores.
     "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",
+    # A line for each request would fill the disk.
+    "UVICORN_ACCESS_LOG": "false",
     # GB for keys and values. Left alone vLLM wants 0.92 of a machine without GPU at once, and ends
     # where another program holds some of it.
     "VLLM_CPU_KVCACHE_SPACE": "4",

@@ -20,14 +20,21 @@ from infra.services.api import DeploymentError
 from infra.services.deployments import deploy, undeploy
 from infra.services.pools import HOME, LOCAL, create_pool
 from infra.services.ports import HOST, answers, is_free, worker_is_online
-from infra.services.processes import ProcessRecord, find, launch, read_records, stop, write_records
+from infra.services.processes import (
+    ProcessRecord,
+    find,
+    launch,
+    read_records,
+    stop,
+    tail,
+    write_records,
+)
 from infra.settings import REPOSITORY, Settings, configure, environment_of
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 START_SECONDS = 300.0
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.25
-LOG_LINES = 20
 # Where models are: MLflow's front door is a page for generative AI.
 PAGES = {
     "prefect": ("Prefect", ""),
@@ -181,8 +188,7 @@ def _wait(settings: Settings, service: Service, deadline: float) -> None:
             time.sleep(POLL_SECONDS)
             continue
         log = _log(settings, service.name)
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-        raise ServiceError(f"{service.name} {problem}. The end of {log}:\n{tail}")
+        raise ServiceError(f"{service.name} {problem}. The end of {log}:\n{tail(log)}")
 
 
 def _stop_all(settings: Settings) -> list[str]:
