@@ -5,12 +5,14 @@
 
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from infra.permissions import permission_faults
 from infra.recipe.names import masked
 from infra.services.ports import HOST
 from infra.services.processes import find, read_records
@@ -53,11 +55,18 @@ DEFAULTS = {
     # wait for each other: training ran at 11,000 tokens/s instead of 17,000 on two cores.
     "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",
+    # A line for each request would fill the disk.
+    "UVICORN_ACCESS_LOG": "false",
     # GB for keys and values. Left alone vLLM wants 0.92 of a machine without GPU at once, and ends
     # where another program holds some of it.
     "VLLM_CPU_KVCACHE_SPACE": "4",
 }
 
+
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+NO_PROXY = ("NO_PROXY", "no_proxy")
+"""Some programs read the one, some the other first."""
+LOOPBACK = (HOST, "localhost")
 
 # Which process a child works for, so that one that outlives it can be told.
 OWNER = "UPCYCLE_OWNER"
@@ -131,17 +140,24 @@ def configure(environment: MutableMapping[str, str] = os.environ) -> Settings:
         The settings.
 
     Raises:
-        InputError: A port is not a port, the home is a file or a URL, or MLflow's address holds a
-            secret.
+        InputError: A port is not a port, the home is a file, a URL or another user's, this user
+            has no home of the system's, or MLflow's address holds a secret.
     """
-    settings = read(environment)
-    settings.prefect_home.mkdir(parents=True, exist_ok=True)  # Prefect makes no parents
+    with permission_faults("UPCYCLE_HOME"):
+        settings = read(environment)
+    own = settings.prefect_home == settings.home / "prefect"
+    with permission_faults("UPCYCLE_HOME" if own else "PREFECT_HOME"):
+        settings.prefect_home.mkdir(parents=True, exist_ok=True)  # Prefect makes no parents
+        if own:
+            _close(settings.prefect_home)
     for name, value in (DEFAULTS | _derived(settings)).items():
         environment.setdefault(name, value)
     if "DVC_SITE_CACHE_DIR" not in environment:
-        environment["DVC_SITE_CACHE_DIR"] = str(_own_cache(environment, settings.services))
+        with permission_faults("UPCYCLE_HOME"):
+            environment["DVC_SITE_CACHE_DIR"] = str(_own_cache(environment, settings.services))
     if settings.prefect_api_url is not None:
         environment["PREFECT_API_URL"] = settings.prefect_api_url
+    _pass_proxies_by(environment)
     environment[OWNER] = str(os.getpid())
     return settings
 
@@ -152,6 +168,7 @@ def read(environment: Mapping[str, str]) -> Settings:
     Raises:
         InputError: As ``configure``.
     """
+    raise_faults(_user_faults())
     home = Path(environment.get("UPCYCLE_HOME") or REPOSITORY / "workspace").expanduser().absolute()
     raise_faults(_faults(environment, home))
     prefect = _own_server(home, "prefect")
@@ -230,6 +247,18 @@ def _derived(settings: Settings) -> dict[str, str]:
     }
 
 
+def _pass_proxies_by(environment: MutableMapping[str, str]) -> None:
+    """Let no proxy of the user's be asked for this machine's own servers, which it cannot reach."""
+    if not any(environment.get(n) or environment.get(n.upper()) for n in PROXIES):
+        return
+    there = {name: environment.get(name) for name in NO_PROXY}
+    for name in NO_PROXY:
+        value = there[name] or next(filter(None, there.values()), "")
+        hosts = [host.strip() for host in value.split(",") if host.strip()]
+        if "*" not in hosts:
+            environment[name] = ",".join([*hosts, *(h for h in LOOPBACK if h not in hosts)])
+
+
 def _own_cache(environment: Mapping[str, str], services: Path) -> Path:
     """Where DVC remembers files, as pickles, for this user alone; in the home if that has no cache.
 
@@ -238,15 +267,31 @@ def _own_cache(environment: Mapping[str, str], services: Path) -> Path:
     folder = Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "upcycle" / "dvc"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
     except OSError:
         folder = services / "dvc"
         folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
+        folder.chmod(0o700)
     return folder
+
+
+def _close(folder: Path) -> None:
+    """Keep others out of a folder of ours: Prefect's database holds secrets and their key."""
+    found = folder.stat()
+    if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) != 0o700:
+        folder.chmod(0o700)
 
 
 def _port(environment: Mapping[str, str], name: str) -> int:
     return int(environment.get(name) or _DEFAULT_PORTS[name])
+
+
+def _user_faults() -> Iterator[Fault]:
+    try:
+        Path.home()
+    except RuntimeError:
+        remedy = f"is not set, and the system knows no home of user {os.getuid()}; set it to a "
+        yield Fault("HOME", None, remedy + "folder that this user may write to")
 
 
 def _faults(environment: Mapping[str, str], home: Path) -> list[Fault]:

@@ -16,6 +16,7 @@ from flows.running.planned import say_plan
 from flows.running.turn import turn
 from infra import settings as environment
 from infra.cluster.capacity import compute_faults, machine
+from infra.permissions import permission_faults
 from infra.recipe.names import masked
 from infra.recipe.schema import Recipe
 from infra.services.stopping import out_of_reach, run_command, run_stoppable
@@ -31,14 +32,16 @@ Result = TypeVar("Result")
 
 
 def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
-    """A command line that ends with exit code 2 and every fault named after bad input.
+    """A command line that ends with exit code 2 and every fault named after bad input, or where a
+    file is another user's.
 
     A signal stops it; see ``run_stoppable``.
     """
 
     def attempt(arguments: list[str] | None) -> int:
         try:
-            main(arguments)
+            with permission_faults("file"):
+                main(arguments)
         except InputError as error:
             print(error, file=sys.stderr)
             return 2

@@ -1,6 +1,7 @@
 """Processes that outlive the command that started them: how they are told from strangers."""
 
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import psutil
 
 # The kernel may correct the boot time by a second between two readings.
 CLOCK_TOLERANCE_SECONDS = 2.0
+TAIL_LINES, TAIL_BYTES = 20, 65_536
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -48,12 +50,13 @@ def launch(
 
     Args:
         command: Program and arguments.
-        log: Where its output goes; an older log is replaced.
+        log: Where its output goes; the last one's stays beside it, see ``put_aside``.
         directory: Where it runs.
         environment: All of its environment.
         url: Where it will answer; empty if it does not listen.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    put_aside(log)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -66,6 +69,25 @@ def launch(
         )
     started = _started(psutil.Process(process.pid))
     return ProcessRecord(process.pid, started, tuple(command), url, _boot(), platform.node())
+
+
+def put_aside(log: Path, *, beyond: int = 0) -> None:
+    """Keep a log as ``NAME.log.1``, in the place of the one before; not one that may go on.
+
+    Args:
+        log: It may be missing.
+        beyond: Bytes that it may have and go on.
+    """
+    if log.exists() and log.stat().st_size > beyond:
+        log.replace(log.with_name(f"{log.name}.1"))
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log, of which no more is read."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(lines[-TAIL_LINES:])
 
 
 def find(record: ProcessRecord) -> psutil.Process | None:

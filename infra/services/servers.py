@@ -14,19 +14,27 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from infra.permissions import permission_faults
 from infra.recipe.names import masked
 from infra.services.api import DeploymentError
 from infra.services.deployments import deploy, undeploy
 from infra.services.pools import HOME, LOCAL, create_pool
 from infra.services.ports import HOST, answers, is_free, worker_is_online
-from infra.services.processes import ProcessRecord, find, launch, read_records, stop, write_records
+from infra.services.processes import (
+    ProcessRecord,
+    find,
+    launch,
+    read_records,
+    stop,
+    tail,
+    write_records,
+)
 from infra.settings import REPOSITORY, Settings, configure, environment_of
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 START_SECONDS = 300.0
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.25
-LOG_LINES = 20
 # Where models are: MLflow's front door is a page for generative AI.
 PAGES = {
     "prefect": ("Prefect", ""),
@@ -198,8 +206,7 @@ def _wait(settings: Settings, service: Service, deadline: float) -> None:
             time.sleep(POLL_SECONDS)
             continue
         log = _log(settings, service.name)
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-        raise ServiceError(f"{service.name} {problem}. The end of {log}:\n{tail}")
+        raise ServiceError(f"{service.name} {problem}. The end of {log}:\n{tail(log)}")
 
 
 def _stop_all(settings: Settings) -> list[str]:
@@ -289,18 +296,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--home", metavar="PATH", help=f"pool: the volume's place; {HOME}")
     chosen = parser.parse_args(arguments)
     try:
-        settings = configure()
-        raise_faults(_misplaced(chosen))
-        if chosen.command == "deploy":
-            _deploy(settings, chosen)
-        elif chosen.command == "pool":
-            _pool(settings, chosen)
-        elif chosen.command == "undeploy":
-            _undeploy(settings, chosen.subject)
-        else:
-            {"up": up, "down": down, "status": status}[chosen.command](settings)
+        with permission_faults("file"):
+            _do(configure(), chosen)
     except (InputError, ServiceError, DeploymentError) as error:
         sys.exit(str(error))
+
+
+def _do(settings: Settings, chosen: argparse.Namespace) -> None:
+    raise_faults(_misplaced(chosen))
+    if chosen.command == "deploy":
+        _deploy(settings, chosen)
+    elif chosen.command == "pool":
+        _pool(settings, chosen)
+    elif chosen.command == "undeploy":
+        _undeploy(settings, chosen.subject)
+    else:
+        {"up": up, "down": down, "status": status}[chosen.command](settings)
 
 
 OPTIONS = {

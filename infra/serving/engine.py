@@ -16,12 +16,14 @@ import httpx
 from tokenizers import Tokenizer
 
 from infra.services.ports import HOST
+from infra.services.processes import put_aside, tail
 from infra.serving.keeper import end_session
 from infra.settings import REPOSITORY
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 8.0
-LOG_LINES = 20
+LOG_BYTES = 10_000_000
+"""What is said of one version's engines goes into one log, until that is so large."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -109,6 +111,7 @@ class Engine:
         """
         self.launch.folder.mkdir(parents=True, exist_ok=True)
         self.launch.log.parent.mkdir(parents=True, exist_ok=True)
+        put_aside(self.launch.log, beyond=LOG_BYTES)
         with self.launch.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "infra.serving.keeper", str(self.launch.folder)),
@@ -211,8 +214,7 @@ class Engine:
 
     def tail(self) -> str:
         """The last lines of its log."""
-        text = COLOUR.sub("", self.launch.log.read_text(errors="replace"))
-        return "\n".join(text.splitlines()[-LOG_LINES:])
+        return COLOUR.sub("", tail(self.launch.log))
 
 
 def free_port() -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from infra.cluster.calls import near
 from infra.cluster.pieces import remove
 from infra.durable import sync, sync_tree, write_atomically
+from infra.permissions import permission_faults
 from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
 from upcycle_core.checkpoints.known import FILE, KnownFiles
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -74,12 +75,14 @@ class Workspace:
 
         Raises:
             Held: If another process holds it.
-            InputError: If a symbolic link leads out of it, or a restore that was killed has left
-                parts of a version.
+            InputError: If a symbolic link leads out of it, it is another user's, or a restore that
+                was killed has left parts of a version.
         """
-        raise_faults(self._link_faults())
-        self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / ".lock").open("a+") as file:
+        with permission_faults("workspace"):
+            raise_faults(self._link_faults())
+            self.root.mkdir(parents=True, exist_ok=True)
+            opened = (self.root / ".lock").open("a+")
+        with opened as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

