@@ -78,13 +78,14 @@ def write_split(
     Args:
         directory: Fresh directory for tokens.bin, offsets.npy, bytes.npy and split.json; of chats
             responses.bin, too, a byte a token.
-        documents: Token ids and UTF-8 bytes of each document; of chats, the responses.
+        documents: Token ids and UTF-8 bytes of each document; of chats, the responses; the ids
+            before each text, which split.json tells where there are any.
         eos_id: The token that packing puts after each document.
         vocabulary_size: V; decides between uint16 and uint32.
     """
     directory.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype("<u2" if vocabulary_size <= 1 << 16 else "<u4")
-    lengths, sizes, unmarked = array("q", [0]), array("q", [0]), 0
+    lengths, sizes, unmarked, prefixes = array("q", [0]), array("q", [0]), 0, set[int]()
     marks = directory / "responses.bin"
     with (directory / "tokens.bin").open("wb") as file, marks.open("wb") as responses:
         for document in starmap(Encoded, documents):
@@ -95,9 +96,12 @@ def write_split(
             file.write(np.asarray(document.ids, dtype=dtype).tobytes())
             lengths.append(len(document.ids))
             sizes.append(document.size)
+            prefixes.add(document.prefix)
     np.save(directory / "offsets.npy", np.cumsum(lengths, dtype=np.int64))
     np.save(directory / "bytes.npy", np.cumsum(sizes, dtype=np.int64))
     facts = {"dtype": dtype.str, "eos_id": eos_id, "vocabulary_size": vocabulary_size}
+    if prefix := min(prefixes, default=0):
+        facts["prefix"] = prefix
     if unmarked < len(sizes) - 1:
         facts["unmarked"] = unmarked
     if facts.get("unmarked") != 0:

@@ -151,12 +151,15 @@ def score_of(
 ) -> Score:
     """The score of a loss in nats over all scored tokens of ``pieces``.
 
-    Its bytes are each document's, times the share of its tokens that are scored.
+    Its bytes are each document's, times the share of its text's tokens that are scored. What stands
+    before the text, a beginning-of-sequence token, has no bytes.
     """
     scored = scored_tokens(corpus, pieces, config.loss)
-    documents = pieces.rows[:, 0]
-    bytes_per_token = np.diff(corpus.byte_offsets)[documents] / np.diff(corpus.offsets)[documents]
-    size = float(np.sum(bytes_per_token * scored))
+    documents, starts, _ = pieces.rows.T
+    tokens = np.maximum(np.diff(corpus.offsets)[documents] - corpus.prefix, 1)
+    # The first id of a document is not scored anyway.
+    before = np.where(starts == 0, max(corpus.prefix - 1, 0), 0)
+    size = float(np.sum(np.diff(corpus.byte_offsets)[documents] / tokens * (scored - before)))
     return Score(nll=nll, tokens=int(scored.sum()), bytes=size)
 
 

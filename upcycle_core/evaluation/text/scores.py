@@ -16,7 +16,8 @@ class Score(Plain):
         nll: Negative log-likelihood of the scored tokens, in nats, summed in fp64.
         tokens: Scored tokens: all but the first of each paragraph, which nothing predicts.
         bytes: UTF-8 bytes of the scored tokens: each document's bytes times the share of its tokens
-            that are scored. Not whole if a document is cut short.
+            that are scored. A beginning-of-sequence token has no bytes and no part in the share.
+            Not whole if a document is cut short.
         document_nll: ``nll`` document by document, of those with a scored token; empty if unknown.
         document_tokens: ``tokens`` of the same documents.
     """

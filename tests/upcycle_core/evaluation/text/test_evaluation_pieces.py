@@ -14,6 +14,7 @@ from tests.pico import VOCABULARY, save_pico
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.corpora.chat_template import Encoded
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
@@ -190,7 +191,9 @@ def test_what_the_tokenizer_puts_before_a_text_is_read_unless_it_is_refused(benc
     never = evaluate_text(adding, {"law": path}, config=CONFIG, bos="never")
     assert never == evaluate_text(bench.experts["law"], {"law": path}, config=CONFIG)
     found = evaluate_text(adding, {"law": path}, config=CONFIG)["law"]
-    documents = [([0, *(2 + ord(c) - 32 for c in text)], len(text)) for text in TEXTS]
+    documents = [
+        Encoded([0, *(2 + ord(c) - 32 for c in text)], len(text), prefix=1) for text in TEXTS
+    ]
     write_split(tmp_path / "split", documents, eos_id=0, vocabulary_size=VOCABULARY)
     assert found == evaluate_checkpoint(adding, {"law": tmp_path / "split"}, config=CONFIG)["law"]
 
