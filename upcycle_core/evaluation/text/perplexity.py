@@ -87,6 +87,7 @@ def summed(
         score_of(nll, corpus, pieces, config),
         document_nll=tuple(by_document[known].tolist()),
         document_tokens=tuple(tokens[known].tolist()),
+        document_indices=tuple(np.flatnonzero(known).tolist()),
     )
 
 
@@ -100,6 +101,24 @@ def scored_paragraphs(corpus: TokenCorpus, config: EvaluationConfig) -> Paragrap
     if not scored_tokens(corpus, pieces, config.loss).sum():
         raise InputError(Fault("corpus", str(corpus.directory), "no token to score; add text"))
     return pieces
+
+
+def scored_text(corpus: TokenCorpus, config: EvaluationConfig) -> dict[int, int]:
+    """The documents of ``scored_paragraphs``, and the UTF-8 bytes of each: what to score elsewhere.
+
+    A document that ``config.tokens`` cuts has its bytes times the share of its tokens before.
+
+    Raises:
+        InputError: As ``scored_paragraphs``.
+    """
+    pieces = scored_paragraphs(corpus, config)
+    sizes = np.diff(corpus.byte_offsets)
+    text = {int(document): int(sizes[document]) for document in pieces.rows[:, 0]}
+    last, start, length = pieces[-1]
+    tokens = len(corpus.document(last)) - corpus.prefix
+    if config.tokens is not None and pieces.tokens >= config.tokens:
+        text[last] = round(text[last] * (start + length - corpus.prefix) / tokens)
+    return text
 
 
 def token_losses(

@@ -17,6 +17,7 @@ from upcycle_core.evaluation.text.perplexity import (
     score_model,
     score_of,
     scored_paragraphs,
+    scored_text,
 )
 from upcycle_core.evaluation.text.scores import perplexity_per_reference_token
 
@@ -205,6 +206,18 @@ def test_evaluation_stops_with_the_paragraph_that_reaches_the_limit(corpus):
     assert score.bytes == pytest.approx(15 * 2 + 15 * 2 + 7 * 2 + 11 * 4)
 
 
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_what_is_scored_is_told_document_by_document_in_bytes(tmp_path, prefix):
+    lengths = (3, 20, 5, 40, 33)
+    documents = [Encoded([9] * (prefix + n), 4 * n, prefix=prefix) for n in lengths]
+    write_split(tmp_path / "text", documents, eos_id=0, vocabulary_size=VOCABULARY)
+    corpus = TokenCorpus(tmp_path / "text")
+    assert scored_text(corpus, CONFIG) == {1: 80, 3: 160, 4: 132}
+    # The second paragraph of the document of 40 tokens reaches the limit.
+    config = EvaluationConfig(sequence_length=16, tokens=40)
+    assert scored_text(corpus, config) == {1: 80, 3: 4 * (32 - prefix)}
+
+
 def test_fp32_and_bf16_come_close(corpus):
     exact = score_model(make_model(), corpus, config=CONFIG, pad_id=1).nll
     fp32 = score_model(make_model(dtype=torch.float32), corpus, config=CONFIG, pad_id=1).nll
@@ -285,7 +298,7 @@ def test_losses_of_documents_add_up_and_are_each_document_s_own(corpus, tmp_path
     assert sum(found.document_nll) == pytest.approx(found.nll, rel=1e-12)
     assert sum(found.document_tokens) == found.tokens
     scored = [i for i, _ in paragraph_texts(corpus, CONFIG.sequence_length)]
-    assert len(found.document_nll) == len(set(scored))
+    assert list(found.document_indices) == sorted(set(scored))
     alone = make_corpus(tmp_path / "alone", LENGTHS[:1])  # the same draw: the first document
     own = score_model(model, alone, config=CONFIG)
     assert found.document_nll[0] == pytest.approx(own.nll, rel=1e-9)

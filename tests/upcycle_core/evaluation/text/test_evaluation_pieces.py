@@ -218,7 +218,8 @@ def test_chats_are_written_by_the_model_s_own_template_or_read_as_text(bench, tm
     own = {"law": tmp_path / "split"}
     found = evaluate_text(chatting, given, config=CONFIG)
     assert found == evaluate_checkpoint(chatting, own, config=CONFIG)
-    whole = evaluate_text(chatting, given, config=CONFIG, max_bytes={"law": 3.0})["law"]
+    whole = evaluate_text(chatting, given, config=CONFIG, parts={"law": {1: 3}})["law"]
+    assert whole["document_indices"] == [1]
     assert whole["tokens"] == found["law"]["tokens"] / 2
     config = EvaluationConfig(sequence_length=16, batch_size=3, loss="responses")
     responses = evaluate_text(chatting, given, config=config)["law"]
@@ -227,17 +228,18 @@ def test_chats_are_written_by_the_model_s_own_template_or_read_as_text(bench, tm
         evaluate_text(bench.experts["law"], given, config=config)
 
 
-def test_text_is_read_up_to_a_number_of_bytes_whatever_the_token_limit(bench, tmp_path):
+def test_chosen_documents_are_read_up_to_their_bytes_whatever_the_token_limit(bench, tmp_path):
     path = write_texts(tmp_path / "heldout.parquet", TEXTS)
-    cut = write_texts(tmp_path / "cut.parquet", [TEXTS[0], TEXTS[1][:12]])
+    cut = write_texts(tmp_path / "cut.parquet", [TEXTS[0], TEXTS[2][:12]])
     config = EvaluationConfig(sequence_length=16, batch_size=3, tokens=8)
     found = evaluate_text(
         bench.experts["law"],
         {"law": path},
         config=config,
-        max_bytes={"law": len(TEXTS[0]) + 12.0},
+        parts={"law": {0: len(TEXTS[0]), 2: 12}},
     )
-    assert found == evaluate_text(bench.experts["law"], {"law": cut}, config=CONFIG)
+    expected = evaluate_text(bench.experts["law"], {"law": cut}, config=CONFIG)["law"]
+    assert found == {"law": {**expected, "document_indices": [0, 2]}}
 
 
 def test_a_tokenizer_of_its_own_scores_like_the_corpus_s(bench, tmp_path):
