@@ -1,4 +1,7 @@
-"""The MoE with one router or another, as one piece that loads it once."""
+"""The MoE with one router or another, as one piece that loads it once.
+
+Routers are solved in fp64. They are scored as a checkpoint holds them, in the type of its weights.
+"""
 
 import json
 import shutil
@@ -7,9 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from infra.cluster.memory import Room
 from infra.durable import is_whole, read_json, sealed, write_atomically
 from tasks.scoring.room import scoring_folder
+from upcycle_core.backbone.write import weights_type
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.dume.config import RouterConfig
 from upcycle_core.dume.router import solve_routers
@@ -29,7 +35,7 @@ class Saved:
 
     def variant(self, model: Path) -> Variant:
         """The MoE with them."""
-        return Variant(routers=load_routers(self.file).weights)
+        return _held(load_routers(self.file).weights, model)
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Drawn:
         """The MoE with them."""
         shape = CheckpointReader(model).config
         layers, size = shape["num_hidden_layers"], shape["hidden_size"]
-        return Variant(routers=random_routers(layers, size, self.experts, seed=self.seed))
+        return _held(random_routers(layers, size, self.experts, seed=self.seed), model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +86,13 @@ class Swept:
             window = int(self.value)
         loaded = {domain: Statistics.load(path) for domain, path in self.statistics.items()}
         solution = solve_routers(loaded, config=config, window=window)
-        return Variant(routers=solution.weights)
+        return _held(solution.weights, model)
+
+
+def _held(routers: Mapping[int, Tensor], model: Path) -> Variant:
+    """The MoE with these routers as its files would have them."""
+    dtype = weights_type(CheckpointReader(model))
+    return Variant(routers={layer: router_HD.to(dtype) for layer, router_HD in routers.items()})
 
 
 def variants_piece(

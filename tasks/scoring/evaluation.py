@@ -14,7 +14,9 @@ from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import vocabulary_fingerprint
 from upcycle_core.corpora.config import Bos
+from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.errors import Fault, InputError
+from upcycle_core.evaluation.text.perplexity import scored_text
 from upcycle_core.evaluation.text.pieces import (
     Scores,
     evaluate_checkpoint,
@@ -110,8 +112,8 @@ def stranger_piece(
         remedy = f"{model} has another tokenizer, and responses are compared in one alone; use all"
         raise InputError(Fault("evaluation.loss", "responses", remedy))
     texts = {domain: path / "heldout.parquet" for domain, path in documents.items()}
-    limits = {domain: values["bytes"] for domain, values in reference.items()}
-    scores = evaluate_text(model, texts, bos=bos, max_bytes=limits, progress=progress, **common)
+    parts = {d: scored_text(TokenCorpus(path), common["config"]) for d, path in corpora.items()}
+    scores = evaluate_text(model, texts, bos=bos, parts=parts, progress=progress, **common)
     own = {d: Score.from_dict({"nll": 0.0, **values}) for d, values in reference.items()}
     return {
         domain: per_reference_token(Score.from_dict(score), own[domain]).to_dict()

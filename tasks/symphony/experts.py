@@ -16,9 +16,7 @@ from tasks.symphony.vocabulary import sharing
 from tasks.training import Texts, train_one, train_piece
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.config import Bos, Origin, TokenizerConfig
-from upcycle_core.corpora.encoding import encoded
-from upcycle_core.corpora.reader import read_chats
-from upcycle_core.corpora.shards import write_split
+from upcycle_core.corpora.shards import write_encoded
 from upcycle_core.corpora.tokenizer import train_tokenizer
 from upcycle_core.progress import Progress
 from upcycle_core.training import workers
@@ -132,12 +130,7 @@ def _write_tokens(documents: Mapping[str, Path], start: Path, texts: Path, bos: 
     """The text in the words of the model at ``start``."""
     encoder = load_tokenizer(start)
     for domain in documents:
-        write_split(
-            texts / domain,
-            encoded(read_chats(documents[domain] / "train.parquet"), encoder, bos=bos),
-            eos_id=encoder.eos_token_id,
-            vocabulary_size=len(encoder),
-        )
+        write_encoded(texts / domain, documents[domain] / "train.parquet", encoder, bos=bos)
 
 
 def initialisation(origin: Origin, name: str, seed: int) -> int:

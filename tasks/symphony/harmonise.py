@@ -16,7 +16,7 @@ from tasks.engine.stage import StageRun
 from tasks.scoring.room import room_of
 from tasks.symphony.pairs import groups_of, moment_files, strangers_of
 from tasks.symphony.variants import anchor_of, chosen_of, pairings
-from tasks.symphony.vocabulary import union_arguments, union_of
+from tasks.symphony.vocabulary import merged_backbone, union_arguments, union_of
 from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.residual import residual_map
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -36,7 +36,6 @@ from upcycle_core.symphony.align import (
     write_folded,
 )
 from upcycle_core.symphony.config import AlignmentConfig, SymphonyConfig
-from upcycle_core.symphony.merge import write_merged_backbone
 from upcycle_core.symphony.moments import layer_moments, residual_moments
 from upcycle_core.symphony.unite import shared_tokens
 
@@ -50,16 +49,8 @@ def harmonise(run: StageRun, config: SymphonyConfig, *, top_k: int) -> Path:
     weights = {name: config.merge.weights.get(name, 1.0) for name in recipe.domains}
     # A model that is no expert has no part in the mean, but for tokens that nobody else has.
     weights = {name: weight if name in chosen else 0.0 for name, weight in weights.items()}
-    backbone = run.done(
-        "backbone",
-        write_merged_backbone,
-        "assembly",
-        models=everyone,
-        union=union_of(**union_arguments(run)),
-        config=replace(config.merge, weights=weights),
-        anchor=anchor,
-        max_shard_bytes=recipe.moe.max_shard_bytes,
-    ).path
+    merge = replace(config.merge, weights=weights)
+    backbone = merged_backbone(run, "backbone", everyone, config=merge, anchor=anchor)
     experts = {name: everyone[name] for name in chosen}
     routers: Mapping[int, Tensor]
     if config.router == "random":

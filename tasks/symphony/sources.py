@@ -19,6 +19,8 @@ from tasks.symphony.variants import anchor_of, section, trains_shape
 from tasks.symphony.vocabulary import segmentation_faults
 from upcycle_core.architectures.compare import compare_strangers
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.tokenizer import load_tokenizer
+from upcycle_core.corpora.shards import end_faults
 from upcycle_core.corpora.sources import source_fingerprint
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.training.config import LlamaShape
@@ -55,6 +57,8 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
         elif domain.origin is not None and domain.origin.model is not None:
             given[f"domains.{name}.origin.model"] = domain.origin.model
     readers, tokens, faults = opened_models(recipe, given, cache)
+    if not faults:
+        faults += _end_faults(readers)
     ready = [f"domains.{n}.expert" for n, domain in recipe.domains.items() if domain.expert]
     one_rope = section(recipe).rope == "same"
     faults += compare_strangers(readers, tokens, ready=ready, one_rope=one_rope)
@@ -64,6 +68,13 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
         models = dict(zip(recipe.domains, (r.directory for r in readers.values()), strict=True))
         faults += segmentation_faults(models, section(recipe).segmentation)
     return faults
+
+
+def _end_faults(readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:
+    """Where a model that training goes on from cannot tell documents apart."""
+    for field, reader in readers.items():
+        if field.endswith(".origin.model"):
+            yield from end_faults(load_tokenizer(reader.directory), field=field)
 
 
 def _shape_faults(shape: LlamaShape, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:

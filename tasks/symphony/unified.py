@@ -9,9 +9,8 @@ from pathlib import Path
 
 from infra.cluster.pieces import Piece
 from tasks.engine.stage import StageRun, each, stage
-from tasks.symphony.vocabulary import union_arguments, union_of
+from tasks.symphony.vocabulary import merged_backbone
 from upcycle_core.symphony.config import MergeConfig
-from upcycle_core.symphony.merge import write_merged_backbone
 from upcycle_core.symphony.unite import write_united
 
 MEAN = MergeConfig(embeddings="mean", attention="mean", norms="mean")
@@ -34,18 +33,8 @@ def lifted(
     run: StageRun, names: Sequence[str], *, config: MergeConfig, anchor: str
 ) -> dict[str, Path]:
     """Models over the union's vocabulary, with the rows that ``config`` gives it."""
-    largest = run.recipe.moe.max_shard_bytes
     models = {name: run.path(f"experts/{name}") for name in run.recipe.domains}
-    merged = run.done(
-        "merged",
-        write_merged_backbone,
-        "assembly",
-        models=models,
-        union=union_of(**union_arguments(run)),
-        config=config,
-        anchor=anchor,
-        max_shard_bytes=largest,
-    )
-    common = {"backbone": merged.path, "max_shard_bytes": largest}
+    merged = merged_backbone(run, "merged", models, config=config, anchor=anchor)
+    common = {"backbone": merged, "max_shard_bytes": run.recipe.moe.max_shard_bytes}
     pieces = [Piece.of(name, write_united, model=models[name], **common) for name in names]
     return {name: done.path for name, done in run.run(pieces, "assembly").items()}

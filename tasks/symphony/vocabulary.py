@@ -15,6 +15,8 @@ from upcycle_core.corpora.config import Origin
 from upcycle_core.corpora.tokenizer import train_tokenizer
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.progress import Progress
+from upcycle_core.symphony.config import MergeConfig
+from upcycle_core.symphony.merge import write_merged_backbone
 
 
 def sharing(recipe: Recipe) -> tuple[str, ...]:
@@ -83,6 +85,25 @@ def union_of(models: Mapping[str, Path], segmentation: str | None) -> Union:
         return unite_vocabularies(list(models.values()), ruling=ruling)
     except InputError as error:
         raise InputError(*(_named(fault, list(models)) for fault in error.faults)) from None
+
+
+def merged_backbone(
+    run: StageRun, name: str, models: Mapping[str, Path], *, config: MergeConfig, anchor: str
+) -> Path:
+    """Merge what is no FFN over the union's vocabulary, as a piece; returns where it lies."""
+    done = run.done(
+        name,
+        write_merged_backbone,
+        "assembly",
+        models=models,
+        union=union_of(**union_arguments(run)),
+        config=config,
+        anchor=anchor,
+        max_shard_bytes=run.recipe.moe.max_shard_bytes,
+    )
+    for key, value in done.result.items():
+        run.session.log(f"{key} {value} is no token of the union: it is left out")
+    return done.path
 
 
 def segmentation_faults(models: Mapping[str, Path], segmentation: str | None) -> list[Fault]:

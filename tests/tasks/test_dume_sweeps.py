@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pico import save_pico
 from texts import pico_recipe
 
 from tasks.dume.variants import Saved, Swept
@@ -23,11 +24,12 @@ def solved(tmp_path):
 
 
 def test_another_k_has_the_routers_of_the_table(solved, tmp_path):
-    own = Saved(solved["routers"]).variant(tmp_path)
-    swept = Swept(parameter="top_k", value=2, **solved).variant(tmp_path)
+    model = save_pico(tmp_path / "model")
+    own = Saved(solved["routers"]).variant(model)
+    swept = Swept(parameter="top_k", value=2, **solved).variant(model)
     assert swept.top_k == 2
     assert torch.equal(swept.routers[0], own.routers[0])
-    other = Swept(parameter="ridge_lambda", value=0.5, **solved).variant(tmp_path)
+    other = Swept(parameter="ridge_lambda", value=0.5, **solved).variant(model)
     assert other.top_k is None
     assert not torch.allclose(other.routers[0], own.routers[0])
 

@@ -42,11 +42,13 @@ class Encoded(NamedTuple):
         size: UTF-8 bytes of its text; of a chat, of what is said in it.
         responses: Which tokens are responses, their end tokens included; None of a text, and of a
             chat whose template does not tell.
+        prefix: Ids before its text that stand for none of its bytes: a beginning-of-sequence token.
     """
 
     ids: Sequence[int]
     size: int
     responses: Sequence[bool] | None = None
+    prefix: int = 0
 
 
 class ChatTemplate:
@@ -79,7 +81,9 @@ class ChatTemplate:
         before = self._before(ids)
         if responses is not None:
             responses = [*[False] * len(before), *responses]
-        return Encoded([*before, *ids], len(whole_text(chat.messages).encode()), responses)
+        whole = [*before, *ids]
+        prefix = int(whole[:1] == [self.tokenizer.bos_token_id])
+        return Encoded(whole, len(whole_text(chat.messages).encode()), responses, prefix)
 
     def _before(self, ids: list[int]) -> list[int]:
         return [] if ids[: len(self.prefix)] == self.prefix else self.prefix

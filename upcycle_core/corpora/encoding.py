@@ -53,7 +53,8 @@ def encoded(
         for document in batch:
             progress.advance()
             if isinstance(document, str):
-                yield Encoded([*prefix, *next(plain)], len(document.encode()))
+                ids = [*prefix, *next(plain)]
+                yield Encoded(ids, len(document.encode()), prefix=len(prefix))
             else:
                 yield template.document(document)
 

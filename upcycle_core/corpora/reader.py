@@ -35,6 +35,7 @@ class TokenCorpus:
         self.eos_id: int = facts["eos_id"]
         self.vocabulary_size: int = facts["vocabulary_size"]
         self.unmarked: int | None = facts.get("unmarked")
+        self.prefix: int = facts.get("prefix", 0)
         if size != self.offsets[-1] * self.dtype.itemsize:
             remedy = f"tokens.bin has {size} bytes for {self.offsets[-1]} tokens of {self.dtype}"
             raise InputError(

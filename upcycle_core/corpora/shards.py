@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from itertools import starmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from upcycle_core.corpora.chat_template import Encoded
 from upcycle_core.corpora.config import SPLITS, Bos
 from upcycle_core.corpora.encoding import encoded
 from upcycle_core.corpora.reader import TokenCorpus, read_chats
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.progress import Progress, Silent
 
 
@@ -40,30 +41,59 @@ def write_corpus(
         progress: Told of each document.
 
     Raises:
-        InputError: The tokenizer has no end-of-sequence token, or see ``encoding.encoded``.
+        InputError: As ``write_encoded``.
     """
     progress = progress or Silent()
     encoder = load_tokenizer(tokenizer)
-    if encoder.eos_token_id is None:
-        remedy = "it has no end-of-sequence token to put between documents; set its eos_token"
-        raise InputError(Fault("tokenizer", str(tokenizer), remedy))
     manifest = json.loads((documents / "manifest.json").read_text(encoding="utf-8"))
     for split in (split for split in SPLITS if split in manifest["splits"]):
         facts = manifest["splits"][split]
         progress.start(f"tokens of {split}", facts["documents"], "documents")
-        write_split(
-            out / split,
-            encoded(
-                read_chats(documents / f"{split}.parquet"), encoder, bos=bos, progress=progress
-            ),
-            eos_id=encoder.eos_token_id,
-            vocabulary_size=max(encoder.get_vocab().values()) + 1,
+        write_encoded(
+            out / split, documents / f"{split}.parquet", encoder, bos=bos, progress=progress
         )
         corpus = TokenCorpus(out / split)
         facts["tokens"] = len(corpus.tokens)
         facts["sha256"] = sha256_file(out / split / "tokens.bin")
     text = json.dumps(manifest, indent=2, ensure_ascii=False)
     (out / "manifest.json").write_text(text + "\n", encoding="utf-8")
+
+
+def write_encoded(
+    directory: Path,
+    documents: Path,
+    encoder: Any,
+    *,
+    bos: Bos = "auto",
+    progress: Progress | None = None,
+) -> None:
+    """Tokenise one split of a domain.
+
+    Args:
+        directory: As for ``write_split``.
+        documents: The split's Parquet file.
+        encoder: The tokenizer, loaded.
+        bos: Whether a beginning-of-sequence token stands before each document.
+        progress: Told of each document.
+
+    Raises:
+        InputError: See ``end_faults`` and ``encoding.encoded``.
+    """
+    raise_faults(end_faults(encoder))
+    write_split(
+        directory,
+        encoded(read_chats(documents), encoder, bos=bos, progress=progress),
+        eos_id=encoder.eos_token_id,
+        vocabulary_size=max(encoder.get_vocab().values()) + 1,
+    )
+
+
+def end_faults(encoder: Any, *, field: str = "tokenizer") -> list[Fault]:
+    """What keeps a loaded tokenizer from ending documents; ``field`` is its name in the recipe."""
+    if encoder.eos_token_id is not None:
+        return []
+    remedy = "it has no end-of-sequence token to put between documents; set its eos_token"
+    return [Fault(field, encoder.name_or_path, remedy)]
 
 
 def write_split(
@@ -78,13 +108,14 @@ def write_split(
     Args:
         directory: Fresh directory for tokens.bin, offsets.npy, bytes.npy and split.json; of chats
             responses.bin, too, a byte a token.
-        documents: Token ids and UTF-8 bytes of each document; of chats, the responses.
+        documents: Token ids and UTF-8 bytes of each document; of chats, the responses; the ids
+            before each text, which split.json tells where there are any.
         eos_id: The token that packing puts after each document.
         vocabulary_size: V; decides between uint16 and uint32.
     """
     directory.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype("<u2" if vocabulary_size <= 1 << 16 else "<u4")
-    lengths, sizes, unmarked = array("q", [0]), array("q", [0]), 0
+    lengths, sizes, unmarked, prefixes = array("q", [0]), array("q", [0]), 0, set[int]()
     marks = directory / "responses.bin"
     with (directory / "tokens.bin").open("wb") as file, marks.open("wb") as responses:
         for document in starmap(Encoded, documents):
@@ -95,9 +126,12 @@ def write_split(
             file.write(np.asarray(document.ids, dtype=dtype).tobytes())
             lengths.append(len(document.ids))
             sizes.append(document.size)
+            prefixes.add(document.prefix)
     np.save(directory / "offsets.npy", np.cumsum(lengths, dtype=np.int64))
     np.save(directory / "bytes.npy", np.cumsum(sizes, dtype=np.int64))
     facts = {"dtype": dtype.str, "eos_id": eos_id, "vocabulary_size": vocabulary_size}
+    if prefix := min(prefixes, default=0):
+        facts["prefix"] = prefix
     if unmarked < len(sizes) - 1:
         facts["unmarked"] = unmarked
     if facts.get("unmarked") != 0:

@@ -1,10 +1,12 @@
 """The backbone of disparate models: everything but FFNs, merged by kind of tensor, streamed."""
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,13 @@ from upcycle_core.architectures.family import EMBEDDING, Family
 from upcycle_core.backbone.slerp import slerp, spherical_mean
 from upcycle_core.backbone.vocabulary import Union, merge_rows, write_union_tokenizer
 from upcycle_core.backbone.weights import checked_weights
-from upcycle_core.backbone.write import Plan, weights_type, write_generation_config, write_tensors
+from upcycle_core.backbone.write import (
+    GENERATION_CONFIG,
+    Plan,
+    weights_type,
+    write_generation_config,
+    write_tensors,
+)
 from upcycle_core.checkpoints.reader import CheckpointReader, chunks
 from upcycle_core.checkpoints.writer import write_json
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -33,7 +41,7 @@ def write_merged_backbone(
     anchor: str,
     max_shard_bytes: int,
     progress: Progress | None = None,
-) -> None:
+) -> dict[str, Any]:
     """Write the shared backbone of Symphony-MoE (section 3.2): what is no FFN, merged.
 
     `embeddings` of ``config`` holds for embed_tokens and lm_head, whose rows are matched by token;
@@ -49,11 +57,15 @@ def write_merged_backbone(
         models: Name to dense checkpoint, all in one coordinate system, ids as the model's own.
         union: Of their vocabularies, its rows in the order of ``models``.
         out: The directory that is written: weights without FFNs; the ruling model's config.json and
-            generation configuration, with its special tokens, for the union's number of tokens;
-            the union's tokenizer.
+            generation configuration, with its special tokens, for the union's number of tokens; the
+            union's tokenizer. A special id that is no token of the ruling model's, as of a row that
+            pads its matrices, becomes None.
         config: What is done with which kind. A model without a weight has 1.
         anchor: The model that "anchor" means.
         max_shard_bytes, progress: As for ``write_model``.
+
+    Returns:
+        Special ids that became None, by name.
 
     Raises:
         InputError: The models do not fit together, or the union not to them; tied and untied ones
@@ -61,7 +73,7 @@ def write_merged_backbone(
     """
     sources = _Sources.open(models, union, config, anchor)
     ruling = sources.readers[sources.union.ruling]
-    content = ruling.config | {"vocab_size": len(union.tokens)}
+    content = _known_ids(ruling.config, union) | {"vocab_size": len(union.tokens)}
     plan: Plan = {
         name: (shape, weights_type(ruling), partial(sources.merged, name))
         for name, shape in sources.family.tensors(content, ffn=False).items()
@@ -71,6 +83,11 @@ def write_merged_backbone(
     write_json(out / "config.json", content)
     write_union_tokenizer(union, out)
     write_generation_config(ruling, out)
+    told = json.loads((out / GENERATION_CONFIG).read_text(encoding="utf-8"))
+    if (known := _known_ids(told, union)) != told:
+        write_json(out / GENERATION_CONFIG, known)
+    before, after = told | ruling.config, known | content
+    return {name: before[name] for name in _id_names(before) if before[name] != after[name]}
 
 
 def agreement_faults(reader: CheckpointReader, first: CheckpointReader) -> list[Fault]:
@@ -207,6 +224,27 @@ class _Sources:
         if len(tensors) == 2:
             return slerp(tensors[0], tensors[1], weights[1] / math.fsum(weights), field=name)
         return spherical_mean(tensors, weights, field=name)
+
+
+def _id_names(told: Mapping[str, Any]) -> list[str]:
+    return [name for name in told if name.endswith("_token_id")]
+
+
+def _known_ids(told: Mapping[str, Any], union: Union) -> dict[str, Any]:
+    """A configuration whose special ids are tokens of the ruling model; others are None."""
+    own = union.rows[union.ruling].tolist()
+
+    def known(index: int) -> bool:
+        # Below 0 is how some say that there is none.
+        return index < 0 or (index < len(own) and own[index] == index)
+
+    ids: dict[str, Any] = {}
+    for name in _id_names(told):
+        value = told[name]
+        if isinstance(value, list):
+            value = [index for index in value if known(index)] or None
+        ids[name] = value if not isinstance(value, int) or known(value) else None
+    return {**told, **ids}
 
 
 def _choice_faults(

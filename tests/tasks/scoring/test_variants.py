@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from infra.cluster.memory import Room
 from tasks.dume import variants
@@ -14,7 +16,7 @@ from upcycle_core.dume.router import save_routers
 from upcycle_core.dume.router_reader import LambdaChoice, RouterSolution
 from upcycle_core.evaluation.text import pieces
 from upcycle_core.evaluation.text.config import EvaluationConfig
-from upcycle_core.evaluation.text.pieces import Variant, evaluate_moe
+from upcycle_core.evaluation.text.pieces import Variant, evaluate_checkpoint, evaluate_moe
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.moe.random import random_routers
 from upcycle_core.progress import Silent
@@ -95,6 +97,42 @@ def test_variants_that_go_layer_by_layer_are_the_same(call, loads, tmp_path):
     assert [what.endswith("layer by layer") for what in progress.began] == [True]
     assert len(loads) == 1  # of the model that is held
     assert not list(tmp_path.iterdir())
+
+
+def halved(directory, seed):
+    """A model whose weights are bf16."""
+    model = AutoModelForCausalLM.from_pretrained(save_pico(directory, seed=seed))
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def assemble_from(experts, folder, seed, **options):
+    """The MoE with the routers of a draw, wholly in the type of its files."""
+    out, routers = folder / f"moe-{seed}", random_routers(2, 32, 2, seed=seed)
+    if not out.exists():
+        assemble(experts, folder / "backbone", routers, out, **options)
+    return out
+
+
+def test_routers_are_scored_as_the_checkpoint_holds_them(root, call, tmp_path):
+    experts = {name: halved(tmp_path / name, n) for n, name in enumerate("ab")}
+    readers = [CheckpointReader(path) for path in experts.values()]
+    write_backbone(readers, tmp_path / "backbone", max_shard_bytes=10**9)
+    options = {"top_k": 2, "max_shard_bytes": 10**9}
+    asked = {"dume": Saved(root / "router"), "random-3": Drawn(3, 2)}
+    found = variants_piece(
+        out=tmp_path / "moe.partial",
+        progress=Silent(),
+        model=assemble_from(experts, tmp_path, 7, **options),
+        variants=asked,
+        corpora=call.corpora,
+        config=CONFIG,
+        device="cpu",
+    )
+    for name, seed in (("dume", 7), ("random-3", 3)):
+        own = assemble_from(experts, tmp_path, seed, **options)
+        expected = evaluate_checkpoint(own, call.corpora, config=CONFIG)
+        assert found[name]["scores"] == expected
 
 
 def test_a_killed_piece_goes_on_at_the_variant_that_was_at_work(call, tmp_path):

@@ -65,6 +65,20 @@ def test_a_model_that_is_given_twice_is_named(models, tmp_path):
     assert any(field.startswith("domains.tax.expert") for field in found)
 
 
+def test_training_goes_on_from_no_model_without_an_end_token(models, tmp_path):
+    save_pico(tmp_path / "endless", seed=5)
+    path = tmp_path / "endless" / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    del settings["eos_token"]
+    path.write_text(json.dumps(settings))
+    values = recipe_of(models)
+    domain = values["domains"]["law"]
+    domain["origin"] = {"model": str(tmp_path / "endless")}
+    del domain["expert"]
+    found = faults_of(values, tmp_path / "models")
+    assert "set its eos_token" in found["domains.law.origin.model"]
+
+
 def test_other_merge_rules_ask_whose_segmentation_the_result_has(models, tmp_path):
     for name, text in (("one", NATURE), ("other", CODE)):
         byte_level(tmp_path / f"{name}.tokenizer", text, merges=20)

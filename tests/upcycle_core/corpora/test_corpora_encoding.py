@@ -172,6 +172,25 @@ def test_bos_stands_where_it_is_asked_for(tokenizer, kind, bos):
     assert with_prefix(tokenizer, bos)(text)["input_ids"] == expected[bos]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bos", ["auto", "always", "never"])
+def test_a_split_tells_what_stands_before_each_text(tokenizer, kind, bos, tmp_path):
+    texts, chats = ["one two", "é"], [Conversation(messages, "") for messages in MESSAGES]
+    has_own = kind == "llama3" and bos == "auto"
+    for name, documents, expected in (
+        ("texts", texts, bos == "always" or has_own),
+        ("chats", chats, bos == "always" or kind == "llama3"),
+    ):
+        split = encoded(documents, tokenizer, bos=bos)
+        write_split(tmp_path / name, split, eos_id=0, vocabulary_size=len(tokenizer))
+        corpus = TokenCorpus(tmp_path / name)
+        assert corpus.prefix == expected
+        starts = [corpus.document(i)[0] == tokenizer.bos_token_id for i in range(len(corpus))]
+        assert starts == [expected] * len(documents)
+        facts = json.loads((tmp_path / name / "split.json").read_text())
+        assert ("prefix" in facts) == expected
+
+
 def test_what_a_model_is_asked_is_what_stands_before_the_answer(tokenizer):
     question = [{"role": "user", "content": "What is two and two?"}]
     own = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)

@@ -4,13 +4,14 @@ import pickle
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.pico import save_pico_tokenizer
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source
 from upcycle_core.corpora.documents import write_documents
 from upcycle_core.corpora.reader import TokenCorpus, read_documents
-from upcycle_core.corpora.shards import write_corpus, write_split
+from upcycle_core.corpora.shards import write_corpus, write_encoded, write_split
 from upcycle_core.errors import InputError
 
 
@@ -100,6 +101,17 @@ def test_a_missing_or_truncated_split_is_named(tmp_path):
     (tmp_path / "split" / "tokens.bin").write_bytes(b"\0\0\0\0")
     with pytest.raises(InputError, match="4 bytes for 3 tokens"):
         TokenCorpus(tmp_path / "split")
+
+
+def test_ids_beyond_the_number_of_tokens_are_written(documents, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(save_pico_tokenizer(tmp_path / "tokenizer"))
+    core = json.loads(tokenizer.backend_tokenizer.to_str())
+    core["model"]["vocab"]["a"] = 70_000  # ids between are of no token
+    gapped = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(core)), eos_token="<|endoftext|>"
+    )
+    write_encoded(tmp_path / "split", documents / "train.parquet", gapped)
+    assert TokenCorpus(tmp_path / "split").tokens.max() == 70_000
 
 
 def test_a_tokenizer_without_an_end_token_is_refused(documents, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.pico import save_pico
 from tests.upcycle_core.backbone.sphere import arc, karcher
@@ -24,6 +24,7 @@ from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import InputError
 from upcycle_core.symphony.config import MergeConfig
 from upcycle_core.symphony.merge import agreement_faults, write_merged_backbone
+from upcycle_core.symphony.unite import write_united
 
 FAMILIES = {
     "llama": ("llama", {"tie_word_embeddings": True}),
@@ -217,6 +218,41 @@ def test_configuration_and_tokenizer_are_the_ruling_models_for_the_union(tmp_pat
     assert tokenizer.eos_token_id == special["eos_token_id"] == union[END.encode()]
     for text in TEXTS:
         assert tokenizer(text)["input_ids"] == core_of(llamas[RULING]).encode(text).ids
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_special_ids_that_are_no_token_of_the_ruling_model_are_none(tmp_path, llamas, has_file):
+    models = {name: shutil.copytree(llamas[name], tmp_path / name) for name in llamas}
+    config = json.loads((models[RULING] / "config.json").read_text())
+    rows, end = config["vocab_size"], config["eos_token_id"]
+    union = united(models)
+    assert rows - 1 == len(tokens_of(models[RULING])) < len(union.tokens)  # one row is padding
+    # A row that pads the matrices has another model's token in the union; the other id has no row.
+    ids = {"bos_token_id": rows - 1, "eos_token_id": [end, 4096], "pad_token_id": 4096}
+    (models[RULING] / "config.json").write_text(json.dumps(config | ids))
+    generation = models[RULING] / "generation_config.json"
+    generation.write_text(json.dumps({"top_p": 0.5, "pad_token_id": 4096, "eos_token_id": end}))
+    if not has_file:
+        generation.unlink()
+    left_out = write_merged_backbone(
+        models,
+        union,
+        tmp_path / "out",
+        config=MergeConfig(),
+        anchor="alpha",
+        max_shard_bytes=20_000,
+    )
+    assert left_out == ids
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    expected = {"bos_token_id": None, "eos_token_id": [end], "pad_token_id": None}
+    assert written == config | expected | {"vocab_size": len(union.tokens)}
+    told = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    if has_file:
+        assert told == {"top_p": 0.5, "pad_token_id": None, "eos_token_id": end}
+    else:
+        assert told == {"_from_model_config": True, **expected}
+    write_united(models["alpha"], tmp_path / "out", tmp_path / "lifted", max_shard_bytes=20_000)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "lifted")
 
 
 def faults_of(*args, **kwargs) -> list[str]:

@@ -87,6 +87,7 @@ def summed(
         score_of(nll, corpus, pieces, config),
         document_nll=tuple(by_document[known].tolist()),
         document_tokens=tuple(tokens[known].tolist()),
+        document_indices=tuple(np.flatnonzero(known).tolist()),
     )
 
 
@@ -100,6 +101,24 @@ def scored_paragraphs(corpus: TokenCorpus, config: EvaluationConfig) -> Paragrap
     if not scored_tokens(corpus, pieces, config.loss).sum():
         raise InputError(Fault("corpus", str(corpus.directory), "no token to score; add text"))
     return pieces
+
+
+def scored_text(corpus: TokenCorpus, config: EvaluationConfig) -> dict[int, int]:
+    """The documents of ``scored_paragraphs``, and the UTF-8 bytes of each: what to score elsewhere.
+
+    A document that ``config.tokens`` cuts has its bytes times the share of its tokens before.
+
+    Raises:
+        InputError: As ``scored_paragraphs``.
+    """
+    pieces = scored_paragraphs(corpus, config)
+    sizes = np.diff(corpus.byte_offsets)
+    text = {int(document): int(sizes[document]) for document in pieces.rows[:, 0]}
+    last, start, length = pieces[-1]
+    tokens = len(corpus.document(last)) - corpus.prefix
+    if config.tokens is not None and pieces.tokens >= config.tokens:
+        text[last] = round(text[last] * (start + length - corpus.prefix) / tokens)
+    return text
 
 
 def token_losses(
@@ -151,12 +170,15 @@ def score_of(
 ) -> Score:
     """The score of a loss in nats over all scored tokens of ``pieces``.
 
-    Its bytes are each document's, times the share of its tokens that are scored.
+    Its bytes are each document's, times the share of its text's tokens that are scored. What stands
+    before the text, a beginning-of-sequence token, has no bytes.
     """
     scored = scored_tokens(corpus, pieces, config.loss)
-    documents = pieces.rows[:, 0]
-    bytes_per_token = np.diff(corpus.byte_offsets)[documents] / np.diff(corpus.offsets)[documents]
-    size = float(np.sum(bytes_per_token * scored))
+    documents, starts, _ = pieces.rows.T
+    tokens = np.maximum(np.diff(corpus.offsets)[documents] - corpus.prefix, 1)
+    # The first id of a document is not scored anyway.
+    before = np.where(starts == 0, max(corpus.prefix - 1, 0), 0)
+    size = float(np.sum(np.diff(corpus.byte_offsets)[documents] / tokens * (scored - before)))
     return Score(nll=nll, tokens=int(scored.sum()), bytes=size)
 
 

@@ -14,8 +14,9 @@ and raise an InputError for a checkpoint, corpus or text that cannot be used.
 """
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.config import Bos
-from upcycle_core.corpora.conversations import Conversation, whole_text
+from upcycle_core.corpora.conversations import Conversation
 from upcycle_core.corpora.encoding import encoded
 from upcycle_core.corpora.reader import TokenCorpus, read_chats, read_documents
 from upcycle_core.corpora.shards import write_split
@@ -182,7 +183,7 @@ def evaluate_text(
     *,
     config: EvaluationConfig,
     bos: Bos = "auto",
-    max_bytes: Mapping[str, float] | None = None,
+    parts: Mapping[str, Mapping[int, int]] | None = None,
     device: str = "cpu",
     streamed: Path | None = None,
     progress: Progress | None = None,
@@ -197,16 +198,21 @@ def evaluate_text(
             tokenizer's template; without one, what is said in them is read.
         config: What is scored; ``tokens`` is left aside, for it counts another tokenizer's.
         bos: Whether a beginning-of-sequence token stands before each document.
-        max_bytes: {domain: UTF-8 bytes of text to read}, in document order; all by default.
+        parts: {domain: {place of a document: UTF-8 bytes of it to read}}; all by default. A text is
+            cut between characters, a chat is not.
+
+    Returns:
+        {domain: score}; its documents have their places in the Parquet file.
     """
     tokenizer = load_tokenizer(directory)
     whole = replace(config, tokens=None)
     with tempfile.TemporaryDirectory() as folder:
-        corpora = {}
+        corpora, places = {}, {}
         for index, (domain, path) in enumerate(documents.items()):
             texts = read_chats(path) if tokenizer.chat_template else read_documents(path)
-            if max_bytes is not None:
-                texts = _first_bytes(texts, int(max_bytes[domain]))
+            if parts is not None:
+                texts = _chosen(texts, parts[domain])
+                places[domain] = sorted(parts[domain])
             corpora[domain] = Path(folder) / str(index)
             write_split(
                 corpora[domain],
@@ -215,8 +221,12 @@ def evaluate_text(
                 vocabulary_size=len(tokenizer),
             )
         if streamed is not None:
-            return Streaming.of(directory, config, device, streamed).plain(corpora, whole, progress)
-        return _evaluate(load_scored(directory, config, device), corpora, whole, progress)
+            streaming = Streaming.of(directory, config, device, streamed)
+            scores = streaming.plain(corpora, whole, progress)
+        else:
+            model = load_scored(directory, config, device)
+            scores = _evaluate(model, corpora, whole, progress)
+    return {domain: _placed(score, places.get(domain)) for domain, score in scores.items()}
 
 
 def load_scored(directory: Path, config: EvaluationConfig, device: str) -> "PreTrainedModel":
@@ -249,11 +259,20 @@ def _evaluate(
     }
 
 
-def _first_bytes(texts: Iterable[str | Conversation], limit: int) -> Iterator[str | Conversation]:
-    """Texts until ``limit`` UTF-8 bytes; the last one is cut between characters, a chat is not."""
-    for text in texts:
-        if limit <= 0:
-            return
-        data = (text if isinstance(text, str) else whole_text(text.messages)).encode()
-        yield data[:limit].decode(errors="ignore") if isinstance(text, str) else text
-        limit -= len(data)
+def _chosen(
+    texts: Iterable[str | Conversation], parts: Mapping[int, int]
+) -> Iterator[str | Conversation]:
+    """The texts of ``parts``, each up to so many UTF-8 bytes."""
+    for place, text in enumerate(islice(texts, max(parts) + 1)):
+        if place in parts and isinstance(text, str):
+            yield text.encode()[: parts[place]].decode(errors="ignore")
+        elif place in parts:
+            yield text
+
+
+def _placed(score: Mapping[str, Any], places: Sequence[int] | None) -> dict[str, Any]:
+    """A score of chosen documents with their places among all."""
+    if places is None:
+        return dict(score)
+    indices = [places[index] for index in score["document_indices"]]
+    return {**score, "document_indices": indices}

@@ -16,9 +16,11 @@ class Score(Plain):
         nll: Negative log-likelihood of the scored tokens, in nats, summed in fp64.
         tokens: Scored tokens: all but the first of each paragraph, which nothing predicts.
         bytes: UTF-8 bytes of the scored tokens: each document's bytes times the share of its tokens
-            that are scored. Not whole if a document is cut short.
+            that are scored. A beginning-of-sequence token has no bytes and no part in the share.
+            Not whole if a document is cut short.
         document_nll: ``nll`` document by document, of those with a scored token; empty if unknown.
         document_tokens: ``tokens`` of the same documents.
+        document_indices: Their places in the split.
     """
 
     nll: float
@@ -26,8 +28,9 @@ class Score(Plain):
     bytes: float
     document_nll: tuple[float, ...] = ()
     document_tokens: tuple[int, ...] = ()
+    document_indices: tuple[int, ...] = ()
     written = (
-        *("nll", "tokens", "bytes", "document_nll", "document_tokens"),
+        *("nll", "tokens", "bytes", "document_nll", "document_tokens", "document_indices"),
         *("perplexity", "bits_per_byte"),
     )
 
@@ -41,6 +44,12 @@ class Score(Plain):
     def bits_per_byte(self) -> float:
         """Loss in bits a byte of text: comparable between tokenizers."""
         return self.nll / math.log(2) / self.bytes
+
+    @property
+    def documents(self) -> dict[int, tuple[float, int]]:
+        """{place in the split: nll, tokens}"""
+        values = zip(self.document_nll, self.document_tokens, strict=True)
+        return dict(zip(self.document_indices, values, strict=True))
 
 
 def normalised(values: Mapping[str, float], experts: Mapping[str, float]) -> dict[str, float]:
@@ -78,17 +87,22 @@ def loss_error(score: Score, reference: Score | None = None) -> tuple[float, int
 
     Args:
         score: The model's.
-        reference: Another model's on the same text, for the error of the difference of the two.
+        reference: Another model's on the same text, for the error of the difference of the two on
+            the documents that both know.
 
     Returns:
         The standard error in nats a token, and its degrees of freedom; None for fewer than two
-        documents, or where they are not the same.
+        documents, or where the two do not count the same tokens of one.
     """
-    tokens, count = score.document_tokens, len(score.document_tokens)
-    if count < 2 or (reference is not None and reference.document_tokens != tokens):
+    own = score.documents
+    others = {place: (0.0, count) for place, (_, count) in own.items()}
+    if reference is not None:
+        others = reference.documents
+    shared = [place for place in own if place in others]
+    if len(shared) < 2 or any(own[place][1] != others[place][1] for place in shared):
         return None
-    others = (0.0,) * count if reference is None else reference.document_nll
-    losses = [own - other for own, other in zip(score.document_nll, others, strict=True)]
+    count, tokens = len(shared), [own[place][1] for place in shared]
+    losses = [own[place][0] - others[place][0] for place in shared]
     mean = math.fsum(losses) / sum(tokens)
     squares = ((loss - mean * n) ** 2 for loss, n in zip(losses, tokens, strict=True))
     variance = count / (count - 1) * math.fsum(squares) / sum(tokens) ** 2
@@ -193,17 +207,19 @@ def per_reference_token(other: Score, reference: Score) -> Score:
         reference: Of any model with the reference tokenizer on the same text.
 
     Returns:
-        The reference's tokens and bytes with the other's losses: document by document, where both
-        know as many documents; else of the whole alone.
+        The reference's tokens and bytes with the other's losses, of the whole and of each document
+        that both know.
     """
     share = reference.bytes / other.bytes
-    same = len(other.document_nll) == len(reference.document_tokens)
+    losses, counted = other.documents, reference.documents
+    shared = [place for place in losses if place in counted]
     return Score(
         nll=other.nll * share,
         tokens=reference.tokens,
         bytes=reference.bytes,
-        document_nll=tuple(nll * share for nll in other.document_nll) if same else (),
-        document_tokens=reference.document_tokens if same else (),
+        document_nll=tuple(losses[place][0] * share for place in shared),
+        document_tokens=tuple(counted[place][1] for place in shared),
+        document_indices=tuple(shared),
     )
 
 

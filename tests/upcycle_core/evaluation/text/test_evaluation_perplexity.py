@@ -7,11 +7,19 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from tests.pico import VOCABULARY, pico_config
+from upcycle_core.corpora.chat_template import Encoded
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
 from upcycle_core.evaluation.text.config import EvaluationConfig
-from upcycle_core.evaluation.text.perplexity import check_plain_head, score_model
+from upcycle_core.evaluation.text.perplexity import (
+    check_plain_head,
+    score_model,
+    score_of,
+    scored_paragraphs,
+    scored_text,
+)
+from upcycle_core.evaluation.text.scores import perplexity_per_reference_token
 
 LENGTHS = (40, 3, 12, 70, 8, 33, 16)
 CONFIG = EvaluationConfig(sequence_length=16, batch_size=3)
@@ -154,6 +162,40 @@ def test_bytes_are_those_of_the_scored_tokens(corpus):
     assert score.bytes == pytest.approx(sum((len(text) - 1) * (i + 2) for i, text in texts))
 
 
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+def test_what_stands_before_a_text_has_no_bytes(tmp_path, prefix):
+    draw = np.random.default_rng(1)
+    documents = [
+        Encoded([0] * prefix + draw.integers(2, VOCABULARY, n).tolist(), 5 * n, prefix=prefix)
+        for n in (40, 12, 23)
+    ]
+    write_split(tmp_path / "text", documents, eos_id=0, vocabulary_size=VOCABULARY)
+    corpus = TokenCorpus(tmp_path / "text")
+    score = score_model(make_model(), corpus, config=CONFIG, pad_id=1)
+    size = 0
+    for document in documents:
+        for place in range(len(document.ids)):
+            start = place - place % 16
+            read = min(16, len(document.ids) - start) >= 8
+            size += 5 * (read and place > start and place >= prefix)
+    assert score.bytes == pytest.approx(size)
+
+
+def test_tokenizers_with_and_without_a_beginning_token_are_compared_fairly(tmp_path):
+    scores = []
+    for prefix in (0, 1):
+        # One character of four bytes a token; every token costs the same.
+        documents = [Encoded([1] * prefix + [5] * 12, 48, prefix=prefix)] * 3
+        path = tmp_path / str(prefix)
+        write_split(path, documents, eos_id=0, vocabulary_size=VOCABULARY)
+        corpus = TokenCorpus(path)
+        pieces = scored_paragraphs(corpus, CONFIG)
+        scores.append(score_of(3 * (11 + prefix) * math.log(10), corpus, pieces, CONFIG))
+    plain, begun = scores
+    assert begun.bits_per_byte == pytest.approx(plain.bits_per_byte) == math.log2(10) / 4
+    assert perplexity_per_reference_token(begun, plain) == pytest.approx(10)
+
+
 def test_evaluation_stops_with_the_paragraph_that_reaches_the_limit(corpus):
     config = EvaluationConfig(sequence_length=16, batch_size=3, tokens=45)
     model = make_model()
@@ -162,6 +204,18 @@ def test_evaluation_stops_with_the_paragraph_that_reaches_the_limit(corpus):
     assert score.tokens == sum(len(text) - 1 for _, text in first)
     assert score.nll == pytest.approx(sum(slow_loss(model, text) for _, text in first), rel=1e-10)
     assert score.bytes == pytest.approx(15 * 2 + 15 * 2 + 7 * 2 + 11 * 4)
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_what_is_scored_is_told_document_by_document_in_bytes(tmp_path, prefix):
+    lengths = (3, 20, 5, 40, 33)
+    documents = [Encoded([9] * (prefix + n), 4 * n, prefix=prefix) for n in lengths]
+    write_split(tmp_path / "text", documents, eos_id=0, vocabulary_size=VOCABULARY)
+    corpus = TokenCorpus(tmp_path / "text")
+    assert scored_text(corpus, CONFIG) == {1: 80, 3: 160, 4: 132}
+    # The second paragraph of the document of 40 tokens reaches the limit.
+    config = EvaluationConfig(sequence_length=16, tokens=40)
+    assert scored_text(corpus, config) == {1: 80, 3: 4 * (32 - prefix)}
 
 
 def test_fp32_and_bf16_come_close(corpus):
@@ -244,7 +298,7 @@ def test_losses_of_documents_add_up_and_are_each_document_s_own(corpus, tmp_path
     assert sum(found.document_nll) == pytest.approx(found.nll, rel=1e-12)
     assert sum(found.document_tokens) == found.tokens
     scored = [i for i, _ in paragraph_texts(corpus, CONFIG.sequence_length)]
-    assert len(found.document_nll) == len(set(scored))
+    assert list(found.document_indices) == sorted(set(scored))
     alone = make_corpus(tmp_path / "alone", LENGTHS[:1])  # the same draw: the first document
     own = score_model(model, alone, config=CONFIG)
     assert found.document_nll[0] == pytest.approx(own.nll, rel=1e-9)

@@ -14,6 +14,7 @@ from tests.pico import VOCABULARY, save_pico
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.corpora.chat_template import Encoded
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
@@ -190,7 +191,9 @@ def test_what_the_tokenizer_puts_before_a_text_is_read_unless_it_is_refused(benc
     never = evaluate_text(adding, {"law": path}, config=CONFIG, bos="never")
     assert never == evaluate_text(bench.experts["law"], {"law": path}, config=CONFIG)
     found = evaluate_text(adding, {"law": path}, config=CONFIG)["law"]
-    documents = [([0, *(2 + ord(c) - 32 for c in text)], len(text)) for text in TEXTS]
+    documents = [
+        Encoded([0, *(2 + ord(c) - 32 for c in text)], len(text), prefix=1) for text in TEXTS
+    ]
     write_split(tmp_path / "split", documents, eos_id=0, vocabulary_size=VOCABULARY)
     assert found == evaluate_checkpoint(adding, {"law": tmp_path / "split"}, config=CONFIG)["law"]
 
@@ -215,7 +218,8 @@ def test_chats_are_written_by_the_model_s_own_template_or_read_as_text(bench, tm
     own = {"law": tmp_path / "split"}
     found = evaluate_text(chatting, given, config=CONFIG)
     assert found == evaluate_checkpoint(chatting, own, config=CONFIG)
-    whole = evaluate_text(chatting, given, config=CONFIG, max_bytes={"law": 3.0})["law"]
+    whole = evaluate_text(chatting, given, config=CONFIG, parts={"law": {1: 3}})["law"]
+    assert whole["document_indices"] == [1]
     assert whole["tokens"] == found["law"]["tokens"] / 2
     config = EvaluationConfig(sequence_length=16, batch_size=3, loss="responses")
     responses = evaluate_text(chatting, given, config=config)["law"]
@@ -224,17 +228,18 @@ def test_chats_are_written_by_the_model_s_own_template_or_read_as_text(bench, tm
         evaluate_text(bench.experts["law"], given, config=config)
 
 
-def test_text_is_read_up_to_a_number_of_bytes_whatever_the_token_limit(bench, tmp_path):
+def test_chosen_documents_are_read_up_to_their_bytes_whatever_the_token_limit(bench, tmp_path):
     path = write_texts(tmp_path / "heldout.parquet", TEXTS)
-    cut = write_texts(tmp_path / "cut.parquet", [TEXTS[0], TEXTS[1][:12]])
+    cut = write_texts(tmp_path / "cut.parquet", [TEXTS[0], TEXTS[2][:12]])
     config = EvaluationConfig(sequence_length=16, batch_size=3, tokens=8)
     found = evaluate_text(
         bench.experts["law"],
         {"law": path},
         config=config,
-        max_bytes={"law": len(TEXTS[0]) + 12.0},
+        parts={"law": {0: len(TEXTS[0]), 2: 12}},
     )
-    assert found == evaluate_text(bench.experts["law"], {"law": cut}, config=CONFIG)
+    expected = evaluate_text(bench.experts["law"], {"law": cut}, config=CONFIG)["law"]
+    assert found == {"law": {**expected, "document_indices": [0, 2]}}
 
 
 def test_a_tokenizer_of_its_own_scores_like_the_corpus_s(bench, tmp_path):

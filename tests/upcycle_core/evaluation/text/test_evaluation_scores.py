@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,13 +88,26 @@ def test_perplexity_on_another_tokenizer_s_scale():
 
 
 def test_losses_of_documents_go_along_to_another_tokenizer_s_scale():
-    documents = {"document_nll": (1.0, 0.0), "document_tokens": (70, 30)}
-    reference = Score(nll=1.0, tokens=100, bytes=400.0, **documents)
-    half = {"document_nll": (80.0, 35.0), "document_tokens": (20, 5)}
-    found = scores.per_reference_token(Score(nll=115.0, tokens=25, bytes=200.0, **half), reference)
-    assert found == Score(230.0, 100, 400.0, (160.0, 70.0), (70, 30))
-    fewer = Score(nll=115.0, tokens=25, bytes=200.0, document_nll=(115.0,), document_tokens=(25,))
-    assert scores.per_reference_token(fewer, reference) == Score(230.0, 100, 400.0)
+    reference = Score(1.0, 100, 400.0, (1.0, 0.0), (70, 30), (0, 3))
+    half = Score(115.0, 25, 200.0, (80.0, 35.0), (20, 5), (0, 3))
+    found = scores.per_reference_token(half, reference)
+    assert found == Score(230.0, 100, 400.0, (160.0, 70.0), (70, 30), (0, 3))
+    # As many documents, of which one is another: those that both know are compared.
+    others = Score(115.0, 25, 200.0, (15.0, 100.0), (5, 20), (2, 3))
+    found = scores.per_reference_token(others, reference)
+    assert found == Score(230.0, 100, 400.0, (200.0,), (30,), (3,))
+
+
+def test_errors_are_of_the_documents_that_both_models_know():
+    mine = Score(0.0, 1, 1.0, (50.0, 3.0, 9.0, 4.0), (7, 2, 5, 4), (0, 1, 5, 6))
+    other = Score(0.0, 1, 1.0, (2.0, 8.0, 1.0, 60.0), (2, 5, 4, 9), (1, 5, 6, 7))
+    alike = [Score(0.0, 1, 1.0, losses, (2, 5, 4), (1, 5, 6)) for losses in ((3, 9, 4), (2, 8, 1))]
+    assert scores.loss_error(mine, other) == scores.loss_error(*alike)
+    # Differences 1, 1, 3 of 2, 5, 4 tokens: mean 5/11; sum of squares (1/11, -14/11, 13/11).
+    error, freedom = scores.loss_error(mine, other)
+    assert error == pytest.approx(math.sqrt(3 / 2 * (1 + 196 + 169) / 121 / 121))
+    assert freedom == 2
+    assert scores.loss_error(mine, replace(other, document_tokens=(2, 5, 3, 9))) is None
 
 
 def drawn(draw, documents, *, shift=0.0, common=None):
@@ -101,7 +115,8 @@ def drawn(draw, documents, *, shift=0.0, common=None):
     tokens = draw.integers(50, 150, documents) if common is None else common[0]
     hard = draw.normal(2.0, 0.5, documents) if common is None else common[1]
     losses = tokens * (hard + shift + draw.normal(0, 0.02, documents))
-    score = Score(losses.sum(), int(tokens.sum()), 1.0, tuple(losses), tuple(tokens.tolist()))
+    each = tuple(losses), tuple(tokens.tolist()), tuple(range(documents))
+    score = Score(losses.sum(), int(tokens.sum()), 1.0, *each)
     return score, (tokens, hard)
 
 
@@ -127,5 +142,5 @@ def test_intervals_compare_document_by_document_and_the_average_is_narrower():
     widths = {name: high - low for name, (low, high) in found["dume"].items()}
     assert max(widths.values()) < 3  # what is hard for both cancels: alone it is off by 10 %
     assert widths["average"] < min(widths["law"], widths["code"])
-    single = Score(10.0, 5, 1.0, (10.0,), (5,))
+    single = Score(10.0, 5, 1.0, (10.0,), (5,), (0,))
     assert scores.intervals({"dume": {"law": single}}, {"law": single}) == {}
