@@ -6,6 +6,7 @@ This file needs torch and transformers alone: it is copied beside the weights, s
 B batch, S positions, H hidden size, M experts.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +19,18 @@ from .configuration_simoe import SimoeConfig
 ROUTER_STD = 0.02
 
 
-class Mixture:
-    """The experts' coefficients of the forward pass under way; all layers of a model share one."""
+class Mixture(threading.local):
+    """The experts' coefficients of the forward pass under way; all layers of a model share one.
 
-    def __init__(self) -> None:
-        self._running = False
-        self._coefficients: Tensor | None = None
+    Each thread has a pass of its own: a server answers several prompts at once with one model. A
+    copy of the model has none.
+    """
+
+    _running = False
+    _coefficients: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type["Mixture"], tuple[()]]:
+        return type(self), ()
 
     @contextmanager
     def using(self, coefficients: Tensor | None) -> Iterator[None]:
