@@ -29,16 +29,15 @@ if TYPE_CHECKING:
     from upcycle_core.simoe.train import SimoeResult
 
 INPUTS = ("instructions", "seed")
-CARD_KEYS = (
+DECIDING = (
     "name",
     "seed",
-    "domains",
-    "instructions",
-    "tokenizer",
-    "seed_model",
+    "instructions.too_long",
     "simoe",
-    "tuning",
+    "tuning.training",
+    "moe.max_shard_bytes",
 )
+"""What decides the model's training beside its inputs. How models answer does not."""
 
 
 def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
@@ -72,7 +71,7 @@ def baselines(run: StageRun) -> None:
     )
 
 
-@stage("model", lambda recipe, item: INPUTS, params=(*CARD_KEYS, "moe.max_shard_bytes"))
+@stage("model", lambda recipe, item: INPUTS, params=DECIDING)
 def model(run: StageRun) -> None:
     """Write the recipe's model: the seed, with the sparse experts that tuning has found."""
     recipe = run.recipe
@@ -80,7 +79,7 @@ def model(run: StageRun) -> None:
     write_model_card(
         run.out,
         title=recipe.name,
-        recipe_text=recipe_yaml(recipe, CARD_KEYS),
+        recipe_text=recipe_yaml(recipe, DECIDING),
         method="SIMoE",
     )
 
