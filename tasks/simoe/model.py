@@ -41,7 +41,7 @@ DECIDING = (
 
 
 def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
-    yield from ("seed", "baselines.{baseline}", "moe.max_shard_bytes")
+    yield from ("seed", "instructions.too_long", "baselines.{baseline}", "moe.max_shard_bytes")
     if recipe.baselines[name].method == "btx":
         yield "experts.training"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tasks.recipes import validate
-from tasks.simoe.model import model
+from tasks.simoe.model import baselines, model
 from tests.tasks.simoe.test_simoe_faults import VALID, changed
 
 
@@ -35,3 +35,9 @@ def test_how_models_answer_and_where_inputs_lie_train_nothing_again(path, value)
 )
 def test_what_decides_the_training_trains_again(path, value):
     assert model.values(validate(changed(path, value)), "") != model.values(validate(VALID), "")
+
+
+@pytest.mark.parametrize("row", ["dense", "copies", "btx", "free"])
+def test_rivals_are_tuned_on_what_the_model_is(row):
+    left_out = validate(changed("instructions/too_long", "leave-out"))
+    assert baselines.values(left_out, row) != baselines.values(validate(VALID), row)
