@@ -10,6 +10,7 @@ from infra.recipe.schema import Recipe, recipe_yaml
 from tasks.baselines.start import start_of
 from tasks.engine.artifacts import SUMMARY, TRAINING
 from tasks.engine.stage import StageRun, stage
+from tasks.simoe.labels import label_faults, labels_of
 from tasks.simoe.rows import section
 from tasks.training import (
     Instructions,
@@ -20,7 +21,7 @@ from tasks.training import (
     training_piece,
 )
 from upcycle_core.checkpoints.card import write_model_card
-from upcycle_core.errors import InputError
+from upcycle_core.errors import InputError, raise_faults
 from upcycle_core.progress import Progress
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.training.config import TrainingConfig
@@ -49,6 +50,7 @@ def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
 @stage("baselines/{baseline}", lambda recipe, name: INPUTS, each=trained_rows, params=_row_params)
 def baselines(run: StageRun) -> None:
     """Write a rival's or an ablation's checkpoint, and beside it what its training came to."""
+    labels = _checked_labels(run)
     row = run.recipe.baselines[run.item]
     if row.method == "simoe":
         try:
@@ -57,7 +59,6 @@ def baselines(run: StageRun) -> None:
             own = [replace(f, field=f"baselines.{run.item}.{f.field}") for f in error.faults]
             raise InputError(*own) from None
         return
-    labels = _labels(run)
     experts = _experts(run, labels) if row.method == "btx" else {}
     parts = {"experts": experts, "seed_model": run.path("seed")}
     start = start_of(run, row, "baselines", domains=len(labels), **parts)
@@ -75,6 +76,7 @@ def baselines(run: StageRun) -> None:
 def model(run: StageRun) -> None:
     """Write the recipe's model: the seed, with the sparse experts that tuning has found."""
     recipe = run.recipe
+    _checked_labels(run)
     tune_simoe(run, section(recipe), recipe.tuning.training, "post_training")
     write_model_card(
         run.out,
@@ -105,9 +107,15 @@ def tune_simoe(
         run.recorder.log_artifacts(run.out / TRAINING, TRAINING)
 
 
-def _labels(run: StageRun) -> list[str]:
-    """The domains that instructions are labelled with."""
-    return sorted(file.stem for file in (run.path("instructions") / "train").glob("*.jsonl"))
+def _checked_labels(run: StageRun) -> list[str]:
+    """The domains that instructions are labelled with.
+
+    Raises:
+        InputError: They are too few for a row, before any is trained.
+    """
+    labels = labels_of(run.path("instructions"))
+    raise_faults(label_faults(run.recipe, labels))
+    return labels
 
 
 def _experts(run: StageRun, labels: list[str]) -> dict[str, Path]:
