@@ -10,7 +10,8 @@ from infra.recipe.schema import Recipe, recipe_yaml
 from tasks.baselines.start import start_of
 from tasks.engine.artifacts import SUMMARY, TRAINING
 from tasks.engine.stage import StageRun, stage
-from tasks.simoe.labels import label_faults, labels_of
+from tasks.simoe.labels import labels_of
+from tasks.simoe.prepared import prepared_faults
 from tasks.simoe.rows import section
 from tasks.training import (
     Instructions,
@@ -50,7 +51,7 @@ def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
 @stage("baselines/{baseline}", lambda recipe, name: INPUTS, each=trained_rows, params=_row_params)
 def baselines(run: StageRun) -> None:
     """Write a rival's or an ablation's checkpoint, and beside it what its training came to."""
-    labels = _checked_labels(run)
+    raise_faults(prepared_faults(run.recipe, run.path("instructions")))
     row = run.recipe.baselines[run.item]
     if row.method == "simoe":
         try:
@@ -59,6 +60,7 @@ def baselines(run: StageRun) -> None:
             own = [replace(f, field=f"baselines.{run.item}.{f.field}") for f in error.faults]
             raise InputError(*own) from None
         return
+    labels = labels_of(run.path("instructions"))
     experts = _experts(run, labels) if row.method == "btx" else {}
     parts = {"experts": experts, "seed_model": run.path("seed")}
     start = start_of(run, row, "baselines", domains=len(labels), **parts)
@@ -76,7 +78,7 @@ def baselines(run: StageRun) -> None:
 def model(run: StageRun) -> None:
     """Write the recipe's model: the seed, with the sparse experts that tuning has found."""
     recipe = run.recipe
-    _checked_labels(run)
+    raise_faults(prepared_faults(recipe, run.path("instructions")))
     tune_simoe(run, section(recipe), recipe.tuning.training, "post_training")
     write_model_card(
         run.out,
@@ -105,17 +107,6 @@ def tune_simoe(
     )
     if run.recorder is not None:
         run.recorder.log_artifacts(run.out / TRAINING, TRAINING)
-
-
-def _checked_labels(run: StageRun) -> list[str]:
-    """The domains that instructions are labelled with.
-
-    Raises:
-        InputError: They are too few for a row, before any is trained.
-    """
-    labels = labels_of(run.path("instructions"))
-    raise_faults(label_faults(run.recipe, labels))
-    return labels
 
 
 def _experts(run: StageRun, labels: list[str]) -> dict[str, Path]:

@@ -83,6 +83,8 @@ def handed_over(tmp_path, files, name, item, *, calls=1):
     train.mkdir(parents=True)
     for label in ("law", "tax"):
         (train / f"{label}.jsonl").touch()
+    for split in ("seen", "unseen"):
+        (train.parent / f"{split}.jsonl").write_text("{}\n")
     out = tmp_path / "out"
     out.mkdir()
     stage = next(stage for stage in stages_of(recipe) if stage.name == name)

@@ -1,7 +1,5 @@
 """Labels of instructions, of which Branch-Train-MiX needs two, and a plan their number."""
 
-from types import SimpleNamespace
-
 import pytest
 from pico import save_pico
 
@@ -9,22 +7,7 @@ from tasks.planning.simoe import simoe_rows
 from tasks.planning.subjects import subjects_of
 from tasks.recipes import validate
 from tasks.simoe.labels import label_faults, planned_labels
-from tasks.simoe.model import baselines, model
 from tests.tasks.simoe.test_simoe_faults import VALID, changed
-from upcycle_core.errors import InputError
-
-
-@pytest.mark.parametrize(("stage", "item"), [(model, ""), (baselines, "dense"), (baselines, "btx")])
-def test_too_few_labels_for_an_expert_each_are_said_before_any_row_is_trained(
-    tmp_path, stage, item
-):
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train" / "all.jsonl").touch()
-    run = SimpleNamespace(recipe=validate(VALID), item=item, path=lambda name: tmp_path)
-    with pytest.raises(InputError) as error:
-        stage.function(run)
-    said = "instructions.domains = ['all']: too few labels to train on for baselines.btx"
-    assert said in str(error.value)
 
 
 @pytest.mark.parametrize(
