@@ -88,6 +88,19 @@ def test_threads_that_generate_at_once_have_mixtures_of_their_own(dense_path):
             one.model(**batches[0])
 
 
+@pytest.mark.parametrize("routing", ["instance", "task"])
+@pytest.mark.parametrize("drafter", ["seed", "itself"])
+def test_another_model_may_draft_what_it_says(dense_path, routing, drafter):
+    tasks = {"tasks": ("add", "sort")} if routing == "task" else {}
+    model = grown(dense_path, routing=routing, **tasks)
+    batch = batch_of(some_ids(6), "left")
+    if tasks:
+        batch["task_ids"] = torch.tensor([1])
+    other = load_causal_lm(dense_path) if drafter == "seed" else copy.deepcopy(model)
+    found = generated(model, batch, **GREEDY, assistant_model=other)
+    assert torch.equal(found, generated(model, batch, **GREEDY))
+
+
 def count_calls(model, monkeypatch) -> list:
     calls, own = [], type(model).coefficients
 
