@@ -30,7 +30,6 @@ from .routing_simoe import (
     positions_of,
 )
 
-
 _OWN = ("coefficients", "prompt_lengths", "task_ids")
 """What a pass is told that no other model's is."""
 

@@ -148,6 +148,12 @@ def last_prompt_positions(
     return torch.where(prompt_BS, positions_S, 0).amax(dim=1)
 
 
+def states_at(positions_B: Tensor, state_BSH: Tensor) -> Tensor:
+    """The state [B, H] of each row's position; states may lie on another device than prompts."""
+    places_B1H = positions_B.to(state_BSH.device).view(-1, 1, 1).expand(-1, 1, state_BSH.shape[-1])
+    return state_BSH.gather(1, places_B1H).squeeze(1)
+
+
 def positions_of(attention_BS: Tensor) -> Tensor:
     """Number of each token among the attended ones, [B, S] int64 from 0."""
     return (attention_BS.long().cumsum(dim=-1) - 1).clamp(min=0)
