@@ -34,6 +34,7 @@ def mixture_row(
     shapes: Mapping[str, Shape],
     *,
     kind: str,
+    domains: int | None = None,
 ) -> Planned:
     """Trainings of finished models, a row of a comparison each.
 
@@ -43,9 +44,10 @@ def mixture_row(
         rows: What is trained.
         shapes: {row: the dense part of it}.
         kind: Of the resources.
+        domains: How many have an expert; the recipe's by default.
     """
     resources = getattr(recipe.compute, kind)
-    domains = len(recipe.domains)
+    domains = len(recipe.domains) if domains is None else domains
     sizes = {name: _size(row, shapes[name], domains) for name, row in rows.items()}
     trained = {name: _trained(row, shapes[name], domains) for name, row in rows.items()}
     checkpoints = [FP32 * (sizes[name] + MOMENTS * trained[name]) for name in rows]

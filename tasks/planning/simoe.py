@@ -8,6 +8,7 @@ from tasks.methods import scored_models
 from tasks.planning.joined import mixture_row, pruned_parameters
 from tasks.planning.parts import FP32, Subjects, seed_row, text_rows
 from tasks.planning.row import Planned
+from tasks.simoe.labels import planned_labels
 from tasks.simoe.rows import SIMOE, section, tuned
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.evaluation.text.config import EvaluationConfig
@@ -22,8 +23,10 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     if seed is not None:
         yield seed
     rows = {name: row for name, row in recipe.baselines.items() if row.trains}
+    labels = planned_labels(recipe)
     if rows:
-        yield mixture_row("baselines", recipe, rows, dict.fromkeys(rows, shape), kind="baselines")
+        shapes = dict.fromkeys(rows, shape)
+        yield mixture_row("baselines", recipe, rows, shapes, kind="baselines", domains=labels)
     own = Baseline(method="simoe", simoe=section(recipe), training=tuning.training)
     made = mixture_row("model", recipe, {SIMOE: own}, {SIMOE: shape}, kind="post_training")
     size = FP32 * pruned_parameters(shape, section(recipe))
@@ -33,7 +36,7 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         batch_size=tuning.batch_size,
     )
     count, resources = len(tuned(recipe)), recipe.compute.evaluation
-    experts = max((row.experts(len(recipe.domains)) for row in rows.values()), default=1)
+    experts = max((row.experts(labels) for row in rows.values()), default=1)
     yield Planned(
         "answers",
         count,

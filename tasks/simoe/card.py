@@ -5,15 +5,19 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from infra.recipe.schema import recipe_yaml
 from tasks.engine.stage import Session
 from tasks.release.card import SHORT, card, table
 from tasks.release.gate import Decision
 from tasks.simoe.rows import SIMOE
+from upcycle_core.checkpoints.card import fenced
 
 LIMITS = """Exact match and ROUGE-L compare an answer with references: neither says whether another
 answer is as good. Categories that were not tuned on are answered by experts found for others."""
 SURE = """The intervals (95 %) are for other questions of the same categories. What another seed, or
 other categories, would give is not in them."""
+RECIPE = ("name", "seed", "domains", "instructions", "tokenizer", "seed_model", "simoe", "tuning")
+"""Keys of the recipe that say how the model was made and asked."""
 PICTURES = ("activations.png", "structure_simoe.png", "overlap.png")
 NORMAL = 1.96
 
@@ -35,6 +39,7 @@ def tuned_card(session: Session, metrics: Mapping[str, Any], decision: Decision)
         *_experts(own, pictures(session)),
         f"## How sure the scores are\n\n{_sure(own)}\n\n{SURE}",
         "## Data\n\n" + table(("instructions", "questions", "sha256"), _data(session)),
+        f"## Recipe\n\n{fenced('yaml', recipe_yaml(session.recipe, RECIPE).strip())}",
     ]
     name = session.recipe.registered_name
     results = list(_results(own))

@@ -14,6 +14,10 @@ from tasks.engine.life import Life
 from tasks.engine.workspace import Workspace
 from tasks.simoe.report import figures
 from tasks.simoe.sources import sources
+from upcycle_core.corpora.families.catalogue import FAMILIES
+from upcycle_core.corpora.tuning.config import InstructionSource
+from upcycle_core.corpora.tuning.readers import missing_files, read_records
+from upcycle_core.corpora.tuning.records import Record
 
 
 def _modelled(workspace: Workspace) -> tuple[str, ...]:
@@ -25,9 +29,31 @@ def _modelled(workspace: Workspace) -> tuple[str, ...]:
 
 
 def without(recipe: Recipe, name: str) -> Recipe:
-    """The recipe without a set of instructions."""
-    rest = {label: own for label, own in recipe.instructions.sources.items() if label != name}
-    return replace(recipe, instructions=replace(recipe.instructions, sources=rest))
+    """The recipe without a set of instructions, and without categories that no other set has."""
+    given = recipe.instructions
+    rest = {label: own for label, own in given.sources.items() if label != name}
+    changed: dict[str, Any] = {"sources": rest}
+    there = _categories(recipe, rest) if name in given.sources else None
+    if there is not None:
+        for field in ("unseen", "train_categories"):
+            named = getattr(given, field)
+            changed[field] = named and tuple(own for own in named if own in there)
+        changed["domains"] = {own: label for own, label in given.domains.items() if own in there}
+    return replace(recipe, instructions=replace(given, **changed))
+
+
+def _categories(recipe: Recipe, sources: Mapping[str, InstructionSource]) -> set[str] | None:
+    """Those that there are records of; None where that is not known before all are read."""
+    folder, found = recipe.text_folder, set[str]()
+    for name, source in sources.items():
+        if source.dataset is not None or missing_files(name, source, folder):
+            return None
+        if source.generate is not None:
+            found |= set(FAMILIES)
+            continue
+        read = read_records(name, source, folder=folder, seed=0, per_family=1)
+        found |= {record.category for record in read if isinstance(record, Record)}
+    return found or None
 
 
 def _said(recipe: Recipe) -> str:

@@ -10,6 +10,8 @@ from infra.recipe.schema import Recipe, recipe_yaml
 from tasks.baselines.start import start_of
 from tasks.engine.artifacts import SUMMARY, TRAINING
 from tasks.engine.stage import StageRun, stage
+from tasks.simoe.labels import labels_of
+from tasks.simoe.prepared import prepared_faults
 from tasks.simoe.rows import section
 from tasks.training import (
     Instructions,
@@ -20,7 +22,7 @@ from tasks.training import (
     training_piece,
 )
 from upcycle_core.checkpoints.card import write_model_card
-from upcycle_core.errors import InputError
+from upcycle_core.errors import InputError, raise_faults
 from upcycle_core.progress import Progress
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.training.config import TrainingConfig
@@ -29,20 +31,19 @@ if TYPE_CHECKING:
     from upcycle_core.simoe.train import SimoeResult
 
 INPUTS = ("instructions", "seed")
-CARD_KEYS = (
+DECIDING = (
     "name",
     "seed",
-    "domains",
-    "instructions",
-    "tokenizer",
-    "seed_model",
+    "instructions.too_long",
     "simoe",
-    "tuning",
+    "tuning.training",
+    "moe.max_shard_bytes",
 )
+"""What decides the model's training beside its inputs. How models answer does not."""
 
 
 def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
-    yield from ("seed", "baselines.{baseline}", "moe.max_shard_bytes")
+    yield from ("seed", "instructions.too_long", "baselines.{baseline}", "moe.max_shard_bytes")
     if recipe.baselines[name].method == "btx":
         yield "experts.training"
 
@@ -50,6 +51,7 @@ def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
 @stage("baselines/{baseline}", lambda recipe, name: INPUTS, each=trained_rows, params=_row_params)
 def baselines(run: StageRun) -> None:
     """Write a rival's or an ablation's checkpoint, and beside it what its training came to."""
+    raise_faults(prepared_faults(run.recipe, run.path("instructions")))
     row = run.recipe.baselines[run.item]
     if row.method == "simoe":
         try:
@@ -58,7 +60,7 @@ def baselines(run: StageRun) -> None:
             own = [replace(f, field=f"baselines.{run.item}.{f.field}") for f in error.faults]
             raise InputError(*own) from None
         return
-    labels = _labels(run)
+    labels = labels_of(run.path("instructions"))
     experts = _experts(run, labels) if row.method == "btx" else {}
     parts = {"experts": experts, "seed_model": run.path("seed")}
     start = start_of(run, row, "baselines", domains=len(labels), **parts)
@@ -72,15 +74,16 @@ def baselines(run: StageRun) -> None:
     )
 
 
-@stage("model", lambda recipe, item: INPUTS, params=(*CARD_KEYS, "moe.max_shard_bytes"))
+@stage("model", lambda recipe, item: INPUTS, params=DECIDING)
 def model(run: StageRun) -> None:
     """Write the recipe's model: the seed, with the sparse experts that tuning has found."""
     recipe = run.recipe
+    raise_faults(prepared_faults(recipe, run.path("instructions")))
     tune_simoe(run, section(recipe), recipe.tuning.training, "post_training")
     write_model_card(
         run.out,
         title=recipe.name,
-        recipe_text=recipe_yaml(recipe, CARD_KEYS),
+        recipe_text=recipe_yaml(recipe, DECIDING),
         method="SIMoE",
     )
 
@@ -104,11 +107,6 @@ def tune_simoe(
     )
     if run.recorder is not None:
         run.recorder.log_artifacts(run.out / TRAINING, TRAINING)
-
-
-def _labels(run: StageRun) -> list[str]:
-    """The domains that instructions are labelled with."""
-    return sorted(file.stem for file in (run.path("instructions") / "train").glob("*.jsonl"))
 
 
 def _experts(run: StageRun, labels: list[str]) -> dict[str, Path]:

@@ -14,8 +14,10 @@ from tasks.release.register import Registrar
 from tasks.release.versions import Outcome
 from tasks.simoe.answers import answer_arguments, answers_piece
 from tasks.simoe.card import pictures, tuned_card
+from tasks.simoe.prepared import prepared_faults
 from tasks.simoe.report import figures
 from tasks.simoe.rows import SIMOE
+from upcycle_core.errors import raise_faults
 
 TITLE = "Sparse interpolated experts (SIMoE), found by instruction tuning."
 
@@ -26,11 +28,15 @@ def register_tuned(registrar: Registrar, champion: Champion | None) -> Outcome:
     Args:
         registrar: Of the flow.
         champion: Whom it has to beat, on the same instructions.
+
+    Raises:
+        InputError: The gate names a figure that nothing was asked for.
     """
     known = registrar.offered()
     if known is not None:
         return known
     session = registrar.session
+    raise_faults(prepared_faults(session.recipe, session.workspace.path("instructions")))
     report = session.workspace.path("report")
     metrics = json.loads((report / "metrics.json").read_text())
     mine, theirs = figures(metrics, SIMOE), None

@@ -51,9 +51,9 @@ def write_model_card(
         *(["\n".join(["| expert | domain |", "| --- | --- |", *rows])] if experts else []),
         *(["\n".join(f"- {name}: {said}" for name, said in given.items())] if given else []),
         "Load it with transformers alone:",
-        _fenced("python", _usage(config)),
+        fenced("python", _usage(config)),
         "The recipe that made it:",
-        _fenced("yaml", recipe_text.strip()),
+        fenced("yaml", recipe_text.strip()),
     ]
     if licence is None:
         whose = "all its experts" if experts else "the dense model and of the instructions"
@@ -87,7 +87,7 @@ def _table(config: dict) -> str:
     return "\n".join(["| what | value |", "| --- | --- |", *lines])
 
 
-def _fenced(language: str, text: str) -> str:
+def fenced(language: str, text: str) -> str:
     """A code block whose fence is longer than any in ``text``."""
     fence = "```"
     while fence in text:

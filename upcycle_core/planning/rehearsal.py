@@ -166,6 +166,7 @@ def step(
         bf16: Whether it is computed in bf16.
         coefficients: Of a SIMoE's experts.
     """
+    model: Any = network
     trained = [p for p in network.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=False)
     for parameter in trained:
@@ -177,15 +178,16 @@ def step(
     cast = torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext()
     loss: Any
     head: Any = network.get_output_embeddings()
-    held.begin()
+    body, mixed = model.base_model, nullcontext()
     if coefficients is not None:
-        with cast:
-            loss = network(input_ids=ids, labels=ids, coefficients=coefficients).loss
-        loss.backward()
-        return
-    with cast:
-        hidden_BSH = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        loss = HeadLoss.apply(hidden_BSH.flatten(0, 1), head.weight, ids.flatten(), True)
+        body, mixed = model.model.base_model, model.mixture.using(coefficients)
+    held.begin()
+    with cast, mixed:
+        hidden_BSH = body(input_ids=ids, use_cache=False).last_hidden_state
+        if type(head) is nn.Linear:
+            loss = HeadLoss.apply(hidden_BSH.flatten(0, 1), head.weight, ids.flatten(), True)
+        else:  # it has experts, and makes whole logits
+            loss = model.loss_function(head(hidden_BSH), ids, head.out_features)
     loss.backward()
 
 

@@ -78,7 +78,9 @@ class SimoeObjective:
     With ``balance`` the loss has balance x (log M - H(mean alpha of the batch)) as well.
 
     With ``sparsity: use`` an expert counts by the running mean of its coefficients, which is part
-    of the state. In the constraint it is a constant: it pulls at masks, never at the router.
+    of the state. In the constraint it is a constant: it pulls at masks, never at the router. As it
+    moves, sparsity that was tau falls below it, with no gate opened: in the last tenth of the steps
+    gates are closed for that as well, where tau had been reached.
 
     Args:
         model: Upcycled; every parameter that has gradients is trained.
@@ -88,6 +90,7 @@ class SimoeObjective:
     Attributes:
         multiplier: lambda, 0 or more.
         use: Running mean of each expert's coefficients over steps, of sum one; 1 / M at the start.
+        reached: Whether sparsity by use has been tau.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class SimoeObjective:
         self._model, self._config, self._training = model, config, training
         self.multiplier = 0.0
         self.use = [1 / config.experts] * config.experts
+        self.reached = False
         self._sparsity: Sparsity | None = None
         self._alpha: Tensor | None = None
         self._attended_BS: Tensor | None = None
@@ -185,12 +189,13 @@ class SimoeObjective:
                 keep_near(self._model)
             if settles or not config.reopen:
                 open_surplus(self._model, tau, config.sparsity, use_M=self._use_M)
-            if settles and config.reopen:
+            if settles and (config.reopen or self.reached):
                 close_deficit(self._model, tau, config.sparsity, use_M=self._use_M)
         try:
             self._sparsity = realised_sparsity(self._model, self._use_M)
             if config.is_constrained:
                 found = getattr(self._sparsity, config.sparsity)
+                self.reached |= config.sparsity == "use" and found >= config.tau
                 if config.closing is not None and not found:
                     with torch.no_grad():
                         expected = self._expected()
@@ -239,13 +244,15 @@ class SimoeObjective:
         return values
 
     def state(self) -> dict[str, Any]:
-        """lambda, and the use of experts where that counts."""
-        return {"lambda": self.multiplier} | ({"use": self.use} if self._use_M else {})
+        """lambda, and where it counts the use of experts and whether tau was reached by it."""
+        by_use = {"use": self.use, "reached": self.reached} if self._use_M else {}
+        return {"lambda": self.multiplier, **by_use}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on with a checkpoint's lambda and use."""
         self.multiplier = float(state["lambda"])
         self.use = list(state.get("use", self.use))
+        self.reached = state.get("reached", self.reached)
 
     def may_keep(self, point: Mapping[str, float]) -> bool:
         """Whether the constraint holds at a checkpoint."""

@@ -79,29 +79,30 @@ class HeadLoss(torch.autograd.Function):
 def sliced_head(network: "PreTrainedModel") -> Iterator[None]:
     """Inside, ``network(..., labels=...)`` has the loss it always has, and no logits.
 
-    Where the network is not a stock one whose logits are one matrix times its last hidden state,
+    Where it is not known of the network that its logits are one matrix times its last hidden state,
     nothing changes. Tokens that are not predicted cost nothing.
 
     Args:
         network: Changed in place, and back again; its parameters keep their names.
     """
     head: Any = network.get_output_embeddings()
-    if not (_is_stock(network) and type(head) is nn.Linear and head.bias is None):
+    asked: Any = _asked_for_loss(network)
+    if not (_is_known(asked) and type(head) is nn.Linear and head.bias is None):
         yield
         return
     head.forward = _hand_on
-    network.loss_function = partial(_loss, head)
+    asked.loss_function = partial(_loss, head)
     try:
         yield
     finally:
         del head.forward
-        del network._loss_function
+        del asked._loss_function
         vocabulary.undo(network)
 
 
 def is_sliced(network: "PreTrainedModel") -> bool:
     """Whether ``network`` is within ``sliced_head``, and has a head that it slices."""
-    return isinstance(getattr(network, "_loss_function", None), partial)
+    return isinstance(getattr(_asked_for_loss(network), "_loss_function", None), partial)
 
 
 def _hand_on(hidden: Tensor) -> Tensor:
@@ -109,7 +110,14 @@ def _hand_on(hidden: Tensor) -> Tensor:
     return hidden.clone()  # FSDP2 warns of views of what another module returned
 
 
-def _is_stock(network: "PreTrainedModel") -> bool:
+def _asked_for_loss(network: "PreTrainedModel") -> "PreTrainedModel":
+    """What computes the loss: the network itself, or the dense model that a SIMoE holds."""
+    return network.model if network.config.model_type == "simoe" else network
+
+
+def _is_known(network: "PreTrainedModel") -> bool:
+    if network.config.model_type == "ders":
+        return True
     known = network.config.model_type in FAMILIES or network.config.model_type in TARGETS
     return known and type(network).__module__.startswith("transformers.")
 

@@ -79,6 +79,12 @@ def handed_over(tmp_path, files, name, item, *, calls=1):
         for split in ("train", "calibration", "heldout", "elsewhere"):
             corpus = session.workspace.path(f"corpora/{domain}/{split}")
             write_split(corpus, [([1, 2], 2)], eos_id=0, vocabulary_size=9)
+    train = session.workspace.path("instructions/train")
+    train.mkdir(parents=True)
+    for label in ("law", "tax"):
+        (train / f"{label}.jsonl").touch()
+    for split in ("seen", "unseen"):
+        (train.parent / f"{split}.jsonl").write_text("{}\n")
     out = tmp_path / "out"
     out.mkdir()
     stage = next(stage for stage in stages_of(recipe) if stage.name == name)

@@ -1,8 +1,15 @@
-"""How sure the scores on a SIMoE's card are."""
+"""What a SIMoE's card says, and how sure its scores are."""
+
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
-from tasks.simoe.card import interval
+from infra.recipe.schema import resolve
+from tasks.recipes import validate
+from tasks.release.gate import Decision
+from tasks.simoe.card import RECIPE, interval, tuned_card
+from tests.tasks.simoe.test_simoe_faults import VALID
 
 
 def split(*categories):
@@ -26,3 +33,22 @@ def test_of_many_answers_it_is_the_binomial_s():
     low, high = interval(split((0.3, 10_000)))
     assert (low, high) == pytest.approx((29.1, 30.9), abs=0.01)
     assert interval(split((0.3, 10_000), (0.3, 10_000)))[0] > low
+
+
+def test_the_card_of_a_version_says_how_it_was_made_and_asked(tmp_path):
+    """The checkpoint's own says what decided the training alone."""
+    for folder, file, text in (
+        ("report", "table.md", "## Models\n"),
+        ("instructions", "manifest.json", '{"files": {}}'),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_text(text)
+    recipe = validate(VALID)
+    workspace = SimpleNamespace(path=lambda name: tmp_path / name)
+    metrics = {"rows": {"simoe": {"seen": None, "unseen": None}}}
+    decision = Decision(True, "", "the first", 1.0, None)
+    text = tuned_card(SimpleNamespace(recipe=recipe, workspace=workspace), metrics, decision)
+    quoted = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    whole = resolve(recipe)
+    assert quoted == {key: whole[key] for key in RECIPE}
+    assert quoted["tuning"]["max_new_tokens"] == VALID["tuning"]["max_new_tokens"]

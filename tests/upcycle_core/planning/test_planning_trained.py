@@ -92,14 +92,18 @@ def test_a_simoe_has_the_deltas_and_gates_that_were_counted(monkeypatch):
         assert gate_parameters(shape, settings) == pytest.approx(gates, rel=0.01)
 
 
-def test_a_step_of_a_simoe_needs_what_was_planned(monkeypatch):
+@pytest.mark.parametrize("lm_head", [False, True])
+@pytest.mark.parametrize("vocabulary", [700, 4000])
+def test_a_step_of_a_simoe_needs_what_was_planned(monkeypatch, vocabulary, lm_head):
+    """However large the vocabulary is; a head that has experts makes whole logits."""
     monkeypatch.setattr(estimate, "SMALL", 0)
-    settings = SimoeUpcyclingConfig(experts=3)
-    shape, config = shape_of()
+    monkeypatch.setattr("upcycle_core.training.head.SLICE", 10 * vocabulary)
+    settings = SimoeUpcyclingConfig(experts=3, lm_head=lm_head)
+    config = pico_config(num_hidden_layers=2, **{**SIZES, "vocab_size": vocabulary})
     model = SimoeForCausalLM(simoe_config(config, settings))
     model.freeze()
     alpha = torch.full((BATCH, 3), 1 / 3, requires_grad=True)
-    planned = simoe_training_bytes(shape, CONFIG, settings)
+    planned = simoe_training_bytes(Shape.of_config(config.to_dict(), 4), CONFIG, settings)
     assert planned == pytest.approx(stepped(model, coefficients=alpha), rel=0.2)
 
 

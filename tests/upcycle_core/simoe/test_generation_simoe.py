@@ -1,4 +1,6 @@
 import copy
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -64,6 +66,39 @@ def test_prompts_together_give_what_each_gives_alone(model, way):
     for row, found in zip(rows, together, strict=True):
         assert torch.equal(found, generated(model, batch_of([row], "left"), **WAYS[way]))
     assert len({tuple(t[0].tolist()) for t in together}) > 1
+
+
+def test_threads_that_generate_at_once_have_mixtures_of_their_own(dense_path):
+    """As a server of the model does: each pass of a layer waits for that of the other thread."""
+    model = grown(dense_path)
+    batches = [batch_of([row], "left") for row in some_ids(6, 9)]
+    expected = [generated(model, batch, **GREEDY) for batch in batches]
+    together = Barrier(2, timeout=60)
+
+    def wait(*_):
+        together.wait()
+
+    hook = model.get_submodule("model.model.layers.1").register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda batch: generated(model, batch, **GREEDY), batches))
+    hook.remove()
+    assert all(map(torch.equal, found, expected))
+    for one in (model, copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match="has no expert coefficients"):
+            one.model(**batches[0])
+
+
+@pytest.mark.parametrize("routing", ["instance", "task"])
+@pytest.mark.parametrize("drafter", ["seed", "itself"])
+def test_another_model_may_draft_what_it_says(dense_path, routing, drafter):
+    tasks = {"tasks": ("add", "sort")} if routing == "task" else {}
+    model = grown(dense_path, routing=routing, **tasks)
+    batch = batch_of(some_ids(6), "left")
+    if tasks:
+        batch["task_ids"] = torch.tensor([1])
+    other = load_causal_lm(dense_path) if drafter == "seed" else copy.deepcopy(model)
+    found = generated(model, batch, **GREEDY, assistant_model=other)
+    assert torch.equal(found, generated(model, batch, **GREEDY))
 
 
 def count_calls(model, monkeypatch) -> list:

@@ -1,6 +1,7 @@
 import copy
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -224,12 +225,12 @@ def test_the_frozen_pass_has_no_dropout(tmp_path):
     assert model(**batch).logits.ne(model(**batch).logits).any()
 
 
-def loss_gradients(model, **settings):
+def loss_gradients(model, backward=torch.Tensor.backward, **settings):
     batch = batch_of(some_ids(9, 7), "right")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     labels[:, :3] = -100
     model.zero_grad()
-    model(**batch, labels=labels, use_cache=False, **settings).loss.backward()
+    backward(model(**batch, labels=labels, use_cache=False, **settings).loss)
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -288,6 +289,17 @@ def test_gradient_checkpointing_gives_the_same_gradients(tmp_path, routing):
             assert (gradient is None and found[name] is None) or torch.equal(gradient, found[name])
     with pytest.raises(ValueError, match="use_reentrant = True"):
         model.activation_checkpointing_enable({"use_reentrant": True})
+
+
+def test_a_block_is_computed_again_in_the_thread_of_the_backward_pass(tmp_path):
+    """A GPU's is not the one that ran the model."""
+    model = grown(save_dense(tmp_path)).train()
+    plain = loss_gradients(model)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    with ThreadPoolExecutor(1) as thread:
+        found = loss_gradients(model, backward=lambda loss: thread.submit(loss.backward).result())
+    for name, gradient in plain.items():
+        assert gradient is None or torch.equal(gradient, found[name])
 
 
 def test_half_precision_stays_close(tmp_path):

@@ -235,3 +235,21 @@ def test_a_constraint_by_use_holds_by_use(dense):
     assert point["sparsity/mean"] > 0.65
     assert own.may_keep(point)
     assert own.state()["use"] == state["use"]
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_use_that_drifts_at_the_end_does_not_lose_what_was_reached(dense, reached):
+    """A training that never reached tau is not pruned to it."""
+    model = grown(dense, experts=3)
+    for module in gated_modules(model).values():
+        module.log_phi.data[0] += 1.0
+    first, last = (objective(model, experts=3, tau=0.3, sparsity="use") for _ in range(2))
+    first.use = [0.0, 0.5, 0.5] if reached else [0.9, 0.05, 0.05]
+    first.after_step(5)
+    assert first.may_keep(first.point()) == reached
+    last.load_state(first.state())
+    last.use = [0.9, 0.05, 0.05]
+    last.after_step(6)
+    assert last.may_keep(last.point()) == reached
+    assert last.point()["sparsity"] < 0.32
+    assert (last.multiplier == 0) == reached

@@ -5,7 +5,11 @@ import torch
 from pico import save_pico
 
 from tests.upcycle_core.moe.joined import join
+from tests.upcycle_core.simoe.grown import grown, save_dense
 from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.ders.config import DersUpcyclingConfig
+from upcycle_core.ders.upcycle import write_ders_upcycling
+from upcycle_core.progress import Silent
 from upcycle_core.training import head
 from upcycle_core.training.head import sliced_head
 
@@ -64,6 +68,47 @@ def test_a_moe_has_the_same_loss_too(tmp_path):
         sliced, found = gradients(network, batch(masked=True), output_router_logits=False)
     torch.testing.assert_close(sliced, loss, rtol=1e-5, atol=1e-6)
     assert set(found) == set(expected)
+
+
+def simoe(folder, **settings):
+    return grown(save_dense(folder, tie_word_embeddings=not settings), experts=3, **settings)
+
+
+def ders(folder):
+    codec = DersUpcyclingConfig(codec="low_rank", rank=4)
+    size = {"experts": 3, "top_k": 2, "seed": 0, "max_shard_bytes": 10**9}
+    write_ders_upcycling(
+        save_pico(folder / "dense"), folder / "m", config=codec, progress=Silent(), **size
+    )
+    network = load_causal_lm(folder / "m")
+    for parameter in network.parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape)
+    return network
+
+
+@pytest.mark.parametrize("made", [simoe, ders])
+def test_our_own_architectures_make_no_whole_logits_either(tmp_path, made):
+    network = made(tmp_path)
+    values, options = batch(masked=True), {"num_items_in_batch": torch.tensor(71)}
+    values["attention_mask"] = torch.ones_like(values["input_ids"])
+    loss, expected = gradients(network, values, **options)
+    with sliced_head(network):
+        sliced, found = gradients(network, values, **options)
+        hidden = network.config.hidden_size
+        assert network(**values, use_cache=False).logits.shape == (3, 19, hidden)
+        assert head.is_sliced(network)
+    torch.testing.assert_close(sliced, loss, rtol=1e-5, atol=1e-6)
+    assert set(found) == set(expected)
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-5 * grad.abs().max())
+    assert not head.is_sliced(network)
+    assert gradients(network, values, **options)[0] == loss
+
+
+def test_a_head_with_experts_stays_as_it_is(tmp_path):
+    network = simoe(tmp_path, lm_head=True)
+    with sliced_head(network):
+        assert network(**batch(masked=True)).logits.shape == (3, 19, 96)
 
 
 def test_under_autocast_the_head_multiplies_in_bf16(tmp_path):

@@ -56,6 +56,9 @@ DELTAS = {
     "low-rank": DersUpcyclingConfig(codec="low_rank", rank=4, layers="every-other"),
 }
 """What each is trained with; "from-one" and "killed" go on from others' checkpoints."""
+ROUNDED = {"narrow": 1e-3, "low-rank": 1e-3}
+"""How far losses come apart where sums have another order: moments are in bf16, or Adam makes whole
+steps of gradients that are nearly zero, those of a factor whose other one is zero."""
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +127,8 @@ def test_two_workers_learn_what_one_learns(alone, folder, name):
     assert not isinstance(result, str), result
     assert len(_curve(result)) == 6
     for key in ("loss", "gradient_norm", "loss/z", "validation_loss"):
-        # bf16 moments round a sum of other order elsewhere.
         assert _curve(result, key) == pytest.approx(
-            _curve(expected, key), abs=1e-3 if name == "narrow" else 1e-4, rel=1e-5
+            _curve(expected, key), abs=ROUNDED.get(name, 1e-4), rel=1e-5
         ), key
     assert result.trained_parameters == expected.trained_parameters
 
@@ -145,7 +147,7 @@ def test_what_they_write_is_an_ordinary_checkpoint(alone, folder, name):
     assert here.keys() == there.keys()
     for key, value in there.items():
         assert here[key].dtype == value.dtype, key
-        tolerance = 2e-2 if name == "narrow" else 1e-4
+        tolerance = 2e-2 if name in ROUNDED else 1e-4
         torch.testing.assert_close(here[key], value, atol=tolerance, rtol=0)
 
 

@@ -7,6 +7,8 @@ from tests.pico import save_pico
 from tests.upcycle_core.training.dividing import VOCABULARY, ends, text_of
 from tests.upcycle_core.training.together import Group, said, together
 from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.ders.config import DersUpcyclingConfig
+from upcycle_core.ders.upcycle import write_ders_upcycling
 
 WORKERS, PADDING = 3, 5
 CASES: dict[str, dict] = {
@@ -14,6 +16,7 @@ CASES: dict[str, dict] = {
     "tied": {},
     "among": {"among": torch.tensor(71)},
     "bf16": {"bf16": True},
+    "deltas": {},
 }
 
 
@@ -23,7 +26,12 @@ def models(tmp_path_factory):
     size["pad_token_id"] = PADDING  # whose row of the embedding learns nothing
     tied = save_pico(folder / "tied", tie_word_embeddings=True, **size)
     untied = save_pico(folder / "untied", tie_word_embeddings=False, **size)
-    return {name: tied if name == "tied" else untied for name in CASES}
+    low, size = DersUpcyclingConfig(codec="low_rank", rank=4), {"experts": 3, "top_k": 2}
+    write_ders_upcycling(
+        untied, folder / "deltas", config=low, seed=5, max_shard_bytes=10**9, **size
+    )
+    own = {"tied": tied, "deltas": folder / "deltas"}
+    return {name: own.get(name, untied) for name in CASES}
 
 
 @pytest.fixture(scope="module")

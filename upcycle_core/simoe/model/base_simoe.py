@@ -30,6 +30,9 @@ from .routing_simoe import (
     positions_of,
 )
 
+_OWN = ("coefficients", "prompt_lengths", "task_ids")
+"""What a pass is told that no other model's is."""
+
 
 def gated_modules(model: nn.Module) -> dict[str, SimoeLinear | SimoeNorm]:
     """Every layer with experts, by its name, in the model's order."""
@@ -197,6 +200,17 @@ class SimoePreTrainedModel(PreTrainedModel):
     def coefficients(self, *args: Any, **kwargs: Any) -> Tensor:
         """The experts' coefficients of each prompt."""
         raise NotImplementedError
+
+    def _get_candidate_generator(self, *, model_kwargs: dict[str, Any], **settings: Any) -> Any:
+        """Let another model draft what this one checks (speculative decoding).
+
+        One of another kind, such as the dense model, is not told of coefficients.
+        """
+        drafter, given = settings.get("assistant_model"), model_kwargs
+        if drafter is not None and drafter.config.model_type != self.config.model_type:
+            given = {key: value for key, value in given.items() if key not in _OWN}
+        mixin: Any = super()
+        return mixin._get_candidate_generator(model_kwargs=given, **settings)
 
     def _task_coefficients(self, task_ids: Tensor | None, inputs: Tensor) -> Tensor:
         """Coefficients [B, M]; without tasks, those of a task that was not trained."""

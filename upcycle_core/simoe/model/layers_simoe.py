@@ -91,7 +91,7 @@ class Gated(nn.Module):
         """g = sum_i alpha_i z_i, [B, n] or [B, S, n] in the masks' type."""
         z = self.masks()
         with torch.autocast(alpha.device.type, enabled=False):
-            return alpha.to(z.dtype) @ z
+            return alpha.to(z) @ z
 
 
 class SimoeLinear(Gated):
@@ -115,7 +115,7 @@ class SimoeLinear(Gated):
         if not self.by_parameter:
             return _AddProduct.apply(y, x, spread(self._mixed(alpha), x), delta)
         for share, z in zip(alpha.unbind(-1), self.masks().unbind(0), strict=True):
-            part = x * spread(share[..., None], x).to(x.dtype)
+            part = x * spread(share.unsqueeze(-1), x).to(x)
             y = y + functional.linear(part, delta * z.to(delta.dtype))
         return y
 

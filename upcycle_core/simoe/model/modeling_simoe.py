@@ -13,13 +13,18 @@ B batch, S positions, H hidden size, V vocabulary, M experts.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .base_simoe import SimoePreTrainedModel, gated_modules
-from .routing_simoe import is_filled, last_prompt_positions, no_coefficients, positions_of
+from .routing_simoe import (
+    is_filled,
+    last_prompt_positions,
+    no_coefficients,
+    positions_of,
+    states_at,
+)
 
 __all__ = ["SimoeCausalLMOutput", "SimoeForCausalLM", "gated_modules"]
 
@@ -87,8 +92,7 @@ class SimoeForCausalLM(SimoePreTrainedModel, GenerationMixin):
             state_BSH = self.model.base_model(**known, use_cache=False).last_hidden_state
         if last_B is None:
             return self.router(state_BSH)
-        rows_B = torch.arange(len(last_B), device=last_B.device)
-        return self.router(state_BSH[rows_B, last_B])
+        return self.router(states_at(last_B, state_BSH))
 
     def _expand_inputs_for_generation(
         self,

@@ -6,6 +6,7 @@ This file needs torch and transformers alone: it is copied beside the weights, s
 B batch, S positions, H hidden size, M experts.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +19,18 @@ from .configuration_simoe import SimoeConfig
 ROUTER_STD = 0.02
 
 
-class Mixture:
-    """The experts' coefficients of the forward pass under way; all layers of a model share one."""
+class Mixture(threading.local):
+    """The experts' coefficients of the forward pass under way; all layers of a model share one.
 
-    def __init__(self) -> None:
-        self._running = False
-        self._coefficients: Tensor | None = None
+    Each thread has a pass of its own: a server answers several prompts at once with one model. A
+    copy of the model has none.
+    """
+
+    _running = False
+    _coefficients: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type["Mixture"], tuple[()]]:
+        return type(self), ()
 
     @contextmanager
     def using(self, coefficients: Tensor | None) -> Iterator[None]:
@@ -139,6 +146,12 @@ def last_prompt_positions(
     prompt_BS = prompt_BS | (attended_BS & (rank_BS == 1))
     positions_S = torch.arange(attention_BS.shape[1], device=attention_BS.device)
     return torch.where(prompt_BS, positions_S, 0).amax(dim=1)
+
+
+def states_at(positions_B: Tensor, state_BSH: Tensor) -> Tensor:
+    """The state [B, H] of each row's position; states may lie on another device than prompts."""
+    places_B1H = positions_B.to(state_BSH.device).view(-1, 1, 1).expand(-1, 1, state_BSH.shape[-1])
+    return state_BSH.gather(1, places_B1H).squeeze(1)
 
 
 def positions_of(attention_BS: Tensor) -> Tensor:

@@ -9,13 +9,12 @@ B batch, S positions of the prompt, R of the response, V vocabulary, M experts.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, GenerationMixin
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from .base_simoe import SimoePreTrainedModel
-from .routing_simoe import last_prompt_positions, no_coefficients
+from .routing_simoe import last_prompt_positions, no_coefficients, states_at
 
 
 @dataclass
@@ -70,7 +69,7 @@ class SimoeForConditionalGeneration(SimoePreTrainedModel, GenerationMixin):
             state_BSH = encoder(**given, attention_mask=attention_mask).last_hidden_state
         attended = inputs.new_ones(inputs.shape[:2]) if attention_mask is None else attention_mask
         last_B = last_prompt_positions(attended, None, None)
-        return self.router(state_BSH[torch.arange(len(last_B), device=last_B.device), last_B])
+        return self.router(states_at(last_B, state_BSH))
 
     def _maybe_prepare_encoder_kwargs_for_generation(
         self,

@@ -1,0 +1,64 @@
+"""What prepared instructions lack is said before anything is tuned, and no later as a KeyError."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tasks.recipes import validate
+from tasks.simoe.model import baselines, model
+from tasks.simoe.prepared import prepared_faults
+from tasks.simoe.register import register_tuned
+from tests.tasks.simoe.test_simoe_faults import VALID, changed
+from upcycle_core.errors import InputError
+
+GATE = {"metric": "rouge_l_unseen", "tolerances": {"exact_match_seen": 1.0}}
+
+
+def prepared(folder, *, labels=("law", "tax"), asked=("seen", "unseen")):
+    (folder / "train").mkdir(parents=True)
+    for label in labels:
+        (folder / "train" / f"{label}.jsonl").touch()
+    for split in ("seen", "unseen"):
+        (folder / f"{split}.jsonl").write_text("{}\n" if split in asked else "")
+    return folder
+
+
+@pytest.mark.parametrize("stage", [model, baselines])
+@pytest.mark.parametrize(
+    ("values", "made", "said"),
+    [
+        (VALID, {"labels": ["all"]}, "instructions.domains = ['all']: too few labels to train on"),
+        (
+            changed("registry/gate", GATE),
+            {"asked": ["unseen"]},
+            "registry.gate = 'exact_match_seen': no question of a task that is seen in training",
+        ),
+    ],
+    ids=["labels", "gate"],
+)
+def test_what_is_missing_is_said_before_any_row_is_tuned(tmp_path, stage, values, made, said):
+    prepared(tmp_path, **made)
+    run = SimpleNamespace(recipe=validate(values), item="dense", path=lambda name: tmp_path)
+    with pytest.raises(InputError) as error:
+        stage.function(run)
+    assert said in str(error.value)
+
+
+def test_what_the_gate_does_not_ask_for_may_be_missing(tmp_path):
+    assert not list(prepared_faults(validate(VALID), prepared(tmp_path, asked=["unseen"])))
+
+
+def test_a_gate_that_was_changed_after_tuning_is_held_against_what_was_asked(tmp_path):
+    prepared(tmp_path / "instructions", asked=["unseen"])
+    score = {"exact_match": {"mean": 0.5}, "rouge_l": {"mean": 0.5}}
+    metrics = {"rows": {"simoe": {"seen": None, "unseen": score}}}
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "metrics.json").write_text(json.dumps(metrics))
+    (tmp_path / "report" / "table.md").write_text("")
+    recipe = validate(changed("registry/gate", {"metric": "exact_match_seen"}))
+    workspace = SimpleNamespace(path=lambda name: tmp_path / name)
+    session = SimpleNamespace(recipe=recipe, workspace=workspace)
+    registrar = SimpleNamespace(session=session, offered=lambda: None)
+    with pytest.raises(InputError, match=r"registry\.gate = 'exact_match_seen'"):
+        register_tuned(registrar, None)
