@@ -74,7 +74,7 @@ def baselines(run: StageRun) -> None:
     )
 
 
-@stage("model", lambda recipe, item: INPUTS, params=DECIDING)
+@stage("model", lambda recipe, item: INPUTS, params=DECIDING, lasting=True)
 def model(run: StageRun) -> None:
     """Write the recipe's model: the seed, with the sparse experts that tuning has found."""
     recipe = run.recipe
