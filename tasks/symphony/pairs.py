@@ -53,7 +53,10 @@ def _inputs(recipe: Recipe, pairing: str) -> Iterator[str]:
 @stage(
     "pairs/{pairing}",
     _inputs,
-    params=lambda recipe, name: config_key(recipe, name, "anchor", "models", "calibration"),
+    params=lambda recipe, name: [
+        *config_key(recipe, name, "anchor", "models", "calibration"),
+        "corpus.bos",
+    ],
     each=lambda recipe: dict.fromkeys(pairings(recipe).values()),
 )
 def pairs(run: StageRun) -> None:
@@ -70,6 +73,7 @@ def pairs(run: StageRun) -> None:
         "anchor": run.path(f"experts/{anchor}"),
         "texts": texts,
         "config": config.calibration,
+        "bos": recipe.corpus.bos,
         "device": run.device("alignment"),
     }
     pieces = [

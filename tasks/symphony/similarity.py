@@ -10,6 +10,7 @@ from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
 from tasks.engine.stage import StageRun, each, stage
 from tasks.symphony.variants import SYMPHONY, chosen_of, variants
+from upcycle_core.corpora.config import Bos
 from upcycle_core.evaluation.similarity.config import SimilarityConfig
 from upcycle_core.evaluation.similarity.measure import (
     PairSimilarity,
@@ -65,7 +66,7 @@ def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
 @stage(
     "similarity",
     _inputs,
-    params=("similarity", "symphony", "baselines", "post_training"),
+    params=("similarity", "symphony", "baselines", "post_training", "corpus.bos"),
     each=lambda recipe: [""] if recipe.similarity is not None else [],
 )
 def similarity(run: StageRun) -> None:
@@ -80,6 +81,7 @@ def similarity(run: StageRun) -> None:
             dense_piece,
             models={name: models[name] for name in (first, second)},
             texts=texts,
+            bos=recipe.corpus.bos,
             **common,
         )
         for first, second in combinations(recipe.domains, 2)
@@ -104,6 +106,7 @@ def dense_piece(
     progress: Progress,
     models: Mapping[str, Path],
     texts: Mapping[str, Path],
+    bos: Bos,
     config: SimilarityConfig,
     device: str,
 ) -> list[dict[str, Any]]:
@@ -111,7 +114,7 @@ def dense_piece(
     read = CalibrationConfig(
         tokens=config.tokens, sequence_length=config.sequence_length, batch_size=config.batch_size
     )
-    paired = paired_texts(texts, *models.values(), config=read)
+    paired = paired_texts(texts, *models.values(), config=read, bos=bos)
     progress.start("comparing dense models", sum(paired.pairs.values()), "tokens")
     found = dense_similarity(
         models, paired.batches(), config=config, device=device, progress=progress

@@ -7,7 +7,7 @@ Shapes: T tokens, I features, H width of the drift.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ class DriftSums:
     drift_H: Tensor
     """sum r^2, fp64."""
     tokens: int = 0
+    begun: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """a [N, I] and r [N, H] of first tokens of paragraphs; the sums hold them as well."""
 
     @classmethod
     def zeros(cls, inner: int, hidden: int, device: str) -> "DriftSums":
@@ -44,11 +46,19 @@ class DriftSums:
 
         return cls(empty(inner, inner), empty(inner, hidden), empty(hidden))
 
-    def add(self, a_TI: Tensor, r_TH: Tensor) -> None:
-        """Count tokens; products in the features' own precision, as statistics are."""
+    def add(self, a_TI: Tensor, r_TH: Tensor, first_T: Tensor | None = None) -> None:
+        """Count tokens; products in the features' own precision, as statistics are.
+
+        Args:
+            a_TI: Features.
+            r_TH: The drift.
+            first_T: Which tokens are the first of a paragraph, bool.
+        """
+        if first_T is not None:
+            self.begun.append((a_TI[first_T], r_TH[first_T]))
         add_gram(self.gram_II, a_TI)
         if a_TI.dtype == torch.bfloat16 and not a_TI.is_cuda:
-            self.cross_IH += batch_products(a_TI, r_TH.to(a_TI.dtype))
+            self.cross_IH += batch_products(a_TI, _multiplied(a_TI, r_TH))
         else:
             self.cross_IH += a_TI.T.to(r_TH.dtype) @ r_TH
         self.drift_H += r_TH.double().square().sum(0)
@@ -57,11 +67,13 @@ class DriftSums:
     def columns(self, chosen: slice) -> "DriftSums":
         """The sums of some of the drift's columns."""
         parts = (self.cross_IH[:, chosen], self.drift_H[chosen])
-        return DriftSums(self.gram_II, *parts, self.tokens)
+        begun = [(a, r[:, chosen]) for a, r in self.begun]
+        return DriftSums(self.gram_II, *parts, self.tokens, begun)
 
     def __add__(self, other: "DriftSums") -> "DriftSums":
         gram, cross = self.gram_II + other.gram_II, self.cross_IH + other.cross_IH
-        return DriftSums(gram, cross, self.drift_H + other.drift_H, self.tokens + other.tokens)
+        drift, tokens = self.drift_H + other.drift_H, self.tokens + other.tokens
+        return DriftSums(gram, cross, drift, tokens, self.begun + other.begun)
 
 
 def solve_drift(
@@ -76,7 +88,9 @@ def solve_drift(
 
     Returns:
         lambda in mean diagonals, or None: nothing is to be won on unseen text; the share of the
-        drift that is left on unseen text; dW^T [I, H] fp64.
+        drift that is left on unseen text, first tokens of paragraphs apart; dW^T [I, H] fp64. All
+        tokens decide lambda and the solution. A first token is an attention sink, whose drift may
+        be nearly all there is.
 
     Raises:
         InputError: Activations are not finite.
@@ -85,17 +99,25 @@ def solve_drift(
     if not (torch.isfinite(whole.gram_II).all() and torch.isfinite(whole.cross_IH).all()):
         remedy = f"layer {layer}'s activations hold NaN or infinity: check the expert's weights"
         raise InputError(Fault(field, math.nan, remedy))
-    errors: list[float] = []
+    changes: list[tuple[float, float]] = []
     for factor in LAMBDAS:  # where a smaller one is worse, those below it are worse still
-        errors.append(_held_out(sums, factor))
-        if errors[-1] > min(errors):
+        changes.append(_held_out(sums, factor))
+        if changes[-1][0] > min(changes)[0]:
             break
-    least = min(errors)
-    if not least < 0:
+    best = min(range(len(changes)), key=lambda index: changes[index][0])
+    if not changes[best][0] < 0:
         return None, 1.0, torch.zeros_like(whole.cross_IH)
-    factor = LAMBDAS[errors.index(least)]
-    solution = _ridge(whole, factor, whole.cross_IH)
-    return factor, 1 + least / float(whole.drift_H.sum()), solution
+    solution = _ridge(whole, LAMBDAS[best], whole.cross_IH)
+    return LAMBDAS[best], _left(whole, *changes[best]), solution
+
+
+def _left(sums: DriftSums, change: float, of_begun: float) -> float:
+    """The share of the drift that is left, of tokens that are not first; of all if all are."""
+    drift = float(sums.drift_H.sum())
+    if sum(len(r_NH) for _, r_NH in sums.begun) == sums.tokens:
+        return 1 + change / drift
+    drift -= sum(float(r_NH.double().square().sum()) for _, r_NH in sums.begun)
+    return 1 + (change - of_begun) / drift
 
 
 def unseen_solutions(sums: Sequence[DriftSums], factor: float | None) -> list[Tensor]:
@@ -105,8 +127,10 @@ def unseen_solutions(sums: Sequence[DriftSums], factor: float | None) -> list[Te
     return [_ridge(other, factor, other.cross_IH) for other in sums[::-1]]
 
 
-def _held_out(sums: Sequence[DriftSums], factor: float) -> float:
+def _held_out(sums: Sequence[DriftSums], factor: float) -> tuple[float, float]:
     """Change of the squared drift on each half by the other's solution; infinite if it has none.
+
+    Of all tokens, and of first ones alone.
 
     ||r - dW a||^2 - ||r||^2 = tr(dW A dW^T) - 2 tr(dW B), on random directions of the drift, which
     have its expectation.
@@ -117,15 +141,24 @@ def _held_out(sums: Sequence[DriftSums], factor: float) -> float:
     if hidden <= SKETCH:
         signs = torch.eye(hidden, dtype=torch.float64) * math.sqrt(SKETCH)
     signs = (signs / math.sqrt(SKETCH)).to(sums[0].cross_IH.device)
-    change = 0.0
+    change, of_begun = 0.0, 0.0
     for seen, unseen in (sums, sums[::-1]):
         try:
             solution = _ridge(seen, factor, seen.cross_IH @ signs)
         except linalg.LinAlgError:
-            return math.inf
+            return math.inf, math.inf
         quadratic = ((unseen.gram_II @ solution) * solution).sum()
         change += float(quadratic - 2 * ((unseen.cross_IH @ signs) * solution).sum())
-    return change
+        for a_NI, r_NH in unseen.begun:
+            added = a_NI.double() @ solution
+            wanted = _multiplied(a_NI, r_NH).double() @ signs
+            of_begun += float((added * (added - 2 * wanted)).sum())
+    return change, of_begun
+
+
+def _multiplied(a_TI: Tensor, r_TH: Tensor) -> Tensor:
+    """The drift as it is rounded before products with the features."""
+    return r_TH.to(a_TI.dtype) if a_TI.dtype == torch.bfloat16 and not a_TI.is_cuda else r_TH
 
 
 def _ridge(sums: DriftSums, factor: float, right: Tensor) -> Tensor:

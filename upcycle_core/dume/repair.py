@@ -107,8 +107,8 @@ def repair_expert(
 
     Returns:
         Of each layer ``lambda`` (of the mean diagonal; None: not repaired), ``drift``, the share
-        of the drift, judged on text that the regression has not seen, that is left, and ``target``,
-        "stream" or "head".
+        of the drift, judged on text that the regression has not seen, that is left of tokens that
+        are not a paragraph's first, and ``target``, "stream" or "head".
 
     Raises:
         InputError: Norms stand behind the FFNs; there are too few tokens, or activations are not
@@ -266,7 +266,8 @@ def _pass(
             if not sums:
                 shape = (a_TI.shape[-1], drift.shape[-1], str(a_TI.device))
                 sums = [DriftSums.zeros(*shape) for _ in range(HALVES)]
-            sums[text.half].add(a_TI, drift)
+            is_first = text.rows % text.inner_BSI.shape[1] == 0
+            sums[text.half].add(a_TI, drift, is_first)
     return sums
 
 

@@ -262,7 +262,8 @@ class _Passes:
                             shape = (a_TI.shape[-1], drift_TH.shape[-1], str(a_TI.device))
                             sums[name] = [DriftSums.zeros(*shape) for _ in range(HALVES)]
                         counts = text.counts_T[rows]
-                        sums[name][text.half].add(a_TI[counts], drift_TH[rows[counts]])
+                        is_first = rows[counts] % text.own.hidden_BSH.shape[1] == 0
+                        sums[name][text.half].add(a_TI[counts], drift_TH[rows[counts]], is_first)
         return sums
 
 

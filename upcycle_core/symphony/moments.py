@@ -29,6 +29,7 @@ from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.residual import unit_rows
 from upcycle_core.checkpoints.load import DTYPES, load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.corpora.config import Bos
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.precision import weights_type
 from upcycle_core.progress import Progress, Silent
@@ -58,6 +59,7 @@ def collect_moments(
     heads: bool = True,
     neurons: bool = True,
     names: tuple[str, str] = ("anchor", "model"),
+    bos: Bos = "auto",
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -79,6 +81,7 @@ def collect_moments(
         heads: Whether what heads say is counted.
         neurons: Whether neurons are counted.
         names: What faults call the models (``models.NAME``).
+        bos: Whether a beginning-of-sequence token stands before each document.
         device: Where both models run and sums are kept.
         progress: Hears of every batch, in the anchor's tokens.
 
@@ -89,7 +92,7 @@ def collect_moments(
         InputError: A domain has no text; a model computes what is not finite.
     """
     progress = progress or Silent()
-    paired = paired_texts(texts, anchor, model, config=config)
+    paired = paired_texts(texts, anchor, model, config=config, bos=bos)
     kinds = [name for name, on in zip(KINDS, (residual, heads, neurons), strict=True) if on]
     moments, paths = _accumulators(CheckpointReader(anchor), layers, kinds, device)
     first, second = (_decoder(place, config, device) for place in (anchor, model))

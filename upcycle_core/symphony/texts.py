@@ -18,6 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from upcycle_core.activations.pairs import PairedBatch
 from upcycle_core.checkpoints.tokenizer import load_tokenizer, vocabulary_fingerprint
 from upcycle_core.corpora.batches import PAD_ID
+from upcycle_core.corpora.config import Bos
+from upcycle_core.corpora.encoding import prefix_ids
 from upcycle_core.corpora.reader import read_documents
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.symphony.config import CalibrationConfig
@@ -63,7 +65,12 @@ class PairedTexts:
 
 
 def paired_texts(
-    texts: Mapping[str, Path], first: Path, second: Path, *, config: CalibrationConfig
+    texts: Mapping[str, Path],
+    first: Path,
+    second: Path,
+    *,
+    config: CalibrationConfig,
+    bos: Bos = "auto",
 ) -> PairedTexts:
     """Read the beginning of every domain's text and pair both models' tokens.
 
@@ -71,7 +78,8 @@ def paired_texts(
     window exceeds S tokens of either; a stretch without such a place that is longer is left out.
     If the vocabularies are one, both models get the first one's ids and every token is paired.
     Otherwise tokens are paired whose ends in the text coincide: what a model says behind a token
-    then depends on the same text.
+    then depends on the same text. A beginning-of-sequence token is read, and never paired. Of chats
+    what is said is read, for two templates have no places in common.
 
     Args:
         texts: Domain to the Parquet file of its documents (``corpora.documents``).
@@ -79,13 +87,20 @@ def paired_texts(
         second: One with the tokenizer of the second.
         config: Amount, S and B. If some domain has fewer than ``tokens``, every domain gives as
             many as the smallest has.
+        bos: Whether a beginning-of-sequence token stands before each document, as either model is
+            trained and scored.
 
     Raises:
-        InputError: A domain has no tokens that can be paired; all such domains.
+        InputError: A domain has no tokens that can be paired; all such domains. ``bos`` is
+            ``always``, and a tokenizer has no such token.
     """
     one = vocabulary_fingerprint(first) == vocabulary_fingerprint(second)
     cutters = _core(first), None if one else _core(second)
-    found = {domain: _beginning(path, *cutters, config=config) for domain, path in texts.items()}
+    before = [np.array(prefix_ids(load_tokenizer(p), bos), dtype=np.int64) for p in (first, second)]
+    found = {
+        domain: _beginning(path, *cutters, before=before, config=config)
+        for domain, path in texts.items()
+    }
     raise_faults(
         Fault(f"calibration.domains.{domain}", str(texts[domain]), "holds no text: give it some")
         for domain, windows in found.items()
@@ -115,7 +130,12 @@ def _core(directory: Path) -> Tokenizer:
 
 
 def _beginning(
-    path: Path, first: Tokenizer, second: Tokenizer | None, *, config: CalibrationConfig
+    path: Path,
+    first: Tokenizer,
+    second: Tokenizer | None,
+    *,
+    before: Sequence[np.ndarray],
+    config: CalibrationConfig,
 ) -> list[Window]:
     """The first windows that have ``tokens`` of the first model, or all there are.
 
@@ -123,6 +143,7 @@ def _beginning(
         path: The documents.
         first: Cuts for the first model.
         second: Cuts for the second; None if it reads the same ids.
+        before: Ids that stand before a text, of either.
         config: S and how many tokens are enough.
     """
     windows: list[Window] = []
@@ -130,7 +151,7 @@ def _beginning(
     for text in read_documents(path):
         ours = first.encode(text, add_special_tokens=False)
         theirs = second.encode(text, add_special_tokens=False) if second else None
-        for window in _windows(ours, theirs, config.sequence_length):
+        for window in _windows(ours, theirs, before, config.sequence_length):
             windows.append(window)
             found += len(window.first)
         if found >= config.tokens:
@@ -138,13 +159,17 @@ def _beginning(
     return _shortened(windows, config.tokens)
 
 
-def _windows(first: Encoding, second: Encoding | None, size: int) -> Iterator[Window]:
+def _windows(
+    first: Encoding, second: Encoding | None, before: Sequence[np.ndarray], size: int
+) -> Iterator[Window]:
     """The windows of one document; without ``second`` both models read the first's ids."""
-    ours, theirs = (np.array((e or first).ids, dtype=np.int64) for e in (first, second))
+    read = (np.array((e or first).ids, dtype=np.int64) for e in (first, second))
+    ours, theirs = (np.concatenate(ids) for ids in zip(before, read, strict=True))
     if second is None:
-        places = np.arange(len(ours))[:, None].repeat(2, axis=1)
+        places = np.arange(len(first.ids))[:, None].repeat(2, axis=1)
     else:
         places = _paired(_spans(first), _spans(second))
+    places = places + np.array([len(ids) for ids in before])
     ends = places + 1
     start, done = np.zeros(2, dtype=np.int64), 0
     while done < len(ends):

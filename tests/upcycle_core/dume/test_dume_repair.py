@@ -195,6 +195,28 @@ def test_repair_is_least_squares_on_whole_passes(family, head, tmp_path):
     assert changed >= 1
 
 
+@torch.no_grad()
+def test_the_drift_that_is_left_is_not_that_of_first_tokens(tmp_path):
+    experts = related(tmp_path)
+    backbone, corpus = merged(experts, tmp_path / "backbone"), write_corpus(tmp_path / "text")
+    out = repaired(backbone, experts[1], corpus, tmp_path / "made")
+    texts = paragraphs_of(corpus)
+    model = load_stitched(backbone, experts[1], dtype=torch.float64)
+    inner, left = map(torch.cat, layer_features(model, 0, texts))
+    wanted = torch.cat(layer_features(load_causal_lm(experts[1], dtype=torch.float64), 0, texts)[1])
+    half = torch.tensor([h for h, ids in texts for _ in ids])
+    is_first = torch.tensor([place == 0 for _, ids in texts for place in range(len(ids))])
+    drift = wanted - left
+    _, added = slow_solution(inner, drift, half)
+    squares = (drift - added).square().sum(1), drift.square().sum(1)
+    rest, all_of_it = (
+        float(squares[0][of].sum() / squares[1][of].sum()) for of in (~is_first, slice(None))
+    )
+    found = json.loads((out / REPORT).read_text())[0]["drift"]
+    assert found == pytest.approx(rest, rel=1e-6)
+    assert abs(rest - all_of_it) > 1e-3
+
+
 def distances(root: Path, experts: list[Path]) -> dict[str, float]:
     """KL divergence from the first expert, on other text, of what each way leaves."""
     backbone, corpus = merged(experts, root / "backbone"), write_corpus(root / "text", 200)

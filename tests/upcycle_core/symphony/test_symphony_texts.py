@@ -8,6 +8,8 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from tests.vocabularies import (
     END,
@@ -122,6 +124,35 @@ def test_what_a_tokenizer_does_after_cutting_moves_no_end(tmp_path, texts):
     )
     paired, expected = (paired_texts(texts, d, mixed, config=ALL) for d in (trimming, nature))
     assert found_pairs(paired) == found_pairs(expected)
+
+
+def beginning(source: Path, out: Path) -> Path:
+    """A tokenizer that puts its beginning-of-sequence token before a text."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{END} $A", special_tokens=[(END, tokens_of(source)[END.encode()])]
+    )
+    tokenizer.save_pretrained(out)
+    return out
+
+
+@pytest.mark.parametrize("bos", ["auto", "always", "never"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_beginning_token_stands_before_each_document_and_is_no_pair(tmp_path, bos, shared):
+    plain, other, _ = three_vocabularies(tmp_path)
+    first, second = beginning(plain, tmp_path / "begun"), plain if shared else other
+    documents = write(tmp_path / "a.parquet", DOCUMENTS)
+    paired = paired_texts({"a": documents}, first, second, config=ALL, bos=bos)
+    expected = [pair for text in DOCUMENTS for pair in plain_pairs(plain, second, text)]
+    if shared:  # every token, those within a character among them
+        expected = [(id, id) for text in DOCUMENTS for id in ends(plain, text)[0]]
+    assert found_pairs(paired) == expected
+    for k, (directory, has_own) in enumerate(((plain, bos == "auto"), (second, False))):
+        before = [tokens_of(directory)[END.encode()]] if has_own or bos == "always" else []
+        read = [ends(directory, text)[0] for text in DOCUMENTS]
+        wanted = [id for ids in read if ids for id in [*before, *ids]]
+        assert [id for window in paired.windows for id in window[k].tolist()] == wanted
+    assert max(max(map(len, window[:2])) for window in paired.windows) <= 48
 
 
 def test_every_domain_gives_the_same_number_of_tokens(tmp_path, texts):
