@@ -6,6 +6,7 @@ from dataclasses import fields
 from infra.recipe.checks import warmup_faults
 from infra.recipe.schema import Recipe, TuningConfig
 from tasks.simoe.rows import section
+from upcycle_core.baselines.config import Baseline
 from upcycle_core.corpora.tuning.config import InstructionsConfig
 from upcycle_core.dume.config import MoEConfig
 from upcycle_core.errors import Fault
@@ -27,6 +28,7 @@ def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
         yield Fault("simoe", None, remedy)
     yield from section(recipe).faults("simoe")
     yield from reach_faults(section(recipe), recipe.tuning.training, "simoe")
+    yield from _head_faults(recipe)
     yield from recipe.instructions.faults("instructions")
     if recipe.instructions.sources and recipe.instructions.unseen == ():
         remedy = "models are compared on categories that training never sees; name one or more"
@@ -49,6 +51,9 @@ def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
             yield Fault(f"{where}.simoe", "given", f"says nothing for {row.method}; remove it")
         if row.method == "simoe":
             own = row.simoe or SimoeUpcyclingConfig()
+            if row.top_k != Baseline(method="simoe").top_k:
+                remedy = "SIMoE mixes all experts, a token passes through none alone: remove it"
+                yield Fault(f"{where}.top_k", row.top_k, remedy)
             yield from own.faults(f"{where}.simoe")
             yield from reach_faults(own, row.training, f"{where}.simoe")
         if row.objective.domain_weights:
@@ -106,6 +111,23 @@ def _said_of_mixtures(recipe: Recipe) -> dict[str, object]:
         for name, value in given.items()
         if value != getattr(MoEConfig(), name) and name != "max_shard_bytes"
     }
+
+
+def _head_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Experts of a head that a seed which is trained here does not have."""
+    if not (recipe.trains_seed and recipe.seed_model.shape.tie_embeddings):
+        return
+    rows = {f"baselines.{name}.simoe": row.simoe for name, row in recipe.baselines.items()}
+    for where, own in {"simoe": recipe.simoe, **rows}.items():
+        if own is not None and own.lm_head:
+            yield tied_head(where)
+
+
+def tied_head(where: str) -> Fault:
+    """The fault of a head that is asked to grow experts and is the embedding."""
+    remedy = "the seed's head is its embedding, which stays as it is; leave it out, or use a seed "
+    remedy += "whose head is its own (tie_word_embeddings: false)"
+    return Fault(f"{where}.lm_head", True, remedy)
 
 
 def _worker_faults(recipe: Recipe) -> Iterator[Fault]:

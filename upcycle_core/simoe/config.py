@@ -75,7 +75,7 @@ class SimoeUpcyclingConfig:
         if self.experts < 2:
             remedy = "one expert leaves nothing to interpolate; use at least 2"
             found.append(Fault(f"{name}.experts", self.experts, remedy))
-        for word in ("standardise", "balance"):
+        for word in ("standardise", "balance", "router_hidden_size"):
             if getattr(self, word) and self.routing == "task":
                 remedy = "routing by task reads no state and sees no batch; leave it out"
                 found.append(Fault(f"{name}.{word}", getattr(self, word), remedy))
@@ -89,6 +89,9 @@ class SimoeUpcyclingConfig:
         if self.sparsity == "use" and self.routing == "token":
             remedy = "the use of experts is a mean over prompts; choose routing: instance or task"
             found.append(Fault(f"{name}.sparsity", self.sparsity, remedy))
+        if self.masks == "real" and self.tau != type(self)().tau:
+            remedy = "real masks are not sparse; leave it out"
+            found.append(Fault(f"{name}.tau", self.tau, remedy))
         if self.masks == "real" and self.sparsity != "mean":
             remedy = "real masks are not sparse; leave it out"
             found.append(Fault(f"{name}.sparsity", self.sparsity, remedy))

@@ -73,6 +73,11 @@ def test_a_sound_recipe_has_its_rows():
             "baselines.free.simoe.sparsity",
         ),
         ("simoe", {"sparsity": "use", "routing": "token"}, "simoe.sparsity"),
+        ("simoe", {"routing": "task", "router_hidden_size": 8}, "simoe.router_hidden_size"),
+        ("simoe", {"masks": "real", "tau": 0.9}, "simoe.tau"),
+        ("simoe/lm_head", True, "simoe.lm_head"),
+        ("baselines/free/simoe/lm_head", True, "baselines.free.simoe.lm_head"),
+        ("baselines/free/top_k", 4, "baselines.free.top_k"),
         ("simoe/reopen", True, "simoe.closing"),
         ("simoe/closing", 1.5, "simoe.closing"),
         *(

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from pico import save_pico
 
 from tasks.recipes import validate
 from tasks.simoe.model import baselines, model
@@ -43,6 +44,20 @@ def test_what_is_missing_is_said_before_any_row_is_tuned(tmp_path, stage, values
     with pytest.raises(InputError) as error:
         stage.function(run)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_is_the_embedding_of_a_given_seed_grows_no_experts(tmp_path, tied):
+    prepared(tmp_path / "instructions")
+    seed = save_pico(tmp_path / "seed", tie_word_embeddings=tied)
+    values = changed("seed_model", {"model": str(seed)})
+    values["baselines"]["free"]["simoe"] = {"masks": "real", "lm_head": True}
+    path = {"instructions": tmp_path / "instructions", "seed": seed}.get
+    run = SimpleNamespace(recipe=validate(values), item="free", path=path, out=None)
+    # What comes after it needs the device that is reserved.
+    with pytest.raises(InputError if tied else AttributeError) as error:
+        baselines.function(run)
+    assert not tied or "baselines.free.simoe.lm_head = True: the seed's head is" in str(error.value)
 
 
 def test_what_the_gate_does_not_ask_for_may_be_missing(tmp_path):

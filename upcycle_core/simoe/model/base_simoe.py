@@ -201,16 +201,17 @@ class SimoePreTrainedModel(PreTrainedModel):
         """The experts' coefficients of each prompt."""
         raise NotImplementedError
 
-    def _get_candidate_generator(self, *, model_kwargs: dict[str, Any], **settings: Any) -> Any:
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """Let another model draft what this one checks (speculative decoding).
 
         One of another kind, such as the dense model, is not told of coefficients.
         """
-        drafter, given = settings.get("assistant_model"), model_kwargs
+        drafter = kwargs.get("assistant_model")
         if drafter is not None and drafter.config.model_type != self.config.model_type:
-            given = {key: value for key, value in given.items() if key not in _OWN}
+            given = kwargs["model_kwargs"].items()
+            kwargs["model_kwargs"] = {key: value for key, value in given if key not in _OWN}
         mixin: Any = super()
-        return mixin._get_candidate_generator(model_kwargs=given, **settings)
+        return mixin._get_candidate_generator(*args, **kwargs)
 
     def _task_coefficients(self, task_ids: Tensor | None, inputs: Tensor) -> Tensor:
         """Coefficients [B, M]; without tasks, those of a task that was not trained."""
