@@ -20,6 +20,8 @@ from tasks.training import (
     training_piece,
 )
 from upcycle_core.checkpoints.card import write_model_card
+from upcycle_core.corpora.config import Bos
+from upcycle_core.corpora.plain_chat import form_in_words
 from upcycle_core.errors import InputError
 from upcycle_core.progress import Progress
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
@@ -42,7 +44,7 @@ CARD_KEYS = (
 
 
 def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
-    yield from ("seed", "baselines.{baseline}", "moe.max_shard_bytes")
+    yield from ("seed", "baselines.{baseline}", "moe.max_shard_bytes", "corpus.bos")
     if recipe.baselines[name].method == "btx":
         yield "experts.training"
 
@@ -72,7 +74,9 @@ def baselines(run: StageRun) -> None:
     )
 
 
-@stage("model", lambda recipe, item: INPUTS, params=(*CARD_KEYS, "moe.max_shard_bytes"))
+@stage(
+    "model", lambda recipe, item: INPUTS, params=(*CARD_KEYS, "moe.max_shard_bytes", "corpus.bos")
+)
 def model(run: StageRun) -> None:
     """Write the recipe's model: the seed, with the sparse experts that tuning has found."""
     recipe = run.recipe
@@ -82,6 +86,7 @@ def model(run: StageRun) -> None:
         title=recipe.name,
         recipe_text=recipe_yaml(recipe, CARD_KEYS),
         method="SIMoE",
+        form=form_in_words(run.out),
     )
 
 
@@ -96,6 +101,7 @@ def tune_simoe(
         start=run.path("seed"),
         instructions=run.path("instructions"),
         cuts=_cuts(run),
+        bos=run.recipe.corpus.bos,
         config=training,
         simoe=config,
         seed=run.recipe.seed,
@@ -125,7 +131,8 @@ def _experts(run: StageRun, labels: list[str]) -> dict[str, Path]:
 
 
 def _data(run: StageRun, label: str = "*") -> Instructions:
-    return Instructions(files=_files(run.path("instructions"), label), cuts=_cuts(run))
+    files = _files(run.path("instructions"), label)
+    return Instructions(files=files, cuts=_cuts(run), bos=run.recipe.corpus.bos)
 
 
 def _cuts(run: StageRun) -> bool:
@@ -139,6 +146,7 @@ def simoe_piece(
     start: Path,
     instructions: Path,
     cuts: bool,
+    bos: Bos,
     config: TrainingConfig,
     simoe: SimoeUpcyclingConfig,
     seed: int,
@@ -152,7 +160,7 @@ def simoe_piece(
     tasks: tuple[str, ...] = ()
     if simoe.routing == "task":
         tasks = tuple(json.loads((instructions / "manifest.json").read_text())["train_tasks"])
-    data = Instructions(files=_files(instructions), tasks=tasks, cuts=cuts)
+    data = Instructions(files=_files(instructions), tasks=tasks, cuts=cuts, bos=bos)
     rows = data.rows(start, config=config, seed=seed)
     result = train_simoe(
         start,
@@ -171,6 +179,7 @@ def simoe_piece(
         (out / TRAINING).mkdir()
         summary = _summary(result) | row_counts(rows)
         (out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+        data.name_form(out)
     return {"loss": result.training.final_loss, "seconds": result.training.seconds}
 
 

@@ -55,10 +55,14 @@ class ChatTemplate:
     Args:
         tokenizer: Loaded; it may have no template, until one is asked for.
         prefix: Ids that stand before a chat even where the template does not write them.
+        template: Another than the tokenizer's.
     """
 
-    def __init__(self, tokenizer: Any, *, prefix: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, *, prefix: Sequence[int] = (), template: str | None = None
+    ) -> None:
         self.tokenizer, self.prefix = tokenizer, list(prefix)
+        self.template = template
         added = tokenizer.added_tokens_decoder.items()
         self.special = {index for index, token in added if token.special}
         self.special |= {*tokenizer.all_special_ids}
@@ -76,12 +80,13 @@ class ChatTemplate:
             responses: list[bool] | None = self.responses(chat, ids)
         except InputError:
             responses = None
-        before = self._before(ids)
+        before = self.before(ids)
         if responses is not None:
             responses = [*[False] * len(before), *responses]
         return Encoded([*before, *ids], len(whole_text(chat.messages).encode()), responses)
 
-    def _before(self, ids: list[int]) -> list[int]:
+    def before(self, ids: list[int]) -> list[int]:
+        """What stands before a chat of these ``ids``: the prefix, where they lack it."""
         return [] if ids[: len(self.prefix)] == self.prefix else self.prefix
 
     def ids(self, chat: Conversation) -> list[int]:
@@ -118,7 +123,7 @@ class ChatTemplate:
         """
         # Of who asks all marks are text, as other readers have them.
         ids = self._written(messages, has_marks=False, add_generation_prompt=True)
-        return [*self._before(ids), *ids]
+        return [*self.before(ids), *ids]
 
     def responses(self, chat: Conversation, ids: list[int]) -> list[bool]:
         """Which of the ``ids`` of a chat are responses: what the template adds to what is asked.
@@ -289,7 +294,7 @@ class ChatTemplate:
     def _written(
         self, messages: list[Message], *, has_marks: bool = True, **options: bool
     ) -> list[int]:
-        if not self.tokenizer.chat_template:
+        if not (self.template or self.tokenizer.chat_template):
             remedy = "the tokenizer has none; give it one, or read the records with a template "
             remedy += "of the text's own: template: '{prompt} {response}'"
             raise InputError(Fault("chat_template", None, remedy))
@@ -311,7 +316,7 @@ class ChatTemplate:
     @property
     def _template(self) -> str:
         """The tokenizer's, on one day: what a text's tokens are does not depend on the date."""
-        template = self.tokenizer.get_chat_template()
+        template = self.tokenizer.get_chat_template(self.template)
         return DAY + template if "strftime_now" in template else template
 
 
