@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from upcycle_core.corpora.seeded import permutation
 from upcycle_core.corpora.tuning.config import InstructionsConfig
 from upcycle_core.corpora.tuning.records import Record
 
@@ -50,11 +49,14 @@ class Choice:
 def choose(
     records: Mapping[str, Sequence[Record]], config: InstructionsConfig, *, seed: int
 ) -> Choice:
-    """Share instances out by task, in seeded order.
+    """Share instances out by task, in the order of their prompts' hashes with the seed.
 
-    Prompts that differ in case or white space only are one. Where one stands in
-    several tasks, those of unseen categories have it before those of seen ones, and what models are
-    judged by has it before what is trained on, where it may be any turn of a conversation.
+    So a record keeps its place among others as data grows: what was trained on is not judged by
+    later, unless its task had fewer than twice ``test_per_task``.
+
+    Prompts that differ in case or white space only are one. Where one stands in several tasks,
+    those of unseen categories have it before those of seen ones, and what models are judged by has
+    it before what is trained on, where it may be any turn of a conversation.
 
     Args:
         records: By source.
@@ -95,13 +97,18 @@ def prompt_key(prompt: str) -> bytes:
     return hashlib.sha256(" ".join(prompt.casefold().split()).encode()).digest()[:16]
 
 
+def _rank(record: Record, seed: int) -> bytes:
+    """A number of its own for each prompt, whatever else there is."""
+    return hashlib.sha256(f"{seed}".encode() + prompt_key(record.prompt)).digest()
+
+
 def _tasks(
     records: Mapping[str, Sequence[Record]],
     config: InstructionsConfig,
     left_out: Counter[str],
     seed: int,
 ) -> tuple[dict[tuple[str, str], list[Record]], dict[tuple[str, str], list[Record]]]:
-    """Records of unseen and of seen tasks, by category and task, in seeded order."""
+    """Records of unseen and of seen tasks, by category and task, in order of their ranks."""
     unseen: dict[tuple[str, str], list[Record]] = {}
     seen: dict[tuple[str, str], list[Record]] = {}
     for name, own in records.items():
@@ -110,9 +117,8 @@ def _tasks(
         for record in own:
             tasks.setdefault((record.category, record.task), []).append(record)
         for (category, task), found in tasks.items():
-            order = permutation(len(found), seed, "instructions", name, category, task)[:most]
-            left_out["over max_per_task"] += len(found) - len(order)
-            drawn = [found[place] for place in order]
+            drawn = sorted(found, key=lambda record: _rank(record, seed))[:most]
+            left_out["over max_per_task"] += len(found) - len(drawn)
             if category in config.unseen_categories:
                 unseen.setdefault((category, task), []).extend(drawn)
             elif config.train_categories is None or category in config.train_categories:
