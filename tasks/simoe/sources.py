@@ -26,8 +26,13 @@ def sources(run: StageRun) -> None:
 
 def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     """What is wrong with texts, the seed and instructions outside the workspace."""
-    instructions = instruction_faults(recipe.instructions, folder=recipe.text_folder)
-    found = [*texts.outside_faults(recipe, cache), *instructions]
+    found = texts.outside_faults(recipe, cache)
+    seed = None
+    if recipe.seed_model.model is not None and not found:
+        seed = given_model(recipe, recipe.seed_model.model, cache)
+    found += instruction_faults(
+        recipe.instructions, folder=recipe.text_folder, tokenizer=seed, bos=recipe.corpus.bos
+    )
     return found or list(_length_faults(recipe, cache))
 
 

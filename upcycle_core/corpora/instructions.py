@@ -190,6 +190,23 @@ def encode_prompt(
     return Prompt(kept, len(ids) - len(kept))
 
 
+def encode_conversation(
+    tokenizer: Path | Any, messages: Sequence[Message], place: str, *, bos: Bos = "auto"
+) -> list[int]:
+    """All tokens of a conversation as a row of ``InstructionRows`` has them.
+
+    Args:
+        tokenizer: Directory of its files, or what it has loaded.
+        messages: Up to the last response.
+        place: What errors name.
+        bos: As the rows'.
+
+    Raises:
+        InputError: As ``InstructionRows``, of the tokenizer.
+    """
+    return _Encoder(tokenizer, bos).encode(Conversation([*messages], place)).ids
+
+
 def response_opening(tokenizer: Any) -> str:
     """What the chat template writes of a response before it says anything, as empty thoughts.
 

@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from upcycle_core.checkpoints.hashing import sha256_file
+from upcycle_core.checkpoints.tokenizer import load_tokenizer
+from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.conversations import FAULTS_SHOWN
 from upcycle_core.corpora.tuning.choose import Choice, choose
 from upcycle_core.corpora.tuning.config import LABEL, InstructionsConfig
 from upcycle_core.corpora.tuning.readers import (
-    dataset_faults,
+    first_of_dataset,
     missing_files,
     read_records,
     reader_fingerprint,
 )
 from upcycle_core.corpora.tuning.records import Record
+from upcycle_core.corpora.tuning.written import judged_faults, sample_faults
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.progress import Progress, Silent
 
@@ -25,7 +28,13 @@ ALL = "all"
 Records = dict[str, list[Record]]
 
 
-def instruction_faults(config: InstructionsConfig, *, folder: Path | None) -> list[Fault]:
+def instruction_faults(
+    config: InstructionsConfig,
+    *,
+    folder: Path | None,
+    tokenizer: Path | None = None,
+    bos: Bos = "auto",
+) -> list[Fault]:
     """Everything that would stop ``prepare_instructions``, found by reading all files once.
 
     Of a dataset the first row is read: what its categories are shows when it is prepared.
@@ -33,6 +42,9 @@ def instruction_faults(config: InstructionsConfig, *, folder: Path | None) -> li
     Args:
         config: What the recipe says.
         folder: What ``{folder}`` stands for.
+        tokenizer: Directory of the one that will write the instructions, where it is known: it is
+            tried on some records of each source and shape.
+        bos: As for ``encoding.encoded``.
 
     Returns:
         One fault for each file, line, category or label that is wrong; of a source the first few.
@@ -42,10 +54,15 @@ def instruction_faults(config: InstructionsConfig, *, folder: Path | None) -> li
         return found
     files = {name: own for name, own in config.sources.items() if own.dataset is None}
     datasets = {name: own for name, own in config.sources.items() if own.dataset is not None}
-    for name, source in datasets.items():
-        found += dataset_faults(name, source, folder)
     records, faults = _read(config, files, folder=folder, seed=0, progress=Silent())
+    samples = dict(records)
+    for name, source in datasets.items():
+        first = first_of_dataset(name, source, folder)
+        found += [first] if isinstance(first, Fault) else []
+        samples[name] = [first] if isinstance(first, Record) else []
     found += faults
+    if tokenizer is not None and not found:
+        found += sample_faults(samples, config, load_tokenizer(tokenizer), bos=bos)
     if found or datasets:
         return found
     found = _category_faults(config, records)
@@ -65,6 +82,8 @@ def prepare_instructions(
     *,
     folder: Path | None = None,
     seed: int,
+    tokenizer: Path | None = None,
+    bos: Bos = "auto",
     progress: Progress | None = None,
 ) -> None:
     """Write instructions to tune on and to judge by.
@@ -81,6 +100,9 @@ def prepare_instructions(
             ``unseen.jsonl`` and ``manifest.json``.
         folder: What ``{folder}`` stands for.
         seed: Decides which instances, their order, and what is generated.
+        tokenizer: Directory of the one that will write the instructions: it is tried on all that
+            models are judged by.
+        bos: As for ``encoding.encoded``.
         progress: Told when each source is read.
 
     Raises:
@@ -93,6 +115,9 @@ def prepare_instructions(
     raise_faults(faults or _category_faults(config, records))
     choice = choose(records, config, seed=seed)
     raise_faults(_choice_faults(config, choice))
+    if tokenizer is not None:
+        judged = [*choice.seen, *choice.unseen]
+        raise_faults(judged_faults(judged, load_tokenizer(tokenizer), bos=bos))
     lines = {"seen.jsonl": choice.seen, "unseen.jsonl": choice.unseen}
     for label, own in _by_domain(choice.train, config).items():
         lines[f"train/{label}.jsonl"] = own
