@@ -67,3 +67,40 @@ def test_where_a_record_stands_in_a_file_does_not_matter():
     forwards = choose({"s": plain(*asked) + records}, config, seed=3)
     backwards = choose({"s": plain(*reversed(asked)) + records}, config, seed=3)
     assert (forwards.train, forwards.seen) == (backwards.train, backwards.seen)
+
+
+def talk(system, *questions, category="c"):
+    messages = [{"role": "system", "content": system}] if system else []
+    for question in questions:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": "a"}]
+    prompt = "\n\n".join(m["content"] for m in messages[: 2 if system else 1])
+    return Record(category, category, None, prompt, ("a",), None, tuple(messages))
+
+
+def users(records, *, turns=None):
+    """What users say, in their first ``turns`` turns."""
+    return {
+        " ".join(text.split()).casefold()
+        for record in records
+        for text in [m["content"] for m in record.messages if m["role"] == "user"][:turns]
+        or [record.prompt]
+    }
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda i: talk("Be long.", f"question {i}"), id="another system message"),
+        pytest.param(lambda i: plain(f"Question  {i}")[0], id="none"),
+        pytest.param(lambda i: talk(None, f"more {i}", f"question {i}"), id="a later turn"),
+    ],
+)
+@pytest.mark.parametrize("category", ["c", "u"])
+def test_what_is_judged_by_under_one_system_message_is_trained_on_under_none(other, category):
+    records = [talk("Be short.", f"question {i}", category=category) for i in range(60)]
+    records += [other(i) for i in range(70)] + plain("held out", category="u")
+    choice = choose({"s": records}, config_of(test_per_task=20), seed=0)
+    judged = users([*choice.seen, *choice.unseen], turns=1)
+    assert len(judged) > 15
+    assert choice.train
+    assert not judged & users(choice.train)

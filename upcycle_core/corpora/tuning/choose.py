@@ -2,9 +2,11 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
+from upcycle_core.corpora.conversations import Message
 from upcycle_core.corpora.tuning.config import InstructionsConfig
 from upcycle_core.corpora.tuning.records import Record
 
@@ -56,37 +58,48 @@ def choose(
 
     Prompts that differ in case or white space only are one. Where one stands in several tasks,
     those of unseen categories have it before those of seen ones, and what models are judged by has
-    it before what is trained on, where it may be any turn of a conversation.
+    it before what is trained on, where it may be any turn of a conversation. A user's question is
+    the same whatever a system message says before it.
 
     Args:
         records: By source.
         config: Categories, and how many of each task.
         seed: Decides which instances.
     """
-    choice = Choice()
+    choice, judged = Choice(), set[bytes]()
     unseen, seen = _tasks(records, config, choice.left_out, seed)
     for _, own in sorted(unseen.items()):
         choice.unseen += choice.taken(choice.distinct(own), config.test_per_task)
         # Nothing of an unseen task is trained on under another name.
         choice.known |= {prompt_key(record.prompt) for record in own}
+        judged |= {key for record in own for key in _questions(_before_response(record))}
     rest = []
     for _, own in sorted(seen.items()):
         distinct = choice.distinct(own)
         count = min(config.test_per_task, len(distinct) // 2)
         choice.seen += choice.taken(distinct[:count], count)
         rest.append(distinct[count:])
-    judged = frozenset(choice.known)
+    judged |= {key for record in choice.seen for key in _questions(_before_response(record))}
+    judged |= choice.known
     for own in rest:
-        apart = [record for record in own if not _later_turns(record) & judged]
+        apart = [
+            record
+            for record in own
+            if not {prompt_key(record.prompt), *_questions(record.messages)} & judged
+        ]
         choice.left_out["the same prompt"] += len(own) - len(apart)
         choice.train += choice.taken(choice.distinct(apart), config.train_per_task)
     return choice
 
 
-def _later_turns(record: Record) -> set[bytes]:
-    """Keys of what users ask in a conversation, which is trained on as a whole."""
-    said = (message for message in record.messages if message["role"] == "user")
-    return {prompt_key(message["content"]) for message in said}
+def _before_response(record: Record) -> Iterator[Message]:
+    """What stands before the first response of a conversation, by which it is judged."""
+    return takewhile(lambda message: message["role"] != "assistant", record.messages)
+
+
+def _questions(messages: Iterable[Message]) -> Iterator[bytes]:
+    """Keys of what users say."""
+    yield from (prompt_key(m["content"]) for m in messages if m["role"] == "user")
 
 
 def prompt_key(prompt: str) -> bytes:

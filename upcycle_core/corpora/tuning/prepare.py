@@ -189,7 +189,9 @@ def _category_faults(config: InstructionsConfig, records: Records) -> list[Fault
 def _choice_faults(config: InstructionsConfig, choice: Choice) -> list[Fault]:
     """Nothing to train on, or labels that do not make domains."""
     if not choice.train:
-        remedy = "nothing is left to train on; hold fewer categories out, or give more instructions"
+        same = choice.left_out["the same prompt"]
+        remedy = f"nothing is left to train on, where {same} have a question that another has or "
+        remedy += "that is judged by; hold fewer categories out, or give more instructions"
         return [Fault("instructions.unseen", list(config.unseen_categories), remedy)]
     labels: dict[str | None, set[str]] = {}
     for record in choice.train:
