@@ -14,6 +14,7 @@ from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.conversations import (
     EXTRAS,
     LISTS,
+    THOUGHT,
     THOUGHTS,
     Conversation,
     Message,
@@ -26,8 +27,6 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DAY = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
 """Before a template that writes today's date, as Llama 3's do; the day that they name themselves
 where they are told none."""
-THOUGHT = "</think>"
-"""Behind what a response thinks, before what it says."""
 REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
 """What a template's own expressions raise."""
 SAID = "x{number}x"

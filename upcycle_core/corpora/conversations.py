@@ -22,6 +22,8 @@ RESPONSE_FIELDS = ("response", "output", "completion", "answer")
 FIELDS = ("messages", "tools", *PROMPT_FIELDS, "input", *RESPONSE_FIELDS)
 THOUGHTS = ("reasoning_content", "thinking")
 """Of a message: what its writer thought, by the two names that templates have for it."""
+THOUGHT = "</think>"
+"""Behind what a response thinks, before what it says."""
 LISTS = ("tool_calls", "tools")
 """Of a message: which functions it calls; of the first, which there are. Lists of objects, or JSON
 of such, as columns of one type hold them."""
@@ -106,6 +108,11 @@ def present(row: dict[str, Any]) -> dict[str, Any]:
 def joined(messages: Sequence[Message]) -> str:
     """What was said, without who said it: an empty line between messages."""
     return "\n\n".join(message["content"] for message in messages if message["content"])
+
+
+def without_thoughts(text: str) -> str:
+    """What a response says behind what it thinks."""
+    return text.rpartition(THOUGHT)[2].strip()
 
 
 def whole_text(messages: Sequence[Message]) -> str:

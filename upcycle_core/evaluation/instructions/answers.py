@@ -17,8 +17,8 @@ from transformers import GenerationConfig
 
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
-from upcycle_core.corpora.chat_template import THOUGHT
 from upcycle_core.corpora.config import Bos
+from upcycle_core.corpora.conversations import without_thoughts
 from upcycle_core.corpora.encoding import answer_ends
 from upcycle_core.corpora.instructions import UNKNOWN_TASK, encode_prompt, response_opening
 from upcycle_core.errors import Fault, raise_faults
@@ -130,7 +130,7 @@ def answer(
 
 def _said(text: str, opening: str) -> str:
     """What an answer says: without what the template opens it with, and behind its thoughts."""
-    return text.strip().removeprefix(opening).rpartition(THOUGHT)[2].strip()
+    return without_thoughts(text.strip().removeprefix(opening))
 
 
 def encode_prompts(
