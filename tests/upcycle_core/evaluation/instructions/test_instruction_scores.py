@@ -28,6 +28,12 @@ from upcycle_core.evaluation.instructions.scores import (
         ("3-5", ["35"], True),  # as published
         ("3.5", ["35"], False),  # published: True
         ("3.5.", ["3.5"], True),
+        (".5", ["5"], False),  # published: True
+        ("$.50!", [".50"], True),
+        ("-.5", [".5"], False),
+        ("-.5", ["5"], False),
+        ("...5", ["5"], True),
+        ("v.5", ["v5"], True),
         ("1, 2", ["12"], False),
         ("", ["a"], False),
         ("été", ["Été"], True),
