@@ -104,3 +104,14 @@ def test_what_is_judged_by_under_one_system_message_is_trained_on_under_none(oth
     assert len(judged) > 15
     assert choice.train
     assert not judged & users(choice.train)
+
+
+def test_a_question_that_a_task_asks_again_keeps_all_right_answers():
+    answers = ("yes", "no", "yes", "maybe")
+    records = [Record("c", "c", None, f"q {i}", (a,)) for i in range(30) for a in answers]
+    records += [Record("u", "u", None, "held  out", (a, "b")) for a in answers]
+    choice = choose({"s": records}, config_of(test_per_task=10), seed=0)
+    assert (len(choice.seen), len(choice.train), len(choice.unseen)) == (10, 20, 1)
+    assert {record.references for record in choice.seen} == {("yes", "no", "maybe")}
+    assert choice.unseen[0].references == ("yes", "b", "no", "maybe")
+    assert choice.left_out["the same prompt"] == 30 * 3 + 3

@@ -30,13 +30,16 @@ class Choice:
     known: set[bytes] = field(default_factory=set)
 
     def distinct(self, records: Iterable[Record]) -> list[Record]:
-        """Those whose prompts are neither known nor said before."""
+        """Those whose prompts are neither known nor said before; of these the answers are kept."""
         found: dict[bytes, Record] = {}
         for record in records:
             key = prompt_key(record.prompt)
             if key in self.known or key in found:
                 self.left_out["the same prompt"] += 1
-            else:
+            if key in found:
+                answers = (*found[key].references, *record.references)
+                found[key] = found[key]._replace(references=tuple(dict.fromkeys(answers)))
+            elif key not in self.known:
                 found[key] = record
         return list(found.values())
 

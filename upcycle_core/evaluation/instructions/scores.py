@@ -16,7 +16,9 @@ Metric = Literal["exact_match", "rouge_l"]
 Split = Literal["seen", "unseen"]
 METRICS: tuple[Metric, ...] = ("exact_match", "rouge_l")
 SPLITS: tuple[Split, ...] = ("seen", "unseen")
-_PUNCTUATION = re.compile(rf"(?!(?<!\w)-\.?\d|(?<=\d)\.\d|(?<![\w.])\.\d)[{re.escape(string.punctuation)}]")
+_PUNCTUATION = re.compile(
+    rf"(?!(?<!\w)-\.?\d|(?<=\d)\.\d|(?<![\w.])\.\d)[{re.escape(string.punctuation)}]"
+)
 """ASCII punctuation, without the minus before a number and the point in one."""
 
 
