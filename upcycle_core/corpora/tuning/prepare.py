@@ -18,13 +18,15 @@ from upcycle_core.corpora.tuning.readers import (
     read_records,
     reader_fingerprint,
 )
-from upcycle_core.corpora.tuning.records import Record
+from upcycle_core.corpora.tuning.records import LeftOut, Record
 from upcycle_core.corpora.tuning.written import judged_faults, sample_faults
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.progress import Progress, Silent
 
 ALL = "all"
 """The one domain, where there are no labels."""
+MOST_EMPTY = 0.05
+"""Share of a source's records whose answers may be empty: more are no slips."""
 Records = dict[str, list[Record]]
 
 
@@ -54,7 +56,7 @@ def instruction_faults(
         return found
     files = {name: own for name, own in config.sources.items() if own.dataset is None}
     datasets = {name: own for name, own in config.sources.items() if own.dataset is not None}
-    records, faults = _read(config, files, folder=folder, seed=0, progress=Silent())
+    records, faults, _ = _read(config, files, folder=folder, seed=0, progress=Silent())
     samples = dict(records)
     for name, source in datasets.items():
         first = first_of_dataset(name, source, folder)
@@ -109,11 +111,12 @@ def prepare_instructions(
         InputError: As ``instruction_faults``.
     """
     raise_faults(config.faults("instructions") or _missing(config, folder))
-    records, faults = _read(
+    records, faults, left_out = _read(
         config, config.sources, folder=folder, seed=seed, progress=progress or Silent()
     )
     raise_faults(faults or _category_faults(config, records))
     choice = choose(records, config, seed=seed)
+    choice.left_out += left_out
     raise_faults(_choice_faults(config, choice))
     if tokenizer is not None:
         judged = [*choice.seen, *choice.unseen]
@@ -145,11 +148,12 @@ def _read(
     folder: Path | None,
     seed: int,
     progress: Progress,
-) -> tuple[Records, list[Fault]]:
-    """The records of each source, named; and what is wrong with those that are none."""
+) -> tuple[Records, list[Fault], Counter[str]]:
+    """The records of each source, named; what is wrong with others, and how many are not used."""
     progress.start("instructions", len(sources), "sources")
     records: Records = {}
     faults: list[Fault] = []
+    left_out: Counter[str] = Counter()
     for name, source in sources.items():
         per_family = config.per_family
         found = list(read_records(name, source, folder=folder, seed=seed, per_family=per_family))
@@ -159,6 +163,12 @@ def _read(
             for number, one in enumerate(found)
             if isinstance(one, Record)
         ]
+        unused = [one for one in found if isinstance(one, LeftOut)]
+        for one in unused:
+            left_out[one.reason] += one.count
+        empty = [one.fault for one in unused if one.fault is not None]
+        if len(empty) > MOST_EMPTY * len(found):
+            wrong += empty
         where = f"instructions.sources.{name}"
         if not found:
             wrong.append(Fault(where, "no record", "it holds none; fill or remove it"))
@@ -166,7 +176,7 @@ def _read(
         if len(wrong) > FAULTS_SHOWN:
             faults.append(Fault(where, f"{len(wrong) - FAULTS_SHOWN} more", "are faulty too"))
         progress.advance()
-    return records, faults
+    return records, faults, left_out
 
 
 def _category_faults(config: InstructionsConfig, records: Records) -> list[Fault]:

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from upcycle_core.corpora.conversations import EXTRAS, Message, messages_of, place_rows
-from upcycle_core.corpora.readers import is_text
+from upcycle_core.corpora.conversations import EXTRAS, Message, Unanswered, messages_of, place_rows
+from upcycle_core.corpora.readers import is_text, is_written
 from upcycle_core.corpora.tuning.config import InstructionSource
 from upcycle_core.errors import Fault, InputError
 
@@ -40,8 +40,23 @@ class Record(NamedTuple):
         return () if is_plain else before
 
 
-Found = Record | Fault
-"""A record, or what is wrong with one: file, line, field and remedy."""
+class LeftOut(NamedTuple):
+    """Records that are not used, without being wrong.
+
+    Args:
+        reason: As the manifest counts them.
+        count: How many.
+        fault: What is wrong where there are too many.
+    """
+
+    reason: str
+    count: int = 1
+    fault: Fault | None = None
+
+
+EMPTY = "an empty answer"
+Found = Record | Fault | LeftOut
+"""A record, one that is not used, or what is wrong with one: file, line, field and remedy."""
 
 
 def file_records(name: str, source: InstructionSource, paths: Iterable[Path]) -> Iterator[Found]:
@@ -66,6 +81,8 @@ def checked(
     """The record that ``row`` is, or everything that is wrong with it."""
     try:
         yield _record(row, place, name, source)
+    except Unanswered as error:
+        yield LeftOut(EMPTY, fault=error.faults[0])
     except InputError as error:
         yield from error.faults
 
@@ -111,7 +128,7 @@ def _texts(row: Mapping[str, Any], field: str, place: str) -> Sequence[str]:
     values = row.get(field)
     if values is None:
         return ()
-    if not isinstance(values, list) or not all(map(is_text, values)):
-        remedy = "must be a list of texts, none of them empty; mend or remove it"
+    if not isinstance(values, list) or not all(map(is_written, values)):
+        remedy = "must be a list of texts; mend or remove it"
         raise InputError(Fault(f"{place}, {field}", values, remedy))
-    return values
+    return [value for value in values if value.strip()]

@@ -9,7 +9,7 @@ from upcycle_core.corpora.conversations import place_rows
 from upcycle_core.corpora.readers import is_text, is_written
 from upcycle_core.corpora.tuning.config import InstructionSource
 from upcycle_core.corpora.tuning.prompts import EXAMPLES, superni_prompt
-from upcycle_core.corpora.tuning.records import Found, Record
+from upcycle_core.corpora.tuning.records import EMPTY, Found, LeftOut, Record
 from upcycle_core.errors import Fault
 
 Row = Mapping[str, Any]
@@ -102,10 +102,15 @@ def _instance(
     ]
     if not is_written(row.get("prompt")):
         faults.append(Fault(f"{place}, input", row.get("prompt"), "must be text; mend it"))
-    if not isinstance(answers, list) or not answers or not all(map(is_text, answers)):
-        faults.append(Fault(f"{place}, output", answers, REMEDY_EMPTY))
+    empty = Fault(f"{place}, output", answers, REMEDY_EMPTY)
+    if not isinstance(answers, list) or not all(map(is_written, answers)):
+        faults.append(empty)
     if faults:
         yield from faults
+        return
+    right = tuple(dict.fromkeys(answer for answer in answers if answer.strip()))
+    if not right:
+        yield LeftOut(EMPTY, fault=empty)
         return
     number = row.get("id")
     yield Record(
@@ -118,7 +123,7 @@ def _instance(
             task["positive_examples"],
             shown=EXAMPLES if task["examples"] is None else task["examples"],
         ),
-        references=tuple(dict.fromkeys(answers)),
+        references=right,
         id=number if isinstance(number, str) else None,
     )
 
