@@ -22,7 +22,8 @@ from tasks.training import (
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.plain_chat import form_in_words
-from upcycle_core.errors import InputError
+from upcycle_core.corpora.tuning.config import domain_faults
+from upcycle_core.errors import InputError, raise_faults
 from upcycle_core.progress import Progress
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.training.config import TrainingConfig
@@ -61,6 +62,8 @@ def baselines(run: StageRun) -> None:
             raise InputError(*own) from None
         return
     labels = _labels(run)
+    if row.method == "btx":
+        raise_faults(domain_faults(labels))
     experts = _experts(run, labels) if row.method == "btx" else {}
     parts = {"experts": experts, "seed_model": run.path("seed")}
     start = start_of(run, row, "baselines", domains=len(labels), **parts)

@@ -31,7 +31,11 @@ def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     if recipe.seed_model.model is not None and not found:
         seed = given_model(recipe, recipe.seed_model.model, cache)
     found += instruction_faults(
-        recipe.instructions, folder=recipe.text_folder, tokenizer=seed, bos=recipe.corpus.bos
+        recipe.instructions,
+        folder=recipe.text_folder,
+        tokenizer=seed,
+        bos=recipe.corpus.bos,
+        labelled=any(row.method == "btx" for row in recipe.baselines.values()),
     )
     return found or list(_length_faults(recipe, cache))
 

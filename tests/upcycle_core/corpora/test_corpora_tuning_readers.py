@@ -245,7 +245,6 @@ def test_faulty_superni_rows_are_named(tmp_path):
         tmp_path / "more.jsonl",
         *({**own, "category": wrong} for wrong in (1, ["a"], "\ud83d")),
         {**own, "task": ["add"]},
-        {**own, "domain": 3},
         {**own, "prompt": "\ud83d"},
         {**own, "answer": "\ud83d"},
     )
@@ -253,10 +252,12 @@ def test_faulty_superni_rows_are_named(tmp_path):
     assert [said.partition(" = ")[0] for said in fields] == [
         *(f"line {i}, category" for i in (1, 2, 3)),
         "line 4, task",
-        "line 5, domain",
-        "line 6, input",
-        "line 7, output",
+        "line 5, input",
+        "line 6, output",
     ]
+    labelled = jsonl(tmp_path / "a.jsonl", {**own, "domain": 3}, {**own, "domain": "d"})
+    found = read(files(labelled, form=form, definitions=tasks, domain="c"))
+    assert [record.domain for record in found] == ["c", "d"]
     broken = jsonl(tmp_path / "broken.jsonl", {"id": "add", "definition": " "})
     found = read(files(rows, form="superni-rows", definitions=broken))
     assert found[0].startswith(f"{broken}, line 1, definition = ' '")

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from typing import Literal
 
@@ -179,6 +179,17 @@ class InstructionsConfig:
         for where, label in labels.items():
             if not LABEL.fullmatch(label):
                 yield Fault(where, label, "names a file; use letters, digits, ., - and _")
+
+
+def domain_faults(domains: Iterable[str]) -> list[Fault]:
+    """One domain, where an expert is trained of each.
+
+    Args:
+        domains: Labels of what is trained on.
+    """
+    named = list(domains)
+    remedy = "is the one domain, and an expert is trained of each; give categories two or more"
+    return [Fault("instructions.domains", *named, remedy)] if len(named) < 2 else []
 
 
 def _too_small(

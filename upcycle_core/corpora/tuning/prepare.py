@@ -11,7 +11,7 @@ from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.conversations import FAULTS_SHOWN
 from upcycle_core.corpora.tuning.choose import Choice, choose
-from upcycle_core.corpora.tuning.config import LABEL, InstructionsConfig
+from upcycle_core.corpora.tuning.config import LABEL, InstructionsConfig, domain_faults
 from upcycle_core.corpora.tuning.readers import (
     first_of_dataset,
     missing_files,
@@ -36,6 +36,7 @@ def instruction_faults(
     folder: Path | None,
     tokenizer: Path | None = None,
     bos: Bos = "auto",
+    labelled: bool = False,
 ) -> list[Fault]:
     """Everything that would stop ``prepare_instructions``, found by reading all files once.
 
@@ -47,6 +48,7 @@ def instruction_faults(
         tokenizer: Directory of the one that will write the instructions, where it is known: it is
             tried on some records of each source and shape.
         bos: As for ``encoding.encoded``.
+        labelled: Whether domains matter, as experts of a domain each are trained.
 
     Returns:
         One fault for each file, line, category or label that is wrong; of a source the first few.
@@ -68,7 +70,13 @@ def instruction_faults(
     if found or datasets:
         return found
     found = _category_faults(config, records)
-    return found or _choice_faults(config, choose(records, config, seed=0))
+    if found:
+        return found
+    choice = choose(records, config, seed=0)
+    found = _train_faults(config, choice)
+    if found or not labelled:
+        return found
+    return _label_faults(config, choice) or domain_faults(_by_domain(choice, config))
 
 
 def instruction_fingerprint(
@@ -98,8 +106,8 @@ def prepare_instructions(
 
     Args:
         config: Sources, categories, and how many instances of each task.
-        out: Directory for ``train/DOMAIN.jsonl`` (``all`` without labels), ``seen.jsonl``,
-            ``unseen.jsonl`` and ``manifest.json``.
+        out: Directory for ``train/DOMAIN.jsonl`` (``all`` without labels, or with such as are no
+            domains), ``seen.jsonl``, ``unseen.jsonl`` and ``manifest.json``.
         folder: What ``{folder}`` stands for.
         seed: Decides which instances, their order, and what is generated.
         tokenizer: Directory of the one that will write the instructions: it is tried on all that
@@ -117,12 +125,12 @@ def prepare_instructions(
     raise_faults(faults or _category_faults(config, records))
     choice = choose(records, config, seed=seed)
     choice.left_out += left_out
-    raise_faults(_choice_faults(config, choice))
+    raise_faults(_train_faults(config, choice))
     if tokenizer is not None:
         judged = [*choice.seen, *choice.unseen]
         raise_faults(judged_faults(judged, load_tokenizer(tokenizer), bos=bos))
     lines = {"seen.jsonl": choice.seen, "unseen.jsonl": choice.unseen}
-    for label, own in _by_domain(choice.train, config).items():
+    for label, own in _by_domain(choice, config).items():
         lines[f"train/{label}.jsonl"] = own
     (out / "train").mkdir(parents=True, exist_ok=True)
     for name, own in lines.items():
@@ -196,13 +204,18 @@ def _category_faults(config: InstructionsConfig, records: Records) -> list[Fault
     ]
 
 
-def _choice_faults(config: InstructionsConfig, choice: Choice) -> list[Fault]:
-    """Nothing to train on, or labels that do not make domains."""
+def _train_faults(config: InstructionsConfig, choice: Choice) -> list[Fault]:
+    """Nothing to train on."""
     if not choice.train:
         same = choice.left_out["the same prompt"]
         remedy = f"nothing is left to train on, where {same} have a question that another has or "
         remedy += "that is judged by; hold fewer categories out, or give more instructions"
         return [Fault("instructions.unseen", list(config.unseen_categories), remedy)]
+    return []
+
+
+def _label_faults(config: InstructionsConfig, choice: Choice) -> list[Fault]:
+    """Labels that do not make domains."""
     labels: dict[str | None, set[str]] = {}
     for record in choice.train:
         labels.setdefault(_domain(record, config), set()).add(record.category)
@@ -221,9 +234,12 @@ def _domain(record: Record, config: InstructionsConfig) -> str | None:
     return record.domain or config.domains.get(record.category)
 
 
-def _by_domain(records: Iterable[Record], config: InstructionsConfig) -> dict[str, list[Record]]:
+def _by_domain(choice: Choice, config: InstructionsConfig) -> dict[str, list[Record]]:
+    """By label, where the labels make domains."""
+    if _label_faults(config, choice):
+        return {ALL: choice.train}
     found: dict[str, list[Record]] = {}
-    for record in records:
+    for record in choice.train:
         found.setdefault(_domain(record, config) or ALL, []).append(record)
     return dict(sorted(found.items()))
 

@@ -104,11 +104,11 @@ def _record(row: Mapping[str, Any], place: str, name: str, source: InstructionSo
     category = _label(row, source.category_field, place) or source.category or name
     is_plain = [message["role"] for message in messages] == ["user", "assistant"]
     is_plain = is_plain and not any(set(EXTRAS) & message.keys() for message in messages)
-    number = row.get("id")
+    number, domain = row.get("id"), row.get("domain")
     return Record(
         task=_label(row, "task", place) or category,
         category=category,
-        domain=_label(row, "domain", place) or source.domain,
+        domain=domain if is_text(domain) else source.domain,
         prompt="\n\n".join(message["content"] for message in messages[:first]),
         references=(response, *(answer for answer in answers if answer != response)),
         id=str(number) if isinstance(number, str | int) else None,

@@ -87,7 +87,7 @@ def row_records(
             answers = row.get("answers") or row.get("answer")
             row["answers"] = [answers] if isinstance(answers, str) else answers
             category = row.get("category") or tasks[task].get("category") or source.category
-            domain = row.get("domain") or source.domain
+            domain = row.get("domain") if is_text(row.get("domain")) else source.domain
             yield from _instance(row, tasks[task], task, category or task, domain, place)
 
 
@@ -95,11 +95,10 @@ def _instance(
     row: Row, task: Row, name: str, category: str, domain: str | None, place: str
 ) -> Iterator[Found]:
     answers = row["answers"]
-    faults = [
-        Fault(f"{place}, {field}", value, "must be text that is not empty; mend it")
-        for field, value in (("category", category), ("domain", domain))
-        if value is not None and not is_text(value)
-    ]
+    faults = []
+    if not is_text(category):
+        remedy = "must be text that is not empty; mend it"
+        faults.append(Fault(f"{place}, category", category, remedy))
     if not is_written(row.get("prompt")):
         faults.append(Fault(f"{place}, input", row.get("prompt"), "must be text; mend it"))
     empty = Fault(f"{place}, output", answers, REMEDY_EMPTY)
