@@ -1,5 +1,6 @@
 """Every form that instructions lie in, read and refused."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import datasets
 import pytest
 
 from upcycle_core.corpora.families.catalogue import FAMILIES
+from upcycle_core.corpora.tuning import superni
 from upcycle_core.corpora.tuning.config import InstructionsConfig, InstructionSource
 from upcycle_core.corpora.tuning.prepare import instruction_faults, prepare_instructions
 from upcycle_core.corpora.tuning.readers import read_records
@@ -135,9 +137,9 @@ def test_a_system_message_that_holds_tools_stays_though_it_says_nothing(tmp_path
     instances = [{"input": "a", "output": ["", "b"]}, {"input": "c", "output": [""]}]
     (tmp_path / "a.json").write_text(json.dumps({**TASK, "Instances": instances}))
     task = files(tmp_path / "a.json", form="superni")
-    first, second = read_records("own", task, folder=None, seed=0, per_family=3)
-    assert first.references == ("b",)
-    assert (second.reason, second.count) == ("an empty answer", 1)
+    empty, record = read_records("own", task, folder=None, seed=0, per_family=3)
+    assert record.references == ("b",)
+    assert (empty.reason, empty.count) == ("an empty answer", 1)
 
 
 def test_families_are_generated_with_the_seed():
@@ -161,6 +163,50 @@ def test_published_task_files_are_read(tmp_path):
     assert second.references == ("4",)
     both = files(tmp_path / "task1_add.json", tmp_path / "task2_skip.json", form="superni")
     assert len(read(both)) == 4
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_prompts_are_written_of_those_instances_that_are_used(tmp_path, monkeypatch, seed):
+    inputs = [f"{i} and {i}" for i in range(50)]
+    instances = [{"input": asked, "output": ["x"]} for asked in inputs] + [{"input": "a"}]
+    path = tmp_path / "a.json"
+    written = []
+    monkeypatch.setattr(superni, "superni_prompt", lambda own, *_, **__: written.append(own) or own)
+    source = files(path, form="superni", max_per_task=8)
+
+    def drawn(count):
+        path.write_text(json.dumps({**TASK, "Instances": instances[:count]}))
+        written.clear()
+        *found, rest = read_records("own", source, folder=None, seed=seed, per_family=3)
+        assert [record.prompt for record in found] == written
+        assert (rest.reason, rest.count) == ("over max_per_task", count - 8)
+        by_hand = sorted(inputs[:count], key=lambda asked: slow_rank(asked, seed))[:8]
+        assert sorted(written) == sorted(by_hand)
+        return set(written)
+
+    # As a task grows, those that stay are drawn again.
+    assert drawn(50) & set(inputs[:40]) <= drawn(40)
+    path.write_text(json.dumps({**TASK, "Instances": instances}))
+    assert "instance 50, output = None" in read(source, seed=seed)[0]
+
+
+def slow_rank(asked, seed):
+    key = hashlib.sha256(asked.encode()).digest()[:16]
+    return hashlib.sha256(str(seed).encode() + key).hexdigest()
+
+
+def test_the_manifest_counts_instances_that_were_never_written(tmp_path):
+    for name, category in (("a", "Sums"), ("b", "Held out")):
+        rows = [{"input": f"{name} {i}", "output": ["x"]} for i in range(40)]
+        rows += [{"input": "nothing", "output": [""]}] * 2  # of 42 they are few, of 12 many
+        task = {**TASK, "Categories": [category], "Instances": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(task))
+    source = files(tmp_path / "*.json", form="superni", max_per_task=10)
+    config = InstructionsConfig(sources={"own": source}, unseen=("Held out",))
+    prepare_instructions(config, tmp_path / "out", seed=0)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["left_out"] == {"an empty answer": 4, "over max_per_task": 60}
+    assert sum(file["instances"] for file in manifest["files"].values()) == 20
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from upcycle_core.corpora.conversations import Message
 from upcycle_core.corpora.tuning.config import InstructionsConfig
-from upcycle_core.corpora.tuning.records import Record
+from upcycle_core.corpora.tuning.records import OVER, Record
 
 
 @dataclass
@@ -113,9 +113,9 @@ def prompt_key(prompt: str) -> bytes:
     return hashlib.sha256(" ".join(prompt.casefold().split()).encode()).digest()[:16]
 
 
-def _rank(record: Record, seed: int) -> bytes:
-    """A number of its own for each prompt, whatever else there is."""
-    return hashlib.sha256(f"{seed}".encode() + prompt_key(record.prompt)).digest()
+def rank(prompt: str, seed: int) -> bytes:
+    """A place of its own for each prompt, whatever else there is."""
+    return hashlib.sha256(f"{seed}".encode() + prompt_key(prompt)).digest()
 
 
 def _tasks(
@@ -133,8 +133,8 @@ def _tasks(
         for record in own:
             tasks.setdefault((record.category, record.task), []).append(record)
         for (category, task), found in tasks.items():
-            drawn = sorted(found, key=lambda record: _rank(record, seed))[:most]
-            left_out["over max_per_task"] += len(found) - len(drawn)
+            drawn = sorted(found, key=lambda record: rank(record.prompt, seed))[:most]
+            left_out[OVER] += len(found) - len(drawn)
             if category in config.unseen_categories:
                 unseen.setdefault((category, task), []).extend(drawn)
             elif config.train_categories is None or category in config.train_categories:

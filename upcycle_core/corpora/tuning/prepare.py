@@ -175,7 +175,8 @@ def _read(
         for one in unused:
             left_out[one.reason] += one.count
         empty = [one.fault for one in unused if one.fault is not None]
-        if len(empty) > MOST_EMPTY * len(found):
+        total = len(found) + sum(one.count - 1 for one in unused)
+        if len(empty) > MOST_EMPTY * total:
             wrong += empty
         where = f"instructions.sources.{name}"
         if not found:

@@ -42,7 +42,7 @@ def read_records(
         return
     paths = list(_files(source.files, folder).values())
     if source.form == "superni":
-        yield from task_file_records(source, paths, _listed(source, folder))
+        yield from task_file_records(source, paths, _listed(source, folder), seed=seed)
     elif source.form == "superni-rows":
         yield from row_records(source, paths, Path(_filled(str(source.definitions), folder)))
     else:

@@ -54,7 +54,7 @@ class LeftOut(NamedTuple):
     fault: Fault | None = None
 
 
-EMPTY = "an empty answer"
+EMPTY, OVER = "an empty answer", "over max_per_task"
 Found = Record | Fault | LeftOut
 """A record, one that is not used, or what is wrong with one: file, line, field and remedy."""
 
