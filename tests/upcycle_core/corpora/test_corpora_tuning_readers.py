@@ -139,7 +139,7 @@ def test_a_system_message_that_holds_tools_stays_though_it_says_nothing(tmp_path
     task = files(tmp_path / "a.json", form="superni")
     empty, record = read_records("own", task, folder=None, seed=0, per_family=3)
     assert record.references == ("b",)
-    assert (empty.reason, empty.count) == ("an empty answer", 1)
+    assert (empty.reason, empty.records) == ("an empty answer", 1)
 
 
 def test_families_are_generated_with_the_seed():
@@ -179,7 +179,7 @@ def test_prompts_are_written_of_those_instances_that_are_used(tmp_path, monkeypa
         written.clear()
         *found, rest = read_records("own", source, folder=None, seed=seed, per_family=3)
         assert [record.prompt for record in found] == written
-        assert (rest.reason, rest.count) == ("over max_per_task", count - 8)
+        assert (rest.reason, rest.records) == ("over max_per_task", count - 8)
         by_hand = sorted(inputs[:count], key=lambda asked: slow_rank(asked, seed))[:8]
         assert sorted(written) == sorted(by_hand)
         return set(written)

@@ -185,11 +185,11 @@ def domain_faults(domains: Iterable[str]) -> list[Fault]:
     """One domain, where an expert is trained of each.
 
     Args:
-        domains: Labels of what is trained on.
+        domains: Labels of what is trained on, at least one.
     """
-    named = list(domains)
+    first, *more = domains
     remedy = "is the one domain, and an expert is trained of each; give categories two or more"
-    return [Fault("instructions.domains", *named, remedy)] if len(named) < 2 else []
+    return [] if more else [Fault("instructions.domains", first, remedy)]
 
 
 def _too_small(

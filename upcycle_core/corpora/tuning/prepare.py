@@ -173,9 +173,9 @@ def _read(
         ]
         unused = [one for one in found if isinstance(one, LeftOut)]
         for one in unused:
-            left_out[one.reason] += one.count
+            left_out[one.reason] += one.records
         empty = [one.fault for one in unused if one.fault is not None]
-        total = len(found) + sum(one.count - 1 for one in unused)
+        total = len(found) + sum(one.records - 1 for one in unused)
         if len(empty) > MOST_EMPTY * total:
             wrong += empty
         where = f"instructions.sources.{name}"

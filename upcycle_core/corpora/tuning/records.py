@@ -45,12 +45,12 @@ class LeftOut(NamedTuple):
 
     Args:
         reason: As the manifest counts them.
-        count: How many.
+        records: How many.
         fault: What is wrong where there are too many.
     """
 
     reason: str
-    count: int = 1
+    records: int = 1
     fault: Fault | None = None
 
 
