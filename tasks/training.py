@@ -13,10 +13,13 @@ from tasks.engine.artifacts import SUMMARY, TRAINING
 from tasks.engine.stage_run import StageRun
 from tasks.engine.workspace import take
 from upcycle_core.corpora.batches import PackedSequences, packed_sequences
+from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.instructions import InstructionRows
+from upcycle_core.corpora.plain_chat import name_plain_form
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.moe.size import parameter_counts
 from upcycle_core.progress import Progress
+from upcycle_core.training import workers
 from upcycle_core.training.config import (
     ExpertTrainingConfig,
     MoEObjective,
@@ -194,11 +197,13 @@ class Instructions:
         files: JSON lines of records.
         tasks: Tasks whose index goes with each row, where a model routes by it.
         cuts: Whether what is too long loses its beginning; else it is left out.
+        bos: Whether a beginning-of-sequence token stands before each.
     """
 
     files: Sequence[Path]
     tasks: tuple[str, ...] = ()
     cuts: bool = True
+    bos: Bos = "auto"
 
     def rows(self, tokenizer: Path, *, config: TrainingConfig, seed: int) -> InstructionRows:
         """All that a training of ``config`` reads."""
@@ -210,7 +215,13 @@ class Instructions:
             seed=seed,
             tasks=self.tasks,
             cuts=self.cuts,
+            bos=self.bos,
         )
+
+    def name_form(self, model: Path) -> None:
+        """Put beside a model that was tuned on them how it wants to be asked."""
+        if workers.rank() == 0:
+            name_plain_form(model, self.bos)
 
 
 def train_piece(
@@ -247,6 +258,8 @@ def train_piece(
     else:
         validation = data.validation_rows(config, seed) if isinstance(data, Texts) else None
         result = train(start, rows, out, objective=objective, validation=validation, **common)
+    if isinstance(data, Instructions):
+        data.name_form(out)
     summary = {
         "loss": result.final_loss,
         "validation_loss": result.validation_loss,

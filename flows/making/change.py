@@ -6,7 +6,7 @@ still knows them when it is run again.
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,11 +16,12 @@ from flows.running.command_line import SUMMARY
 from flows.running.session import FlowSession
 from infra.durable import SEAL, is_whole, sealed, write_atomically
 from infra.recipe.schema import Recipe
+from tasks.engine.artifacts import INSTRUCTIONS
 from tasks.engine.workspace import Workspace, fingerprint
 from tasks.living.lineage import life_of
 from tasks.methods import METHODS
 from tasks.release.versions import Outcome
-from upcycle_core.checkpoints.hashing import tree_digest
+from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.report.numbers import number, signed, slug
 from upcycle_core.evaluation.report.parts import Notes, Section, Table
@@ -31,6 +32,9 @@ OTHER_TEXT = (
     "The held-out text of {} has changed: before and after are not of the same text there. Give a "
     "domain `heldout` text of its own to see what a model gains."
 )
+OTHER_QUESTIONS = "The {} questions are others: before and after are not of the same ones there."
+QUESTIONS = {f"{INSTRUCTIONS}/{split}.jsonl": split for split in ("seen", "unseen")}
+"""Artifact's file to what the instructions in it are called, which models are judged by."""
 
 DEPLOYED = "Deployments hold the recipe as it was: if it is deployed, make deploy RECIPE={}."
 """What to do after a domain came or left."""
@@ -43,7 +47,8 @@ class Change:
     Args:
         what: ``grow law``, ``shrink law``, ``retrain python``.
         before: {domain: perplexity} of the model before it.
-        texts: {domain: digest} of the held-out text that it was measured on.
+        texts: {domain: digest} of the held-out text that it was measured on, and {file: digest} of
+            ``QUESTIONS``.
     """
 
     what: str
@@ -90,11 +95,7 @@ def finish_change(
     seconds = time.time() - session.began
     life, texts = life_of(session.recipe), _texts(session)
     table = change_table(change.before, _scores(session), percent=life.percent)
-    other = [
-        domain for domain, digest in change.texts.items() if texts.get(domain, digest) != digest
-    ]
-    if other:
-        notes = (*notes, OTHER_TEXT.format(", ".join(other)))
+    notes = (*notes, *other_texts(change.texts, texts))
     verdict = f"`{outcome.version.reference}`: {outcome.verdict}"
     text = markdown([Section("", [table, *notes, verdict, f"{change.what}: {seconds:.0f} s."])])
     session.run.set_tags({"upcycle.change": change.what})
@@ -109,6 +110,22 @@ def finish_change(
     heading = f"{change.what}: {life.measure}"
     path.write_text(f"{path.read_text()}\n{terminal([Section(heading, [table, Notes(notes)])])}")
     (session.workspace.root / UNFINISHED).unlink(missing_ok=True)
+
+
+def other_texts(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+    """Sentences that say which scores before and after are not of the same texts.
+
+    Args:
+        before: As ``Change.texts``.
+        after: The same of now.
+    """
+    other = [name for name, digest in before.items() if after.get(name, digest) != digest]
+    domains = [name for name in other if name not in QUESTIONS]
+    splits = [split for name, split in QUESTIONS.items() if name in other]
+    if domains:
+        yield OTHER_TEXT.format(", ".join(domains))
+    if splits:
+        yield OTHER_QUESTIONS.format(" and ".join(splits))
 
 
 def change_table(
@@ -165,12 +182,13 @@ def _scores(session: FlowSession) -> dict[str, float]:
 
 
 def _texts(session: FlowSession) -> dict[str, str]:
-    """{domain: digest of its held-out tokens}, of those that have any yet."""
-    folders = {
-        d: session.workspace.path(f"corpora/{d}") / "heldout" for d in session.recipe.domains
-    }
-    return {
+    """As ``Change.texts``, of as much as there is yet."""
+    workspace = session.workspace
+    folders = {d: workspace.path(f"corpora/{d}") / "heldout" for d in session.recipe.domains}
+    found = {
         domain: fingerprint(tree_digest(folder))
         for domain, folder in folders.items()
         if folder.is_dir()
     }
+    files = {name: workspace.path(name) for name in QUESTIONS}
+    return found | {name: sha256_file(path) for name, path in files.items() if path.is_file()}

@@ -11,6 +11,7 @@ from tasks.engine.stage import StageRun, stage
 from tasks.scoring.architectures import register_architectures
 from tasks.simoe.rows import model_of, tuned
 from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.corpora.config import Bos
 from upcycle_core.evaluation.instructions.activations import Use, expert_activations
 from upcycle_core.evaluation.instructions.answers import answer
 from upcycle_core.evaluation.instructions.scores import (
@@ -27,7 +28,7 @@ from upcycle_core.progress import Progress
 @stage(
     "answers/{tuned}",
     lambda recipe, row: ["instructions", model_of(row)],
-    params=("tuning.max_new_tokens", "tuning.batch_size"),
+    params=("tuning.max_new_tokens", "tuning.batch_size", "corpus.bos"),
     each=tuned,
 )
 def answers(run: StageRun) -> None:
@@ -45,6 +46,7 @@ def answer_arguments(recipe: Recipe, path: Callable[[str], Path]) -> dict[str, A
         "instructions": path("instructions"),
         "max_new_tokens": recipe.tuning.max_new_tokens,
         "batch_size": recipe.tuning.batch_size,
+        "bos": recipe.corpus.bos,
         "device": recipe.compute.evaluation.device,
     }
 
@@ -57,12 +59,14 @@ def answers_piece(
     instructions: Path,
     max_new_tokens: int,
     batch_size: int,
+    bos: Bos,
     device: str,
 ) -> None:
     """The piece: one model."""
     register_architectures()
     out.mkdir()
-    common: dict[str, Any] = {"batch_size": batch_size, "device": device, "progress": progress}
+    common: dict[str, Any] = {"batch_size": batch_size, "bos": bos, "device": device}
+    common["progress"] = progress
     scores: dict[str, SplitScore] = {}
     rows: list[Mapping[str, Any]] = []
     for split in SPLITS:

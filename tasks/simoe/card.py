@@ -11,6 +11,7 @@ from tasks.release.card import SHORT, card, table
 from tasks.release.gate import Decision
 from tasks.simoe.rows import SIMOE
 from upcycle_core.checkpoints.card import fenced
+from upcycle_core.corpora.plain_chat import form_in_words
 
 LIMITS = """Exact match and ROUGE-L compare an answer with references: neither says whether another
 answer is as good. Categories that were not tuned on are answered by experts found for others."""
@@ -36,6 +37,7 @@ def tuned_card(session: Session, metrics: Mapping[str, Any], decision: Decision)
         "One dense model in which instruction tuning found sparse experts (SIMoE). Gate: "
         f"{decision.reason}.",
         models.partition("\n## Unseen categories")[0].strip(),
+        f"## How to ask\n\n{form_in_words(session.workspace.path('model'))}",
         *_experts(own, pictures(session)),
         f"## How sure the scores are\n\n{_sure(own)}\n\n{SURE}",
         "## Data\n\n" + table(("instructions", "questions", "sha256"), _data(session)),

@@ -24,6 +24,11 @@ def label_faults(recipe: Recipe, labels: list[str]) -> Iterator[Fault]:
             yield Fault("instructions.domains", labels, remedy)
 
 
+def needed_labels(recipe: Recipe) -> int:
+    """How many rows of Branch-Train-MiX need; 0 without such a row."""
+    return max((_needed(row) for row in _branched(recipe).values()), default=0)
+
+
 def planned_labels(recipe: Recipe) -> int:
     """How many there are as far as the recipe says, before any record is read.
 
@@ -37,7 +42,7 @@ def planned_labels(recipe: Recipe) -> int:
     trained -= set(instructions.unseen_categories)
     known = {label for category, label in of_category.items() if category in trained}
     known |= {source.domain for source in instructions.sources.values() if source.domain}
-    return max(len(known), *(_needed(row) for row in _branched(recipe).values()), 1)
+    return max(len(known), needed_labels(recipe), 1)
 
 
 def _branched(recipe: Recipe) -> Mapping[str, Baseline]:

@@ -23,6 +23,8 @@ from tasks.training import (
     training_piece,
 )
 from upcycle_core.checkpoints.card import write_model_card
+from upcycle_core.corpora.config import Bos
+from upcycle_core.corpora.plain_chat import form_in_words
 from upcycle_core.errors import InputError, raise_faults
 from upcycle_core.progress import Progress
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
@@ -39,12 +41,14 @@ DECIDING = (
     "simoe",
     "tuning.training",
     "moe.max_shard_bytes",
+    "corpus.bos",
 )
 """What decides the model's training beside its inputs. How models answer does not."""
 
 
 def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
-    yield from ("seed", "instructions.too_long", "baselines.{baseline}", "moe.max_shard_bytes")
+    yield from ("seed", "instructions.too_long", "corpus.bos")
+    yield from ("baselines.{baseline}", "moe.max_shard_bytes")
     if recipe.baselines[name].method == "btx":
         yield "experts.training"
 
@@ -86,6 +90,7 @@ def model(run: StageRun) -> None:
         title=recipe.name,
         recipe_text=recipe_yaml(recipe, DECIDING),
         method="SIMoE",
+        form=form_in_words(run.out),
     )
 
 
@@ -106,6 +111,7 @@ def tune_simoe(
         start=run.path("seed"),
         instructions=run.path("instructions"),
         cuts=_cuts(run),
+        bos=run.recipe.corpus.bos,
         config=training,
         simoe=config,
         seed=run.recipe.seed,
@@ -138,7 +144,8 @@ def _experts(run: StageRun, labels: list[str]) -> dict[str, Path]:
 
 
 def _data(run: StageRun, label: str = "*") -> Instructions:
-    return Instructions(files=_files(run.path("instructions"), label), cuts=_cuts(run))
+    files = _files(run.path("instructions"), label)
+    return Instructions(files=files, cuts=_cuts(run), bos=run.recipe.corpus.bos)
 
 
 def _cuts(run: StageRun) -> bool:
@@ -152,6 +159,7 @@ def simoe_piece(
     start: Path,
     instructions: Path,
     cuts: bool,
+    bos: Bos,
     config: TrainingConfig,
     simoe: SimoeUpcyclingConfig,
     seed: int,
@@ -165,7 +173,7 @@ def simoe_piece(
     tasks: tuple[str, ...] = ()
     if simoe.routing == "task":
         tasks = tuple(json.loads((instructions / "manifest.json").read_text())["train_tasks"])
-    data = Instructions(files=_files(instructions), tasks=tasks, cuts=cuts)
+    data = Instructions(files=_files(instructions), tasks=tasks, cuts=cuts, bos=bos)
     rows = data.rows(start, config=config, seed=seed)
     result = train_simoe(
         start,
@@ -184,6 +192,7 @@ def simoe_piece(
         (out / TRAINING).mkdir()
         summary = _summary(result) | row_counts(rows)
         (out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+        data.name_form(out)
     return {"loss": result.training.final_loss, "seconds": result.training.seconds}
 
 

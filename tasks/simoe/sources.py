@@ -8,6 +8,7 @@ from tasks.data import sources as texts
 from tasks.data.given import given_model
 from tasks.engine.artifacts import INSTRUCTIONS
 from tasks.engine.stage import StageRun, stage
+from tasks.simoe.labels import needed_labels
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.tuning.prepare import instruction_faults, instruction_fingerprint
 from upcycle_core.errors import Fault, raise_faults
@@ -26,8 +27,17 @@ def sources(run: StageRun) -> None:
 
 def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     """What is wrong with texts, the seed and instructions outside the workspace."""
-    instructions = instruction_faults(recipe.instructions, folder=recipe.text_folder)
-    found = [*texts.outside_faults(recipe, cache), *instructions]
+    found = texts.outside_faults(recipe, cache)
+    seed = None
+    if recipe.seed_model.model is not None and not found:
+        seed = given_model(recipe, recipe.seed_model.model, cache)
+    found += instruction_faults(
+        recipe.instructions,
+        folder=recipe.text_folder,
+        tokenizer=seed,
+        bos=recipe.corpus.bos,
+        labels=needed_labels(recipe),
+    )
     return found or list(_length_faults(recipe, cache))
 
 

@@ -18,6 +18,7 @@ def write_model_card(
     experts: Sequence[str] = (),
     licence: str | None = None,
     given: Mapping[str, str] | None = None,
+    form: str | None = None,
 ) -> None:
     """Write README.md beside a checkpoint of experts.
 
@@ -33,6 +34,7 @@ def write_model_card(
         licence: Identifier for hubs; the experts' own decides where none is given.
         given: Domain to what its expert was made from, where that was no checkpoint, and to what
             was changed in it to fit the others.
+        form: How it wants to be asked, where it answers instructions.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
@@ -51,7 +53,8 @@ def write_model_card(
         *(["\n".join(["| expert | domain |", "| --- | --- |", *rows])] if experts else []),
         *(["\n".join(f"- {name}: {said}" for name, said in given.items())] if given else []),
         "Load it with transformers alone:",
-        fenced("python", _usage(config)),
+        fenced("python", _usage(config, chat=form is not None)),
+        *([form] if form is not None else []),
         "The recipe that made it:",
         fenced("yaml", recipe_text.strip()),
     ]
@@ -61,15 +64,23 @@ def write_model_card(
     write_text(directory / MODEL_CARD, "\n".join(front) + "\n\n" + "\n\n".join(body) + "\n")
 
 
-def _usage(config: dict) -> str:
+def _usage(config: dict, *, chat: bool) -> str:
     # An architecture that transformers does not know brings its code along.
     trust = ", trust_remote_code=True" if "auto_map" in config else ""
+    inputs = 'tokenizer("Once upon a time", return_tensors="pt")'
+    if chat:
+        inputs = """tokenizer.apply_chat_template(
+    [{"role": "user", "content": "What is two and two?"}],
+    add_generation_prompt=True,
+    return_tensors="pt",
+    return_dict=True,
+)"""
     return f"""\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("PATH"{trust})
 model = AutoModelForCausalLM.from_pretrained("PATH"{trust})
-inputs = tokenizer("Once upon a time", return_tensors="pt")
+inputs = {inputs}
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))"""
 
 

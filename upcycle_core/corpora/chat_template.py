@@ -14,6 +14,7 @@ from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.conversations import (
     EXTRAS,
     LISTS,
+    THOUGHT,
     THOUGHTS,
     Conversation,
     Message,
@@ -26,8 +27,6 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DAY = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
 """Before a template that writes today's date, as Llama 3's do; the day that they name themselves
 where they are told none."""
-THOUGHT = "</think>"
-"""Behind what a response thinks, before what it says."""
 REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
 """What a template's own expressions raise."""
 SAID = "x{number}x"
@@ -57,10 +56,14 @@ class ChatTemplate:
     Args:
         tokenizer: Loaded; it may have no template, until one is asked for.
         prefix: Ids that stand before a chat even where the template does not write them.
+        template: Another than the tokenizer's.
     """
 
-    def __init__(self, tokenizer: Any, *, prefix: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, *, prefix: Sequence[int] = (), template: str | None = None
+    ) -> None:
         self.tokenizer, self.prefix = tokenizer, list(prefix)
+        self.template = template
         added = tokenizer.added_tokens_decoder.items()
         self.special = {index for index, token in added if token.special}
         self.special |= {*tokenizer.all_special_ids}
@@ -78,14 +81,15 @@ class ChatTemplate:
             responses: list[bool] | None = self.responses(chat, ids)
         except InputError:
             responses = None
-        before = self._before(ids)
+        before = self.before(ids)
         if responses is not None:
             responses = [*[False] * len(before), *responses]
         whole = [*before, *ids]
         prefix = int(whole[:1] == [self.tokenizer.bos_token_id])
         return Encoded(whole, len(whole_text(chat.messages).encode()), responses, prefix)
 
-    def _before(self, ids: list[int]) -> list[int]:
+    def before(self, ids: list[int]) -> list[int]:
+        """What stands before a chat of these ``ids``: the prefix, where they lack it."""
         return [] if ids[: len(self.prefix)] == self.prefix else self.prefix
 
     def ids(self, chat: Conversation) -> list[int]:
@@ -122,7 +126,7 @@ class ChatTemplate:
         """
         # Of who asks all marks are text, as other readers have them.
         ids = self._written(messages, has_marks=False, add_generation_prompt=True)
-        return [*self._before(ids), *ids]
+        return [*self.before(ids), *ids]
 
     def responses(self, chat: Conversation, ids: list[int]) -> list[bool]:
         """Which of the ``ids`` of a chat are responses: what the template adds to what is asked.
@@ -293,7 +297,7 @@ class ChatTemplate:
     def _written(
         self, messages: list[Message], *, has_marks: bool = True, **options: bool
     ) -> list[int]:
-        if not self.tokenizer.chat_template:
+        if not (self.template or self.tokenizer.chat_template):
             remedy = "the tokenizer has none; give it one, or read the records with a template "
             remedy += "of the text's own: template: '{prompt} {response}'"
             raise InputError(Fault("chat_template", None, remedy))
@@ -315,7 +319,7 @@ class ChatTemplate:
     @property
     def _template(self) -> str:
         """The tokenizer's, on one day: what a text's tokens are does not depend on the date."""
-        template = self.tokenizer.get_chat_template()
+        template = self.tokenizer.get_chat_template(self.template)
         return DAY + template if "strftime_now" in template else template
 
 

@@ -22,6 +22,8 @@ RESPONSE_FIELDS = ("response", "output", "completion", "answer")
 FIELDS = ("messages", "tools", *PROMPT_FIELDS, "input", *RESPONSE_FIELDS)
 THOUGHTS = ("reasoning_content", "thinking")
 """Of a message: what its writer thought, by the two names that templates have for it."""
+THOUGHT = "</think>"
+"""Behind what a response thinks, before what it says."""
 LISTS = ("tool_calls", "tools")
 """Of a message: which functions it calls; of the first, which there are. Lists of objects, or JSON
 of such, as columns of one type hold them."""
@@ -32,6 +34,10 @@ FAULTS_SHOWN = 5
 """A file of the wrong form is wrong in every line."""
 
 Message = dict[str, Any]
+
+
+class Unanswered(InputError):
+    """A record whose response is missing or empty."""
 
 
 class Conversation(NamedTuple):
@@ -108,6 +114,11 @@ def joined(messages: Sequence[Message]) -> str:
     return "\n\n".join(message["content"] for message in messages if message["content"])
 
 
+def without_thoughts(text: str) -> str:
+    """What a response says behind what it thinks."""
+    return text.rpartition(THOUGHT)[2].strip()
+
+
 def whole_text(messages: Sequence[Message]) -> str:
     """What was said, thought and called, without who did: an empty line between."""
     return "\n\n".join(part for message in messages for part in _parts(message))
@@ -124,7 +135,10 @@ def _parts(message: Message) -> Iterator[str]:
 def messages_of(row: dict[str, Any], place: str) -> list[Message]:
     """The conversation that a record is; ``place`` is named in errors.
 
+    A system message that says nothing is none, nor is an ``input`` of blanks.
+
     Raises:
+        Unanswered: A response is empty.
         InputError: It has no prompt or response, or not as text.
     """
     if "messages" in row:
@@ -132,8 +146,12 @@ def messages_of(row: dict[str, Any], place: str) -> list[Message]:
         tools = _objects(row, "tools", place)
         return [said[0] | {"tools": tools}, *said[1:]] if tools else said
     prompt = _text(row, _only(row, PROMPT_FIELDS, place), place)
-    response = _text(row, _only(row, RESPONSE_FIELDS, place), place)
-    if row.get("input"):
+    try:
+        response = _text(row, _only(row, RESPONSE_FIELDS, place), place)
+    except InputError as error:
+        is_empty = all(_is_blank(row.get(name)) for name in RESPONSE_FIELDS)
+        raise (Unanswered(*error.faults) if is_empty else error) from None
+    if _holds(row, "input"):
         prompt = f"{prompt}\n\n{_text(row, 'input', place)}"
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
 
@@ -142,7 +160,11 @@ def _conversation(messages: Any, place: str) -> list[Message]:
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         remedy = 'must be a list of {"role": ..., "content": ...}; mend or remove the record'
         raise InputError(Fault(f"{place}, messages", _start(messages), remedy))
-    said = [_message(present(m), f"{place}, messages[{i}]") for i, m in enumerate(messages)]
+    said = [
+        _message(present(message), f"{place}, messages[{i}]")
+        for i, message in enumerate(messages)
+        if not _is_empty_system(message)
+    ]
     responses = [i for i, message in enumerate(said) if message["role"] == "assistant"]
     if not responses or responses[0] == 0:
         roles = [message["role"] for message in said]
@@ -155,16 +177,27 @@ def _message(message: dict[str, Any], place: str) -> Message:
     """One message; one that calls functions need not say anything."""
     extras = {name: _extra(message, name, place) for name in EXTRAS if _holds(message, name)}
     extras = {name: value for name, value in extras.items() if value}
-    content = message.get("content")
-    is_silent = content is None or (isinstance(content, str) and not content.strip())
-    text = "" if extras.get("tool_calls") and is_silent else _text(message, "content", place)
-    return {"role": _text(message, "role", place), "content": text} | extras
+    role, is_silent = _text(message, "role", place), _is_blank(message.get("content"))
+    try:
+        text = "" if extras.get("tool_calls") and is_silent else _text(message, "content", place)
+    except InputError as error:
+        raise (Unanswered(*error.faults) if is_silent and role == "assistant" else error) from None
+    return {"role": role, "content": text} | extras
+
+
+def _is_empty_system(message: dict[str, Any]) -> bool:
+    """Whether a system message says nothing and holds nothing else."""
+    holds = any(_holds(message, name) for name in EXTRAS)
+    return message.get("role") == "system" and _is_blank(message.get("content")) and not holds
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
 
 
 def _holds(row: dict[str, Any], name: str) -> bool:
     """Whether a field holds something: columns of text have blanks where there is nothing."""
-    value = row.get(name)
-    return bool(value.strip()) if isinstance(value, str) else value is not None
+    return not _is_blank(row.get(name))
 
 
 def _extra(message: dict[str, Any], name: str, place: str) -> Any:

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.batches import NO_LOSS
 from upcycle_core.corpora.chat_template import SAID, ChatTemplate
+from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.conversations import (
     LISTS,
     THOUGHTS,
@@ -25,6 +26,8 @@ from upcycle_core.corpora.conversations import (
     Message,
     read_conversations,
 )
+from upcycle_core.corpora.encoding import prefix_ids
+from upcycle_core.corpora.plain_chat import is_plain, plain_template
 from upcycle_core.corpora.seeded import permutation
 from upcycle_core.errors import Fault, InputError
 
@@ -42,8 +45,9 @@ class InstructionRows(Dataset):
     out.
 
     A tokenizer with a chat template uses it. Without one, messages are joined by empty lines, no
-    role is named, and each response ends with the tokenizer's end token: ``prompt``, a blank line,
-    ``response<end>``. A special token's name in a text stays ordinary text.
+    role is named, and each response ends with the tokenizer's end token: ``<bos>prompt``, a blank
+    line, ``response<end>`` (see ``corpora.plain_chat``). A special token's name in a text stays
+    ordinary text.
 
     Tokens are kept in a nameless temporary file, 4 bytes each. Pickling carries the arguments, not
     the tokens.
@@ -56,6 +60,7 @@ class InstructionRows(Dataset):
         seed: Decides the order.
         tasks: Names of tasks: each row then says which of them its record's field ``task`` is.
         cuts: Whether a conversation that is too long loses its beginning; else it is left out.
+        bos: Whether a beginning-of-sequence token stands before each, as for ``encoding.encoded``.
 
     Attributes:
         records: Conversations that are used.
@@ -78,6 +83,7 @@ class InstructionRows(Dataset):
         seed: int,
         tasks: Sequence[str] = (),
         cuts: bool = True,
+        bos: Bos = "auto",
     ) -> None:
         self._made_from = partial(
             type(self),
@@ -88,9 +94,10 @@ class InstructionRows(Dataset):
             seed=seed,
             tasks=tasks,
             cuts=cuts,
+            bos=bos,
         )
         self.sequence_length, self.count, self.seed = sequence_length, count, seed
-        encoder = _Encoder(tokenizer)
+        encoder = _Encoder(tokenizer, bos)
         self.pad_id = encoder.pad_id
         conversations = read_conversations([Path(file) for file in files])
         encoded = [encoder.encode(conversation) for conversation in conversations]
@@ -157,7 +164,11 @@ class Prompt(NamedTuple):
 
 
 def encode_prompt(
-    tokenizer: Path | Any, prompt: str | Sequence[Message], *, max_tokens: int | None = None
+    tokenizer: Path | Any,
+    prompt: str | Sequence[Message],
+    *,
+    max_tokens: int | None = None,
+    bos: Bos = "auto",
 ) -> Prompt:
     """Exactly the tokens that stand before the response in a row of ``InstructionRows``.
 
@@ -165,16 +176,35 @@ def encode_prompt(
         tokenizer: Directory of its files, or what it has loaded.
         prompt: The record's: what a user says, or what all say before the response.
         max_tokens: A longer prompt loses tokens from the left, as in training.
+        bos: As the rows'.
 
     Raises:
         InputError: As ``InstructionRows``, of the tokenizer.
     """
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     response = {"role": "assistant", "content": STAND_IN}
-    row = _Encoder(tokenizer).encode(Conversation([*asked, response], asked[-1]["content"][:40]))
+    chat = Conversation([*asked, response], asked[-1]["content"][:40])
+    row = _Encoder(tokenizer, bos).encode(chat)
     ids = row.ids[: row.loss.index(True)]
     kept = ids if max_tokens is None else ids[-max_tokens:]
     return Prompt(kept, len(ids) - len(kept))
+
+
+def encode_conversation(
+    tokenizer: Path | Any, messages: Sequence[Message], place: str, *, bos: Bos = "auto"
+) -> list[int]:
+    """All tokens of a conversation as a row of ``InstructionRows`` has them.
+
+    Args:
+        tokenizer: Directory of its files, or what it has loaded.
+        messages: Up to the last response.
+        place: What errors name.
+        bos: As the rows'.
+
+    Raises:
+        InputError: As ``InstructionRows``, of the tokenizer.
+    """
+    return _Encoder(tokenizer, bos).encode(Conversation([*messages], place)).ids
 
 
 def response_opening(tokenizer: Any) -> str:
@@ -230,9 +260,10 @@ class _Encoder:
 
     Args:
         tokenizer: Its directory, or the loaded one.
+        bos: As for ``encoding.encoded``.
     """
 
-    def __init__(self, tokenizer: Path | Any) -> None:
+    def __init__(self, tokenizer: Path | Any, bos: Bos = "auto") -> None:
         if isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(tokenizer)
         self.tokenizer: Any = tokenizer
@@ -242,11 +273,13 @@ class _Encoder:
             raise InputError(Fault("tokenizer", self.tokenizer.name_or_path, remedy))
         pad_id = self.tokenizer.pad_token_id
         self.pad_id: int = self.end_id if pad_id is None else pad_id
-        self.template = ChatTemplate(self.tokenizer)
+        prefix = prefix_ids(self.tokenizer, bos) if bos == "always" else ()
+        plain = None if self.tokenizer.chat_template else plain_template(self.tokenizer, bos)
+        self.template = ChatTemplate(self.tokenizer, prefix=prefix, template=plain)
 
     def encode(self, conversation: Conversation) -> _Encoded:
         """Tokens up to the end of the last response."""
-        if not self.tokenizer.chat_template:
+        if is_plain(self.tokenizer):
             return self._joined(conversation)
         ids = self.template.ids(conversation)
         loss = self.template.responses(conversation, ids)
@@ -257,19 +290,25 @@ class _Encoder:
         ids, loss = ids[:size], loss[:size]
         if ids[-1] not in self.template.special:
             ids, loss = [*ids, self.end_id], [*loss, True]
-        return _Encoded(ids, loss)
+        before = self.template.before(ids)
+        return _Encoded([*before, *ids], [*[False] * len(before), *loss])
 
     def _joined(self, conversation: Conversation) -> _Encoded:
-        """Without a chat template: blank lines between messages, an end token after responses."""
+        """Without a chat template: blank lines between messages, an end token after responses.
+
+        What is asked first is written as servers write it, by the template that is published; what
+        follows begins where a model's own tokens do.
+        """
         messages = conversation.messages
         more = {name for message in messages for name in (*THOUGHTS, *LISTS) if message.get(name)}
         if more:
             remedy = f"holds {', '.join(sorted(more))}, and the tokenizer has no chat template to "
             remedy += "write that with; give it one, or leave it out"
             raise InputError(Fault("instructions", conversation.place, remedy))
-        ids: list[int] = []
-        loss: list[bool] = []
-        for message in messages:
+        first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        ids = self.template.asked(messages[:first])
+        loss = [False] * len(ids)
+        for message in messages[first:]:
             is_response = message["role"] == "assistant"
             text = message["content"] if is_response else message["content"] + "\n\n"
             more = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)

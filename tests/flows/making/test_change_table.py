@@ -1,6 +1,10 @@
 """What a flow that changed a model shows of it."""
 
-from flows.making.change import change_table
+import json
+from types import SimpleNamespace
+
+from flows.making.change import begin_change, change_table, other_texts, unfinished
+from tasks.engine.workspace import Workspace
 from upcycle_core.evaluation.report.text import markdown_table
 
 
@@ -13,3 +17,27 @@ def test_every_domain_stands_before_and_after_the_change():
         "| new | – | 7.50 | – |",
         "| old | 5.00 | – | – |",
     ]
+
+
+def test_other_questions_are_said_to_be_others(tmp_path):
+    """Instructions that came drew others, or the champion's own became what is judged by."""
+    workspace = Workspace(tmp_path / "home" / "tuned")
+    (workspace.root / "report").mkdir(parents=True)
+    score = {metric: {"mean": 0.5} for metric in ("exact_match", "rouge_l")}
+    rows = {"rows": {"simoe": {"seen": score, "unseen": score}}}
+    (workspace.root / "report" / "metrics.json").write_text(json.dumps(rows))
+    (workspace.root / "instructions").mkdir()
+    for split in ("seen", "unseen"):
+        (workspace.root / "instructions" / f"{split}.jsonl").write_text("{}")
+    recipe = SimpleNamespace(method="simoe", domains=())
+    session = SimpleNamespace(workspace=workspace, recipe=recipe)
+    before = begin_change(session, "grow law").texts
+    assert unfinished(workspace).texts == before
+    (workspace.root / "instructions" / "seen.jsonl").write_text("{}\n{}")
+    (workspace.root / ".change.json").unlink()
+    after = begin_change(session, "grow code").texts
+    (note,) = other_texts(before, after)
+    assert note.startswith("The seen questions are others")
+    assert list(other_texts(before, before)) == []
+    (note,) = other_texts({"law": "1", "code": "2"}, {"law": "3", "code": "2"})
+    assert note.startswith("The held-out text of law has changed")

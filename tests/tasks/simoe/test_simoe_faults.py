@@ -2,12 +2,16 @@
 
 import contextlib
 import copy
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pico import save_pico
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
+from tasks.data.instructions import instructions
 from tasks.recipes import validate
+from tasks.simoe.model import baselines
 from tasks.simoe.report import check_reached
 from tasks.simoe.rows import SIMOE, tuned
 from tasks.simoe.sources import outside_faults
@@ -195,3 +199,44 @@ def test_a_given_seed_has_room_for_prompt_and_answer(tmp_path):
     (fault,) = outside_faults(validate(values), tmp_path / "cache")
     assert fault.field == "tuning.max_new_tokens"
     assert f"more than the {room} positions of" in fault.remedy
+
+
+def test_instructions_that_a_given_seed_s_template_refuses_are_found_before_any_training(tmp_path):
+    seed = save_pico(tmp_path / "seed")
+    tokenizer = AutoTokenizer.from_pretrained(seed)
+    tokenizer.chat_template = "{{ raise_exception('only tools') }}"
+    tokenizer.save_pretrained(seed)
+    values = changed("seed_model", {"model": str(seed)}) | {"domains": {}, "baselines": {}}
+    faults = outside_faults(validate(values), tmp_path / "cache")
+    assert {fault.field for fault in faults} == {"instructions.sources.families"}
+    assert "only tools" in str(faults[0])
+
+
+@pytest.mark.parametrize("model", [None, "somewhere/model"])
+def test_what_is_judged_by_is_drawn_with_the_seed_s_tokenizer_at_hand(model):
+    """Its template may refuse what is not among the samples."""
+    recipe = validate(changed("seed_model/model", model) if model else VALID)
+    given = {}
+    paths = SimpleNamespace(recipe=recipe, path=Path, run_one=lambda *_, **own: given.update(own))
+    assert "seed" in instructions.inputs(recipe, "")
+    instructions.function(paths)
+    assert (given["tokenizer"], given["bos"]) == (Path("seed"), "auto")
+
+
+def test_domains_of_records_matter_where_a_row_trains_an_expert_of_each(tmp_path):
+    """Found before anything is trained; of a dataset, before the experts are."""
+    file = tmp_path / "a.jsonl"
+    row = '{"prompt": "q %d", "response": "a", "category": "%s", "domain": "Computer Science"}\n'
+    file.write_text("".join(row % (i, "cu"[i % 2]) for i in range(40)))
+    values = changed("seed_model", {"model": str(save_pico(tmp_path / "seed"))})
+    own = {"sources": {"own": {"files": [str(file)]}}, "unseen": ["u"]}
+    values |= {"domains": {}, "instructions": own}
+    (fault,) = outside_faults(validate(values), tmp_path / "cache")
+    assert fault.field == "instructions.domains"
+    del values["baselines"]["btx"]
+    assert outside_faults(validate(values), tmp_path / "cache") == []
+    (tmp_path / "instructions" / "train").mkdir(parents=True)
+    (tmp_path / "instructions" / "train" / "all.jsonl").touch()
+    run = SimpleNamespace(recipe=validate(VALID), item="btx", path=lambda name: tmp_path / name)
+    with pytest.raises(InputError, match="'all': is the one domain"):
+        baselines.function(run)

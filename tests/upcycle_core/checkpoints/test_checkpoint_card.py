@@ -73,3 +73,10 @@ def test_the_card_is_the_same_every_time(tmp_path):
 def test_what_was_changed_in_an_expert_is_said(tmp_path):
     text = card(tmp_path, given={"law": "vocab_size: 96 -> 128; dtype: a -> b"})
     assert "\n- law: vocab_size: 96 -> 128; dtype: a -> b\n" in text
+
+
+def test_a_model_that_answers_is_shown_being_asked(tmp_path):
+    text = card(tmp_path, experts=[], form="Ask it as its template writes.")
+    assert "inputs = tokenizer.apply_chat_template(\n" in text
+    assert "\nAsk it as its template writes.\n" in text
+    assert "apply_chat_template" not in card(tmp_path)

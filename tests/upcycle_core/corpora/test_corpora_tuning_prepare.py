@@ -251,7 +251,6 @@ def test_faults_of_content_are_told_with_what_there_is(records, tmp_path):
         ({"train_categories": ("sum",)}, "train_categories = 'sum': no record is of this"),
         ({"domains": {"sum": "a"}}, "instructions.domains = 'sum': no record"),
         ({"unseen": ("places", "sums", "names")}, "unseen = .*nothing is left to train on"),
-        ({"domains": {"sums": "a"}}, r"domains = \['names'\]: have no domain where others"),
     ],
 )
 def test_categories_and_labels_that_do_not_fit_are_told(records, tmp_path, settings, message):
@@ -262,10 +261,39 @@ def test_categories_and_labels_that_do_not_fit_are_told(records, tmp_path, setti
     assert [str(fault) for fault in faults] == [str(fault) for fault in error.value.faults]
 
 
-def test_a_label_in_a_record_that_is_no_file_name_is_told(tmp_path):
-    file = write(tmp_path / "a.jsonl", *asked("half", range(4), category="b", domain="x/y"))
-    (fault,) = instruction_faults(config_of(file, unseen=()), folder=None)
-    assert str(fault).startswith("instructions.domains = 'x/y': names a file")
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("x/y", "z", "instructions.domains = 'x/y': names a file"),
+        ("x", None, "instructions.domains = ['second']: have no domain where others"),
+        ("x", 3, "instructions.domains = ['second']: have no domain where others"),
+        ("x", "x", "instructions.domains = 'x': is the one domain"),
+        (None, " ", "instructions.domains = 'all': is the one domain"),
+    ],
+)
+def test_labels_that_make_no_domains_matter_where_experts_need_them_alone(
+    tmp_path, first, second, message
+):
+    file = write(
+        tmp_path / "a.jsonl",
+        *asked("half", range(4), category="first", domain=first),
+        *asked("twice", range(4), category="second", domain=second),
+    )
+    config = config_of(file, unseen=())
+    (fault,) = instruction_faults(config, folder=None, labels=2)
+    assert str(fault).startswith(message)
+    assert instruction_faults(config, folder=None) == []
+    train, seen, _, _ = prepared(tmp_path / "out", config)
+    assert list(train) == ["x" if first == second else "all"]
+    assert (sum(map(len, train.values())), len(seen)) == (4, 4)
+
+
+def test_labels_that_cover_a_part_of_the_categories_are_told_where_they_are_needed(records):
+    config = config_of(records, domains={"sums": "a"})
+    (fault,) = instruction_faults(config, folder=None, labels=2)
+    assert str(fault).startswith("instructions.domains = ['names']: have no domain where others")
+    whole = config_of(records, domains={"sums": "a", "names": "b"})
+    assert instruction_faults(whole, folder=None, labels=2) == []
 
 
 def test_the_fingerprint_follows_the_content(records, tmp_path):

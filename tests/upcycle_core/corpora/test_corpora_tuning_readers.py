@@ -1,5 +1,6 @@
 """Every form that instructions lie in, read and refused."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import datasets
 import pytest
 
 from upcycle_core.corpora.families.catalogue import FAMILIES
+from upcycle_core.corpora.tuning import superni
 from upcycle_core.corpora.tuning.config import InstructionsConfig, InstructionSource
-from upcycle_core.corpora.tuning.prepare import instruction_faults
+from upcycle_core.corpora.tuning.prepare import instruction_faults, prepare_instructions
 from upcycle_core.corpora.tuning.readers import read_records
-from upcycle_core.corpora.tuning.records import Record
+from upcycle_core.corpora.tuning.records import LeftOut, Record
 from upcycle_core.errors import Fault
 from upcycle_core.evaluation.tasks.superni import superni_items
 
@@ -33,7 +35,8 @@ PROMPT = (
 
 def read(source, *, folder=None, seed=0):
     found = read_records("own", source, folder=folder, seed=seed, per_family=3)
-    return [str(one) if isinstance(one, Fault) else one for one in found]
+    faults = (one.fault if isinstance(one, LeftOut) else one for one in found)
+    return [str(one) if isinstance(one, Fault) else one for one in faults]
 
 
 def jsonl(path: Path, *records) -> str:
@@ -51,8 +54,12 @@ def files(*paths, **settings):
         ({"prompt": "a", "response": "b"}, "a", ("b",)),
         ({"prompt": "a", "response": "b", "references": ["c", "b"]}, "a", ("b", "c")),
         ({"prompt": "a", "answer": ["b", "c"]}, "a", ("b", "c")),
+        ({"prompt": "a", "answer": ["", "b", " "]}, "a", ("b",)),
         ({"prompt": "a", "answer": "b", "answers": ["b", "c"]}, "a", ("b", "c")),
         ({"instruction": "a", "input": "x", "output": "b"}, "a\n\nx", ("b",)),
+        ({"instruction": "a", "input": " \n", "output": "b"}, "a", ("b",)),
+        ({"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "a"},
+                       {"role": "assistant", "content": "b"}]}, "a", ("b",)),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
          "a", ("b",)),
     ],
@@ -80,7 +87,7 @@ def test_labels_of_a_record_come_before_the_source_s(tmp_path):
     [
         ({"prompt": "a", "response": " \n"}, "line 1, response = ' \\n': must be text"),
         ({"prompt": "a", "answer": []}, "line 1, answer = None: must be text"),
-        ({"prompt": "a", "answer": ["b", ""]}, "line 1, answer = ['b', '']: must be a list"),
+        ({"prompt": "a", "answer": ["b", 3]}, "line 1, answer = ['b', 3]: must be a list"),
         ({"prompt": "a", "response": "b", "references": "b"}, "line 1, references = 'b': must be"),
         ({"prompt": "a", "response": "b", "category": 3}, "line 1, category = 3: must be text"),
         ({"prompt": "a", "response": "b", "task": "\ud83d"}, r"line 1, task = '\ud83d': must be"),
@@ -91,6 +98,48 @@ def test_labels_of_a_record_come_before_the_source_s(tmp_path):
 def test_a_faulty_record_is_named_with_file_line_and_field(tmp_path, record, message):
     (found,) = read(files(jsonl(tmp_path / "a.jsonl", record)))
     assert found.startswith(f"{tmp_path}/a.jsonl, {message}")
+
+
+EMPTY_ANSWERS = {
+    "response": [{"prompt": "q", "response": " "}, {"prompt": "q", "response": None}],
+    "output": [{"instruction": "q", "output": ""}, {"prompt": "q", "answer": []}],
+    "messages": [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": said}]}
+        for said in ("", None)
+    ],
+}
+
+
+@pytest.mark.parametrize("form", EMPTY_ANSWERS)
+def test_few_empty_answers_are_left_out_and_counted_and_many_are_told(tmp_path, form):
+    rows = [{"prompt": f"q {i}", "response": "a", "category": "cu"[i % 2]} for i in range(38)]
+    few = InstructionsConfig(
+        sources={"own": files(jsonl(tmp_path / "a.jsonl", *rows, *EMPTY_ANSWERS[form]))},
+        unseen=("u",),
+    )
+    assert instruction_faults(few, folder=None) == []
+    prepare_instructions(few, tmp_path / "out", seed=0)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["left_out"]["an empty answer"] == 2
+    assert sum(file["instances"] for file in manifest["files"].values()) == 38
+    jsonl(tmp_path / "a.jsonl", *rows, *EMPTY_ANSWERS[form], EMPTY_ANSWERS[form][0])
+    faults = instruction_faults(few, folder=None)
+    assert len(faults) == 3
+    assert f"{tmp_path}/a.jsonl, line 39, " in str(faults[0])
+
+
+def test_a_system_message_that_holds_tools_stays_though_it_says_nothing(tmp_path):
+    """An instance of a superni task without an answer is left out too."""
+    system = {"role": "system", "content": "", "tools": [{"name": "add"}], "tool_calls": [{}]}
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (record,) = read(files(jsonl(tmp_path / "a.jsonl", {"messages": [system, *said]})))
+    assert [message["role"] for message in record.asked] == ["system", "user"]
+    instances = [{"input": "a", "output": ["", "b"]}, {"input": "c", "output": [""]}]
+    (tmp_path / "a.json").write_text(json.dumps({**TASK, "Instances": instances}))
+    task = files(tmp_path / "a.json", form="superni")
+    empty, record = read_records("own", task, folder=None, seed=0, per_family=3)
+    assert record.references == ("b",)
+    assert (empty.reason, empty.records) == ("an empty answer", 1)
 
 
 def test_families_are_generated_with_the_seed():
@@ -116,6 +165,50 @@ def test_published_task_files_are_read(tmp_path):
     assert len(read(both)) == 4
 
 
+@pytest.mark.parametrize("seed", [0, 3])
+def test_prompts_are_written_of_those_instances_that_are_used(tmp_path, monkeypatch, seed):
+    inputs = [f"{i} and {i}" for i in range(50)]
+    instances = [{"input": asked, "output": ["x"]} for asked in inputs] + [{"input": "a"}]
+    path = tmp_path / "a.json"
+    written = []
+    monkeypatch.setattr(superni, "superni_prompt", lambda own, *_, **__: written.append(own) or own)
+    source = files(path, form="superni", max_per_task=8)
+
+    def drawn(count):
+        path.write_text(json.dumps({**TASK, "Instances": instances[:count]}))
+        written.clear()
+        *found, rest = read_records("own", source, folder=None, seed=seed, per_family=3)
+        assert [record.prompt for record in found] == written
+        assert (rest.reason, rest.records) == ("over max_per_task", count - 8)
+        by_hand = sorted(inputs[:count], key=lambda asked: slow_rank(asked, seed))[:8]
+        assert sorted(written) == sorted(by_hand)
+        return set(written)
+
+    # As a task grows, those that stay are drawn again.
+    assert drawn(50) & set(inputs[:40]) <= drawn(40)
+    path.write_text(json.dumps({**TASK, "Instances": instances}))
+    assert "instance 50, output = None" in read(source, seed=seed)[0]
+
+
+def slow_rank(asked, seed):
+    key = hashlib.sha256(asked.encode()).digest()[:16]
+    return hashlib.sha256(str(seed).encode() + key).hexdigest()
+
+
+def test_the_manifest_counts_instances_that_were_never_written(tmp_path):
+    for name, category in (("a", "Sums"), ("b", "Held out")):
+        rows = [{"input": f"{name} {i}", "output": ["x"]} for i in range(40)]
+        rows += [{"input": "nothing", "output": [""]}] * 2  # of 42 they are few, of 12 many
+        task = {**TASK, "Categories": [category], "Instances": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(task))
+    source = files(tmp_path / "*.json", form="superni", max_per_task=10)
+    config = InstructionsConfig(sources={"own": source}, unseen=("Held out",))
+    prepare_instructions(config, tmp_path / "out", seed=0)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["left_out"] == {"an empty answer": 4, "over max_per_task": 60}
+    assert sum(file["instances"] for file in manifest["files"].values()) == 20
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -124,7 +217,8 @@ def test_published_task_files_are_read(tmp_path):
         ({"Instances": {}}, "a.json, Instances = "),
         ({"Categories": [""]}, "a.json, Categories = ['']"),
         ({"Instances": [{"input": "a", "output": []}]}, "a.json, instance 0, output = []"),
-        ({"Instances": [{"input": "a", "output": ["b", " "]}]}, "a.json, instance 0, output"),
+        ({"Instances": [{"input": "a", "output": ["", " "]}]}, "a.json, instance 0, output"),
+        ({"Instances": [{"input": "a", "output": ["b", 3]}]}, "a.json, instance 0, output"),
         ({"Instances": [{"output": ["b"]}]}, "a.json, instance 0, input = None"),
     ],
 )
@@ -197,7 +291,6 @@ def test_faulty_superni_rows_are_named(tmp_path):
         tmp_path / "more.jsonl",
         *({**own, "category": wrong} for wrong in (1, ["a"], "\ud83d")),
         {**own, "task": ["add"]},
-        {**own, "domain": 3},
         {**own, "prompt": "\ud83d"},
         {**own, "answer": "\ud83d"},
     )
@@ -205,10 +298,12 @@ def test_faulty_superni_rows_are_named(tmp_path):
     assert [said.partition(" = ")[0] for said in fields] == [
         *(f"line {i}, category" for i in (1, 2, 3)),
         "line 4, task",
-        "line 5, domain",
-        "line 6, input",
-        "line 7, output",
+        "line 5, input",
+        "line 6, output",
     ]
+    labelled = jsonl(tmp_path / "a.jsonl", {**own, "domain": 3}, {**own, "domain": "d"})
+    found = read(files(labelled, form=form, definitions=tasks, domain="c"))
+    assert [record.domain for record in found] == ["c", "d"]
     broken = jsonl(tmp_path / "broken.jsonl", {"id": "add", "definition": " "})
     found = read(files(rows, form="superni-rows", definitions=broken))
     assert found[0].startswith(f"{broken}, line 1, definition = ' '")

@@ -2,12 +2,13 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
-from upcycle_core.corpora.seeded import permutation
+from upcycle_core.corpora.conversations import Message
 from upcycle_core.corpora.tuning.config import InstructionsConfig
-from upcycle_core.corpora.tuning.records import Record
+from upcycle_core.corpora.tuning.records import OVER, Record
 
 
 @dataclass
@@ -29,13 +30,16 @@ class Choice:
     known: set[bytes] = field(default_factory=set)
 
     def distinct(self, records: Iterable[Record]) -> list[Record]:
-        """Those whose prompts are neither known nor said before."""
+        """Those whose prompts are neither known nor said before; of these the answers are kept."""
         found: dict[bytes, Record] = {}
         for record in records:
             key = prompt_key(record.prompt)
             if key in self.known or key in found:
                 self.left_out["the same prompt"] += 1
-            else:
+            if key in found:
+                answers = (*found[key].references, *record.references)
+                found[key] = found[key]._replace(references=tuple(dict.fromkeys(answers)))
+            elif key not in self.known:
                 found[key] = record
         return list(found.values())
 
@@ -50,41 +54,55 @@ class Choice:
 def choose(
     records: Mapping[str, Sequence[Record]], config: InstructionsConfig, *, seed: int
 ) -> Choice:
-    """Share instances out by task, in seeded order.
+    """Share instances out by task, in the order of their prompts' hashes with the seed.
 
-    Prompts that differ in case or white space only are one. Where one stands in
-    several tasks, those of unseen categories have it before those of seen ones, and what models are
-    judged by has it before what is trained on, where it may be any turn of a conversation.
+    So a record keeps its place among others as data grows: what was trained on is not judged by
+    later, unless its task had fewer than twice ``test_per_task``.
+
+    Prompts that differ in case or white space only are one. Where one stands in several tasks,
+    those of unseen categories have it before those of seen ones, and what models are judged by has
+    it before what is trained on, where it may be any turn of a conversation. A user's question is
+    the same whatever a system message says before it.
 
     Args:
         records: By source.
         config: Categories, and how many of each task.
         seed: Decides which instances.
     """
-    choice = Choice()
+    choice, judged = Choice(), set[bytes]()
     unseen, seen = _tasks(records, config, choice.left_out, seed)
     for _, own in sorted(unseen.items()):
         choice.unseen += choice.taken(choice.distinct(own), config.test_per_task)
         # Nothing of an unseen task is trained on under another name.
         choice.known |= {prompt_key(record.prompt) for record in own}
+        judged |= {key for record in own for key in _questions(_before_response(record))}
     rest = []
     for _, own in sorted(seen.items()):
         distinct = choice.distinct(own)
         count = min(config.test_per_task, len(distinct) // 2)
         choice.seen += choice.taken(distinct[:count], count)
         rest.append(distinct[count:])
-    judged = frozenset(choice.known)
+    judged |= {key for record in choice.seen for key in _questions(_before_response(record))}
+    judged |= choice.known
     for own in rest:
-        apart = [record for record in own if not _later_turns(record) & judged]
+        apart = [
+            record
+            for record in own
+            if not {prompt_key(record.prompt), *_questions(record.messages)} & judged
+        ]
         choice.left_out["the same prompt"] += len(own) - len(apart)
         choice.train += choice.taken(choice.distinct(apart), config.train_per_task)
     return choice
 
 
-def _later_turns(record: Record) -> set[bytes]:
-    """Keys of what users ask in a conversation, which is trained on as a whole."""
-    said = (message for message in record.messages if message["role"] == "user")
-    return {prompt_key(message["content"]) for message in said}
+def _before_response(record: Record) -> Iterator[Message]:
+    """What stands before the first response of a conversation, by which it is judged."""
+    return takewhile(lambda message: message["role"] != "assistant", record.messages)
+
+
+def _questions(messages: Iterable[Message]) -> Iterator[bytes]:
+    """Keys of what users say."""
+    yield from (prompt_key(m["content"]) for m in messages if m["role"] == "user")
 
 
 def prompt_key(prompt: str) -> bytes:
@@ -95,13 +113,18 @@ def prompt_key(prompt: str) -> bytes:
     return hashlib.sha256(" ".join(prompt.casefold().split()).encode()).digest()[:16]
 
 
+def rank(prompt: str, seed: int) -> bytes:
+    """A place of its own for each prompt, whatever else there is."""
+    return hashlib.sha256(f"{seed}".encode() + prompt_key(prompt)).digest()
+
+
 def _tasks(
     records: Mapping[str, Sequence[Record]],
     config: InstructionsConfig,
     left_out: Counter[str],
     seed: int,
 ) -> tuple[dict[tuple[str, str], list[Record]], dict[tuple[str, str], list[Record]]]:
-    """Records of unseen and of seen tasks, by category and task, in seeded order."""
+    """Records of unseen and of seen tasks, by category and task, in order of their ranks."""
     unseen: dict[tuple[str, str], list[Record]] = {}
     seen: dict[tuple[str, str], list[Record]] = {}
     for name, own in records.items():
@@ -110,9 +133,8 @@ def _tasks(
         for record in own:
             tasks.setdefault((record.category, record.task), []).append(record)
         for (category, task), found in tasks.items():
-            order = permutation(len(found), seed, "instructions", name, category, task)[:most]
-            left_out["over max_per_task"] += len(found) - len(order)
-            drawn = [found[place] for place in order]
+            drawn = sorted(found, key=lambda record: rank(record.prompt, seed))[:most]
+            left_out[OVER] += len(found) - len(drawn)
             if category in config.unseen_categories:
                 unseen.setdefault((category, task), []).extend(drawn)
             elif config.train_categories is None or category in config.train_categories:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import field
 from typing import Literal
 
@@ -179,6 +179,19 @@ class InstructionsConfig:
         for where, label in labels.items():
             if not LABEL.fullmatch(label):
                 yield Fault(where, label, "names a file; use letters, digits, ., - and _")
+
+
+def domain_faults(domains: Collection[str], needed: int) -> list[Fault]:
+    """Too few domains, where an expert is trained of each.
+
+    Args:
+        domains: Labels of what is trained on.
+        needed: How many there must be.
+    """
+    if len(domains) >= needed:
+        return []
+    remedy = f"too few, where an expert is trained of each: {needed} are needed; give every "
+    return [Fault("instructions.domains", sorted(domains), f"{remedy}category a domain")]
 
 
 def _too_small(

@@ -7,25 +7,37 @@ from pathlib import Path
 from typing import Any
 
 from upcycle_core.checkpoints.hashing import sha256_file
+from upcycle_core.checkpoints.tokenizer import load_tokenizer
+from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.conversations import FAULTS_SHOWN
 from upcycle_core.corpora.tuning.choose import Choice, choose
-from upcycle_core.corpora.tuning.config import LABEL, InstructionsConfig
+from upcycle_core.corpora.tuning.config import LABEL, InstructionsConfig, domain_faults
 from upcycle_core.corpora.tuning.readers import (
-    dataset_faults,
+    first_of_dataset,
     missing_files,
     read_records,
     reader_fingerprint,
 )
-from upcycle_core.corpora.tuning.records import Record
+from upcycle_core.corpora.tuning.records import LeftOut, Record
+from upcycle_core.corpora.tuning.written import judged_faults, sample_faults
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.progress import Progress, Silent
 
 ALL = "all"
 """The one domain, where there are no labels."""
+MOST_EMPTY = 0.05
+"""Share of a source's records whose answers may be empty: more are no slips."""
 Records = dict[str, list[Record]]
 
 
-def instruction_faults(config: InstructionsConfig, *, folder: Path | None) -> list[Fault]:
+def instruction_faults(
+    config: InstructionsConfig,
+    *,
+    folder: Path | None,
+    tokenizer: Path | None = None,
+    bos: Bos = "auto",
+    labels: int = 0,
+) -> list[Fault]:
     """Everything that would stop ``prepare_instructions``, found by reading all files once.
 
     Of a dataset the first row is read: what its categories are shows when it is prepared.
@@ -33,6 +45,10 @@ def instruction_faults(config: InstructionsConfig, *, folder: Path | None) -> li
     Args:
         config: What the recipe says.
         folder: What ``{folder}`` stands for.
+        tokenizer: Directory of the one that will write the instructions, where it is known: it is
+            tried on some records of each source and shape.
+        bos: As for ``encoding.encoded``.
+        labels: How many domains there must be, as experts of a domain each are trained.
 
     Returns:
         One fault for each file, line, category or label that is wrong; of a source the first few.
@@ -42,14 +58,25 @@ def instruction_faults(config: InstructionsConfig, *, folder: Path | None) -> li
         return found
     files = {name: own for name, own in config.sources.items() if own.dataset is None}
     datasets = {name: own for name, own in config.sources.items() if own.dataset is not None}
+    records, faults, _ = _read(config, files, folder=folder, seed=0, progress=Silent())
+    samples = dict(records)
     for name, source in datasets.items():
-        found += dataset_faults(name, source, folder)
-    records, faults = _read(config, files, folder=folder, seed=0, progress=Silent())
+        first = first_of_dataset(name, source, folder)
+        found += [first] if isinstance(first, Fault) else []
+        samples[name] = [first] if isinstance(first, Record) else []
     found += faults
+    if tokenizer is not None and not found:
+        found += sample_faults(samples, config, load_tokenizer(tokenizer), bos=bos)
     if found or datasets:
         return found
     found = _category_faults(config, records)
-    return found or _choice_faults(config, choose(records, config, seed=0))
+    if found:
+        return found
+    choice = choose(records, config, seed=0)
+    found = _train_faults(config, choice)
+    if found or not labels:
+        return found
+    return _label_faults(config, choice) or domain_faults(_by_domain(choice, config), labels)
 
 
 def instruction_fingerprint(
@@ -65,6 +92,8 @@ def prepare_instructions(
     *,
     folder: Path | None = None,
     seed: int,
+    tokenizer: Path | None = None,
+    bos: Bos = "auto",
     progress: Progress | None = None,
 ) -> None:
     """Write instructions to tune on and to judge by.
@@ -77,24 +106,31 @@ def prepare_instructions(
 
     Args:
         config: Sources, categories, and how many instances of each task.
-        out: Directory for ``train/DOMAIN.jsonl`` (``all`` without labels), ``seen.jsonl``,
-            ``unseen.jsonl`` and ``manifest.json``.
+        out: Directory for ``train/DOMAIN.jsonl`` (``all`` without labels, or with such as are no
+            domains), ``seen.jsonl``, ``unseen.jsonl`` and ``manifest.json``.
         folder: What ``{folder}`` stands for.
         seed: Decides which instances, their order, and what is generated.
+        tokenizer: Directory of the one that will write the instructions: it is tried on all that
+            models are judged by.
+        bos: As for ``encoding.encoded``.
         progress: Told when each source is read.
 
     Raises:
         InputError: As ``instruction_faults``.
     """
     raise_faults(config.faults("instructions") or _missing(config, folder))
-    records, faults = _read(
+    records, faults, left_out = _read(
         config, config.sources, folder=folder, seed=seed, progress=progress or Silent()
     )
     raise_faults(faults or _category_faults(config, records))
     choice = choose(records, config, seed=seed)
-    raise_faults(_choice_faults(config, choice))
+    choice.left_out += left_out
+    raise_faults(_train_faults(config, choice))
+    if tokenizer is not None:
+        judged = [*choice.seen, *choice.unseen]
+        raise_faults(judged_faults(judged, load_tokenizer(tokenizer), bos=bos))
     lines = {"seen.jsonl": choice.seen, "unseen.jsonl": choice.unseen}
-    for label, own in _by_domain(choice.train, config).items():
+    for label, own in _by_domain(choice, config).items():
         lines[f"train/{label}.jsonl"] = own
     (out / "train").mkdir(parents=True, exist_ok=True)
     for name, own in lines.items():
@@ -120,11 +156,12 @@ def _read(
     folder: Path | None,
     seed: int,
     progress: Progress,
-) -> tuple[Records, list[Fault]]:
-    """The records of each source, named; and what is wrong with those that are none."""
+) -> tuple[Records, list[Fault], Counter[str]]:
+    """The records of each source, named; what is wrong with others, and how many are not used."""
     progress.start("instructions", len(sources), "sources")
     records: Records = {}
     faults: list[Fault] = []
+    left_out: Counter[str] = Counter()
     for name, source in sources.items():
         per_family = config.per_family
         found = list(read_records(name, source, folder=folder, seed=seed, per_family=per_family))
@@ -134,6 +171,13 @@ def _read(
             for number, one in enumerate(found)
             if isinstance(one, Record)
         ]
+        unused = [one for one in found if isinstance(one, LeftOut)]
+        for one in unused:
+            left_out[one.reason] += one.records
+        empty = [one.fault for one in unused if one.fault is not None]
+        total = len(found) + sum(one.records - 1 for one in unused)
+        if len(empty) > MOST_EMPTY * total:
+            wrong += empty
         where = f"instructions.sources.{name}"
         if not found:
             wrong.append(Fault(where, "no record", "it holds none; fill or remove it"))
@@ -141,7 +185,7 @@ def _read(
         if len(wrong) > FAULTS_SHOWN:
             faults.append(Fault(where, f"{len(wrong) - FAULTS_SHOWN} more", "are faulty too"))
         progress.advance()
-    return records, faults
+    return records, faults, left_out
 
 
 def _category_faults(config: InstructionsConfig, records: Records) -> list[Fault]:
@@ -161,11 +205,18 @@ def _category_faults(config: InstructionsConfig, records: Records) -> list[Fault
     ]
 
 
-def _choice_faults(config: InstructionsConfig, choice: Choice) -> list[Fault]:
-    """Nothing to train on, or labels that do not make domains."""
+def _train_faults(config: InstructionsConfig, choice: Choice) -> list[Fault]:
+    """Nothing to train on."""
     if not choice.train:
-        remedy = "nothing is left to train on; hold fewer categories out, or give more instructions"
+        same = choice.left_out["the same prompt"]
+        remedy = f"nothing is left to train on, where {same} have a question that another has or "
+        remedy += "that is judged by; hold fewer categories out, or give more instructions"
         return [Fault("instructions.unseen", list(config.unseen_categories), remedy)]
+    return []
+
+
+def _label_faults(config: InstructionsConfig, choice: Choice) -> list[Fault]:
+    """Labels that do not make domains."""
     labels: dict[str | None, set[str]] = {}
     for record in choice.train:
         labels.setdefault(_domain(record, config), set()).add(record.category)
@@ -184,9 +235,12 @@ def _domain(record: Record, config: InstructionsConfig) -> str | None:
     return record.domain or config.domains.get(record.category)
 
 
-def _by_domain(records: Iterable[Record], config: InstructionsConfig) -> dict[str, list[Record]]:
+def _by_domain(choice: Choice, config: InstructionsConfig) -> dict[str, list[Record]]:
+    """By label, where the labels make domains."""
+    if _label_faults(config, choice):
+        return {ALL: choice.train}
     found: dict[str, list[Record]] = {}
-    for record in records:
+    for record in choice.train:
         found.setdefault(_domain(record, config) or ALL, []).append(record)
     return dict(sorted(found.items()))
 

@@ -42,7 +42,7 @@ def read_records(
         return
     paths = list(_files(source.files, folder).values())
     if source.form == "superni":
-        yield from task_file_records(source, paths, _listed(source, folder))
+        yield from task_file_records(source, paths, _listed(source, folder), seed=seed)
     elif source.form == "superni-rows":
         yield from row_records(source, paths, Path(_filled(str(source.definitions), folder)))
     else:
@@ -71,10 +71,9 @@ def missing_files(name: str, source: InstructionSource, folder: Path | None) -> 
     return found
 
 
-def dataset_faults(name: str, source: InstructionSource, folder: Path | None) -> list[Fault]:
-    """What keeps a dataset from being read, found by reading its first row."""
-    found = islice(_streamed(name, source, folder, seed=None), 1)
-    return [first for first in found if isinstance(first, Fault)]
+def first_of_dataset(name: str, source: InstructionSource, folder: Path | None) -> Found | None:
+    """A dataset's first record, or what keeps it from being read."""
+    return next(_streamed(name, source, folder, seed=None), None)
 
 
 def reader_fingerprint(source: InstructionSource, folder: Path | None) -> Mapping[str, Any]:

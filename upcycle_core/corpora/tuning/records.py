@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from upcycle_core.corpora.conversations import EXTRAS, Message, messages_of, place_rows
-from upcycle_core.corpora.readers import is_text
+from upcycle_core.corpora.conversations import EXTRAS, Message, Unanswered, messages_of, place_rows
+from upcycle_core.corpora.readers import is_text, is_written
 from upcycle_core.corpora.tuning.config import InstructionSource
 from upcycle_core.errors import Fault, InputError
 
@@ -40,8 +40,23 @@ class Record(NamedTuple):
         return () if is_plain else before
 
 
-Found = Record | Fault
-"""A record, or what is wrong with one: file, line, field and remedy."""
+class LeftOut(NamedTuple):
+    """Records that are not used, without being wrong.
+
+    Args:
+        reason: As the manifest counts them.
+        records: How many.
+        fault: What is wrong where there are too many.
+    """
+
+    reason: str
+    records: int = 1
+    fault: Fault | None = None
+
+
+EMPTY, OVER = "an empty answer", "over max_per_task"
+Found = Record | Fault | LeftOut
+"""A record, one that is not used, or what is wrong with one: file, line, field and remedy."""
 
 
 def file_records(name: str, source: InstructionSource, paths: Iterable[Path]) -> Iterator[Found]:
@@ -66,6 +81,8 @@ def checked(
     """The record that ``row`` is, or everything that is wrong with it."""
     try:
         yield _record(row, place, name, source)
+    except Unanswered as error:
+        yield LeftOut(EMPTY, fault=error.faults[0])
     except InputError as error:
         yield from error.faults
 
@@ -87,11 +104,11 @@ def _record(row: Mapping[str, Any], place: str, name: str, source: InstructionSo
     category = _label(row, source.category_field, place) or source.category or name
     is_plain = [message["role"] for message in messages] == ["user", "assistant"]
     is_plain = is_plain and not any(set(EXTRAS) & message.keys() for message in messages)
-    number = row.get("id")
+    number, domain = row.get("id"), row.get("domain")
     return Record(
         task=_label(row, "task", place) or category,
         category=category,
-        domain=_label(row, "domain", place) or source.domain,
+        domain=domain if is_text(domain) else source.domain,
         prompt="\n\n".join(message["content"] for message in messages[:first]),
         references=(response, *(answer for answer in answers if answer != response)),
         id=str(number) if isinstance(number, str | int) else None,
@@ -111,7 +128,7 @@ def _texts(row: Mapping[str, Any], field: str, place: str) -> Sequence[str]:
     values = row.get(field)
     if values is None:
         return ()
-    if not isinstance(values, list) or not all(map(is_text, values)):
-        remedy = "must be a list of texts, none of them empty; mend or remove it"
+    if not isinstance(values, list) or not all(map(is_written, values)):
+        remedy = "must be a list of texts; mend or remove it"
         raise InputError(Fault(f"{place}, {field}", values, remedy))
-    return values
+    return [value for value in values if value.strip()]

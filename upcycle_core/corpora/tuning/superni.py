@@ -7,9 +7,10 @@ from typing import Any
 
 from upcycle_core.corpora.conversations import place_rows
 from upcycle_core.corpora.readers import is_text, is_written
+from upcycle_core.corpora.tuning.choose import rank
 from upcycle_core.corpora.tuning.config import InstructionSource
 from upcycle_core.corpora.tuning.prompts import EXAMPLES, superni_prompt
-from upcycle_core.corpora.tuning.records import Found, Record
+from upcycle_core.corpora.tuning.records import EMPTY, OVER, Found, LeftOut, Record
 from upcycle_core.errors import Fault
 
 Row = Mapping[str, Any]
@@ -17,15 +18,19 @@ REMEDY_EMPTY = "must be text that is not empty; fill it or remove the instance"
 
 
 def task_file_records(
-    source: InstructionSource, paths: Iterable[Path], tasks: frozenset[str] | None
+    source: InstructionSource, paths: Iterable[Path], tasks: frozenset[str] | None, *, seed: int
 ) -> Iterator[Found]:
     """Instances of published task files; a file's name is its task, its first category the task's.
+
+    All instances are looked at, and prompts are written of those that ``max_per_task`` takes: a
+    task has thousands, and each prompt repeats definition and examples.
 
     Args:
         source: Its constants.
         paths: One JSON a task: ``Definition``, ``Categories``, ``Positive Examples`` (``input`` and
             ``output`` each) and ``Instances`` (``input``, and ``output``, all right answers).
         tasks: Those to take; None takes all.
+        seed: Decides which instances ``max_per_task`` takes.
     """
     for path in paths:
         if tasks is not None and path.stem not in tasks:
@@ -46,11 +51,18 @@ def task_file_records(
             "examples": source.examples,
         }
         category = (found.get("Categories") or [source.category or path.stem])[0]
+        rows = []
         for number, row in enumerate(found["Instances"]):
             row = {**row, "prompt": row.get("input"), "answers": row.get("output")}
-            yield from _instance(
-                row, task, path.stem, category, source.domain, f"{path}, instance {number}"
-            )
+            wrong = list(_unusable(row, category, f"{path}, instance {number}"))
+            yield from wrong
+            rows += [] if wrong else [row]
+        ranks = [rank(row["prompt"], seed) for row in rows]
+        drawn = sorted(range(len(rows)), key=ranks.__getitem__)[: source.max_per_task]
+        for place in sorted(drawn):
+            yield _record(rows[place], task, path.stem, category, source.domain)
+        if len(rows) > len(drawn):
+            yield LeftOut(OVER, len(rows) - len(drawn))
 
 
 def row_records(
@@ -87,28 +99,33 @@ def row_records(
             answers = row.get("answers") or row.get("answer")
             row["answers"] = [answers] if isinstance(answers, str) else answers
             category = row.get("category") or tasks[task].get("category") or source.category
-            domain = row.get("domain") or source.domain
-            yield from _instance(row, tasks[task], task, category or task, domain, place)
+            domain = row.get("domain") if is_text(row.get("domain")) else source.domain
+            wrong = list(_unusable(row, category or task, place))
+            yield from wrong
+            if not wrong:
+                yield _record(row, tasks[task], task, category or task, domain)
 
 
-def _instance(
-    row: Row, task: Row, name: str, category: str, domain: str | None, place: str
-) -> Iterator[Found]:
+def _unusable(row: Row, category: Any, place: str) -> Iterator[Fault | LeftOut]:
+    """What keeps an instance from being one: its faults, or that nothing is a right answer."""
     answers = row["answers"]
-    faults = [
-        Fault(f"{place}, {field}", value, "must be text that is not empty; mend it")
-        for field, value in (("category", category), ("domain", domain))
-        if value is not None and not is_text(value)
-    ]
+    faults = []
+    if not is_text(category):
+        remedy = "must be text that is not empty; mend it"
+        faults.append(Fault(f"{place}, category", category, remedy))
     if not is_written(row.get("prompt")):
         faults.append(Fault(f"{place}, input", row.get("prompt"), "must be text; mend it"))
-    if not isinstance(answers, list) or not answers or not all(map(is_text, answers)):
-        faults.append(Fault(f"{place}, output", answers, REMEDY_EMPTY))
-    if faults:
-        yield from faults
-        return
+    empty = Fault(f"{place}, output", answers, REMEDY_EMPTY)
+    if not isinstance(answers, list) or not all(map(is_written, answers)):
+        faults.append(empty)
+    yield from faults
+    if not faults and not any(answer.strip() for answer in answers):
+        yield LeftOut(EMPTY, fault=empty)
+
+
+def _record(row: Row, task: Row, name: str, category: str, domain: str | None) -> Record:
     number = row.get("id")
-    yield Record(
+    return Record(
         task=name,
         category=category,
         domain=domain,
@@ -118,7 +135,7 @@ def _instance(
             task["positive_examples"],
             shown=EXAMPLES if task["examples"] is None else task["examples"],
         ),
-        references=tuple(dict.fromkeys(answers)),
+        references=tuple(dict.fromkeys(a for a in row["answers"] if a.strip())),
         id=number if isinstance(number, str) else None,
     )
 

@@ -13,6 +13,7 @@ import torch
 
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
+from upcycle_core.corpora.config import Bos
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.instructions.answers import (
     Batch,
@@ -118,6 +119,7 @@ def expert_activations(
     batch_size: int = 16,
     device: str = "cpu",
     max_prompt_tokens: int | None = None,
+    bos: Bos = "auto",
     progress: Progress | None = None,
 ) -> list[Activation]:
     """Mean coefficients alpha of every task's, or category's, prompts.
@@ -146,7 +148,7 @@ def expert_activations(
         raise InputError(Fault("model", str(model_dir), remedy))
     tokenizer = load_tokenizer(model_dir)
     longest = max_prompt_tokens or model.config.max_position_embeddings
-    prompts = encode_prompts(tokenizer, rows, max_prompt_tokens=longest)
+    prompts = encode_prompts(tokenizer, rows, max_prompt_tokens=longest, bos=bos)
     progress = progress or Silent()
     progress.start("routing", len(rows), "prompts")
     found: dict[tuple[str, str], list[torch.Tensor]] = {}

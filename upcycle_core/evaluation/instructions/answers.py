@@ -17,7 +17,8 @@ from transformers import GenerationConfig
 
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
-from upcycle_core.corpora.chat_template import THOUGHT
+from upcycle_core.corpora.config import Bos
+from upcycle_core.corpora.conversations import without_thoughts
 from upcycle_core.corpora.encoding import answer_ends
 from upcycle_core.corpora.instructions import UNKNOWN_TASK, encode_prompt, response_opening
 from upcycle_core.errors import Fault, raise_faults
@@ -73,13 +74,13 @@ def answer(
     batch_size: int = 16,
     device: str = "cpu",
     max_prompt_tokens: int | None = None,
+    bos: Bos = "auto",
     progress: Progress | None = None,
 ) -> Answers:
     """Answer every row's prompt: the likeliest token each time, up to the end token.
 
     Prompts are written as in training, see ``corpora.instructions``. Weights and arithmetic are
-    fp32: what a row is batched with does not change its answer. Rows are sorted by length, longest
-    first, and keys and values are cached.
+    fp32: what a row is batched with does not change its answer. The longest rows come first.
 
     Args:
         model_dir: A causal checkpoint with its tokenizer. A package of its own architecture must be
@@ -90,6 +91,7 @@ def answer(
         device: Where the model runs.
         max_prompt_tokens: Longer prompts lose tokens from the left; by default what the model's
             context leaves beside an answer.
+        bos: As the rows' that it was tuned on.
         progress: Hears of every row.
 
     Raises:
@@ -101,7 +103,7 @@ def answer(
     tokenizer: Any = load_tokenizer(model_dir)
     if max_prompt_tokens is None:
         max_prompt_tokens = _room(model.config, max_new_tokens)
-    prompts = encode_prompts(tokenizer, rows, max_prompt_tokens=max_prompt_tokens)
+    prompts = encode_prompts(tokenizer, rows, max_prompt_tokens=max_prompt_tokens, bos=bos)
     ends = answer_ends(tokenizer, model, chat=bool(tokenizer.chat_template))
     opening = response_opening(tokenizer) if tokenizer.chat_template else ""
     # Sampling, penalties and the like that a checkpoint may ask for would not be greedy.
@@ -128,19 +130,22 @@ def answer(
 
 def _said(text: str, opening: str) -> str:
     """What an answer says: without what the template opens it with, and behind its thoughts."""
-    return text.strip().removeprefix(opening).rpartition(THOUGHT)[2].strip()
+    return without_thoughts(text.strip().removeprefix(opening))
 
 
-def encode_prompts(tokenizer: Any, rows: Sequence[Row], *, max_prompt_tokens: int) -> Prompts:
+def encode_prompts(
+    tokenizer: Any, rows: Sequence[Row], *, max_prompt_tokens: int, bos: Bos = "auto"
+) -> Prompts:
     """Prompts as token ids, as training rows have them before their responses.
 
     Args:
         tokenizer: The model's.
         rows: Each with ``prompt``, or with the messages ``asked`` where others than a user speak.
         max_prompt_tokens: What is longer loses tokens from the left.
+        bos: As for ``encode_prompt``.
     """
     asked = [row.get("asked") or row["prompt"] for row in rows]
-    found = [encode_prompt(tokenizer, one, max_tokens=max_prompt_tokens) for one in asked]
+    found = [encode_prompt(tokenizer, one, max_tokens=max_prompt_tokens, bos=bos) for one in asked]
     return Prompts([prompt.ids for prompt in found], sum(prompt.cut > 0 for prompt in found))
 
 

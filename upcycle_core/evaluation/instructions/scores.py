@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from upcycle_core.corpora.conversations import without_thoughts
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.tasks.rouge import rouge_l
 from upcycle_core.plain import Plain
@@ -15,8 +16,10 @@ Metric = Literal["exact_match", "rouge_l"]
 Split = Literal["seen", "unseen"]
 METRICS: tuple[Metric, ...] = ("exact_match", "rouge_l")
 SPLITS: tuple[Split, ...] = ("seen", "unseen")
-_PUNCTUATION = re.compile(rf"(?!(?<!\w)-\d|(?<=\d)\.\d)[{re.escape(string.punctuation)}]")
-"""ASCII punctuation, without the minus before a number and the point within one."""
+_PUNCTUATION = re.compile(
+    rf"(?!(?<!\w)-\.?\d|(?<=\d)\.\d|(?<![\w.])\.\d)[{re.escape(string.punctuation)}]"
+)
+"""ASCII punctuation, without the minus before a number and the point in one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +128,9 @@ def score_answers(
 
 
 def references_of(row: Mapping[str, Any]) -> list[str]:
-    """Right answers of a row."""
-    return list(row.get("references") or [row["response"]])
+    """Right answers of a row, without what they think first, as answers are compared."""
+    references = row.get("references") or [row["response"]]
+    return [without_thoughts(reference) or reference for reference in references]
 
 
 def _faults(texts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Fault]:

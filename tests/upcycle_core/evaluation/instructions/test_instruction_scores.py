@@ -10,6 +10,7 @@ from upcycle_core.evaluation.instructions.scores import (
     SplitScore,
     exact_match,
     normalised,
+    references_of,
     score_answers,
 )
 
@@ -27,6 +28,12 @@ from upcycle_core.evaluation.instructions.scores import (
         ("3-5", ["35"], True),  # as published
         ("3.5", ["35"], False),  # published: True
         ("3.5.", ["3.5"], True),
+        (".5", ["5"], False),  # published: True
+        ("$.50!", [".50"], True),
+        ("-.5", [".5"], False),
+        ("-.5", ["5"], False),
+        ("...5", ["5"], True),
+        ("v.5", ["v5"], True),
         ("1, 2", ["12"], False),
         ("", ["a"], False),
         ("été", ["Été"], True),
@@ -120,3 +127,18 @@ def test_faults_are_told_together():
         score_answers(["a"], [row("c", "a")] * 2)
     with pytest.raises(InputError, match="nothing to score"):
         score_answers([], [])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"references": ["<think>\nlet me add\n</think>\n\n42", "forty-two"]},
+        {"response": "two score and two </think> 42"},
+    ],
+)
+def test_what_a_reference_thinks_first_is_no_part_of_it(row):
+    """Answers are compared without what they think."""
+    score = score_answers(["42"], [{"category": "sums", **row}])
+    assert (score.exact_match, score.rouge_l) == (1.0, 1.0)
+    assert references_of(row)[0] == "42"
+    assert references_of({"response": "nothing is said</think>"}) == ["nothing is said</think>"]
