@@ -77,9 +77,7 @@ def collect_moments(
         out: The safetensors file of the sums, written whole or not at all.
         config: Text, batches and precision.
         layers: Which layers are counted.
-        residual: Whether the residual stream is counted.
-        heads: Whether what heads say is counted.
-        neurons: Whether neurons are counted.
+        residual, heads, neurons: Whether the stream, what heads say, or neurons are counted.
         names: What faults call the models (``models.NAME``).
         bos: Whether a beginning-of-sequence token stands before each document.
         device: Where both models run and sums are kept.

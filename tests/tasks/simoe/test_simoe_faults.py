@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoTokenizer
 
 from tasks.data.instructions import instructions
 from tasks.recipes import validate
-from tasks.simoe.model import baselines
 from tasks.simoe.report import check_reached
 from tasks.simoe.rows import SIMOE, tuned
 from tasks.simoe.sources import outside_faults
@@ -224,7 +223,7 @@ def test_what_is_judged_by_is_drawn_with_the_seed_s_tokenizer_at_hand(model):
 
 
 def test_domains_of_records_matter_where_a_row_trains_an_expert_of_each(tmp_path):
-    """Found before anything is trained; of a dataset, before the experts are."""
+    """Found before anything is trained."""
     file = tmp_path / "a.jsonl"
     row = '{"prompt": "q %d", "response": "a", "category": "%s", "domain": "Computer Science"}\n'
     file.write_text("".join(row % (i, "cu"[i % 2]) for i in range(40)))
@@ -235,8 +234,3 @@ def test_domains_of_records_matter_where_a_row_trains_an_expert_of_each(tmp_path
     assert fault.field == "instructions.domains"
     del values["baselines"]["btx"]
     assert outside_faults(validate(values), tmp_path / "cache") == []
-    (tmp_path / "instructions" / "train").mkdir(parents=True)
-    (tmp_path / "instructions" / "train" / "all.jsonl").touch()
-    run = SimpleNamespace(recipe=validate(VALID), item="btx", path=lambda name: tmp_path / name)
-    with pytest.raises(InputError, match="'all': is the one domain"):
-        baselines.function(run)

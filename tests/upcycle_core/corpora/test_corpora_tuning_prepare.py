@@ -267,8 +267,8 @@ def test_categories_and_labels_that_do_not_fit_are_told(records, tmp_path, setti
         ("x/y", "z", "instructions.domains = 'x/y': names a file"),
         ("x", None, "instructions.domains = ['second']: have no domain where others"),
         ("x", 3, "instructions.domains = ['second']: have no domain where others"),
-        ("x", "x", "instructions.domains = 'x': is the one domain"),
-        (None, " ", "instructions.domains = 'all': is the one domain"),
+        ("x", "x", "instructions.domains = ['x']: too few"),
+        (None, " ", "instructions.domains = ['all']: too few"),
     ],
 )
 def test_labels_that_make_no_domains_matter_where_experts_need_them_alone(
