@@ -3,11 +3,12 @@
 ``configure`` runs before prefect, ray or mlflow is imported: they read the environment on import.
 """
 
+import errno
 import os
 import secrets
 import stat
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -150,6 +151,9 @@ def configure(environment: MutableMapping[str, str] = os.environ) -> Settings:
         settings.prefect_home.mkdir(parents=True, exist_ok=True)  # Prefect makes no parents
         if own:
             _close(settings.prefect_home)
+        if not os.access(settings.prefect_home, os.R_OK | os.W_OK | os.X_OK):
+            why = os.strerror(errno.EACCES)
+            raise PermissionError(errno.EACCES, why, str(settings.prefect_home))
     for name, value in (DEFAULTS | _derived(settings)).items():
         environment.setdefault(name, value)
     if "DVC_SITE_CACHE_DIR" not in environment:
@@ -279,7 +283,8 @@ def _close(folder: Path) -> None:
     """Keep others out of a folder of ours: Prefect's database holds secrets and their key."""
     found = folder.stat()
     if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) != 0o700:
-        folder.chmod(0o700)
+        with suppress(OSError):  # a file system without modes
+            folder.chmod(0o700)
 
 
 def _port(environment: Mapping[str, str], name: str) -> int:

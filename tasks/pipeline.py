@@ -69,7 +69,7 @@ def _for_each_domain(stage: Stage, recipe: Recipe, domains: Sequence[str]) -> di
     commands = {domain: _command(stage, recipe, domain) for domain in domains}
     entry = _command(stage, recipe, domains[0])
     entry["cmd"] = _command_line(stage, KEY)
-    entry["outs"] = [stage.artifact(KEY)]
+    entry["outs"] = [_out(stage, KEY, stays=any(stage.stays(recipe, d) for d in domains))]
     beside: dict[str, dict[str, list[str]]] = {domain: {} for domain in domains}
     for part in ("deps", "params"):
         names = {domain: command.get(part, []) for domain, command in commands.items()}
@@ -111,13 +111,20 @@ def _command(stage: Stage, recipe: Recipe, key: str) -> dict[str, Any]:
             *(f"${{code}}/{source}" for source in stage.sources),
         ],
         "params": [*stage.keys(recipe, key), "packages"],
-        "outs": [{stage.artifact(key): {"push": False}} if stage.in_parts else stage.artifact(key)],
+        "outs": [_out(stage, key, stays=stage.stays(recipe, key))],
     }
     if stage.always:
         entry["always_changed"] = True
     if is_pinned or stage.once:
         entry["frozen"] = True  # what is built upon is not made again
     return {name: value for name, value in entry.items() if value}
+
+
+def _out(stage: Stage, key: str, *, stays: bool) -> str | dict[str, dict[str, bool]]:
+    """What a stage publishes. DVC would remove what stays before the stage says that it does."""
+    flags = {"push": False} if stage.in_parts else {}
+    flags |= {"persist": True} if stays else {}
+    return {stage.artifact(key): flags} if flags else stage.artifact(key)
 
 
 def _is_of(recipe: Recipe, name: str) -> bool:

@@ -137,7 +137,9 @@ class FlowSession:
         lineage, none is trained from what an earlier one was continued from."""
         if self.recipe.lineage is not None:
             led = led_experts(self.registry, self.recipe.registered_name)
-            self.adopt(with_parents(self.recipe, self.workspace, led=led))
+            recipe = with_parents(self.recipe, self.workspace, led=led)
+            if recipe != self.recipe:
+                self.adopt(recipe)
 
     def _submit(self, stage: Stage, items: Sequence[str]) -> list[Any]:
         """One Prefect task an item; Prefect must not look into what other stages are changing."""

@@ -4,7 +4,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 DEFAULT, MAKER = "recipes/demo.yaml", "flows/dume.py:dume"
 NO_NOTICE = "none"
+GIVEN = ("image", "image_pull_policy")
+"""What a deployment is told of its pool's variables."""
 TAG = "recipe:"
 """Before the recipe's name: the tag of its deployments, and of their runs."""
 PAGE = 200
@@ -78,10 +81,12 @@ def deploy(
     """
     api = server_of(settings)
     standing = _standing(api, load_recipe(recipe or REPOSITORY / DEFAULT, changes).name)
-    notice = _notice(api, notice or standing.notice)
-    if pool is None and not job_variables:
-        pool, job_variables = standing.pool, standing.job_variables
-    target = _pool(api, pool, job_variables or {})
+    with _said_before(() if notice else ("notice",)):
+        notice = _notice(api, notice or standing.notice)
+    with _said_before(() if pool or job_variables else ("pool", *GIVEN)):
+        if pool is None and not job_variables:
+            pool, job_variables = standing.pool, standing.job_variables
+        target = _pool(api, pool, job_variables or {})
     content = yaml.safe_load(prefect_file.read_text())
     told = [d for d in content["deployments"] if notice is not None or not _names_notice(d)]
     own = list(offered(told, recipe, changes))
@@ -182,8 +187,21 @@ def _standing(api: str, name: str) -> Standing:
                 found.notice = deployment.parameters.get("block")
             if deployment.work_pool_name not in (None, LOCAL):
                 found.pool = deployment.work_pool_name
-                found.job_variables = deployment.job_variables
+                variables = deployment.job_variables.items()
+                found.job_variables = {k: v for k, v in variables if k in GIVEN}
     return found
+
+
+@contextmanager
+def _said_before(fields: Collection[str]) -> Iterator[None]:
+    """Say of faults in ``fields`` that nobody has given these now."""
+    try:
+        yield
+    except InputError as error:
+        hint = " (from when it was deployed before; others: --notice none, --pool local)"
+        raise InputError(
+            *(replace(f, remedy=f.remedy + hint) if f.field in fields else f for f in error.faults)
+        ) from None
 
 
 def _pool(api: str, name: str | None, job_variables: Mapping[str, str]) -> Pool | None:

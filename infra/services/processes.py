@@ -15,6 +15,7 @@ import psutil
 CLOCK_TOLERANCE_SECONDS = 2.0
 TAIL_LINES, TAIL_BYTES = 20, 65_536
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+MACHINE_ID = Path("/etc/machine-id")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class ProcessRecord:
         url: Where it answers; empty if it does not listen.
         boot: Which start of the machine that was.
         host: What the machine is called.
+        machine: What it is known by, whatever it is called.
     """
 
     pid: int
@@ -36,11 +38,12 @@ class ProcessRecord:
     url: str = ""
     boot: str = ""
     host: str = ""
+    machine: str = ""
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether it may run on another machine, which has this file too."""
-        return self.boot != _boot() and self.host not in ("", platform.node())
+        return self.boot != _boot() and self.machine not in ("", _machine())
 
 
 def launch(
@@ -68,7 +71,9 @@ def launch(
             start_new_session=True,
         )
     started = _started(psutil.Process(process.pid))
-    return ProcessRecord(process.pid, started, tuple(command), url, _boot(), platform.node())
+    return ProcessRecord(
+        process.pid, started, tuple(command), url, _boot(), platform.node(), _machine()
+    )
 
 
 def put_aside(log: Path, *, beyond: int = 0) -> None:
@@ -134,6 +139,11 @@ def _started(process: psutil.Process) -> float:
 
 def _boot() -> str:
     return BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+
+
+def _machine() -> str:
+    known = MACHINE_ID.read_text().strip() if MACHINE_ID.exists() else ""
+    return known or platform.node()
 
 
 def _children(process: psutil.Process, *, recursive: bool = False) -> list[psutil.Process]:

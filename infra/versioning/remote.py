@@ -5,9 +5,12 @@ What a power cut left short would stay so, whatever is pushed later.
 """
 
 import hashlib
+import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from infra.durable import sync
@@ -15,6 +18,8 @@ from infra.versioning.cache import run_dvc
 
 OBJECTS = Path("files", "md5")
 """Where the objects are, in a remote and in a cache."""
+OBJECT = re.compile(r"[0-9a-f]{30}(\.dir)?")
+"""Its name below the folder of its first two digits; another workspace's DVC writes beside it."""
 
 
 def push_to(root: Path, remote: Path) -> subprocess.CompletedProcess[str]:
@@ -29,7 +34,8 @@ def push_to(root: Path, remote: Path) -> subprocess.CompletedProcess[str]:
     done = run_dvc(root, "push")
     sent = [name for name in _objects(remote) if name not in before]
     for name in sent:
-        sync(remote / OBJECTS / name)
+        with suppress(FileNotFoundError):  # another workspace's, which tidied meanwhile
+            sync(remote / OBJECTS / name)
     if sent:
         objects = remote / OBJECTS
         folders = {(objects / name).parent for name in sent}
@@ -49,7 +55,7 @@ def mend(root: Path, remote: Path) -> None:
     for name in set(_objects(cache)) & set(_objects(remote)):
         kept, sent = cache / OBJECTS / name, remote / OBJECTS / name
         if kept.stat().st_size != sent.stat().st_size and _is_whole(kept):
-            partial = sent.with_name(f"{sent.name}.partial")
+            partial = sent.with_name(f".{sent.name}.{os.getpid()}")
             shutil.copyfile(kept, partial)
             shutil.copymode(sent, partial)
             sync(partial)
@@ -59,7 +65,8 @@ def mend(root: Path, remote: Path) -> None:
 
 def _objects(place: Path) -> Iterator[str]:
     """Names of objects: ``ab/cdef...``."""
-    return (str(file.relative_to(place / OBJECTS)) for file in (place / OBJECTS).glob("??/*"))
+    found = (place / OBJECTS).glob("??/*")
+    return (f"{f.parent.name}/{f.name}" for f in found if OBJECT.fullmatch(f.name))
 
 
 def _is_whole(kept: Path) -> bool:

@@ -80,8 +80,11 @@ class Versions:
         _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n/.waiting\n")
         _write_if_changed(self.root / "params.yaml", params)
         _write_if_changed(self.root / "dvc.yaml", pipeline)
-        with self._lock:  # ours may be at work, on another machine of a cluster
-            remove_left_lock(self.root)
+        if self._lock.acquire(blocking=False):  # else one of ours is at work
+            try:
+                remove_left_lock(self.root)
+            finally:
+                self._lock.release()
         self.recorded()
 
     def recorded(self) -> set[str]:

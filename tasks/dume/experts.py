@@ -5,7 +5,7 @@ from infra.recipe.schema import Recipe
 from tasks.data.asked import say_lacking
 from tasks.data.given import place_given
 from tasks.engine.artifacts import FORMS
-from tasks.engine.params import expert_keys
+from tasks.engine.params import expert_keys, is_trained
 from tasks.engine.stage import StageRun, stage
 from tasks.training import Texts, train_one, train_piece
 from upcycle_core.checkpoints.copy import copy_checkpoint
@@ -20,7 +20,7 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
     return [*given, f"corpora/{domain}/train", start]
 
 
-@stage("experts/{domain}", _inputs, params=expert_keys, lasting=True)
+@stage("experts/{domain}", _inputs, params=expert_keys, lasting=is_trained)
 def experts(run: StageRun) -> None:
     """Write the expert's checkpoint."""
     recipe = run.recipe

@@ -100,10 +100,15 @@ def seed_keys(recipe: Recipe) -> Iterator[str]:
         yield from ("seed", "seed_model.shape", "seed_model.training")
 
 
+def is_trained(recipe: Recipe, domain: str) -> bool:
+    """Whether a domain's expert is made here, and not given."""
+    return recipe.domains[domain].expert is None
+
+
 def expert_keys(recipe: Recipe, domain: str) -> Iterator[str]:
     """Of an expert of DUME's: given, trained from the seed, or continued."""
     yield f"domains.{domain}.expert"
-    if recipe.domains[domain].expert is None:
+    if is_trained(recipe, domain):
         continued = domain in recipe.parents and recipe.experts.continued is not None
         yield from ("seed", "experts.continued" if continued else "experts.training")
 

@@ -48,9 +48,9 @@ class Stage:
         always: Whether it looks at the world outside the workspace, and so always runs.
         once: Whether what it has made for these settings stays, whatever code and packages become:
             what it was made from may be there no more.
-        lasting: Whether, once a model is built upon, what it has made from these inputs with these
-            settings stays, whatever code and packages become: training, which an upgrade of
-            ours or of torch would else do again.
+        lasting: Of which items, once a model is built upon, what was made from these inputs with
+            these settings stays, whatever code and packages become: those that are trained, which
+            an upgrade of ours or of torch would else do again. Of none by default.
         in_parts: Whether the DVC remote holds what it reads in its place: it is put together again
             in about the time that fetching it would take.
     """
@@ -62,7 +62,7 @@ class Stage:
     each: Items | None = None
     always: bool = False
     once: bool = False
-    lasting: bool = False
+    lasting: Callable[[Recipe, str], bool] | None = None
     in_parts: bool = False
 
     @property
@@ -111,6 +111,11 @@ class Stage:
     def artifact(self, item: str) -> str:
         """What it publishes."""
         return named(self.out, item)
+
+    def stays(self, recipe: Recipe, item: str) -> bool:
+        """Whether an upgrade alone makes nothing of it anew."""
+        is_lasting = self.lasting is not None and self.lasting(recipe, item)
+        return is_lasting and recipe.lineage is not None
 
     def made_from(self, session: Session, item: str) -> dict[str, Any]:
         """What decides the result: digests of inputs, settings, versions, digests of modules.
@@ -175,7 +180,7 @@ class Stage:
             return [DAMAGED]
         before = as_recorded_now(record, made_from, session.workspace)
         reasons = differences(before, made_from)
-        if self.lasting and session.recipe.lineage is not None:
+        if self.stays(session.recipe, item):
             newer = upgrades(before, made_from)
             if newer and reasons == newer:
                 session.log(f"{self.label(item)}: stays, though {in_one_line(newer)}")
@@ -236,7 +241,7 @@ def stage(
     each: Items | None = None,
     always: bool = False,
     once: bool = False,
-    lasting: bool = False,
+    lasting: Callable[[Recipe, str], bool] | None = None,
     in_parts: bool = False,
 ) -> Callable[[Callable[[StageRun], None]], Stage]:
     """Make a function a stage; see ``Stage``."""

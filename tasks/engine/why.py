@@ -29,8 +29,11 @@ def differences(record: Mapping[str, Any], made_from: Mapping[str, Any]) -> list
 
 
 def upgrades(record: Mapping[str, Any], made_from: Mapping[str, Any]) -> list[str]:
-    """What of ``differences`` is packages and code alone."""
+    """What of ``differences`` is packages and code alone, and which settings that code reads."""
+    before, now = record.get("params", {}).keys(), made_from["params"].keys()
     return [
+        *(f"{key} decides as well now" for key in sorted(now - before)),
+        *(f"{key} decides no more" for key in sorted(before - now)),
         *_versions(record["packages"], made_from["packages"]),
         *_code(record.get("sources", {}), made_from["sources"]),
     ]
@@ -99,8 +102,6 @@ def _named(record: Mapping[str, Any], made_from: Mapping[str, Any], part: str) -
 def _settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     for key in sorted(before.keys() & now.keys()):
         yield from _changed(key, before[key], now[key])
-    yield from (f"{key} decides as well now" for key in sorted(now.keys() - before.keys()))
-    yield from (f"{key} decides no more" for key in sorted(before.keys() - now.keys()))
 
 
 def _changed(key: str, before: Any, now: Any) -> Iterator[str]:

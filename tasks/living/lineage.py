@@ -104,9 +104,13 @@ def with_parents(
     """
     assert recipe.lineage is not None
     parents, life = dict(recipe.parents), life_of(recipe)
+    known = life.modelled(workspace)
     for name, domain in recipe.domains.items():
         made_from, digest = workspace.inputs(f"experts/{name}"), workspace.digest(f"experts/{name}")
         texts = [text for text in life.texts(recipe, name) if text in made_from]
+        if name not in known:  # left by a growing that did not end: it begins at the seed again
+            parents.pop(name, None)
+            continue
         if domain.expert is not None or digest is None or not texts:
             continue
         if not all(workspace.has_digest(text, made_from[text]) for text in texts):

@@ -198,15 +198,15 @@ def register(
     domains = ", ".join(session.recipe.domains)
     title = f"{title_of(method, ())} Mixture-of-Experts of {domains}."
     decision = _judge(session, champion, metrics, tasks)
-    experts = expert_digests(session)
-    withdrawn = withdrawn_experts(registrar.registry, session.recipe.registered_name, experts)
+    names = {d: session.workspace.digests(f"experts/{d}") for d in session.recipe.domains}
+    withdrawn = withdrawn_experts(registrar.registry, session.recipe.registered_name, names)
     decision = without(withdrawn, decision)
     return registrar.register_model(
         decision,
         champion=champion,
         metrics=metrics,
         scores=_scores(metrics, method),
-        tags={EXPERTS_TAG: json.dumps(experts)},
+        tags={EXPERTS_TAG: json.dumps(expert_digests(session))},
         files={CARD: version_card(session, metrics, decision), **pictures(session)},
         description=f"{title}\n\n{(report / 'table.md').read_text()}",
     )

@@ -224,26 +224,37 @@ def led_experts(registry: Registry, name: str) -> dict[str, set[str]] | None:
     return _led(versions) if versions else None
 
 
-def withdrawn_experts(registry: Registry, name: str, experts: Mapping[str, str]) -> dict[str, int]:
+def withdrawn_experts(
+    registry: Registry, name: str, experts: Mapping[str, Collection[str]]
+) -> dict[str, int]:
     """Those of ``experts`` that were in a champion, but in one that was rolled back alone.
+
+    Where the champion before it does not say what was in it, nobody can tell.
 
     Args:
         registry: The registry.
         name: The registered model.
-        experts: {domain: the beginning of its expert's digest}.
+        experts: {domain: the digests by which its expert has been known}.
 
     Returns:
         {domain: the number of the newest version that was rolled back with it}.
     """
     versions = registry.versions(name)
     led = _led(versions)
+    telling = {str(version.number) for version in versions if EXPERTS_TAG in version.tags}
     return {
         domain: version.number
         for version in versions
-        if ROLLED_BACK_TAG in version.tags
+        if ROLLED_BACK_TAG in version.tags and version.tags.get(PREVIOUS_TAG) in telling
         for domain, digest in _experts_of(version).items()
-        if experts.get(domain) == digest and digest not in led.get(domain, ())
+        if _is_any(experts.get(domain, ()), (digest,))
+        and not _is_any(experts[domain], led.get(domain, ()))
     }
+
+
+def _is_any(names: Collection[str], beginnings: Collection[str]) -> bool:
+    """Whether an artifact that is known by these names is one of those."""
+    return any(name.startswith(tuple(beginnings)) for name in names)
 
 
 def _experts_of(version: Version) -> dict[str, str]:

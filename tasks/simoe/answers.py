@@ -11,6 +11,7 @@ from tasks.engine.stage import StageRun, stage
 from tasks.scoring.architectures import register_architectures
 from tasks.simoe.rows import model_of, tuned
 from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.config import Bos
 from upcycle_core.evaluation.instructions.activations import Use, expert_activations
 from upcycle_core.evaluation.instructions.answers import answer
@@ -91,6 +92,15 @@ def answers_piece(
         **_structure(model, rows, common),
     }
     (out / ANSWERS).write_text(json.dumps(values, indent=1) + "\n")
+
+
+def champion_piece(*, model: Path, bos: Bos, **arguments: Any) -> None:
+    """The piece: a model that may have been tuned before models brought their form along.
+
+    Nothing stood before a question then, whatever the tokenizer puts before texts.
+    """
+    has_form = load_tokenizer(model).chat_template is not None
+    answers_piece(model=model, bos=bos if has_form else "never", **arguments)
 
 
 def _structure(

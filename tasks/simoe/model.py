@@ -79,7 +79,7 @@ def baselines(run: StageRun) -> None:
     )
 
 
-@stage("model", lambda recipe, item: INPUTS, params=DECIDING, lasting=True)
+@stage("model", lambda recipe, item: INPUTS, params=DECIDING, lasting=lambda recipe, item: True)
 def model(run: StageRun) -> None:
     """Write the recipe's model: the seed, with the sparse experts that tuning has found."""
     recipe = run.recipe

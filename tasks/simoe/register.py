@@ -12,7 +12,7 @@ from tasks.release.champion import Champion
 from tasks.release.gate import decide
 from tasks.release.register import Registrar
 from tasks.release.versions import Outcome
-from tasks.simoe.answers import answer_arguments, answers_piece
+from tasks.simoe.answers import answer_arguments, champion_piece
 from tasks.simoe.card import pictures, tuned_card
 from tasks.simoe.prepared import prepared_faults
 from tasks.simoe.report import figures
@@ -59,6 +59,6 @@ def _figures_of(session: Session, champion: Champion) -> Mapping[str, Any]:
     """The champion's, on this run's instructions."""
     arguments = answer_arguments(session.recipe, session.workspace.path)
     mark = session.workspace.digest("report")
-    piece = Piece.of("champion", answers_piece, **arguments, model=champion.directory)
+    piece = Piece.of("champion", champion_piece, **arguments, model=champion.directory)
     done = champion.run(piece, f"{mark}")
     return json.loads((done.path / ANSWERS).read_text())["figures"]

@@ -10,7 +10,7 @@ from typing import Any
 from infra.recipe.schema import Recipe
 from tasks.data.given import place_given
 from tasks.engine.artifacts import FORMS
-from tasks.engine.params import expert_keys
+from tasks.engine.params import expert_keys, is_trained
 from tasks.engine.stage import StageRun, stage
 from tasks.symphony.vocabulary import sharing
 from tasks.training import Texts, train_one, train_piece
@@ -55,7 +55,7 @@ def _params(recipe: Recipe, domain: str) -> Iterator[str]:
             yield "tokenizer"
 
 
-@stage("experts/{domain}", _inputs, params=_params, lasting=True)
+@stage("experts/{domain}", _inputs, params=_params, lasting=is_trained)
 def experts(run: StageRun) -> None:
     """Write the model's checkpoint, with its own tokenizer."""
     recipe, domain = run.recipe, run.recipe.domains[run.domain]

@@ -73,7 +73,12 @@ def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
         yield from _texts(recipe, validated)
 
 
-@stage("model", _inputs, params=CARD_KEYS, lasting=True)
+@stage(
+    "model",
+    _inputs,
+    params=CARD_KEYS,
+    lasting=lambda recipe, item: recipe.post_training is not None,
+)
 def model(run: StageRun) -> None:
     """Write the recipe's model: trained, or as it was joined where the recipe trains nothing."""
     recipe, start = run.recipe, run.path(f"starts/{SYMPHONY}")

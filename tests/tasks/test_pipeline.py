@@ -89,8 +89,9 @@ def test_dvc_lists_what_the_fingerprint_is_made_from(name, stage, tmp_path):
             f"${{code}}/{source}" for source in made_from["sources"]
         }
         outs = entry["outs"]
-        if stage.in_parts:
-            outs = [out for named in outs for out, how in named.items() if how == {"push": False}]
+        flags = {"push": False} if stage.in_parts else {"persist": True}
+        if stage.in_parts or stage.stays(recipe, item):
+            outs = [out for named in outs for out, how in named.items() if how == flags]
         assert resolved(outs) == {stage.artifact(item)}
 
 
@@ -114,6 +115,13 @@ def test_what_is_built_upon_is_frozen_and_the_others_are_not():
     entries = yaml.safe_load(dvc_yaml(LIVING))["stages"]
     frozen = {name for name, entry in entries.items() if entry.get("frozen")}
     assert frozen == {*PINNED, "parents-python"}
+
+
+def test_dvc_does_not_remove_what_an_upgrade_leaves():
+    """It removes outputs before it runs a stage, which then has nothing that could stay."""
+    for recipe, flags in ((RECIPE, None), (LIVING, {"persist": True})):
+        (out,) = yaml.safe_load(dvc_yaml(recipe))["stages"]["experts"]["do"]["outs"]
+        assert out == ("experts/${key}" if flags is None else {"experts/${key}": flags})
 
 
 def test_a_backbone_that_averages_a_domain_that_left_reads_only_what_is_there():

@@ -50,7 +50,12 @@ def write_corpus(
         facts = manifest["splits"][split]
         progress.start(f"tokens of {split}", facts["documents"], "documents")
         write_encoded(
-            out / split, documents / f"{split}.parquet", encoder, bos=bos, progress=progress
+            out / split,
+            documents / f"{split}.parquet",
+            encoder,
+            bos=bos,
+            is_scored=split == "heldout",
+            progress=progress,
         )
         corpus = TokenCorpus(out / split)
         facts["tokens"] = len(corpus.tokens)
@@ -65,6 +70,7 @@ def write_encoded(
     encoder: Any,
     *,
     bos: Bos = "auto",
+    is_scored: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Tokenise one split of a domain.
@@ -74,15 +80,17 @@ def write_encoded(
         documents: The split's Parquet file.
         encoder: The tokenizer, loaded.
         bos: Whether a beginning-of-sequence token stands before each document.
+        is_scored: Whether models are scored on it: what stands before its texts is told then.
         progress: Told of each document.
 
     Raises:
         InputError: See ``end_faults`` and ``encoding.encoded``.
     """
     raise_faults(end_faults(encoder))
+    texts = encoded(read_chats(documents), encoder, bos=bos, progress=progress)
     write_split(
         directory,
-        encoded(read_chats(documents), encoder, bos=bos, progress=progress),
+        texts if is_scored else (text._replace(prefix=0) for text in texts),
         eos_id=encoder.eos_token_id,
         vocabulary_size=max(encoder.get_vocab().values()) + 1,
     )

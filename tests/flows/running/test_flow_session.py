@@ -49,19 +49,29 @@ def test_an_expert_with_new_text_goes_on_in_whatever_flow(asked, monkeypatch):
     """What it had learnt would be lost, were it trained from what it was continued from."""
     session, counts = asked
     calls = []
+
+    def named(recipe, led):
+        calls.append((led, len(counts["parents"])))
+        return replace(recipe, lineage=Lineage(parents={"python": "1"}))
+
+    def adopt(recipe):
+        calls.append(dict(recipe.parents))
+        session.recipe = recipe
+
     monkeypatch.setattr("flows.running.session.led_experts", lambda registry, name: {name: {"1"}})
     monkeypatch.setattr(
         "flows.running.session.with_parents",
-        lambda recipe, workspace, *, led: calls.append((led, len(counts["parents"]))) or recipe,
+        lambda recipe, workspace, *, led: named(recipe, led),
     )
-    monkeypatch.setattr(session, "adopt", lambda recipe: calls.append("adopted"))
+    monkeypatch.setattr(session, "adopt", adopt)
     session.ensure(parents)
     assert calls == []  # nothing was built upon yet
     session.recipe = session.stages.recipe = replace(session.recipe, lineage=Lineage())
     session.ensure(parents)
-    assert calls == [({"upcycle-demo": {"1"}}, 1), "adopted"]
+    assert calls == [({"upcycle-demo": {"1"}}, 1), {"python": "1"}]
+    session.ensure(parents)
     session.ensure(documents)
-    assert len(calls) == 2
+    assert len(calls) == 3  # looked at again, with nothing to adopt
 
 
 class Changing(set):

@@ -157,7 +157,7 @@ def test_servers_of_another_machine_are_left_alone(tmp_path, capsys):
         environment={},
         url="http://127.0.0.1:1",
     )
-    there = dataclasses.replace(started, boot="another", host="node-7")
+    there = dataclasses.replace(started, boot="another", host="node-7", machine="its")
     write_records(own.services_state, {"prefect": there})
     for command in (servers.up, servers.down):
         with pytest.raises(InputError, match="started on the machine node-7; use them there"):
@@ -165,7 +165,9 @@ def test_servers_of_another_machine_are_left_alone(tmp_path, capsys):
     servers.status(own)
     assert "started on the machine node-7" in capsys.readouterr().out
     assert read_records(own.services_state) == {"prefect": there}
-    write_records(own.services_state, {"prefect": dataclasses.replace(there, host=started.host)})
+    write_records(
+        own.services_state, {"prefect": dataclasses.replace(there, machine=started.machine)}
+    )
     servers.down(own)  # this machine has been started again since
     assert "Nothing is running." in capsys.readouterr().out
 

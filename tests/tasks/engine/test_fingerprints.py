@@ -251,17 +251,20 @@ def test_a_stage_says_why_it_runs(life, monkeypatch):
 
 def test_what_a_living_model_was_trained_to_outlives_an_upgrade(life, monkeypatch):
     """Of ours or of a package: a night would else train every expert again."""
-    lasting = replace(STAGE, lasting=True)
+    lasting = replace(STAGE, lasting=lambda recipe, item: True)
+    never = replace(STAGE, lasting=lambda recipe, item: False)
     newer = {**package_versions(), "transformers": "99.0.0"}
     monkeypatch.setattr("tasks.engine.stage.package_versions", lambda: newer)
     monkeypatch.setattr(Stage, "sources", {"tasks/copied.py": "2"})
     begun = replace(life.recipe, lineage=Lineage())
-    for stage, recipe in ((lasting, life.recipe), (STAGE, begun)):
+    for stage, recipe in ((lasting, life.recipe), (STAGE, begun), (never, begun)):
         assert stage.reasons(Session(recipe, life.workspace, log=print))
     life.recipe = begun
     assert life.ensure(lasting) is None
     now = package_versions()["transformers"]
     assert life.lines[0].startswith(f"copied: stays, though transformers {now} -> 99.0.0; its code")
+    read = replace(lasting, params=("experts.training",))  # code that reads another setting
+    assert life.ensure(read) is None
     life.recipe = replace(begun, seed=3)
     assert life.ensure(lasting).startswith("copied runs: seed 0 -> 3; transformers")
     life.give("two")

@@ -109,11 +109,16 @@ def test_an_expert_is_taken_back_with_the_only_champion_that_had_it(tmp_path, se
             tags = {EXPERTS_TAG: json.dumps({**experts, "python": python})}
             made = Registration(tags=tags, marks={PENDING_TAG: "champion"})
             with_aliases(registry, registry.register(NAME, folder, made, run=run))
-    held = {"python": "new", "cpp": "same"}
+    held = {"python": ["renamed", "new and more"], "cpp": ["same"]}
     assert withdrawn_experts(registry, NAME, held) == {}
     roll_back(registry, NAME, "it was worse")
     assert withdrawn_experts(registry, NAME, held) == {"python": 2}
-    assert withdrawn_experts(registry, NAME, experts) == {}
+    assert withdrawn_experts(registry, NAME, {d: [name] for d, name in experts.items()}) == {}
+    known = {**held, "python": ["new", "old"]}  # as it was called in the champion of before
+    assert withdrawn_experts(registry, NAME, known) == {}
+    [first, _] = registry.versions(NAME)
+    registry.remove_tag(first, EXPERTS_TAG)
+    assert withdrawn_experts(registry, NAME, held) == {}
 
 
 def test_the_way_back_is_that_of_the_champions(history, session):

@@ -9,7 +9,7 @@ from test_simoe_faults import VALID
 from transformers import AutoTokenizer
 
 from tasks.recipes import validate
-from tasks.simoe.answers import answer_arguments, answers
+from tasks.simoe.answers import answer_arguments, answers, champion_piece
 from tasks.simoe.model import baselines, model, simoe_piece
 from tasks.training import Instructions, train_piece
 from upcycle_core.progress import Silent
@@ -51,6 +51,17 @@ def test_the_model_and_its_rivals_bring_the_form_in_which_they_were_tuned(tmp_pa
     data = Instructions(files=[instructions / "train" / "all.jsonl"], bos="always")
     train_piece(out=tmp_path / "rival", data=data, **common)
     assert written(tmp_path / "model") == written(tmp_path / "rival") == FORM
+
+
+@pytest.mark.parametrize(("has_form", "bos"), [(True, "auto"), (False, "never")])
+def test_a_champion_of_before_is_asked_as_it_was_tuned(tmp_path, monkeypatch, has_form, bos):
+    given = {}
+    save_pico(tmp_path / "model")
+    if has_form:
+        (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    monkeypatch.setattr("tasks.simoe.answers.answers_piece", lambda **found: given.update(found))
+    champion_piece(model=tmp_path / "model", bos="auto", out=tmp_path / "out")
+    assert given == {"model": tmp_path / "model", "bos": bos, "out": tmp_path / "out"}
 
 
 def test_a_recipe_s_bos_is_that_of_tuning_and_judging():

@@ -191,6 +191,13 @@ def test_a_split_tells_what_stands_before_each_text(tokenizer, kind, bos, tmp_pa
         assert ("prefix" in facts) == expected
 
 
+def test_a_split_for_training_is_as_it_was(directory, tmp_path):
+    """What stands before a text is for scores; an expert would else seem to have new text."""
+    write_corpus(chat_documents(tmp_path, CHATS), directory, tmp_path / "out", bos="always")
+    prefixes = {path.name: TokenCorpus(path).prefix for path in tmp_path.glob("out/*/")}
+    assert prefixes == {"calibration": 0, "heldout": 1}
+
+
 def test_what_a_model_is_asked_is_what_stands_before_the_answer(tokenizer):
     question = [{"role": "user", "content": "What is two and two?"}]
     own = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)

@@ -60,6 +60,16 @@ def test_what_was_trained_on_is_never_judged_by_as_data_grows():
         before = now
 
 
+def test_a_task_of_two_sources_has_one_order():
+    """A source that comes before another takes no places from what was judged by."""
+    old, new = plain(*(f"q {i}" for i in range(60))), plain(*(f"n {i}" for i in range(40)))
+    judged = plain("u", category="u")
+    both = {name: InstructionSource(files=("x",)) for name in ("new", "old")}
+    config = InstructionsConfig(sources=both, unseen=("u",), test_per_task=8)
+    choice = choose({"new": new, "old": [*old, *judged]}, config, seed=0)
+    assert prompts_of(choice.seen) == slow_order(prompts_of([*old, *new]), 0)[:8]
+
+
 def test_where_a_record_stands_in_a_file_does_not_matter():
     asked = [f"q {i}" for i in range(100)]
     config = config_of(train_per_task=30, test_per_task=10)

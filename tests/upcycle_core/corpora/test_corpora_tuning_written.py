@@ -1,6 +1,7 @@
 """Instructions that a tokenizer refuses are found before anything is trained on them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from chat import save_chat_tokenizer
@@ -53,6 +54,17 @@ def test_a_role_that_the_template_refuses_is_named_before_any_training(tmp_path)
     assert fault.startswith("instructions.sources.talks = 'user 0 1'")
     assert "refuses it (no system here)" in fault
     assert instruction_faults(config, folder=None) == []
+
+
+def test_records_that_nobody_is_trained_on_or_judged_by_are_not_tried(tmp_path):
+    tokenizer = save_chat_tokenizer(tmp_path / "chat", "chatml", template=NO_SYSTEM + TURNS)
+    plain = [said(i, *PLAIN) for i in range(20)]
+    config = config_of(tmp_path / "a.jsonl", plain, plain[:9])
+    other = [{**said(i, *SYSTEM), "category": "other"} for i in range(9)]
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in other))
+    assert faults_of(config, tokenizer)
+    assert faults_of(replace(config, train_categories=("c",)), tokenizer) == []
 
 
 def test_a_later_turn_matters_where_it_is_trained_on_alone(tmp_path):

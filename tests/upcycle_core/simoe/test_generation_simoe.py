@@ -88,6 +88,20 @@ def test_threads_that_generate_at_once_have_mixtures_of_their_own(dense_path):
             one.model(**batches[0])
 
 
+def test_a_thread_s_first_pass_may_be_compiled(dense_path):
+    model = grown(dense_path)
+    batch = batch_of(some_ids(6), "left")
+
+    def logits(run):
+        with torch.no_grad():
+            return run(**batch, use_cache=False).logits
+
+    torch.compiler.reset()
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(logits, torch.compile(model, backend="eager")).result()
+    torch.testing.assert_close(found, logits(model), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("routing", ["instance", "task"])
 @pytest.mark.parametrize("drafter", ["seed", "itself"])
 def test_another_model_may_draft_what_it_says(dense_path, routing, drafter):

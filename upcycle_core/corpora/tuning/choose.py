@@ -141,4 +141,6 @@ def _tasks(
                 seen.setdefault((category, task), []).extend(drawn)
             else:
                 left_out["of other categories"] += len(drawn)
+    for found in (*unseen.values(), *seen.values()):  # of several sources
+        found.sort(key=lambda record: rank(record.prompt, seed))
     return unseen, seen

@@ -57,10 +57,12 @@ def task_file_records(
             wrong = list(_unusable(row, category, f"{path}, instance {number}"))
             yield from wrong
             rows += [] if wrong else [row]
-        ranks = [rank(row["prompt"], seed) for row in rows]
+        own = (task, path.stem, category, source.domain)
+        # As they are held out by, so that what is drawn no more was not the last to be trained on.
+        ranks = [rank(_record(row, *own).prompt, seed) for row in rows]
         drawn = sorted(range(len(rows)), key=ranks.__getitem__)[: source.max_per_task]
         for place in sorted(drawn):
-            yield _record(rows[place], task, path.stem, category, source.domain)
+            yield _record(rows[place], *own)
         if len(rows) > len(drawn):
             yield LeftOut(OVER, len(rows) - len(drawn))
 

@@ -35,6 +35,9 @@ def sample_faults(
     for name, own in records.items():
         for record in own:
             is_judged = record.category in config.unseen_categories
+            trained = config.train_categories
+            if not is_judged and trained is not None and record.category not in trained:
+                continue
             shape = (name, is_judged, *_shape(record))
             tried[shape] += 1
             if tried[shape] > TRIED or shape in found:

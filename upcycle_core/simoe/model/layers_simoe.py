@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
@@ -140,7 +139,16 @@ class SimoeNorm(Gated):
         if isinstance(self.base, nn.LayerNorm):  # takes one weight for all instances
             plain = functional.layer_norm(x, (self.inputs,), None, None, self.base.eps)
             return self.base(x) + change * plain
-        return functional_call(self.base, {"weight": self.base.weight + change}, (x,))
+        return self._with(self.base.weight + change, x)
+
+    def _with(self, weight: Tensor, x: Tensor) -> Tensor:
+        """The norm of x with another weight, in a copy: ``torch.func.functional_call`` would exchange
+        it in the module, where other threads are."""
+        kind = type(self.base)
+        own = object.__new__(kind)
+        others = {n: p for n, p in self.base._parameters.items() if n != "weight"}
+        own.__dict__.update({**self.base.__dict__, "_parameters": others, "weight": weight})
+        return kind.forward(own, x)
 
 
 class _AddProduct(torch.autograd.Function):

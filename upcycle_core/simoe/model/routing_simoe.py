@@ -26,8 +26,10 @@ class Mixture(threading.local):
     copy of the model has none.
     """
 
-    _running = False
-    _coefficients: Tensor | None = None
+    def __init__(self) -> None:
+        # Once a thread. Not of the class: torch.compile would see its own pass set them.
+        self._running = False
+        self._coefficients: Tensor | None = None
 
     def __reduce__(self) -> tuple[type["Mixture"], tuple[()]]:
         return type(self), ()
