@@ -142,7 +142,7 @@ class SimoeNorm(Gated):
         return self._with(self.base.weight + change, x)
 
     def _with(self, weight: Tensor, x: Tensor) -> Tensor:
-        """The norm of x with another weight, in a copy: ``torch.func.functional_call`` would exchange
+        """The norm of x with another weight, in a copy: torch's ``functional_call`` would exchange
         it in the module, where other threads are."""
         kind = type(self.base)
         own = object.__new__(kind)
