@@ -66,7 +66,7 @@ def test_settings_decide_what_is_counted():
     assert (only.linear, only.norms, only.masks) == (ffn, 0, 3 * 2 * (2 * 32 + 48))
     assert only.router == 32 * 5 + 5 + 5 * 3 + 3
     assert counts(masks="parameters").masks == 3 * (ffn + attention + norms)
-    real = counts(masks="real", tau=0.5)
+    real = counts(masks="real")
     assert real.by_mean == real.dense + real.gated + real.masks
     by_task = count(dense, SimoeUpcyclingConfig(experts=3, routing="task"), tasks=["a", "b"])
     assert by_task.router == 2 * 3
