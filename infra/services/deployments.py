@@ -80,13 +80,8 @@ def deploy(
         DeploymentError: Prefect refused.
     """
     api = server_of(settings)
-    standing = _standing(api, load_recipe(recipe or REPOSITORY / DEFAULT, changes).name)
-    with _said_before(() if notice else ("notice",)):
-        notice = _notice(api, notice or standing.notice)
-    with _said_before(() if pool or job_variables else ("pool", *GIVEN)):
-        if pool is None and not job_variables:
-            pool, job_variables = standing.pool, standing.job_variables
-        target = _pool(api, pool, job_variables or {})
+    name = load_recipe(recipe or REPOSITORY / DEFAULT, changes).name
+    notice, target = _chosen(api, name, Standing(notice, pool, job_variables))
     content = yaml.safe_load(prefect_file.read_text())
     told = [d for d in content["deployments"] if notice is not None or not _names_notice(d)]
     own = list(offered(told, recipe, changes))
@@ -190,6 +185,17 @@ def _standing(api: str, name: str) -> Standing:
                 variables = deployment.job_variables.items()
                 found.job_variables = {k: v for k, v in variables if k in GIVEN}
     return found
+
+
+def _chosen(api: str, name: str, told: Standing) -> tuple[str | None, Pool | None]:
+    """Notice and pool: those that are told, or else those of the recipe's deployments."""
+    standing = _standing(api, name)
+    with _said_before(() if told.notice else ("notice",)):
+        notice = _notice(api, told.notice or standing.notice)
+    is_told = told.pool is not None or bool(told.job_variables)
+    with _said_before(() if is_told else ("pool", *GIVEN)):
+        own = told if is_told else standing
+        return notice, _pool(api, own.pool, own.job_variables or {})
 
 
 @contextmanager
