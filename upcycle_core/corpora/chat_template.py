@@ -143,7 +143,8 @@ class ChatTemplate:
                 continue
             with _refusals(chat):
                 before = self._written(chat.messages[:i], add_generation_prompt=True)
-                upto = self._written(chat.messages[: i + 1])
+                is_last = i + 1 == len(chat.messages)
+                upto = ids if is_last else self._written(chat.messages[: i + 1])
             start = self._start_of_response(before, upto)
             if start is None or ids[: len(upto)] != upto:
                 return self._marked(chat, ids)
