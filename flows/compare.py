@@ -80,7 +80,7 @@ def _publish(session: FlowSession) -> None:
     """Put cost beside score; show the table and the plot in the workspace, Prefect and MLflow."""
     workspace = session.workspace
     metrics = json.loads((workspace.path("comparison") / "metrics.json").read_text())
-    costs = row_costs(session.recipe, workspace)
+    costs = row_costs(session.recipe, workspace, metrics)
     for row, cost in costs.items():
         metrics[row] |= asdict(cost)
     rows = across_seeds([metrics])

@@ -1,12 +1,13 @@
 """Stage ``comparison``: every way of upcycling on the same held-out text, in one table."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
+from tasks.dume.files import ROUTED, repairs_routed
 from tasks.engine.artifacts import SUMMARY
 from tasks.engine.costs import Cost, read_cost
 from tasks.engine.params import MEASURING
@@ -113,24 +114,17 @@ def _baseline(run: StageRun, name: str, scores: Scores) -> Compared:
     )
 
 
-def row_costs(recipe: Recipe, workspace: Workspace) -> dict[str, Cost]:
+def row_costs(recipe: Recipe, workspace: Workspace, rows: Collection[str]) -> dict[str, Cost]:
     """{row: what was spent on it after the seed}; a row is absent if any part of it is unknown.
 
-    Evaluation is left out: every row has the same.
+    Evaluation is left out: every row has the same. What given experts have cost is unknown.
+
+    Args:
+        recipe: What was made.
+        workspace: Where.
+        rows: Those that were scored.
     """
-    experts = [f"experts@{domain}" for domain in recipe.domains]
-    statistics = [f"statistics@{domain}" for domain in recipe.domains]
-    dume = [*experts, "backbone", *statistics, "router", "model"]
-    stages = {
-        "seed": [],
-        "model_averaging": experts,
-        "random_routing": [*experts, "backbone", "model"],
-        "dume": dume,
-        "oracle": [*experts, "backbone", "model"],
-    }
-    for name, row in recipe.baselines.items():
-        begun = dume if row.method == "dume" else experts if row.uses_experts else []
-        stages[name] = [*begun, f"baselines-{name}"] if row.trains else begun
+    stages = {name: labels for name, labels in _stages_behind(recipe).items() if name in rows}
     found = {}
     for row_name, labels in stages.items():
         costs = [read_cost(workspace, label) for label in labels]
@@ -138,3 +132,22 @@ def row_costs(recipe: Recipe, workspace: Workspace) -> dict[str, Cost]:
         if len(known) == len(costs):
             found[row_name] = Cost.together(known)
     return found
+
+
+def _stages_behind(recipe: Recipe) -> dict[str, list[str]]:
+    """{row: labels of the stages that made it, after the seed}"""
+    experts, statistics, repaired = (
+        [f"{stage}@{domain}" for domain in recipe.domains]
+        for stage in ("experts", "statistics", "repaired")
+    )
+    begun = [*experts, "backbone", *(repaired if recipe.experts.repair != "none" else [])]
+    solved = [*begun, *statistics, "router"]
+    dume = [*solved, *([ROUTED] if repairs_routed(recipe) else []), "model"]
+    # Whatever routers it is given: experts that are repaired for the solved ones hang on these.
+    assembled = dume if repairs_routed(recipe) else [*begun, "model"]
+    stages = {"seed": [], "model_averaging": experts, **dict.fromkeys(MERGED, assembled)}
+    stages["dume"] = dume
+    for name, row in recipe.baselines.items():
+        before = dume if row.method == "dume" else experts if row.uses_experts else []
+        stages[name] = [*before, f"baselines-{name}"] if row.trains else before
+    return stages
