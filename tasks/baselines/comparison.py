@@ -85,18 +85,19 @@ def _reported(run: StageRun, name: str, report: Mapping[str, Any]) -> Compared:
         trained_parameters=0,
         active_parameters=counts.active,
         total_parameters=counts.total,
-        tokens=0 if name == "seed" else run.recipe.expert_tokens,
+        tokens=0 if name == "seed" else expert_tokens(run.recipe),
     )
 
 
 def _baseline(run: StageRun, name: str, scores: Scores) -> Compared:
     baseline = run.recipe.baselines[name]
-    tokens = run.recipe.expert_tokens if baseline.uses_experts else 0
+    tokens = expert_tokens(run.recipe) if baseline.uses_experts else 0
     trained = 0
     if baseline.trains:
         summary = json.loads((run.path(f"baselines/{name}") / SUMMARY).read_text())
         counts = Counts(total=summary["total_parameters"], active=summary["active_parameters"])
-        trained, tokens = summary["trained_parameters"], tokens + summary["tokens"]
+        trained = summary["trained_parameters"]
+        tokens = None if tokens is None else tokens + summary["tokens"]
     else:
         # Every token passes through every expert.
         each_one = [parameter_counts(run.path(f"experts/{d}")) for d in run.recipe.domains]
@@ -114,6 +115,16 @@ def _baseline(run: StageRun, name: str, scores: Scores) -> Compared:
     )
 
 
+def expert_tokens(recipe: Recipe) -> int | None:
+    """Tokens that the experts were trained on; unknown where one is given."""
+    return None if _given(recipe) else recipe.expert_tokens
+
+
+def _given(recipe: Recipe) -> list[str]:
+    """Domains whose expert is not made here."""
+    return [name for name, domain in recipe.domains.items() if domain.expert is not None]
+
+
 def row_costs(recipe: Recipe, workspace: Workspace, rows: Collection[str]) -> dict[str, Cost]:
     """{row: what was spent on it after the seed}; a row is absent if any part of it is unknown.
 
@@ -125,9 +136,10 @@ def row_costs(recipe: Recipe, workspace: Workspace, rows: Collection[str]) -> di
         rows: Those that were scored.
     """
     stages = {name: labels for name, labels in _stages_behind(recipe).items() if name in rows}
+    given = {f"experts@{domain}" for domain in _given(recipe)}
     found = {}
     for row_name, labels in stages.items():
-        costs = [read_cost(workspace, label) for label in labels]
+        costs = [None if label in given else read_cost(workspace, label) for label in labels]
         known = [cost for cost in costs if cost is not None]
         if len(known) == len(costs):
             found[row_name] = Cost.together(known)

@@ -6,7 +6,7 @@ import pytest
 from texts import pico_recipe
 
 from infra.cluster.pieces import Done
-from tasks.baselines.comparison import row_costs
+from tasks.baselines.comparison import expert_tokens, row_costs
 from tasks.engine.costs import Cost, cost_of, read_cost, write_cost
 from tasks.engine.workspace import Workspace
 from tasks.recipes import validate
@@ -78,6 +78,14 @@ def test_rows_cost_the_stages_behind_them(values, workspace):
 
 def test_rows_that_were_not_scored_cost_nothing(values, workspace):
     assert seconds(values, workspace, ["dume", "btx", "full"]) == {"dume": 127, "btx": 3 + 128}
+
+
+def test_what_given_experts_have_cost_is_unknown(values, workspace):
+    assert expert_tokens(validate(values)) == 2 * 15 * 4 * 32
+    values["domains"]["b"]["expert"] = "somewhere"
+    assert expert_tokens(validate(values)) is None
+    write_cost(workspace, "baselines-full", Cost(512.0, 512))
+    assert seconds(values, workspace) == {"seed": 0, "full": 512}
 
 
 def test_whatever_is_made_of_repaired_experts_costs_their_repair(values, workspace):
