@@ -40,7 +40,7 @@ from infra.tracking.locations import (
     use_files,
 )
 from infra.tracking.private import machine_watched
-from infra.tracking.records import DatasetRecord, flatten, with_room
+from infra.tracking.records import DatasetRecord, flatten, key_of, with_room
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 # What MLflow takes in one call, in one value.
@@ -90,7 +90,7 @@ class Run:
     def log_metrics(self, values: Mapping[str, float], step: int = 0) -> None:
         """Add a point at ``step`` to the curve of each key of ``values``."""
         now = milliseconds()
-        points = [Metric(key, float(value), now, step) for key, value in values.items()]
+        points = [Metric(key_of(key), float(value), now, step) for key, value in values.items()]
         for start in range(0, len(points), METRICS_PER_CALL):
             self._client.log_batch(self.id, metrics=points[start : start + METRICS_PER_CALL])
 
