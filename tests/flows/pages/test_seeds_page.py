@@ -3,9 +3,13 @@
 import json
 
 import pytest
+from texts import pico_recipe, save_recipe, write_texts
 
+from flows import seeds
 from flows.pages.page import Command
 from flows.pages.seeds import write_seeds
+from flows.running import command_line
+from flows.running.command_line import with_seed
 from tasks.recipes import validate
 from upcycle_core.evaluation.text.results import Evaluation, metrics
 
@@ -107,3 +111,29 @@ def test_paths_of_a_machine_stay_there(tmp_path, model, shown):
     assert f"--set folder=FOLDER --set seed_model.model={shown} " in text
     assert f"\n  model: {shown}\n" in text
     assert "/private" not in text
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    values = pico_recipe(write_texts(tmp_path / "texts"))
+    values["registry"] |= {"model": "production"}
+    return save_recipe(tmp_path / "recipe.yaml", values)
+
+
+def test_no_seed_becomes_champion_of_the_model_that_the_recipe_names(recipe, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setenv("UPCYCLE_HOME", str(tmp_path))
+    monkeypatch.setattr(command_line, "run_command", lambda words, directory: ran.append(words))
+    monkeypatch.setattr(seeds, "write_seeds", lambda command, workspaces: None)
+    given = ["--set", "registry.model=live", "--seeds", "0", "1", "--out", str(tmp_path / "out")]
+    assert seeds.main([str(recipe), *given]) == 0
+    names = [[word for word in words if word.startswith("registry.model=")] for words in ran]
+    assert [own[-1] for own in names] == [f"registry.model=live-seed-{seed}" for seed in (0, 1)]
+    unnamed = with_seed(validate(RECIPE), 1)
+    assert (unnamed.seed, unnamed.registered_name) == (1, "upcycle-pico-seed-1")
+
+
+def test_a_page_that_can_lie_nowhere_is_said_before_any_seed_runs(recipe, monkeypatch, capsys):
+    monkeypatch.setattr(seeds, "run_apart", lambda *arguments: pytest.fail("it ran"))
+    assert seeds.main([str(recipe), "--out", str(recipe)]) == 2
+    assert "--out" in capsys.readouterr().err
