@@ -5,6 +5,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from upcycle_core.corpora.config import Split
+from upcycle_core.corpora.conversations import complete_text
 from upcycle_core.corpora.distinct import Document, content_key
 from upcycle_core.corpora.seeded import permutation, place
 from upcycle_core.corpora.spool import Kept
@@ -47,7 +48,8 @@ class Selection:
         left_out: Counter[str] = Counter()
         size = 0
         for document in documents:
-            text = document.text
+            messages = document.messages
+            text = document.text if messages is None else complete_text(messages)
             if len(text) < min_characters:
                 left_out["short"] += 1
             elif (key := content_key(text)) in texts:
