@@ -11,6 +11,7 @@ from upcycle_core.errors import raise_faults
 from upcycle_core.evaluation.report import files
 from upcycle_core.evaluation.report.numbers import cells, interval, number
 from upcycle_core.evaluation.report.parts import (
+    DASH,
     Cell,
     Figure,
     Notes,
@@ -40,6 +41,7 @@ DIFFERENCES = (
     "{subject} minus each other model over the same items, with the 95 % interval of a paired "
     "bootstrap, in the unit of the scores. * The interval excludes 0."
 )
+NO_MEAN = f" {DASH} A score that is no mean over items, such as a whole text's, has none."
 EXAMPLES = 10
 """Items that are shown of each rival, at most."""
 SHOWN = 300
@@ -138,6 +140,8 @@ def difference_table(metrics: Metrics) -> Table:
         if any(measured):
             rows.append([task, *(own and _difference(own, about) for own in measured)])
     caption = DIFFERENCES.format(subject=titles[metrics["subject"]])
+    if any(own["mean"] is None for of in metrics["differences"].values() for own in of.values()):
+        caption += NO_MEAN
     return Table(["Task", *(titles[rival] for rival in rivals)], rows, caption)
 
 
@@ -208,7 +212,9 @@ def _left_out(domain: str | None) -> tuple[str, ...]:
     return ("oracle", expert_row(domain)) if domain else ("oracle",)
 
 
-def _difference(own: Mapping[str, Any], about: Mapping[str, Any]) -> Cell:
+def _difference(own: Mapping[str, Any], about: Mapping[str, Any]) -> Cell | None:
+    if own["mean"] is None:
+        return None
     scale, digits = _unit(about)
     mean, low, high = (scale * own[end] for end in ("mean", "low", "high"))
     text, excludes = interval(mean, low, high, digits=digits)

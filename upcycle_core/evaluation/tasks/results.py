@@ -97,7 +97,8 @@ def metrics(evaluation: TaskEvaluation) -> dict[str, Any]:
         "sweeps": {parameter: [{"value", "scores": {task: mean}, "normalised_average": percent, None
         where undefined}]}, where there are any,
         "differences": {rival: {task: {"mean", "low", "high", "items", "metric", "excludes_zero",
-        "won", "lost"}}}}. Scores and differences are in the metric's own unit.
+        "won", "lost"}}}}. Scores and differences are in the metric's own unit; mean and interval of
+        a task are None where its score is no mean over items, as bits per byte or mcc.
 
     Raises:
         InputError: The subject and a rival have different items (see ``paired_difference``).
@@ -242,14 +243,26 @@ def _differences(evaluation: TaskEvaluation) -> dict[str, dict[str, dict[str, An
         found[rival] = {}
         for task, (ours, theirs) in _shared(evaluation, rival).items():
             difference = paired.paired_difference(ours, theirs)
+            measured = asdict(difference)
+            pairs = ((evaluation.subject, ours), (rival, theirs))
+            is_mean = all(_is_mean(evaluation.scores[row][task], own) for row, own in pairs)
+            if not is_mean:
+                measured |= dict.fromkeys(("mean", "low", "high"))
             found[rival][task] = {
-                **asdict(difference),
+                **measured,
                 "metric": ours[0].metric,
-                "excludes_zero": difference.excludes_zero,
+                "excludes_zero": is_mean and difference.excludes_zero,
                 "won": won[task],
                 "lost": lost[task],
             }
     return found
+
+
+def _is_mean(score: TaskScore, items: Sequence[Item]) -> bool:
+    """Whether a score is the mean of its items' scores: those of whole texts weigh each by its
+    length, mcc and f1 count labels, and a group may weigh its parts alike."""
+    mean = math.fsum(item.score for item in items) / len(items)
+    return math.isclose(mean, score.mean, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def _shared(evaluation: TaskEvaluation, rival: str) -> dict[str, tuple[list[Item], list[Item]]]:
