@@ -30,8 +30,8 @@ from upcycle_core.evaluation.text.results import expert_row
 Metrics = Mapping[str, Any]
 """What ``results.metrics`` gives."""
 SCORES = (
-    "In percent, higher is better; columns with ↓ are in their own unit, lower is better. Marked: "
-    "the best of its column; a domain's own expert and the oracle are left out."
+    "In percent, higher is better; columns with ↓ or ↑ are in their own unit, lower or higher is "
+    "better. Marked: the best of its column; a domain's own expert and the oracle are left out."
 )
 NORMALISED = (
     "100 is the domain's own dense expert, higher is better. The average counts every domain the "
@@ -107,7 +107,7 @@ def score_table(metrics: Metrics) -> Table:
         spread = {
             row: scale * own["deviation"] for row, own in measured.items() if len(own["values"]) > 1
         }
-        columns[task if about["higher_is_better"] else f"{task} ↓"] = cells(
+        columns[plot.title_of(task, about)] = cells(
             {row: (scale * own["mean"], spread.get(row)) for row, own in measured.items()},
             digits=digits,
             higher=about["higher_is_better"],
@@ -203,8 +203,8 @@ def sweep_table(metrics: Metrics, parameter: str, points: Sequence[Metrics]) -> 
 
 
 def _unit(about: Mapping[str, Any]) -> tuple[int, int]:
-    """Factor and decimals: scores are shown in percent, or as they are where lower is better."""
-    return (100, 1) if about["higher_is_better"] else (1, 2)
+    """Factor and decimals: rates are shown in percent, and what is none as it is."""
+    return (100, 1) if about["is_share"] else (1, 2)
 
 
 def _left_out(domain: str | None) -> tuple[str, ...]:

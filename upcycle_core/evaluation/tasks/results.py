@@ -14,6 +14,9 @@ from upcycle_core.evaluation.tasks.score import TaskScore
 from upcycle_core.evaluation.text import scores
 from upcycle_core.evaluation.text.results import Parameter, expert_row
 
+LARGEST_SHARE = 1 + 1e-9
+"""A mean of ones may be off by a rounding."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskEvaluation:
@@ -87,7 +90,7 @@ def metrics(evaluation: TaskEvaluation) -> dict[str, Any]:
 
     Returns:
         {"subject", "rivals", "titles": {row: title},
-        "tasks": {task: {"metric", "higher_is_better", "domain", "items", "seeds"}},
+        "tasks": {task: {"metric", "higher_is_better", "is_share", "domain", "items", "seeds"}},
         "scores": {row: {task: a ``TaskScore`` as a dict, with its "mean" and "deviation"}},
         "normalised": {row: {task: percent, None where undefined}},
         "normalised_average": {row: percent, None where undefined},
@@ -135,11 +138,24 @@ def flips(evaluation: TaskEvaluation) -> dict[str, list[Flip]]:
     return found
 
 
+def is_share(evaluation: TaskEvaluation, task: str) -> bool:
+    """Whether a task's metric is a rate from 0 to 1, which is shown in percent.
+
+    Some metrics of the harness (``bleu_max``, ``eq_bench``) are in points of 100 already: values
+    beyond 1 tell. Where less is better it is no rate.
+    """
+    measured = [own[task] for own in evaluation.scores.values() if task in own]
+    values = [value for score in measured for value in score.values]
+    values += [i.score for own in evaluation.items.values() for i in own if i.task == task]
+    return measured[0].higher_is_better and all(abs(value) <= LARGEST_SHARE for value in values)
+
+
 def _task(evaluation: TaskEvaluation, task: str) -> dict[str, Any]:
     measured = [own[task] for own in evaluation.scores.values() if task in own]
     return {
         "metric": measured[0].metric,
         "higher_is_better": measured[0].higher_is_better,
+        "is_share": is_share(evaluation, task),
         "domain": evaluation.domains.get(task),
         "items": max(score.items for score in measured),
         "seeds": max(len(score.values) for score in measured),

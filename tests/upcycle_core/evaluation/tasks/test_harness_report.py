@@ -112,6 +112,20 @@ def test_scores_are_shown_in_percent_and_lower_is_better_as_they_are(report):
     assert cells(text, "| Champion") == ["Champion", "60.0", "–"]
 
 
+def test_points_of_a_hundred_are_shown_as_they_are(evaluation, tmp_path, monkeypatch):
+    rows = {
+        row: {"quiz": score(*(100 * value for value in own["quiz"].values), metric="bleu_max")}
+        for row, own in evaluation.scores.items()
+    }
+    given = replace(evaluation, tasks=("quiz",), scores=rows, items={}, rivals=())
+    write_task_report(given, tmp_path / "report", model="demo")
+    text = (tmp_path / "report" / "table.md").read_text()
+    assert cells(text, "| Model") == ["Model", "quiz ↑"]
+    assert cells(text, "| DUME") == ["DUME \\<new>", "**75.00 ± 7.07**"]
+    [panel] = drawn(metrics(given), tmp_path, monkeypatch)
+    assert "bleu_max, higher is better" in [text.get_text() for text in panel.texts]
+
+
 def test_best_leaves_out_the_oracle_and_the_domain_s_own_expert(report):
     text = (report / "table.md").read_text()
     assert cells(text, "| Oracle") == ["Oracle", "95.0", "1.00"]
