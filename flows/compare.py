@@ -87,9 +87,6 @@ def _publish(session: FlowSession) -> None:
     write_json(workspace.path(ROWS), metrics)
     workspace.path(TABLE).write_text(_summary(session, rows))
     draw_comparison(rows, workspace.path(PLOT), highlight="dume")
-    timings = workspace.path("timings.json")
-    if not timings.exists():  # the comparison has made what the DUME flow would have
-        write_json(timings, session.timings())
     publish_table(
         f"{session.recipe.name}-comparison",
         comparison_table(rows),

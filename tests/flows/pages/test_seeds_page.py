@@ -10,6 +10,9 @@ from flows.pages.page import Command
 from flows.pages.seeds import write_seeds
 from flows.running import command_line
 from flows.running.command_line import with_seed
+from tasks.engine.costs import Cost, write_cost
+from tasks.engine.workspace import Workspace
+from tasks.methods import METHODS
 from tasks.recipes import validate
 from upcycle_core.evaluation.text.results import Evaluation, metrics
 
@@ -37,7 +40,13 @@ def run(folder, scale, scored_on=None):
     (folder / "report").mkdir(parents=True)
     (folder / "report" / "metrics.json").write_text(json.dumps(metrics(evaluation)))
     (folder / "report" / "routing.png").write_bytes(b"picture")
-    (folder / "timings.json").write_text(json.dumps({"wall": 60.0, "stages": {"router": 0.3}}))
+    # What a run that had nothing left to do leaves.
+    (folder / "timings.json").write_text(json.dumps({"wall": 2.0, "stages": {}}))
+    recipe = validate(RECIPE)
+    for stage in METHODS["dume"].stages():
+        for item in stage.items(recipe):
+            seconds = {"experts": 300.0, "router": 6.0}.get(stage.name, 0.0)
+            write_cost(Workspace(folder), stage.label(item), Cost(seconds, 1))
     return folder
 
 
@@ -62,6 +71,24 @@ def test_what_is_lost_is_split_between_backbone_and_routers(tmp_path):
     assert f"the others are not.\n\n{gaps}\n" in text  # below the table
     assert text.count("(100 - oracle)") == 1
     assert "| DUME | 94.0 ± 4.2 | 94.0 ± 4.2 | 94.0 ± 4.2 |" in text
+
+
+def test_what_a_model_took_is_said_whichever_runs_made_it(tmp_path):
+    text = page(tmp_path, 1.0, 3.0)
+    words = "took 0.99 % of a model's core time or less; a model took 10, 10 core minutes"
+    assert words in text  # two experts and a router: 606 s
+    kept = json.loads((tmp_path / "out" / "pico.json").read_text())
+    assert kept["core_seconds"] == [606.0, 606.0]
+    (tmp_path / "seed-1" / ".costs" / "experts@law.json").unlink()
+    command = Command(
+        flow="seeds",
+        recipe=validate(RECIPE),
+        files=["recipes/pico.yaml"],
+        seeds=[0, 1],
+        out=tmp_path / "again",
+    )
+    write_seeds(command, [tmp_path / "seed-0", tmp_path / "seed-1"])
+    assert "a model took 10, – core minutes" in (tmp_path / "again" / "pico.md").read_text()
 
 
 def test_perplexities_stand_beside_normalised_scores(tmp_path):
