@@ -22,6 +22,7 @@ from mlflow.entities import (
     DatasetInput,
     Experiment,
     InputTag,
+    LifecycleStage,
     Metric,
     Param,
     RunTag,
@@ -300,6 +301,12 @@ def _experiment_id(client: MlflowClient, settings: Settings, name: str) -> str:
 
 def _faults(found: Experiment, settings: Settings) -> Iterator[Fault]:
     """What keeps a flow of this home from an experiment in the same database."""
+    if found.lifecycle_stage != LifecycleStage.ACTIVE:
+        remedy = "has been deleted in MLflow, with the runs that models came from; restore it "
+        remedy += f"(`MLFLOW_TRACKING_URI={masked(settings.mlflow_tracking_uri)} mlflow "
+        remedy += f"experiments restore --experiment-id {found.experiment_id}`), or give the "
+        remedy += "recipe another `name`"
+        yield Fault("MLflow experiment", found.name, remedy)
     if not is_database(settings):
         return
     if found.tags.get(HOME_TAG, home_id(settings)) != home_id(settings):
