@@ -60,7 +60,7 @@ def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
         [
             Section("", shown),
             Section("Perplexity", [_perplexities(recipe, runs)]),
-            *comparison_section(name, command.out),
+            *comparison_section(command),
             Section("Routing", ["First seed; rows are domains, columns experts.", routing]),
             Section("What the choices do", pictures),
         ],
