@@ -80,16 +80,13 @@ def _publish(session: FlowSession) -> None:
     """Put cost beside score; show the table and the plot in the workspace, Prefect and MLflow."""
     workspace = session.workspace
     metrics = json.loads((workspace.path("comparison") / "metrics.json").read_text())
-    costs = row_costs(session.recipe, workspace)
+    costs = row_costs(session.recipe, workspace, metrics)
     for row, cost in costs.items():
         metrics[row] |= asdict(cost)
     rows = across_seeds([metrics])
     write_json(workspace.path(ROWS), metrics)
     workspace.path(TABLE).write_text(_summary(session, rows))
     draw_comparison(rows, workspace.path(PLOT), highlight="dume")
-    timings = workspace.path("timings.json")
-    if not timings.exists():  # the comparison has made what the DUME flow would have
-        write_json(timings, session.timings())
     publish_table(
         f"{session.recipe.name}-comparison",
         comparison_table(rows),

@@ -8,10 +8,12 @@ finished is not run again.
 
 import sys
 
+from flows.pages.model import folder_faults
 from flows.pages.page import Command
 from flows.pages.seeds import write_seeds
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_apart
+from upcycle_core.errors import raise_faults
 
 
 @command
@@ -19,6 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run every seed, then write ``NAME.md``, ``NAME.json`` and pictures."""
     chosen = parser_of("seeds").parse_args(arguments)
     recipe = load(chosen)
+    raise_faults(folder_faults(chosen.out))
     workspaces = [run_apart("flows.dume", chosen, recipe, seed) for seed in chosen.seeds]
     write_seeds(Command.of("seeds", recipe, chosen), workspaces)
 

@@ -9,7 +9,6 @@ workspace of its own (``NAME-seed-0``, ...).
 
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import replace
 
 from prefect import flow
 from prefect.states import State
@@ -20,7 +19,7 @@ from flows.pages.model import folder_faults
 from flows.pages.page import Command
 from flows.pages.tasks import publish_tasks
 from flows.running.arguments import load, parser_of
-from flows.running.command_line import command, run_flow
+from flows.running.command_line import command, run_flow, with_seed
 from flows.running.refused import in_a_line
 from flows.running.session import THREADS, FlowSession
 from infra import settings as environment
@@ -97,9 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     recipe = load(chosen)
     home = environment.configure().home
     raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
-    runs = [
-        replace(recipe, seed=seed, name=f"{recipe.name}-seed-{seed}") for seed in chosen.seeds or ()
-    ] or [recipe]
+    runs = [with_seed(recipe, seed) for seed in chosen.seeds or ()] or [recipe]
     for run in runs:
         run_flow(run, lambda recipe: simoe(recipe, chosen.rebuild))
     if chosen.out is not None:

@@ -1,13 +1,13 @@
 """The page of a comparison: means and deviations over seeds, a plot, the command."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from flows.pages.page import Command, write_page
-from infra.recipe.schema import Recipe
+from infra.recipe.schema import Recipe, recipe_yaml, resolve
 from upcycle_core.evaluation.report.parts import Figure, Notes, Section
 from upcycle_core.evaluation.text.comparison import across_seeds
 from upcycle_core.evaluation.text.comparison_report import (
@@ -19,6 +19,22 @@ from upcycle_core.evaluation.text.comparison_report import (
 
 FOLDER = "compared"
 """In the workspace: the comparison with what its rows cost on this machine."""
+BESIDE = {
+    "folder",
+    "seed",
+    "baselines",
+    "comparison",
+    "tasks",
+    "task_evaluation",
+    "compression",
+    "registry",
+    "compute",
+    "versions",
+    "verify",
+    "keep",
+    "lineage",
+}
+"""Sections of a recipe that its model's scores do not hang on, or that are compared as seeds."""
 ROWS, TABLE = f"{FOLDER}/rows.json", f"{FOLDER}/table.txt"
 
 
@@ -35,19 +51,34 @@ def write_comparison(command: Command, runs: Sequence[Rows]) -> None:
         f"{recipe.name}: ways of upcycling on equal terms",
         [Section("", [*scores, figure, Notes(statement(rows, recipe))])],
         keys=("comparison", "baselines"),
-        numbers={"recipe": recipe.name, "seeds": seeds, "rows": rows, "runs": list(runs)},
+        numbers={
+            "recipe": recipe.name,
+            "made_of": _made_of(recipe),
+            "seeds": seeds,
+            "rows": rows,
+            "runs": list(runs),
+        },
     )
 
 
-def comparison_section(name: str, out: Path) -> list[Section]:
-    """The comparison's table for another page of the same recipe, if there is one.
+def _made_of(recipe: Recipe) -> str:
+    """sha256 of what decides the scores of the recipe's model, whatever it is compared with."""
+    keys = [key for key in resolve(recipe) if key not in BESIDE]
+    return hashlib.sha256(recipe_yaml(recipe, keys).encode()).hexdigest()
+
+
+def comparison_section(command: Command) -> list[Section]:
+    """The comparison's table for another page of the same recipe and seeds, if there is one.
 
     That page says itself what the backbone and the routers cost.
     """
-    path = out / f"{name}-comparison.json"
+    path = command.out / f"{command.recipe.name}-comparison.json"
     if not path.exists():
         return []
     found = json.loads(path.read_text())
+    made = (found.get("made_of"), sorted(found["seeds"]))
+    if made != (_made_of(command.recipe), sorted(command.seeds)):
+        return []
     table = comparison_table(found["rows"], seeds=len(found["seeds"]))
     return [Section("Against training", [table, f"More in [{path.stem}.md]({path.stem}.md)."])]
 

@@ -12,6 +12,9 @@ from typing import Any
 from flows.pages.comparison import comparison_section
 from flows.pages.page import Command, write_page
 from infra.recipe.schema import Recipe
+from tasks.engine.costs import read_cost
+from tasks.engine.workspace import Workspace
+from tasks.methods import METHODS
 from upcycle_core.evaluation.report.numbers import number
 from upcycle_core.evaluation.report.parts import DASH, Block, Figure, Section, Table
 from upcycle_core.evaluation.text.plots import REFERENCES, draw_scores, draw_sweep
@@ -34,7 +37,7 @@ def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
     recipe, name, seeds = command.recipe, command.recipe.name, command.seeds
     count = len(seeds)
     runs = [json.loads((own / "report" / "metrics.json").read_text()) for own in workspaces]
-    timings = [json.loads((own / "timings.json").read_text()) for own in workspaces]
+    costs = [_core_seconds(recipe, Workspace(own)) for own in workspaces]
     scores = across_runs([_with_average(run) for run in runs])
     sweeps = {p: _sweep_mean(runs, p) for p in SWEEPS if p in runs[0]["sweeps"]}
     agreement = mean_and_deviation([run["routing"]["agreement"] for run in runs])
@@ -47,7 +50,7 @@ def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
         _table(recipe, scores, count),
         *gaps({row: mean for row, (mean, _) in whole.items()}),
         Figure(f"{name}/scores", "Normalised averages", draw),
-        _costs(agreement, timings, count),
+        _costs(agreement, costs, count),
     ]
     pictures = [Section(SWEEPS[p], [_sweep(recipe, scores, p, sweeps[p])]) for p in sweeps]
     write_page(
@@ -57,7 +60,7 @@ def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
         [
             Section("", shown),
             Section("Perplexity", [_perplexities(recipe, runs)]),
-            *comparison_section(name, command.out),
+            *comparison_section(command),
             Section("Routing", ["First seed; rows are domains, columns experts.", routing]),
             Section("What the choices do", pictures),
         ],
@@ -71,7 +74,7 @@ def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
             },
             "routing_agreement": {"mean": agreement[0], "deviation": agreement[1]},
             "sweeps": sweeps,
-            "seconds": [timing["wall"] for timing in timings],
+            "core_seconds": [own and sum(own.values()) for own in costs],
             "machine": {"system": platform.platform(), "python": platform.python_version()},
             "runs": runs,
         },
@@ -96,14 +99,32 @@ def _perplexities(recipe: Recipe, runs: Sequence[Mapping[str, Any]]) -> Table:
     return Table(["Method", *recipe.domains], rows, caption)
 
 
-def _costs(agreement: tuple[float, float], timings: Sequence[Mapping[str, Any]], count: int) -> str:
-    router = 100 * max(own["stages"].get("router", 0.0) / own["wall"] for own in timings)
-    minutes = ", ".join(f"{timing['wall'] / 60:.0f}" for timing in timings)
+def _core_seconds(recipe: Recipe, workspace: Workspace) -> dict[str, float] | None:
+    """{stage: time times cores of what made its part of the model}, in whichever run that was; None
+    where some of it was made elsewhere."""
+    found: dict[str, float] = {}
+    for stage in METHODS[recipe.method].stages():
+        for item in stage.items(recipe):
+            if (cost := read_cost(workspace, stage.label(item))) is None:
+                return None
+            found[stage.name] = found.get(stage.name, 0.0) + cost.core_seconds
+    return found
+
+
+def _costs(
+    agreement: tuple[float, float], costs: Sequence[Mapping[str, float] | None], count: int
+) -> str:
     percent = number(100 * agreement[0], 100 * agreement[1] if count > 1 else None)
+    sent = f"The routers send {percent} % of the tokens to the expert of the text's domain (mean "
+    sent += "over layers and domains)."
+    known = [own for own in costs if own is not None and any(own.values())]
+    if not known:
+        return sent
+    router = 100 * max(own["router"] / sum(own.values()) for own in known)
+    minutes = ", ".join(f"{sum(own.values()) / 60:.0f}" if own else DASH for own in costs)
     return (
-        f"The routers send {percent} % of the tokens to the expert of the text's domain (mean over "
-        f"layers and domains). Solving them took {router:.2f} % of a run's time or less; a run "
-        f"took {minutes} minutes."
+        f"{sent} Solving them took {router:.2f} % of a model's core time or less; a model took "
+        f"{minutes} core minutes, evaluation included."
     )
 
 

@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -145,6 +146,14 @@ def _beside_models(
     return cluster(settings, None, CODE, workspace=workspace.root)
 
 
+def with_seed(recipe: Recipe, seed: int) -> Recipe:
+    """The recipe with one of several seeds: workspace and registered model are the seed's own, so
+    that none becomes champion of what the recipe names."""
+    end, named = f"-seed-{seed}", recipe.registry.model
+    registry = replace(recipe.registry, model=None if named is None else f"{named}{end}")
+    return replace(recipe, seed=seed, name=f"{recipe.name}{end}", registry=registry)
+
+
 def run_apart(flow: str, chosen: argparse.Namespace, recipe: Recipe, seed: int) -> Path:
     """Run a flow with one seed, in a process and a workspace of its own; returns the workspace.
 
@@ -154,10 +163,12 @@ def run_apart(flow: str, chosen: argparse.Namespace, recipe: Recipe, seed: int) 
         recipe: What they load.
         seed: The seed.
     """
-    name = f"{recipe.name}-seed-{seed}"
-    changes = [*chosen.set, f"seed={seed}", f"name={name}"]
+    own = with_seed(recipe, seed)
+    changes = [*chosen.set, f"seed={seed}", f"name={own.name}"]
+    if own.registry.model is not None:
+        changes.append(f"registry.model={own.registry.model}")
     options = [part for change in changes for part in ("--set", change)]
     first, *added = [str(path.resolve()) for path in (chosen.recipe, *chosen.add)]
     files = [first, *(["--add", *added] if added and flow == "flows.dume" else added)]
     run_command([sys.executable, "-m", flow, *files, *options], directory=CODE)
-    return environment.configure().home / name
+    return environment.configure().home / own.name

@@ -16,6 +16,9 @@ BETWEEN_CELLS = re.compile(r"(?<=\S )\| (?=\S)(?!:?-+:? )")
 """Where a cell begins, but for the first of a line and the rule under the header."""
 SHORT_CELL = re.compile(r"(?<=\| )[^|`\[]{1,26}(?= \|)")
 """One that is kept on a line: ``llama.cpp 2026.10.11549``; no code, no link."""
+KEY_LENGTH = 250
+NOT_IN_KEYS = re.compile(r"[^\w.\-:/ ]")
+"""What MLflow's names of parameters and metrics have none of."""
 SIGN = re.compile(r"(?<![^\s\N{NO-BREAK SPACE}])-(?=\d)|(?<=\de)-(?=\d)")
 """A minus, of a number or of its exponent."""
 
@@ -130,8 +133,13 @@ def _whole(cell: re.Match[str]) -> str:
     return SIGN.sub("\N{NON-BREAKING HYPHEN}", cell[0]).replace(" ", "\N{NO-BREAK SPACE}")
 
 
+def key_of(name: str) -> str:
+    """The key that MLflow takes for ``name``: ``C++`` is ``C__``; what is too long is cut."""
+    return NOT_IN_KEYS.sub("_", name)[:KEY_LENGTH]
+
+
 def flatten(values: Mapping[str, Any], *, length: int, prefix: str = "") -> dict[str, str]:
-    """Flatten nested mappings to dotted keys (``router.ridge_lambda``) and text.
+    """Flatten nested mappings to dotted keys (``router.ridge_lambda``), see ``key_of``, and text.
 
     Args:
         values: What is to be recorded; lists become JSON.
@@ -145,5 +153,5 @@ def flatten(values: Mapping[str, Any], *, length: int, prefix: str = "") -> dict
             continue
         is_list = isinstance(value, list | tuple)
         text = json.dumps(value, default=str) if is_list else str(value)
-        flat[f"{prefix}{key}"] = text if len(text) <= length else text[: length - 1] + "…"
+        flat[key_of(f"{prefix}{key}")] = text if len(text) <= length else text[: length - 1] + "…"
     return flat

@@ -22,6 +22,7 @@ from mlflow.entities import (
     DatasetInput,
     Experiment,
     InputTag,
+    LifecycleStage,
     Metric,
     Param,
     RunTag,
@@ -40,7 +41,7 @@ from infra.tracking.locations import (
     use_files,
 )
 from infra.tracking.private import machine_watched
-from infra.tracking.records import DatasetRecord, flatten, with_room
+from infra.tracking.records import DatasetRecord, flatten, key_of, with_room
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 # What MLflow takes in one call, in one value.
@@ -90,7 +91,7 @@ class Run:
     def log_metrics(self, values: Mapping[str, float], step: int = 0) -> None:
         """Add a point at ``step`` to the curve of each key of ``values``."""
         now = milliseconds()
-        points = [Metric(key, float(value), now, step) for key, value in values.items()]
+        points = [Metric(key_of(key), float(value), now, step) for key, value in values.items()]
         for start in range(0, len(points), METRICS_PER_CALL):
             self._client.log_batch(self.id, metrics=points[start : start + METRICS_PER_CALL])
 
@@ -300,6 +301,12 @@ def _experiment_id(client: MlflowClient, settings: Settings, name: str) -> str:
 
 def _faults(found: Experiment, settings: Settings) -> Iterator[Fault]:
     """What keeps a flow of this home from an experiment in the same database."""
+    if found.lifecycle_stage != LifecycleStage.ACTIVE:
+        remedy = "has been deleted in MLflow, with the runs that models came from; restore it "
+        remedy += f"(`MLFLOW_TRACKING_URI={masked(settings.mlflow_tracking_uri)} mlflow "
+        remedy += f"experiments restore --experiment-id {found.experiment_id}`), or give the "
+        remedy += "recipe another `name`"
+        yield Fault("MLflow experiment", found.name, remedy)
     if not is_database(settings):
         return
     if found.tags.get(HOME_TAG, home_id(settings)) != home_id(settings):

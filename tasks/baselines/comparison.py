@@ -1,12 +1,13 @@
 """Stage ``comparison``: every way of upcycling on the same held-out text, in one table."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
+from tasks.dume.files import ROUTED, repairs_routed
 from tasks.engine.artifacts import SUMMARY
 from tasks.engine.costs import Cost, read_cost
 from tasks.engine.params import MEASURING
@@ -84,18 +85,19 @@ def _reported(run: StageRun, name: str, report: Mapping[str, Any]) -> Compared:
         trained_parameters=0,
         active_parameters=counts.active,
         total_parameters=counts.total,
-        tokens=0 if name == "seed" else run.recipe.expert_tokens,
+        tokens=0 if name == "seed" else expert_tokens(run.recipe),
     )
 
 
 def _baseline(run: StageRun, name: str, scores: Scores) -> Compared:
     baseline = run.recipe.baselines[name]
-    tokens = run.recipe.expert_tokens if baseline.uses_experts else 0
+    tokens = expert_tokens(run.recipe) if baseline.uses_experts else 0
     trained = 0
     if baseline.trains:
         summary = json.loads((run.path(f"baselines/{name}") / SUMMARY).read_text())
         counts = Counts(total=summary["total_parameters"], active=summary["active_parameters"])
-        trained, tokens = summary["trained_parameters"], tokens + summary["tokens"]
+        trained = summary["trained_parameters"]
+        tokens = None if tokens is None else tokens + summary["tokens"]
     else:
         # Every token passes through every expert.
         each_one = [parameter_counts(run.path(f"experts/{d}")) for d in run.recipe.domains]
@@ -113,28 +115,51 @@ def _baseline(run: StageRun, name: str, scores: Scores) -> Compared:
     )
 
 
-def row_costs(recipe: Recipe, workspace: Workspace) -> dict[str, Cost]:
+def expert_tokens(recipe: Recipe) -> int | None:
+    """Tokens that the experts were trained on; unknown where one is given."""
+    return None if _given(recipe) else recipe.expert_tokens
+
+
+def _given(recipe: Recipe) -> list[str]:
+    """Domains whose expert is not made here."""
+    return [name for name, domain in recipe.domains.items() if domain.expert is not None]
+
+
+def row_costs(recipe: Recipe, workspace: Workspace, rows: Collection[str]) -> dict[str, Cost]:
     """{row: what was spent on it after the seed}; a row is absent if any part of it is unknown.
 
-    Evaluation is left out: every row has the same.
+    Evaluation is left out: every row has the same. What given experts have cost is unknown.
+
+    Args:
+        recipe: What was made.
+        workspace: Where.
+        rows: Those that were scored.
     """
-    experts = [f"experts@{domain}" for domain in recipe.domains]
-    statistics = [f"statistics@{domain}" for domain in recipe.domains]
-    dume = [*experts, "backbone", *statistics, "router", "model"]
-    stages = {
-        "seed": [],
-        "model_averaging": experts,
-        "random_routing": [*experts, "backbone", "model"],
-        "dume": dume,
-        "oracle": [*experts, "backbone", "model"],
-    }
-    for name, row in recipe.baselines.items():
-        begun = dume if row.method == "dume" else experts if row.uses_experts else []
-        stages[name] = [*begun, f"baselines-{name}"] if row.trains else begun
+    stages = {name: labels for name, labels in _stages_behind(recipe).items() if name in rows}
+    given = {f"experts@{domain}" for domain in _given(recipe)}
     found = {}
     for row_name, labels in stages.items():
-        costs = [read_cost(workspace, label) for label in labels]
+        costs = [None if label in given else read_cost(workspace, label) for label in labels]
         known = [cost for cost in costs if cost is not None]
         if len(known) == len(costs):
             found[row_name] = Cost.together(known)
     return found
+
+
+def _stages_behind(recipe: Recipe) -> dict[str, list[str]]:
+    """{row: labels of the stages that made it, after the seed}"""
+    experts, statistics, repaired = (
+        [f"{stage}@{domain}" for domain in recipe.domains]
+        for stage in ("experts", "statistics", "repaired")
+    )
+    begun = [*experts, "backbone", *(repaired if recipe.experts.repair != "none" else [])]
+    solved = [*begun, *statistics, "router"]
+    dume = [*solved, *([ROUTED] if repairs_routed(recipe) else []), "model"]
+    # Whatever routers it is given: experts that are repaired for the solved ones hang on these.
+    assembled = dume if repairs_routed(recipe) else [*begun, "model"]
+    stages = {"seed": [], "model_averaging": experts, **dict.fromkeys(MERGED, assembled)}
+    stages["dume"] = dume
+    for name, row in recipe.baselines.items():
+        before = dume if row.method == "dume" else experts if row.uses_experts else []
+        stages[name] = [*before, f"baselines-{name}"] if row.trains else before
+    return stages

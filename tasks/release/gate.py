@@ -126,8 +126,11 @@ def _task_figure(metric: str, row: str, tasks: TaskEvaluation | None) -> float |
     assert tasks is not None  # the recipe's checks let no other gate through
     if metric == "task_average":
         return results.metrics(tasks)["normalised_average"][row]
-    score = tasks.scores[row][metric.removeprefix("task.")]
-    return 100 * score.mean if score.higher_is_better else -score.mean
+    task = metric.removeprefix("task.")
+    score = tasks.scores[row][task]
+    if not score.higher_is_better:
+        return -score.mean
+    return 100 * score.mean if results.is_share(tasks, task) else score.mean
 
 
 def _compared(mine: float | None, theirs: float | None, margin: float) -> str:

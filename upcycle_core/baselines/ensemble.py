@@ -3,10 +3,11 @@
 Section 2.2, Eqs. 1 to 3: p(x_t | x_<t) = sum_j p(x_t | x_<t, D=j) p(D=j | x_<t), and the domain
 posterior by Bayes' rule from the likelihoods of what was read so far and a prior p(D=j).
 
-D experts, P paragraphs.
+D experts, P paragraphs, G runs of tokens, N tokens.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,27 +79,39 @@ def evaluate_ensemble(
         log_prior_D = torch.full((len(experts),), -np.log(len(experts)), dtype=torch.float64)
         if prior_texts:
             log_prior_D = estimate_prior(prior_texts[name].log_likelihoods_DP()).log()
-        log_likelihood_P = mixed_log_likelihood(text.log_likelihoods_DP(), log_prior_D)
-        nll = -log_likelihood_P.sum().item()
+        nll = -mixed_log_likelihood(text.log_likelihoods_DG(), text.runs, log_prior_D)
         scores[name] = score_of(nll, text.corpus, text.pieces, config).to_dict()
     return scores
 
 
-def mixed_log_likelihood(log_likelihoods_DP: Tensor, log_prior_D: Tensor) -> Tensor:
-    """Log-likelihood of whole paragraphs under the ensemble.
+def mixed_log_likelihood(log_likelihoods_DG: Tensor, runs: "Runs", log_prior_D: Tensor) -> float:
+    """Log-likelihood of the counted tokens under the ensemble, whose posterior reads all of them.
 
     With Bayes' posterior p(D=j | x_<t) ~ p(D=j) prod_{s<t} p(x_s | x_<s, D=j), Eq. 1's factor for
     token t is sum_j p(D=j) prod_{s<=t} p(x_s | ., j) over the same sum up to t - 1. Multiplied over
-    a paragraph, all but the last sum cancel: sum_j p(D=j) prod_t p(x_t | x_<t, D=j).
+    a run of tokens, all but the first and the last sum cancel.
 
     Args:
-        log_likelihoods_DP: [D, P] fp64, each expert's.
+        log_likelihoods_DG: [D, G] fp64, each expert's of each run.
+        runs: Where they stand.
         log_prior_D: [D] fp64, log p(D=j), normalised.
 
     Returns:
-        [P] fp64, in nats.
+        Of all paragraphs, in nats.
     """
-    return torch.logsumexp(log_prior_D[:, None] + log_likelihoods_DP, dim=0)
+    count = int(runs.paragraph_G.max(initial=-1)) + 1
+    joint_DP = log_prior_D[:, None].repeat(1, count)
+    before_P = torch.zeros(count, dtype=torch.float64)
+    found = 0.0
+    for rank in range(int(runs.rank_G.max(initial=-1)) + 1):
+        chosen = np.flatnonzero(runs.rank_G == rank)
+        places = torch.from_numpy(runs.paragraph_G[chosen])
+        joint_DP[:, places] += log_likelihoods_DG[:, torch.from_numpy(chosen)]
+        after = torch.logsumexp(joint_DP[:, places], dim=0)
+        counted = torch.from_numpy(runs.counted_G[chosen])
+        found += (after - before_P[places])[counted].sum().item()
+        before_P[places] = after
+    return found
 
 
 def estimate_prior(log_likelihoods_DP: Tensor) -> Tensor:
@@ -123,17 +136,65 @@ def estimate_prior(log_likelihoods_DP: Tensor) -> Tensor:
     return average_D
 
 
+@dataclass(frozen=True)
+class Runs:
+    """Stretches of a paragraph's predicted tokens that are all counted, or none of them.
+
+    Args:
+        run_N: [N] int64, the run of each token, in the order in which ``token_losses`` has them.
+        paragraph_G: [G] int64, each run's paragraph.
+        rank_G: [G] int64, which of its paragraph's runs it is.
+        counted_G: [G] bool, whether its tokens are scored.
+    """
+
+    run_N: np.ndarray
+    paragraph_G: np.ndarray
+    rank_G: np.ndarray
+    counted_G: np.ndarray
+
+    @classmethod
+    def of(cls, corpus: TokenCorpus, pieces: Paragraphs, config: EvaluationConfig) -> "Runs":
+        """Those of the paragraphs of a split."""
+        # Batches hold long paragraphs first, equally long ones in their order.
+        order_P = np.argsort(-pieces.rows[:, 2], kind="stable")
+        paragraph_N = np.repeat(order_P, pieces.rows[order_P, 2] - 1)
+        counted_N = np.ones(len(paragraph_N), bool)
+        if config.loss == "responses":
+            spans = [pieces[int(place)] for place in order_P]
+            firsts = [int(corpus.offsets[span.document]) + span.start for span in spans]
+            marks = [
+                corpus.responses[first + 1 : first + span.length]
+                for first, span in zip(firsts, spans, strict=True)
+            ]
+            counted_N = np.concatenate(marks).astype(bool)
+        is_first_N = np.ones(len(paragraph_N), bool)
+        is_first_N[1:] = np.diff(paragraph_N) != 0
+        starts_N = is_first_N.copy()
+        starts_N[1:] |= counted_N[1:] != counted_N[:-1]
+        firsts_G = is_first_N[starts_N]
+        places_G = np.arange(len(firsts_G))
+        rank_G = places_G - np.maximum.accumulate(np.where(firsts_G, places_G, 0))
+        return cls(np.cumsum(starts_N) - 1, paragraph_N[starts_N], rank_G, counted_N[starts_N])
+
+
 class _Text:
     """Paragraphs, and what each expert that has read them makes of them."""
 
     def __init__(self, path: Path, config: EvaluationConfig, first: int | None = None) -> None:
         self.corpus = TokenCorpus(path)
         self.pieces: Paragraphs = scored_paragraphs(self.corpus, config)[:first]
+        self.runs = Runs.of(self.corpus, self.pieces, config)
         self._found: list[Tensor] = []
 
-    def log_likelihoods_DP(self) -> Tensor:
-        """[D, P] fp64 on the CPU, in the order of the paragraphs."""
+    def log_likelihoods_DG(self) -> Tensor:
+        """[D, G] fp64 on the CPU, of each run."""
         return torch.stack(self._found)
+
+    def log_likelihoods_DP(self) -> Tensor:
+        """[D, P] fp64 on the CPU, of each paragraph's tokens, counted or not."""
+        found_DP = torch.zeros(len(self._found), len(self.pieces), dtype=torch.float64)
+        places = torch.from_numpy(self.runs.paragraph_G)
+        return found_DP.index_add(1, places, self.log_likelihoods_DG())
 
     def read(
         self,
@@ -142,23 +203,18 @@ class _Text:
         progress: Progress | None,
         what: str,
     ) -> None:
-        """Add one expert's log-likelihoods."""
-        sums: list[Tensor] = []
-        for batch, losses_N in token_losses(
+        """Add one expert's log-likelihoods, of prompts too: the posterior reads them."""
+        losses = token_losses(
             model,
             self.corpus,
             self.pieces,
-            config=config,
+            config=replace(config, loss="all"),
             progress=progress,
             what=what,
-        ):
-            sums += [-part.sum() for part in losses_N.split(batch.counted[:, 1:].sum(1).tolist())]
-        found_P = torch.stack(sums).cpu()
-        # Batches hold long paragraphs first, equally long ones in their order.
-        order_P = np.argsort(-self.pieces.rows[:, 2], kind="stable")
-        self._found.append(
-            torch.empty_like(found_P).index_copy(0, torch.from_numpy(order_P), found_P)
         )
+        found_N = -torch.cat([losses_N.cpu() for _, losses_N in losses])
+        found_G = torch.zeros(len(self.runs.rank_G), dtype=torch.float64)
+        self._found.append(found_G.index_add(0, torch.from_numpy(self.runs.run_N), found_N))
 
 
 def _faults(

@@ -124,6 +124,12 @@ def whole_text(messages: Sequence[Message]) -> str:
     return "\n\n".join(part for message in messages for part in _parts(message))
 
 
+def complete_text(messages: Sequence[Message]) -> str:
+    """``whole_text``, and the functions that there are: all that tells chats apart."""
+    tools = [json.dumps(m["tools"], ensure_ascii=False) for m in messages if m.get("tools")]
+    return "\n\n".join(filter(None, [whole_text(messages), *tools]))
+
+
 def _parts(message: Message) -> Iterator[str]:
     yield from (message[name] for name in THOUGHTS if message.get(name))
     if message["content"]:

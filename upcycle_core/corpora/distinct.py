@@ -2,12 +2,15 @@
 
 import hashlib
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from upcycle_core.corpora.conversations import Message
 
 NOT_LETTERS = re.compile(r"[\W_]+")
+DOTTED = "i\N{COMBINING DOT ABOVE}"
+"""What İ is in lower case: the one letter that gains a mark."""
 SUBSTANTIAL = 20
 """Letters that a line needs before its return means anything."""
 
@@ -28,13 +31,32 @@ class Document(NamedTuple):
 
 
 def normalised(text: str) -> str:
-    """``text`` without case, punctuation and white space."""
-    return NOT_LETTERS.sub("", text.lower())
+    """``text`` without case, punctuation and white space; vowel signs and other marks stay."""
+    if text.isascii():
+        return NOT_LETTERS.sub("", text.lower())
+    return NOT_LETTERS.sub(_marks, text.lower().replace(DOTTED, "i"))
+
+
+def _marks(between: re.Match[str]) -> str:
+    """Of what stands between letters, the marks that belong to one; those that choose between a
+    sign's pictures do not."""
+    return "".join(
+        sign
+        for sign in between[0]
+        if unicodedata.category(sign) in ("Mn", "Mc", "Me") and not _chooses(sign)
+    )
+
+
+def _chooses(sign: str) -> bool:
+    return "VARIATION SELECTOR" in unicodedata.name(sign, "")
 
 
 def content_key(text: str) -> bytes:
-    """The same 16 bytes for texts that differ in case, punctuation or white space only."""
-    return hashlib.sha256(normalised(text).encode()).digest()[:16]
+    """The same 16 bytes for texts that differ in case, punctuation or white space only.
+
+    Text that holds nothing else is all that it is.
+    """
+    return hashlib.sha256((normalised(text) or text).encode()).digest()[:16]
 
 
 def mostly_new(documents: Iterable[Document]) -> Iterator[Document]:

@@ -1,6 +1,7 @@
 """Documents and records of one file, one at a time; what cannot be read is a ValueError that says
 where and what to do."""
 
+import io
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -37,13 +38,17 @@ def _lines(path: Path) -> Iterator[str]:
     with path.open("rb") as lines:
         for line in lines:
             try:
-                yield line.decode("utf-8" if done else "utf-8-sig").replace("\r\n", "\n")
+                text = line.decode("utf-8" if done else "utf-8-sig").replace("\r\n", "\n")
             except UnicodeDecodeError as error:
                 raise ValueError(
                     f"byte {done + error.start} is not UTF-8; convert the file, for example with "
                     "`iconv -f latin1 -t utf-8`"
                 ) from None
             done += len(line)
+            if "\r" in text and any(map(SEPARATOR.fullmatch, text.split("\r"))):
+                yield from io.StringIO(text.replace("\r", "\n"), newline="\n")  # a Mac's of old
+            else:
+                yield text
 
 
 def file_rows(
@@ -94,7 +99,8 @@ def _parquet_rows(path: Path, columns: Sequence[str] | None, some: bool) -> Iter
     import pyarrow.parquet as parquet
 
     try:
-        with parquet.ParquetFile(path) as file:
+        # Mapped, for else memory holds a whole row group's pages, which may be the whole file.
+        with parquet.ParquetFile(path, memory_map=True) as file:
             there = [name for name in columns or () if name in file.schema_arrow.names]
             columns = (there or None) if some or there == list(columns or ()) else None
             for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns):

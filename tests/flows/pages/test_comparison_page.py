@@ -28,9 +28,13 @@ def run(btx, dume):
 
 
 @pytest.fixture
-def out(tmp_path):
-    values = pico_recipe(tmp_path, domains=("a", "b"))
-    values["baselines"] = {"btx": {"method": "btx", "training": TRAINING}}
+def values(tmp_path):
+    return pico_recipe(tmp_path, domains=("a", "b"))
+
+
+@pytest.fixture
+def out(tmp_path, values):
+    values = {**values, "baselines": {"btx": {"method": "btx", "training": TRAINING}}}
     files = [Path("pico.yaml"), Path("rows.yaml")]
     runs = [run(80.0, 90.0), run(84.0, 91.0)]
     command = Command(
@@ -69,9 +73,21 @@ def test_every_seed_is_kept(out):
     assert [r["btx"]["normalised_average"] for r in content["runs"]] == [80.0, 84.0]
 
 
-def test_another_page_of_the_recipe_gains_the_rows(out, tmp_path):
-    section = markdown(comparison_section("pico", out))
+def page_of_seeds(values, out, seeds=(0, 1)):
+    recipe = validate(values)
+    return Command(flow="seeds", recipe=recipe, files=[Path("pico.yaml")], seeds=seeds, out=out)
+
+
+def test_another_page_of_the_recipe_gains_the_rows(values, out, tmp_path):
+    values |= {"folder": "/elsewhere", "compute": {"cpus": 2}}
+    section = markdown(comparison_section(page_of_seeds(values, out)))
     assert "| BTX | 82.0 ± 2.8 | 82.0 ± 2.8 |" in section
     assert "(pico-comparison.md)" in section
     assert "gap" not in section  # the other page says it itself
-    assert comparison_section("pico", tmp_path) == []
+    assert comparison_section(page_of_seeds(values, tmp_path)) == []
+
+
+def test_a_comparison_of_another_recipe_or_other_seeds_is_not_taken_in(values, out):
+    assert comparison_section(page_of_seeds(values, out, seeds=(0, 1, 2))) == []
+    values["experts"]["training"]["steps"] += 1
+    assert comparison_section(page_of_seeds(values, out)) == []

@@ -3,9 +3,16 @@
 import json
 
 import pytest
+from texts import pico_recipe, save_recipe, write_texts
 
+from flows import seeds
 from flows.pages.page import Command
 from flows.pages.seeds import write_seeds
+from flows.running import command_line
+from flows.running.command_line import with_seed
+from tasks.engine.costs import Cost, write_cost
+from tasks.engine.workspace import Workspace
+from tasks.methods import METHODS
 from tasks.recipes import validate
 from upcycle_core.evaluation.text.results import Evaluation, metrics
 
@@ -33,7 +40,13 @@ def run(folder, scale, scored_on=None):
     (folder / "report").mkdir(parents=True)
     (folder / "report" / "metrics.json").write_text(json.dumps(metrics(evaluation)))
     (folder / "report" / "routing.png").write_bytes(b"picture")
-    (folder / "timings.json").write_text(json.dumps({"wall": 60.0, "stages": {"router": 0.3}}))
+    # What a run that had nothing left to do leaves.
+    (folder / "timings.json").write_text(json.dumps({"wall": 2.0, "stages": {}}))
+    recipe = validate(RECIPE)
+    for stage in METHODS["dume"].stages():
+        for item in stage.items(recipe):
+            seconds = {"experts": 300.0, "router": 6.0}.get(stage.name, 0.0)
+            write_cost(Workspace(folder), stage.label(item), Cost(seconds, 1))
     return folder
 
 
@@ -58,6 +71,24 @@ def test_what_is_lost_is_split_between_backbone_and_routers(tmp_path):
     assert f"the others are not.\n\n{gaps}\n" in text  # below the table
     assert text.count("(100 - oracle)") == 1
     assert "| DUME | 94.0 ± 4.2 | 94.0 ± 4.2 | 94.0 ± 4.2 |" in text
+
+
+def test_what_a_model_took_is_said_whichever_runs_made_it(tmp_path):
+    text = page(tmp_path, 1.0, 3.0)
+    words = "took 0.99 % of a model's core time or less; a model took 10, 10 core minutes"
+    assert words in text  # two experts and a router: 606 s
+    kept = json.loads((tmp_path / "out" / "pico.json").read_text())
+    assert kept["core_seconds"] == [606.0, 606.0]
+    (tmp_path / "seed-1" / ".costs" / "experts@law.json").unlink()
+    command = Command(
+        flow="seeds",
+        recipe=validate(RECIPE),
+        files=["recipes/pico.yaml"],
+        seeds=[0, 1],
+        out=tmp_path / "again",
+    )
+    write_seeds(command, [tmp_path / "seed-0", tmp_path / "seed-1"])
+    assert "a model took 10, – core minutes" in (tmp_path / "again" / "pico.md").read_text()
 
 
 def test_perplexities_stand_beside_normalised_scores(tmp_path):
@@ -107,3 +138,29 @@ def test_paths_of_a_machine_stay_there(tmp_path, model, shown):
     assert f"--set folder=FOLDER --set seed_model.model={shown} " in text
     assert f"\n  model: {shown}\n" in text
     assert "/private" not in text
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    values = pico_recipe(write_texts(tmp_path / "texts"))
+    values["registry"] |= {"model": "production"}
+    return save_recipe(tmp_path / "recipe.yaml", values)
+
+
+def test_no_seed_becomes_champion_of_the_model_that_the_recipe_names(recipe, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setenv("UPCYCLE_HOME", str(tmp_path))
+    monkeypatch.setattr(command_line, "run_command", lambda words, directory: ran.append(words))
+    monkeypatch.setattr(seeds, "write_seeds", lambda command, workspaces: None)
+    given = ["--set", "registry.model=live", "--seeds", "0", "1", "--out", str(tmp_path / "out")]
+    assert seeds.main([str(recipe), *given]) == 0
+    names = [[word for word in words if word.startswith("registry.model=")] for words in ran]
+    assert [own[-1] for own in names] == [f"registry.model=live-seed-{seed}" for seed in (0, 1)]
+    unnamed = with_seed(validate(RECIPE), 1)
+    assert (unnamed.seed, unnamed.registered_name) == (1, "upcycle-pico-seed-1")
+
+
+def test_a_page_that_can_lie_nowhere_is_said_before_any_seed_runs(recipe, monkeypatch, capsys):
+    monkeypatch.setattr(seeds, "run_apart", lambda *arguments: pytest.fail("it ran"))
+    assert seeds.main([str(recipe), "--out", str(recipe)]) == 2
+    assert "--out" in capsys.readouterr().err

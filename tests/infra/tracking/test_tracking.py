@@ -369,6 +369,33 @@ def test_a_version_whose_model_was_deleted_by_hand_is_listed_and_says_so(
         assert str(error.value) == f"version = 'models:/cut/1': {said}"
 
 
+def test_an_experiment_that_was_deleted_by_hand_is_said_with_the_way_back(place, client):
+    with Tracker(place, "deleted").start_run("demo") as run:
+        pass
+    client.delete_experiment(run.experiment_id)
+    with pytest.raises(InputError, match="'deleted': has been deleted in MLflow") as error:
+        Tracker(place, "deleted").start_run("demo").__enter__()
+    assert f"experiments restore --experiment-id {run.experiment_id}`" in str(error.value)
+    client.restore_experiment(run.experiment_id)
+    with Tracker(place, "deleted").start_run("demo") as again:
+        assert again.experiment_id == run.experiment_id
+
+
+def test_names_that_people_give_are_recorded_as_mlflow_can(tracker, client):
+    names = {"Q&A": "web", "tickets (2024)": "office", "é:a/b c-d.e_f": "same", "x" * 300: "long"}
+    with tracker.start_run("names") as run:
+        run.log_params({"instructions": {"domains": names}})
+        run.log_metrics({"bytes/C++": 1.0})
+    data = client.get_run(run.id).data
+    assert {key.removeprefix("instructions.domains."): v for key, v in data.params.items()} == {
+        "Q_A": "web",
+        "tickets _2024_": "office",
+        "é:a/b c-d.e_f": "same",
+        "x" * 229: "long",
+    }
+    assert data.metrics == {"bytes/C__": 1.0}
+
+
 def test_nested_values_become_dotted_text_and_long_text_is_cut():
     values = {"a": {"b": {"c": 1}}, "d": None, "e": [1, {"f": 2}], "g": "x" * 20, "h": {}}
     assert flatten(values, length=10) == {

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 from texts import pico_recipe
 
 from infra.cluster.pieces import Done
-from tasks.baselines.comparison import row_costs
+from tasks.baselines.comparison import expert_tokens, row_costs
 from tasks.engine.costs import Cost, cost_of, read_cost, write_cost
 from tasks.engine.workspace import Workspace
 from tasks.recipes import validate
@@ -30,22 +31,39 @@ def test_together_times_add_up_and_memory_is_the_largest():
     assert Cost.together([]) == Cost(0.0, 0)
 
 
-def test_rows_cost_the_stages_behind_them(tmp_path):
-    rows = {
-        "btx": {"method": "btx", "training": TRAINING},
-        "plus": {"method": "dume", "training": TRAINING},
-        "full": {"method": "full-finetune", "training": TRAINING},
-        "ensemble": {"method": "branch-train-merge"},
-    }
-    recipe = validate({**pico_recipe(tmp_path, domains=("a", "b")), "baselines": rows})
+ROWS = {
+    "btx": {"method": "btx", "training": TRAINING},
+    "plus": {"method": "dume", "training": TRAINING},
+    "full": {"method": "full-finetune", "training": TRAINING},
+    "ensemble": {"method": "branch-train-merge"},
+}
+STAGES = ("experts@a", "experts@b", "backbone", "statistics@a", "statistics@b", "router", "model")
+STAGES += ("baselines-btx", "baselines-plus", "repaired@a", "repaired@b", "routed")
+"""Each costs a power of two, in this order."""
+REPORTED = ("seed", "model_averaging", "random_routing", "dume", "oracle")
+
+
+@pytest.fixture
+def values(tmp_path):
+    return {**pico_recipe(tmp_path, domains=("a", "b")), "baselines": ROWS}
+
+
+@pytest.fixture
+def workspace(tmp_path):
     workspace = Workspace(tmp_path / "w")
     workspace.root.mkdir()
-    costs = {"experts@a": 1, "experts@b": 2, "backbone": 4, "statistics@a": 8, "statistics@b": 16}
-    costs |= {"router": 32, "model": 64, "baselines-btx": 128, "baselines-plus": 256}
-    for label, seconds in costs.items():
-        write_cost(workspace, label, Cost(float(seconds), seconds))
-    found = row_costs(recipe, workspace)
-    assert {name: cost.core_seconds for name, cost in found.items()} == {
+    for power, label in enumerate(STAGES):
+        write_cost(workspace, label, Cost(float(2**power), 2**power))
+    return workspace
+
+
+def seconds(values, workspace, rows=(*REPORTED, *ROWS)):
+    found = row_costs(validate(values), workspace, rows)
+    return {name: cost.core_seconds for name, cost in found.items()}
+
+
+def test_rows_cost_the_stages_behind_them(values, workspace):
+    assert seconds(values, workspace) == {
         "seed": 0,
         "model_averaging": 3,
         "random_routing": 3 + 4 + 64,
@@ -56,3 +74,29 @@ def test_rows_cost_the_stages_behind_them(tmp_path):
         "ensemble": 3,
     }
     assert read_cost(workspace, "baselines-full") is None
+
+
+def test_rows_that_were_not_scored_cost_nothing(values, workspace):
+    assert seconds(values, workspace, ["dume", "btx", "full"]) == {"dume": 127, "btx": 3 + 128}
+
+
+def test_what_given_experts_have_cost_is_unknown(values, workspace):
+    assert expert_tokens(validate(values)) == 2 * 15 * 4 * 32
+    values["domains"]["b"]["expert"] = "somewhere"
+    assert expert_tokens(validate(values)) is None
+    write_cost(workspace, "baselines-full", Cost(512.0, 512))
+    assert seconds(values, workspace) == {"seed": 0, "full": 512}
+
+
+def test_whatever_is_made_of_repaired_experts_costs_their_repair(values, workspace):
+    repair = 512 + 1024
+    values["experts"] |= {"repair": "down"}
+    found = seconds(values, workspace)
+    assert found["dume"] == 127 + repair
+    assert found["plus"] == 127 + repair + 256
+    assert found["oracle"] == found["random_routing"] == 3 + 4 + repair + 64
+    assert found["btx"] == 3 + 128  # of the experts as they were trained
+    values["experts"] |= {"repair_tokens": "routed"}
+    found = seconds(values, workspace)
+    # The solved routers are behind the experts that every one of them joins.
+    assert {found[row] for row in ("dume", "oracle", "random_routing")} == {127 + repair + 2048}

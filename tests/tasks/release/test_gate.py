@@ -117,6 +117,14 @@ def test_a_task_can_decide_in_percent():
     assert (decision.challenger, decision.champion) == pytest.approx((45.0, 40.0))
 
 
+def test_a_metric_in_points_of_a_hundred_is_not_made_percent_again():
+    bleu = table((20.5, 1.0), (20.0, 1.0), expert=0.9)  # one model's points may look like a share
+    decision = judged_on_tasks(GateConfig(metric="task.exam", margin=1), bleu)
+    assert (decision.challenger, decision.champion) == pytest.approx((20.5, 20.0))
+    assert not decision.promoted
+    assert judged_on_tasks(GateConfig(metric="task.exam", margin=0.4), bleu).promoted
+
+
 def test_where_less_is_better_less_wins():
     tasks = table((0.4, 1.25), (0.4, 1.5))
     assert judged_on_tasks(GateConfig(metric="task.text", margin=0.2), tasks).promoted

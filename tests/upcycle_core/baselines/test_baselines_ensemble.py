@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.pico import VOCABULARY, save_pico
 from upcycle_core.baselines.ensemble import estimate_prior, evaluate_ensemble
+from upcycle_core.corpora.chat_template import Encoded
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
@@ -104,6 +106,29 @@ def test_the_loss_equals_the_recursion_over_tokens(experts, corpora):
     # The posterior moves: neither the mean of the probabilities nor one expert would do.
     mean = sum(-math.log(sum(step) / 3) for p in paragraphs for step in zip(*p, strict=True))
     assert found["code"]["nll"] != pytest.approx(mean, rel=1e-4)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_posterior_reads_prompts_whose_loss_is_not_counted(experts, tmp_path, batch_size):
+    draw = np.random.default_rng(3)
+    marks = [[False] * 9 + [True] * 5, [True, False, True, True] * 3, [False] * 10 + [True]]
+    documents = [(draw.integers(2, VOCABULARY, len(own)), 3, own) for own in marks]
+    chats = tmp_path / "chats"
+    write_split(chats, [Encoded(*own) for own in documents], eos_id=0, vocabulary_size=VOCABULARY)
+    config = replace(CONFIG, loss="responses", batch_size=batch_size)
+    found = evaluate_ensemble(experts, {"law": chats}, config=config)["law"]
+    expected = 0.0
+    for probabilities, own in zip(
+        by_paragraph(experts, paragraph_texts(chats)), marks, strict=True
+    ):
+        posterior = [1 / 3] * 3
+        for step, is_counted in zip(zip(*probabilities, strict=True), own[1:], strict=True):
+            mixed = sum(p * w for p, w in zip(step, posterior, strict=True))
+            expected -= math.log(mixed) if is_counted else 0.0
+            posterior = [p * w / mixed for p, w in zip(step, posterior, strict=True)]
+    assert found["nll"] == pytest.approx(expected, rel=1e-6)
+    single = evaluate_checkpoint(experts["law"], {"law": chats}, config=config)["law"]
+    assert (found["tokens"], found["bytes"]) == (single["tokens"], single["bytes"])
 
 
 def test_the_same_tokens_and_bytes_are_scored_as_for_a_model(experts, corpora):

@@ -13,12 +13,13 @@ from upcycle_core.corpora.chat_template import ChatTemplate
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source
 from upcycle_core.corpora.conversations import (
     Conversation,
+    complete_text,
     joined,
     messages_of,
     read_conversations,
     whole_text,
 )
-from upcycle_core.corpora.documents import write_documents
+from upcycle_core.corpora.documents import write_documents, write_texts
 from upcycle_core.corpora.encoding import asked, encoded
 from upcycle_core.corpora.instructions import _Encoder, response_opening
 from upcycle_core.corpora.reader import read_chats
@@ -107,6 +108,48 @@ def test_what_is_thought_and_called_comes_back_from_the_disk(tmp_path):
     ]
     wanted = [messages_of(record, "here") for record in RECORDS.values()]
     assert sorted(map(json.dumps, found)) == sorted(map(json.dumps, wanted))
+
+
+def weather(place, **more):
+    call = {"function": {"name": "weather", "arguments": {"place": place}}}
+    return {**asked_and(content=None, tool_calls=[call]), **more}
+
+
+ALIKE = {
+    "calls": [weather("Oslo"), weather("Rome")],
+    "tools": [weather("Oslo", tools=TOOLS), weather("Oslo")],
+    "thoughts": [
+        asked_and(content="yes", reasoning_content="it must be"),
+        asked_and(content="yes", reasoning_content="why not"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+def test_chats_that_say_the_same_are_told_apart_by_what_is_called_and_thought(kind, tmp_path):
+    for split, records in {"train": ALIKE[kind] * 2, "heldout": ALIKE[kind][:1]}.items():
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / f"{split}.jsonl").write_text(lines)
+    sources = {
+        split: Source(files=(str(tmp_path / f"{split}.jsonl"),), form="chat")
+        for split in ("train", "heldout")
+    }
+    common = {"config": CorpusConfig(min_characters=4), "seed": 0}
+    domain = Domain(expert="ready", calibration=sources["train"], heldout=sources["heldout"])
+    with pytest.raises(InputError, match=r"2 documents': 1 of them are also held-out text"):
+        write_documents(domain, tmp_path / "domain", **common)
+    held = tmp_path / "held"
+    write_texts("heldout", sources["heldout"], held, name="held", **common)
+    apart = {"apart_from": [held / "heldout.parquet"], "name": "seed_model.text"}
+    write_texts("train", sources["train"], tmp_path / "seed", **apart, **common)
+    (kept,) = read_chats(tmp_path / "seed" / "train.parquet")
+    assert kept.messages == messages_of(ALIKE[kind][1], "here")
+
+
+def test_a_chat_that_only_says_something_has_the_key_of_its_text():
+    """Splits of a model that lives hang on it."""
+    messages = messages_of({"prompt": "What is it?", "response": "A chat."}, "here")
+    assert complete_text(messages) == joined(messages) == "What is it?\n\nA chat."
 
 
 @pytest.mark.parametrize("blank", ["", "  ", None])

@@ -1,3 +1,6 @@
+import hashlib
+import re
+
 import numpy as np
 
 from upcycle_core.corpora.distinct import Document, content_key, mostly_new
@@ -8,6 +11,24 @@ def test_case_punctuation_and_space_do_not_make_a_document_new():
     assert content_key("Hello,\n  World_1!") == content_key("hello world 1")
     assert content_key("Hello, World 1") != content_key("hello world 2")
     assert content_key("naïve 中文") != content_key("nave")
+
+
+def test_vowel_signs_tell_words_apart():
+    for one, other in (("काम", "कम"), ("किला", "कला"), ("มา", "มี"), ("ปู่", "ปู้")):
+        assert content_key(one) != content_key(other)
+    assert content_key("काम, कम!") == content_key("काम  कम")
+
+
+def test_text_without_letters_is_what_it_is():
+    assert content_key("+-*/ ( )") != content_key("<=> { }")
+    assert content_key("---\n") == content_key("---\n")
+
+
+def test_text_without_marks_has_the_key_that_it_always_had():
+    """Splits of a model that lives hang on it."""
+    for text in ("Hello, World_1!", "Grüße, ДОМ_中文 №5", "İstanbul İ.", "ok ❤\ufe0f 1\ufe0f"):
+        former = re.sub(r"[\W_]+", "", text.lower())
+        assert content_key(text) == hashlib.sha256(former.encode()).digest()[:16]
 
 
 def test_documents_that_mostly_repeat_earlier_lines_are_left_out():

@@ -1,4 +1,5 @@
 import json
+import random
 
 import pyarrow
 import pyarrow.parquet as parquet
@@ -23,11 +24,31 @@ def test_text_files_are_split_at_separator_lines(tmp_path):
     assert list(read_file(path, "text")) == ["one\ntwo", "three <|doc|> inside", "four"]
 
 
+def test_separators_between_returns_alone_are_separators(tmp_path):
+    path = write(tmp_path / "a.txt", b"one\rtwo\r<|doc|>\rthree\r<|doc|> \rfour\r")
+    assert list(read_file(path, "text")) == ["one\ntwo", "three", "four"]
+    path = write(tmp_path / "b.txt", b"10 %\r20 %\nread\r\n<|doc|>\n<|doc|>\rno: text\n")
+    assert list(read_file(path, "text")) == ["10 %\r20 %\nread", "no: text"]
+
+
 def test_json_lines_give_the_named_field(tmp_path):
     rows = [{"body": "a\u2028b", "text": "no"}, {"body": "c\nd"}]
     content = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n"
     path = write(tmp_path / "a.jsonl", content.encode())
     assert list(read_file(path, "body")) == ["a\u2028b", "c\nd"]
+
+
+def test_memory_holds_no_row_group_of_a_parquet_file(tmp_path):
+    path, draw = tmp_path / "a.parquet", random.Random(0)
+    texts = [draw.randbytes(1000).hex() for _ in range(4000)]
+    table = pyarrow.table({"text": texts})
+    parquet.write_table(table, path, compression="none", use_dictionary=False)
+    assert parquet.ParquetFile(path).num_row_groups == 1
+    del table
+    before, largest = pyarrow.total_allocated_bytes(), 0
+    for _ in read_file(path, "text"):
+        largest = max(largest, pyarrow.total_allocated_bytes() - before)
+    assert largest < path.stat().st_size / 3
 
 
 def test_parquet_gives_the_named_column(tmp_path):

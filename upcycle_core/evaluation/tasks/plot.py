@@ -47,8 +47,8 @@ def draw_tasks(found: Mapping[str, Any], path: Path) -> None:
 
 def _panel(ax: "Axes", found: Mapping[str, Any], task: str) -> None:
     about, ends = found["tasks"][task], [0.0]
-    higher = about["higher_is_better"]
-    scale = 100 if higher else 1
+    is_share = about["is_share"]
+    scale = 100 if is_share else 1
     own = expert_row(about["domain"]) if about["domain"] else ""
     for place, (row, scores) in enumerate(found["scores"].items()):
         score = scores.get(task)
@@ -60,7 +60,7 @@ def _panel(ax: "Axes", found: Mapping[str, Any], task: str) -> None:
         if deviation:
             ax.errorbar(mean, place, xerr=deviation, color=canvas.INK, capsize=2.5, lw=1)
         ends.append(mean + deviation)
-        _label(ax, number(mean, digits=1 if higher else 2), mean + deviation, place)
+        _label(ax, number(mean, digits=1 if is_share else 2), mean + deviation, place)
         if row == own:
             ax.axvline(mean, color=canvas.FAINT, lw=1, ls=":", zorder=0)
     # Room for the number behind the longest bar; an axis needs a width even if all scores are 0.
@@ -68,9 +68,17 @@ def _panel(ax: "Axes", found: Mapping[str, Any], task: str) -> None:
     ax.set_ylim(len(found["scores"]) - 0.5, -0.5)  # rows without a score keep their place
     ax.tick_params("y", length=0)
     ax.tick_params("x", labelsize=8, colors=canvas.FAINT)
-    ax.set_title(task if higher else f"{task} ↓", fontweight="bold", loc="left", pad=16)
-    unit = about["metric"] + (", %" if higher else ", lower is better")
+    ax.set_title(title_of(task, about), fontweight="bold", loc="left", pad=16)
+    better = "higher" if about["higher_is_better"] else "lower"
+    unit = about["metric"] + (", %" if is_share else f", {better} is better")
     ax.annotate(unit, (0, 1), (0, 5), "axes fraction", "offset points", color=canvas.FAINT)
+
+
+def title_of(task: str, about: Mapping[str, Any]) -> str:
+    """Its name, with the way that is better where it is no rate in percent."""
+    if about["is_share"]:
+        return task
+    return f"{task} {'↑' if about['higher_is_better'] else '↓'}"
 
 
 def _label(ax: "Axes", text: str, end: float, place: int) -> None:

@@ -11,6 +11,7 @@ from upcycle_core.errors import raise_faults
 from upcycle_core.evaluation.report import files
 from upcycle_core.evaluation.report.numbers import cells, interval, number
 from upcycle_core.evaluation.report.parts import (
+    DASH,
     Cell,
     Figure,
     Notes,
@@ -29,8 +30,8 @@ from upcycle_core.evaluation.text.results import expert_row
 Metrics = Mapping[str, Any]
 """What ``results.metrics`` gives."""
 SCORES = (
-    "In percent, higher is better; columns with ↓ are in their own unit, lower is better. Marked: "
-    "the best of its column; a domain's own expert and the oracle are left out."
+    "In percent, higher is better; columns with ↓ or ↑ are in their own unit, lower or higher is "
+    "better. Marked: the best of its column; a domain's own expert and the oracle are left out."
 )
 NORMALISED = (
     "100 is the domain's own dense expert, higher is better. The average counts every domain the "
@@ -40,6 +41,7 @@ DIFFERENCES = (
     "{subject} minus each other model over the same items, with the 95 % interval of a paired "
     "bootstrap, in the unit of the scores. * The interval excludes 0."
 )
+NO_MEAN = f" {DASH} A score that is no mean over items, such as a whole text's, has none."
 EXAMPLES = 10
 """Items that are shown of each rival, at most."""
 SHOWN = 300
@@ -105,7 +107,7 @@ def score_table(metrics: Metrics) -> Table:
         spread = {
             row: scale * own["deviation"] for row, own in measured.items() if len(own["values"]) > 1
         }
-        columns[task if about["higher_is_better"] else f"{task} ↓"] = cells(
+        columns[plot.title_of(task, about)] = cells(
             {row: (scale * own["mean"], spread.get(row)) for row, own in measured.items()},
             digits=digits,
             higher=about["higher_is_better"],
@@ -138,6 +140,8 @@ def difference_table(metrics: Metrics) -> Table:
         if any(measured):
             rows.append([task, *(own and _difference(own, about) for own in measured)])
     caption = DIFFERENCES.format(subject=titles[metrics["subject"]])
+    if any(own["mean"] is None for of in metrics["differences"].values() for own in of.values()):
+        caption += NO_MEAN
     return Table(["Task", *(titles[rival] for rival in rivals)], rows, caption)
 
 
@@ -199,8 +203,8 @@ def sweep_table(metrics: Metrics, parameter: str, points: Sequence[Metrics]) -> 
 
 
 def _unit(about: Mapping[str, Any]) -> tuple[int, int]:
-    """Factor and decimals: scores are shown in percent, or as they are where lower is better."""
-    return (100, 1) if about["higher_is_better"] else (1, 2)
+    """Factor and decimals: rates are shown in percent, and what is none as it is."""
+    return (100, 1) if about["is_share"] else (1, 2)
 
 
 def _left_out(domain: str | None) -> tuple[str, ...]:
@@ -208,7 +212,9 @@ def _left_out(domain: str | None) -> tuple[str, ...]:
     return ("oracle", expert_row(domain)) if domain else ("oracle",)
 
 
-def _difference(own: Mapping[str, Any], about: Mapping[str, Any]) -> Cell:
+def _difference(own: Mapping[str, Any], about: Mapping[str, Any]) -> Cell | None:
+    if own["mean"] is None:
+        return None
     scale, digits = _unit(about)
     mean, low, high = (scale * own[end] for end in ("mean", "low", "high"))
     text, excludes = interval(mean, low, high, digits=digits)

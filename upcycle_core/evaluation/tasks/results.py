@@ -14,6 +14,9 @@ from upcycle_core.evaluation.tasks.score import TaskScore
 from upcycle_core.evaluation.text import scores
 from upcycle_core.evaluation.text.results import Parameter, expert_row
 
+LARGEST_SHARE = 1 + 1e-9
+"""A mean of ones may be off by a rounding."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskEvaluation:
@@ -87,7 +90,7 @@ def metrics(evaluation: TaskEvaluation) -> dict[str, Any]:
 
     Returns:
         {"subject", "rivals", "titles": {row: title},
-        "tasks": {task: {"metric", "higher_is_better", "domain", "items", "seeds"}},
+        "tasks": {task: {"metric", "higher_is_better", "is_share", "domain", "items", "seeds"}},
         "scores": {row: {task: a ``TaskScore`` as a dict, with its "mean" and "deviation"}},
         "normalised": {row: {task: percent, None where undefined}},
         "normalised_average": {row: percent, None where undefined},
@@ -97,7 +100,8 @@ def metrics(evaluation: TaskEvaluation) -> dict[str, Any]:
         "sweeps": {parameter: [{"value", "scores": {task: mean}, "normalised_average": percent, None
         where undefined}]}, where there are any,
         "differences": {rival: {task: {"mean", "low", "high", "items", "metric", "excludes_zero",
-        "won", "lost"}}}}. Scores and differences are in the metric's own unit.
+        "won", "lost"}}}}. Scores and differences are in the metric's own unit; mean and interval of
+        a task are None where its score is no mean over items, as bits per byte or mcc.
 
     Raises:
         InputError: The subject and a rival have different items (see ``paired_difference``).
@@ -134,11 +138,24 @@ def flips(evaluation: TaskEvaluation) -> dict[str, list[Flip]]:
     return found
 
 
+def is_share(evaluation: TaskEvaluation, task: str) -> bool:
+    """Whether a task's metric is a rate from 0 to 1, which is shown in percent.
+
+    Some metrics of the harness (``bleu_max``, ``eq_bench``) are in points of 100 already: values
+    beyond 1 tell. Where less is better it is no rate.
+    """
+    measured = [own[task] for own in evaluation.scores.values() if task in own]
+    values = [value for score in measured for value in score.values]
+    values += [i.score for own in evaluation.items.values() for i in own if i.task == task]
+    return measured[0].higher_is_better and all(abs(value) <= LARGEST_SHARE for value in values)
+
+
 def _task(evaluation: TaskEvaluation, task: str) -> dict[str, Any]:
     measured = [own[task] for own in evaluation.scores.values() if task in own]
     return {
         "metric": measured[0].metric,
         "higher_is_better": measured[0].higher_is_better,
+        "is_share": is_share(evaluation, task),
         "domain": evaluation.domains.get(task),
         "items": max(score.items for score in measured),
         "seeds": max(len(score.values) for score in measured),
@@ -242,14 +259,26 @@ def _differences(evaluation: TaskEvaluation) -> dict[str, dict[str, dict[str, An
         found[rival] = {}
         for task, (ours, theirs) in _shared(evaluation, rival).items():
             difference = paired.paired_difference(ours, theirs)
+            measured = asdict(difference)
+            pairs = ((evaluation.subject, ours), (rival, theirs))
+            is_mean = all(_is_mean(evaluation.scores[row][task], own) for row, own in pairs)
+            if not is_mean:
+                measured |= dict.fromkeys(("mean", "low", "high"))
             found[rival][task] = {
-                **asdict(difference),
+                **measured,
                 "metric": ours[0].metric,
-                "excludes_zero": difference.excludes_zero,
+                "excludes_zero": is_mean and difference.excludes_zero,
                 "won": won[task],
                 "lost": lost[task],
             }
     return found
+
+
+def _is_mean(score: TaskScore, items: Sequence[Item]) -> bool:
+    """Whether a score is the mean of its items' scores: those of whole texts weigh each by its
+    length, mcc and f1 count labels, and a group may weigh its parts alike."""
+    mean = math.fsum(item.score for item in items) / len(items)
+    return math.isclose(mean, score.mean, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def _shared(evaluation: TaskEvaluation, rival: str) -> dict[str, tuple[list[Item], list[Item]]]:

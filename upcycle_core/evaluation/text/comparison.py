@@ -19,7 +19,8 @@ class Compared:
         trained_parameters: Parameters that were trained after assembly, once; 0 without training.
         active_parameters: Parameters that one token meets.
         total_parameters: Parameters of the model, of all models for an ensemble.
-        tokens: Training tokens after the seed, those of the experts it began with included.
+        tokens: Training tokens after the seed, those of the experts it began with included; None
+            where they are unknown.
     """
 
     title: str
@@ -27,7 +28,7 @@ class Compared:
     trained_parameters: int
     active_parameters: int
     total_parameters: int
-    tokens: int
+    tokens: int | None
 
 
 def comparison_metrics(

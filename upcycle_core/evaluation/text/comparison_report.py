@@ -17,6 +17,10 @@ COSTS = (
     "Tokens count the experts that a row begins with; core time is time times cores, theirs "
     "included; trained, active and all are parameters; peak memory is that of the largest process."
 )
+GIVEN = (
+    f" {DASH}: unknown. What given experts were trained on, and for how long, is said nowhere, and "
+    "no budget counts it."
+)
 
 
 def comparison_table(rows: Rows, *, seeds: int = 1, tokens: int | None = None) -> Table:
@@ -38,14 +42,16 @@ def comparison_table(rows: Rows, *, seeds: int = 1, tokens: int | None = None) -
             [
                 row["title"],
                 *(number(mean, spread if seeds > 1 else None) for mean, spread in scores),
-                *map(amount, [*counts, row["tokens"]]),
+                *map(amount, counts),
+                DASH if row["tokens"] is None else amount(row["tokens"]),
                 DASH if seconds is None else f"{number(seconds / 60)} min",
                 f"{number(memory / 1e9, digits=2)} GB" if memory else DASH,
             ]
         )
     spread = f", mean ± deviation over {seeds} seeds" if seeds > 1 else ""
     budget = f"Every trained row sees {tokens:,} tokens after the seed. " if tokens else ""
-    return Table(head, lines, f"{SCORES}{spread}; higher is better. {budget}{COSTS}")
+    given = GIVEN if any(row["tokens"] is None for row in rows.values()) else ""
+    return Table(head, lines, f"{SCORES}{spread}; higher is better. {budget}{COSTS}{given}")
 
 
 def comparison_blocks(rows: Rows, *, seeds: int = 1, tokens: int | None = None) -> list[Block]:

@@ -111,16 +111,22 @@ def draw_sweep(
     """Normalised average against one parameter (the paper's Figure 2).
 
     Args:
-        parameter: What varies; decides the axis (lambda and window are logarithmic).
+        parameter: What varies; decides the axis (lambda and window are logarithmic; 0 stands a
+            step before the smallest other value).
         curves: {label: [(value, normalised average)]}, ascending values.
         references: {label: normalised average} drawn as horizontal lines.
     """
     with canvas.new_figure(6.4, 3.9) as figure:
         ax = figure.subplots()
-        if parameter != "top_k":
-            ax.set_xscale("log", base=2 if parameter == "window" else 10)
+        values = sorted({value for points in curves.values() for value, _ in points})
+        places = dict(zip(values, values, strict=True))
+        if parameter != "top_k" and any(values):
+            base = 2 if parameter == "window" else 10
+            ax.set_xscale("log", base=base)
+            places[0] = min(filter(None, values)) / base
         for (label, points), colour in zip(curves.items(), cycle(canvas.ACCENTS), strict=False):
-            ax.plot(*zip(*points, strict=True), "o-", color=colour, label=label, lw=2, ms=5.5)
+            placed = [(places[value], score) for value, score in points]
+            ax.plot(*zip(*placed, strict=True), "o-", color=colour, label=label, lw=2, ms=5.5)
         ax.margins(x=0.05, y=0.12)
         for rank, (label, value) in enumerate(sorted(references.items(), key=lambda own: own[1])):
             ax.axhline(value, color=canvas.FAINT, lw=1.2, ls="--")
@@ -128,8 +134,7 @@ def draw_sweep(
             lean = ("top", "bottom")[rank] if len(references) == 2 else "center"
             canvas.beside(ax, label, value, lean=lean)
         ax.autoscale_view()
-        values = sorted({value for points in curves.values() for value, _ in points})
-        ax.set_xticks(values, [f"{value:g}" for value in values])
+        ax.set_xticks([places[value] for value in values], [f"{value:g}" for value in values])
         ax.set_xticks([], minor=True)
         ax.set_xlabel(_AXES[parameter])
         ax.set_ylabel("normalised average (%)")

@@ -88,6 +88,17 @@ def report(evaluation, tmp_path):
     return tmp_path / "report"
 
 
+def matched(evaluation):
+    """The same with the scores that its items have."""
+    scores = {row: dict(own) for row, own in evaluation.scores.items()}
+    for row, own in evaluation.items.items():
+        for task in {item.task for item in own}:
+            values = [item.score for item in own if item.task == task]
+            mean = sum(values) / len(values)
+            scores[row][task] = replace(scores[row][task], values=(mean,))
+    return replace(evaluation, scores=scores)
+
+
 def cells(text, start):
     """The cells of the first line of a Markdown table that starts so."""
     line = next(line for line in text.splitlines() if line.startswith(start))
@@ -99,6 +110,20 @@ def test_scores_are_shown_in_percent_and_lower_is_better_as_they_are(report):
     assert cells(text, "| Model") == ["Model", "quiz", "text ↓"]
     assert cells(text, "| DUME") == ["DUME \\<new>", "**75.0 ± 7.1**", "1.50"]
     assert cells(text, "| Champion") == ["Champion", "60.0", "–"]
+
+
+def test_points_of_a_hundred_are_shown_as_they_are(evaluation, tmp_path, monkeypatch):
+    rows = {
+        row: {"quiz": score(*(100 * value for value in own["quiz"].values), metric="bleu_max")}
+        for row, own in evaluation.scores.items()
+    }
+    given = replace(evaluation, tasks=("quiz",), scores=rows, items={}, rivals=())
+    write_task_report(given, tmp_path / "report", model="demo")
+    text = (tmp_path / "report" / "table.md").read_text()
+    assert cells(text, "| Model") == ["Model", "quiz ↑"]
+    assert cells(text, "| DUME") == ["DUME \\<new>", "**75.00 ± 7.07**"]
+    [panel] = drawn(metrics(given), tmp_path, monkeypatch)
+    assert "bleu_max, higher is better" in [text.get_text() for text in panel.texts]
 
 
 def test_best_leaves_out_the_oracle_and_the_domain_s_own_expert(report):
@@ -128,8 +153,12 @@ def test_normalised_scores_follow_with_their_average(report):
     assert cells(text, "| DUME") == ["DUME \\<new>", "**83.3 ± 7.9**", "83.3 ± 7.9"]
 
 
-def test_differences_carry_their_interval_and_a_mark_when_it_excludes_zero(evaluation, report):
-    text = (report / "table.md").read_text().split("## Differences")[1]
+def test_differences_carry_their_interval_and_a_mark_when_it_excludes_zero(evaluation, tmp_path):
+    write_task_report(matched(evaluation), tmp_path / "matched", model="demo")
+    assert '<td class="better">+100.0 [+100.0, +100.0] *</td>' in (
+        tmp_path / "matched" / "report.html"
+    ).read_text(encoding="utf-8")
+    text = (tmp_path / "matched" / "table.md").read_text().split("## Differences")[1]
     assert cells(text, "| Task") == ["Task", "Champion", "Seed"]
     assert cells(text, "| quiz") == [
         "quiz",
@@ -137,9 +166,20 @@ def test_differences_carry_their_interval_and_a_mark_when_it_excludes_zero(evalu
         "+25.0 [+0.0, +75.0]",
     ]
     assert cells(text, "| text") == ["text", "–", "+1.00 [+1.00, +1.00] *"]
-    rows = difference_table(metrics(evaluation)).rows
+    assert "no mean over items" not in text
+    rows = difference_table(metrics(matched(evaluation))).rows
     marks = {task: list(map(mark_of, cells)) for task, *cells in rows}
     assert marks == {"quiz": ["better", None], "text": [None, "worse"]}
+
+
+def test_a_whole_text_s_score_has_no_difference_and_the_caption_says_so(evaluation):
+    found = matched(evaluation)
+    found.scores["dume"]["text"] = bytes_score(2.1)  # by bytes, not the items' 2.5
+    table = difference_table(metrics(found))
+    assert table.rows[1] == ["text", None, None]
+    assert table.caption.endswith(
+        "A score that is no mean over items, such as a whole text's, has none."
+    )
 
 
 def test_the_terminal_table_is_aligned_and_ends_in_notes(report):
@@ -214,7 +254,6 @@ def test_the_page_is_whole_in_itself_and_escapes_what_models_say(report):
     assert not {"script", "b", "new"} & set(found.tags)
     assert "&lt;b&gt;no&lt;/b&gt;" in text
     assert '<td class="best">75.0 ± 7.1</td>' in text
-    assert '<td class="better">+100.0 [+100.0, +100.0] *</td>' in text
     assert "<td>law expert</td>" in text
 
 

@@ -162,7 +162,9 @@ def items(task, scores, metric="acc"):
 def test_differences_and_wins_are_counted_a_task_and_rival():
     ours = [*items("code", [1, 1, 1, 0]), *items("text", [2.0, 3.0, 9.0], "bits")]
     theirs = [*items("code", [0, 1, 0, 1]), *items("text", [3.0, 4.0, 8.0], "bits")]
-    given = evaluation(items={"dume": [*ours, *items("sums", [1])], "champion": theirs})
+    scores = {"dume": row(code=0.75, text=14 / 3), "champion": row(code=0.5, text=5.0)}
+    both = {"dume": [*ours, *items("sums", [1])], "champion": theirs}
+    given = evaluation(items=both, scores={**evaluation().scores, **scores})
     found = metrics(given)["differences"]["champion"]
     assert list(found) == ["code", "text"]
     assert found["code"]["mean"] == pytest.approx(0.25)
@@ -171,6 +173,26 @@ def test_differences_and_wins_are_counted_a_task_and_rival():
     assert (found["text"]["won"], found["text"]["lost"]) == (2, 1)
     assert found["text"]["metric"] == "bits"
     assert [flip.gain for flip in flips(given)["champion"]] == [1, 1, 1, 1, -1, -1]
+
+
+def test_a_score_that_is_no_mean_over_items_has_no_difference_of_means():
+    """A short text that one model finds hard is little of the whole, and half of the items."""
+    nats, lengths = {"dume": (1.0, 8.0), "champion": (1.5, 2.0)}, (1000, 10)
+    whole = {
+        row: math.exp(math.fsum(n * size for n, size in zip(own, lengths, strict=True)) / 1010)
+        for row, own in nats.items()
+    }
+    assert whole["dume"] < whole["champion"]
+    given = evaluation(
+        tasks=("text",),
+        domains={},
+        scores={name: row(text=value) for name, value in whole.items()},
+        items={name: items("text", map(math.exp, own)) for name, own in nats.items()},
+    )
+    found = metrics(given)["differences"]["champion"]["text"]
+    assert [found[part] for part in ("mean", "low", "high")] == [None] * 3
+    assert not found["excludes_zero"]
+    assert (found["won"], found["lost"], found["items"]) == (1, 1, 2)
 
 
 def test_other_items_of_a_rival_are_refused():

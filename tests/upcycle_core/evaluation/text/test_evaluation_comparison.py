@@ -54,6 +54,14 @@ def test_table_shows_deviations_only_where_there_are_several_seeds():
     assert "| 5.00 M | 1.50 M | 2.00 M | 3.00 M | 2.5 min | 2.00 GB |" in text
 
 
+def test_tokens_of_given_experts_are_a_dash_and_the_caption_says_so():
+    rows = comparison_metrics(EXPERTS, {"dume": row("DUME", 10.0, 40.0, tokens=None)})
+    table = comparison_table(across_seeds([rows]))
+    assert dict(zip(table.header, table.rows[0], strict=True))["Tokens"] == "–"
+    assert "given experts" in table.caption
+    assert "given experts" not in comparison_table(across_seeds(runs())).caption
+
+
 def test_a_row_that_misses_a_domain_is_refused():
     with pytest.raises(InputError, match="physics"):
         comparison_metrics(
@@ -63,6 +71,12 @@ def test_a_row_that_misses_a_domain_is_refused():
 
 def test_picture_leaves_out_rows_of_unknown_cost(tmp_path):
     draw_comparison(across_seeds(runs()), tmp_path / "one.png", highlight="dume")
+    assert (tmp_path / "one.png").stat().st_size > 1000
+
+
+def test_picture_of_unknown_costs_alone_is_empty(tmp_path):
+    rows = {name: row for name, row in across_seeds(runs()).items() if name == "b"}
+    draw_comparison(rows, tmp_path / "one.png", highlight="dume")
     assert (tmp_path / "one.png").stat().st_size > 1000
 
 

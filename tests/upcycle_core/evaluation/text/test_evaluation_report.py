@@ -4,6 +4,7 @@ import math
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,23 @@ def test_every_picture_has_the_numbers_behind_it(report):
         pytest.approx(85),
         pytest.approx(92.5),
     ]
+
+
+@pytest.mark.parametrize("values", [(0.0, 0.01, 100.0), (0.01, 100.0), (0.0,)])
+def test_a_lambda_of_0_stands_apart_on_a_logarithmic_axis(values, monkeypatch):
+    figures = []
+    monkeypatch.setattr(canvas, "save", lambda figure, path: figures.append(figure))
+    plots.draw_sweep(
+        "ridge_lambda", {"DUME": [(value, 90.0) for value in values]}, {}, Path("x.png")
+    )
+    ax = figures[0].axes[0]
+    ax.figure.canvas.draw()
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == [f"{value:g}" for value in values]
+    if any(values):
+        assert ax.get_xscale() == "log"
+        places = [ax.transData.transform((x, 90.0))[0] for x in ax.lines[0].get_xdata()]
+        gaps = [right - left for left, right in pairwise(places)]
+        assert min(gaps) > 0.15 * ax.get_window_extent().width
 
 
 def test_the_page_is_whole_in_itself(report):
