@@ -1,5 +1,6 @@
 """`python -m flows.serve`: clients ask while champions change, engines die and input is bad."""
 
+import asyncio
 import json
 import shutil
 import signal
@@ -18,7 +19,9 @@ from transformers import AutoTokenizer
 
 from flows.serve import main
 from infra import settings
-from infra.serving.follower import has_room
+from infra.serving import follower as following
+from infra.serving.engine import Engine, EngineError, Launch
+from infra.serving.follower import Follower, Patience, has_room
 from infra.serving.keeper import GRACE_SECONDS
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
@@ -378,6 +381,54 @@ def test_without_room_for_two_requests_wait_while_engines_change(place):
             assert reply.text == place.texts[reply.version][prompt]
         [left] = server.status()["left"]
         assert (left["how"], left["drained"]) == ("instead", True)
+
+
+def test_without_room_the_old_engine_makes_way_for_a_version_once(monkeypatch):
+    starts, alias = [], [1]
+
+    class Pretended(Engine):
+        """Comes up at once; that of version 2 never does."""
+
+        alive = True
+
+        async def start(self, *, on_end):
+            starts.append(self.launch.number)
+
+        async def wait_until_ready(self, seconds, *, wanted):
+            if self.launch.number == 2:
+                raise EngineError("ended while it started")
+
+        async def stop(self):
+            pass
+
+    def launch(number):
+        files = {"folder": None, "log": None, "tokenizer": None}
+        asked = {"health": "", "trial": ("", {}), "model": None, "context": None}
+        return Launch(number, (), {}, **files, **asked, port=1, chats=False, weights=1)
+
+    monkeypatch.setattr(following, "Engine", Pretended)
+    monkeypatch.setattr(following, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(following, "LONGEST_DELAY_SECONDS", 0.01)
+
+    async def run():
+        follower = Follower(lambda: alias[0], launch, patience=Patience(), swap="instead")
+        await follower.begin()
+        try:
+            for tries in (1, 2):
+                alias[0] = 2
+                async with asyncio.timeout(SECONDS):
+                    while len(starts) < 1 + 2 * tries or follower.current is None:
+                        await asyncio.sleep(0.01)
+                await asyncio.sleep(0.5)  # it would be tried again five times by then
+                assert starts == [1, *[2, 1] * tries]
+                assert follower.current.launch.number == 1
+                assert follower.status()["last_failure"]["of"] == 2
+                alias[0] = 1  # what is asked for anew may be tried anew
+                await asyncio.sleep(0.1)
+        finally:
+            await follower.end()
+
+    asyncio.run(run())
 
 
 def test_room_is_that_of_the_memory():
