@@ -14,7 +14,7 @@ from threading import Event
 import httpx
 import psutil
 import pytest
-from serving import PROMPTS, SECONDS, environment, greedy, served
+from serving import PROMPTS, SECONDS, TOKENS, environment, greedy, served
 from transformers import AutoTokenizer
 
 from flows.serve import main
@@ -434,6 +434,17 @@ def test_without_room_the_old_engine_makes_way_for_a_version_once(monkeypatch):
 def test_room_is_that_of_the_memory():
     assert has_room(0)
     assert not has_room(psutil.virtual_memory().total)
+
+
+@pytest.mark.faults
+def test_mlflow_s_engine_opens_what_lies_in_a_home_without_a_server(place):
+    place.promote(1)
+    with served(place.home, "pico@champion", "--engine", "mlflow") as front:
+        asked = {"inputs": ["ab", "The"], "params": {"max_new_tokens": TOKENS}}
+        url = f"{front.url}/invocations"
+        reply = httpx.post(url, json=asked, timeout=SECONDS, trust_env=False)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["predictions"] == [place.texts[1][text] for text in ("ab", "The")]
 
 
 @pytest.mark.faults
