@@ -84,8 +84,9 @@ def common_forms(
 
     The type of weights is the narrowest that holds all of theirs, or what is asked for. The length
     is the shortest. Where one head is not tied, none is. Where tokenizers are given, all get the
-    one that has every token, with its template and its special tokens: the row of a token that a model does not know is the mean over the
-    models that do, and a row without a token the mean over the models that have it.
+    one that has every token, with its template and its special tokens: the row of a token that a
+    model does not know is the mean over the models that do, and a row without a token the mean over
+    the models that have it.
 
     Args:
         readers: Checkpoints by name.

@@ -183,8 +183,9 @@ def tokenizer_files(directory: Path) -> list[Path]:
 def copy_tokenizer(source: Path, destination: Path) -> None:
     """Copy the tokenizer files of one directory to another, to the disk.
 
-    What ``destination`` has of another tokenizer is removed: two are no tokenizer. Where there is a tokenizer.json, whoever loads the copy has it as it is: see ``AS_IT_IS``. What
-    its class would say of padding is said then.
+    What ``destination`` has of another tokenizer is removed: two are no tokenizer. Where there is a
+    tokenizer.json, whoever loads the copy has it as it is: see ``AS_IT_IS``. What its class would
+    say of padding is said then.
 
     Raises:
         InputError: ``source`` holds none.

@@ -1,4 +1,4 @@
-"""How engines are started: no line for each request, which would fill the disk, and no copies."""
+"""How engines are started: without a line for each request, or a copy of a model at each start."""
 
 import asyncio
 import os

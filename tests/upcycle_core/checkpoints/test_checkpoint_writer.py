@@ -69,6 +69,19 @@ def test_shards_keep_to_their_size_and_the_index_names_every_tensor(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.parametrize("sizes", [(10**9, 100), (100, 10**9), (100, 150)])
+def test_nothing_of_an_earlier_write_stays(tmp_path, sizes):
+    (tmp_path / "config.json").write_text("{}")
+    for value, size in zip((1.0, 2.0), sizes, strict=True):
+        write(tmp_path, {f"t{i}": torch.full((10,), value) for i in range(7)}, size)
+    reader = CheckpointReader(tmp_path)
+    assert all((reader.tensor(f"t{i}") == 2.0).all() for i in range(7))
+    write(tmp_path / "alone", {f"t{i}": torch.full((10,), 2.0) for i in range(7)}, sizes[1])
+    (tmp_path / "config.json").unlink()
+    alone = tree_digest(tmp_path / "alone")
+    assert {path.name for path in tmp_path.iterdir()} == {*alone, "alone"}
+
+
 def test_the_same_tensors_give_the_same_bytes(tmp_path):
     for name in ("one", "two"):
         write(tmp_path / name, some_tensors(), max_shard_bytes=150)
