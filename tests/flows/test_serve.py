@@ -244,6 +244,21 @@ def test_bad_request_is_answered_with_what_is_wrong(server, body, code, said):
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        {"input": "a" * 129},
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a" * 129}]}]},
+        {"instructions": "a" * 100, "input": "a" * 29},
+    ],
+)
+def test_a_chat_that_is_too_long_is_refused_where_responses_are_asked_for(server, body):
+    url = f"{server.url}/v1/responses"
+    reply = httpx.post(url, json=body, timeout=SECONDS, trust_env=False)
+    assert reply.status_code == 400, reply.text
+    assert "129 tokens, and the model room for 128" in reply.text
+
+
+@pytest.mark.parametrize(
     ("headers", "code"),
     [
         ({"Host": "evil.example"}, 400),
