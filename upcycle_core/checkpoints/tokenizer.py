@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from upcycle_core.checkpoints.copy import TEMPLATES
 from upcycle_core.checkpoints.writer import sync_directory, sync_file, write_json
 from upcycle_core.errors import Fault, InputError
 
@@ -23,8 +24,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-TEMPLATES = "additional_chat_templates/*.jinja"
-"""Chat templates that are asked for by name (``tool_use``, ``rag``), in a folder of their own."""
 CORE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 AS_IT_IS = "PreTrainedTokenizerFast"
 """The one class that takes tokenizer.json as it is. Others make parts of it anew, one way or
