@@ -460,6 +460,10 @@ def test_mlflow_s_engine_opens_what_lies_in_a_home_without_a_server(place):
         reply = httpx.post(url, json=asked, timeout=SECONDS, trust_env=False)
         assert reply.status_code == 200, reply.text
         assert reply.json()["predictions"] == [place.texts[1][text] for text in ("ab", "The")]
+        [log] = (place.home / "services").glob(f"serve-{httpx.URL(url).port}/pico-1.log")
+        said = log.read_text()
+        assert httpx.post(url, json=asked, timeout=SECONDS, trust_env=False).status_code == 200
+        assert log.read_text() == said  # no line for each request
 
 
 @pytest.mark.faults
