@@ -146,9 +146,9 @@ def _ruling(
     forms: Mapping[str, Form], given: Mapping[str, CheckpointReader], name: str | None
 ) -> str | None:
     """Whose tokenizer the MoE has: that of ``name``, or of the model whose added tokens it gets."""
-    tokenizer = forms[name].tokenizer if name in forms else None
-    if tokenizer is None:
+    if name is None or name not in forms or forms[name].tokenizer is None:
         return name
+    tokenizer = forms[name].tokenizer
     return next(other for other, reader in given.items() if reader.directory == tokenizer)
 
 

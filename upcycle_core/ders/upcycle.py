@@ -237,7 +237,7 @@ def _copy_files(source: DenseSource, out: Path) -> None:
         name_chat_end(out)
         return
     directory = source.reader.directory
-    for name in (*tokenizer_files(directory), *_PROCESSOR):
+    for name in (*tokenizer_files(directory), *map(Path, _PROCESSOR)):
         if (directory / name).is_file():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(directory / name, out / name)
