@@ -50,15 +50,16 @@ def _named(reference: str) -> str:
 
 
 def registered(reference: str, settings: Settings) -> Registered:
-    """Find a version and its files.
+    """Find a version and its files, of one version also where an alias moves meanwhile.
 
     Raises:
         InputError: There is no such version, or its files cannot be read.
     """
-    reference, registry = _named(reference), Registry(settings)
-    here = registry.place(reference)
-    directory = registry.fetch(reference, settings.home / "models") if here is None else here
-    version = registry.referenced(reference)
+    registry = Registry(settings)
+    version = registry.referenced(_named(reference))
+    directory = registry.place(version.reference)
+    if directory is None:
+        directory = registry.fetch(version.reference, settings.home / "models")
     recipe = yaml.safe_load(registry.text(version, "recipe.yaml") or "{}")
     return Registered(version, directory, recipe)
 

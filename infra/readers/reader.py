@@ -101,7 +101,7 @@ class Said:
         first: Logarithms of the probabilities of what follows each prompt [P, V], fp32.
         greedy: The ids that follow.
         more: ``places`` and ``unknown`` where it lets us look; ``texts`` where it speaks in text,
-            and ``bos``, what it puts before one.
+            and ``bos``, what it puts before one; of a GGUF file its sliding ``window``.
     """
 
     first: torch.Tensor

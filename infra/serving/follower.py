@@ -92,6 +92,7 @@ class Follower:
         self.served, self.cut = 0, 0
         self.on_break: Callable[[], None] = lambda: None
         self._good: int | None = None
+        self._made_way_for: int | None = None
         self._trouble: dict[int, _Trouble] = {}
         self._said: dict[int | str, str] = {}
         self._changed, self._there = asyncio.Event(), asyncio.Event()
@@ -176,7 +177,7 @@ class Follower:
                 continue
             self._said.pop("alias", None)
             if number != self.wanted:
-                self.wanted = number
+                self.wanted, self._made_way_for = number, None
                 self._changed.set()
 
     async def _follow(self) -> None:
@@ -195,13 +196,21 @@ class Follower:
                 continue
             except Exception as error:  # of the registry, the files, the engine: what runs goes on
                 self._fail(target, str(error))
+                if target == self._good:  # nothing answers, so nothing would be taken away again
+                    self._made_way_for = None
 
     def _target(self) -> int | None:
         """What is wanted, or else what has answered before; None while both must wait."""
-        for number in (self.wanted, self._good):
-            if number is not None and self._waiting(number) <= 0:
-                return number
-        return None
+        return next((number for number in self._candidates() if self._waiting(number) <= 0), None)
+
+    def _candidates(self) -> list[int]:
+        """Versions that may answer, first the one that is wanted.
+
+        It is none once an engine was taken away for it in vain: that would be so again each time.
+        """
+        in_vain = self.wanted == self._made_way_for != self._good
+        numbers = (None if in_vain else self.wanted, self._good)
+        return [number for number in numbers if number is not None]
 
     def _waiting(self, number: int) -> float:
         trouble = self._trouble.get(number)
@@ -210,8 +219,7 @@ class Follower:
     async def _pause(self) -> None:
         """Wait for news, or until what has failed may be tried again."""
         current = self.current.launch.number if self.current else None
-        blocked = {self.wanted, self._good} - {None, current}
-        delays = [self._waiting(number) for number in blocked if number is not None]
+        delays = [self._waiting(number) for number in self._candidates() if number != current]
         seconds = max(SHORTEST_DELAY_SECONDS, min(delays)) if delays else None
         try:
             async with asyncio.timeout(seconds):
@@ -228,6 +236,7 @@ class Follower:
             launch = await asyncio.to_thread(self._launch, number)
             if self.current is not None and not await self._fits(launch):
                 LOG.warning("version %d starts in place of the old one; requests wait", number)
+                self._made_way_for = number
                 await self._take_away("instead")
             engine = Engine(launch, self.client)
             self._engines.add(engine)

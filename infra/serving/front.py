@@ -32,6 +32,8 @@ GONE = Response(status_code=499)
 """Nobody reads it."""
 CHATS = ("/v1/chat/completions", "/v1/responses")
 """Paths whose messages a chat template makes a text of."""
+CHAT_PARTS = ("messages", "instructions", "input")
+"""What makes a chat: messages; in ``/v1/responses`` instructions and what is said to them."""
 PASSED = ("content-type", "x-request-id", "retry-after")
 
 
@@ -281,7 +283,8 @@ async def unfit(path: str, content: dict[str, Any], engine: Engine) -> str | Non
         return "the model has no chat template; send a prompt to /v1/completions"
     room = engine.launch.context
     # Prompts of a list are answered one by one; a chat's messages are one text.
-    for text in ("".join(_texts(content.get("messages"))), *_texts(content.get("prompt"))):
+    chat = "".join(_texts([content.get(name) for name in CHAT_PARTS]))
+    for text in (chat, *_texts(content.get("prompt"))):
         # A token is a byte at least.
         if room is None or len(text.encode(errors="replace")) <= room:
             continue

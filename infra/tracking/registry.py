@@ -29,7 +29,7 @@ from infra.tracking.records import (
 )
 from infra.tracking.runs import METRICS_PER_CALL, PARAM_LENGTH, Run, milliseconds, open_database
 from infra.tracking.served import write_mlmodel
-from upcycle_core.checkpoints.copy import place_files
+from upcycle_core.checkpoints.copy import TEMPLATES, place_files
 from upcycle_core.checkpoints.place import make_once
 from upcycle_core.errors import Fault, InputError
 
@@ -392,7 +392,9 @@ def _take_checkpoint(registry: Registry, reference: str, out: Path) -> None:
     """
     files = registry.lend(reference, out / ".files")
     for folder in (files, files / "model", files / "components" / "tokenizer", files / "tokenizer"):
-        for path in sorted(folder.glob("*")):
-            if path.is_file() and not (out / path.name).exists():
-                path.rename(out / path.name)
+        for path in sorted([*folder.glob("*"), *folder.glob(TEMPLATES)]):
+            target = out / path.relative_to(folder)
+            if path.is_file() and not target.exists():
+                target.parent.mkdir(exist_ok=True)
+                path.rename(target)
     shutil.rmtree(files)

@@ -22,7 +22,7 @@ from tasks.engine.stage import StageRun, stage
 from upcycle_core.architectures.compare import compare_experts
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.kinship import apart
-from upcycle_core.backbone.form import DtypeChoice, common_forms
+from upcycle_core.backbone.form import DtypeChoice, Form, common_forms, holder_of
 from upcycle_core.backbone.write import weights_type
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.load import DTYPES
@@ -98,16 +98,10 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
         rope_of: Domain whose rope all get.
     """
     recipe = run.recipe
-    models = {
-        name: domain.expert or (domain.origin.model if domain.origin is not None else None)
-        for name, domain in recipe.domains.items()
-    }
-    models[SEED] = recipe.seed_model.model
     known = known_files(recipe, run.models)
     given = {
         n: CheckpointReader(given_model(recipe, m, run.models), known=known)
-        for n, m in models.items()
-        if m
+        for n, m in _given_models(recipe).items()
     }
     tokens = {n: token_ids(r.directory) for n, r in given.items()} if of_one_seed else {}
     dtype = recipe.experts.dtype
@@ -119,8 +113,9 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
     if dtype == "auto" and ready and recipe.trains_experts:
         dtype = "fp32"  # what training leaves beside them
     strange = {n: _strange(far, next(iter(given))) for n, far in apart(given).items()}
-    others = _other_manners(given, speaker(recipe)) if of_one_seed else {}
-    for name, form in common_forms(given, tokens, dtype=dtype, rope_of=rope_of).items():
+    forms = common_forms(given, tokens, dtype=dtype, rope_of=rope_of)
+    others = _other_manners(given, _ruling(forms, given, speaker(recipe))) if of_one_seed else {}
+    for name, form in forms.items():
         if of_one_seed and name in strange:
             run.session.log(f"WARNING: {name}: {strange[name]}")
             replace(form, said=(*form.said, strange[name])).save(run.out / FORMS / name)
@@ -135,6 +130,26 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
         if unread := family_of(config).unread(config):
             said = ", ".join(unread)
             run.session.log(f"{name}: nothing reads {said} of its config.json: left out")
+
+
+def _given_models(recipe: Recipe) -> dict[str, str]:
+    """{domain or seed: the model that is given for it}."""
+    models = {
+        name: domain.expert or (domain.origin.model if domain.origin is not None else None)
+        for name, domain in recipe.domains.items()
+    }
+    models[SEED] = recipe.seed_model.model
+    return {name: model for name, model in models.items() if model}
+
+
+def _ruling(
+    forms: Mapping[str, Form], given: Mapping[str, CheckpointReader], name: str | None
+) -> str | None:
+    """Whose tokenizer the MoE has: that of ``name``, or of the model whose added tokens it gets."""
+    if name is None or name not in forms or forms[name].tokenizer is None:
+        return name
+    tokenizer = forms[name].tokenizer
+    return next(other for other, reader in given.items() if reader.directory == tokenizer)
 
 
 def _other_manners(
@@ -173,8 +188,20 @@ def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     name = SEED if recipe.trains_seed else speaker(recipe)
     if found or name is None:
         return found
-    own = recipe.seed_model.model if name == SEED else recipe.domains[name].expert
-    return list(chat_faults(recipe, [own], cache))
+    return list(chat_faults(recipe, [_read_by(recipe, name, cache)], cache))
+
+
+def _read_by(recipe: Recipe, name: str, cache: Path) -> str | None:
+    """The model whose tokenizer reads the texts; None where it is trained here.
+
+    That of ``name``, or the one with more tokens that its backbone gets: see ``common_forms``.
+    """
+    models = _given_models(recipe)
+    if name not in models:
+        return None
+    tokens = {n: token_ids(given_model(recipe, model, cache)) for n, model in models.items()}
+    holder = holder_of(tokens)
+    return models[name if tokens[name].ids == tokens[holder].ids else holder]
 
 
 def chat_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> Iterator[Fault]:

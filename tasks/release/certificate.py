@@ -125,18 +125,21 @@ def refusal(rows: Sequence[Row]) -> tuple[str, str] | None:
 def revoke(registry: Registry, version: Version, rows: Sequence[Row]) -> list[Fault]:
     """Take the alias ``champion`` from a version that was lost on the way to a reader.
 
-    Only where the version's recipe requires a certificate. A reader that crashed or gave no answer
-    in time says nothing of the model, and takes nothing from who is champion.
+    Only where the version's recipe requires a certificate, and it still is champion: readers take
+    their time. A reader that crashed or gave no answer in time says nothing of the model, and takes
+    nothing from who is champion.
 
     Returns:
         What became of the alias, for who asked.
     """
     absent = [row.name for row in rows if row.is_lost]
     required = version.params.get("registry.certificate") == "required"
-    if not (absent and required and "champion" in version.aliases):
+    name, number = version.name, version.number
+    if not (absent and required and registry.pointed(name, "champion") == number):
         return []
     try:
-        _, before = roll_back(registry, version.name, f"did not arrive in {', '.join(absent)}")
+        reason = f"did not arrive in {', '.join(absent)}"
+        _, before = roll_back(registry, name, reason, only=number)
     except InputError as error:
         return list(error.faults)
     return [Fault("champion", version.reference, f"is none any more; {before.reference} is")]

@@ -17,6 +17,7 @@ from infra.temporary import owned_folder
 from tasks.release.source import AS_IT_IS, Source, reason_for_disk
 from tasks.release.verdict import TOLERANCES, Row, judged, lost, tolerance_of
 from upcycle_core.certificate.answers import moved
+from upcycle_core.certificate.gguf_tensors import window_in_gguf
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -204,6 +205,8 @@ def _one_by_one(reader: Reader, form: str, model: Source, place: Path, seconds: 
             said |= answer
             if variant == AS_IT_IS:
                 wrong = lost(model, said[AS_IT_IS], path, looks=False)
+                more = {**said[AS_IT_IS].more, "window": window_in_gguf(path)}
+                said[AS_IT_IS] = replace(said[AS_IT_IS], more=more)
         finally:
             path.unlink()
     return version, said, wrong

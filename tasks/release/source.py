@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from functools import cached_property
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from upcycle_core.corpora.encoding import asked
 from upcycle_core.memory import free_memory
 
 PROMPT_TOKENS, NEW_TOKENS = 24, 16
+LONGEST_WINDOW = 512
+"""Tokens of the longest sliding window that a prompt is made longer than."""
 PROBE = (
     "Années 1984-2026:  3.14159 x 1000000\n\tif it's 'né' != \"naïf\" {\n\n\n  don't(); }"
     "  €5 \u2013 α→β 你好\n"
@@ -141,9 +144,35 @@ class Source:
         return tensor.to(DTYPES[form]) if tensor.is_floating_point() else tensor
 
     @cached_property
+    def window(self) -> int | None:
+        """Tokens that layers with a sliding window look back at; None where that hides nothing."""
+        window = self._said.get("sliding_window")
+        is_used = self._said.get("use_sliding_window", True)
+        return window if is_used and window and window < self._room else None
+
+    @property
+    def tries_window(self) -> bool:
+        """Whether a prompt is longer than the window: who lost that answers it otherwise."""
+        window, needed = self.window, PROMPT_TOKENS + NEW_TOKENS
+        return window is not None and window <= min(LONGEST_WINDOW, self._room - needed)
+
+    @property
+    def _said(self) -> dict[str, Any]:
+        """Its configuration, of a DeRS model that of the dense one too."""
+        return {**self.checkpoint.config.get("dense", {}), **self.checkpoint.config}
+
+    @property
+    def _room(self) -> int:
+        return self._said.get("max_position_embeddings", 0)
+
+    @cached_property
     def prompts(self) -> list[list[int]]:
-        """What each expert writes."""
-        return write_prompts(self._loaded(), length=PROMPT_TOKENS, specials=self.specials)
+        """What each expert writes; and one that says it again until no short window holds it."""
+        written = write_prompts(self._loaded(), length=PROMPT_TOKENS, specials=self.specials)
+        if self.window is None or not self.tries_window:
+            return written
+        again = cycle(token for ids in written for token in ids)
+        return [*written, list(islice(again, self.window + PROMPT_TOKENS))]
 
     @cached_property
     def answers(self) -> dict[str, Answers]:
@@ -185,8 +214,9 @@ class Source:
 
     @cached_property
     def texts(self) -> list[str]:
-        """The prompts as text, for readers that speak in text."""
-        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.prompts]
+        """What experts wrote as text, for readers that speak in text."""
+        written = [ids for ids in self.prompts if len(ids) <= PROMPT_TOKENS]
+        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in written]
 
 
 def free_disk(folder: Path) -> int:

@@ -133,6 +133,7 @@ def judged(row: Row, model: Source, said: Mapping[str, Said], *, pinned: str) ->
     ways = _ways(model, said, found)
     if row.version.partition("+")[0] != pinned.partition("+")[0]:
         found.notes.append(f"version {row.version}, {pinned} was tried")
+    _of_window(model, here, found)
     if model.precision == "bf16":
         found.notes.append("too large for fp32 here: our own forward pass is in bf16 as well")
     return replace(
@@ -178,6 +179,18 @@ def _ways(model: Source, said: Mapping[str, Said], found: _Found) -> dict[str, f
         if not off <= found.tolerance:
             found.faults.append(f"exchanged: logits are {off:.2g} off")
     return ways
+
+
+def _of_window(model: Source, here: Said, found: _Found) -> None:
+    """A file that lost the sliding window is a fault; one that no prompt is longer than is said."""
+    stored = here.more.get("window", model.window)
+    if model.window not in (None, stored):
+        found.faults.append(
+            f"sliding window: {stored} in the file, not {model.window}: longer texts are read "
+            "otherwise"
+        )
+    elif model.window is not None and not model.tries_window:
+        found.notes.append(f"not tried beyond its sliding window of {model.window} tokens")
 
 
 def _of_tensors(row: Row, model: Source) -> Iterator[str]:

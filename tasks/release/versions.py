@@ -146,21 +146,28 @@ def _current(registry: Registry, version: Version) -> Version:
     return current
 
 
-def roll_back(registry: Registry, name: str, reason: str) -> tuple[Version, Version]:
+def roll_back(
+    registry: Registry, name: str, reason: str, *, only: int | None = None
+) -> tuple[Version, Version]:
     """Make the champion before the champion the champion again.
 
     Args:
         registry: The registry.
         name: The registered model.
         reason: Kept with the version that is taken back.
+        only: The number of the version to take back; by default, whichever is champion.
 
     Returns:
         The version that is champion no more, and the one that is.
 
     Raises:
-        InputError: There is no such model, no champion, or none before it.
+        InputError: There is no such model, no champion, or none before it, or another version than
+            ``only`` is champion.
     """
     champion, before = champions(registry, name)
+    if only not in (None, champion.number):
+        remedy = f"is champion by now, not version {only}; nothing was changed"
+        raise InputError(Fault("champion", champion.reference, remedy))
     registry.set_tags(champion, {ROLLED_BACK_TAG: reason})
     if PENDING_TAG in champion.tags:  # or the flow that a kill stopped would promote it again
         registry.remove_tag(champion, PENDING_TAG)

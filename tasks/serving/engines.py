@@ -15,6 +15,7 @@ from infra.services.ports import HOST
 from infra.serving.engine import Launch, free_port
 from infra.settings import REPOSITORY, Settings, environment_of
 from infra.tracking.records import Version
+from upcycle_core.checkpoints.place import make_once
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 if TYPE_CHECKING:
@@ -82,18 +83,16 @@ def launcher(
 
     def launch(number: int) -> Launch:
         version = registry.referenced(f"models:/{name}/{number}")
-        here = registry.place(version.reference)
-        if here is None:
-            here = registry.fetch(version.reference, settings.home / "models")
+        here, files = _files_of(version, registry, settings.home / "models", choice)
         config = _config(version, here)
-        raise_faults(_version_faults(version, here, config, choice))
+        raise_faults(_version_faults(version, files, config, choice))
         served = folder / re.sub(r"[^\w.-]", "_", f"{name}-{number}")
         _lay_out(here, served, config)
         port = free_port()
         inherited = environment_of(settings, HF_HUB_OFFLINE="1")
         # MLflow looks for uvicorn on the path.
         programs = f"{Path(sys.executable).parent}{os.pathsep}{inherited.get('PATH', '')}"
-        command, environment = _command(version, served.name, port, choice)
+        command, environment = _command(files, served.name, port, choice)
         is_mlflow = choice.name == "mlflow"
         body = {"prompt": TRIAL, "max_tokens": 1, "temperature": 0, "model": served.name}
         texts = {"inputs": [TRIAL], "params": {"max_new_tokens": 1}}
@@ -114,6 +113,29 @@ def launcher(
         )
 
     return launch
+
+
+def _files_of(
+    version: Version, registry: "Registry", cache: Path, choice: EngineChoice
+) -> tuple[Path, Path]:
+    """Where a version's checkpoint lies on this machine, and the folder that its engine opens.
+
+    MLflow's opens all of the files, which a checkpoint is a part of. It is not told the version
+    instead: it would look for files of a home without a server in vain, and copy those that a
+    server has at each start.
+    """
+    here = registry.place(version.reference)
+    if here is None and choice.name != "mlflow":
+        here = registry.fetch(version.reference, cache)
+    if here is not None:
+        return here, here
+    mark = f"{version.name}-{version.number}-{version.model_id or version.run_id}"
+
+    def copy(partial: Path) -> None:
+        registry.download(version.reference, partial / "files")
+
+    files = make_once(cache / "served" / re.sub(r"[^\w.-]", "_", mark), copy) / "files"
+    return (files if (files / "config.json").is_file() else files / "model"), files
 
 
 def _config(version: Version, directory: Path) -> dict[str, Any]:
@@ -168,9 +190,16 @@ def _lay_out(directory: Path, served: Path, config: dict[str, Any]) -> None:
 
 
 def _command(
-    version: Version, model: str, port: int, choice: EngineChoice
+    files: Path, model: str, port: int, choice: EngineChoice
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Program and arguments, and what its environment has beside the settings."""
+    """Program and arguments, and what its environment has beside the settings.
+
+    Args:
+        files: All files of the version, for MLflow's engine.
+        model: The folder of its checkpoint, where the engine runs.
+        port: Where it will answer.
+        choice: The engine.
+    """
     place = ("--host", HOST, "--port", str(port))
     dtype = DTYPES[choice.precision]
     program: tuple[str, ...]
@@ -184,7 +213,7 @@ def _command(
         module = (str(_vllm(choice)), "-m", server, "--disable-uvicorn-access-log")
         program = (*module, "--model", model, "--served-model-name", model)
         return (*program, *place, "--dtype", dtype, *choice.options), {"VLLM_NO_USAGE_STATS": "1"}
-    program = (sys.executable, "-m", "mlflow", "models", "serve", "-m", version.reference)
+    program = (sys.executable, "-m", "mlflow", "models", "serve", "-m", str(files))
     return (*program, *place, "--env-manager", "local", *choice.options), {}
 
 

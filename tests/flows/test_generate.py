@@ -6,6 +6,9 @@ from talking import CONTEXT, register, save_talkative
 
 from flows import generate
 from flows.generate import main
+from flows.running.registered import registered
+from infra.settings import read
+from infra.tracking.registry import Registry
 
 NAME = "upcycle-pico@champion"
 
@@ -41,6 +44,27 @@ def test_no_tokens_are_refused(capsys):
     with pytest.raises(SystemExit):
         main([NAME, "a", "--tokens", "0"])
     assert "argument --tokens: 0 is less than 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_one_version_answers_where_the_alias_moves_meanwhile(tmp_path, monkeypatch, is_here):
+    model = save_talkative(tmp_path / "model")
+    register(tmp_path, "moving", model)
+    settings, place = read({"UPCYCLE_HOME": str(tmp_path)}), Registry.place
+
+    def moving(registry, reference):
+        found = place(registry, reference)
+        register(tmp_path, "moving", model)
+        return found if is_here else None
+
+    monkeypatch.setattr(Registry, "place", moving)
+    found = registered("moving@champion", settings)
+    assert Registry(settings).pointed("moving", "champion") > 1
+    assert found.version.number == 1
+    if is_here:
+        assert found.directory == place(Registry(settings), "models:/moving/1")
+    else:
+        assert found.directory.name.startswith("moving-1-")
 
 
 @pytest.fixture

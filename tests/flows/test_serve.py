@@ -1,5 +1,6 @@
 """`python -m flows.serve`: clients ask while champions change, engines die and input is bad."""
 
+import asyncio
 import json
 import shutil
 import signal
@@ -13,12 +14,14 @@ from threading import Event
 import httpx
 import psutil
 import pytest
-from serving import PROMPTS, SECONDS, environment, greedy, served
+from serving import PROMPTS, SECONDS, TOKENS, environment, greedy, served
 from transformers import AutoTokenizer
 
 from flows.serve import main
 from infra import settings
-from infra.serving.follower import has_room
+from infra.serving import follower as following
+from infra.serving.engine import Engine, EngineError, Launch
+from infra.serving.follower import Follower, Patience, has_room
 from infra.serving.keeper import GRACE_SECONDS
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
@@ -241,6 +244,21 @@ def test_bad_request_is_answered_with_what_is_wrong(server, body, code, said):
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        {"input": "a" * 129},
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a" * 129}]}]},
+        {"instructions": "a" * 100, "input": "a" * 29},
+    ],
+)
+def test_a_chat_that_is_too_long_is_refused_where_responses_are_asked_for(server, body):
+    url = f"{server.url}/v1/responses"
+    reply = httpx.post(url, json=body, timeout=SECONDS, trust_env=False)
+    assert reply.status_code == 400, reply.text
+    assert "129 tokens, and the model room for 128" in reply.text
+
+
+@pytest.mark.parametrize(
     ("headers", "code"),
     [
         ({"Host": "evil.example"}, 400),
@@ -380,9 +398,72 @@ def test_without_room_for_two_requests_wait_while_engines_change(place):
         assert (left["how"], left["drained"]) == ("instead", True)
 
 
+def test_without_room_the_old_engine_makes_way_for_a_version_once(monkeypatch):
+    starts, alias = [], [1]
+
+    class Pretended(Engine):
+        """Comes up at once; that of version 2 never does."""
+
+        alive = True
+
+        async def start(self, *, on_end):
+            starts.append(self.launch.number)
+
+        async def wait_until_ready(self, seconds, *, wanted):
+            if self.launch.number == 2:
+                raise EngineError("ended while it started")
+
+        async def stop(self):
+            pass
+
+    def launch(number):
+        files = {"folder": None, "log": None, "tokenizer": None}
+        asked = {"health": "", "trial": ("", {}), "model": None, "context": None}
+        return Launch(number, (), {}, **files, **asked, port=1, chats=False, weights=1)
+
+    monkeypatch.setattr(following, "Engine", Pretended)
+    monkeypatch.setattr(following, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(following, "LONGEST_DELAY_SECONDS", 0.01)
+
+    async def run():
+        follower = Follower(lambda: alias[0], launch, patience=Patience(), swap="instead")
+        await follower.begin()
+        try:
+            for tries in (1, 2):
+                alias[0] = 2
+                async with asyncio.timeout(SECONDS):
+                    while len(starts) < 1 + 2 * tries or follower.current is None:
+                        await asyncio.sleep(0.01)
+                await asyncio.sleep(0.5)  # it would be tried again five times by then
+                assert starts == [1, *[2, 1] * tries]
+                assert follower.current.launch.number == 1
+                assert follower.status()["last_failure"]["of"] == 2
+                alias[0] = 1  # what is asked for anew may be tried anew
+                await asyncio.sleep(0.1)
+        finally:
+            await follower.end()
+
+    asyncio.run(run())
+
+
 def test_room_is_that_of_the_memory():
     assert has_room(0)
     assert not has_room(psutil.virtual_memory().total)
+
+
+@pytest.mark.faults
+def test_mlflow_s_engine_opens_what_lies_in_a_home_without_a_server(place):
+    place.promote(1)
+    with served(place.home, "pico@champion", "--engine", "mlflow") as front:
+        asked = {"inputs": ["ab", "The"], "params": {"max_new_tokens": TOKENS}}
+        url = f"{front.url}/invocations"
+        reply = httpx.post(url, json=asked, timeout=SECONDS, trust_env=False)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["predictions"] == [place.texts[1][text] for text in ("ab", "The")]
+        [log] = (place.home / "services").glob(f"serve-{httpx.URL(url).port}/pico-1.log")
+        said = log.read_text()
+        assert httpx.post(url, json=asked, timeout=SECONDS, trust_env=False).status_code == 200
+        assert log.read_text() == said  # no line for each request
 
 
 @pytest.mark.faults

@@ -304,8 +304,10 @@ def _sizes(full: Mapping) -> dict[str, int]:
 
 def _window_fields(full: Mapping, windows: str) -> dict:
     """Sliding windows as the target says them; Mixtral's default differs between versions."""
-    if windows in ("none", "model"):
-        return {"sliding_window": full.get("sliding_window")}
+    if windows == "none":  # one that is said, and not used, some targets would obey
+        return {"sliding_window": None}
+    if windows == "model":
+        return {"sliding_window": full["sliding_window"]}
     sliding = "sliding_attention" in full["layer_types"]
     fields = {
         "use_sliding_window": sliding,

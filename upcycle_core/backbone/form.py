@@ -84,8 +84,9 @@ def common_forms(
 
     The type of weights is the narrowest that holds all of theirs, or what is asked for. The length
     is the shortest. Where one head is not tied, none is. Where tokenizers are given, all get the
-    one that has every token: the row of a token that a model does not know is the mean over the
-    models that do, and a row without a token the mean over the models that have it.
+    one that has every token, with its template and its special tokens: the row of a token that a
+    model does not know is the mean over the models that do, and a row without a token the mean over
+    the models that have it.
 
     Args:
         readers: Checkpoints by name.
@@ -102,7 +103,7 @@ def common_forms(
     length = min(config["max_position_embeddings"] for config in full.values())
     tied = all(config["tie_word_embeddings"] for config in full.values())
     size = max(config["vocab_size"] for config in full.values()) if tokens else None
-    holder = max(tokens, key=lambda name: len(tokens[name].ids)) if tokens else None
+    holder = holder_of(tokens) if tokens else None
     forms = {}
     for name, own in types.items():
         config: dict[str, object] = {}
@@ -132,6 +133,11 @@ def common_forms(
             dtype=common, config=config, rows=rows, ids=ids, tokenizer=tokenizer, said=tuple(said)
         )
     return forms
+
+
+def holder_of(tokens: Mapping[str, TokenIds]) -> str:
+    """Whose tokenizer has every token, of models of one vocabulary."""
+    return max(tokens, key=lambda name: len(tokens[name].ids))
 
 
 def write_in_form(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from upcycle_core.backbone.weights import checked_weights
+from upcycle_core.checkpoints.copy import TEMPLATES
 from upcycle_core.checkpoints.reader import CHUNK
 from upcycle_core.checkpoints.vocabulary import (
     Key,
@@ -24,7 +25,7 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 # A character that Unicode keeps out of text: an entry that begins with it is met by no text. The
 # decoder takes it off again.
 SHIELD = "\ufdd0"
-CARRIED = ("special_tokens_map.json", "chat_template.jinja", "chat_template.json")
+CARRIED = ("special_tokens_map.json", "chat_template.jinja", "chat_template.json", TEMPLATES)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -187,9 +188,10 @@ def write_union_tokenizer(union: Union, out: Path) -> None:
     # The one class that takes tokenizer.json as it is; others rebuild parts of it.
     kept["tokenizer_class"] = "PreTrainedTokenizerFast"
     write_json(out / "tokenizer_config.json", kept)
-    for name in CARRIED:
-        if (union.source / name).is_file():
-            write_text(out / name, (union.source / name).read_text(encoding="utf-8"))
+    for file in sorted(file for pattern in CARRIED for file in union.source.glob(pattern)):
+        target = out / file.relative_to(union.source)
+        target.parent.mkdir(exist_ok=True)
+        write_text(target, file.read_text(encoding="utf-8"))
     sync_directory(out)
 
 

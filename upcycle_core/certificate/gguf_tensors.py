@@ -67,6 +67,17 @@ def misplaced_in_gguf(path: Path, source: CheckpointReader) -> dict[str, str]:
     )
 
 
+def window_in_gguf(path: Path) -> int | None:
+    """Tokens of the sliding window that a GGUF file names; None if it names none.
+
+    Raises:
+        InputError: No GGUF file.
+    """
+    fields = gguf_reader(path).fields
+    name = f"{fields['general.architecture'].contents()}.attention.sliding_window"
+    return int(fields[name].contents()) if name in fields else None
+
+
 def gguf_names(source: CheckpointReader) -> dict[str, tuple[str, int | None]]:
     """Each tensor's name in the file, and which of its experts it is where they share one."""
     target = TARGETS[source.config["model_type"]]

@@ -12,6 +12,8 @@ from pathlib import Path
 from upcycle_core.checkpoints.given_as import GIVEN_AS
 from upcycle_core.errors import raise_faults
 
+TEMPLATES = "additional_chat_templates/*.jinja"
+"""Chat templates that are asked for by name (``tool_use``, ``rag``), in a folder of their own."""
 PATTERNS = (
     "config.json",
     "generation_config.json",
@@ -21,6 +23,7 @@ PATTERNS = (
     "vocab.*",
     "merges.txt",
     "chat_template*",
+    TEMPLATES,
     GIVEN_AS,
 )
 
@@ -94,7 +97,9 @@ def copy_checkpoint(source: Path, out: Path, *, link: bool = False) -> None:
     raise_faults(faults)
     out.mkdir(parents=True, exist_ok=True)
     named = {*weights, *([] if index is None else [INDEX_FILE])}
-    others = {file for pattern in PATTERNS for file in source.glob(pattern)}
+    others = {file for pattern in PATTERNS for file in source.glob(pattern) if file.is_file()}
     for file in sorted(others | {source / name for name in named}):
+        target = out / file.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
         place = link_file if link and file.suffix == WEIGHTS else copy_file
-        place(file, out / file.name)
+        place(file, target)

@@ -28,8 +28,9 @@ def new_directory(out: Path) -> Iterator[Path]:
     """Give a directory beside ``out`` that becomes ``out`` at the end, or is removed on an error.
 
     Args:
-        out: Not there, or empty.
+        out: Not there, or empty; a link stays one, and what it names is written.
     """
+    out = out.resolve()
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir(parents=True)

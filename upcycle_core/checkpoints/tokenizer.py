@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from upcycle_core.checkpoints.copy import TEMPLATES
 from upcycle_core.checkpoints.writer import sync_directory, sync_file, write_json
 from upcycle_core.errors import Fault, InputError
 
@@ -171,20 +172,32 @@ def _settings(directory: Path) -> dict[str, Any]:
         raise InputError(_unreadable(directory, error)) from error
 
 
+def tokenizer_files(directory: Path) -> list[Path]:
+    """The files of a tokenizer that ``directory`` has, relative to it."""
+    named = (Path(name) for name in TOKENIZER_FILES if (directory / name).is_file())
+    templates = (path.relative_to(directory) for path in directory.glob(TEMPLATES))
+    return [*named, *sorted(templates)]
+
+
 def copy_tokenizer(source: Path, destination: Path) -> None:
     """Copy the tokenizer files of one directory to another, to the disk.
 
-    Where there is a tokenizer.json, whoever loads the copy has it as it is: see ``AS_IT_IS``. What
-    its class would say of padding is said then.
+    What ``destination`` has of another tokenizer is removed: two are no tokenizer. Where there is a
+    tokenizer.json, whoever loads the copy has it as it is: see ``AS_IT_IS``. What its class would
+    say of padding is said then.
 
     Raises:
         InputError: ``source`` holds none.
     """
-    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    names = tokenizer_files(source)
     if not names:
         raise InputError(_no_tokenizer(source))
     destination.mkdir(parents=True, exist_ok=True)
+    for name in tokenizer_files(destination):
+        if name not in names:
+            (destination / name).unlink()
     for name in names:
+        (destination / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, destination / name)
         sync_file(destination / name)
     if _is_whole(source):

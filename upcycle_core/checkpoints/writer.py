@@ -15,6 +15,7 @@ from upcycle_core.checkpoints.reader import FLOAT_DTYPES, INDEX_FILE, INTEGER_DT
 DTYPE_NAMES = {dtype: name for name, dtype in (FLOAT_DTYPES | INTEGER_DTYPES).items()}
 # The safetensors format aligns the first tensor by padding the header with spaces.
 ALIGNMENT = 8
+SHARDS = "model-*-of-*.safetensors"
 PYTORCH: Mapping[str, str] = {"format": "pt"}
 """What transformers asks of a header."""
 
@@ -54,8 +55,8 @@ def write_sharded(
     """Write ``specs`` in the order given, asking ``produce`` for one tensor at a time.
 
     One shard is ``model.safetensors``; several are ``model-0000i-of-0000N.safetensors`` with an
-    index. The bytes depend on names, shapes and values alone. Every file is on the disk (fsync)
-    before this returns.
+    index. What an earlier write left of another number is removed. The bytes depend on names,
+    shapes and values alone. Every file is on the disk (fsync) before this returns.
 
     Args:
         directory: Where the files go; made if it is not there.
@@ -74,6 +75,9 @@ def write_sharded(
     names = _shard_names(len(shards))
     for file, shard in zip(names, shards, strict=True):
         write_file(directory / file, shard, produce)
+    earlier = {SINGLE_FILE, INDEX_FILE, *(path.name for path in directory.glob(SHARDS))}
+    for file in earlier - set(names):
+        (directory / file).unlink(missing_ok=True)
     if len(shards) > 1:
         pairs = zip(names, shards, strict=True)
         weight_map = {spec.name: file for file, shard in pairs for spec in shard}

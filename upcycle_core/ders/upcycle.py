@@ -27,7 +27,7 @@ from upcycle_core.backbone.write import (
     write_tensors,
 )
 from upcycle_core.checkpoints.place import place_faults
-from upcycle_core.checkpoints.tokenizer import TOKENIZER_FILES, copy_tokenizer
+from upcycle_core.checkpoints.tokenizer import copy_tokenizer, tokenizer_files
 from upcycle_core.checkpoints.writer import sync_directory, sync_file, write_json
 from upcycle_core.corpora.chat_end import name_chat_end
 from upcycle_core.ders.codec import drawn_places, stored_codec
@@ -236,8 +236,10 @@ def _copy_files(source: DenseSource, out: Path) -> None:
         write_generation_config(source.reader, out)
         name_chat_end(out)
         return
-    for name in (*TOKENIZER_FILES, *_PROCESSOR):
-        if (source.reader.directory / name).is_file():
-            shutil.copyfile(source.reader.directory / name, out / name)
+    directory = source.reader.directory
+    for name in (*tokenizer_files(directory), *map(Path, _PROCESSOR)):
+        if (directory / name).is_file():
+            (out / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(directory / name, out / name)
             sync_file(out / name)
     sync_directory(out)

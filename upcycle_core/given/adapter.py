@@ -20,7 +20,7 @@ from torch import Tensor
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
 from upcycle_core.checkpoints.given_as import write_given_as
 from upcycle_core.checkpoints.reader import INDEX_FILE, SINGLE_FILE, CheckpointReader
-from upcycle_core.checkpoints.tokenizer import VOCABULARIES, copy_tokenizer
+from upcycle_core.checkpoints.tokenizer import VOCABULARIES, copy_tokenizer, tokenizer_files
 from upcycle_core.checkpoints.writer import TensorSpec, write_json, write_sharded, write_text
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -239,8 +239,10 @@ def merge_adapter(adapter: Adapter, base: Path, out: Path) -> None:
     brings_words = any((adapter.directory / name).is_file() for name in VOCABULARIES)
     copy_tokenizer(adapter.directory if brings_words else base, out)
     if not brings_words:  # it may bring a chat template alone
-        for file in adapter.directory.glob("chat_template*"):
-            write_text(out / file.name, file.read_text(encoding="utf-8"))
+        for name in tokenizer_files(adapter.directory):
+            if "chat_template" in str(name):
+                (out / name).parent.mkdir(exist_ok=True)
+                write_text(out / name, (adapter.directory / name).read_text(encoding="utf-8"))
     write_given_as(out, _said(adapter))
 
 

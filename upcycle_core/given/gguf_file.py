@@ -141,7 +141,7 @@ def write_gguf(file: GgufFile, out: Path) -> None:
 
     Args:
         file: As ``open_gguf`` found it.
-        out: Empty directory to fill. The largest tensor is all that is held.
+        out: Empty directory to fill. One tensor at a time is held, in fp32 and in its type.
 
     Raises:
         InputError: A type of block that cannot be dequantised; a tokenizer that cannot be rebuilt.
@@ -152,7 +152,10 @@ def write_gguf(file: GgufFile, out: Path) -> None:
 
     def produce(name: str) -> Tensor:
         tensor = file.tensors[name]
-        weights = torch.from_numpy(np.array(dequantised(tensor, file.path)))
+        values = dequantised(tensor, file.path)
+        if not values.flags.writeable:  # those of F32 are the file's own
+            values = np.array(values)
+        weights = torch.from_numpy(values)
         own = tensor.name.split(".")[-2]
         if own in INTERLEAVED.get(kind, ()):
             weights = paired_apart(weights, groups[own])

@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from upcycle_core.checkpoints.copy import TEMPLATES
 from upcycle_core.checkpoints.known import FILE, KnownFiles
 from upcycle_core.checkpoints.place import make_once
 from upcycle_core.checkpoints.reader import PICKLE_SUFFIXES
@@ -44,6 +45,7 @@ WANTED = (
     "vocab.*",
     "merges.txt",
     "chat_template*",
+    TEMPLATES,
 )
 GGUF = ".gguf"
 CONVERTED = "converted"
@@ -213,7 +215,7 @@ def _weights(directory: Path, known: KnownFiles) -> list[str]:
 def _digests(directory: Path, known: KnownFiles) -> dict[str, str]:
     """{file: sha256} of what belongs to a model or an adapter."""
     files = {path for pattern in WANTED for path in directory.glob(pattern) if path.is_file()}
-    return {path.name: known.sha256(path) for path in sorted(files)}
+    return {p.relative_to(directory).as_posix(): known.sha256(p) for p in sorted(files)}
 
 
 def _place(cache_dir: Path, parts: Mapping[str, object]) -> Path:

@@ -21,6 +21,8 @@ from upcycle_core.moe.inspect import RouterOutput, average_experts, force_expert
 Through = int | Literal["routers", "average"]
 """Where tokens go: as the routers say, through one expert alone, or through the mean of all."""
 Ending = Literal["end", "length", "stopped"]
+WINDOW, KEPT = 24, 6
+"""Tokens that are decoded together at most, nearly always, and those that are kept of them."""
 UNFINISHED = "\ufffd"
 """What bytes decode to that are no character, or not yet."""
 
@@ -187,6 +189,8 @@ class _Teller(BaseStreamer):
         """Tell of the prompt, special tokens by their names."""
         pieces = Pieces(self.tokenizer, special=True)
         for position, (token, shares_LD) in enumerate(zip(self.prompt, shares_SLD, strict=True)):
+            if self.is_stopped():
+                raise _Stopped
             text = pieces.add(token, is_last=position == len(self.prompt) - 1)
             self.take(Token(token, text, shares_LD, is_given=True))
 
@@ -194,7 +198,8 @@ class _Teller(BaseStreamer):
 class Pieces:
     """What each token adds to a decoded text; the pieces, joined, are that text.
 
-    A character whose bytes are spread over tokens comes whole with its last one.
+    A character whose bytes are spread over tokens comes whole with its last one. The last tokens
+    alone are decoded again with each new one: how a text begins changes nothing behind it.
 
     Args:
         tokenizer: Whose tokens they are.
@@ -218,7 +223,19 @@ class Pieces:
         if not is_last and not certain.startswith(self.text):
             return ""
         piece, self.text = certain[len(self.text) :], certain
+        if len(self.ids) > WINDOW and certain == whole:
+            self._forget()
         return piece
+
+    def _forget(self) -> None:
+        """Keep the last ids alone, if they are decoded to the end of what all are."""
+        whole, ids = self._decoded(), self.ids
+        self.ids = ids[-KEPT:]
+        tail = self._decoded()
+        if tail and whole.endswith(tail):
+            self.start, self.text = len(tail), ""
+        else:  # they begin within a character, or are special: a later token may do
+            self.ids = ids
 
     def _decoded(self) -> str:
         return self.tokenizer.decode(

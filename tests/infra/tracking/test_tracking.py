@@ -431,6 +431,7 @@ def test_what_mlflow_logs_itself_lies_together(registry, place, tmp_path, monkey
     save_pico(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     words = AutoTokenizer.from_pretrained(tmp_path / "model")
+    words.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     monkeypatch.setenv("MLFLOW_TRACKING_URI", place.mlflow_tracking_uri)
     mlflow.create_experiment("theirs", artifact_location=str(tmp_path / "artifacts"))
     mlflow.set_experiment("theirs")
@@ -446,7 +447,9 @@ def test_what_mlflow_logs_itself_lies_together(registry, place, tmp_path, monkey
     theirs = load_file(tmp_path / "model" / "model.safetensors")
     for name, tensor in load_file(found / "model.safetensors").items():
         assert torch.equal(tensor, theirs[name]), name
-    assert AutoTokenizer.from_pretrained(found)("abc").input_ids == words("abc").input_ids
+    together = AutoTokenizer.from_pretrained(found)
+    assert together("abc").input_ids == words("abc").input_ids
+    assert together.chat_template == words.chat_template
 
 
 def test_files_that_are_elsewhere_are_named_and_nothing_is_left(

@@ -8,11 +8,13 @@ from chat import CHATML, save_chat_tokenizer
 from pico import save_pico
 
 from infra.recipe.schema import Lineage, Recipe
-from tasks.data.sources import _other_manners, outside_faults
+from tasks.data.sources import _other_manners, _ruling, outside_faults
 from tasks.data.tokenizer import speaker
 from tasks.recipes import check, validate
 from tests.tasks.data.test_texts import chats
+from upcycle_core.backbone.form import common_forms
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.tokenizer import token_ids
 
 SPACED = CHATML.replace("<|im_end|>", " <|im_end|>")
 
@@ -69,6 +71,23 @@ def test_a_model_that_is_built_upon_keeps_its_tokenizer(tmp_path, models):
     built = replace(recipe, lineage=gone, seed_model=replace(recipe.seed_model, model=None))
     assert speaker(built) is None
     assert outside_faults(built, tmp_path / "cache") == []
+
+
+def test_who_added_tokens_rules_template_and_all(tmp_path, models):
+    recipe = recipe_of(tmp_path, models)
+    given = {name: CheckpointReader(path) for name, path in models.items()}
+    tokens = {name: token_ids(path) for name, path in models.items()}
+    assert _ruling(common_forms(given, tokens), given, "code") == "code"
+    tokenizer = models["law"] / "tokenizer.json"
+    core = json.loads(tokenizer.read_text())
+    core["added_tokens"].append({**core["added_tokens"][-1], "id": 399, "content": "<tool>"})
+    tokenizer.write_text(json.dumps(core))
+    assert outside_faults(recipe, tmp_path / "cache") == []
+    tokens["law"] = token_ids(models["law"])
+    assert _ruling(common_forms(given, tokens), given, "code") == "law"
+    (models["law"] / "chat_template.jinja").unlink()
+    refused = outside_faults(recipe, tmp_path / "cache")
+    assert "chat_template = None: the tokenizer has none" in str(refused[0])
 
 
 def test_what_other_tokenizers_do_otherwise_is_said(models):

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet as parquet
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from infra import settings
-from infra.readers.reader import READERS, Reader
+from infra.readers.reader import PROGRAMS, READERS, Reader
 from infra.tracking.records import Registration, with_room
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
@@ -280,6 +281,75 @@ def test_a_tokenizer_that_cuts_text_otherwise_is_a_fault(moe, tmp_path):
     assert row.greedy[0] == row.greedy[1]
     assert row.tokenizer[0] < row.tokenizer[1] == 4
     assert row.why.startswith("tokenizer: text ")
+
+
+LOSES_THE_WINDOW = f"""
+import sys
+sys.path.insert(0, {str(PROGRAMS)!r})
+import transformers, ask_transformers
+from types import SimpleNamespace
+from asked import answer
+load = transformers.AutoModelForCausalLM.from_pretrained
+
+def loses_the_window(path, **options):
+    model = load(path, **options)
+    model.config.sliding_window = None
+    return model
+
+ask_transformers.AutoModelForCausalLM = SimpleNamespace(from_pretrained=loses_the_window)
+answer(transformers.__version__, ask_transformers.ask)
+"""
+"""Stock transformers, which does not obey a sliding window, as other readers do not."""
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory, tokenizer):
+    """A MoE whose layers look back at 40 tokens, and which has room for 128."""
+    return build(tmp_path_factory.mktemp("sliding"), tokenizer, "mistral", sliding_window=40)
+
+
+@pytest.mark.parametrize("longest", [40, 39])
+def test_a_window_that_a_reader_loses_is_a_fault_or_was_not_tried(
+    sliding, tmp_path, monkeypatch, longest
+):
+    monkeypatch.setattr(of_source, "LONGEST_WINDOW", longest)
+    said = "" if longest == 40 else "not tried beyond its sliding window of 40 tokens"
+    [row] = certify(sliding, readers=["transformers"], say=silent)
+    assert (row.verdict, row.why) == ("arrived", said)
+    program = tmp_path / "lossy.py"
+    program.write_text(LOSES_THE_WINDOW)
+    lossy = Reader("transformers", str(program), None, "transformers")
+    monkeypatch.setitem(READERS, "transformers", lossy)
+    [row] = certify(sliding, readers=["transformers"], say=silent)
+    if longest == 40:
+        assert row.verdict == "failed"
+        assert row.why.startswith("logits are ")
+    else:
+        assert (row.verdict, row.why) == ("arrived", said)
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(bool(READERS["llama.cpp"].missing), reason="llama.cpp is not installed")
+def test_a_window_that_a_file_loses_is_a_fault_however_long_it_is(sliding, monkeypatch):
+    monkeypatch.setattr(of_source, "LONGEST_WINDOW", 39)
+    [row] = certify(sliding, readers=["llama.cpp"], forms=["F32"], say=silent)
+    assert (row.verdict, row.misplaced) == ("failed", {})
+    assert row.why == ("sliding window: None in the file, not 40: longer texts are read otherwise")
+
+
+def test_a_window_is_none_that_is_not_used_or_hides_nothing(tmp_path):
+    config = {"sliding_window": 40, "max_position_embeddings": 128}
+    cases = [
+        (config, 40),
+        ({"dense": config}, 40),
+        (config | {"sliding_window": None}, None),
+        (config | {"use_sliding_window": False}, None),
+        (config | {"sliding_window": 128}, None),
+    ]
+    for said, window in cases:
+        model = object.__new__(of_source.Source)
+        model.checkpoint = SimpleNamespace(config=said)
+        assert model.window == window
 
 
 def test_our_own_answers_are_those_of_the_stock_model_step_by_step(moe):

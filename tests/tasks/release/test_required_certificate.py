@@ -229,6 +229,20 @@ def test_a_champion_that_is_lost_later_is_taken_back(
         assert taken.tags[ROLLED_BACK_TAG] == "did not arrive in vllm"
 
 
+def test_who_is_champion_by_the_time_that_readers_have_answered_stays_it(
+    registry, champions, name, monkeypatch
+):
+    first, second = champions(1), champions(1)
+    assert "champion" in first.aliases
+    assert revoke(registry, first, [ARRIVED, FAILED]) == []
+    monkeypatch.setattr(registry, "pointed", lambda *_: first.number)  # it changes just now
+    [fault] = revoke(registry, first, [ARRIVED, FAILED])
+    assert f"models:/{name}/2" in str(fault)
+    assert "is champion by now, not version 1" in str(fault)
+    assert registry.find(name, "champion").number == second.number
+    assert ROLLED_BACK_TAG not in registry.find(name, "champion").tags
+
+
 def test_the_only_champion_stays_and_the_command_says_so(
     place, registry, champions, name, monkeypatch, capsys
 ):

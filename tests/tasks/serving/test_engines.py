@@ -1,7 +1,8 @@
-"""Engines write no line for each request, which would fill the disk."""
+"""How engines are started: without a line for each request, or a copy of a model at each start."""
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,9 @@ from click.testing import CliRunner
 
 from infra.serving import engine as module
 from infra.serving.engine import Engine, Launch
-from infra.settings import DEFAULTS
+from infra.settings import DEFAULTS, read
 from infra.tracking.records import Version
-from tasks.serving.engines import EngineChoice, _command
-
-VERSION = Version("moe", 1, "run", "m", "", aliases=(), tags={}, params={}, metrics={})
+from tasks.serving.engines import EngineChoice, _command, launcher
 
 
 @pytest.mark.parametrize("value", [None, DEFAULTS["UVICORN_ACCESS_LOG"]])
@@ -44,7 +43,42 @@ def test_transformers_engine_logs_no_requests():
 
 def test_vllm_is_told_to_log_no_requests():
     choice = EngineChoice("vllm", "cpu", "fp32", python=Path("python"))
-    assert "--disable-uvicorn-access-log" in _command(VERSION, "moe-1", 8000, choice)[0]
+    assert "--disable-uvicorn-access-log" in _command(Path("moe"), "moe-1", 8000, choice)[0]
+
+
+class Remote:
+    """A registry whose files a server elsewhere has."""
+
+    def __init__(self, directory):
+        self.directory, self.downloads = directory, 0
+
+    def referenced(self, reference):
+        number = int(reference.rpartition("/")[2])
+        return Version("moe", number, "run", "m", "", aliases=(), tags={}, params={}, metrics={})
+
+    def place(self, reference):
+        return None
+
+    def download(self, reference, destination):
+        self.downloads += 1
+        return shutil.copytree(self.directory, destination)
+
+
+@pytest.mark.parametrize("checkpoint", [".", "model"])
+def test_mlflow_s_engine_opens_files_that_were_copied_once(tmp_path, checkpoint):
+    source = tmp_path / "source"
+    for file in ("MLmodel", "code/loader.py", f"{checkpoint}/config.json"):
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        (source / file).write_text("{}")
+    registry, settings = Remote(source), read({"UPCYCLE_HOME": str(tmp_path / "home")})
+    choice = EngineChoice("mlflow", "cpu", "fp32")
+    launch = launcher(settings, registry, "moe", choice, folder=tmp_path / "served")
+    for _ in range(2):
+        command = launch(1).command
+        opened = Path(command[command.index("-m", 2) + 1])
+        assert (opened / "code" / "loader.py").is_file()
+        assert (opened / "MLmodel").is_file()
+    assert registry.downloads == 1
 
 
 def test_an_engine_s_log_goes_on_until_it_is_large(tmp_path, monkeypatch):

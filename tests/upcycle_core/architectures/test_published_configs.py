@@ -119,10 +119,14 @@ def test_what_changes_nothing_is_no_fault(name, value):
     assert said(name, value) == []
 
 
-def test_a_window_that_is_not_used_is_no_fault():
-    config = config_of("meta-llama/Llama-2-7b-hf") | {"sliding_window": 4096}
-    config["use_sliding_window"] = False
+@pytest.mark.parametrize(
+    "model",
+    ["meta-llama/Llama-2-7b-hf", "allenai/OLMo-2-0425-1B", "baidu/ERNIE-4.5-0.3B-PT"],
+)
+def test_a_window_that_is_not_used_is_no_fault_and_is_not_passed_on(model):
+    config = config_of(model) | {"sliding_window": 4096, "use_sliding_window": False}
     assert family_of(config).config_faults(config, "x") == []
+    assert family_of(config).target_config(config, experts=2, top_k=1)["sliding_window"] is None
 
 
 def test_what_nothing_reads_is_listed_by_name():

@@ -205,6 +205,8 @@ def test_the_written_tokenizer_is_the_rulers_without_older_forms(tmp_path, three
     (three[1] / "vocab.json").write_text("{}")
     (three[1] / "merges.txt").write_text("")
     (three[1] / "chat_template.jinja").write_text("{{ messages }}")
+    (three[1] / "additional_chat_templates").mkdir()
+    (three[1] / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     for name in ("out", "again"):
         write_union_tokenizer(unite_vocabularies(three, ruling=1), tmp_path / name)
     assert tree_digest(tmp_path / "out") == tree_digest(tmp_path / "again")
@@ -214,5 +216,5 @@ def test_the_written_tokenizer_is_the_rulers_without_older_forms(tmp_path, three
     assert "auto_map" not in written
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert loaded.chat_template == "{{ messages }}"
+    assert loaded.chat_template == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     assert loaded.eos_token == "<|end|>"

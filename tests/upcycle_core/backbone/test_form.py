@@ -16,7 +16,12 @@ from upcycle_core.backbone.form import Form, changes, common_forms, write_in_for
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.tokenizer import token_ids, vocabulary_fingerprint
+from upcycle_core.checkpoints.tokenizer import (
+    load_tokenizer,
+    token_ids,
+    tokenizer_files,
+    vocabulary_fingerprint,
+)
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.moe.inspect import force_expert
 
@@ -94,6 +99,24 @@ def test_experts_of_other_tokens_types_and_lengths_become_one_model(tmp_path):
         with torch.no_grad(), force_expert(moe, index):
             ours, theirs = moe(input_ids=ids).logits, dense(input_ids=ids).logits
         assert torch.equal(ours[..., :96], theirs[..., :96])
+
+
+def test_who_gets_another_tokenizer_keeps_nothing_of_its_own(tmp_path):
+    """A template and roles in files that the other has not, or says in its settings."""
+    law, code = (seeded(tmp_path, name, seed=i) for i, name in enumerate(("law", "code")))
+    (law / "chat_template.jinja").write_text("law's {{ messages }}")
+    (law / "special_tokens_map.json").write_text(json.dumps({"eos_token": "!"}))
+    (law / "additional_chat_templates").mkdir()
+    (law / "additional_chat_templates" / "rag.jinja").write_text("law's")
+    with_tokens(code, ["<|im_end|>"])
+    settings = json.loads((code / "tokenizer_config.json").read_text())
+    settings |= {"chat_template": "code's {{ messages }}", "eos_token": "<|im_end|>"}
+    (code / "tokenizer_config.json").write_text(json.dumps(settings))
+    experts, _ = brought({"law": law, "code": code}, tmp_path / "out")
+    assert tokenizer_files(experts["law"]) == tokenizer_files(code)
+    found = load_tokenizer(experts["law"])
+    assert found.chat_template == "code's {{ messages }}"
+    assert found.eos_token == "<|im_end|>"
 
 
 def test_tied_and_untied_heads_and_weights_of_several_types_become_one_model(tmp_path):

@@ -78,6 +78,21 @@ def test_a_checkpoint_is_copied_without_what_is_not_its_own(source, tmp_path):
     }
 
 
+def test_templates_that_are_asked_for_by_name_come_along_and_folders_of_tokenizers_do_not(
+    source, tmp_path
+):
+    (tmp_path / "config.json").write_text("{}")
+    for folder in ("additional_chat_templates", "tokenizer", "tokenizer_backup"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tool_use.jinja").write_text("{{ tools }}")
+    copy_checkpoint(tmp_path, tmp_path / "out")
+    named = "additional_chat_templates/tool_use.jinja"
+    files = {path for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    names = {path.relative_to(tmp_path / "out").as_posix() for path in files}
+    assert names == {"config.json", "model.safetensors", named}
+    assert (tmp_path / "out" / named).read_text() == "{{ tools }}"
+
+
 def test_weights_in_another_form_stay_behind(source, tmp_path):
     """What Mistral publishes beside its shards, and shards of an earlier save."""
     (tmp_path / "config.json").write_text("{}")

@@ -67,6 +67,17 @@ def test_a_copied_tokenizer_encodes_the_same(tmp_path):
     assert not (tmp_path / "two" / "model.safetensors").exists()
 
 
+def test_templates_that_are_asked_for_by_name_are_copied(tmp_path):
+    one = save_pico_tokenizer(tmp_path / "one")
+    tokenizer = AutoTokenizer.from_pretrained(one)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(one)
+    assert (one / "additional_chat_templates" / "tool_use.jinja").is_file()
+    copy_tokenizer(one, tmp_path / "two")
+    copied = AutoTokenizer.from_pretrained(tmp_path / "two")
+    assert copied.chat_template == tokenizer.chat_template
+
+
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
     for call in (vocabulary_fingerprint, lambda d: copy_tokenizer(d, tmp_path / "out")):
         with pytest.raises(InputError, match="holds no tokenizer"):

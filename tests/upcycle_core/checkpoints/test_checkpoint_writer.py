@@ -8,6 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from upcycle_core.checkpoints.hashing import tree_digest
+from upcycle_core.checkpoints.place import new_directory, place_faults
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.writer import TensorSpec, write_sharded
 
@@ -67,6 +68,19 @@ def test_shards_keep_to_their_size_and_the_index_names_every_tensor(tmp_path):
         found |= held
     assert found.keys() == tensors.keys() == index["weight_map"].keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("sizes", [(10**9, 100), (100, 10**9), (100, 150)])
+def test_nothing_of_an_earlier_write_stays(tmp_path, sizes):
+    (tmp_path / "config.json").write_text("{}")
+    for value, size in zip((1.0, 2.0), sizes, strict=True):
+        write(tmp_path, {f"t{i}": torch.full((10,), value) for i in range(7)}, size)
+    reader = CheckpointReader(tmp_path)
+    assert all((reader.tensor(f"t{i}") == 2.0).all() for i in range(7))
+    write(tmp_path / "alone", {f"t{i}": torch.full((10,), 2.0) for i in range(7)}, sizes[1])
+    (tmp_path / "config.json").unlink()
+    alone = tree_digest(tmp_path / "alone")
+    assert {path.name for path in tmp_path.iterdir()} == {*alone, "alone"}
 
 
 def test_the_same_tensors_give_the_same_bytes(tmp_path):
@@ -131,6 +145,21 @@ def test_every_file_and_the_directory_are_brought_to_the_disk(tmp_path, monkeypa
     write(tmp_path, some_tensors(), max_shard_bytes=150)
     assert {*map(str, tmp_path.iterdir()), str(tmp_path)} == set(synced)
     assert synced[-1] == str(tmp_path)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_to_a_directory_stays_one_when_that_is_written_whole(tmp_path, is_there):
+    disk, out = tmp_path / "disk" / "model", tmp_path / "out"
+    if is_there:
+        disk.mkdir(parents=True)
+    out.symlink_to(disk)
+    assert place_faults(out) == []
+    with new_directory(out) as partial:
+        write(partial, some_tensors())
+    assert out.is_symlink()
+    assert [path.name for path in disk.iterdir()] == ["model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
+    assert [path.name for path in disk.parent.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,7 +265,11 @@ def picture_and_text():
 @pytest.mark.parametrize("codec", [SPARSE, LOW_RANK], ids=["sparse", "low-rank"])
 def test_a_llava_is_upcycled_in_place_trained_and_saved(tmp_path, codec):
     dense = save_llava(tmp_path / "dense")
+    template = Path("additional_chat_templates", "tool_use.jinja")
+    (dense / template.parent).mkdir()
+    (dense / template).write_text("{{ tools }}")
     out = upcycle(dense, tmp_path / "out", **codec, layers="every-other")
+    assert (out / template).read_text() == "{{ tools }}"
     inputs = picture_and_text()
     model = load_llava(out)
     with torch.no_grad():

@@ -243,3 +243,13 @@ def test_a_part_of_a_tokenizer_is_none(tmp_path, base, name):
     assert ours("a b").input_ids == theirs("a b").input_ids
     assert len(ours) == len(theirs)
     assert ours.chat_template == (template if name.endswith("jinja") else None)
+
+
+def test_an_adapter_s_templates_that_are_asked_for_by_name_come_along(tmp_path, base):
+    adapter, _ = save_adapter(tmp_path / "adapter", base)
+    (adapter / "chat_template.jinja").write_text("{{ messages }}")
+    (adapter / "additional_chat_templates").mkdir()
+    (adapter / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
+    merged(adapter, base, tmp_path / "out")
+    templates = AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert templates == {"default": "{{ messages }}", "rag": "{{ documents }}"}

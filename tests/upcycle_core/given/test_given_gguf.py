@@ -17,6 +17,7 @@ from upcycle_core.checkpoints.given_as import given_as
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.encoding import prefix_ids
 from upcycle_core.errors import InputError
+from upcycle_core.given import gguf_file
 from upcycle_core.given.gguf_file import open_gguf, write_gguf
 
 TEXTS = ["alpha beta gamma delta", "one two three, four five", "def f(x): return x"] * 5
@@ -76,6 +77,24 @@ def test_blocks_are_rounded_once(tmp_path, llama, kind):
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(ours[name], tensor.to(dtype)), name
     assert given_as(tmp_path / "out").startswith(f"GGUF file ({kind}), dequantised to")
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_dequantised_values_are_held_once(tmp_path, llama, monkeypatch, is_copy):
+    """They are taken as they are, unless they are the file's own, which nobody may write to."""
+    file = open_gguf(save_gguf(tmp_path / "model.gguf", llama))
+    values, produced = np.arange(6, dtype=np.float32), []
+    values.flags.writeable = is_copy
+    monkeypatch.setattr(gguf_file, "dequantised", lambda *_: values)
+    monkeypatch.setattr(
+        gguf_file,
+        "write_sharded",
+        lambda _out, _specs, produce, **_: produced.append(produce("model.norm.weight")),
+    )
+    (tmp_path / "out").mkdir()
+    write_gguf(file, tmp_path / "out")
+    assert np.shares_memory(produced[0].numpy(), values) is is_copy
+    assert produced[0].tolist() == values.tolist()
 
 
 def test_tokenizer_and_template_come_along(tmp_path, llama):

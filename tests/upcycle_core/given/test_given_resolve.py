@@ -34,7 +34,12 @@ def test_a_hub_name_is_fetched_without_pickle_or_code(tmp_path, monkeypatch):
     wanted = asked["allow_patterns"]
     for name in ("pytorch_model.bin", "modeling.py", "adapter_model.bin", "model.gguf"):
         assert not any(Path(name).match(pattern) for pattern in wanted)
-    for name in ("model-00001-of-00002.safetensors", "config.json", "adapter_model.safetensors"):
+    for name in (
+        "model-00001-of-00002.safetensors",
+        "config.json",
+        "adapter_model.safetensors",
+        "additional_chat_templates/tool_use.jinja",
+    ):
         assert any(Path(name).match(pattern) for pattern in wanted)
 
 

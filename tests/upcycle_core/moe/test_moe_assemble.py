@@ -30,6 +30,10 @@ CASES = {
     "llama, one kv head a head": ("llama", {"num_key_value_heads": 4}),
     "llama, wide heads": ("llama", {"head_dim": 16}),
     "llama 3 rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama, a window that is not used": (
+        "llama",
+        {"sliding_window": 5, "use_sliding_window": False},
+    ),
     "mistral": ("mistral", {}),
     "mistral, sliding window": ("mistral", {"sliding_window": 5}),
     "qwen2": ("qwen2", {}),

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.chat import save_chat_tokenizer
 from tests.pico import save_pico
@@ -134,14 +135,22 @@ def test_it_stops_inside_a_pass(joined):
 
     def is_stopped():
         asked.append(None)
-        return len(asked) > 8
+        return len(asked) > 8 + len(PROMPT)
 
     model.generation_config.eos_token_id = None
     seen, ending = traced(model, is_stopped=is_stopped)
-    # Asked for the prompt, and of each pass in both layers and after: the third is left half-way.
+    # Asked for the prompt and each of its tokens, and of each pass in both layers and after: the
+    # third is left half-way.
     assert (len(answer_of(seen)), ending) == (2, "stopped")
-    assert len(asked) == 9
+    assert len(asked) == 9 + len(PROMPT)
     assert answer_of(traced(model)[0])[:2] == answer_of(seen)
+
+
+def test_it_stops_while_it_tells_of_the_prompt(model):
+    told = []
+    asked = {"tokens": NEW, "temperature": 0.0, "is_stopped": lambda: len(told) == 4}
+    assert trace(model, NoText(), PROMPT, take=told.append, **asked) == "stopped"
+    assert [token.id for token in told] == PROMPT[:4]
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +184,52 @@ def test_a_character_of_several_tokens_comes_whole(bytewise):
     pieces = Pieces(tokenizer)
     said = [pieces.add(token, is_last=number == 2) for number, token in enumerate(ids[:3])]
     assert said == ["a", "", "\ufffd"]
+
+
+def spaced():
+    """A tokenizer as Llama 2's: a space is a part of a word, and bytes are tokens."""
+    words = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b", "▁the", "."]
+    core = Tokenizer(models.BPE({word: id for id, word in enumerate(words)}, []))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    core.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>")
+
+
+def slow_pieces(tokenizer, ids, *, special):
+    """All is decoded with every token; what may still become a character waits."""
+    said, text = [], ""
+    for end in range(1, len(ids) + 1):
+        whole = tokenizer.decode(ids[:end], skip_special_tokens=not special)
+        certain = whole if end == len(ids) else whole.rstrip("\ufffd")
+        said.append(certain[len(text) :])
+        text = max(text, certain, key=len)
+    return said
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("kind", ["bytewise", "spaced"])
+def test_a_long_text_is_told_as_it_is_decoded_and_a_few_tokens_at_a_time(request, kind, special):
+    draw = torch.Generator().manual_seed(3)
+    if kind == "bytewise":
+        tokenizer = request.getfixturevalue("bytewise")[1]
+        ids = torch.randint(0, len(tokenizer), (1500,), generator=draw).tolist()
+    else:
+        tokenizer, words = spaced(), [[0], [257], [258], [259], [260], [261]]
+        words += [[1 + byte for byte in character.encode()] for character in "é東🎉"]
+        drawn = torch.randint(0, len(words), (700,), generator=draw).tolist()
+        ids = [id for word in drawn for id in words[word]]
+    decoded = []
+
+    class Counting:
+        def decode(self, ids, **options):
+            decoded.append(len(ids))
+            return tokenizer.decode(ids, **options)
+
+    pieces = Pieces(Counting(), special=special)
+    said = [pieces.add(id, is_last=number == len(ids) - 1) for number, id in enumerate(ids)]
+    assert said == slow_pieces(tokenizer, ids, special=special)
+    assert "".join(said) == tokenizer.decode(ids, skip_special_tokens=not special)
+    assert sum(decoded) < 40 * len(ids)
 
 
 def test_a_dense_model_has_no_shares_and_no_experts(tmp_path):
