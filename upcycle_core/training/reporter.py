@@ -35,6 +35,8 @@ class Reporter(TrainerCallback):
         self._last_time = 0.0
 
     def on_train_begin(self, args, state, control, **_):
+        # What is resumed brings the intervals of the call that wrote it.
+        state.compute_steps(args, state.max_steps)
         self._last_step, self._last_time = state.global_step, time.perf_counter()
 
     def on_step_end(self, args, state, control, **_):
