@@ -17,9 +17,6 @@ from tasks.planning.row import Planned
 from upcycle_core.planning import memory, work
 from upcycle_core.planning.shape import Shape
 
-SHARDS_AND_SUM = 2
-"""Times that a domain's statistics lie on the disk while their shards are added up."""
-
 
 def dume_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     """A row a stage, in the order in which they run."""
@@ -54,7 +51,7 @@ def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         "statistics",
         pieces=domains * config.shards,
         kept=domains * file,
-        passing=SHARDS_AND_SUM * file,
+        each=config.shards * file,  # until they are added up
         read=domains * config.shards * shape.stored,
         flops=domains * work.statistics_flops(shape, read, length) or None,
         precision=config.precision,

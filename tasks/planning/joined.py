@@ -58,7 +58,7 @@ def mixture_row(
         len(rows),
         len(rows),
         kept=kept,
-        passing=CHECKPOINTS * max(checkpoints),
+        each=CHECKPOINTS * max(checkpoints),
         written=kept + sum(n * size for n, size in zip(steps, checkpoints, strict=True)),
         read=sum(FP32 * size for size in sizes.values()),
         flops=sum(

@@ -20,6 +20,7 @@ class Planned:
         pieces: Pieces of all its items.
         kept: Bytes that it publishes, all items together.
         passing: Bytes that it holds beside that while it runs.
+        each: Bytes that every item holds beside that while it is at work, until it is published.
         registered: Bytes of it that the registry keeps of a version that is not the newest.
         read: Bytes that its pieces read, those that several read as often.
         written: Bytes that they write; what is kept and what passes by default.
@@ -40,6 +41,7 @@ class Planned:
     pieces: int
     kept: int = 0
     passing: int = 0
+    each: int = 0
     registered: int = 0
     read: int = 0
     written: int | None = None
@@ -77,7 +79,18 @@ class Planned:
     @property
     def writes(self) -> int:
         """Bytes that its pieces write."""
-        return self.own + self.passing if self.written is None else self.written
+        passing = self.passing + self.items * self.each
+        return self.own + passing if self.written is None else self.written
+
+    def holding(self, machine: Machine | None) -> int:
+        """Bytes beside what it publishes, at most, while what is not made yet is made.
+
+        Args:
+            machine: Where it runs; None for a cluster, where all items may be at work at once.
+        """
+        left = self.items - self.made
+        together = left if machine is None else min(left, self.at_once(machine))
+        return self.passing * left // self.items + self.each * together
 
     def seconds(self, machine: Machine, rates: Rates | None) -> float | None:
         """How long it takes, starts of processes left out; None where that is not known.

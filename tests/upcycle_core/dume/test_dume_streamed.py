@@ -156,7 +156,7 @@ def test_a_disk_without_fallocate_holds_what_is_between_layers(corpus, tmp_path)
     common = {"config": config, "shard": 0, "streamed": tmp_path / "folder"}
     out = tmp_path / "streamed"
     with ThreadPoolExecutor(1, initializer=without_fallocate) as filtered:
-        with pytest.raises(OSError), (tmp_path / "file").open("ab") as file:
+        with pytest.raises(OSError, match="Bad file"), (tmp_path / "file").open("ab") as file:
             filtered.submit(os.posix_fallocate, file.fileno(), 0, 8).result()
         with pytest.raises(KeyboardInterrupt):
             filtered.submit(
