@@ -50,12 +50,13 @@ KINDS: dict[str, dict] = {
     "narrow": {"config": replace(CONFIG, optimizer_state="bf16")},
     "sparse": {"config": CONFIG, "objective": MoEObjective(z_coefficient=0.01)},
     "low-rank": {"config": CONFIG},
+    "pair": {"config": CONFIG},  # of experts
 }
 DELTAS = {
     "sparse": DersUpcyclingConfig(codec="sparse", drop_rate=0.8, universal="delta"),
     "low-rank": DersUpcyclingConfig(codec="low_rank", rank=4, layers="every-other"),
 }
-"""What each is trained with; "from-one" and "killed" go on from others' checkpoints."""
+"""What each is trained with; those in ``folder`` beside them go on from others' checkpoints."""
 ROUNDED = {"narrow": 1e-3, "low-rank": 1e-3}
 """How far losses come apart where sums have another order: moments are in bf16, or Adam makes whole
 steps of gradients that are nearly zero, those of a factor whose other one is zero."""
@@ -72,6 +73,7 @@ def models(tmp_path_factory):
         **{name: folder / name for name in DELTAS},
         "tied": save_pico(folder / "tied", tie_word_embeddings=True),
         "mixtral": join(folder / "mixtral", top_k=2).model,
+        "pair": join(folder / "pair", seeds=(0, 1), top_k=2).model,
         **dict.fromkeys(("ffn", "lora", "narrow"), dense),
     }
 
@@ -91,25 +93,26 @@ def alone(tmp_path_factory, models):
 def folder(tmp_path_factory, models, alone):
     """Everything that several workers do."""
     folder = tmp_path_factory.mktemp("divided")
-    tied = KINDS["tied"]
-    deadly = {
-        **tied,
-        "rows": LoggedRows(ROWS, folder / "before", deadly=3 * 8 + 5),
-        "divided": "full",
-    }
+    tied, pair = KINDS["tied"], {**KINDS["pair"], "divided": "full"}
+    deadly, late = (
+        {**kind, "rows": LoggedRows(ROWS, folder / log, deadly=3 * 8 + 5), "divided": "full"}
+        for kind, log in ((tied, "before"), (pair, "pair-before"))
+    )
     goes_on = {**tied, "rows": LoggedRows(ROWS, folder / "after"), "divided": "full"}
     shutil.copytree(alone[0] / "tied-checkpoints", folder / "from-one-checkpoints")
     (folder / "from-one-checkpoints" / "checkpoint-6" / "complete.json").unlink()
     together(
         folder,
         Group(4, [(models["tied"], "killed", deadly)], is_killed=True),
-        Group(4, [(models["tied"], "held", {})], held),
+        Group(4, [(models[name], f"held-{name}", {}) for name in ("tied", "mixtral")], held),
+        Group(4, [(models["pair"], "pair-of-four", late)], is_killed=True),
         Group(
             2,
             [
                 *((models[name], name, {**KINDS[name], "divided": "full"}) for name in KINDS),
                 (models["tied"], "killed", goes_on),
                 (models["tied"], "from-one", {**tied, "divided": "full"}),
+                (models["pair"], "pair-of-four", pair),
             ],
             train_any,
         ),
@@ -189,9 +192,27 @@ def test_two_go_on_where_one_stopped(alone, folder):
     assert _curve(result) == pytest.approx(_curve(alone[1]["tied"]), abs=1e-4)
 
 
-def test_no_worker_holds_what_another_holds(models, folder):
-    whole = held(folder, models["tied"], "alone", progress=None)
-    parts = [said(folder, "held", rank)[0] for rank in range(4)]
+def test_two_divide_by_number_what_four_divided_by_width(tmp_path, models, alone, folder):
+    """Two experts: four workers cut each, two have one each; one has both."""
+    result, _ = said(folder, "pair-of-four")
+    assert not isinstance(result, str), result
+    assert _curve(result) == pytest.approx(_curve(alone[1]["pair"]), abs=1e-4)
+    shutil.copytree(folder / "pair-of-four-checkpoints", tmp_path / "out-checkpoints")
+    (tmp_path / "out-checkpoints" / "checkpoint-6" / "complete.json").unlink()
+    result = run(tmp_path, models["pair"], **KINDS["pair"])
+    assert _curve(result) == pytest.approx(_curve(alone[1]["pair"]), abs=1e-4)
+
+
+def test_the_dimension_that_workers_divide():
+    sizes = (5, 2 * 14336, 4096)
+    assert [sharding.divided_dimension(sizes, count) for count in (2, 3, 5, 8)] == [2, 0, 0, 2]
+    assert sharding.divided_dimension((7,), 2) == 0
+
+
+@pytest.mark.parametrize("name", ["tied", "mixtral"])
+def test_no_worker_holds_what_another_holds(models, folder, name):
+    whole = held(folder, models[name], "alone", progress=None)
+    parts = [said(folder, f"held-{name}", rank)[0] for rank in range(4)]
     # Dimensions of the small model divide by 4, but for nothing: no padding.
     assert parts == [whole / 4] * 4
 
