@@ -10,7 +10,7 @@ import torch
 from infra.recipe.resources import WorkerResources
 from infra.recipe.schema import Recipe
 from tasks.data.given import given_type
-from tasks.planning.row import Planned, dividing
+from tasks.planning.row import FP32, Planned, copied, dividing
 from upcycle_core.checkpoints.load import DTYPES
 from upcycle_core.planning import work
 from upcycle_core.planning.estimate import training_bytes
@@ -18,7 +18,7 @@ from upcycle_core.planning.rehearsal import trained_parameters
 from upcycle_core.planning.shape import Shape
 from upcycle_core.training.config import ExpertMethod, ExpertTrainingConfig, TrainingConfig
 
-FP32, MOMENTS = 4, 2
+MOMENTS = 2
 CHECKPOINTS = 3
 """Checkpoints of a training while the third is written: two are kept."""
 BYTES_A_TOKEN = 4
@@ -135,6 +135,7 @@ def training(
         smaller.append(f"a smaller {where}.batch_size, with gradient_accumulation")
     if workers == 1:
         smaller.append("compute.experts.sharding = full, with workers on several machines")
+    needed = training_bytes(shape, config, device=resources.device, workers=workers)
     itemsize = shape.itemsize if method == "lora" else FP32
     # What is frozen is written as well, in its own type.
     whole = itemsize * shape.whole
@@ -146,7 +147,7 @@ def training(
         kept=itemsize * shape.whole,
         each=CHECKPOINTS * checkpoint,
         written=itemsize * shape.whole + -(-config.steps // config.checkpoint_steps) * checkpoint,
-        memory=training_bytes(shape, config, device=resources.device, workers=workers),
+        memory=needed + copied(resources, trained),
         flops=work.training_flops(shape, config),
         precision=config.precision,
         remedies=smaller,

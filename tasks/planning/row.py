@@ -9,6 +9,8 @@ from tasks.planning.machine import Machine
 from upcycle_core.errors import Fault
 from upcycle_core.planning.rates import Arithmetic, Rates
 
+FP32 = 4
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -179,6 +181,17 @@ def dividing(resources: Resources) -> int:
     """How many workers divide what a training holds; 1 where each holds all of it."""
     is_divided = getattr(resources, "sharding", "none") == "full"
     return getattr(resources, "workers", 1) if is_divided else 1
+
+
+def copied(resources: Resources, trained: int) -> int:
+    """Bytes of the second copy of all gradients that workers send, where each holds all of them.
+
+    Args:
+        resources: Of a worker.
+        trained: Parameters that have gradients.
+    """
+    is_alone = getattr(resources, "workers", 1) == 1 or dividing(resources) > 1
+    return 0 if is_alone else FP32 * trained
 
 
 def gigabytes(size: int) -> str:

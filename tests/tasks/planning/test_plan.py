@@ -317,11 +317,12 @@ def test_all_workers_of_a_training_are_on_the_machine(tmp_path, llama):
     plan_of_four, four = of(workers=4)
     _, shared = of(workers=4, sharding="full")
     assert [row.at_once(plan_of_one.machine) for row in (one, four)] == [5, 2]  # 8 cores
-    assert four.memory == one.memory
+    assert four.memory == one.memory + 4 * WHOLE  # gradients that are sent are held twice
     assert plan_of_four.memory == 2 * 4 * (four.memory + plan_of_four.base)
     assert one.memory - 16 * WHOLE < shared.memory - 4 * WHOLE < one.memory - 15 * WHOLE
     assert four.seconds(plan_of_four.machine, RATES) < one.seconds(plan_of_four.machine, RATES)
-    row = of("baselines", "baselines")[1]
+    row, each = (of("baselines", "baselines", **w)[1] for w in ({}, {"workers": 4}))
+    assert each.memory == row.memory + 4 * (WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN)
     divided = of("baselines", "baselines", workers=4, sharding="full")[1]
     experts = 5 * FFNS // LAYERS
     gathered = 2 * 4 * (experts + 10**9)  # a layer with its gradient, and states for the ends
