@@ -151,7 +151,8 @@ class Planned:
         if self.is_done or not self.memory:
             return
         if self.resources.gpus:
-            needed, there, where = self.memory, machine.gpu_memory, "of GPU memory"
+            needed, there = self.memory, int(GPU_SHARE * machine.gpu_memory)
+            where = "of GPU memory"
             together = max(1, int(1 / self.resources.gpus))
             if not machine.gpus:
                 asked = f"{self.resources.gpus:g}"
@@ -163,7 +164,7 @@ class Planned:
         if together * needed <= there:
             return
         said = f"{self.stage}: {together} x {gigabytes(needed)} {where}, there are "
-        said += gigabytes(there)
+        said += f"{gigabytes(there)} to plan with" if self.resources.gpus else gigabytes(there)
         fewer = there // needed
         remedies = list(self.remedies)
         if self.streamed is not None and getattr(self.resources, "streamed", "") == "never":

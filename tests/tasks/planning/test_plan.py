@@ -241,7 +241,7 @@ def test_all_limits_are_named_at_once_with_what_would_fit(tmp_path, llama):
 def test_a_gpu_is_asked_for_what_it_holds(tmp_path, llama):
     compute = dict.fromkeys(("statistics", "evaluation"), GPU)
     common = {"memory": 64 * 10**9, "cpus": 16, "disk": 10**13}
-    one, small = (Machine(**common, gpus=1, gpu_memory=gb * 10**9) for gb in (80, 48))
+    one, tight, small = (Machine(**common, gpus=1, gpu_memory=gb * 10**9) for gb in (80, 65, 48))
     assert not faults(made(tmp_path, llama, machine=one, compute=compute))
     assert not faults(made(tmp_path, llama, machine=small, compute=compute))
     held = {**compute, "evaluation": {**GPU, **HELD}}
@@ -249,6 +249,8 @@ def test_a_gpu_is_asked_for_what_it_holds(tmp_path, llama):
     assert set(found) == {"compute.evaluation"}  # 61 GB of weights
     assert "GPU memory" in found["compute.evaluation"][0]
     assert "compute.evaluation.streamed = auto" in found["compute.evaluation"][1]
+    found = faults(made(tmp_path, llama, machine=tight, compute=held))
+    assert "62.7 GB of GPU memory, there are 59.8 GB to plan with" in found["compute.evaluation"][0]
     none = faults(made(tmp_path, llama, machine=Machine(**common), compute=compute))
     assert none["compute.statistics.gpus"] == ("1", "there is no GPU; give 0")
 
