@@ -20,6 +20,7 @@ class Planned:
         stage: Its name.
         items: How many times it runs.
         pieces: Pieces of all its items.
+        rounds: How many lots of them run one after the other.
         kept: Bytes that it publishes, all items together.
         passing: Bytes that it holds beside that while it runs.
         each: Bytes that every item holds beside that while it is at work, until it is published.
@@ -41,6 +42,7 @@ class Planned:
     stage: str
     items: int
     pieces: int
+    rounds: int = 1
     kept: int = 0
     passing: int = 0
     each: int = 0
@@ -121,7 +123,7 @@ class Planned:
             places = min(places, int(machine.gpus / self.resources.gpus))
         if self.resources.memory is not None:
             places = min(places, machine.memory // self.resources.memory)
-        return max(1, min(self.pieces, places // self.workers))
+        return max(1, min(self.pieces // self.rounds, places // self.workers))
 
     def fitted(self, machine: Machine, base: int) -> "Planned":
         """The row with what its pieces will hold: the model, or one layer where that is too much.

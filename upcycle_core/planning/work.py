@@ -4,6 +4,7 @@ Shapes: L layers, H hidden size, V vocabulary, W what all query heads say, T tok
 sequence, k experts a token.
 """
 
+from upcycle_core.dume.attention import Way
 from upcycle_core.dume.shared_head import ROUNDS
 from upcycle_core.planning.shape import Shape
 from upcycle_core.training.config import ExpertTrainingConfig, TrainingConfig
@@ -63,6 +64,18 @@ def fitted_head_flops(shape: Shape, *, experts: int) -> int:
     """
     step = PRODUCT * shape.vocabulary * shape.hidden**2 * (experts + 1)
     return FP64_TO_FP32 * ROUNDS * FITTING_STEPS * step
+
+
+def merged_attention_flops(
+    shape: Shape, tokens: int, length: int, *, experts: int, way: Way
+) -> int:
+    """Of an attention merged by regression: each expert's text through its layers, thrice.
+
+    Twice for what matrices read, once for the next layer; through the merged model's as often,
+    where its own inputs count.
+    """
+    models = 2 if way == "distilled" else 1
+    return 3 * models * experts * forward_flops(shape, tokens, length, head=False)
 
 
 def pairs_flops(shape: Shape, tokens: int, length: int, *, groups: int) -> int:

@@ -32,24 +32,6 @@ BASELINES = {
 RATES = Rates(fp32=4e9, bf16=8e9, fp32_one=1e9, bf16_one=2e9, memory=1e10, read=1e9, write=1e9)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    config = {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 14336,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def made(tmp_path, llama, *, ready=True, machine=None, **sections):
     """A plan of five experts, ready or trained here."""
     own = {"expert": str(llama)} if ready else {}
