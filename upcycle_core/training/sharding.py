@@ -176,10 +176,10 @@ def load_moments(network: nn.Module, optimizer: torch.optim.Optimizer, directory
         numbers = json.loads((directory / SHARDS / NUMBERS).read_text())
         set_optimizer_state_dict(network, optimizer, tensors | numbers, options=_FLAT)
         return
-    # Mapped where it will be divided, so that no worker holds all of it.
-    found = torch.load(
-        directory / OPTIMIZER, map_location="cpu", weights_only=True, mmap=is_sharded(network)
-    )
+    # Mapped where it will be divided or is for a GPU, so that nobody's memory holds all of it. On a
+    # CPU the optimizer would keep the mapping, and some network disks delete no mapped file.
+    is_copied = is_sharded(network) or next(network.parameters()).device.type != "cpu"
+    found = torch.load(directory / OPTIMIZER, map_location="cpu", weights_only=True, mmap=is_copied)
     if not is_sharded(network):
         optimizer.load_state_dict(found)
         return

@@ -217,6 +217,23 @@ def test_no_worker_holds_what_another_holds(models, folder, name):
     assert parts == [whole / 4] * 4
 
 
+@pytest.mark.parametrize(("device", "is_mapped"), [("cpu", False), ("meta", True)])
+def test_moments_that_are_for_another_device_are_mapped(tmp_path, monkeypatch, device, is_mapped):
+    """Tensors without memory stand for those of a GPU."""
+    there = nn.Linear(3, 2)
+    written = torch.optim.AdamW(there.parameters())
+    there(torch.ones(3)).sum().backward()
+    written.step()
+    torch.save(written.state_dict(), tmp_path / sharding.OPTIMIZER)
+    load, asked = torch.load, []
+    monkeypatch.setattr(torch, "load", lambda *a, **b: asked.append(b["mmap"]) or load(*a, **b))
+    network = nn.Linear(3, 2, device=device)
+    optimizer = torch.optim.AdamW(network.parameters())
+    sharding.load_moments(network, optimizer, tmp_path)
+    assert asked == [is_mapped]
+    assert optimizer.state[network.weight]["exp_avg"].device.type == device
+
+
 def test_sharding_with_one_worker_is_refused_before_weights_are_read(tmp_path, models):
     with pytest.raises(InputError, match=r"sharding = .full.: one worker has all there is"):
         run(tmp_path, models["tied"], divided="full")
