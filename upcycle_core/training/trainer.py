@@ -11,6 +11,7 @@ Train set them, and a directory of checkpoints that all of them see.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,13 +144,15 @@ def load_to_train(
         dtype: Of its weights.
         config: Its arithmetic.
         device: Where it is trained.
-        divided: With ``full`` it stays on the CPU, in the type of its file, which is mapped: types
-            and places are those that ``sharding.shard`` gives it.
+        divided: With ``full`` it stays on the CPU, in the type of its file, which is mapped, or, of
+            several, in one that holds them all: types and places are those that ``sharding.shard``
+            gives it.
     """
     precision = arithmetic(config.precision, device)
     if divided == "full":
-        kinds = (info.dtype for info in CheckpointReader(model, integers=True).tensors.values())
-        dtype, device = next(kind for kind in kinds if kind.is_floating_point), "cpu"
+        kinds = {info.dtype for info in CheckpointReader(model, integers=True).tensors.values()}
+        floating = (kind for kind in kinds if kind.is_floating_point)
+        dtype, device = reduce(torch.promote_types, floating), "cpu"
     return load_causal_lm(model, dtype=dtype, device=device, precision=precision, training=True)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -21,6 +21,7 @@ from tests.upcycle_core.moe.joined import join
 from tests.upcycle_core.training.dividing import LoggedRows, held, train_any
 from tests.upcycle_core.training.runs import AnswerRows, run, settings, weights
 from tests.upcycle_core.training.together import Group, said, together
+from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.ders.config import DersUpcyclingConfig
 from upcycle_core.ders.files import verify
 from upcycle_core.ders.model.modeling_ders import __file__ as CODE
@@ -29,6 +30,7 @@ from upcycle_core.errors import InputError
 from upcycle_core.progress import Silent
 from upcycle_core.training import sharding, workers
 from upcycle_core.training.config import ExpertTrainingConfig, LoraSettings, MoEObjective
+from upcycle_core.training.trainer import load_to_train
 
 CONFIG = settings(steps=6, gradient_accumulation=4, checkpoint_steps=2)
 ROWS = 6 * 4 * 2
@@ -215,6 +217,16 @@ def test_no_worker_holds_what_another_holds(models, folder, name):
     parts = [said(folder, f"held-{name}", rank)[0] for rank in range(4)]
     # Dimensions of the small model divide by 4, but for nothing: no padding.
     assert parts == [whole / 4] * 4
+
+
+def test_a_file_of_several_types_loses_no_digit(tmp_path):
+    model = save_pico(tmp_path / "model")
+    first, *others = CheckpointReader(model).tensors
+    tensors = load_file(model / "model.safetensors")
+    tensors[first] = tensors[first].bfloat16()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    found = dict(load_to_train(model, torch.float32, CONFIG, "cpu", "full").named_parameters())
+    assert all(torch.equal(found[name], tensors[name]) for name in others)
 
 
 @pytest.mark.parametrize(("device", "is_mapped"), [("cpu", False), ("meta", True)])
