@@ -40,6 +40,7 @@ from upcycle_core.training.resume import (
     training_record,
     validation_loss,
 )
+from upcycle_core.training.rows import tokens_read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +53,7 @@ class TrainingResult:
     Args:
         steps: Optimizer steps.
         final_loss: Mean loss over the last stretch of the loss curve, nats a token.
-        tokens: Tokens trained on.
+        tokens: Tokens trained on, without the padding that the dataset knows of.
         seconds: Time spent on the steps; those repeated after a kill count once.
         tokens_per_second: ``tokens / seconds``.
         trained_parameters: Parameters that were not frozen.
@@ -95,7 +96,8 @@ def train(
         model: Checkpoint directory with its tokenizer.
         dataset: Map-style; at least ``steps * gradient_accumulation * batch_size`` rows, each a
             LongTensor[sequence_length], or a mapping of ``input_ids``, ``labels`` (-100 is not
-            predicted) and maybe ``attention_mask``. Row i must depend on i alone.
+            predicted) and maybe ``attention_mask``. Row i must depend on i alone. Where it has
+            ``tokens``, these are all rows' without padding.
         out: Directory to write: weights, configuration, generation configuration, tokenizer.
         config: What to do. Weights and optimizer are fp32; so is ``out``.
         seed: Seed of what is random in the model (dropout). Seeds the global generators.
@@ -235,10 +237,12 @@ def train_subject(
                 extension=subject.extension,
             )
             found = trainer.run(found)
-    return _finish(subject, config, found)
+    return _finish(subject, config, found, tokens=tokens_read(dataset, config))
 
 
-def _finish(subject: Subject, config: TrainingConfig, last: Checkpoint) -> TrainingResult:
+def _finish(
+    subject: Subject, config: TrainingConfig, last: Checkpoint, *, tokens: int
+) -> TrainingResult:
     """Write the weights to end with, whole, and say what the training came to."""
     curves = read_curves(last)
     kept = kept_step(curves, config, subject.extension)
@@ -254,9 +258,9 @@ def _finish(subject: Subject, config: TrainingConfig, last: Checkpoint) -> Train
     return TrainingResult(
         steps=config.steps,
         final_loss=last.record["loss"],
-        tokens=config.tokens,
+        tokens=tokens,
         seconds=seconds,
-        tokens_per_second=config.tokens / seconds,
+        tokens_per_second=tokens / seconds,
         trained_parameters=subject.trainable.trained,
         total_parameters=subject.trainable.total,
         curves=curves,
