@@ -132,8 +132,9 @@ def _placement(parameter: nn.Parameter) -> Shard:
 
 def free(network: nn.Module) -> None:
     """Give back what a forward pass without a backward pass left gathered."""
-    if isinstance(network, FSDPModule):
-        network.reshard()
+    for module in network.modules():  # a head may have a group of its own
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def is_sharded(network: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from transformers import (
 
 from tests.pico import save_pico
 from tests.upcycle_core.moe.joined import join
-from tests.upcycle_core.training.dividing import LoggedRows, held, train_any
+from tests.upcycle_core.training.dividing import LoggedRows, freed, held, train_any
 from tests.upcycle_core.training.runs import AnswerRows, run, settings, weights
 from tests.upcycle_core.training.together import Group, said, together
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -108,6 +108,7 @@ def folder(tmp_path_factory, models, alone):
         Group(4, [(models["tied"], "killed", deadly)], is_killed=True),
         Group(4, [(models[name], f"held-{name}", {}) for name in ("tied", "mixtral")], held),
         Group(4, [(models["pair"], "pair-of-four", late)], is_killed=True),
+        Group(2, [(models["narrow"], "freed", {})], freed),
         Group(
             2,
             [
@@ -203,6 +204,12 @@ def test_two_divide_by_number_what_four_divided_by_width(tmp_path, models, alone
     (tmp_path / "out-checkpoints" / "checkpoint-6" / "complete.json").unlink()
     result = run(tmp_path, models["pair"], **KINDS["pair"])
     assert _curve(result) == pytest.approx(_curve(alone[1]["pair"]), abs=1e-4)
+
+
+def test_what_a_pass_gathered_is_given_back_the_head_too(folder):
+    left, after = said(folder, "freed")[0]
+    assert "lm_head.weight" in left
+    assert not after
 
 
 def test_the_dimension_that_workers_divide():
