@@ -81,7 +81,7 @@ def _backbone_row(recipe: Recipe, subjects: Subjects, shape: Shape, kept: int) -
     )
     if merge.attention == "average":
         return row
-    of: dict[str, Any] = {"experts": domains, "way": merge.attention}
+    of: dict[str, Any] = {"experts": domains, "distils": merge.attention == "distilled"}
     resources = recipe.compute.statistics
     held = memory.merged_attention_bytes(shape, config, tokens, device=resources.device, **of)
     passes = work.merged_attention_flops(shape, tokens, config.sequence_length, **of)

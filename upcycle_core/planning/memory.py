@@ -9,7 +9,6 @@ Shapes: L layers, H hidden size, I intermediate size, V vocabulary, T tokens, D 
 from upcycle_core.activations.moments import triangle_size
 from upcycle_core.activations.regression import HALVES
 from upcycle_core.checkpoints.reader import CHUNK, CheckpointReader
-from upcycle_core.dume.attention import Way
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.dume.shared_head import ROWS_AT_ONCE
 from upcycle_core.evaluation.text.config import EvaluationConfig
@@ -102,7 +101,7 @@ def merged_attention_bytes(
     tokens: int,
     *,
     experts: int,
-    way: Way,
+    distils: bool,
     device: str = "cpu",
 ) -> int:
     """Of an attention merged by regression: all domains' states in two models each, a layer's sums.
@@ -112,14 +111,14 @@ def merged_attention_bytes(
         config: Batches and precision.
         tokens: Calibration tokens of a domain, padding included.
         experts: D.
-        way: How.
+        distils: Whether it is ``distilled``, else ``regmean``.
         device: Where it runs.
     """
     size = weights_type(config.precision, device).itemsize
     layer = (shape.whole - shape.ends) // shape.layers
     states = (2 * experts + 1) * size * tokens * shape.hidden
     read = max(shape.hidden, shape.heads_width)
-    if way == "regmean":  # each expert's halves, two sums of them, and a system
+    if not distils:  # each expert's halves, two sums of them, and a system
         sums = (experts * (HALVES + 2) + 3) * FP64 * read**2
     else:  # of queries, keys and values apart, whose outputs are kept
         made = shape.heads_width + 2 * shape.key_value_width

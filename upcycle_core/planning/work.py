@@ -4,7 +4,6 @@ Shapes: L layers, H hidden size, V vocabulary, W what all query heads say, T tok
 sequence, k experts a token.
 """
 
-from upcycle_core.dume.attention import Way
 from upcycle_core.dume.shared_head import ROUNDS
 from upcycle_core.planning.shape import Shape
 from upcycle_core.training.config import ExpertTrainingConfig, TrainingConfig
@@ -67,14 +66,14 @@ def fitted_head_flops(shape: Shape, *, experts: int) -> int:
 
 
 def merged_attention_flops(
-    shape: Shape, tokens: int, length: int, *, experts: int, way: Way
+    shape: Shape, tokens: int, length: int, *, experts: int, distils: bool
 ) -> int:
     """Of an attention merged by regression: each expert's text through its layers, thrice.
 
     Twice for what matrices read, once for the next layer; through the merged model's as often,
     where its own inputs count.
     """
-    models = 2 if way == "distilled" else 1
+    models = 2 if distils else 1
     return 3 * models * experts * forward_flops(shape, tokens, length, head=False)
 
 

@@ -48,7 +48,8 @@ def test_merged_attention_needs_what_was_planned(parts, tmp_path, way):
     call = (list(experts.values()), backbone, list(corpora.values()), tmp_path / "out")
     held = peak(lambda: merge_attention(*call, **settings))
     shape, tokens = Shape.of(experts["d0"]), DOCUMENTS * LENGTH
-    planned = memory.merged_attention_bytes(shape, CONFIG, tokens, experts=DOMAINS, way=way)
+    of = {"experts": DOMAINS, "distils": way == "distilled"}
+    planned = memory.merged_attention_bytes(shape, CONFIG, tokens, **of)
     assert planned == pytest.approx(held, rel=0.2)
 
 
