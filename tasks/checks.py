@@ -55,6 +55,8 @@ def _training_faults(recipe: Recipe, method: Method) -> Iterator[Fault]:
         yield Fault("seed_model.text", None, "no seed is trained here; remove it")
     if recipe.trains_experts:
         trained["experts.training"] = recipe.experts.training
+        if recipe.experts.continued is not None:
+            trained["experts.continued"] = recipe.experts.continued
     rows = {
         f"baselines.{name}.training": row.training
         for name, row in recipe.baselines.items()
@@ -74,6 +76,8 @@ def _training_faults(recipe: Recipe, method: Method) -> Iterator[Fault]:
         longest = recipe.seed_model.shape.max_positions
         lengths = {w: value_at(recipe, f"{w}.sequence_length") for w in method.lengths(recipe)}
         lengths |= {where: row.sequence_length for where, row in rows.items()}
+        if "experts.training" in lengths and "experts.continued" in trained:
+            lengths["experts.continued"] = trained["experts.continued"].sequence_length
         for where, length in lengths.items():
             if length > longest:
                 remedy = f"longer than seed_model.shape.max_positions = {longest}; shorten it or "

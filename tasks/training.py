@@ -70,7 +70,7 @@ def train_from(
     piece = training_piece(run, "trained", start, data, training, kind=kind, objective=objective)
     done = run.run([piece], kind)["trained"]
     take(done.path, run.out)
-    write_training(run, done.result, training, is_moe=objective is not None)
+    write_training(run, done.result, is_moe=objective is not None)
 
 
 def training_piece(
@@ -122,15 +122,12 @@ def _texts(run: StageRun, split: str) -> list[Path]:
     return [run.path(f"corpora/{domain}/{split}") for domain in run.recipe.domains]
 
 
-def write_training(
-    run: StageRun, result: Mapping[str, Any], training: TrainingConfig, *, is_moe: bool
-) -> None:
+def write_training(run: StageRun, result: Mapping[str, Any], *, is_moe: bool) -> None:
     """What the training came to; nothing that depends on the machine's speed.
 
     Args:
         run: The stage; its ``out`` holds the checkpoint.
         result: As of ``train_piece``; ``rows``, where there are any, is written too.
-        training: For its tokens.
         is_moe: Whether experts have loads.
     """
     folder = run.out / TRAINING
@@ -139,7 +136,7 @@ def write_training(
     summary = {
         "loss": result["loss"],
         "validation_loss": result["validation_loss"],
-        "tokens": training.tokens,
+        "tokens": result["tokens"],
         "trained_parameters": result["trained_parameters"],
         "active_parameters": counts.active,
         "total_parameters": counts.total,
@@ -262,6 +259,7 @@ def train_piece(
         data.name_form(out)
     summary = {
         "loss": result.final_loss,
+        "tokens": result.tokens,
         "validation_loss": result.validation_loss,
         "seconds": result.seconds,
         "tokens_per_second": result.tokens_per_second,

@@ -28,6 +28,11 @@ def made_there() -> Iterator[None]:
         _on_cluster.clear()
 
 
+def are_made_there() -> bool:
+    """Whether what this process computes is computed on a cluster."""
+    return _on_cluster.is_set()
+
+
 def end() -> None:
     """Give up the calls that are waited for, and make no more in this ``made_there``."""
     if _on_cluster.is_set():
@@ -51,7 +56,7 @@ def near(
         InputError: Raised by it, or Ray is gone.
         KeyboardInterrupt: The flow ends, see ``end``.
     """
-    if not _on_cluster.is_set():
+    if not are_made_there():
         return function(*args, **kwargs)
     from infra.cluster.answers import call  # imports Ray; who is refused does without
 

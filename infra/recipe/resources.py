@@ -63,7 +63,8 @@ class PassResources(Resources):
 
 @config
 class ComputeConfig:
-    """Resources of the heavy pieces, by kind. Results depend on threads, not on the workers."""
+    """Resources of the heavy pieces, by kind. Threads and workers decide last bits; what a balance
+    loss counts at once is what all workers of a training compute at once."""
 
     cpus: int | None = field(default=None, metadata={"ge": 1})
     """CPUs of a local Ray; all of the machine by default. A cluster brings its own."""

@@ -7,7 +7,7 @@ from infra.cluster.calls import near
 from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import FORMS
 from tasks.engine.stage_run import StageRun
-from upcycle_core.backbone.form import Form, changes, write_in_form
+from upcycle_core.backbone.form import DtypeChoice, Form, changes, write_in_form
 from upcycle_core.checkpoints.copy import WEIGHTS
 from upcycle_core.checkpoints.given_as import given_as
 from upcycle_core.checkpoints.known import FILE, KnownFiles
@@ -37,6 +37,14 @@ def given_model(recipe: Recipe, reference: str, cache: Path) -> Path:
     base = None if seed is None or seed == reference else _on_disk(seed, cache)
     known = known_files(recipe, cache)
     return resolve_model(_on_disk(reference, cache), cache, base=base, known=known)
+
+
+def given_type(recipe: Recipe) -> DtypeChoice:
+    """Type that given models get; beside experts that are trained here what training leaves."""
+    ready = any(domain.expert is not None for domain in recipe.domains.values())
+    if recipe.experts.dtype == "auto" and ready and recipe.trains_experts:
+        return "fp32"
+    return recipe.experts.dtype
 
 
 def place_given(run: StageRun, reference: str, name: str, out: Path) -> None:

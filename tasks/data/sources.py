@@ -11,7 +11,7 @@ from pathlib import Path
 from infra.recipe.checks import responses_asked
 from infra.recipe.schema import Recipe
 from tasks.data.fits import repair_faults, weight_faults
-from tasks.data.given import given_model, known_files
+from tasks.data.given import given_model, given_type, known_files
 from tasks.data.licences import FILE as LICENCES
 from tasks.data.licences import licence_faults, stated_licences
 from tasks.data.task_sets import task_fingerprint, task_set_faults
@@ -104,14 +104,11 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
         for n, m in _given_models(recipe).items()
     }
     tokens = {n: token_ids(r.directory) for n, r in given.items()} if of_one_seed else {}
-    dtype = recipe.experts.dtype
-    backbone = run.session.workspace.path("backbone")
-    if dtype == "auto" and "backbone" in recipe.pinned and backbone.is_dir():
+    dtype = given_type(recipe)
+    backbone, pinned = run.session.workspace.path("backbone"), "backbone" in recipe.pinned
+    if recipe.experts.dtype == "auto" and pinned and backbone.is_dir():
         stands_on = weights_type(CheckpointReader(backbone, field="backbone"))
         dtype = next(name for name in CHOICES if DTYPES[name] == stands_on)
-    ready = any(domain.expert is not None for domain in recipe.domains.values())
-    if dtype == "auto" and ready and recipe.trains_experts:
-        dtype = "fp32"  # what training leaves beside them
     strange = {n: _strange(far, next(iter(given))) for n, far in apart(given).items()}
     forms = common_forms(given, tokens, dtype=dtype, rope_of=rope_of)
     others = _other_manners(given, _ruling(forms, given, speaker(recipe))) if of_one_seed else {}

@@ -10,14 +10,13 @@ from upcycle_core.dume.config import RouterConfig
 from upcycle_core.evaluation.tasks.config import TaskEvaluationConfig
 from upcycle_core.symphony.config import PostTrainingConfig
 from upcycle_core.training.config import (
+    SAME_WEIGHTS,
     ExpertsConfig,
     ExpertTrainingConfig,
     SeedConfig,
     TrainingConfig,
 )
 
-SAME_WEIGHTS = ("log_steps", "checkpoint_steps", "gradient_checkpointing")
-"""Settings of a training that do not change its result."""
 NARROWED: Mapping[type, tuple[str, ...]] = {
     TrainingConfig: SAME_WEIGHTS,
     ExpertTrainingConfig: SAME_WEIGHTS,

@@ -1,9 +1,11 @@
 """What DUME's stages will need."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from infra.recipe.schema import Recipe
+from tasks.dume.files import calibration_splits, repairs_routed, splits
 from tasks.planning.parts import (
     FP32,
     Subjects,
@@ -16,9 +18,6 @@ from tasks.planning.parts import (
 from tasks.planning.row import Planned
 from upcycle_core.planning import memory, work
 from upcycle_core.planning.shape import Shape
-
-SHARDS_AND_SUM = 2
-"""Times that a domain's statistics lie on the disk while their shards are added up."""
 
 
 def dume_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
@@ -44,35 +43,12 @@ def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         "resources": compute.statistics,
         "items": domains,
     }
-    config, device = recipe.statistics, compute.statistics.device
-    smaller = ["a smaller statistics.batch_size"]
-    read, length = tokens_of(config.tokens, subjects.calibration), config.sequence_length
     if recipe.experts.repair != "none":
         yield _repaired_row(recipe, subjects, shape, passes)
-    file = memory.statistics_file_bytes(shape, config)
-    yield Planned(
-        "statistics",
-        pieces=domains * config.shards,
-        kept=domains * file,
-        passing=SHARDS_AND_SUM * file,
-        read=domains * config.shards * shape.stored,
-        flops=domains * work.statistics_flops(shape, read, length) or None,
-        precision=config.precision,
-        memory=memory.statistics_bytes(shape, config, device=device),
-        streamed=memory.streamed_statistics_bytes(shape, config, device=device),
-        remedies=smaller,
-        **passes,
-    )
-    routers = FP32 * shape.layers * domains * shape.hidden
-    yield Planned(
-        "router",
-        1,
-        1,
-        kept=routers,
-        read=domains * file,
-        flops=shape.layers * shape.hidden**3,
-        memory=memory.solving_bytes(shape, domains),
-    )
+    yield _statistics_row(recipe, subjects, shape, passes)
+    yield _router_row(recipe, subjects, shape)
+    if repairs_routed(recipe):
+        yield _routed_row(recipe, subjects, shape)
     model = shape.itemsize * shape.mixture(domains)
     yield Planned(
         "model",
@@ -86,14 +62,121 @@ def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
 
 
 def _backbone_row(recipe: Recipe, subjects: Subjects, shape: Shape, kept: int) -> Planned:
-    needed, fitting = memory.averaging_bytes(shape), 0
-    if recipe.backbone.merge.head == "fitted":
-        counts: dict[str, Any] = {"experts": subjects.domains}
-        tokens = tokens_of(recipe.statistics.tokens, subjects.calibration)
-        needed = memory.fitted_head_bytes(shape, recipe.statistics, tokens, **counts)
-        fitting = work.fitted_head_flops(shape, **counts)
-    read = subjects.domains * kept
-    return Planned("backbone", 1, 1, kept=kept, read=read, flops=fitting, memory=needed)
+    merge, config, domains = recipe.backbone.merge, recipe.statistics, subjects.domains
+    tokens = tokens_of(config.tokens, subjects.calibration)
+    needed, flops, resources = memory.averaging_bytes(shape), 0, recipe.compute.assembly
+    if merge.head == "fitted":
+        needed = memory.fitted_head_bytes(shape, config, tokens, experts=domains)
+        flops = work.fitted_head_flops(shape, experts=domains)
+        resources = recipe.compute.statistics.without_gpus()
+    row = Planned(
+        "backbone",
+        1,
+        1,
+        kept=kept,
+        read=domains * kept,
+        flops=flops,
+        memory=needed,
+        resources=resources,
+    )
+    if merge.attention == "average":
+        return row
+    of: dict[str, Any] = {"experts": domains, "distils": merge.attention == "distilled"}
+    resources = recipe.compute.statistics
+    held = memory.merged_attention_bytes(shape, config, tokens, device=resources.device, **of)
+    passes = work.merged_attention_flops(shape, tokens, config.sequence_length, **of)
+    return replace(
+        row,
+        passing=kept,  # the average that it begins with
+        read=domains * shape.stored + kept,
+        flops=flops + passes or None,
+        precision=config.precision,
+        memory=max(needed, held),
+        kind="statistics",
+        resources=resources,
+        remedies=["fewer statistics.tokens", "backbone.merge.attention = average"],
+    )
+
+
+def _statistics_row(
+    recipe: Recipe, subjects: Subjects, shape: Shape, passes: dict[str, Any]
+) -> Planned:
+    config, device = recipe.statistics, recipe.compute.statistics.device
+    read, length = tokens_of(config.tokens, subjects.calibration), config.sequence_length
+    counts = [len(calibration_splits(recipe, domain)) for domain in recipe.domains]
+    texts, file = sum(counts), memory.statistics_file_bytes(shape, config)
+    return Planned(
+        "statistics",
+        pieces=texts * config.shards,
+        kept=texts * file,
+        each=max(counts) * config.shards * file,  # until they are added up
+        read=texts * config.shards * shape.stored,
+        flops=texts * work.statistics_flops(shape, read, length) or None,
+        precision=config.precision,
+        memory=memory.statistics_bytes(shape, config, device=device),
+        streamed=memory.streamed_statistics_bytes(shape, config, device=device),
+        remedies=["a smaller statistics.batch_size"],
+        **passes,
+    )
+
+
+def _router_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
+    domains, config, texts = subjects.domains, recipe.statistics, len(splits(recipe))
+    file = memory.statistics_file_bytes(shape, config)
+    row = Planned(
+        "router",
+        1,
+        texts,
+        kept=texts * FP32 * shape.layers * domains * shape.hidden,
+        read=texts * domains * file,
+        flops=texts * shape.layers * shape.hidden**3,
+        memory=memory.solving_bytes(shape, domains),
+    )
+    if recipe.router.solve != "sequential":
+        return row
+    resources, model = recipe.compute.statistics, shape.itemsize * shape.mixture(domains)
+    tokens, length = tokens_of(config.tokens, subjects.calibration), config.sequence_length
+    through = work.forward_flops(shape, tokens, length, head=False, top_k=recipe.moe.top_k)
+    pieces, rounds = texts * shape.layers * domains * config.shards, texts * shape.layers
+    needed = memory.sequential_bytes(shape, config, experts=domains, device=resources.device)
+    return replace(
+        row,
+        pieces=pieces,
+        rounds=rounds,
+        passing=texts * (model + (config.shards + 1) * domains * file),
+        read=row.read + pieces * model,
+        # A layer's router is solved from a pass that ends there.
+        flops=texts * domains * (shape.layers + 1) * through // 2 or None,
+        precision=config.precision,
+        memory=max(row.memory, needed),
+        kind="statistics",
+        resources=resources,
+        remedies=["a smaller statistics.batch_size", "router.solve = joint"],
+    )
+
+
+def _routed_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
+    """Of the second repair: all experts are one piece."""
+    config, resources, domains = recipe.statistics, recipe.compute.statistics, subjects.domains
+    tokens = tokens_of(config.tokens, subjects.calibration)
+    head = recipe.experts.repair == "down+head_target"
+    flops = work.forward_flops(shape, tokens, config.sequence_length, head=False)
+    return Planned(
+        "routed",
+        1,
+        1,
+        kept=domains * shape.stored,
+        passing=domains * shape.itemsize * shape.ffns // 3,  # down projections
+        read=3 * domains * shape.stored,
+        flops=3 * domains * flops or None,  # teachers once, the routed model twice
+        precision=config.precision,
+        memory=memory.routed_repair_bytes(
+            shape, config, tokens, experts=domains, head=head, device=resources.device
+        ),
+        kind="statistics",
+        resources=resources,
+        remedies=["fewer statistics.tokens", "experts.repair_tokens = own"],
+    )
 
 
 def _repaired_row(
@@ -121,18 +204,22 @@ def report_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
     compute, domains = recipe.compute, subjects.domains
     scoring: dict[str, Any] = {"experts": domains, "device": compute.evaluation.device}
     scored = memory.evaluation_bytes(shape, recipe.evaluation, **scoring)
-    rows, swept = set(recipe.evaluation.rows), recipe.evaluation.sweep_top_k
+    rows, texts = set(recipe.evaluation.rows), len(splits(recipe))
     drawn = recipe.evaluation.drawn_seeds(domains) if "random_routing" in rows else ()
     seeds = recipe.has_seed and "seed" in rows
     dense = domains + seeds + ("model_averaging" in rows)
-    merged = 1 + ("oracle" in rows) + len(drawn) + len(swept)
+    solved = len(recipe.evaluation.sweep_ridge_lambda) + len(recipe.evaluation.sweep_window)
+    merged = texts * (1 + solved) + ("oracle" in rows) + len(drawn)
     crossed = sum(len(recipe.evaluation.scored_on(d, recipe.domains)) for d in recipe.domains)
     loaded = 1 + ("oracle" in rows)  # the MoE, and what the oracle puts together
     read = domains * tokens_of(recipe.evaluation.tokens, subjects.heldout)
     length = recipe.evaluation.sequence_length
-    forwards = [work.forward_flops(shape, read, length, top_k=k) for k in (1, recipe.moe.top_k)]
-    own = crossed * forwards[0] // domains
-    others = (dense - domains) * forwards[0] + merged * forwards[1]
+    swept = recipe.evaluation.sweep_top_k
+    one, routed, *wider = (
+        work.forward_flops(shape, read, length, top_k=k) for k in (1, recipe.moe.top_k, *swept)
+    )
+    own = crossed * one // domains
+    others = (dense - domains) * one + merged * routed + texts * sum(wider)
     return Planned(
         "report",
         1,

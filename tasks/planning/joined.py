@@ -7,7 +7,7 @@ from typing import Any
 from infra.recipe.resources import Resources
 from infra.recipe.schema import Recipe
 from tasks.planning.parts import CHECKPOINTS, FP32, MOMENTS, Subjects, tokens_of
-from tasks.planning.row import Planned, dividing, gigabytes
+from tasks.planning.row import Planned, copied, dividing, gigabytes
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.ders.config import CodecConfig
 from upcycle_core.planning import memory, work
@@ -58,7 +58,7 @@ def mixture_row(
         len(rows),
         len(rows),
         kept=kept,
-        passing=CHECKPOINTS * max(checkpoints),
+        each=CHECKPOINTS * max(checkpoints),
         written=kept + sum(n * size for n, size in zip(steps, checkpoints, strict=True)),
         read=sum(FP32 * size for size in sizes.values()),
         flops=sum(
@@ -158,6 +158,10 @@ def _trained(row: Baseline, shape: Shape, domains: int) -> int:
 
 def _memory(row: Baseline, shape: Shape, domains: int, resources: Resources) -> int:
     """Of one worker."""
+    return _step(row, shape, domains, resources) + copied(resources, _trained(row, shape, domains))
+
+
+def _step(row: Baseline, shape: Shape, domains: int, resources: Resources) -> int:
     experts, divided = row.experts(domains), dividing(resources)
     if row.method == "simoe":
         own = row.simoe or SimoeUpcyclingConfig()

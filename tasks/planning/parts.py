@@ -1,19 +1,24 @@
 """What a recipe is about, and the stages that all methods share: text, and training."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from infra.recipe.resources import WorkerResources
 from infra.recipe.schema import Recipe
-from tasks.planning.row import Planned, dividing
+from tasks.data.given import given_type
+from tasks.planning.row import FP32, Planned, copied, dividing
+from upcycle_core.checkpoints.load import DTYPES
 from upcycle_core.planning import work
 from upcycle_core.planning.estimate import training_bytes
 from upcycle_core.planning.rehearsal import trained_parameters
 from upcycle_core.planning.shape import Shape
 from upcycle_core.training.config import ExpertMethod, ExpertTrainingConfig, TrainingConfig
 
-FP32, MOMENTS = 4, 2
+MOMENTS = 2
 CHECKPOINTS = 3
 """Checkpoints of a training while the third is written: two are kept."""
 BYTES_A_TOKEN = 4
@@ -67,50 +72,70 @@ def seed_row(recipe: Recipe, shape: Shape) -> Planned | None:
             trained, stage="seed", kind="seed", resources=compute.seed, read=FP32 * shape.whole
         )
     if recipe.has_seed:
-        return Planned("seed", 1, 1, kept=shape.stored, read=shape.stored)
+        return Planned("seed", 1, 1, kept=as_given(recipe, shape).stored, read=shape.stored)
     return None
 
 
 def experts_row(recipe: Recipe, shape: Shape) -> Planned:
     """Experts that are trained here, and those that are ready."""
-    domains = len(recipe.domains)
-    given = sum(domain.expert is not None for domain in recipe.domains.values())
-    ready = given * shape.stored
-    count = domains - given
+    domains, form = len(recipe.domains), as_given(recipe, shape)
+    configs = trainings(recipe).values()
+    counts, count = Counter(where for where, _ in configs), len(configs)
+    ready = (domains - count) * form.stored
     if not count:
-        return Planned("experts", given, given, kept=ready, read=ready)
-    one = training(shape, recipe.experts.training, recipe.compute.experts)
+        return Planned("experts", domains, domains, kept=ready, read=domains * shape.stored)
+    rows = {
+        where: training(form, config, recipe.compute.experts, where) for where, config in configs
+    }
+    largest = max(rows.values(), key=lambda row: row.memory)
     return replace(
-        one,
+        largest,
         stage="experts",
         kind="experts",
         resources=recipe.compute.experts,
-        kept=count * one.kept + ready,
-        passing=count * one.passing,
-        written=count * one.writes + ready,
+        kept=sum(n * rows[where].kept for where, n in counts.items()) + ready,
+        each=max(row.each for row in rows.values()),
+        written=sum(n * rows[where].writes for where, n in counts.items()) + ready,
         read=domains * shape.stored,
-        flops=count * (one.flops or 0),
+        flops=sum(n * (rows[where].flops or 0) for where, n in counts.items()),
         items=domains,
         pieces=count,
     )
 
 
-def training(shape: Shape, config: TrainingConfig, resources: WorkerResources) -> Planned:
+def trainings(recipe: Recipe) -> dict[str, tuple[str, ExpertTrainingConfig]]:
+    """{domain whose expert is trained here: the recipe's section that says how, and that}"""
+    usual, own = ("experts.training", recipe.experts.training), recipe.experts.continued
+    later = usual if own is None else ("experts.continued", own)
+    return {
+        name: later if name in recipe.parents else usual
+        for name, domain in recipe.domains.items()
+        if domain.expert is None
+    }
+
+
+def training(
+    shape: Shape,
+    config: TrainingConfig,
+    resources: WorkerResources,
+    where: str = "experts.training",
+) -> Planned:
     """One training: weights in fp32 come out, and the checkpoints that lie beside it meanwhile."""
     method: ExpertMethod = config.method if isinstance(config, ExpertTrainingConfig) else "full"
     trained = trained_parameters(shape, method)
     moment = FP32 if config.optimizer_state == "fp32" else FP32 // 2
     workers = dividing(resources)
     smaller = {
-        "full": ["experts.training.method = ffn", "experts.training.method = lora"],
-        "layers": ["experts.training.method = ffn", "experts.training.method = lora"],
-        "ffn": ["experts.training.method = lora"],
+        "full": [f"{where}.method = ffn", f"{where}.method = lora"],
+        "layers": [f"{where}.method = ffn", f"{where}.method = lora"],
+        "ffn": [f"{where}.method = lora"],
         "lora": [],
     }[method]
     if config.batch_size > 1:
-        smaller.append("a smaller experts.training.batch_size, with gradient_accumulation")
+        smaller.append(f"a smaller {where}.batch_size, with gradient_accumulation")
     if workers == 1:
         smaller.append("compute.experts.sharding = full, with workers on several machines")
+    needed = training_bytes(shape, config, device=resources.device, workers=workers)
     itemsize = shape.itemsize if method == "lora" else FP32
     # What is frozen is written as well, in its own type.
     whole = itemsize * shape.whole
@@ -120,9 +145,9 @@ def training(shape: Shape, config: TrainingConfig, resources: WorkerResources) -
         1,
         1,
         kept=itemsize * shape.whole,
-        passing=CHECKPOINTS * checkpoint,
+        each=CHECKPOINTS * checkpoint,
         written=itemsize * shape.whole + -(-config.steps // config.checkpoint_steps) * checkpoint,
-        memory=training_bytes(shape, config, device=resources.device, workers=workers),
+        memory=needed + copied(resources, trained),
         flops=work.training_flops(shape, config),
         precision=config.precision,
         remedies=smaller,
@@ -134,12 +159,26 @@ def joined(recipe: Recipe, shape: Shape) -> Shape:
 
     A head that is fitted is no longer the embedding.
     """
+    shape = as_given(recipe, shape)
     if recipe.backbone.merge.head == "fitted":
         shape = shape.with_vocabulary(shape.vocabulary, tied=False)
-    trains = any(domain.expert is None for domain in recipe.domains.values())
-    if trains and recipe.experts.training.method != "lora":
-        return replace(shape, itemsize=FP32)
+    # What is continued was trained before, by the same settings.
+    configs = dict(trainings(recipe).values())
+    if configs:
+        configs["experts.training"] = recipe.experts.training
+    if any(config.method != "lora" for config in configs.values()):
+        return _in_type(shape, torch.float32)
     return shape
+
+
+def as_given(recipe: Recipe, shape: Shape) -> Shape:
+    """The shape in the type that given models get."""
+    dtype = given_type(recipe)
+    return shape if dtype == "auto" else _in_type(shape, DTYPES[dtype])
+
+
+def _in_type(shape: Shape, dtype: torch.dtype) -> Shape:
+    return replace(shape, itemsize=dtype.itemsize, dtype=dtype)
 
 
 def tokens_of(asked: int | None, texts: Mapping[str, int]) -> int:

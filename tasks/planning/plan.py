@@ -13,7 +13,7 @@ from tasks.methods import COMPARISON, COMPRESSION, TASKS, stages_of
 from tasks.planning.ders import comparison_rows, compression_rows
 from tasks.planning.dume import dume_rows
 from tasks.planning.machine import Machine
-from tasks.planning.parts import Subjects
+from tasks.planning.parts import Subjects, as_given
 from tasks.planning.row import Planned, duration, gigabytes
 from tasks.planning.scored import task_rows
 from tasks.planning.simoe import simoe_rows
@@ -70,11 +70,13 @@ class Plan:
     @property
     def disk_to_come(self) -> int:
         """Bytes that must be free now: what is not made yet, at the fullest moment."""
+        return self._to_come(self.machine)
+
+    def _to_come(self, machine: Machine | None) -> int:
         kept = fullest = 0
         for row in self.rows:
-            missing = 1 - row.made / row.items
-            fullest = max(fullest, kept + int(missing * (row.own + row.passing)))
-            kept += int(missing * row.own)
+            kept += int((1 - row.made / row.items) * row.own)
+            fullest = max(fullest, kept + row.holding(machine))
         later = sum(
             int((1 - row.made / row.items) * (self.copies - 1) * row.pushed) for row in self.rows
         )
@@ -107,8 +109,9 @@ class Plan:
         """
         for row in self.rows if is_local else ():
             yield from row.memory_faults(self.machine, self.base)
-        if self.disk_to_come > self.machine.disk:
-            said = f"{gigabytes(self.disk_to_come)} to come, {gigabytes(self.machine.disk)} free"
+        to_come = self._to_come(self.machine if is_local else None)
+        if to_come > self.machine.disk:
+            said = f"{gigabytes(to_come)} to come, {gigabytes(self.machine.disk)} free"
             remedy = "free some space, set UPCYCLE_HOME to a larger disk, or put DVC's remote "
             remedy += "elsewhere (versions.remote)"
             yield Fault("disk", said, remedy)
@@ -132,7 +135,7 @@ class Plan:
         for row in self.rows:
             where = " (GPU)" if row.resources.gpus else ""
             base = 0 if row.resources.gpus else self.base
-            took = row.seconds(self.machine, self.rates)
+            took, holding = row.seconds(self.machine, self.rates), row.holding(self.machine)
             cells = (
                 row.stage,
                 str(row.pieces),
@@ -141,7 +144,7 @@ class Plan:
                 gigabytes(row.read) if row.read else "",
                 gigabytes(row.writes) if row.writes else "",
                 gigabytes(row.kept) if row.kept else "",
-                gigabytes(row.passing) if row.passing else "",
+                gigabytes(holding) if holding else "",
                 "-" if took is None else duration(took),
                 "done" if row.is_done else f"{row.made} of {row.items}",
             )
@@ -212,18 +215,21 @@ def plan(
         remedy = f"only recipes of {', '.join(ROWS)} can be planned so far"
         raise InputError(Fault("method", recipe.method, remedy))
     subjects = subjects_of(recipe, home / "models")
+    shape = as_given(recipe, subjects.shape)
     found = {row.stage: row for row in ROWS[recipe.method](recipe, subjects)}
     for addition, rows in ADDED:
         if addition.asked(recipe):
             found = {row.stage: row for row in rows(recipe, subjects)} | found
-    workspace, links = Workspace(home / recipe.name), _links(recipe, home)
+    workspace = Workspace(home / recipe.name)
+    # Weights that get another type are written anew.
+    links = _links(recipe, home) if shape == subjects.shape else {}
     ordered = []
     for stage in stages_of(recipe):
         items = len(stage.items(recipe))
         row = found.get(stage.name, Planned(stage.name, items, items))
         if items:
             made = _made(stage, recipe, workspace)
-            linked = links.get(stage.name, 0) * subjects.shape.stored
+            linked = links.get(stage.name, 0) * shape.stored
             row = replace(row, items=items, made=made, in_parts=stage.in_parts, linked=linked)
             ordered.append(row.fitted(machine, base))
     return Plan(ordered, machine, base, 1 + _is_beside(recipe), rates)

@@ -9,6 +9,8 @@ from tasks.planning.machine import Machine
 from upcycle_core.errors import Fault
 from upcycle_core.planning.rates import Arithmetic, Rates
 
+FP32 = 4
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -18,8 +20,10 @@ class Planned:
         stage: Its name.
         items: How many times it runs.
         pieces: Pieces of all its items.
+        rounds: How many lots of them run one after the other.
         kept: Bytes that it publishes, all items together.
         passing: Bytes that it holds beside that while it runs.
+        each: Bytes that every item holds beside that while it is at work, until it is published.
         registered: Bytes of it that the registry keeps of a version that is not the newest.
         read: Bytes that its pieces read, those that several read as often.
         written: Bytes that they write; what is kept and what passes by default.
@@ -38,8 +42,10 @@ class Planned:
     stage: str
     items: int
     pieces: int
+    rounds: int = 1
     kept: int = 0
     passing: int = 0
+    each: int = 0
     registered: int = 0
     read: int = 0
     written: int | None = None
@@ -77,7 +83,18 @@ class Planned:
     @property
     def writes(self) -> int:
         """Bytes that its pieces write."""
-        return self.own + self.passing if self.written is None else self.written
+        passing = self.passing + self.items * self.each
+        return self.own + passing if self.written is None else self.written
+
+    def holding(self, machine: Machine | None) -> int:
+        """Bytes beside what it publishes, at most, while what is not made yet is made.
+
+        Args:
+            machine: Where it runs; None for a cluster, where all items may be at work at once.
+        """
+        left = self.items - self.made
+        together = left if machine is None else min(left, self.at_once(machine))
+        return self.passing * left // self.items + self.each * together
 
     def seconds(self, machine: Machine, rates: Rates | None) -> float | None:
         """How long it takes, starts of processes left out; None where that is not known.
@@ -106,7 +123,7 @@ class Planned:
             places = min(places, int(machine.gpus / self.resources.gpus))
         if self.resources.memory is not None:
             places = min(places, machine.memory // self.resources.memory)
-        return max(1, min(self.pieces, places // self.workers))
+        return max(1, min(self.pieces // self.rounds, places // self.workers))
 
     def fitted(self, machine: Machine, base: int) -> "Planned":
         """The row with what its pieces will hold: the model, or one layer where that is too much.
@@ -136,7 +153,8 @@ class Planned:
         if self.is_done or not self.memory:
             return
         if self.resources.gpus:
-            needed, there, where = self.memory, machine.gpu_memory, "of GPU memory"
+            needed, there = self.memory, int(GPU_SHARE * machine.gpu_memory)
+            where = "of GPU memory"
             together = max(1, int(1 / self.resources.gpus))
             if not machine.gpus:
                 asked = f"{self.resources.gpus:g}"
@@ -148,7 +166,7 @@ class Planned:
         if together * needed <= there:
             return
         said = f"{self.stage}: {together} x {gigabytes(needed)} {where}, there are "
-        said += gigabytes(there)
+        said += f"{gigabytes(there)} to plan with" if self.resources.gpus else gigabytes(there)
         fewer = there // needed
         remedies = list(self.remedies)
         if self.streamed is not None and getattr(self.resources, "streamed", "") == "never":
@@ -166,6 +184,17 @@ def dividing(resources: Resources) -> int:
     """How many workers divide what a training holds; 1 where each holds all of it."""
     is_divided = getattr(resources, "sharding", "none") == "full"
     return getattr(resources, "workers", 1) if is_divided else 1
+
+
+def copied(resources: Resources, trained: int) -> int:
+    """Bytes of the second copy of all gradients that workers send, where each holds all of them.
+
+    Args:
+        resources: Of a worker.
+        trained: Parameters that have gradients.
+    """
+    is_alone = getattr(resources, "workers", 1) == 1 or dividing(resources) > 1
+    return 0 if is_alone else FP32 * trained
 
 
 def gigabytes(size: int) -> str:

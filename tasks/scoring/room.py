@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from infra.cluster.calls import are_made_there
 from infra.cluster.memory import Room
 from infra.recipe.resources import ComputeConfig, PassResources
 from upcycle_core.architectures.families import FAMILIES, STOCK_MOES
@@ -13,13 +14,16 @@ STREAMABLE = frozenset(FAMILIES) | STOCK_MOES
 
 
 def room_of(compute: ComputeConfig, kind: str) -> Room:
-    """What a recipe allows pieces of a kind that can go layer by layer."""
+    """What a recipe allows pieces of a kind that can go layer by layer.
+
+    Its ``compute.cpus`` are those of a local Ray: a cluster's machines have their own.
+    """
     resources: PassResources = getattr(compute, kind)
     return Room(
         streamed=resources.streamed,
         cpus=resources.cpus,
         gpus=resources.gpus,
-        machine_cpus=compute.cpus,
+        machine_cpus=None if are_made_there() else compute.cpus,
         memory=resources.memory,
     )
 

@@ -139,7 +139,9 @@ class Walk:
         for batch in self._batches:
             starts.append(end)
             end += -(-batch.ids_BS.numel() * width // step) * step
-        with self._path(index).open("ab") as file:
+        self._path(index).touch()
+        # Not to append: glibc refuses that where it stands in for a file system without fallocate.
+        with self._path(index).open("r+b") as file:
             # A full disk is an error here; where the file is written through memory, it is a kill.
             os.posix_fallocate(file.fileno(), 0, max(end, 1) * dtype.itemsize)
         flat = torch.from_file(str(self._path(index)), shared=True, size=end, dtype=dtype)

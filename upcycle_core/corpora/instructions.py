@@ -121,6 +121,16 @@ class InstructionRows(Dataset):
     def __len__(self) -> int:
         return self.count
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows, padding left out."""
+        epochs, left = divmod(self.count, self.records)
+        lengths, last = np.diff(self._ends, prepend=0), self._order_of(epochs)[:left]
+        return int(epochs * self._ends[-1] + lengths[last].sum())
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        return permutation(self.records, self.seed, "instructions", epoch)
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """One row: ``input_ids``, ``labels`` (-100 on prompt and padding) and ``attention_mask``.
 
@@ -131,7 +141,7 @@ class InstructionRows(Dataset):
             raise IndexError(index)
         epoch, place = divmod(index, self.records)
         if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, permutation(self.records, self.seed, "instructions", epoch))
+            self._order = (epoch, self._order_of(epoch))
         record = int(self._order[1][place])
         start, stop = self._ends[record - 1] if record else 0, self._ends[record]
         packed = torch.from_numpy(self._tokens[start:stop].astype(np.int64))

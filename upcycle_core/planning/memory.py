@@ -66,6 +66,85 @@ def repair_bytes(
     return 2 * size * layer + states + inner + sums + solving + max(embedding, heads)
 
 
+def routed_repair_bytes(
+    shape: Shape,
+    config: StatisticsConfig,
+    tokens: int,
+    *,
+    experts: int,
+    head: bool,
+    device: str = "cpu",
+) -> int:
+    """Of the second repair: all domains' states in two models each, all experts' sums of a layer.
+
+    Args:
+        shape: The dense model.
+        config: Batches and precision.
+        tokens: Calibration tokens of a domain, padding included.
+        experts: D.
+        head: Whether last layers may aim at the head's target.
+        device: Where it runs.
+    """
+    size = weights_type(config.precision, device).itemsize
+    layer = (shape.whole - shape.ends) // shape.layers
+    states = 2 * experts * size * tokens * shape.hidden
+    sums = (experts * HALVES + 2) * FP64 * shape.inner * (shape.inner + shape.hidden)
+    weights = size * (2 * layer + experts * shape.ffns // shape.layers)
+    embedding = size * shape.vocabulary * shape.hidden
+    heads = 2 * FP32 * shape.vocabulary * shape.hidden if head else 0
+    return states + max(weights + sums, embedding, heads)
+
+
+def merged_attention_bytes(
+    shape: Shape,
+    config: StatisticsConfig,
+    tokens: int,
+    *,
+    experts: int,
+    distils: bool,
+    device: str = "cpu",
+) -> int:
+    """Of an attention merged by regression: all domains' states in two models each, a layer's sums.
+
+    Args:
+        shape: The dense model.
+        config: Batches and precision.
+        tokens: Calibration tokens of a domain, padding included.
+        experts: D.
+        distils: Whether it is ``distilled``, else ``regmean``.
+        device: Where it runs.
+    """
+    size = weights_type(config.precision, device).itemsize
+    layer = (shape.whole - shape.ends) // shape.layers
+    states = (2 * experts + 1) * size * tokens * shape.hidden
+    read = max(shape.hidden, shape.heads_width)
+    if not distils:  # each expert's halves, two sums of them, and a system
+        sums = (experts * (HALVES + 2) + 3) * FP64 * read**2
+    else:  # of queries, keys and values apart, whose outputs are kept
+        made = shape.heads_width + 2 * shape.key_value_width
+        sums = (HALVES + 1) * FP64 * read * (3 * read + made) + size * tokens * made
+    embedding = size * shape.vocabulary * shape.hidden
+    return states + max(size * layer + sums, embedding)
+
+
+def sequential_bytes(
+    shape: Shape, config: StatisticsConfig, *, experts: int, device: str = "cpu"
+) -> int:
+    """Of the statistics of one layer behind solved routers: the MoE, and a layer's sums.
+
+    Args:
+        shape: Any of the experts.
+        config: Batches, precision, and what is kept apart.
+        experts: D.
+        device: Where it runs.
+    """
+    batch = (config.batch_size, config.sequence_length)
+    sums = statistics_file_bytes(shape, config) // shape.layers + _index(shape)
+    sums += FP32 * shape.hidden**2 + FP64 * triangle_size(shape.hidden)
+    weights = weights_held(shape, config.precision, device, experts=experts)
+    return weights + activations_bytes(shape, batch, config.precision, device) + sums
+
+
 def evaluation_bytes(
     shape: Shape, config: EvaluationConfig, *, experts: int = 1, device: str = "cpu"
 ) -> int:

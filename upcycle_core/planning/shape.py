@@ -146,6 +146,12 @@ class Shape:
         return heads * int(self.config.get("head_dim") or self.hidden // heads)
 
     @property
+    def key_value_width(self) -> int:
+        """Numbers that all keys of a token are; so many are its values."""
+        heads = int(self.config["num_attention_heads"])
+        return self.heads_width // heads * int(self.config.get("num_key_value_heads") or heads)
+
+    @property
     def is_tied(self) -> bool:
         """Whether the embedding is the head as well."""
         return self.ends < 2 * self.vocabulary * self.hidden

@@ -14,6 +14,7 @@ from upcycle_core.planning.shape import Shape
 from upcycle_core.precision import arithmetic
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.training.config import Group, TrainingConfig
+from upcycle_core.training.sharding import divided_dimension
 
 FP32, MOMENTS, MASK = 4, 2, 4
 STATES = FP32 * (1 + MOMENTS)
@@ -53,8 +54,23 @@ def mixture_training_bytes(
     held = (FP32 + states) * beside - states * frozen
     if workers == 1:
         return step + held
+    each = FP32 + (states if {"all", "experts"} & set(trainable) else 0)
+    more = _largest_share(shape, experts, workers) - 1 / workers
+    held = held // workers + int(more * each * experts * shape.ffns)
     # A layer is gathered with its gradient, those of its experts that a token passes by too.
-    return step + held // workers + 2 * FP32 * beside // shape.layers
+    return step + held + 2 * FP32 * beside // shape.layers
+
+
+def _largest_share(shape: Shape, experts: int, workers: int) -> float:
+    """Of all experts, what the worker with the most holds."""
+    share = 0.0
+    for columns, sizes in {
+        2: (experts, 2 * shape.inner, shape.hidden),  # gate and up
+        1: (experts, shape.hidden, shape.inner),
+    }.items():
+        size = sizes[divided_dimension(sizes, workers)]
+        share += columns / 3 * -(-size // workers) / size
+    return share
 
 
 def trained_of(shape: Shape, experts: int, trainable: Sequence[Group]) -> int:

@@ -65,6 +65,18 @@ def fitted_head_flops(shape: Shape, *, experts: int) -> int:
     return FP64_TO_FP32 * ROUNDS * FITTING_STEPS * step
 
 
+def merged_attention_flops(
+    shape: Shape, tokens: int, length: int, *, experts: int, distils: bool
+) -> int:
+    """Of an attention merged by regression: each expert's text through its layers, thrice.
+
+    Twice for what matrices read, once for the next layer; through the merged model's as often,
+    where its own inputs count.
+    """
+    models = 2 if distils else 1
+    return 3 * models * experts * forward_flops(shape, tokens, length, head=False)
+
+
 def pairs_flops(shape: Shape, tokens: int, length: int, *, groups: int) -> int:
     """Of two models over the same text, once a group of layers, and the products of all.
 

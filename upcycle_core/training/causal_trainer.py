@@ -43,7 +43,7 @@ from upcycle_core.training.moments import NarrowAdamW
 from upcycle_core.training.objective import StepLosses
 from upcycle_core.training.reporter import Reporter
 from upcycle_core.training.resume import kept_step
-from upcycle_core.training.rows import collate, mean_loss, targets
+from upcycle_core.training.rows import collate, mean_loss, targets, tokens_read
 
 KEPT_CHECKPOINTS = 2
 SCHEDULER = "scheduler.pt"
@@ -86,7 +86,7 @@ class CausalTrainer(Trainer):
         self._losses = StepLosses(model, objective, config, extension)
         reporter = Reporter(
             progress,
-            config.step_tokens,
+            tokens_read(dataset, config) / config.steps,
             watched=self._losses.is_watched,
             validated=self._is_validated,
         )

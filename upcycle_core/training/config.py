@@ -9,6 +9,8 @@ from upcycle_core.corpora.config import Source
 
 Sharding = Literal["none", "full"]
 Group = Literal["router", "experts", "expert_gates", "shared_base", "backbone", "all"]
+SAME_WEIGHTS = ("log_steps", "checkpoint_steps", "gradient_checkpointing")
+"""Settings of a training that do not change its result."""
 
 
 @config

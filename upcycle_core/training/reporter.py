@@ -15,7 +15,7 @@ class Reporter(TrainerCallback):
 
     Args:
         progress: Where they go.
-        tokens_per_step: Tokens of an optimizer step, over all workers.
+        tokens_per_step: Tokens of an optimizer step, over all workers; of unequal ones the mean.
         watched: Whether there is a point of the watch after a step.
         validated: Whether the validation loss is measured after a step.
     """
@@ -23,7 +23,7 @@ class Reporter(TrainerCallback):
     def __init__(
         self,
         progress: Progress,
-        tokens_per_step: int,
+        tokens_per_step: float,
         *,
         watched: Callable[[int], bool],
         validated: Callable[[int], bool],
@@ -35,6 +35,8 @@ class Reporter(TrainerCallback):
         self._last_time = 0.0
 
     def on_train_begin(self, args, state, control, **_):
+        # What is resumed brings the intervals of the call that wrote it.
+        state.compute_steps(args, state.max_steps)
         self._last_step, self._last_time = state.global_step, time.perf_counter()
 
     def on_step_end(self, args, state, control, **_):

@@ -9,7 +9,12 @@ from typing import Any
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.training import workers
 from upcycle_core.training.checkpoints import Checkpoint, discard_incomplete, newest_complete
-from upcycle_core.training.config import ExpertTrainingConfig, MoEObjective, TrainingConfig
+from upcycle_core.training.config import (
+    SAME_WEIGHTS,
+    ExpertTrainingConfig,
+    MoEObjective,
+    TrainingConfig,
+)
 from upcycle_core.training.extension import Extension
 
 _ABSENT = "nothing"
@@ -68,10 +73,14 @@ def training_record(
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
     """One line a key, dotted, in which two records differ, with both values.
 
-    A key that a checkpoint of an older version lacks has its default there.
+    A key that a checkpoint of an older version lacks has its default there. What does not change
+    the result is passed over; with an extension it matters which steps have a checkpoint.
     """
     old, new = _flat(_complete(there)), _flat(_complete(here))
-    for key in sorted(old | new):
+    same = {f"config.{name}" for name in SAME_WEIGHTS}
+    if here.get("extension"):
+        same.remove("config.checkpoint_steps")
+    for key in sorted((old | new).keys() - same):
         left, right = old.get(key, _ABSENT), new.get(key, _ABSENT)
         if left != right:
             yield f"{key} was {_shown(left)}, is {_shown(right)}"

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.training import workers
+from upcycle_core.training.config import TrainingConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,6 +39,11 @@ def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
         used = int(attended_S.nonzero().max()) + 1
         batch = {name: own[:, :used] if own.dim() > 1 else own for name, own in batch.items()}
     return batch
+
+
+def tokens_read(dataset: Dataset, config: TrainingConfig) -> int:
+    """Tokens of a whole training; padding is left out where the dataset has ``tokens``."""
+    return int(getattr(dataset, "tokens", config.tokens))
 
 
 def targets(batch: Mapping[str, Tensor]) -> Tensor:

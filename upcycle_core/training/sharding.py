@@ -10,7 +10,7 @@ V vocabulary, H hidden size, W workers.
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from upcycle_core.allocator import return_large_blocks
 from upcycle_core.errors import Fault
@@ -81,7 +81,7 @@ def shard(
     halves: frozenset[str],
     device: str,
 ) -> None:
-    """Leave each worker 1 / W of every parameter, by its first dimension; in place.
+    """Leave each worker 1 / W of every parameter, see ``divided_dimension``; in place.
 
     Layer by layer: what a worker holds whole of a model that its file maps is one layer. Each layer
     is gathered when it computes, and freed again. Embedding and head are never gathered within
@@ -107,20 +107,34 @@ def shard(
     apart = [*_layers(network), *([] if is_tied or ends else [embedding])]
     for module in apart:
         _convert(module, kind, place)
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, shard_placement_fn=_placement)
     if head is not None and not (is_tied or ends):
         _convert(head, kind, place)
         # The loss needs it after its own forward pass, see head.sliced_head.
-        fully_shard(head, mesh=mesh, reshard_after_forward=False)
+        fully_shard(head, mesh=mesh, reshard_after_forward=False, shard_placement_fn=_placement)
     _convert(network, kind, place)
-    fully_shard(network, mesh=mesh, ignored_params=ends or None)
+    fully_shard(network, mesh=mesh, ignored_params=ends or None, shard_placement_fn=_placement)
     keep_up_matrices(network, halves)
+
+
+def divided_dimension(sizes: Sequence[int], count: int) -> int:
+    """The dimension by which ``count`` workers divide a tensor: the first, or the last.
+
+    Five experts [5, 2I, H] that eight workers divide by the first are on five of them, and on each
+    of the eight is room for one.
+    """
+    return 0 if sizes[0] % count == 0 or sizes[-1] % count else len(sizes) - 1
+
+
+def _placement(parameter: nn.Parameter) -> Shard:
+    return Shard(divided_dimension(parameter.shape, workers.count()))
 
 
 def free(network: nn.Module) -> None:
     """Give back what a forward pass without a backward pass left gathered."""
-    if isinstance(network, FSDPModule):
-        network.reshard()
+    for module in network.modules():  # a head may have a group of its own
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def is_sharded(network: nn.Module) -> bool:
@@ -163,10 +177,10 @@ def load_moments(network: nn.Module, optimizer: torch.optim.Optimizer, directory
         numbers = json.loads((directory / SHARDS / NUMBERS).read_text())
         set_optimizer_state_dict(network, optimizer, tensors | numbers, options=_FLAT)
         return
-    # Mapped where it will be divided, so that no worker holds all of it.
-    found = torch.load(
-        directory / OPTIMIZER, map_location="cpu", weights_only=True, mmap=is_sharded(network)
-    )
+    # Mapped where it will be divided or is for a GPU, so that nobody's memory holds all of it. On a
+    # CPU the optimizer would keep the mapping, and some network disks delete no mapped file.
+    is_copied = is_sharded(network) or next(network.parameters()).device.type != "cpu"
+    found = torch.load(directory / OPTIMIZER, map_location="cpu", weights_only=True, mmap=is_copied)
     if not is_sharded(network):
         optimizer.load_state_dict(found)
         return

@@ -11,6 +11,7 @@ Train set them, and a directory of checkpoints that all of them see.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ from upcycle_core.training.resume import (
     training_record,
     validation_loss,
 )
+from upcycle_core.training.rows import tokens_read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,7 +53,7 @@ class TrainingResult:
     Args:
         steps: Optimizer steps.
         final_loss: Mean loss over the last stretch of the loss curve, nats a token.
-        tokens: Tokens trained on.
+        tokens: Tokens trained on, without the padding that the dataset knows of.
         seconds: Time spent on the steps; those repeated after a kill count once.
         tokens_per_second: ``tokens / seconds``.
         trained_parameters: Parameters that were not frozen.
@@ -94,7 +96,8 @@ def train(
         model: Checkpoint directory with its tokenizer.
         dataset: Map-style; at least ``steps * gradient_accumulation * batch_size`` rows, each a
             LongTensor[sequence_length], or a mapping of ``input_ids``, ``labels`` (-100 is not
-            predicted) and maybe ``attention_mask``. Row i must depend on i alone.
+            predicted) and maybe ``attention_mask``. Row i must depend on i alone. Where it has
+            ``tokens``, these are all rows' without padding.
         out: Directory to write: weights, configuration, generation configuration, tokenizer.
         config: What to do. Weights and optimizer are fp32; so is ``out``.
         seed: Seed of what is random in the model (dropout). Seeds the global generators.
@@ -143,13 +146,15 @@ def load_to_train(
         dtype: Of its weights.
         config: Its arithmetic.
         device: Where it is trained.
-        divided: With ``full`` it stays on the CPU, in the type of its file, which is mapped: types
-            and places are those that ``sharding.shard`` gives it.
+        divided: With ``full`` it stays on the CPU, in the type of its file, which is mapped, or, of
+            several, in one that holds them all: types and places are those that ``sharding.shard``
+            gives it.
     """
     precision = arithmetic(config.precision, device)
     if divided == "full":
-        kinds = (info.dtype for info in CheckpointReader(model, integers=True).tensors.values())
-        dtype, device = next(kind for kind in kinds if kind.is_floating_point), "cpu"
+        kinds = {info.dtype for info in CheckpointReader(model, integers=True).tensors.values()}
+        floating = (kind for kind in kinds if kind.is_floating_point)
+        dtype, device = reduce(torch.promote_types, floating), "cpu"
     return load_causal_lm(model, dtype=dtype, device=device, precision=precision, training=True)
 
 
@@ -232,10 +237,12 @@ def train_subject(
                 extension=subject.extension,
             )
             found = trainer.run(found)
-    return _finish(subject, config, found)
+    return _finish(subject, config, found, tokens=tokens_read(dataset, config))
 
 
-def _finish(subject: Subject, config: TrainingConfig, last: Checkpoint) -> TrainingResult:
+def _finish(
+    subject: Subject, config: TrainingConfig, last: Checkpoint, *, tokens: int
+) -> TrainingResult:
     """Write the weights to end with, whole, and say what the training came to."""
     curves = read_curves(last)
     kept = kept_step(curves, config, subject.extension)
@@ -251,9 +258,9 @@ def _finish(subject: Subject, config: TrainingConfig, last: Checkpoint) -> Train
     return TrainingResult(
         steps=config.steps,
         final_loss=last.record["loss"],
-        tokens=config.tokens,
+        tokens=tokens,
         seconds=seconds,
-        tokens_per_second=config.tokens / seconds,
+        tokens_per_second=tokens / seconds,
         trained_parameters=subject.trainable.trained,
         total_parameters=subject.trainable.total,
         curves=curves,

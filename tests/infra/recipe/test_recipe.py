@@ -166,6 +166,22 @@ def test_all_faults_come_in_one_message(values):
             {"experts": {"training": {"optimizer_state": "bf16", "adam_beta2": 0.999}}},
             "experts.training.adam_beta2 = 0.999: a moment in bf16 does not move by less than",
         ),
+        (
+            {"experts": {"continued": {"steps": 30}}},
+            "experts.continued.warmup_steps = 50: the peak learning rate is never reached",
+        ),
+        (
+            {"experts": {"continued": {"evaluation_steps": 200}}},
+            "experts.continued.evaluation_steps = 200: is for baselines; seed and experts are",
+        ),
+        (
+            {"experts": {"continued": {"lora": {"rank": 4}}}},
+            "experts.continued.lora = 'rank 4': is only trained with method: lora",
+        ),
+        (
+            {"experts": {"continued": {"sequence_length": 2048}}},
+            "experts.continued.sequence_length = 2048: longer than seed_model.shape.max_positions",
+        ),
     ],
 )
 def test_faults_across_fields_say_what_to_do(values, change, expected):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from pico import pico_config
@@ -29,24 +30,6 @@ BASELINES = {
     "comparison": {"tokens": 10**6},
 }
 RATES = Rates(fp32=4e9, bf16=8e9, fp32_one=1e9, bf16_one=2e9, memory=1e10, read=1e9, write=1e9)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    config = {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 14336,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def made(tmp_path, llama, *, ready=True, machine=None, **sections):
@@ -138,6 +121,82 @@ def test_training_whole_needs_sixteen_bytes_a_parameter(tmp_path, llama):
     assert experts.kept == 5 * 4 * WHOLE
 
 
+def test_an_expert_with_new_text_is_planned_as_it_is_continued(tmp_path, llama):
+    training = {"method": "lora", "steps": 100, "batch_size": 2, "sequence_length": 512}
+    continued = {**training, "steps": 50, "warmup_steps": 10, "method": "full"}
+    usual = rows(made(tmp_path, llama, ready=False, experts={"training": training}))
+    learning = {"experts": {"training": training, "continued": continued}}
+    learning["lineage"] = {"parents": {"law": "0" * 64}}
+    found = rows(made(tmp_path, llama, ready=False, **learning))
+    assert usual["experts"].memory < 4 * WHOLE
+    assert found["experts"].memory > 16 * WHOLE
+    assert found["experts"].kept == (4 * 2 + 4) * WHOLE  # merged in bf16, or whole in fp32
+    assert usual["backbone"].kept == 2 * (WHOLE - FFNS)
+    assert found["backbone"].kept == 4 * (WHOLE - FFNS)
+    # Half as many steps, with gradients of the weights: a forward pass, and two of its size.
+    assert found["experts"].flops == pytest.approx((4 + 0.5 * 3 / 2) / 5 * usual["experts"].flops)
+    small = Machine(memory=64 * 10**9, cpus=8, disk=10**13)
+    refused = made(tmp_path, llama, ready=False, machine=small, **learning)
+    assert "experts.continued.method = lora" in faults(refused)["compute.experts"][1]
+
+
+def test_checkpoints_lie_beside_the_trainings_that_run(tmp_path, llama):
+    checkpoints = CHECKPOINTS * 12 * WHOLE
+    for cpus, together in ((8, 5), (2, 2), (1, 1)):
+        there = Machine(memory=10**12, cpus=cpus, disk=10**13)
+        found = made(tmp_path, llama, ready=False, machine=there, versions={"remote": None})
+        experts = rows(found)["experts"]
+        assert experts.holding(there) == together * checkpoints
+        assert experts.writes >= 5 * checkpoints / CHECKPOINTS
+    seed, kept = rows(found)["seed"].kept, rows(found)["experts"].kept
+    assert found.disk_to_come == seed + kept + checkpoints
+    free = replace(there, disk=found.disk_to_come)
+    full = replace(found, machine=free)
+    assert not [fault for fault in full.faults() if fault.field == "disk"]
+    # Of a cluster it is not known how many run at once.
+    assert "disk" in {fault.field for fault in full.faults(is_local=False)}
+
+
+def test_every_row_of_a_comparison_that_runs_has_checkpoints(tmp_path, llama):
+    two = dict.fromkeys(("one", "two"), BASELINES["baselines"]["btx"])
+    for cpus in (1, 2):
+        there = Machine(memory=10**13, cpus=cpus, disk=10**14)
+        found = made(tmp_path, llama, machine=there, **BASELINES | {"baselines": two})
+        whole = WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN
+        assert rows(found)["baselines"].holding(there) == cpus * CHECKPOINTS * 12 * whole
+
+
+def test_shards_of_the_domains_that_run_lie_beside_their_sums(tmp_path, llama):
+    for cpus, shards, files in ((8, 2, 10), (1, 2, 2), (2, 3, 6)):
+        there = Machine(memory=10**12, cpus=cpus, disk=10**13)
+        statistics = {"shards": shards, "precision": "bf16"}
+        row = rows(made(tmp_path, llama, machine=there, statistics=statistics))["statistics"]
+        assert row.holding(there) == files * row.kept // 5
+        assert row.writes == (1 + shards) * row.kept
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("auto", 4), ("bf16", 4), ("fp32", 4)])
+def test_given_experts_beside_trained_ones_get_their_type(tmp_path, llama, dtype, size):
+    domains = {name: {"train": {"files": [f"{name}.txt"]}} for name in DOMAINS}
+    domains["law"]["expert"] = str(llama)
+    experts = {"dtype": dtype, "training": {"batch_size": 2, "sequence_length": 512}}
+    sections = {"domains": domains, "seed_model": {"model": str(llama)}, "experts": experts}
+    found = rows(made(tmp_path, llama, **sections))
+    given = 2 if dtype == "bf16" else 4
+    assert found["experts"].kept == (4 * 4 + given) * WHOLE
+    assert found["seed"].kept == given * WHOLE
+    assert found["backbone"].kept == size * (WHOLE - FFNS)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("auto", 2), ("fp16", 2), ("fp32", 4)])
+def test_given_experts_get_the_type_that_is_asked_for(tmp_path, llama, dtype, size):
+    found = made(tmp_path, llama, experts={"dtype": dtype}, versions={"given_weights": "link"})
+    of = rows(found)
+    assert of["experts"].kept == 5 * size * WHOLE
+    assert of["model"].kept == size * (WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN)
+    assert of["experts"].linked == (5 * 2 * WHOLE if dtype == "auto" else 0)
+
+
 def faults(found):
     return {fault.field: (str(fault.value), fault.remedy) for fault in found.faults()}
 
@@ -164,7 +223,7 @@ def test_all_limits_are_named_at_once_with_what_would_fit(tmp_path, llama):
 def test_a_gpu_is_asked_for_what_it_holds(tmp_path, llama):
     compute = dict.fromkeys(("statistics", "evaluation"), GPU)
     common = {"memory": 64 * 10**9, "cpus": 16, "disk": 10**13}
-    one, small = (Machine(**common, gpus=1, gpu_memory=gb * 10**9) for gb in (80, 48))
+    one, tight, small = (Machine(**common, gpus=1, gpu_memory=gb * 10**9) for gb in (80, 65, 48))
     assert not faults(made(tmp_path, llama, machine=one, compute=compute))
     assert not faults(made(tmp_path, llama, machine=small, compute=compute))
     held = {**compute, "evaluation": {**GPU, **HELD}}
@@ -172,6 +231,8 @@ def test_a_gpu_is_asked_for_what_it_holds(tmp_path, llama):
     assert set(found) == {"compute.evaluation"}  # 61 GB of weights
     assert "GPU memory" in found["compute.evaluation"][0]
     assert "compute.evaluation.streamed = auto" in found["compute.evaluation"][1]
+    found = faults(made(tmp_path, llama, machine=tight, compute=held))
+    assert "62.7 GB of GPU memory, there are 59.8 GB to plan with" in found["compute.evaluation"][0]
     none = faults(made(tmp_path, llama, machine=Machine(**common), compute=compute))
     assert none["compute.statistics.gpus"] == ("1", "there is no GPU; give 0")
 
@@ -240,11 +301,12 @@ def test_all_workers_of_a_training_are_on_the_machine(tmp_path, llama):
     plan_of_four, four = of(workers=4)
     _, shared = of(workers=4, sharding="full")
     assert [row.at_once(plan_of_one.machine) for row in (one, four)] == [5, 2]  # 8 cores
-    assert four.memory == one.memory
+    assert four.memory == one.memory + 4 * WHOLE  # gradients that are sent are held twice
     assert plan_of_four.memory == 2 * 4 * (four.memory + plan_of_four.base)
     assert one.memory - 16 * WHOLE < shared.memory - 4 * WHOLE < one.memory - 15 * WHOLE
     assert four.seconds(plan_of_four.machine, RATES) < one.seconds(plan_of_four.machine, RATES)
-    row = of("baselines", "baselines")[1]
+    row, each = (of("baselines", "baselines", **w)[1] for w in ({}, {"workers": 4}))
+    assert each.memory == row.memory + 4 * (WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN)
     divided = of("baselines", "baselines", workers=4, sharding="full")[1]
     experts = 5 * FFNS // LAYERS
     gathered = 2 * 4 * (experts + 10**9)  # a layer with its gradient, and states for the ends
@@ -296,4 +358,4 @@ def test_another_machine_is_described_in_words():
 def test_checkpoints_of_an_adapter_hold_the_frozen_weights_too():
     shape = Shape.of_config(pico_config().to_dict(), 2)
     planned = training(shape, ExpertTrainingConfig(method="lora"), WorkerResources())
-    assert planned.passing >= CHECKPOINTS * 2 * shape.whole
+    assert planned.each >= CHECKPOINTS * 2 * shape.whole

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 from infra.cluster import memory
+from infra.cluster.calls import made_there
 from infra.cluster.memory import Room
+from infra.recipe.resources import ComputeConfig, PassResources
 from tasks.dume.statistics import statistics_piece
 from tasks.scoring.evaluation import dense_piece, oracle_piece
-from tasks.scoring.room import scoring_folder
+from tasks.scoring.room import room_of, scoring_folder
 from tests.pico import save_pico
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -54,6 +56,13 @@ def test_a_piece_may_use_its_share_of_the_memory(monkeypatch):
     assert not room(memory=400).holds(lambda: 401, "cpu")
     assert not room(gpus=0.5).holds(lambda: 461, "cuda")  # of 920: the rest is CUDA's own
     assert room(gpus=2.0).holds(lambda: 920, "cuda")
+
+
+def test_a_cluster_s_machines_have_cores_of_their_own():
+    compute = ComputeConfig(cpus=2, evaluation=PassResources(cpus=2))
+    assert room_of(compute, "evaluation").machine_cpus == 2
+    with made_there():
+        assert room_of(compute, "evaluation").machine_cpus is None
 
 
 def test_the_word_decides_without_a_look():

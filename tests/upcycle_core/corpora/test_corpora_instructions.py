@@ -192,6 +192,13 @@ def test_long_prompts_lose_their_left_and_long_responses_are_left_out(tmp_path, 
     assert sorted(sum(label != -100 for label in row["labels"]) for row in found) == [5, 9]
 
 
+@pytest.mark.parametrize("count", [1, 3, 4, 8])
+def test_tokens_are_counted_without_padding(tmp_path, tokenizer, count):
+    records = [{"prompt": "q" * n, "response": "a"} for n in (1, 4, 9)]
+    rows, found = rows_of(jsonl(tmp_path / "a.jsonl", *records), tokenizer, 20, count=count)
+    assert rows.tokens == sum(sum(row["attention_mask"]) for row in found)
+
+
 def test_what_is_left_of_a_response_without_its_prompt_has_no_loss(tmp_path, tokenizer):
     file = jsonl(tmp_path / "a.jsonl", chat("hi", "123456789", "and?", "so"))
     rows, found = rows_of(file, with_template(tokenizer, TURNS), 20)

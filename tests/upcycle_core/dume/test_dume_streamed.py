@@ -1,9 +1,13 @@
 """Statistics layer by layer are those of the whole model, killed on the way or not."""
 
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 
 import numpy as np
+import pyseccomp
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -136,5 +140,28 @@ def test_a_pass_that_is_killed_while_its_files_go_is_made_again(corpus, tmp_path
         with pytest.raises(KeyboardInterrupt):
             domain_statistics(*parts, corpus, out, **common)
     domain_statistics(*parts, corpus, out, **common)
+    domain_statistics(*parts, corpus, tmp_path / "whole", config=config, shard=0)
+    assert_same(out, tmp_path / "whole")
+
+
+def without_fallocate() -> None:
+    """From here on this thread's files are as on a disk without fallocate, like NFS before 4.2."""
+    rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    rules.add_rule(pyseccomp.ERRNO(errno.EOPNOTSUPP), "fallocate")
+    rules.load()
+
+
+def test_a_disk_without_fallocate_holds_what_is_between_layers(corpus, tmp_path):
+    parts, config = models(tmp_path, "llama"), settings("fp32")
+    common = {"config": config, "shard": 0, "streamed": tmp_path / "folder"}
+    out = tmp_path / "streamed"
+    with ThreadPoolExecutor(1, initializer=without_fallocate) as filtered:
+        with pytest.raises(OSError, match="Bad file"), (tmp_path / "file").open("ab") as file:
+            filtered.submit(os.posix_fallocate, file.fileno(), 0, 8).result()
+        with pytest.raises(KeyboardInterrupt):
+            filtered.submit(
+                domain_statistics, *parts, corpus, out, progress=KilledAt(7), **common
+            ).result()
+        filtered.submit(domain_statistics, *parts, corpus, out, **common).result()
     domain_statistics(*parts, corpus, tmp_path / "whole", config=config, shard=0)
     assert_same(out, tmp_path / "whole")

@@ -81,6 +81,19 @@ def test_a_step_of_a_mixture_needs_what_was_planned(monkeypatch, groups, top_k):
     assert planned == pytest.approx(stepped(model), rel=0.2)
 
 
+@pytest.mark.parametrize(("workers", "share"), [(2, 1 / 2), (3, 2 / EXPERTS), (8, 1 / 8)])
+def test_a_worker_holds_a_share_of_each_expert_or_whole_ones(workers, share):
+    """Three workers divide neither four experts nor their width: there is room for two on each."""
+    shape = Shape.of_config(pico_config(**{**SIZES, "hidden_size": 256}).to_dict(), 4)
+    common = {"experts": EXPERTS, "top_k": 2, "workers": workers}
+    trained, frozen = (
+        mixture_training_bytes(shape, CONFIG, trainable=groups, **common)
+        for groups in (("all",), ("backbone",))
+    )
+    each = (trained - frozen) / (EXPERTS * shape.ffns)
+    assert each == pytest.approx(12 * share, rel=0.02)  # gradient and moments
+
+
 def test_a_simoe_has_the_deltas_and_gates_that_were_counted(monkeypatch):
     shape, config = shape_of()
     for settings in (SimoeUpcyclingConfig(experts=3), SimoeUpcyclingConfig(layers="ffn")):

@@ -77,6 +77,17 @@ def ends(folder, model, name, *, progress, among=None, bf16=False):
     return {"loss": loss.detach(), "again": again, "gradients": whole, "rows": len(own)}
 
 
+def freed(folder, model, name, *, progress):
+    """Parameters that a forward pass without a backward pass leaves whole, before and after."""
+    network = load_causal_lm(model)
+    sharding.shard(network, all_fp32, halves=frozenset(), device="cpu")
+    with torch.no_grad():
+        network(RandomRows(1)[0][None])
+    left = [n for n, p in network.named_parameters() if not isinstance(p, DTensor)]
+    sharding.free(network)
+    return left, [n for n, p in network.named_parameters() if not isinstance(p, DTensor)]
+
+
 def held(folder, model, name, *, progress):
     """Bytes of weights, gradients and moments that a worker holds after a step."""
     network = load_causal_lm(model)

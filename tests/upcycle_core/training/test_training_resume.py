@@ -57,10 +57,32 @@ def test_a_record_of_before_has_defaults_for_what_it_does_not_say():
         del old["config"][key]
     del old["objective"], old["fingerprint"]
     assert not listed(old, record())
-    new = record(replace(settings(), gradient_checkpointing=True), objective=MoEObjective())
+    new = record(replace(settings(), keep="best"), objective=MoEObjective())
     found = listed(old, new)
-    assert "config.gradient_checkpointing was False, is True" in found
+    assert "config.keep was 'last', is 'best'" in found
     assert "objective.watch_steps was nothing, is 50" in found
+
+
+def test_which_steps_have_a_checkpoint_matters_to_an_extension_alone():
+    config = settings(checkpoint_steps=2)
+    for extension, expected in ({}, []), ({"of": "x"}, ["config.checkpoint_steps was 100, is 2"]):
+        old, new = (training_record(c, 0, None, {}, extension) for c in (settings(), config))
+        assert listed(as_read(old), new) == expected
+
+
+def test_a_training_goes_on_with_recomputed_activations_and_other_intervals(tmp_path):
+    model = save_pico(tmp_path / "model")
+    config = settings(checkpoint_steps=4, log_steps=2)
+    run(tmp_path, model, "whole", config=config)
+    run(tmp_path, model, config=config)
+    checkpoints = tmp_path / "out-checkpoints"
+    (checkpoints / "checkpoint-6" / "complete.json").unlink()  # as after a kill
+    config = replace(config, gradient_checkpointing=True, checkpoint_steps=1, log_steps=1)
+    result = run(tmp_path, model, config=config)
+    whole, out = (tmp_path / name / "model.safetensors" for name in ("whole", "out"))
+    assert whole.read_bytes() == out.read_bytes()
+    assert [point["step"] for point in result.curves if "loss" in point] == [1, 2, 4, 5, 6]
+    assert {path.name for path in checkpoints.iterdir()} == {"checkpoint-5", "checkpoint-6"}
 
 
 def test_a_training_refuses_checkpoints_of_other_data(tmp_path):

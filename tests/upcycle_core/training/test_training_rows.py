@@ -1,10 +1,15 @@
 """Batches of rows: what is padding for all of them is not computed, and changes nothing."""
 
+from itertools import count
+from types import SimpleNamespace
+
 import pytest
 import torch
-from pico import pico_config
+from pico import pico_config, save_pico
 from transformers import AutoModelForCausalLM
 
+from tests.upcycle_core.training.runs import AnswerRows, Recorder, run, settings
+from upcycle_core.training import reporter
 from upcycle_core.training.rows import collate
 
 
@@ -48,3 +53,21 @@ def test_loss_and_gradients_are_those_of_the_padded_rows():
     for left, right in zip(*found, strict=True):
         torch.testing.assert_close(left, right, atol=1e-12, rtol=1e-9)
     assert found[0][0].item() == pytest.approx(5.0, abs=2)
+
+
+def test_tokens_and_speed_leave_padding_out_where_rows_say_how_many(tmp_path, monkeypatch):
+    class Counted(AnswerRows):
+        tokens = sum(int(AnswerRows(12)[index]["attention_mask"].sum()) for index in range(12))
+
+    seconds = SimpleNamespace(perf_counter=count().__next__)  # one from a step's point to the next
+    monkeypatch.setattr(reporter, "time", seconds)
+    model, progress = save_pico(tmp_path / "model"), Recorder()
+    for name, rows, tokens in (
+        ("whole", AnswerRows(12), settings().tokens),
+        ("counted", Counted(12), Counted.tokens),
+    ):
+        result = run(tmp_path, model, name, rows=rows, progress=progress)
+        assert result.tokens == tokens
+        assert result.tokens_per_second == tokens / result.seconds
+        assert progress.points[-1]["tokens_per_second"] == tokens / 6
+    assert Counted.tokens < settings().tokens

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -18,9 +18,10 @@ from transformers import (
 
 from tests.pico import save_pico
 from tests.upcycle_core.moe.joined import join
-from tests.upcycle_core.training.dividing import LoggedRows, held, train_any
+from tests.upcycle_core.training.dividing import LoggedRows, freed, held, train_any
 from tests.upcycle_core.training.runs import AnswerRows, run, settings, weights
 from tests.upcycle_core.training.together import Group, said, together
+from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.ders.config import DersUpcyclingConfig
 from upcycle_core.ders.files import verify
 from upcycle_core.ders.model.modeling_ders import __file__ as CODE
@@ -29,6 +30,7 @@ from upcycle_core.errors import InputError
 from upcycle_core.progress import Silent
 from upcycle_core.training import sharding, workers
 from upcycle_core.training.config import ExpertTrainingConfig, LoraSettings, MoEObjective
+from upcycle_core.training.trainer import load_to_train
 
 CONFIG = settings(steps=6, gradient_accumulation=4, checkpoint_steps=2)
 ROWS = 6 * 4 * 2
@@ -50,12 +52,13 @@ KINDS: dict[str, dict] = {
     "narrow": {"config": replace(CONFIG, optimizer_state="bf16")},
     "sparse": {"config": CONFIG, "objective": MoEObjective(z_coefficient=0.01)},
     "low-rank": {"config": CONFIG},
+    "pair": {"config": CONFIG},  # of experts
 }
 DELTAS = {
     "sparse": DersUpcyclingConfig(codec="sparse", drop_rate=0.8, universal="delta"),
     "low-rank": DersUpcyclingConfig(codec="low_rank", rank=4, layers="every-other"),
 }
-"""What each is trained with; "from-one" and "killed" go on from others' checkpoints."""
+"""What each is trained with; those in ``folder`` beside them go on from others' checkpoints."""
 ROUNDED = {"narrow": 1e-3, "low-rank": 1e-3}
 """How far losses come apart where sums have another order: moments are in bf16, or Adam makes whole
 steps of gradients that are nearly zero, those of a factor whose other one is zero."""
@@ -72,6 +75,7 @@ def models(tmp_path_factory):
         **{name: folder / name for name in DELTAS},
         "tied": save_pico(folder / "tied", tie_word_embeddings=True),
         "mixtral": join(folder / "mixtral", top_k=2).model,
+        "pair": join(folder / "pair", seeds=(0, 1), top_k=2).model,
         **dict.fromkeys(("ffn", "lora", "narrow"), dense),
     }
 
@@ -91,25 +95,27 @@ def alone(tmp_path_factory, models):
 def folder(tmp_path_factory, models, alone):
     """Everything that several workers do."""
     folder = tmp_path_factory.mktemp("divided")
-    tied = KINDS["tied"]
-    deadly = {
-        **tied,
-        "rows": LoggedRows(ROWS, folder / "before", deadly=3 * 8 + 5),
-        "divided": "full",
-    }
+    tied, pair = KINDS["tied"], {**KINDS["pair"], "divided": "full"}
+    deadly, late = (
+        {**kind, "rows": LoggedRows(ROWS, folder / log, deadly=3 * 8 + 5), "divided": "full"}
+        for kind, log in ((tied, "before"), (pair, "pair-before"))
+    )
     goes_on = {**tied, "rows": LoggedRows(ROWS, folder / "after"), "divided": "full"}
     shutil.copytree(alone[0] / "tied-checkpoints", folder / "from-one-checkpoints")
     (folder / "from-one-checkpoints" / "checkpoint-6" / "complete.json").unlink()
     together(
         folder,
         Group(4, [(models["tied"], "killed", deadly)], is_killed=True),
-        Group(4, [(models["tied"], "held", {})], held),
+        Group(4, [(models[name], f"held-{name}", {}) for name in ("tied", "mixtral")], held),
+        Group(4, [(models["pair"], "pair-of-four", late)], is_killed=True),
+        Group(2, [(models["narrow"], "freed", {})], freed),
         Group(
             2,
             [
                 *((models[name], name, {**KINDS[name], "divided": "full"}) for name in KINDS),
                 (models["tied"], "killed", goes_on),
                 (models["tied"], "from-one", {**tied, "divided": "full"}),
+                (models["pair"], "pair-of-four", pair),
             ],
             train_any,
         ),
@@ -189,11 +195,62 @@ def test_two_go_on_where_one_stopped(alone, folder):
     assert _curve(result) == pytest.approx(_curve(alone[1]["tied"]), abs=1e-4)
 
 
-def test_no_worker_holds_what_another_holds(models, folder):
-    whole = held(folder, models["tied"], "alone", progress=None)
-    parts = [said(folder, "held", rank)[0] for rank in range(4)]
+def test_two_divide_by_number_what_four_divided_by_width(tmp_path, models, alone, folder):
+    """Two experts: four workers cut each, two have one each; one has both."""
+    result, _ = said(folder, "pair-of-four")
+    assert not isinstance(result, str), result
+    assert _curve(result) == pytest.approx(_curve(alone[1]["pair"]), abs=1e-4)
+    shutil.copytree(folder / "pair-of-four-checkpoints", tmp_path / "out-checkpoints")
+    (tmp_path / "out-checkpoints" / "checkpoint-6" / "complete.json").unlink()
+    result = run(tmp_path, models["pair"], **KINDS["pair"])
+    assert _curve(result) == pytest.approx(_curve(alone[1]["pair"]), abs=1e-4)
+
+
+def test_what_a_pass_gathered_is_given_back_the_head_too(folder):
+    left, after = said(folder, "freed")[0]
+    assert "lm_head.weight" in left
+    assert not after
+
+
+def test_the_dimension_that_workers_divide():
+    sizes = (5, 2 * 14336, 4096)
+    assert [sharding.divided_dimension(sizes, count) for count in (2, 3, 5, 8)] == [2, 0, 0, 2]
+    assert sharding.divided_dimension((7,), 2) == 0
+
+
+@pytest.mark.parametrize("name", ["tied", "mixtral"])
+def test_no_worker_holds_what_another_holds(models, folder, name):
+    whole = held(folder, models[name], "alone", progress=None)
+    parts = [said(folder, f"held-{name}", rank)[0] for rank in range(4)]
     # Dimensions of the small model divide by 4, but for nothing: no padding.
     assert parts == [whole / 4] * 4
+
+
+def test_a_file_of_several_types_loses_no_digit(tmp_path):
+    model = save_pico(tmp_path / "model")
+    first, *others = CheckpointReader(model).tensors
+    tensors = load_file(model / "model.safetensors")
+    tensors[first] = tensors[first].bfloat16()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    found = dict(load_to_train(model, torch.float32, CONFIG, "cpu", "full").named_parameters())
+    assert all(torch.equal(found[name], tensors[name]) for name in others)
+
+
+@pytest.mark.parametrize(("device", "is_mapped"), [("cpu", False), ("meta", True)])
+def test_moments_that_are_for_another_device_are_mapped(tmp_path, monkeypatch, device, is_mapped):
+    """Tensors without memory stand for those of a GPU."""
+    there = nn.Linear(3, 2)
+    written = torch.optim.AdamW(there.parameters())
+    there(torch.ones(3)).sum().backward()
+    written.step()
+    torch.save(written.state_dict(), tmp_path / sharding.OPTIMIZER)
+    load, asked = torch.load, []
+    monkeypatch.setattr(torch, "load", lambda *a, **b: asked.append(b["mmap"]) or load(*a, **b))
+    network = nn.Linear(3, 2, device=device)
+    optimizer = torch.optim.AdamW(network.parameters())
+    sharding.load_moments(network, optimizer, tmp_path)
+    assert asked == [is_mapped]
+    assert optimizer.state[network.weight]["exp_avg"].device.type == device
 
 
 def test_sharding_with_one_worker_is_refused_before_weights_are_read(tmp_path, models):

@@ -1,0 +1,101 @@
+"""What DUME's stages need where a recipe asks for more than the paper does."""
+
+import pytest
+from test_plan import DOMAINS, FFNS, HIDDEN, LAYERS, WHOLE, made, rows
+
+from tasks.planning.machine import Machine
+from upcycle_core.planning import work
+from upcycle_core.planning.shape import Shape
+
+MODEL = 2 * (WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN)
+TOKENS = 200_000
+STATISTICS = {"precision": "bf16", "batch_size": 4, "tokens": TOKENS, "shards": 2}
+SCORED = {"tokens": 4096, "sequence_length": 1024, "random_routing_seeds": [0]}
+SMALL = Machine(memory=16 * 10**9, cpus=8, disk=10**13)
+
+
+def from_elsewhere(llama, count):
+    """Ready experts, of which the first have a second text."""
+    ready = {"expert": str(llama)}
+    texts = [{"train": {"files": [f"{name}.txt"]}, **ready} for name in DOMAINS]
+    for text in texts[:count]:
+        text["elsewhere"] = {"files": ["else.txt"]}
+    return {"domains": dict(zip(DOMAINS, texts, strict=True)), "statistics": STATISTICS}
+
+
+def refused(found):
+    """{stage and pieces at once: what would help}"""
+    return {str(fault.value).partition(" x")[0]: fault.remedy for fault in found.faults()}
+
+
+def test_a_text_from_elsewhere_has_statistics_routers_and_a_row_of_its_own(tmp_path, llama):
+    plain, two = (
+        rows(made(tmp_path, llama, evaluation=SCORED, **from_elsewhere(llama, count)))
+        for count in (0, 2)
+    )
+    for part in ("pieces", "kept", "read", "flops"):
+        of = [getattr(found["statistics"], part) for found in (plain, two)]
+        assert of[1] * 5 == of[0] * (5 + 2), part
+        assert getattr(two["router"], part) == 2 * getattr(plain["router"], part), part
+    assert two["statistics"].each == 2 * plain["statistics"].each
+    forward = work.forward_flops(Shape.of(llama), 5 * 4096, 1024)
+    assert two["report"].flops - plain["report"].flops == forward
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_every_point_of_a_sweep_is_a_row_of_each_router(tmp_path, llama, count):
+    sweeps = {"sweep_top_k": [2, 3], "sweep_ridge_lambda": [0.1, 1.0], "sweep_window": [4]}
+    texts = from_elsewhere(llama, count)
+    texts["statistics"] = {**STATISTICS, "position_buckets": [4]}
+    plain, swept = (
+        rows(made(tmp_path, llama, evaluation={**SCORED, **own}, **texts))["report"].flops
+        for own in ({}, sweeps)
+    )
+    one, two, three = (
+        work.forward_flops(Shape.of(llama), 5 * 4096, 1024, top_k=k) for k in (1, 2, 3)
+    )
+    assert swept - plain == (2 if count else 1) * (3 * one + two + three)
+
+
+def test_experts_that_are_repaired_twice_are_kept_twice(tmp_path, llama):
+    repair = {"repair": "down", "repair_tokens": "routed"}
+    found = made(tmp_path, llama, experts=repair, statistics=STATISTICS)
+    routed = rows(found)["routed"]
+    assert routed.kept == rows(found)["repaired"].kept == 5 * 2 * WHOLE
+    states = 2 * 5 * 2 * TOKENS * HIDDEN
+    halves = 5 * 2 * 8 * 14336 * (14336 + HIDDEN)
+    assert states + halves < routed.memory < 1.5 * (states + halves)
+    one = {"statistics": {"cpus": 8}}
+    small = made(tmp_path, llama, experts=repair, statistics=STATISTICS, machine=SMALL, compute=one)
+    assert "experts.repair_tokens = own" in refused(small)["routed: 1"]
+
+
+@pytest.mark.parametrize("way", ["regmean", "distilled"])
+def test_attention_by_regression_holds_all_domains_text(tmp_path, llama, way):
+    merged = {"backbone": {"merge": {"attention": way}}, "statistics": STATISTICS}
+    backbone = rows(made(tmp_path, llama, **merged))["backbone"]
+    states = 2 * 5 * 2 * TOKENS * HIDDEN
+    assert states < backbone.memory < 2 * states
+    passes = {"regmean": 3, "distilled": 6}[way]
+    forward = work.forward_flops(Shape.of(llama), TOKENS, 1024, head=False)
+    assert backbone.flops == passes * 5 * forward
+    small = made(tmp_path, llama, machine=SMALL, **merged)
+    assert "backbone.merge.attention = average" in refused(small)["backbone: 1"]
+    gpu = Machine(memory=24 * 10**9, cpus=8, disk=10**13, gpus=1, gpu_memory=80 * 10**9)
+    asked = {**merged, "compute": {"statistics": {"gpus": 1}}}
+    assert "backbone: 1" not in refused(made(tmp_path, llama, machine=gpu, **asked))
+
+
+def test_routers_layer_by_layer_load_a_whole_mixture_piece_by_piece(tmp_path, llama):
+    sections = {"router": {"solve": "sequential"}, "statistics": STATISTICS}
+    found = made(tmp_path, llama, **sections)
+    router = rows(found)["router"]
+    assert router.pieces == LAYERS * 5 * 2
+    assert router.at_once(found.machine) == 8
+    wide = Machine(memory=10**12, cpus=64, disk=10**13)
+    assert router.at_once(wide) == 5 * 2  # a layer waits for the one before
+    assert router.read > router.pieces * MODEL
+    assert MODEL < router.passing < 1.6 * MODEL
+    assert 2 * 5 * FFNS < router.memory < 2 * (WHOLE + 4 * FFNS)
+    small = made(tmp_path, llama, machine=SMALL, **sections)
+    assert "router.solve = joint" in refused(small)["router: 8"]

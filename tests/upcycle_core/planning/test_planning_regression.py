@@ -1,0 +1,69 @@
+"""Planned memory of what is regressed on calibration text, against what torch counts."""
+
+import numpy as np
+import pytest
+import torch
+from test_planning_rehearsal import peak
+
+from tests.pico import save_pico
+from upcycle_core.backbone.average import write_backbone
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.corpora.shards import write_split
+from upcycle_core.dume.attention import merge_attention
+from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.repair import repair_expert
+from upcycle_core.dume.routed import repair_routed
+from upcycle_core.planning import estimate, memory
+from upcycle_core.planning.shape import Shape
+
+DOMAINS, DOCUMENTS, LENGTH = 3, 160, 64
+CONFIG = StatisticsConfig(sequence_length=LENGTH, batch_size=8, precision="fp32")
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 2, "head_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """Experts, their backbone, and a text of each."""
+    root = tmp_path_factory.mktemp("parts")
+    names = [f"d{n}" for n in range(DOMAINS)]
+    experts = {name: save_pico(root / name, seed=n, **SIZES) for n, name in enumerate(names)}
+    readers = [CheckpointReader(path) for path in experts.values()]
+    write_backbone(readers, root / "backbone", max_shard_bytes=10**9)
+    draw = np.random.default_rng(0)
+    for name in names:
+        texts = [(draw.integers(2, 96, LENGTH), LENGTH) for _ in range(DOCUMENTS)]
+        write_split(root / f"{name}.text", texts, eos_id=0, vocabulary_size=96)
+    return root / "backbone", experts, {name: root / f"{name}.text" for name in names}
+
+
+@pytest.fixture(autouse=True)
+def rehearsed(monkeypatch):
+    monkeypatch.setattr(estimate, "SMALL", 0)
+
+
+@pytest.mark.parametrize("way", ["regmean", "distilled"])
+def test_merged_attention_needs_what_was_planned(parts, tmp_path, way):
+    backbone, experts, corpora = parts
+    settings = {"way": way, "config": CONFIG, "max_shard_bytes": 10**9}
+    call = (list(experts.values()), backbone, list(corpora.values()), tmp_path / "out")
+    held = peak(lambda: merge_attention(*call, **settings))
+    shape, tokens = Shape.of(experts["d0"]), DOCUMENTS * LENGTH
+    of = {"experts": DOMAINS, "distils": way == "distilled"}
+    planned = memory.merged_attention_bytes(shape, CONFIG, tokens, **of)
+    assert planned == pytest.approx(held, rel=0.2)
+
+
+def test_the_second_repair_needs_what_was_planned(parts, tmp_path):
+    backbone, experts, corpora = parts
+    settings = {"config": CONFIG, "max_shard_bytes": 10**9}
+    once = {name: tmp_path / f"once-{name}" for name in experts}
+    for name, out in once.items():
+        repair_expert(backbone, experts[name], corpora[name], out, repair="down", **settings)
+    draw = torch.Generator().manual_seed(0)
+    hidden = SIZES["hidden_size"]
+    routers = {n: torch.randn(hidden, DOMAINS, generator=draw) for n in range(2)}
+    call = (backbone, experts, once, corpora, routers, tmp_path / "twice")
+    held = peak(lambda: repair_routed(*call, **settings))
+    shape, tokens = Shape.of(experts["d0"]), DOCUMENTS * LENGTH
+    planned = memory.routed_repair_bytes(shape, CONFIG, tokens, experts=DOMAINS, head=False)
+    assert planned == pytest.approx(held, rel=0.2)
