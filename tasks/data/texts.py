@@ -75,7 +75,7 @@ def _heldout_faults(recipe: Recipe) -> Iterator[Fault]:
             remedy = f"is all of domains.{name}.train, too, which would leave nothing to train on; "
             remedy += "name other text, or leave heldout out: a share of train is set aside then"
             yield Fault(field, given, remedy)
-        for other, place in _trained_on(recipe, source, but=name):
+        for other, place in _trained_on(recipe, held, but=name):
             remedy = f"{place} trains domains.{other}; hold out other text"
             yield Fault(field, given, remedy)
         for other, places in earlier.items():
@@ -85,30 +85,22 @@ def _heldout_faults(recipe: Recipe) -> Iterator[Fault]:
         earlier[name] = held
 
 
-def _trained_on(recipe: Recipe, held: Source, *, but: str) -> Iterator[tuple[str, str]]:
-    """Other domains that are trained on what is held out, each with one such place.
-
-    Which field of its records is read, and how, makes no other text of a file.
-    """
-    places = _read_from(held, recipe.text_folder)
+def _trained_on(
+    recipe: Recipe, held: set[tuple[str, str]], *, but: str
+) -> Iterator[tuple[str, str]]:
+    """Other domains that are trained on what is held out, each with one such place."""
     for name, domain in recipe.domains.items():
         if name == but or domain.train is None:
             continue
-        if shared := places & _read_from(domain.train, recipe.text_folder):
+        if shared := held & _places(domain.train, recipe.text_folder):
             yield name, min(shared)[0]
 
 
 def _places(source: Source, folder: Path | None) -> set[tuple[str, str]]:
     """Every file that is read, or the dataset, and how."""
     how = json.dumps(asdict(replace(source, files=(), max_bytes=None)))
-    return {(place, how) for place, _ in _read_from(source, folder)}
-
-
-def _read_from(source: Source, folder: Path | None) -> set[tuple[str, str]]:
-    """Every file that is read, or the dataset, and which part of that."""
     files = [str(path.resolve()) for path in source_files(source, folder).values()]
-    part = json.dumps([source.subset, source.split, source.revision] if source.dataset else [])
-    return {(place, part) for place in files or [str(source.dataset)]}
+    return {(place, how) for place in files or [str(source.dataset)]}
 
 
 def _given(source: Source) -> object:

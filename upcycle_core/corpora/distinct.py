@@ -59,6 +59,15 @@ def content_key(text: str) -> bytes:
     return hashlib.sha256((normalised(text) or text).encode()).digest()[:16]
 
 
+def draw_key(text: str) -> bytes:
+    """What a document is drawn by, 16 bytes: its letters and digits alone, without marks.
+
+    Coarser than ``content_key``, so that what is nearly the same is drawn alike. It must never
+    change: what living models are judged on hangs on it.
+    """
+    return hashlib.sha256(NOT_LETTERS.sub("", text.lower()).encode()).digest()[:16]
+
+
 def mostly_new(documents: Iterable[Document]) -> Iterator[Document]:
     """Leave out documents of whose lines more than half (by letters) stood in earlier ones.
 

@@ -6,16 +6,12 @@ from dataclasses import dataclass, field
 
 from upcycle_core.corpora.config import Split
 from upcycle_core.corpora.conversations import complete_text
-from upcycle_core.corpora.distinct import Document, content_key
+from upcycle_core.corpora.distinct import Document, content_key, draw_key
 from upcycle_core.corpora.seeded import permutation, place
 from upcycle_core.corpora.spool import Kept
 from upcycle_core.errors import Fault, raise_faults
 
-LEFT_OUT = {
-    "short": "shorter than corpus.min_characters",
-    "duplicate": "duplicates",
-    "large": "drawn to be held out, and too large for it",
-}
+LEFT_OUT = {"short": "shorter than corpus.min_characters", "duplicate": "duplicates"}
 """How people call the reasons for which documents are left out."""
 Texts = dict[bytes, Document | Kept]
 """Distinct documents by content key, in seeded order."""
@@ -114,28 +110,29 @@ class Selection:
 
         A document whose hash is in the lowest ``share`` of all hashes is moved: when text is added
         none comes from training to ``split``, where a model would be judged on what it has learnt.
-        One of them that is larger than ``share`` of all bytes is left out as long as it is so.
+        Few documents are an exception: one that is larger than ``share`` of all bytes stays in
+        training as long as it is so, and where no hash is that low, the lowest is moved.
 
         Args:
             split: The split that is made; it gets ``share`` of the documents on average, and one
-                of them at least: of those that fit if any does, or else the smallest, of those with
-                such a hash if there are any.
+                of them at least: of those that fit if any does, or else the smallest.
             share: Of the documents, between 0 and 1.
             seed: Decides which.
         """
         train = self.splits["train"]
         sizes = {key: document.size for key, document in train.items()}
         room = share * sum(sizes.values())
-        places = {key: place(key, seed, "set aside", split) for key in train}
-        fitting = [key for key in train if sizes[key] <= room]
-        drawn = [key for key in train if places[key] < share]
-        chosen = [key for key in fitting if places[key] < share]
-        if fitting and not chosen:
-            chosen = [min(fitting, key=places.__getitem__)]
-        elif train and not chosen:
-            chosen = [min(drawn or train, key=sizes.__getitem__)]
+        places = {
+            key: place(draw_key(document.text), seed, "set aside", split)
+            for key, document in train.items()
+            if sizes[key] <= room
+        }
+        chosen = [key for key, found in places.items() if found < share]
+        if train and not chosen:
+            chosen = [
+                min(places, key=places.__getitem__) if places else min(train, key=sizes.__getitem__)
+            ]
         self._take(split, chosen)
-        self.leave_out("train", set(drawn), "large")
 
     def empty_splits(self, name: str) -> list[Fault]:
         """A fault for each split without documents, saying what was left out of it.

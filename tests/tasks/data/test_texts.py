@@ -172,19 +172,6 @@ def test_a_file_that_trains_another_domain_is_not_held_out(tmp_path):
     assert found[1] == f"{file} trains domains.letters; hold out other text"
 
 
-def test_a_file_that_trains_another_domain_by_another_field_is_not_held_out(tmp_path):
-    texts = write_texts(tmp_path / "texts", domains=DOMAINS)
-    rows = [{"text": f"one two {i}", "body": f"two one {i}"} for i in range(9)]
-    (texts / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = pico_recipe(texts, domains=DOMAINS)
-    values["domains"]["letters"]["heldout"] = {"files": ["{folder}/rows.jsonl"]}
-    train = {"files": ["{folder}/rows.jsonl"], "text_field": "body"}
-    values["domains"]["numbers"]["train"] = train
-    (found,) = said(values, tmp_path).items()
-    assert found[0] == "domains.letters.heldout"
-    assert found[1] == f"{texts / 'rows.jsonl'} trains domains.numbers; hold out other text"
-
-
 def test_responses_are_asked_of_chats_alone(tmp_path):
     texts = write_texts(tmp_path / "texts", domains=DOMAINS)
     values = pico_recipe(texts, domains=DOMAINS)

@@ -68,6 +68,27 @@ def test_what_is_set_aside_for_good_is_never_taken_from_training_when_text_is_ad
         assert 0.03 * count < len(splits["heldout"]) < 0.07 * count
 
 
+def test_chats_with_the_same_words_and_other_thoughts_are_set_aside_together():
+    """Told apart as documents, but a model that has seen one knows the other."""
+    chats = [
+        Document(f"question {n}", "file", [said(f"question {n}", f"thought {thought}")])
+        for n in range(300)
+        for thought in range(2)
+    ]
+    selection = selection_of(chats)
+    assert len(selection.splits["train"]) == 600
+    selection.set_aside_for_good("heldout", 0.1, seed=0)
+    held, trained = (
+        {d.text for d in selection.splits[split].values()} for split in ("heldout", "train")
+    )
+    assert 15 < len(held) < 50
+    assert not held & trained
+
+
+def said(text, thought):
+    return {"role": "assistant", "content": text, "thinking": thought}
+
+
 def test_a_document_that_is_larger_than_the_share_is_not_set_aside_for_good():
     for seed in range(40):
         small = [Document(f"text number {n}", "file") for n in range(100)]
@@ -75,38 +96,8 @@ def test_a_document_that_is_larger_than_the_share_is_not_set_aside_for_good():
         selection.set_aside_for_good("heldout", 0.3, seed=seed)
         assert "large" not in files_of(selection, "heldout")
         selection = selection_of([Document("text " * n, str(n)) for n in (9, 7, 8)])
-        selection.set_aside_for_good("heldout", 1e-9, seed=seed)
-        assert files_of(selection, "heldout") == {"7"}
-
-
-def test_a_large_document_is_not_held_out_after_it_was_trained_on():
-    left_out = 0
-    for seed in range(40):
-        first = [Document("a text of some length " * n, f"{n}") for n in (40, 60, 200)]
-        first += [Document(f"text number {n}", f"small {n}") for n in range(10)]
-        grown = [*first, *(Document(f"more text, {n} " * 9, f"more {n}") for n in range(900))]
-        before, after = selection_of(first), selection_of(grown)
-        for selection in (before, after):
-            selection.set_aside_for_good("heldout", 0.1, seed=seed)
-        assert all(before.splits.values())
-        large = {"40", "60", "200"}
-        assert not large & files_of(before, "train") & files_of(after, "heldout")
-        assert not large & files_of(before, "heldout")
-        left_out += before.left_out["train"]["large"]
-        kept = files_of(before, "train") | files_of(before, "heldout")
-        assert len(kept) + before.left_out["train"]["large"] == len(first)
-    assert 0 < left_out < 0.2 * 3 * 40
-
-
-def test_of_documents_that_are_all_large_none_is_lost_but_for_growth():
-    drawn = 0
-    for seed in range(200):
-        selection = selection_of([Document("text " * n, str(n)) for n in (9, 7, 8)])
         selection.set_aside_for_good("heldout", 0.05, seed=seed)
-        [held] = files_of(selection, "heldout")
-        drawn += held != "7"
-        assert len(selection.splits["train"]) + selection.left_out["train"]["large"] == 2
-    assert 0 < drawn < 40
+        assert files_of(selection, "heldout") == {"7"}
 
 
 def test_one_document_at_least_is_set_aside_for_good():
