@@ -182,14 +182,15 @@ def _ways(model: Source, said: Mapping[str, Said], found: _Found) -> dict[str, f
 
 
 def _of_window(model: Source, here: Said, found: _Found) -> None:
-    """A file that lost the sliding window is a fault; one that no prompt is longer than is said."""
+    """What the prompts do not show: a file without the sliding window, and a window that no prompt
+    is longer than, or one of many where their median decides."""
     stored = here.more.get("window", model.window)
     if model.window not in (None, stored):
-        found.faults.append(
+        found.notes.append(
             f"sliding window: {stored} in the file, not {model.window}: longer texts are read "
             "otherwise"
         )
-    elif model.window is not None and not model.tries_window:
+    elif model.window is not None and not (model.tries_window and found.exact):
         found.notes.append(f"not tried beyond its sliding window of {model.window} tokens")
 
 

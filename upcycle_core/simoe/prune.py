@@ -94,5 +94,6 @@ def save_pruned(
         with quiet_loading():
             prune(model).save_pretrained(folder, max_shard_size=max_shard_bytes)
         name_chat_end(folder)
-        for file in folder.iterdir():
-            sync_file(file)
+        for path in folder.iterdir():
+            if path.is_file():  # a folder of templates is copied to the disk
+                sync_file(path)

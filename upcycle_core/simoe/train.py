@@ -140,6 +140,8 @@ def _write(network: Any, source: Path, out: Path, max_shard_bytes: int) -> None:
     save_pruned(network, source, unfinished, max_shard_bytes=max_shard_bytes)
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(unfinished.iterdir()):
+        if path.is_dir():
+            shutil.rmtree(out / path.name, ignore_errors=True)
         path.replace(out / path.name)
     sync_directory(out)
     unfinished.rmdir()
