@@ -101,7 +101,9 @@ def _perplexities(recipe: Recipe, runs: Sequence[Mapping[str, Any]]) -> Table:
 
 def _core_seconds(recipe: Recipe, workspace: Workspace) -> dict[str, float] | None:
     """{stage: time times cores of what made its part of the model}, in whichever run that was; None
-    where some of it was made elsewhere."""
+    where some of it was made elsewhere, as given experts are."""
+    if any(domain.expert is not None for domain in recipe.domains.values()):
+        return None
     found: dict[str, float] = {}
     for stage in METHODS[recipe.method].stages():
         for item in stage.items(recipe):

@@ -134,8 +134,12 @@ def _whole(cell: re.Match[str]) -> str:
 
 
 def key_of(name: str) -> str:
-    """The key that MLflow takes for ``name``: ``C++`` is ``C__``; what is too long is cut."""
-    return NOT_IN_KEYS.sub("_", name)[:KEY_LENGTH]
+    """The key that MLflow takes for ``name``: ``C++`` is ``C__``; what is too long is cut.
+
+    Keys are paths to it, and may have no part that a path would lose.
+    """
+    parts = NOT_IN_KEYS.sub("_", name)[:KEY_LENGTH].split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)
 
 
 def flatten(values: Mapping[str, Any], *, length: int, prefix: str = "") -> dict[str, str]:

@@ -303,8 +303,8 @@ def _faults(found: Experiment, settings: Settings) -> Iterator[Fault]:
     """What keeps a flow of this home from an experiment in the same database."""
     if found.lifecycle_stage != LifecycleStage.ACTIVE:
         remedy = "has been deleted in MLflow, with the runs that models came from; restore it "
-        remedy += f"(`MLFLOW_TRACKING_URI={masked(settings.mlflow_tracking_uri)} mlflow "
-        remedy += f"experiments restore --experiment-id {found.experiment_id}`), or give the "
+        remedy += f"(`mlflow experiments restore --experiment-id {found.experiment_id}` with "
+        remedy += f"MLFLOW_TRACKING_URI={masked(settings.mlflow_tracking_uri)}), or give the "
         remedy += "recipe another `name`"
         yield Fault("MLflow experiment", found.name, remedy)
     if not is_database(settings):

@@ -439,7 +439,9 @@ def test_without_room_the_old_engine_makes_way_for_a_version_once(monkeypatch):
                 assert follower.current.launch.number == 1
                 assert follower.status()["last_failure"]["of"] == 2
                 alias[0] = 1  # what is asked for anew may be tried anew
-                await asyncio.sleep(0.1)
+                async with asyncio.timeout(SECONDS):
+                    while follower.wanted != 1:
+                        await asyncio.sleep(0.01)
         finally:
             await follower.end()
 

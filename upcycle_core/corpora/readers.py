@@ -11,6 +11,8 @@ SEPARATOR = re.compile(r"<\|doc\|>[ \t]*\n?")
 """The line between two documents of a .txt file."""
 ROWS_AT_ONCE = 256
 """Rows of a Parquet file in memory."""
+READ_BYTES = 1 << 18
+"""Of a Parquet file's column in one read."""
 RECORDS = (".jsonl", ".parquet")
 """Endings of files of records."""
 
@@ -99,8 +101,8 @@ def _parquet_rows(path: Path, columns: Sequence[str] | None, some: bool) -> Iter
     import pyarrow.parquet as parquet
 
     try:
-        # Mapped, for else memory holds a whole row group's pages, which may be the whole file.
-        with parquet.ParquetFile(path, memory_map=True) as file:
+        # In small reads: else memory holds a whole row group's pages, which may be the whole file.
+        with parquet.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False) as file:
             there = [name for name in columns or () if name in file.schema_arrow.names]
             columns = (there or None) if some or there == list(columns or ()) else None
             for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns):

@@ -87,7 +87,16 @@ def test_another_page_of_the_recipe_gains_the_rows(values, out, tmp_path):
     assert comparison_section(page_of_seeds(values, tmp_path)) == []
 
 
-def test_a_comparison_of_another_recipe_or_other_seeds_is_not_taken_in(values, out):
+def test_a_comparison_of_another_recipe_or_other_seeds_is_not_taken_in(values, out, capsys):
     assert comparison_section(page_of_seeds(values, out, seeds=(0, 1, 2))) == []
+    assert "pico-comparison.json: of another recipe or other seeds" in capsys.readouterr().out
     values["experts"]["training"]["steps"] += 1
     assert comparison_section(page_of_seeds(values, out)) == []
+
+
+def test_a_comparison_of_an_earlier_version_is_taken_in_by_its_seeds(values, out, tmp_path):
+    content = json.loads((out / "pico-comparison.json").read_text())
+    del content["made_of"]
+    (tmp_path / "pico-comparison.json").write_text(json.dumps(content))
+    assert comparison_section(page_of_seeds(values, tmp_path))
+    assert comparison_section(page_of_seeds(values, tmp_path, seeds=(0,))) == []

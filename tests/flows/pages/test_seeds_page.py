@@ -91,6 +91,20 @@ def test_what_a_model_took_is_said_whichever_runs_made_it(tmp_path):
     assert "a model took 10, – core minutes" in (tmp_path / "again" / "pico.md").read_text()
 
 
+def test_what_given_experts_took_is_unknown(tmp_path):
+    page(tmp_path, 1.0)
+    given = {name: {**domain, "expert": "/models/x"} for name, domain in RECIPE["domains"].items()}
+    command = Command(
+        flow="seeds",
+        recipe=validate({**RECIPE, "domains": given}),
+        files=["recipes/pico.yaml"],
+        seeds=[0],
+        out=tmp_path / "again",
+    )
+    write_seeds(command, [tmp_path / "seed-0"])
+    assert "core minutes" not in (tmp_path / "again" / "pico.md").read_text()
+
+
 def test_perplexities_stand_beside_normalised_scores(tmp_path):
     text = page(tmp_path, 1.0)
     below = text.split("## Perplexity")[1]

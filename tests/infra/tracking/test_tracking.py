@@ -383,6 +383,7 @@ def test_an_experiment_that_was_deleted_by_hand_is_said_with_the_way_back(place,
 
 def test_names_that_people_give_are_recorded_as_mlflow_can(tracker, client):
     names = {"Q&A": "web", "tickets (2024)": "office", "é:a/b c-d.e_f": "same", "x" * 300: "long"}
+    names |= {"a//b": "hole", "a/../b": "up"}
     with tracker.start_run("names") as run:
         run.log_params({"instructions": {"domains": names}})
         run.log_metrics({"bytes/C++": 1.0})
@@ -391,6 +392,7 @@ def test_names_that_people_give_are_recorded_as_mlflow_can(tracker, client):
         "Q_A": "web",
         "tickets _2024_": "office",
         "é:a/b c-d.e_f": "same",
+        "a/_/b": "up",
         "x" * 229: "long",
     }
     assert data.metrics == {"bytes/C__": 1.0}

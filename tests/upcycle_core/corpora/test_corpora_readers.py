@@ -40,7 +40,7 @@ def test_json_lines_give_the_named_field(tmp_path):
 
 def test_memory_holds_no_row_group_of_a_parquet_file(tmp_path):
     path, draw = tmp_path / "a.parquet", random.Random(0)
-    texts = [draw.randbytes(1000).hex() for _ in range(4000)]
+    texts = [draw.randbytes(1000).hex() for _ in range(12_000)]
     table = pyarrow.table({"text": texts})
     parquet.write_table(table, path, compression="none", use_dictionary=False)
     assert parquet.ParquetFile(path).num_row_groups == 1
