@@ -48,6 +48,11 @@ import torch  # noqa: E402  (the same)
 torch.set_num_threads(1)
 
 
+def pytest_xdist_auto_num_workers():
+    """One more than there are CPUs: a flow's test works half of its time and waits the other."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_unconfigure():
     if "prefect_server" in sys.modules:
         sys.modules["prefect_server"].stop()
