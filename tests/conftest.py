@@ -3,6 +3,7 @@
 The environment is set here, before anything imports prefect, ray or mlflow: they read it once.
 """
 
+import fcntl
 import os
 import shutil
 import signal
@@ -10,10 +11,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+from infra.temporary import OWNER, remove_left
+
 # Ray's socket paths must stay short, so the folder lies directly in the system's temporary folder;
 # that of a process which pytest-xdist starts as well, whose TMPDIR is the first one's already.
+if "UPCYCLE_TESTS_SYSTEM_FOLDER" not in os.environ:
+    remove_left("upcycle")  # by sessions that were killed
 SYSTEM = os.environ.setdefault("UPCYCLE_TESTS_SYSTEM_FOLDER", tempfile.gettempdir())
 SESSION = Path(tempfile.mkdtemp(prefix="upcycle-", dir=SYSTEM))
+OWNED = (SESSION / OWNER).open("w")
+fcntl.flock(OWNED, fcntl.LOCK_EX)
 for _name in (
     "RAY_ADDRESS",
     "PREFECT_API_URL",
@@ -46,6 +53,11 @@ settings.configure()
 import torch  # noqa: E402  (the same)
 
 torch.set_num_threads(1)
+
+
+def pytest_xdist_auto_num_workers():
+    """One more than there are CPUs: a flow's test works half of its time and waits the other."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_unconfigure():

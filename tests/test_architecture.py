@@ -222,6 +222,11 @@ def room_of(name: str, floor: str) -> str | None:
 
 
 def reads_environment(node: ast.AST) -> bool:
+    """Also where the name is imported by itself, or ``os`` by another."""
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "os" and any(a.name in {"environ", "getenv"} for a in node.names)
+    if isinstance(node, ast.Import):
+        return any(a.name == "os" and a.asname for a in node.names)
     return (
         isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
@@ -239,6 +244,14 @@ def test_library_knows_no_service_and_no_environment():
             if (isinstance(node, ast.Name) and node.id == "print") or reads_environment(node)
         ]
         assert not calls, f"{name_of(file)}:{calls[0].lineno}"
+
+
+@pytest.mark.parametrize(
+    "line", ["os.environ", "os.getenv(name)", "from os import environ", "import os as system"]
+)
+def test_a_reader_of_the_environment_is_recognised(line):
+    assert any(reads_environment(node) for node in ast.walk(ast.parse(line)))
+    assert not any(reads_environment(node) for node in ast.walk(ast.parse("from os import fsync")))
 
 
 def test_only_settings_read_the_environment():

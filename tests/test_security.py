@@ -38,6 +38,7 @@ FORBIDDEN = {
     "shutil.unpack_archive",
     "torch.hub.load",
 }
+WATCHED = FORBIDDEN | {"torch.load", "yaml.load"}
 # A program that a model wrote, in a process that may do nothing; a loader made of the safe one.
 EXCEPTIONS = {
     "upcycle_core/evaluation/tasks/sandbox_child.py": {"exec"},
@@ -60,9 +61,14 @@ def found_in(file: Path) -> set[str]:
     """Dangerous calls and imports of a module."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            found |= {*names, getattr(node, "module", "") or ""} & RUN_CODE
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & RUN_CODE
+            renamed = {alias.name: alias.asname for alias in node.names if alias.asname}
+            holders = {name.rpartition(".")[0] for name in WATCHED} & renamed.keys()
+            found |= {f"{module} as {renamed[module]}" for module in holders}
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} & RUN_CODE
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} & WATCHED
         if isinstance(node, ast.Call):
             found |= dangers_of(ast.unparse(node.func), {k.arg: k.value for k in node.keywords})
     return found
@@ -108,6 +114,10 @@ def test_no_module_reads_what_can_run_code(package):
         ("subprocess.run(command, shell=True)", "subprocess.run shell"),
         ("yaml.load(text, Loader=yaml.Loader)", "yaml.load"),
         ("eval(text)", "eval"),
+        ("from pickle import loads", "pickle"),
+        ("from torch import load", "torch.load"),
+        ("from subprocess import getoutput as said", "subprocess.getoutput"),
+        ("import os as system", "os as system"),
         ("AutoModel.from_pretrained(path, trust_remote_code=trust)", "trust_remote_code"),
         ("AutoTokenizer.from_pretrained(path)", "without trust_remote_code=False"),
         ("numpy.load(path, allow_pickle=True)", "numpy.load allow_pickle"),

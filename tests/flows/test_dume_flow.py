@@ -378,7 +378,7 @@ def test_other_lambda_runs_from_the_router_on_and_is_judged_and_certified(projec
     assert calls["assemble"] == 1
     assert not {"train", "domain_statistics", "write_documents"} & set(calls)
     first, second = registry.versions("upcycle-pico")
-    assert second.aliases[0] == "challenger" or "challenger" in second.aliases
+    assert "challenger" in second.aliases
     holder = second if "does not beat" not in second.tags["upcycle.decision"] else first
     assert "champion" in holder.aliases
     arrived = re.search(r"arrived: ([^;]*)", second.tags["upcycle.certificate"])[1]
@@ -402,7 +402,7 @@ def test_dvc_compares_yesterday_in_a_workspace_that_was_renamed(project, tmp_pat
     page = dvc("plots", "diff", "HEAD~1", "--out", str(tmp_path / "plots"))
     html = Path(page.strip().removeprefix("file://")).read_text()
     assert "normalised_average" in html
-    assert "model_averaging" in html.lower() or "Model averaging" in html
+    assert "model_averaging" in html
     dvc("get", str(moved), "router", "--rev", "HEAD~1", "--out", "router", cwd=tmp_path)
     old, new = (tree_digest(folder / "router") for folder in (tmp_path, moved))
     assert old.keys() == new.keys()

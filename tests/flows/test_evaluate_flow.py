@@ -43,7 +43,7 @@ def project(folder):
     values["evaluation"] |= {"sweep_top_k": [], "sweep_ridge_lambda": [], "sweep_window": []}
     values["domains"]["letters"]["elsewhere"] = {"files": ["{folder}/letters/elsewhere.txt"]}
     values["task_evaluation"] = {"folder": str(folder / "data")}
-    values["registry"] = {"gate": {"tolerances": {"task.text": 1000.0}}}
+    values["registry"]["gate"] = {"tolerances": {"task.text": 1000.0}}
     project = Project(folder, save_recipe(folder / "recipe.yaml", values))
     continuation = {"heldout": "continuation", "items": 4}
     tasks = {

@@ -65,6 +65,22 @@ def test_the_moe_is_made_of_repaired_experts(joined):
         assert not expert.equal(repaired)
         layers = json.loads((joined.workspace / "routed" / domain / "repair.json").read_text())
         assert repaired.equal(routed) == (layers[1]["lambda"] is None)
+    assert changed_by_routing(joined)
+
+
+def changed_by_routing(joined):
+    """Down projections that the second repair has moved."""
+    readers = {
+        domain: [CheckpointReader(joined.workspace / k / domain) for k in ("repaired", "routed")]
+        for domain in OLD
+    }
+    names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2)]
+    return [
+        (domain, name)
+        for domain, (before, after) in readers.items()
+        for name in names
+        if not before.tensor(name).equal(after.tensor(name))
+    ]
 
 
 def test_the_fitted_head_is_everybody_s_and_no_longer_the_embedding(joined):

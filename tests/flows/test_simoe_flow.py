@@ -18,7 +18,7 @@ from upcycle_core.evaluation.instructions.scores import score_answers
 
 DOMAINS = ("letters", "numbers")
 TUNED = {**TRAINING, "steps": 30, "sequence_length": 48, "learning_rate": 3e-3, "weight_decay": 0.0}
-SHARED = {**TUNED, "batch_size": 2, "gradient_accumulation": 2}  # by two workers
+SHARED = {**TUNED, "batch_size": 2, "gradient_accumulation": 2}  # two workers may share it
 # A few steps must bring masks from open to shut.
 SIMOE = {
     "experts": 3,
@@ -34,6 +34,7 @@ ROWS = {
     "btx": {"method": "btx", "seed_expert": True, "objective": ROUTED},
     "by-task": {"method": "simoe", "simoe": {**SIMOE, "routing": "task", "sparsity": "union"}},
 }
+BEGUN = "five"  # each answer, which few steps teach: scores are not all zero
 ASKS = {
     "first": lambda words: words[0],
     "last": lambda words: words[-1],
@@ -67,7 +68,7 @@ def write_instructions(file):
                         "task": f"{ask}-{domain}",
                         "domain": domain,
                         "prompt": f"{ask}: {' '.join(words)}",
-                        "response": answer(words),
+                        "response": f"{BEGUN} {answer(words)}",
                     }
                 )
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -86,15 +87,29 @@ def recipe_values(texts):
         "tuning": {"training": SHARED, "max_new_tokens": 6, "batch_size": 8},
         "experts": {"training": {**TUNED, "steps": 6}},
         "simoe": SIMOE,
-        "registry": {"gate": {"metric": "rouge_l_unseen"}},
-        "compute": {"cpus": 2, "post_training": {"workers": 2}},
+        "registry": {**values["registry"], "gate": {"metric": "rouge_l_unseen"}},
+        "compute": {"cpus": 2},
+    }
+
+
+def tasks_values(folder):
+    """The first of two questions is answered right, whatever the words before."""
+    choices = [BEGUN, "qqqq"], ["qqqq", BEGUN]
+    rows = [{"id": i, "prompt": "first: one two", "choices": c} for i, c in enumerate(choices)]
+    definition = write_choices(folder / "asked.jsonl", rows)
+    return {
+        "tasks": {"asked": {"definition": str(definition)}},
+        "task_evaluation": {"folder": str(folder), "models": ["seed", "simoe"]},
     }
 
 
 class Tuned(Project):
     def simoe(self, *arguments, check=True):
-        files = [str(self.recipe), str(self.rows)]
-        return self.run(sys.executable, "-m", "flows.simoe", *files, *arguments, check=check)
+        return self.tuned("flows.simoe", *arguments, check=check)
+
+    def tuned(self, module, *arguments, check=True):
+        files = [str(self.recipe), str(self.rows), str(self.tasks)]
+        return self.run(sys.executable, "-m", module, *files, *arguments, check=check)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +120,7 @@ def project(tmp_path_factory):
     project = Tuned(folder, save_recipe(folder / "recipe.yaml", recipe_values(texts)))
     rows = {name: {"training": TUNED, **row} for name, row in ROWS.items()}
     project.rows = save_recipe(folder / "rows.yaml", {"baselines": rows})
+    project.tasks = save_recipe(folder / "tasks.yaml", tasks_values(folder / "asked"))
     project.page = folder / "page"
     project.done = project.simoe("--out", str(project.page))
     project.first_calls = project.calls()
@@ -160,10 +176,12 @@ def test_the_model_loads_elsewhere_and_answers(project):
     assert "SIMoE" in card
 
 
-def test_the_version_is_champion_and_generates(project, tmp_path):
+def test_the_version_is_champion_and_generates(project, metrics, tmp_path):
     registry = Registry(read(project.environment()))
     version = registry.find("upcycle-pico", "champion")
-    assert version.metrics["rouge_l_unseen"] >= 0
+    rouge = metrics["rows"]["simoe"]["unseen"]["rouge_l"]["mean"]
+    assert rouge > 0.05
+    assert version.metrics["rouge_l_unseen"] == pytest.approx(100 * rouge)
     assert "## Models" in version.description
     assert "## Unseen categories" not in version.description
     text = registry.text(version, "card.md")
@@ -171,8 +189,7 @@ def test_the_version_is_champion_and_generates(project, tmp_path):
         (result.dataset_type, result.metric_type): result.metric_value
         for result in ModelCard(text).data.eval_results
     }
-    rouge = version.metrics["rouge_l_unseen"]
-    assert measured["instructions-unseen", "rouge_l"] == pytest.approx(rouge, abs=0.05)
+    assert measured["instructions-unseen", "rouge_l"] == pytest.approx(100 * rouge, abs=0.05)
     assert version.tags["upcycle.decision"] in text
     copy = registry.download("models:/upcycle-pico@champion", tmp_path / "model")
     drawn = project.workspace / "report" / "activations.png"
@@ -185,27 +202,28 @@ def test_the_version_is_champion_and_generates(project, tmp_path):
     assert done.stdout.startswith("first: one two")
 
 
-def test_it_is_scored_on_tasks(project):
-    folder = project.recipe.parent
-    rows = [
-        {"id": i, "prompt": f"first: {w} two", "choices": [w, "two"]} for i, w in enumerate("ab")
-    ]
-    definition = write_choices(folder / "asked" / "asked.jsonl", rows)
-    tasks = {
-        "tasks": {"asked": {"definition": str(definition)}},
-        "task_evaluation": {"folder": str(definition.parent), "models": ["seed", "simoe"]},
-    }
-    extra = save_recipe(folder / "tasks.yaml", tasks)
-    files = [str(project.recipe), str(project.rows), str(extra)]
-    project.calls()
-    done = project.run(sys.executable, "-m", "flows.evaluate", *files)
-    calls = project.calls()
-    assert (calls["evaluate_tasks"], calls["train_simoe"]) == (2, 0)
-    assert "SIMoE" in done.stdout
+def check_task_scores(project, expected):
+    """Both models have theirs, and the version has its own."""
     found = json.loads((project.workspace / "evaluated" / "metrics.json").read_text())
     assert set(found["scores"]) == {"seed", "simoe"}
+    assert found["scores"]["simoe"]["asked"]["mean"] == expected
     version = Registry(read(project.environment())).find("upcycle-pico", "champion")
-    assert version.metrics["task.asked/simoe"] == found["scores"]["simoe"]["asked"]["mean"]
+    assert version.metrics["task.asked/simoe"] == expected
+
+
+def test_it_is_scored_on_tasks(project):
+    assert project.first_calls["evaluate_tasks"] == 2
+    check_task_scores(project, 0.5)
+
+
+@pytest.mark.faults
+def test_other_tasks_train_nothing(project):
+    project.calls()
+    done = project.tuned("flows.evaluate", "--set", "tasks.asked.limit=1")
+    calls = project.calls()
+    assert (calls["evaluate_tasks"], calls["train"], calls["train_simoe"]) == (2, 0, 0)
+    assert "SIMoE" in done.stdout
+    check_task_scores(project, 1.0)
 
 
 @pytest.mark.faults
@@ -267,7 +285,7 @@ def test_new_instructions_retrain_it(project):
     lines = asks.read_text().splitlines()
     asks.write_text("\n".join(lines[: len(lines) // 2]) + "\n")
     project.calls()
-    project.simoe()
+    project.simoe("--set", "compute.post_training.workers=2")
     assert project.calls()["train_simoe"] == 2 + 1  # the model by two workers, and a row
     assert len(Registry(read(project.environment())).versions("upcycle-pico")) == 2
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import yaml
@@ -46,6 +47,11 @@ STAGES = [(name, stage) for name, recipe in RECIPES.items() for stage in stages_
 STAGES = [(name, stage) for name, stage in STAGES if stage.items(RECIPES[name])]
 
 
+@cache
+def entries_of(name):
+    return yaml.safe_load(dvc_yaml(RECIPES[name]))["stages"]
+
+
 def label(value):
     return value if isinstance(value, str) else value.name
 
@@ -65,8 +71,7 @@ def test_tasks_are_made_before_anything_is_trained(recipe):
 
 @pytest.mark.parametrize(("name", "stage"), STAGES, ids=label)
 def test_dvc_lists_what_the_fingerprint_is_made_from(name, stage, tmp_path):
-    recipe = RECIPES[name]
-    entries = yaml.safe_load(dvc_yaml(recipe))["stages"]
+    recipe, entries = RECIPES[name], entries_of(name)
     session = Session(recipe, Workspace(tmp_path), log=lambda text: None)
     for item in stage.items(recipe):
         inputs = list(stage.inputs(recipe, item))
@@ -112,7 +117,7 @@ def test_params_are_the_resolved_recipe(tmp_path):
 
 
 def test_what_is_built_upon_is_frozen_and_the_others_are_not():
-    entries = yaml.safe_load(dvc_yaml(LIVING))["stages"]
+    entries = entries_of("living")
     frozen = {name for name, entry in entries.items() if entry.get("frozen")}
     assert frozen == {*PINNED, "parents-python"}
 

@@ -194,6 +194,16 @@ def test_a_recipe_of_one_s_own_is_offered_with_the_flow_that_makes_its_model(rec
     assert not {"dume", "symphony", "simoe"} & {tag for each in others for tag in each["tags"]}
 
 
+def test_the_comparison_is_offered_with_its_rows_and_their_budget():
+    [recipe] = [
+        each["parameters"]["recipe"]
+        for each in offered(deployments(), None, ())
+        if each["entrypoint"] == "flows/compare.py:compare"
+    ]
+    assert recipe["baselines"]["btx"]["method"] == "btx"
+    assert recipe["comparison"]["tokens"] == 2252800
+
+
 @pytest.mark.parametrize("deployment", deployments(), ids=lambda each: each["entrypoint"])
 def test_every_deployment_names_a_flow_and_what_it_takes(deployment):
     module, _, name = deployment["entrypoint"].removesuffix(".py").partition(".py:")

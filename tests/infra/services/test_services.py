@@ -61,7 +61,7 @@ if __name__ == "__main__":
 
     hello(load_recipe(settings.REPOSITORY / "recipes" / "demo.yaml"))
 '''
-OFFERED = {"dume": "{name}", "retrain": "{name}-every-night", "compare": "{name}-comparison"}
+OFFERED = {"dume": "{name}", "retrain": "{name}-every-night"}
 """The flows that are deployed here, all of them as ``hello``."""
 
 
@@ -265,7 +265,6 @@ def test_a_deployed_flow_reaches_the_registry_through_the_worker(environment, pl
     assert deploy(place, prefect_file=offering(place, OFFERED)) == [
         "hello/demo",
         "hello/demo-every-night",
-        "hello/demo-comparison",
     ]
     command = ("-m", "prefect", "deployment", "run", "hello/demo", "--watch")
     done = python(*command, environment={**environment, "PREFECT_API_URL": f"{prefect}/api"})
@@ -273,13 +272,6 @@ def test_a_deployed_flow_reaches_the_registry_through_the_worker(environment, pl
     version = Registry(place).find("hello", "champion")
     assert version.number == 2
     assert version.params == {"api": f"{prefect}/api", "cwd": str(settings.REPOSITORY)}
-
-
-def test_the_comparison_is_offered_with_its_rows_and_their_budget(prefect):
-    comparison = ask(f"{prefect}/api/deployments/name/hello/demo-comparison")
-    recipe = comparison["parameters"]["recipe"]
-    assert recipe["baselines"]["btx"]["method"] == "btx"
-    assert recipe["comparison"]["tokens"] == 2252800
 
 
 def test_the_nightly_deployment_has_a_schedule_and_no_slot_that_could_be_lost(prefect):

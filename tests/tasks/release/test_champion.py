@@ -8,7 +8,7 @@ from infra.cluster.pieces import Piece
 from infra.settings import read
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
-from infra.tracking.runs import Tracker
+from infra.tracking.runs import Tracker, open_database
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
@@ -27,8 +27,17 @@ def session(tmp_path):
     return Session(load_recipe(CODE / "recipes" / "demo.yaml"), workspace, log=lambda text: None)
 
 
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory):
+    """A home whose database has its tables, which take seconds to make."""
+    place = read({"UPCYCLE_HOME": str(tmp_path_factory.mktemp("empty") / "home")})
+    open_database(place)
+    return place.home
+
+
 @pytest.fixture
-def registry(tmp_path):
+def registry(empty, tmp_path):
+    shutil.copytree(empty, tmp_path, dirs_exist_ok=True)
     return Registry(read({"UPCYCLE_HOME": str(tmp_path)}))
 
 

@@ -3,6 +3,7 @@
 import json
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from mlflow import MlflowClient
@@ -45,8 +46,13 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def registry(home):
-    return Registry(read({"UPCYCLE_HOME": str(home)}))
+def settings(home):
+    return read({"UPCYCLE_HOME": str(home)})
+
+
+@pytest.fixture(scope="module")
+def registry(settings):
+    return Registry(settings)
 
 
 @pytest.fixture(scope="module")
@@ -60,22 +66,41 @@ def session(home):
 
 
 @pytest.fixture(scope="module")
-def history(home, registry, session):
+def register_as(home, settings, registry, session):
+    """Registers a version of a model, in a run of its own."""
+    tracker, folder = Tracker(settings, "test"), session.workspace.path("experts/python")
+
+    def register(name, made):
+        with tracker.start_run("test", workspace=home) as run:
+            return registry.register(name, folder, made, run=run)
+
+    return register
+
+
+@pytest.fixture
+def name(request):
+    """A model of the test's own: a registry of its own takes seconds to make."""
+    return request.node.name
+
+
+@pytest.fixture
+def register(register_as, name):
+    return partial(register_as, name)
+
+
+@pytest.fixture(scope="module")
+def history(registry, register_as, session):
     """Version 1 was champion, 2 refused, 3 is champion; 3 has another expert of cpp."""
-    tracker = Tracker(read({"UPCYCLE_HOME": str(home)}), "test")
     own = expert_digests(session)
-    folder = session.workspace.path("experts/python")
-    with tracker.start_run("test", workspace=home) as run:
-        for promoted, cpp in ((True, own["cpp"]), (False, "refused"), (True, "third")):
-            tags = {EXPERTS_TAG: json.dumps({**own, "cpp": cpp})}
-            marks = {PENDING_TAG: "champion" if promoted else "challenger"}
-            made = registry.register(NAME, folder, Registration(tags=tags, marks=marks), run=run)
-            with_aliases(registry, made)
+    for promoted, cpp in ((True, own["cpp"]), (False, "refused"), (True, "third")):
+        tags = {EXPERTS_TAG: json.dumps({**own, "cpp": cpp})}
+        marks = {PENDING_TAG: "champion" if promoted else "challenger"}
+        with_aliases(registry, register_as(NAME, Registration(tags=tags, marks=marks)))
     return registry
 
 
-def champion(registry):
-    return registry.find(NAME, "champion").number
+def champion(registry, name=NAME):
+    return registry.find(name, "champion").number
 
 
 def test_an_expert_that_led_is_told_from_one_that_did_not(history, session):
@@ -85,40 +110,34 @@ def test_an_expert_that_led_is_told_from_one_that_did_not(history, session):
     assert led_experts(history, "nobody") is None
 
 
-def test_a_champion_that_a_person_made_has_a_way_back(tmp_path, session):
+def test_a_champion_that_a_person_made_has_a_way_back(registry, name, register):
     """To the newest that was champion; tidying leaves it."""
-    settings = read({"UPCYCLE_HOME": str(tmp_path)})
-    registry, folder = Registry(settings), session.workspace.path("experts/python")
-    with Tracker(settings, "test").start_run("test", workspace=tmp_path) as run:
-        for mark in ("champion", "challenger", "champion", "challenger"):
-            made = Registration(marks={PENDING_TAG: mark})
-            with_aliases(registry, registry.register(NAME, folder, made, run=run))
-    [second] = [version for version in registry.versions(NAME) if version.number == 2]
+    for mark in ("champion", "challenger", "champion", "challenger"):
+        made = Registration(marks={PENDING_TAG: mark})
+        with_aliases(registry, register(made))
+    [second] = [version for version in registry.versions(name) if version.number == 2]
     registry.set_alias(second, "champion")
-    assert 3 in ways_back(registry.versions(NAME))
-    left, now = roll_back(registry, NAME, "it was worse")
+    assert 3 in ways_back(registry.versions(name))
+    left, now = roll_back(registry, name, "it was worse")
     assert (left.number, now.number) == (2, 3)
 
 
-def test_an_expert_is_taken_back_with_the_only_champion_that_had_it(tmp_path, session):
-    settings = read({"UPCYCLE_HOME": str(tmp_path)})
-    registry, folder = Registry(settings), session.workspace.path("experts/python")
+def test_an_expert_is_taken_back_with_the_only_champion_that_had_it(registry, name, register):
     experts = {"python": "old", "cpp": "same"}
-    with Tracker(settings, "test").start_run("test", workspace=tmp_path) as run:
-        for python in ("old", "new"):
-            tags = {EXPERTS_TAG: json.dumps({**experts, "python": python})}
-            made = Registration(tags=tags, marks={PENDING_TAG: "champion"})
-            with_aliases(registry, registry.register(NAME, folder, made, run=run))
+    for python in ("old", "new"):
+        tags = {EXPERTS_TAG: json.dumps({**experts, "python": python})}
+        made = Registration(tags=tags, marks={PENDING_TAG: "champion"})
+        with_aliases(registry, register(made))
     held = {"python": ["renamed", "new and more"], "cpp": ["same"]}
-    assert withdrawn_experts(registry, NAME, held) == {}
-    roll_back(registry, NAME, "it was worse")
-    assert withdrawn_experts(registry, NAME, held) == {"python": 2}
-    assert withdrawn_experts(registry, NAME, {d: [name] for d, name in experts.items()}) == {}
+    assert withdrawn_experts(registry, name, held) == {}
+    roll_back(registry, name, "it was worse")
+    assert withdrawn_experts(registry, name, held) == {"python": 2}
+    assert withdrawn_experts(registry, name, {d: [name] for d, name in experts.items()}) == {}
     known = {**held, "python": ["new", "old"]}  # as it was called in the champion of before
-    assert withdrawn_experts(registry, NAME, known) == {}
-    [first, _] = registry.versions(NAME)
+    assert withdrawn_experts(registry, name, known) == {}
+    [first, _] = registry.versions(name)
     registry.remove_tag(first, EXPERTS_TAG)
-    assert withdrawn_experts(registry, NAME, held) == {}
+    assert withdrawn_experts(registry, name, held) == {}
 
 
 def test_the_way_back_is_that_of_the_champions(history, session):
@@ -134,26 +153,21 @@ def test_the_way_back_is_that_of_the_champions(history, session):
     assert champion(history) == 1
 
 
-def test_a_champion_that_a_kill_left_half_promoted_stays_rolled_back(tmp_path, session):
-    settings = read({"UPCYCLE_HOME": str(tmp_path)})
-    registry, folder = Registry(settings), session.workspace.path("experts/python")
+def test_a_champion_that_a_kill_left_half_promoted_stays_rolled_back(registry, name, register):
     made = Registration(tags={}, marks={PENDING_TAG: "champion"})
-    with Tracker(settings, "test").start_run("test", workspace=tmp_path) as run:
-        with_aliases(registry, registry.register(NAME, folder, made, run=run))
-        tags = {MODEL_TAG: "second"}
-        second = registry.register(NAME, folder, replace(made, tags=tags), run=run)
+    with_aliases(registry, register(made))
+    tags = {MODEL_TAG: "second"}
+    second = register(replace(made, tags=tags))
     registry.set_tags(second, {PREVIOUS_TAG: "1"})
     registry.set_alias(second, "champion")  # the next call would have removed the mark
-    roll_back(registry, NAME, "it was worse")
-    assert offered(registry, NAME, {"second"}) is not None
-    assert champion(registry) == 1
+    roll_back(registry, name, "it was worse")
+    assert offered(registry, name, {"second"}) is not None
+    assert champion(registry, name) == 1
 
 
 @pytest.mark.parametrize("beside", ["2", "none"])
-def test_who_was_judged_beside_another_champion_is_none(tmp_path, session, beside):
+def test_who_was_judged_beside_another_champion_is_none(registry, name, register, beside):
     """A rollback while a night scores and certifies; another recipe that registers there."""
-    settings = read({"UPCYCLE_HOME": str(tmp_path)})
-    registry, folder = Registry(settings), session.workspace.path("experts/python")
     reason, card = "91.00 > 90.00", "Gate: 91.00 > 90.00."
     tags = {OUTCOME_TAG: "promoted: 91.00", DECISION_TAG: reason, MODEL_TAG: "third"}
     third = Registration(
@@ -163,15 +177,14 @@ def test_who_was_judged_beside_another_champion_is_none(tmp_path, session, besid
         description=f"promoted: 91.00. A model.\n\nGate: {reason}.\n",
     )
     made = Registration(marks={PENDING_TAG: "champion"})
-    with Tracker(settings, "test").start_run("test", workspace=tmp_path) as run:
-        for _ in range(2):
-            with_aliases(registry, registry.register(NAME, folder, made, run=run))
-        waiting = registry.register(NAME, folder, third, run=run)
+    for _ in range(2):
+        with_aliases(registry, register(made))
+    waiting = register(third)
     if beside == "2":
-        roll_back(registry, NAME, "it was worse")
-    now = champion(registry)
-    for found in (with_aliases(registry, waiting), offered(registry, NAME, {"third"}).version):
-        assert champion(registry) == now == (1 if beside == "2" else 2)
+        roll_back(registry, name, "it was worse")
+    now = champion(registry, name)
+    for found in (with_aliases(registry, waiting), offered(registry, name, {"third"}).version):
+        assert champion(registry, name) == now == (1 if beside == "2" else 2)
         assert PENDING_TAG not in found.tags
         assert found.tags[OUTCOME_TAG] == "refused: the champion changed meanwhile"
         than = "version 2" if beside == "2" else "none"
@@ -196,34 +209,30 @@ def test_a_model_without_champion_has_no_way_back(registry):
             roll_back(registry, name, "why")
 
 
-def test_a_champion_before_whose_files_are_lost_is_not_made_champion(tmp_path, session):
-    settings = read({"UPCYCLE_HOME": str(tmp_path)})
-    registry, folder = Registry(settings), session.workspace.path("experts/python")
+def test_a_champion_before_whose_files_are_lost_is_not_made_champion(
+    settings, registry, name, register
+):
     made = Registration(marks={PENDING_TAG: "champion"})
-    with Tracker(settings, "test").start_run("test", workspace=tmp_path) as run:
-        first, _ = [
-            with_aliases(registry, registry.register(NAME, folder, made, run=run)) for _ in range(2)
-        ]
+    first, _ = [with_aliases(registry, register(made)) for _ in range(2)]
     MlflowClient(settings.mlflow_tracking_uri).delete_logged_model(first.model_id)
-    with pytest.raises(InputError, match=f"version 1 of {NAME} has lost its files in MLflow"):
-        roll_back(registry, NAME, "why")
-    assert registry.pointed(NAME, "champion") == 2
+    with pytest.raises(InputError, match=f"version 1 of {name} has lost its files in MLflow"):
+        roll_back(registry, name, "why")
+    assert registry.pointed(name, "champion") == 2
 
 
-def test_a_model_that_is_registered_already_says_so_and_not_what_the_gate_said(tmp_path, session):
-    settings = read({"UPCYCLE_HOME": str(tmp_path)})
-    registry, folder = Registry(settings), session.workspace.path("experts/python")
+def test_a_model_that_is_registered_already_says_so_and_not_what_the_gate_said(
+    registry, name, register
+):
     made = Registration(tags={MODEL_TAG: "first", DECISION_TAG: "there was no champion"})
-    with Tracker(settings, "test").start_run("test", workspace=tmp_path) as run:
-        version = registry.register(NAME, folder, made, run=run)
-    known = offered(registry, NAME, {"first"})
+    version = register(made)
+    known = offered(registry, name, {"first"})
     assert known.verdict == "as it was registered: version 1 is this very model"
     assert Outcome(version, True, known.decision).verdict == "there was no champion"
     registry.set_tags(version, {OUTCOME_TAG: "refused: 89.00 < 90.00"})
-    known = offered(registry, NAME, {"first"})
+    known = offered(registry, name, {"first"})
     assert "this very model, refused: 89.00 < 90.00; set the alias" in known.verdict
     registry.set_alias(version, "champion")
-    assert offered(registry, NAME, {"first"}).verdict.endswith("this very model")
+    assert offered(registry, name, {"first"}).verdict.endswith("this very model")
 
 
 class Killed(BaseException):
@@ -232,42 +241,38 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("calls", range(5))
 def test_a_registration_killed_between_its_steps_is_finished_by_the_next(
-    tmp_path, session, monkeypatch, calls
+    registry, name, register, monkeypatch, calls
 ):
     """Version 2 is to be champion after version 1, whichever call was the last one made."""
-    settings = read({"UPCYCLE_HOME": str(tmp_path)})
-    registry = Registry(settings)
-    folder = session.workspace.path("experts/python")
 
     def offer(digest):
-        found = offered(registry, NAME, digest)
+        found = offered(registry, name, digest)
         if found is not None:
             return found.version
         made = Registration(tags={MODEL_TAG: digest}, marks={PENDING_TAG: "champion"})
-        with Tracker(settings, "test").start_run("test", workspace=tmp_path) as run:
-            return with_aliases(registry, registry.register(NAME, folder, made, run=run))
+        return with_aliases(registry, register(made))
 
     offer("first")
     left = iter(range(calls))
 
-    def stopped(name, method):
-        def call(*arguments):
+    def stopped(call, method):
+        def stopping(*arguments):
             if next(left, None) is None:
-                raise Killed(name)
+                raise Killed(call)
             return method(*arguments)
 
-        return call
+        return stopping
 
     with monkeypatch.context() as patched:
-        for name in ("set_alias", "set_tags", "remove_tag"):
-            patched.setattr(registry, name, stopped(name, getattr(registry, name)))
+        for call in ("set_alias", "set_tags", "remove_tag"):
+            patched.setattr(registry, call, stopped(call, getattr(registry, call)))
         with suppress(Killed):
             offer("second")
         if calls < 4:
-            [second] = registry.versions(NAME)[1:]
+            [second] = registry.versions(name)[1:]
             assert PENDING_TAG in second.tags
     done = offer("second")
     assert (done.number, set(done.aliases)) == (2, {"champion", "challenger"})
     assert done.tags[PREVIOUS_TAG] == "1"
     assert PENDING_TAG not in done.tags
-    assert len(registry.versions(NAME)) == 2
+    assert len(registry.versions(name)) == 2

@@ -26,27 +26,38 @@ def corpora(tmp_path):
     return [write_corpus(tmp_path / f"text{n}", documents=20 + 6 * n) for n in range(2)]
 
 
-def observed(model, texts, layer, matrix):
-    """What a matrix reads and gives, token by token, paragraph by paragraph."""
-    seen = []
-    module = getattr(model.model.layers[layer].self_attn, matrix)
-    hook = module.register_forward_hook(lambda m, given, gave: seen.append((given[0][0], gave[0])))
+MATRICES = [(layer, matrix) for layer in range(2) for part in PARTS for matrix in part]
+
+
+def projection(model, layer, matrix):
+    return getattr(model.model.layers[layer].self_attn, matrix)
+
+
+def observed(model, texts):
+    """{(layer, matrix): what it reads and gives}, token by token, paragraph by paragraph."""
+    seen = {place: [] for place in MATRICES}
+
+    def see(place):
+        return lambda module, given, gave: seen[place].append((given[0][0], gave[0]))
+
+    hooks = [projection(model, *place).register_forward_hook(see(place)) for place in MATRICES]
     with torch.no_grad():
         for _, ids in texts:
             model.model(ids[None])
-    hook.remove()
-    return torch.cat([x for x, _ in seen]), torch.cat([y for _, y in seen])
+    for hook in hooks:
+        hook.remove()
+    return {
+        place: (torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]))
+        for place, pairs in seen.items()
+    }
 
 
 def halves_of(texts):
     return torch.tensor([half for half, ids in texts for _ in ids])
 
 
-def slow_regmean(experts, texts, layer, matrix):
+def slow_regmean(inputs, weights, texts):
     """Equation 2 of RegMean as a stacked least-squares problem, alpha from the halves."""
-    models = [load_causal_lm(expert, dtype=torch.float64) for expert in experts]
-    inputs = [observed(m, t, layer, matrix)[0] for m, t in zip(models, texts, strict=True)]
-    weights = [getattr(m.model.layers[layer].self_attn, matrix).weight.detach() for m in models]
 
     def solved(chosen, alpha):
         rows, targets = [], []
@@ -76,13 +87,16 @@ def test_regmean_is_least_squares_on_the_experts_own_inputs(family, corpora, tmp
     backbone = merged(experts, tmp_path / "backbone")
     made = made_by("regmean", experts, backbone, corpora, tmp_path / "made")
     texts = [paragraphs_of(corpus) for corpus in corpora]
+    models = [load_causal_lm(expert, dtype=torch.float64) for expert in experts]
+    seen = [observed(model, text) for model, text in zip(models, texts, strict=True)]
     changed = set()
-    for layer in range(2):
-        for matrix in (m for part in PARTS for m in part):
-            name = f"model.layers.{layer}.self_attn.{matrix}.weight"
-            changed.add(name)
-            expected = slow_regmean(experts, texts, layer, matrix)
-            torch.testing.assert_close(made.tensor(name), expected, atol=1e-5, rtol=1e-5)
+    for layer, matrix in MATRICES:
+        name = f"model.layers.{layer}.self_attn.{matrix}.weight"
+        changed.add(name)
+        inputs = [of_model[layer, matrix][0] for of_model in seen]
+        weights = [projection(model, layer, matrix).weight.detach() for model in models]
+        expected = slow_regmean(inputs, weights, texts)
+        torch.testing.assert_close(made.tensor(name), expected, atol=1e-5, rtol=1e-5)
     before = CheckpointReader(backbone)
     for name in set(made.tensors) - changed:
         assert made.tensor(name).equal(before.tensor(name))
@@ -90,24 +104,26 @@ def test_regmean_is_least_squares_on_the_experts_own_inputs(family, corpora, tmp
 
 def slow_distilled(experts, backbone, texts):
     """Matrix by matrix, whole passes of the models as they have become."""
-    own = [load_causal_lm(expert, dtype=torch.float64) for expert in experts]
+    own = [
+        observed(load_causal_lm(expert, dtype=torch.float64), text)
+        for expert, text in zip(experts, texts, strict=True)
+    ]
     models = [load_stitched(backbone, expert, dtype=torch.float64) for expert in experts]
+    halves = [halves_of(text) for text in texts]
     found = {}
     for layer in range(2):
         for part in PARTS:
-            solutions = {}
+            seen = [observed(model, text) for model, text in zip(models, texts, strict=True)]
             for matrix in part:
-                read, drift, half = [], [], []
-                for mine, model, text in zip(own, models, texts, strict=True):
-                    x, y = observed(model, text, layer, matrix)
+                read, drift = [], []
+                for mine, become in zip(own, seen, strict=True):
+                    x, y = become[layer, matrix]
                     read.append(x)
-                    drift.append(observed(mine, text, layer, matrix)[1] - y)
-                    half.append(halves_of(text))
-                solutions[matrix] = cross_validated(*map(torch.cat, (read, drift, half)))
-            for matrix, change in solutions.items():
+                    drift.append(mine[layer, matrix][1] - y)
+                change = cross_validated(*map(torch.cat, (read, drift, halves)))
                 for model in models:
                     with torch.no_grad():
-                        getattr(model.model.layers[layer].self_attn, matrix).weight += change
+                        projection(model, layer, matrix).weight += change
                 name = f"model.layers.{layer}.self_attn.{matrix}.weight"
                 found[name] = model.state_dict()[name]
     return found
