@@ -247,21 +247,19 @@ def test_a_rollback_that_cannot_be_is_said_in_one_line(life, shrunk):
     )
 
 
+def test_a_remote_that_holds_a_secret_is_refused(life, shrunk, tmp_path):
+    number, into = str(life.registry().versions(NAME)[-1].number), str(tmp_path / "again")
+    secret = ("--remote", "https://me:Pl4n/ted@host/x")
+    said = life.refused(number, "--into", into, *secret, recipe=NAME, module="flows.restore")
+    assert "remote = 'https://me:***@host/x': holds a secret" in said
+
+
+@pytest.mark.faults
 def test_a_version_is_restored_from_the_remote(life, shrunk, tmp_path):
     """Its model, which the remote does not hold, from the parts: the version's own file is gone."""
     version = life.registry().versions(NAME)[-1]
     cache = life.workspace / ".dvc" / "cache"
     assert cache.exists()
-    secret = ("--remote", "https://me:Pl4n/ted@host/x")
-    said = life.refused(
-        str(version.number),
-        "--into",
-        str(tmp_path / "again"),
-        *secret,
-        recipe=NAME,
-        module="flows.restore",
-    )
-    assert "remote = 'https://me:***@host/x': holds a secret" in said
     weights = life.workspace / "model" / "model.safetensors"
     digest = hashlib.md5(weights.read_bytes()).hexdigest()
     assert not list((life.home / "remote").rglob(digest[2:]))

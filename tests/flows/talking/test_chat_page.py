@@ -120,24 +120,28 @@ def test_a_seed_decides_what_is_drawn(page):
     assert said[0] == said[1] != said[2]
 
 
+def computed(page):
+    """Seconds of processors that the server has used: more work on the machine adds none."""
+    return sum(psutil.Process(page.process.pid).cpu_times()[:2])
+
+
 def test_it_stops_when_its_reader_leaves_and_the_next_is_answered(page):
-    """Computing all of it takes seconds; nobody waits for that."""
-    start = time.monotonic()
+    """Computing all of it takes seconds of a processor; nobody waits for that."""
+    start = computed(page)
     page.all_of(prompt="a", tokens=CONTEXT, temperature=0)
-    whole = time.monotonic() - start
+    whole = computed(page) - start
 
     connection, events = page.ask(prompt="a", tokens=CONTEXT, temperature=0)
     assert next(events)["is"] == "token"
     connection.close()
-    start = time.monotonic()
+    start = computed(page)
     events = page.all_of(prompt="a", tokens=1)
     assert events[-1]["is"] == "ended"
-    assert time.monotonic() - start < whole / 2
+    assert computed(page) - start < whole / 2
 
-    busy = psutil.Process(page.process.pid)
-    before = sum(busy.cpu_times()[:2])
+    before = computed(page)
     time.sleep(0.5)
-    assert sum(busy.cpu_times()[:2]) - before < 0.25
+    assert computed(page) - before < 0.25
 
 
 def test_one_answers_at_a_time_and_the_others_are_told(page):
@@ -158,9 +162,14 @@ def test_a_waiting_reader_that_leaves_makes_room(page):
     waiting, events = page.ask(prompt="b", tokens=CONTEXT)
     assert next(events) == {"is": "waiting", "ahead": 1}
     waiting.close()
-    time.sleep(0.2)
-    last, events = page.ask(prompt="c", tokens=1)
-    assert next(events) == {"is": "waiting", "ahead": 1}
+    deadline = time.monotonic() + 30
+    while True:
+        last, events = page.ask(prompt="c", tokens=1)
+        if (said := next(events)) == {"is": "waiting", "ahead": 1}:
+            break
+        last.close()
+        assert time.monotonic() < deadline, said
+        time.sleep(0.2)
     first.close()
     with contextlib.closing(last):
         assert [*events][-1]["is"] == "ended"
