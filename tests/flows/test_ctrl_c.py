@@ -23,7 +23,7 @@ from tasks.engine.workspace import Workspace
 DOMAINS = ("letters", "numbers")
 LEAVE_SECONDS = 10
 END_SECONDS = 12
-"""Five at most on a machine that has nothing else to do, as none has that runs three tests at once."""
+"""Five at most on a machine that has nothing else to do; tests run three at once."""
 READER = "infra/readers/ask/ask_transformers.py"
 PHASES = {
     "start-up": "tasks.recipes/check",
