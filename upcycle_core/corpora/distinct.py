@@ -59,13 +59,14 @@ def content_key(text: str) -> bytes:
     return hashlib.sha256((normalised(text) or text).encode()).digest()[:16]
 
 
-def draw_key(text: str) -> bytes:
-    """What a document is drawn by, 16 bytes: its letters and digits alone, without marks.
+def likeness(text: str) -> bytes:
+    """The same 16 bytes for texts of which one must not be held out where the other is trained on.
 
-    Coarser than ``content_key``, so that what is nearly the same is drawn alike. It must never
-    change: what living models are judged on hangs on it.
+    Letters and digits alone count, without marks: coarser than ``content_key``. Documents are drawn
+    by it, and what living models are judged on hangs on that: it must never change.
     """
-    return hashlib.sha256(NOT_LETTERS.sub("", text.lower()).encode()).digest()[:16]
+    letters = NOT_LETTERS.sub("", text.lower())
+    return hashlib.sha256((letters or text).encode()).digest()[:16]
 
 
 def mostly_new(documents: Iterable[Document]) -> Iterator[Document]:

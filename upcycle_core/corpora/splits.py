@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from upcycle_core.corpora.config import Split
 from upcycle_core.corpora.conversations import complete_text
-from upcycle_core.corpora.distinct import Document, content_key, draw_key
+from upcycle_core.corpora.distinct import Document, content_key, likeness
 from upcycle_core.corpora.seeded import permutation, place
 from upcycle_core.corpora.spool import Kept
 from upcycle_core.errors import Fault, raise_faults
@@ -45,8 +45,9 @@ class Selection:
         size = 0
         for document in documents:
             messages = document.messages
-            text = document.text if messages is None else complete_text(messages)
-            if len(text) < min_characters:
+            said = document.text
+            text = said if messages is None else complete_text(messages)
+            if len(said) < min_characters:
                 left_out["short"] += 1
             elif (key := content_key(text)) in texts:
                 left_out["duplicate"] += 1
@@ -59,7 +60,7 @@ class Selection:
         self.left_out[split] = left_out
 
     def separate(self, name: str) -> None:
-        """Let no document stand in two splits that were named.
+        """Let no document stand in two splits that were named, nor another of its likeness.
 
         Training text yields to held-out and calibration text, text from elsewhere to all others.
 
@@ -120,19 +121,18 @@ class Selection:
             seed: Decides which.
         """
         train = self.splits["train"]
-        sizes = {key: document.size for key, document in train.items()}
+        alike: dict[bytes, list[bytes]] = {}
+        for key, document in train.items():
+            alike.setdefault(likeness(document.text), []).append(key)
+        sizes = {own: sum(train[key].size for key in keys) for own, keys in alike.items()}
         room = share * sum(sizes.values())
-        places = {
-            key: place(draw_key(document.text), seed, "set aside", split)
-            for key, document in train.items()
-            if sizes[key] <= room
-        }
-        chosen = [key for key, found in places.items() if found < share]
+        places = {own: place(own, seed, "set aside", split) for own in alike if sizes[own] <= room}
+        chosen = [own for own, found in places.items() if found < share]
         if train and not chosen:
             chosen = [
-                min(places, key=places.__getitem__) if places else min(train, key=sizes.__getitem__)
+                min(places, key=places.__getitem__) if places else min(sizes, key=sizes.__getitem__)
             ]
-        self._take(split, chosen)
+        self._take(split, [key for own in chosen for key in alike[own]])
 
     def empty_splits(self, name: str) -> list[Fault]:
         """A fault for each split without documents, saying what was left out of it.
@@ -160,22 +160,27 @@ class Selection:
         self.taken.append(split)
 
     def _drop(self, split: Split, other: Split) -> None:
-        self.leave_out(split, self.splits.get(other, {}), f"in {other}")
+        self.leave_out(split, _alike(self.splits.get(other, {})), f"in {other}")
 
     def leave_out(self, split: Split, others: Container[bytes], reason: str) -> None:
-        """Leave out of ``split`` the documents whose content keys are among ``others``."""
+        """Leave out of ``split`` the documents whose ``likeness`` is among ``others``."""
         texts = self.splits.get(split, {})
-        for key in [key for key in texts if key in others]:
+        for key in [key for key, document in texts.items() if likeness(document.text) in others]:
             del texts[key]
             self.left_out[split][reason] += 1
 
 
+def _alike(texts: Texts) -> set[bytes]:
+    return {likeness(document.text) for document in texts.values()}
+
+
 def _shared(texts: Texts, heldout: Texts, where: str) -> list[Fault]:
-    keys = [key for key in texts if key in heldout]
-    if not keys:
+    held = _alike(heldout)
+    shared = [document for document in texts.values() if likeness(document.text) in held]
+    if not shared:
         return []
     remedy = (
-        f"{len(keys)} of them are also held-out text, for example {texts[keys[0]].text[:60]!r}; "
+        f"{len(shared)} of them are also held-out text, for example {shared[0].text[:60]!r}; "
         "name other text for one of the two"
     )
     return [Fault(where, f"{len(texts)} documents", remedy)]

@@ -134,16 +134,19 @@ def test_chats_that_say_the_same_are_told_apart_by_what_is_called_and_thought(ki
         split: Source(files=(str(tmp_path / f"{split}.jsonl"),), form="chat")
         for split in ("train", "heldout")
     }
-    common = {"config": CorpusConfig(min_characters=4), "seed": 0}
+    common = {"config": CorpusConfig(min_characters=1), "seed": 0}
     domain = Domain(expert="ready", calibration=sources["train"], heldout=sources["heldout"])
-    with pytest.raises(InputError, match=r"2 documents': 1 of them are also held-out text"):
-        write_documents(domain, tmp_path / "domain", **common)
+    with pytest.raises(InputError, match=r"2 documents': 2 of them are also held-out text"):
+        write_documents(domain, tmp_path / "domain", **common)  # who knows one knows the other
     held = tmp_path / "held"
     write_texts("heldout", sources["heldout"], held, name="held", **common)
+    write_texts("train", sources["train"], tmp_path / "seed", name="seed_model.text", **common)
+    kept = [chat.messages for chat in read_chats(tmp_path / "seed" / "train.parquet")]
+    wanted = [messages_of(record, "here") for record in ALIKE[kind]]
+    assert sorted(map(json.dumps, kept)) == sorted(map(json.dumps, wanted))
     apart = {"apart_from": [held / "heldout.parquet"], "name": "seed_model.text"}
-    write_texts("train", sources["train"], tmp_path / "seed", **apart, **common)
-    (kept,) = read_chats(tmp_path / "seed" / "train.parquet")
-    assert kept.messages == messages_of(ALIKE[kind][1], "here")
+    with pytest.raises(InputError, match=r"in a domain's text: 2|2 in a domain's text"):
+        write_texts("train", sources["train"], tmp_path / "none", **apart, **common)
 
 
 def test_a_chat_that_only_says_something_has_the_key_of_its_text():

@@ -85,6 +85,20 @@ def test_chats_with_the_same_words_and_other_thoughts_are_set_aside_together():
     assert not held & trained
 
 
+def test_the_one_that_is_set_aside_of_few_takes_its_likes_along():
+    for seed in range(20):
+        chats = [
+            Document(f"question {n}", "file", [said(f"question {n}", f"thought {thought}")])
+            for n in range(6)
+            for thought in range(2)
+        ]
+        selection = selection_of(chats)
+        selection.set_aside_for_good("heldout", 0.05, seed=seed)
+        held = [document.text for document in selection.splits["heldout"].values()]
+        assert len(held) == 2
+        assert held[0] == held[1]
+
+
 def said(text, thought):
     return {"role": "assistant", "content": text, "thinking": thought}
 
