@@ -67,7 +67,9 @@ def seed_row(recipe: Recipe, shape: Shape) -> Planned | None:
     """The seed: trained here, given, or none."""
     compute = recipe.compute
     if recipe.trains_seed:
-        trained = training(shape, recipe.seed_model.training, compute.seed)
+        trained = training(
+            shape, recipe.seed_model.training, compute.seed, "seed_model.training", kind="seed"
+        )
         return replace(
             trained, stage="seed", kind="seed", resources=compute.seed, read=FP32 * shape.whole
         )
@@ -119,8 +121,19 @@ def training(
     config: TrainingConfig,
     resources: WorkerResources,
     where: str = "experts.training",
+    *,
+    kind: str = "experts",
 ) -> Planned:
-    """One training: weights in fp32 come out, and the checkpoints that lie beside it meanwhile."""
+    """One training: weights in fp32 come out, and the checkpoints that lie beside it meanwhile.
+
+    Args:
+        shape: What is trained.
+        config: How.
+        resources: Of a worker.
+        where: The section of a recipe that says how.
+        kind: The section of ``compute`` that says with what.
+    """
+    is_expert = isinstance(config, ExpertTrainingConfig)
     method: ExpertMethod = config.method if isinstance(config, ExpertTrainingConfig) else "full"
     trained = trained_parameters(shape, method)
     moment = FP32 if config.optimizer_state == "fp32" else FP32 // 2
@@ -130,11 +143,11 @@ def training(
         "layers": [f"{where}.method = ffn", f"{where}.method = lora"],
         "ffn": [f"{where}.method = lora"],
         "lora": [],
-    }[method]
+    }[method if is_expert else "lora"]
     if config.batch_size > 1:
         smaller.append(f"a smaller {where}.batch_size, with gradient_accumulation")
     if workers == 1:
-        smaller.append("compute.experts.sharding = full, with workers on several machines")
+        smaller.append(f"compute.{kind}.sharding = full, with workers on several machines")
     needed = training_bytes(shape, config, device=resources.device, workers=workers)
     itemsize = shape.itemsize if method == "lora" else FP32
     # What is frozen is written as well, in its own type.

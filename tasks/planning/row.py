@@ -93,7 +93,8 @@ class Planned:
             machine: Where it runs; None for a cluster, where all items may be at work at once.
         """
         left = self.items - self.made
-        together = left if machine is None else min(left, self.at_once(machine))
+        most = self.pieces // self.rounds if machine is None else self.at_once(machine)
+        together = min(left, most)
         return self.passing * left // self.items + self.each * together
 
     def seconds(self, machine: Machine, rates: Rates | None) -> float | None:
@@ -106,7 +107,8 @@ class Planned:
         if rates is None or self.flops is None:
             return None
         if self.resources.gpus:
-            together = min(self.pieces * self.workers, max(1.0, machine.gpus / self.resources.gpus))
+            most = max(1.0, machine.gpus / self.resources.gpus)
+            together = min(self.pieces // self.rounds * self.workers, most)
             one = rates.gpu_fp32 if self.precision == "fp32" else rates.gpu_bf16
             speed = one * min(together * self.resources.gpus, max(1, machine.gpus))
         else:

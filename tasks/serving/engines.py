@@ -15,7 +15,6 @@ from infra.services.ports import HOST
 from infra.serving.engine import Launch, free_port
 from infra.settings import REPOSITORY, Settings, environment_of
 from infra.tracking.records import Version
-from upcycle_core.checkpoints.place import make_once
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 if TYPE_CHECKING:
@@ -130,6 +129,7 @@ def _files_of(
     if here is not None:
         return here, here
     mark = f"{version.name}-{version.number}-{version.model_id or version.run_id}"
+    from upcycle_core.checkpoints.place import make_once  # torch: a parser reads engines' names
 
     def copy(partial: Path) -> None:
         registry.download(version.reference, partial / "files")

@@ -144,7 +144,7 @@ def _is_gate(name: str) -> bool:
 
 def _without_second_half(parameter: Tensor) -> None:
     assert isinstance(parameter.grad, DTensor)
-    gradient_eJH = parameter.grad.to_local()  # a worker's e of the E experts
+    gradient_eJH = parameter.grad.to_local()  # a worker's part: of the experts, or of H
     gradient_eJH.chunk(2, dim=1)[1].zero_()
 
 

@@ -42,8 +42,15 @@ def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
 
 
 def tokens_read(dataset: Dataset, config: TrainingConfig) -> int:
-    """Tokens of a whole training; padding is left out where the dataset has ``tokens``."""
-    return int(getattr(dataset, "tokens", config.tokens))
+    """Tokens of a whole training; padding is left out where the dataset counts its ``tokens``.
+
+    A dataset may have more rows than are read: of its tokens, their share.
+    """
+    tokens = getattr(dataset, "tokens", None)
+    if not isinstance(tokens, int):
+        return config.tokens
+    read = config.tokens // config.sequence_length
+    return tokens * read // len(dataset)  # type: ignore[arg-type]
 
 
 def targets(batch: Mapping[str, Tensor]) -> Tensor:

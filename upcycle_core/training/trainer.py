@@ -147,8 +147,8 @@ def load_to_train(
         config: Its arithmetic.
         device: Where it is trained.
         divided: With ``full`` it stays on the CPU, in the type of its file, which is mapped, or, of
-            several, in one that holds them all: types and places are those that ``sharding.shard``
-            gives it.
+            several, in one that holds them all, in which every worker then holds the whole model
+            for a while: types and places are those that ``sharding.shard`` gives it.
     """
     precision = arithmetic(config.precision, device)
     if divided == "full":

@@ -186,6 +186,7 @@ def test_given_experts_beside_trained_ones_get_their_type(tmp_path, llama, dtype
     assert found["experts"].kept == (4 * 4 + given) * WHOLE
     assert found["seed"].kept == given * WHOLE
     assert found["backbone"].kept == size * (WHOLE - FFNS)
+    assert found["experts"].holding(None) == 4 * CHECKPOINTS * 12 * WHOLE  # none of the given one
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("auto", 2), ("fp16", 2), ("fp32", 4)])
@@ -235,6 +236,16 @@ def test_a_gpu_is_asked_for_what_it_holds(tmp_path, llama):
     assert "62.7 GB of GPU memory, there are 59.8 GB to plan with" in found["compute.evaluation"][0]
     none = faults(made(tmp_path, llama, machine=Machine(**common), compute=compute))
     assert none["compute.statistics.gpus"] == ("1", "there is no GPU; give 0")
+
+
+def test_a_seed_that_does_not_fit_is_not_told_of_experts(tmp_path, llama):
+    small = Machine(memory=10**9, cpus=8, disk=10**13)
+    found = faults(made(tmp_path, llama, ready=False, machine=small, seed_model={}))
+    _, remedy = found["compute.seed"]
+    assert "a smaller seed_model.training.batch_size" in remedy
+    assert "compute.seed.sharding = full" in remedy
+    assert "experts" not in remedy
+    assert "method" not in remedy
 
 
 def test_a_method_without_a_plan_is_refused(tmp_path, llama, monkeypatch):

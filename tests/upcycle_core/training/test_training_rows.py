@@ -65,6 +65,7 @@ def test_tokens_and_speed_leave_padding_out_where_rows_say_how_many(tmp_path, mo
     for name, rows, tokens in (
         ("whole", AnswerRows(12), settings().tokens),
         ("counted", Counted(12), Counted.tokens),
+        ("longer", Counted(24), Counted.tokens // 2),
     ):
         result = run(tmp_path, model, name, rows=rows, progress=progress)
         assert result.tokens == tokens
