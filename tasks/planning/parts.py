@@ -25,6 +25,12 @@ BYTES_A_TOKEN = 4
 """Of text in a language with a Latin script."""
 STORED_TEXT = 0.45
 """Of documents as Parquet, of their text's size."""
+SMALLER: Mapping[ExpertMethod | None, tuple[ExpertMethod, ...]] = {
+    "full": ("ffn", "lora"),
+    "layers": ("ffn", "lora"),
+    "ffn": ("lora",),
+}
+"""Ways to train an expert that hold less. What is no expert has one way."""
 
 
 @dataclass(frozen=True)
@@ -133,17 +139,12 @@ def training(
         where: The section of a recipe that says how.
         kind: The section of ``compute`` that says with what.
     """
-    is_expert = isinstance(config, ExpertTrainingConfig)
-    method: ExpertMethod = config.method if isinstance(config, ExpertTrainingConfig) else "full"
+    own = config.method if isinstance(config, ExpertTrainingConfig) else None
+    method: ExpertMethod = own or "full"
     trained = trained_parameters(shape, method)
     moment = FP32 if config.optimizer_state == "fp32" else FP32 // 2
     workers = dividing(resources)
-    smaller = {
-        "full": [f"{where}.method = ffn", f"{where}.method = lora"],
-        "layers": [f"{where}.method = ffn", f"{where}.method = lora"],
-        "ffn": [f"{where}.method = lora"],
-        "lora": [],
-    }[method if is_expert else "lora"]
+    smaller = [f"{where}.method = {other}" for other in SMALLER.get(own, ())]
     if config.batch_size > 1:
         smaller.append(f"a smaller {where}.batch_size, with gradient_accumulation")
     if workers == 1:
