@@ -8,29 +8,22 @@ workspace of its own (``NAME-seed-0``, ...).
 """
 
 import sys
-from collections.abc import Callable, Collection
 
 from prefect import flow
 from prefect.states import State
 
 from flows.making.building import made
-from flows.pages.instructions import publish_tuning, write_instructions
+from flows.making.simoe import build
+from flows.pages.instructions import write_instructions
 from flows.pages.model import folder_faults
 from flows.pages.page import Command
-from flows.pages.tasks import publish_tasks
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow, with_seed
 from flows.running.refused import in_a_line
-from flows.running.session import THREADS, FlowSession
+from flows.running.session import THREADS
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
-from tasks.methods import scored_models, stages_of
 from tasks.recipes import validate
-from tasks.release.champion import standing_champion
-from tasks.release.task_table import task_table
-from tasks.release.versions import Outcome
-from tasks.simoe.model import baselines, model
-from tasks.simoe.register import register_tuned
 from upcycle_core.errors import Fault, raise_faults
 
 
@@ -49,37 +42,6 @@ def simoe(recipe: Recipe, rebuild: bool = False) -> State:
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
     return made("simoe", recipe, build, rebuild=rebuild)
-
-
-def build(
-    session: FlowSession,
-    *,
-    changed: Collection[str] | None = None,
-    also: Callable[[FlowSession], None] = lambda session: None,
-) -> Outcome:
-    """Bring every stage up to date, judge the model beside the champion, and register it.
-
-    Args:
-        session: The recipe at work.
-        changed: Sets of instructions; all are tuned on together, whichever changed.
-        also: Makes what is asked for beside the model, before that is registered.
-    """
-    recipe = session.recipe
-    for stage in stages_of(recipe):
-        if stage is baselines:  # the recipe's own model is one more of the trainings
-            session.ensure(model, stage)
-        elif stage is not model:
-            session.ensure(stage)
-    also(session)
-    session.finish()
-    with standing_champion(session.stages, session.registry) as champion:
-        tasks = task_table(session.stages, champion, models=list(scored_models(recipe)))
-        outcome = register_tuned(session.registrar, champion)
-    publish_tuning(session, outcome)
-    if tasks is not None:
-        publish_tasks(session, outcome.version, tasks)
-    session.workspace.sweep()
-    return outcome
 
 
 def _faults(recipe: Recipe) -> list[Fault]:

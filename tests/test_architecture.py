@@ -67,6 +67,7 @@ METHOD_SECTIONS = ("symphony", "simoe", "compression")
 METHODS_AT_HOME = (
     *(f"tasks/{method}/" for method in PAPERS),
     *(f"flows/{method}.py" for method in PAPERS),
+    *(f"flows/making/{method}.py" for method in PAPERS),
     "tasks/methods.py",  # whether DeRS is asked for, which is no method but an addition
 )
 # Folders whose own folders are rooms.

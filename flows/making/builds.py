@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from flows import ders, dume, simoe
+from flows.making import ders, dume, simoe
 from flows.making.building import Build, build_stages
 from flows.running.command_line import SUMMARY
 from flows.running.session import FlowSession

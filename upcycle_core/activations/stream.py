@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -60,6 +59,8 @@ class LayerStream:
     def __init__(
         self, directory: Path, read: Read | None, *, dtype: torch.dtype, device: str = "cpu"
     ) -> None:
+        from accelerate import init_empty_weights  # slow to import
+
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )

@@ -14,7 +14,7 @@ from upcycle_core.planning.shape import Shape
 from upcycle_core.precision import arithmetic
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.training.config import Group, TrainingConfig
-from upcycle_core.training.sharding import divided_dimension
+from upcycle_core.training.workers import divided_dimension
 
 FP32, MOMENTS, MASK = 4, 2, 4
 STATES = FP32 * (1 + MOMENTS)

@@ -10,7 +10,7 @@ V vocabulary, H hidden size, W workers.
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,7 @@ def shard(
     halves: frozenset[str],
     device: str,
 ) -> None:
-    """Leave each worker 1 / W of every parameter, see ``divided_dimension``; in place.
+    """Leave each worker 1 / W of every parameter, see ``workers.divided_dimension``; in place.
 
     Layer by layer: what a worker holds whole of a model that its file maps is one layer. Each layer
     is gathered when it computes, and freed again. Embedding and head are never gathered within
@@ -117,17 +117,8 @@ def shard(
     keep_up_matrices(network, halves)
 
 
-def divided_dimension(sizes: Sequence[int], count: int) -> int:
-    """The dimension by which ``count`` workers divide a tensor: the first, or the last.
-
-    Five experts [5, 2I, H] that eight workers divide by the first are on five of them, and on each
-    of the eight is room for one.
-    """
-    return 0 if sizes[0] % count == 0 or sizes[-1] % count else len(sizes) - 1
-
-
 def _placement(parameter: nn.Parameter) -> Shard:
-    return Shard(divided_dimension(parameter.shape, workers.count()))
+    return Shard(workers.divided_dimension(parameter.shape, workers.count()))
 
 
 def free(network: nn.Module) -> None:

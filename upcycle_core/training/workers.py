@@ -3,6 +3,8 @@
 A worker is a process of an initialised ``torch.distributed``; without one there is a single worker.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor, distributed
 
 
@@ -35,6 +37,15 @@ def whole(values: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor  # slow to import
 
     return values.full_tensor() if isinstance(values, DTensor) else values
+
+
+def divided_dimension(sizes: Sequence[int], count: int) -> int:
+    """The dimension by which ``count`` workers divide a tensor: the first, or the last.
+
+    Five experts [5, 2I, H] that eight workers divide by the first are on five of them, and on each
+    of the eight is room for one.
+    """
+    return 0 if sizes[0] % count == 0 or sizes[-1] % count else len(sizes) - 1
 
 
 def _several() -> bool:

@@ -214,8 +214,8 @@ def test_what_a_pass_gathered_is_given_back_the_head_too(folder):
 
 def test_the_dimension_that_workers_divide():
     sizes = (5, 2 * 14336, 4096)
-    assert [sharding.divided_dimension(sizes, count) for count in (2, 3, 5, 8)] == [2, 0, 0, 2]
-    assert sharding.divided_dimension((7,), 2) == 0
+    assert [workers.divided_dimension(sizes, count) for count in (2, 3, 5, 8)] == [2, 0, 0, 2]
+    assert workers.divided_dimension((7,), 2) == 0
 
 
 @pytest.mark.parametrize("name", ["tied", "mixtral"])
