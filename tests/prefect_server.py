@@ -9,6 +9,15 @@ import urllib.request
 from pathlib import Path
 
 START_SECONDS = 300
+IDLE = (
+    "SCHEDULER",
+    "LATE_RUNS",
+    "CANCELLATION_CLEANUP",
+    "FOREMAN",
+    "PAUSE_EXPIRATIONS",
+    "REPOSSESSOR",
+)
+"""Services that look at the database every few seconds, for what no test waits for here."""
 _running: list[subprocess.Popen] = []
 _urls: list[str] = []
 
@@ -25,12 +34,13 @@ def prefect_server() -> str:
     if not _urls:
         port, home = free_port(), Path(os.environ["PREFECT_HOME"]) / "shared"
         home.mkdir(parents=True)
+        off = {f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false" for service in IDLE}
         with (home / "server.log").open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PREFECT_HOME": str(home)},
+                env={**os.environ, **off, "PREFECT_HOME": str(home)},
             )
         _running.append(process)
         url = f"http://127.0.0.1:{port}/api"

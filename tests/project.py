@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from databases import with_database
 from prefect_server import prefect_server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,8 +27,8 @@ class Project:
         recipe: A recipe file.
         name: The recipe's name.
         module: The flow that it is for.
-        own_server: Whether each flow brings its own Prefect server, as users' flows do where none
-            runs; else they share one.
+        own_server: Whether each flow brings its own Prefect server and makes its own database, as
+            users' flows do where none is; else they share one, and begin with tables.
     """
 
     def __init__(
@@ -83,6 +84,8 @@ class Project:
         self, *command: str, check: bool = True, cwd: Path = ROOT
     ) -> subprocess.CompletedProcess[str]:
         """Any command; its output is shown if it fails."""
+        if not self.own_server:
+            with_database(self.home)
         done = subprocess.run(
             command,
             cwd=cwd,

@@ -12,7 +12,10 @@ from flows.running.arguments import ARGUMENTS, look_first, parser_of
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAVY = {"torch", "prefect", "mlflow", "ray", "transformers", "datasets"}
-OF_PIECES = {"transformers.modeling_utils", "transformers.trainer_callback", "peft", "datasets"}
+OF_PIECES = {
+    *("transformers.modeling_utils", "transformers.trainer_callback", "peft", "datasets"),
+    *("accelerate", "torch.distributed.fsdp"),
+}
 """What computes; it takes as long to import as all the rest of a flow."""
 
 

@@ -1,3 +1,4 @@
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -179,28 +180,26 @@ def test_a_run_that_breaks_off_says_how(tracker, client, error, status):
     assert client.get_run(run.id).info.status == status
 
 
-def _die_during_a_run(place, workspace, folder):
+def _die_during_runs(place, workspaces):
     tracker = Tracker(place, "flows")
-    with (
-        tracker.start_run("flow", workspace=workspace) as parent,
-        tracker.start_run("stage", parent=parent) as child,
-    ):
-        (folder / "ids").write_text(f"{parent.id} {child.id}")
+    with contextlib.ExitStack() as runs:
+        for workspace in workspaces:
+            parent = runs.enter_context(tracker.start_run("flow", workspace=workspace))
+            child = runs.enter_context(tracker.start_run("stage", parent=parent))
+            (workspace / "ids").write_text(f"{parent.id} {child.id}")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_runs_of_a_killed_flow_are_marked_at_the_next_start(place, tracker, client, tmp_path):
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
-    ids, processes = {}, []
     for workspace in (here, elsewhere):
         workspace.mkdir()
-        arguments = (place, workspace, workspace)
-        spawned = multiprocessing.get_context("spawn")
-        processes.append(spawned.Process(target=_die_during_a_run, args=arguments))
-        processes[-1].start()
-    for workspace, process in zip((here, elsewhere), processes, strict=True):
-        process.join(timeout=120)
-        ids[workspace] = (workspace / "ids").read_text().split()
+    spawned = multiprocessing.get_context("spawn")
+    process = spawned.Process(target=_die_during_runs, args=(place, (here, elsewhere)))
+    process.start()
+    process.join(timeout=120)
+    ids = {workspace: (workspace / "ids").read_text().split() for workspace in (here, elsewhere)}
+    for workspace in ids:
         assert [client.get_run(i).info.status for i in ids[workspace]] == ["RUNNING"] * 2
     with tracker.start_run("flow", workspace=here) as run:
         assert [client.get_run(i).info.status for i in ids[here]] == ["KILLED"] * 2

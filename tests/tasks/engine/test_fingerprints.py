@@ -1,10 +1,11 @@
 """What decides whether a stage runs: its code, found by nobody's list; its settings, no more."""
 
 import json
+import modulefinder
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
-from modulefinder import ModuleFinder
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,12 +45,14 @@ def used(checkout, tmp_path_factory):
     shutil.copytree(checkout, plain)
     for file in plain.rglob("*.py"):  # the compiler drops what is for type checkers alone
         file.write_text(file.read_text().replace("if TYPE_CHECKING:", "if False:"))
-    return {module: reached(module, plain) for module in MODULES}
+    with pytest.MonkeyPatch.context() as patched:  # most modules reach the same files
+        patched.setattr(modulefinder, "compile", cache(compile), raising=False)
+        return {module: reached(module, plain) for module in MODULES}
 
 
 def reached(module, code):
     left_out = [name.removesuffix(".py").rstrip("/").replace("/", ".") for name in LEFT_OUT]
-    finder = ModuleFinder(path=[str(code)], excludes=left_out)
+    finder = modulefinder.ModuleFinder(path=[str(code)], excludes=left_out)
     finder.import_hook(module)
     files = {Path(m.__file__) for m in finder.modules.values() if m.__file__}
     # Finding tasks.x finds all of its packages; what they import counts as well.
