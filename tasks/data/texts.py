@@ -47,15 +47,16 @@ def _same_faults(recipe: Recipe) -> Iterator[Fault]:
         alike: dict[str, list[str]] = {}
         for name, domain in recipe.domains.items():
             if (source := getattr(domain, part)) is not None:
-                sizes = sorted(f.stat().st_size for f in source_files(source, folder).values())
+                # Of a harvest its name says it all; another's files are too many to look at.
+                files = {} if source.harvest else source_files(source, folder)
+                sizes = sorted(f.stat().st_size for f in files.values())
                 how = asdict(replace(source, files=(), max_bytes=None))
                 alike.setdefault(json.dumps([sizes, how]), []).append(name)
         for names in alike.values():  # only of these everything is read
             first: dict[str, str] = {}
             for name in names if len(names) > 1 else ():
                 source = getattr(recipe.domains[name], part)
-                files = source_files(source, folder).values()
-                read = json.dumps(sorted(map(sha256_file, files)))
+                read = json.dumps(sorted(map(sha256_file, source_files(source, folder).values())))
                 if (other := first.setdefault(read, name)) != name:
                     remedy = f"is the same text as domains.{other}.{part}; name other text for one"
                     yield Fault(f"domains.{name}.{part}", _given(source), remedy)

@@ -70,6 +70,15 @@ def harvest_files(name: Harvest) -> list[HarvestFile]:
     return sorted(FILES[name](), key=lambda file: file.label)
 
 
+def has_files(name: Harvest) -> bool:
+    """Whether ``harvest_files`` finds any, known at the first one.
+
+    Raises:
+        MissingPackage: Names the package that is not installed.
+    """
+    return any(True for _ in FILES[name]())
+
+
 def harvest_documents(name: Harvest, *, seed: int) -> Iterator[Document]:
     """The documents of a domain, file by file in seeded order, each in place and read once.
 
@@ -154,16 +163,17 @@ def found(
     left_out = NOT_THE_DOMAIN.union(without)
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in left_out]
+        label = Path(prefix, Path(folder).relative_to(root)).as_posix()
         for name in names:
             if name.endswith(endings):
-                path = Path(folder, name)
-                yield HarvestFile(f"{prefix}/{path.relative_to(root).as_posix()}", path, extract)
+                yield HarvestFile(f"{label}/{name}", Path(folder, name), extract)
 
 
 def in_packages(names: Iterable[str], *endings: str, extract: Extract) -> Iterator[HarvestFile]:
     """Files of installed packages, labelled ``package/path``."""
-    for name in names:
-        yield from found(package(name), name, *endings, extract=extract)
+    roots = {name: package(name) for name in names}  # all are there, or none is read
+    for name, root in roots.items():
+        yield from found(root, name, *endings, extract=extract)
 
 
 def standard_library() -> Iterator[HarvestFile]:

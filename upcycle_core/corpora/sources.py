@@ -21,7 +21,7 @@ from upcycle_core.corpora.conversations import (
     present,
 )
 from upcycle_core.corpora.distinct import Document
-from upcycle_core.corpora.harvest import MissingPackage, harvest_documents, harvest_files
+from upcycle_core.corpora.harvest import MissingPackage, harvest_documents, harvest_files, has_files
 from upcycle_core.corpora.readers import checked_text, encodable, file_rows, read_txt
 from upcycle_core.corpora.seeded import permutation
 from upcycle_core.corpora.spool import Kept, Spool
@@ -262,7 +262,7 @@ def _open_dataset(source: Source, folder: Path | None):
 
 def _harvest_faults(name, field: str) -> list[Fault]:
     try:
-        if harvest_files(name):
+        if has_files(name):
             return []
     except MissingPackage as error:
         return [Fault(field, name, f"package {error} is not installed; install upcycle[pipeline]")]

@@ -13,9 +13,12 @@ from upcycle_core.corpora.harvest import (
     description,
     docstrings,
     file_documents,
+    found,
     handwritten,
     harvest_documents,
     harvest_files,
+    has_files,
+    in_packages,
     topics,
 )
 
@@ -136,6 +139,21 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(harvest.FILES, "cpp", lambda: [harvest.package("no_such_package")])
     with pytest.raises(MissingPackage, match="no_such_package"):
         harvest_files("cpp")
+
+
+def test_whether_there_is_text_is_known_at_the_first_file_and_of_all_packages(monkeypatch):
+    def endless():
+        yield next(iter(found(harvest.package("json"), "json", ".py")))
+        raise AssertionError("went on")
+
+    monkeypatch.setitem(harvest.FILES, "cpp", endless)
+    assert has_files("cpp")
+    monkeypatch.setitem(harvest.FILES, "cpp", lambda: iter(()))
+    assert not has_files("cpp")
+    packages = ("json", "no_such_package")
+    monkeypatch.setitem(harvest.FILES, "cpp", lambda: in_packages(packages, ".py", extract=topics))
+    with pytest.raises(MissingPackage, match="no_such_package"):
+        has_files("cpp")
 
 
 def test_harvesting_imports_none_of_the_packages():
