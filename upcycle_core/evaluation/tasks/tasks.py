@@ -116,11 +116,30 @@ class HarnessTask:
             if self.settings[setting] is not None and not any(map(_writes, tasks)):
                 remedy = "the model writes nothing in this task; leave it out"
                 yield Fault(f"{where}.{setting}", self.settings[setting], remedy)
+        asked, known = self.settings["metric"], self._metrics()
+        if asked is not None and known and asked not in known:
+            shown = ", ".join(name for name in known if "," in name)
+            yield Fault(f"{where}.metric", asked, f"the task has {shown}")
         for field in sorted(fields_read(self.extra)):
             (task,) = tasks
             if field not in task.features:
                 remedy = f"the data have no such field; they have {', '.join(task.features)}"
                 yield Fault(f"{where}.definition", field, remedy)
+
+    def _metrics(self) -> dict[str, None]:
+        """What may be asked for, METRIC or METRIC,FILTER, of all parts; none where a part, with a
+        function of its own, says so with its results alone."""
+        from lm_eval.api.task import ConfigurableTask
+
+        parts = []
+        for task in self.tasks.values():
+            if type(task) is not ConfigurableTask or callable(task.config.process_results):
+                return {}
+            metrics, filters = task.aggregation(), [one.name for one in task._filters]
+            names = [*metrics, *(f"{metric},{name}" for metric in metrics for name in filters)]
+            parts.append(dict.fromkeys(names))
+        first, *others = parts
+        return {name: None for name in first if all(name in other for other in others)}
 
 
 def longest_answer(generation: Mapping[str, Any]) -> int:

@@ -218,3 +218,22 @@ def test_the_harness_keeps_its_copy_where_it_is_told(tmp_path):
     new = {path for path in tmp_path.rglob("*") if path.is_file()} - before
     assert new
     assert all(path.is_relative_to(tmp_path / "kept") for path in new)
+
+
+@pytest.mark.parametrize("metric", ["bleu", "exact_match,strict"])
+def test_a_metric_that_it_lacks_is_said_before_any_model_is_scored(tmp_path, metric):
+    task = save_task(tmp_path)
+    with pytest.raises(InputError) as found:
+        load(write(tmp_path / "own", definition=task, metric=metric))
+    assert str(found.value) == f"tasks.own.metric = '{metric}': the task has exact_match,none"
+    for asked in ("exact_match", "exact_match,none"):
+        assert load(write(tmp_path / f"of-{len(asked)}", definition=task, metric=asked)).tasks
+
+
+def test_a_metric_of_a_function_is_known_by_its_results_alone(tmp_path):
+    scores = "def scores(document, results):\n    return {'bleu': 1.0}\n"
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "own.py").write_text(scores)
+    task = Path(save_task(tmp_path))
+    task.write_text(task.read_text() + "process_results: !function own.scores\n")
+    assert load(write(tmp_path / "own", definition=str(task), metric="bleu")).tasks
