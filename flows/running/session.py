@@ -42,7 +42,7 @@ from tasks.engine.reporting import Recorder
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session, Stage
 from tasks.engine.workspace import Workspace
-from tasks.living.lineage import save, with_lineage, with_parents
+from tasks.living.lineage import check_built_upon, save, with_lineage, with_parents
 from tasks.pipeline import dvc_yaml, params_yaml
 from tasks.release.register import Registrar
 from tasks.release.versions import led_experts
@@ -136,6 +136,7 @@ class FlowSession:
         """Name a parent for each expert whose text is new: in whatever flow, once there is a
         lineage, none is trained from what an earlier one was continued from."""
         if self.recipe.lineage is not None:
+            check_built_upon(self.stages)
             led = led_experts(self.registry, self.recipe.registered_name)
             recipe = with_parents(self.recipe, self.workspace, led=led)
             if recipe != self.recipe:

@@ -11,6 +11,8 @@ from upcycle_core.errors import Fault
 
 DECIDE = ("seed", "seed_model", "tokenizer")
 """Settings whose change would make another one. The backbone's average is the lineage's."""
+MERGE = tuple(f"backbone.merge.{name}" for name in ("embeddings", "head", "attention"))
+"""How the backbone is merged; a record names what is no average."""
 REBUILD = "or build all anew, with --rebuild: flows.dume, or the flow of the recipe's method"
 
 
@@ -35,9 +37,14 @@ def pinned_faults(
         remedy = "is built upon and is not there as it was; bring it back (dvc pull --force in the "
         yield Fault("lineage.pinned", artifact, f"{remedy}workspace, or flows.restore), {REBUILD}")
         return
+    made = record.get("params", {})
+    if artifact == "backbone":
+        for key in MERGE:
+            before, now = (_named(settings, key) for settings in (made, asked))
+            if before != now:
+                yield _made_otherwise(artifact, key, before, now)
     if not recipe.trains_seed:  # it was given, and copied
         return
-    made = record.get("params", {})
     for name, value in json.loads(json.dumps(asked)).items():
         if name.partition(".")[0] not in DECIDE:
             continue
@@ -46,8 +53,19 @@ def pinned_faults(
         except KeyError:  # of another version of the code, and its default
             continue
         for key, before, now in _other(name, recorded, value):
-            remedy = f"{artifact} is built upon and was made with {before!r}; put that back, "
-            yield Fault(key, now, remedy + REBUILD)
+            yield _made_otherwise(artifact, key, before, now)
+
+
+def _made_otherwise(artifact: str, key: str, before: Any, now: Any) -> Fault:
+    remedy = f"{artifact} is built upon and was made with {before!r}; put that back, {REBUILD}"
+    return Fault(key, now, remedy)
+
+
+def _named(settings: Mapping[str, Any], key: str) -> Any:
+    try:
+        return recorded_setting(settings, key)
+    except KeyError:
+        return "average"
 
 
 def _other(key: str, made: Any, asked: Any) -> Iterator[tuple[str, Any, Any]]:

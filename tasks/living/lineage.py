@@ -12,8 +12,9 @@ from pathlib import Path
 from infra.durable import SEAL, is_whole, sealed, write_atomically
 from infra.recipe.schema import Lineage, Recipe
 from tasks.engine.life import EXPERTS, Life, experts_in, joined, modelled
+from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
-from tasks.methods import METHODS
+from tasks.methods import METHODS, stages_of
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 FILE = "lineage.json"
@@ -123,6 +124,17 @@ def with_parents(
         elif f"parents/{name}" not in made_from:
             parents.pop(name, None)
     return replace(recipe, lineage=replace(recipe.lineage, parents=parents))
+
+
+def check_built_upon(session: Session) -> None:
+    """See that what is pinned is there and is what the recipe asks for, before more is trained.
+
+    Raises:
+        InputError: With what is not.
+    """
+    for stage in stages_of(session.recipe):
+        if stage.name in session.recipe.pinned:
+            stage.is_current(session)
 
 
 def _parent(

@@ -16,6 +16,7 @@ from tasks.engine.workspace import Workspace
 from tasks.living.lineage import (
     FILE,
     begin,
+    check_built_upon,
     modelled,
     save,
     with_lineage,
@@ -203,6 +204,26 @@ def test_another_setting_of_what_is_built_upon_is_said(recipe, workspace):
     ) as said:
         is_current(replace(begun, seed_model=replace(begun.seed_model, training=training)))
     assert len(said.value.faults) == 1
+
+
+@pytest.mark.parametrize("recorded", [{}, {"backbone.merge.head": "fitted"}])
+def test_another_merge_of_what_is_built_upon_is_said_before_experts_are_trained(
+    recipe, workspace, recorded
+):
+    staged = workspace.stage("backbone")
+    workspace.publish(staged, "backbone", {"inputs": {}, "params": recorded})
+    begun = replace(recipe, lineage=Lineage(pinned={"backbone": workspace.digest("backbone")}))
+    before = recorded.get("backbone.merge.head", "average")
+    for head in ("average", "fitted"):
+        merge = replace(begun.backbone.merge, embeddings="average", head=head)
+        asked = replace(begun, backbone=replace(begun.backbone, merge=merge))
+        session = Session(asked, workspace, log=print)
+        if head == before:
+            check_built_upon(session)
+        else:
+            said = f"merge.head = '?{head}.*made with '{before}'; put that back.*--rebuild"
+            with pytest.raises(InputError, match=said):
+                check_built_upon(session)
 
 
 def test_a_parent_is_a_copy_of_the_expert_that_is_named(recipe, workspace):
