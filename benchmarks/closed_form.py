@@ -89,10 +89,10 @@ def main() -> None:
     for row in chosen.rows or [row for row, changes in ROWS.items() if PRINTED not in changes]:
         changes = [*chosen.set, f"name={name}", *PAPER, *ROWS[row]]
         found[row] = measured(chosen.recipe, changes, workspace)
-        print(table(found), flush=True)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(found, indent=1) + "\n")
+        print(table(found), flush=True)
 
 
 def measured(recipe: Path, changes: Sequence[str], workspace: Path) -> dict[str, float]:
@@ -119,10 +119,10 @@ def measured(recipe: Path, changes: Sequence[str], workspace: Path) -> dict[str,
 
 
 def table(found: Mapping[str, Mapping[str, float]]) -> str:
-    """The rows as Markdown."""
+    """The rows as Markdown; of a router that was solved layer by layer no k = 2 is published."""
     lines = ["", f"| | {' | '.join(COLUMNS)} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
     for row, figures in found.items():
-        cells = " | ".join(f"{figures[column]:.2f}" for column in COLUMNS)
+        cells = " | ".join(f"{figures[c]:.2f}" if c in figures else "–" for c in COLUMNS)
         lines.append(f"| {row} | {cells} |")
     return "\n".join(lines)
 

@@ -144,7 +144,7 @@ def alignment(
 
 @pytest.mark.parametrize("by_embeddings", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "ernie4_5"])
 def test_the_average_with_a_disguised_copy_is_the_model_again(
     tmp_path, family, tied, by_embeddings
 ):
