@@ -77,8 +77,9 @@ def grow(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
 
 def _grown(session: FlowSession, domain: str, rebuild: bool) -> State:
     grown = begin(session.recipe, session.workspace, new=[domain])
-    change = begin_change(session, f"grow {domain}")
-    session.adopt(without_backbone(grown) if rebuild else grown)
+    begun = without_backbone(grown) if rebuild else grown
+    change = begin_change(session, f"grow {domain}", begun)
+    session.adopt(begun)
     outcome = build(session, changed=[domain])
     notes = (
         life_of(session.recipe).came(session.recipe),

@@ -29,7 +29,7 @@ from infra.tracking.registry import Registry
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Held, Workspace
 from tasks.living.freshness import news, outdated
-from tasks.living.lineage import begin, life_of, with_lineage
+from tasks.living.lineage import begin, check_built_upon, life_of, with_lineage
 from tasks.methods import METHODS
 from tasks.recipes import validate
 from tasks.release.versions import MODEL_TAG, PENDING_TAG, Outcome, newest
@@ -81,7 +81,8 @@ def look(recipe: Recipe, workspace: Workspace) -> str | None:
         What to say where there is nothing to do.
 
     Raises:
-        InputError: With every domain that came or left.
+        InputError: With every domain that came or left; or with what is built upon and is not what
+            the recipe asks for.
     """
     life = life_of(recipe)
     known = life.modelled(workspace)
@@ -95,6 +96,7 @@ def look(recipe: Recipe, workspace: Workspace) -> str | None:
 def _is_up_to_date(recipe: Recipe, workspace: Workspace) -> bool:
     """Whether the registered model is what this recipe and what lies outside make."""
     session = Session(with_lineage(recipe, workspace), workspace, log=lambda text: None)
+    check_built_upon(session)
     if (
         unfinished(workspace) is not None
         or news(session).any
@@ -112,7 +114,7 @@ def _learn(session: FlowSession) -> Outcome:
     begun = begin(session.recipe, session.workspace)
     going_on = unfinished(session.workspace)
     what = " ".join(["retrain", *news(session.stages).domains])
-    change = begin_change(session, what if going_on is None else going_on.what)
+    change = begin_change(session, what if going_on is None else going_on.what, begun)
     session.adopt(begun)
     for stage in life_of(session.recipe).reads:
         session.ensure(stage)

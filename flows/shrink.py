@@ -61,8 +61,9 @@ def shrink(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
 
 def _shrunk(session: FlowSession, domain: str, rebuild: bool) -> State:
     shrunk = begin(session.recipe, session.workspace)
-    change = begin_change(session, f"shrink {domain}")
-    session.adopt(without_backbone(shrunk) if rebuild else shrunk)
+    begun = without_backbone(shrunk) if rebuild else shrunk
+    change = begin_change(session, f"shrink {domain}", begun)
+    session.adopt(begun)
     outcome = build(session, changed=[])
     _remove(session.workspace, domain)
     note = life_of(session.recipe).left(session.recipe, domain)

@@ -17,8 +17,9 @@ from flows.running.session import FlowSession
 from infra.durable import SEAL, is_whole, sealed, write_atomically
 from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import INSTRUCTIONS
+from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace, fingerprint
-from tasks.living.lineage import life_of
+from tasks.living.lineage import check_built_upon, life_of
 from tasks.methods import METHODS
 from tasks.release.versions import Outcome
 from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
@@ -56,12 +57,19 @@ class Change:
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
-def begin_change(session: FlowSession, what: str) -> Change:
+def begin_change(session: FlowSession, what: str, begun: Recipe) -> Change:
     """Remember the model's scores before it changes.
 
+    Args:
+        session: At work, on the recipe of before.
+        what: As in ``Change``.
+        begun: The recipe that the session is to adopt.
+
     Raises:
-        InputError: It has none: the flow that built it did not end.
+        InputError: It has none: the flow that built it did not end. Or what it is to be built upon
+            is not what the recipe asks for.
     """
+    check_built_upon(Session(begun, session.workspace, log=session.stages.log))
     path = session.workspace.root / UNFINISHED
     change = unfinished(session.workspace)
     if change is None or change.what != what:

@@ -129,12 +129,19 @@ def with_parents(
 def check_built_upon(session: Session) -> None:
     """See that what is pinned is there and is what the recipe asks for, before more is trained.
 
+    What the recipe no longer makes, a seed's text say, is not asked for.
+
     Raises:
-        InputError: With what is not.
+        InputError: With all that is not.
     """
+    faults: list[Fault] = []
     for stage in stages_of(session.recipe):
-        if stage.name in session.recipe.pinned:
-            stage.is_current(session)
+        if stage.name in session.recipe.pinned and stage.items(session.recipe):
+            try:
+                stage.is_current(session)
+            except InputError as error:
+                faults += error.faults
+    raise_faults(faults)
 
 
 def _parent(

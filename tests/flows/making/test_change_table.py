@@ -1,10 +1,17 @@
 """What a flow that changed a model shows of it."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+from texts import pico_recipe
+
 from flows.making.change import begin_change, change_table, other_texts, unfinished
+from infra.recipe.schema import Lineage
 from tasks.engine.workspace import Workspace
+from tasks.recipes import validate
+from upcycle_core.errors import InputError
 from upcycle_core.evaluation.report.text import markdown_table
 
 
@@ -30,14 +37,27 @@ def test_other_questions_are_said_to_be_others(tmp_path):
     for split in ("seen", "unseen"):
         (workspace.root / "instructions" / f"{split}.jsonl").write_text("{}")
     recipe = SimpleNamespace(method="simoe", domains=())
-    session = SimpleNamespace(workspace=workspace, recipe=recipe)
-    before = begin_change(session, "grow law").texts
+    session = SimpleNamespace(workspace=workspace, recipe=recipe, stages=SimpleNamespace(log=print))
+    begun = validate(pico_recipe(tmp_path))
+    before = begin_change(session, "grow law", begun).texts
     assert unfinished(workspace).texts == before
     (workspace.root / "instructions" / "seen.jsonl").write_text("{}\n{}")
     (workspace.root / ".change.json").unlink()
-    after = begin_change(session, "grow code").texts
+    after = begin_change(session, "grow code", begun).texts
     (note,) = other_texts(before, after)
     assert note.startswith("The seen questions are others")
     assert list(other_texts(before, before)) == []
     (note,) = other_texts({"law": "1", "code": "2"}, {"law": "3", "code": "2"})
     assert note.startswith("The held-out text of law has changed")
+
+
+def test_a_change_upon_what_is_not_there_leaves_nothing_behind(tmp_path):
+    workspace = Workspace(tmp_path / "home" / "pico")
+    recipe = validate(pico_recipe(tmp_path))
+    session = SimpleNamespace(workspace=workspace, recipe=recipe, stages=SimpleNamespace(log=print))
+    pinned = dict.fromkeys(("tokenizer", "backbone", "seed_text"), "0" * 64)
+    with pytest.raises(InputError) as said:
+        begin_change(session, "retrain", replace(recipe, lineage=Lineage(pinned=pinned)))
+    # Both in one message; a seed's text, which this recipe has none of, is not asked for.
+    assert [fault.value for fault in said.value.faults] == ["tokenizer", "backbone"]
+    assert unfinished(workspace) is None

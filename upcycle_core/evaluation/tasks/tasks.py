@@ -127,19 +127,24 @@ class HarnessTask:
                 yield Fault(f"{where}.definition", field, remedy)
 
     def _metrics(self) -> dict[str, None]:
-        """What may be asked for, METRIC or METRIC,FILTER, of all parts; none where a part, with a
-        function of its own, says so with its results alone."""
+        """What may be asked for, METRIC or METRIC,FILTER, of all parts; none where a part says so
+        with its results alone: it has a function of its own, or a metric that is several."""
+        from lm_eval.api.registry import METRIC_REGISTRY
         from lm_eval.api.task import ConfigurableTask
 
         parts = []
         for task in self.tasks.values():
             if type(task) is not ConfigurableTask or callable(task.config.process_results):
                 return {}
+            own = [entry for entry in task.config.metric_list or () if entry.get("hf_evaluate")]
             metrics, filters = task.aggregation(), [one.name for one in task._filters]
+            if own or any(metric not in METRIC_REGISTRY for metric in metrics):
+                return {}
             names = [*metrics, *(f"{metric},{name}" for metric in metrics for name in filters)]
             parts.append(dict.fromkeys(names))
         first, *others = parts
-        return {name: None for name in first if all(name in other for other in others)}
+        common = {name: None for name in first if all(name in other for other in others)}
+        return common if any("," in name for name in common) else {}
 
 
 def longest_answer(generation: Mapping[str, Any]) -> int:

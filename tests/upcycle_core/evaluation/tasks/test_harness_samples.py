@@ -99,10 +99,13 @@ def test_the_first_metric_that_the_task_lists_is_the_default(tmp_path):
 
 
 def test_an_unknown_metric_is_answered_with_all_there_are(tmp_path):
-    task = made(tmp_path, filter_list=FILTERS, settings={"metric": "flexible"})
     message = (
         r"^tasks.own.metric = 'flexible': the task has exact_match,strict, exact_match,flexible$"
     )
+    with pytest.raises(InputError, match=message):
+        made(tmp_path / "known", filter_list=FILTERS, settings={"metric": "flexible"})
+    task = made(tmp_path / "scored", filter_list=FILTERS)
+    task.settings["metric"] = "flexible"  # as where results alone say what there is
     with pytest.raises(InputError, match=message):
         chosen(task)
 

@@ -237,3 +237,24 @@ def test_a_metric_of_a_function_is_known_by_its_results_alone(tmp_path):
     task = Path(save_task(tmp_path))
     task.write_text(task.read_text() + "process_results: !function own.scores\n")
     assert load(write(tmp_path / "own", definition=str(task), metric="bleu")).tasks
+
+
+def test_a_metric_that_is_several_is_known_by_its_results_alone(tmp_path):
+    scores = "def scores(references, predictions):\n    return {'first': 1.0, 'second': 0.0}\n"
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "own.py").write_text(scores)
+    task = Path(save_task(tmp_path, metric_list=[]))
+    text = task.read_text().replace(
+        "metric_list: []", "metric_list:\n- metric: !function own.scores"
+    )
+    task.write_text(text + "  aggregation: mean\n  higher_is_better: true\n")
+    assert load(write(tmp_path / "own", definition=str(task), metric="second")).tasks
+
+
+def test_parts_without_a_common_filter_are_judged_by_their_results(tmp_path):
+    loose = load(write(tmp_path / "loose", definition=save_task(tmp_path), metric=None))
+    strict = load(write(tmp_path / "strict", definition=save_task(tmp_path), metric=None))
+    (own,) = strict.tasks.values()
+    own._filters[0].name = "strict"
+    loose.tasks |= {"strict": own}
+    assert loose._metrics() == {}
