@@ -28,13 +28,7 @@ def build(
     changed: Sequence[str] | None = None,
     also: Callable[[FlowSession], None] = lambda session: None,
 ) -> Outcome:
-    """Bring every stage up to date, judge the model beside the champion, and register it.
-
-    Args:
-        session: The recipe at work.
-        changed: Domains whose text and experts are looked at; all by default.
-        also: Makes what is asked for beside the model, before that is registered.
-    """
+    """As ``build_stages``, without the rows that a comparison adds."""
     session.ensure(sources)
     session.ensure(documents, only=changed)
     has_tasks = TASKS.asked(session.recipe)

@@ -19,13 +19,7 @@ def build(
     changed: Collection[str] | None = None,
     also: Callable[[FlowSession], None] = lambda session: None,
 ) -> Outcome:
-    """Bring every stage up to date, judge the model beside the champion, and register it.
-
-    Args:
-        session: The recipe at work.
-        changed: Sets of instructions; all are tuned on together, whichever changed.
-        also: Makes what is asked for beside the model, before that is registered.
-    """
+    """As ``build_stages``; all sets of instructions are tuned on together, whichever changed."""
     recipe = session.recipe
     for stage in stages_of(recipe):
         if stage is baselines:  # the recipe's own model is one more of the trainings

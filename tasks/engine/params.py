@@ -17,6 +17,8 @@ from upcycle_core.training.config import (
     TrainingConfig,
 )
 
+MERGE_KEYS = tuple(f"backbone.merge.{name}" for name in ("embeddings", "head", "attention"))
+"""How the backbone is merged; a record names those that are no average."""
 NARROWED: Mapping[type, tuple[str, ...]] = {
     TrainingConfig: SAME_WEIGHTS,
     ExpertTrainingConfig: SAME_WEIGHTS,
@@ -114,9 +116,9 @@ def expert_keys(recipe: Recipe, domain: str) -> Iterator[str]:
 
 def merge_keys(recipe: Recipe) -> Iterator[str]:
     """Of what the backbone's merge is beside an average."""
-    for name in ("embeddings", "head", "attention"):
-        if getattr(recipe.backbone.merge, name) != "average":
-            yield f"backbone.merge.{name}"
+    for key in MERGE_KEYS:
+        if getattr(recipe.backbone.merge, key.rpartition(".")[2]) != "average":
+            yield key
 
 
 def regression_keys() -> Iterator[str]:

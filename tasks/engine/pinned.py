@@ -5,14 +5,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from infra.recipe.schema import Recipe
-from tasks.engine.params import recorded_setting
+from tasks.engine.params import MERGE_KEYS, recorded_setting
 from tasks.engine.workspace import Workspace
 from upcycle_core.errors import Fault
 
 DECIDE = ("seed", "seed_model", "tokenizer")
 """Settings whose change would make another one. The backbone's average is the lineage's."""
-MERGE = tuple(f"backbone.merge.{name}" for name in ("embeddings", "head", "attention"))
-"""How the backbone is merged; a record names what is no average."""
 REBUILD = "or build all anew, with --rebuild: flows.dume, or the flow of the recipe's method"
 
 
@@ -39,7 +37,7 @@ def pinned_faults(
         return
     made = record.get("params", {})
     if artifact == "backbone":
-        for key in MERGE:
+        for key in MERGE_KEYS:
             before, now = (_named(settings, key) for settings in (made, asked))
             if before != now:
                 yield _made_otherwise(artifact, key, before, now)
@@ -62,6 +60,7 @@ def _made_otherwise(artifact: str, key: str, before: Any, now: Any) -> Fault:
 
 
 def _named(settings: Mapping[str, Any], key: str) -> Any:
+    """How something is merged, by ``merge_keys``' names."""
     try:
         return recorded_setting(settings, key)
     except KeyError:

@@ -65,7 +65,7 @@ def test_a_bucket_that_is_not_there_is_named_and_not_waited_for(bucket, tmp_path
 def test_a_remote_whose_package_is_missing_is_refused_beforehand(monkeypatch):
     everything = importlib.util.find_spec
     assert not list(module.remote_faults("remote", REMOTE))
-    without = lambda name: None if name == "dvc_s3" else everything(name)  # noqa: E731
+    without = lambda name: None if name == "dvc_s3" else everything(name)  # noqa: E731  (a stand-in)
     monkeypatch.setattr(importlib.util, "find_spec", without)
     [fault] = module.remote_faults("remote", REMOTE)
     assert fault.field == "remote"

@@ -17,7 +17,7 @@ from tasks.release import source as of_source
 from tasks.release.certify import EXPANDED, SECONDS, ask_one, certify, expanded, forms_of
 from tasks.release.source import AS_IT_IS, Source
 from tasks.release.verdict import TOLERANCES, Row, as_table, compared, judged, tolerance_of
-from tests.tasks.release.test_certify import build, one_thread, silent, tokenizer  # noqa: F401
+from tests.tasks.release.test_certify import build, one_thread, silent, tokenizer  # noqa: F401  (fixtures)
 from upcycle_core.ders import expand as expansion
 from upcycle_core.ders.compress import compress
 from upcycle_core.ders.config import CodecConfig

@@ -31,7 +31,7 @@ from tasks.release.versions import (
     ROLLED_BACK_TAG,
     with_aliases,
 )
-from tests.tasks.release.test_certify import build, one_thread, tokenizer  # noqa: F401
+from tests.tasks.release.test_certify import build, one_thread, tokenizer  # noqa: F401  (fixtures)
 
 LOSSY = f"""
 import sys

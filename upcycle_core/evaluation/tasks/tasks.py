@@ -136,9 +136,10 @@ class HarnessTask:
         for task in self.tasks.values():
             if type(task) is not ConfigurableTask or callable(task.config.process_results):
                 return {}
-            own = [entry for entry in task.config.metric_list or () if entry.get("hf_evaluate")]
             metrics, filters = task.aggregation(), [one.name for one in task._filters]
-            if own or any(metric not in METRIC_REGISTRY for metric in metrics):
+            if any(entry.get("hf_evaluate") for entry in task.config.metric_list or ()):
+                return {}
+            if any(metric not in METRIC_REGISTRY for metric in metrics):
                 return {}
             names = [*metrics, *(f"{metric},{name}" for metric in metrics for name in filters)]
             parts.append(dict.fromkeys(names))
