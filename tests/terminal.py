@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import psutil
 from project import ROOT, TIMEOUT
@@ -87,7 +88,7 @@ class Terminal:
     def hang_up(self) -> str:
         """Close the terminal."""
         self._close()
-        self.process.wait(END_SECONDS)
+        self._end()
         return ""
 
     def send(self, signal: int) -> str:
@@ -98,9 +99,18 @@ class Terminal:
 
     def _rest(self, before: str) -> str:
         """What is shown after ``before`` until the command ends."""
-        self.process.wait(END_SECONDS)
+        self._end()
         self._reader.join(END_SECONDS)
         return self.shown.removeprefix(before)
+
+    def _end(self) -> None:
+        """Wait for the command's end; of one that does not come, say what the process is at."""
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            folder = Path("/proc", str(self.process.pid))
+            state = "\n".join((folder / name).read_text() for name in ("status", "wchan"))
+            raise AssertionError(f"goes on; it has shown\n{self.shown[-4000:]}\n{state}") from None
 
     def _read(self) -> None:
         with suppress(OSError):  # EIO: the last process that had the terminal open has ended

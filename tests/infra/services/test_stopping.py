@@ -21,11 +21,15 @@ from infra.services import stopping
 def start_child():
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 
+def wait():
+    while True:
+        time.sleep(0.05)  # a signal that comes before a sleep begins is heard after it
+
 def deaf():
     print("begun", flush=True)
     while True:
         try:
-            time.sleep(600)
+            wait()
         except KeyboardInterrupt:
             pass
 
@@ -36,9 +40,9 @@ def call():
 stopping.GRACE_SECONDS = {grace}
 sys.exit(stopping.run_stoppable(call))
 """
-SLEEP = """
+WAIT = """
     print("begun", flush=True)
-    time.sleep(600)
+    wait()
 """
 
 
@@ -62,7 +66,7 @@ def begin(tmp_path):
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_a_command_with_one_line(begin, number):
-    command = begin(SLEEP)
+    command = begin(WAIT)
     assert command.send(number).split() == LINE.split()
     assert command.process.returncode == 128 + number
 
@@ -71,7 +75,7 @@ def test_ctrl_c_puts_away_what_was_begun_and_logs_nothing_more(begin):
     command = begin("""
     try:
         print("begun", flush=True)
-        time.sleep(600)
+        wait()
     finally:
         logging.error("crash detected")
         print("put away")
@@ -84,7 +88,7 @@ def test_what_comes_of_a_signal_is_no_error_of_its_own(begin):
     command = begin("""
     try:
         print("begun", flush=True)
-        time.sleep(600)
+        wait()
     finally:
         raise RuntimeError("nobody answers any more")
     """)
@@ -106,7 +110,7 @@ def test_what_does_not_end_is_killed_with_its_children(begin, tmp_path, work):
 
 
 def test_a_thread_that_does_not_end_is_killed_after_the_command(begin):
-    command = begin("threading.Thread(target=deaf).start(); time.sleep(600)", grace=0.2)
+    command = begin("threading.Thread(target=deaf).start(); wait()", grace=0.2)
     assert command.press(CTRL_C).splitlines() == ["^C", LINE]
     assert command.process.returncode == 130
 
@@ -155,7 +159,7 @@ def test_a_command_within_a_command_is_put_away_too(begin, tmp_path):
     work = """
     try:
         print("inner begun", flush=True)
-        time.sleep(600)
+        wait()
     finally:
         time.sleep(0.5)
         print("inner put away")
@@ -212,8 +216,13 @@ def test_ctrl_c_during_start_up_ends_every_flow_with_one_line(tmp_path, module):
     """The imports of some seconds are held, and end as those in C do that are interrupted."""
     (tmp_path / "prefect").mkdir()
     (tmp_path / "prefect" / "__init__.py").write_text(
-        "import time\ntry:\n    print('begun', flush=True)\n    time.sleep(600)\n"
-        "except BaseException:\n    raise ImportError('initialization failed')\n"
+        "import time\n"
+        "try:\n"
+        "    print('begun', flush=True)\n"
+        "    while True:\n"
+        "        time.sleep(0.05)\n"
+        "except BaseException:\n"
+        "    raise ImportError('initialization failed')\n"
     )
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path}
