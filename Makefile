@@ -19,7 +19,7 @@ MODEL ?= $(REAL)
 # The same variable names what is served and talked to, which has another default.
 SERVED = $(if $(filter command line environment,$(origin MODEL)),$(MODEL),upcycle-demo@champion)
 
-.PHONY: help env chat demo demo-real demo-symphony demo-ders demo-simoe compare evaluate readers certify serve test test-faults bench up deploy undeploy down status lint
+.PHONY: help env chat demo demo-real demo-symphony demo-ders demo-simoe compare evaluate readers certify serve test test-faults compiled bench up deploy undeploy down status lint
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
@@ -80,11 +80,16 @@ certify: env ## Prove that a registered model arrives in every reader (NAME=upcy
 serve: env ## Serve a registered model on loopback, the champion of the moment (MODEL=NAME@ALIAS)
 	@$(RUN) -m flows.serve $(SERVED) $(OPTIONS)
 
-test: env ## The tests
+test: compiled ## The tests
 	$(RUN) -m pytest -m 'not faults'
 
-test-faults: env readers ## The long tests: flows killed, files damaged, every reader asked
+test-faults: compiled readers ## The long tests: flows killed, files damaged, every reader asked
 	$(RUN) -m pytest -m faults
+
+# Where Python is told to write no bytecode, each of the hundreds of processes that tests start would
+# compile all modules anew.
+compiled: env
+	@$(RUN) -m compileall -q benchmarks flows infra tasks tests upcycle_core
 
 bench: env ## Every benchmark that needs no argument
 	@set -e; for name in $(BENCHMARKS); do \

@@ -71,7 +71,7 @@ class PeakMemory:
     """
 
     def __enter__(self) -> "PeakMemory":
-        gc.collect()  # an earlier call's garbage is not this one's memory
+        give_back()  # an earlier call's garbage is not this one's memory
         for device in _devices():
             torch.cuda.reset_peak_memory_stats(device)
         self._sampled = held_bytes()
@@ -111,10 +111,11 @@ def give_back() -> None:
     """Return what calls have left of their memory to the machine, if that is much.
 
     A process of Ray's waits for its next call as long as its flow lives. What a call leaves in
-    cycles is freed at some later time; what is freed the C library keeps for itself.
+    cycles is freed at some later time; what is freed the C library keeps for itself. Looking for
+    little would take longer than tiny pieces do; what is left on a GPU is not seen from here.
     """
     global _kept
-    if held_bytes() - _kept < LEFT_BYTES:
+    if held_bytes() - _kept < LEFT_BYTES and not _devices():
         return
     gc.collect()
     trim()

@@ -50,3 +50,12 @@ def test_a_call_that_fails_leaves_nothing_either():
 def test_what_torch_brings_is_not_looked_through_before_every_call():
     perform(lambda *, progress: None, report=None, threads=1)
     assert gc.get_freeze_count() > len(gc.get_objects())
+
+
+def test_calls_that_leave_little_are_not_followed_by_a_collection():
+    calls = [lambda *, progress: None] * 5
+    perform(calls[0], report=None, threads=1)
+    before = gc.get_stats()[2]["collections"]
+    for call in calls:
+        perform(call, report=None, threads=1)
+    assert gc.get_stats()[2]["collections"] == before
