@@ -5,11 +5,14 @@
 
 Experts of random weights in bf16 are made in a temporary folder, and joined by `flows.dume` in a
 home of its own. Disk is what that takes beside the experts, each inode once: workspace, DVC's cache
-and remote, MLflow; what is a link to an expert's file takes nothing. Bytes of the experts that are
-read are counted where weights are read: hashing, looking for NaN, tensors of mapped files, copies.
-Of a night without news (`flows.retrain`) also what the kernel had to load again of all weights of
-experts and home, after it was told to forget them: nothing escapes that count, and a header is a
-few pages of it.
+and remote, MLflow; what is a link to an expert's file takes nothing. Where files share blocks (XFS,
+Btrfs) an inode does not say so: what the file system has less than before does, as long as nothing
+else writes to it.
+
+Bytes of the experts that are read are counted where weights are read: hashing, looking for NaN,
+tensors of mapped files, copies. Of a night without news (`flows.retrain`) also what the kernel had
+to load again of all weights of experts and home, after it was told to forget them: nothing escapes
+that count, and a header is a few pages of it.
 """
 
 import json
@@ -72,7 +75,9 @@ def main() -> None:
         time.sleep(SETTLE_SECONDS)
         experts, home = folder / "experts", folder / "home"
         size = sum(file.stat().st_size for file in weights_below(experts))
+        free = free_bytes(folder)
         first = run("flows.dume", recipe, experts=experts, home=home)
+        taken = free - free_bytes(folder)
         places = {path.name: disk_bytes(path, experts) for path in sorted(home.iterdir())}
         disk = disk_bytes(home, experts)
         forget(weights := list(weights_below(experts, home)))
@@ -83,6 +88,7 @@ def main() -> None:
         ["experts", size / 1e6, 1.0],
         ["disk beside them", disk / 1e6, disk / size],
         *([f"  {name}", own / 1e6, own / size] for name, own in places.items() if own > size / 100),
+        ["  the file system has less", taken / 1e6, taken / size],
         *([f"read first: {name}", own / 1e6, own / size] for name, own in first.items()),
         ["read without news", sum(again.values()) / 1e6, sum(again.values()) / size],
         ["  loaded by the kernel", loaded / 1e6, loaded / held],
@@ -90,6 +96,7 @@ def main() -> None:
     print_table("what", ["what", "MB", "ratio"], rows)
     ratios = {
         "disk": disk / size,
+        "free space": taken / size,
         "expert bytes, first run": sum(first.values()) / size,
         "weights, no news": sum(again.values()) / size,
         "weights loaded by the kernel, no news": loaded / held,
@@ -214,6 +221,13 @@ def disk_bytes(folder: Path, beside: Path) -> int:
         for place in (folder, beside)
     )
     return sum(taken for inode, taken in blocks.items() if inode not in others)
+
+
+def free_bytes(folder: Path) -> int:
+    """What the file system of a folder has left, once all that was written is on it."""
+    os.sync()
+    status = os.statvfs(folder)
+    return status.f_bfree * status.f_frsize
 
 
 if __name__ == "__main__":
