@@ -28,7 +28,7 @@ FEW_STEPS = (
     "evaluation.sweep_ridge_lambda=[]",
     "evaluation.sweep_window=[]",
 )
-AT_MOST = 4.0
+AT_MOST = 1.5
 
 
 def main() -> None:
