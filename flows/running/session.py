@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from flows.running.naming import completed, link_runs, name_run, title_of_day
 from flows.running.planned import say_plan
 from flows.running.progress import ProgressArtifacts
 from flows.running.refused import in_a_line
-from flows.running.turn import is_waiting, log, turn
+from flows.running.turn import is_alive, live, log, turn
 from infra import settings as environment
 from infra.cluster import calls
 from infra.cluster.compute import check_room, cluster
@@ -51,6 +52,8 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 # A killed flow leaves the Prefect server that it had brought along.
 SERVER = "prefect.server.api.server:create_app"
 ORPHAN_SECONDS = 5.0
+BEGIN_SECONDS = 5.0
+"""From Prefect's beginning of a run to ours."""
 # Stages wait for Ray in threads. (Prefect's annotation of task_runner admits no runner of its own.)
 THREADS: Any = ThreadPoolTaskRunner(max_workers=32)
 
@@ -250,8 +253,9 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
     """
     settings = environment.configure()
     home = {"PREFECT_HOME": str(settings.prefect_home)}
-    end_orphans(command=SERVER, environment=home, owner=environment.OWNER, grace=ORPHAN_SECONDS)
     workspace = Workspace(settings.home / recipe.name)
+    live(workspace)
+    end_orphans(command=SERVER, environment=home, owner=environment.OWNER, grace=ORPHAN_SECONDS)
     with nullcontext() if is_held else turn(workspace, f"the flow {flow_name}", recipe):
         _close_interrupted(workspace)
         recipe = with_lineage(recipe, workspace)
@@ -368,10 +372,11 @@ def _wait(futures: list[Any]) -> None:
 
 
 def _close_interrupted(workspace: Workspace) -> None:
-    """Mark earlier runs on this workspace that never ended.
+    """Mark earlier runs on this workspace that never ended and are dead.
 
-    We hold its lock: they are dead, unless they wait for it.
+    One that has just begun may not have said yet that it is alive.
     """
+    now = datetime.now(UTC)
     running = FlowRunFilter(
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
     )
@@ -381,7 +386,8 @@ def _close_interrupted(workspace: Workspace) -> None:
             name = recipe.get("name") if isinstance(recipe, dict) else None
             if str(run.id) == flow_run.id or name != workspace.root.name:
                 continue
-            if not is_waiting(workspace, run.id):
-                client.set_flow_run_state(
-                    run.id, Crashed(message="killed; closed by the next run"), force=True
-                )
+            if run.start_time and (now - run.start_time).total_seconds() < BEGIN_SECONDS:
+                continue
+            if not is_alive(workspace, run.id):  # nor has it ended well meanwhile, says Prefect
+                state: State[Any] = Crashed(message="killed; closed by the next run")
+                client.set_flow_run_state(run.id, state)

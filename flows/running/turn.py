@@ -1,9 +1,10 @@
 """One flow at a time in a workspace: the others wait in a queue, and say for whom.
 
 The kernel keeps the queue: each who waits holds a file of its own in ``.waiting``, so that one that
-was killed has left the queue by that.
+was killed has left the queue by that. Each flow run holds one there too, until its process ends.
 """
 
+import atexit
 import fcntl
 import logging
 import time
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from prefect import get_run_logger
 from prefect.client.orchestration import get_client
@@ -25,8 +27,11 @@ from upcycle_core.errors import Fault
 WAITING = "Waiting"
 """Prefect's name of the state of a run that waits."""
 POLL_SECONDS = 0.5
+PLACES, RUNS = "[0-9]*", "run@*"
+"""Of files in ``.waiting``."""
 
 _logger = logging.getLogger(__name__)
+_held_till_the_end: list[TextIO] = []
 
 
 @contextmanager
@@ -49,12 +54,28 @@ def turn(workspace: Workspace, holder: str, recipe: Recipe) -> Iterator[None]:
             if not recipe.compute.wait_minutes:
                 raise
             _wait(stack, workspace, holder, recipe.compute.wait_minutes)
+        live(workspace)
         yield
 
 
-def is_waiting(workspace: Workspace, run: object) -> bool:
-    """Whether the flow run of this id waits for the workspace, and lives."""
-    return any(place.name.endswith(f"@{run}") for place in _queue(workspace))
+def live(workspace: Workspace) -> None:
+    """Let others see, until this process ends, that its flow run is alive.
+
+    It has let go of the workspace before Prefect hears how it has ended.
+    """
+    runs = [*_held(workspace, RUNS)]  # what others have left goes
+    if flow_run.id is None or not workspace.root.is_dir():  # where none is, nobody looks
+        return
+    place = workspace.root / ".waiting" / f"run@{flow_run.id}"
+    if place not in runs:
+        _held_till_the_end.append(_hold(place))
+        atexit.register(place.unlink, missing_ok=True)
+
+
+def is_alive(workspace: Workspace, run: object) -> bool:
+    """Whether the flow run of this id waits for the workspace, or its process has not ended."""
+    places = [*_queue(workspace), *_held(workspace, RUNS)]
+    return any(place.name.endswith(f"@{run}") for place in places)
 
 
 def log(text: str) -> None:
@@ -115,22 +136,33 @@ def _say(text: str, state: str) -> None:
 @contextmanager
 def _placed(workspace: Workspace) -> Iterator[Path]:
     """A place at the end of the queue, as long as this process lives and wants it."""
-    folder = workspace.root / ".waiting"
-    folder.mkdir(exist_ok=True)
-    place = folder / f"{time.time_ns():020}@{flow_run.id or uuid.uuid4()}"
-    made = place.with_name(f".{place.name}")
-    with made.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        made.rename(place)  # nobody takes it for one that a killed process has left
+    number = f"{time.time_ns():020}"
+    place = workspace.root / ".waiting" / f"{number}@{flow_run.id or uuid.uuid4()}"
+    with _hold(place):
         try:
             yield place
         finally:
             place.unlink(missing_ok=True)
 
 
+def _hold(place: Path) -> TextIO:
+    """Make a file that is held until it is closed."""
+    place.parent.mkdir(exist_ok=True)
+    made = place.with_name(f".{place.name}")
+    file = made.open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    made.rename(place)  # nobody takes it for one that a killed process has left
+    return file
+
+
 def _queue(workspace: Workspace) -> Iterator[Path]:
-    """Places of those that wait and live, the first one first; what killed ones have left goes."""
-    for place in sorted((workspace.root / ".waiting").glob("[0-9]*")):
+    """Places of those that wait and live, the first one first."""
+    return _held(workspace, PLACES)
+
+
+def _held(workspace: Workspace, pattern: str) -> Iterator[Path]:
+    """Files of those that live, in order; what killed ones have left goes."""
+    for place in sorted((workspace.root / ".waiting").glob(pattern)):
         with suppress(FileNotFoundError), place.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -10,11 +10,12 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Running
+from prefect.states import Completed, Running
 from prefect_server import prefect_server
 from texts import DOMAINS, pico_recipe, save_recipe
 
 from flows.retrain import retrain
+from flows.running import session
 from flows.running import turn as turns
 from flows.running.session import _close_interrupted
 from flows.running.turn import WAITING, turn
@@ -122,23 +123,70 @@ def test_one_that_was_killed_while_it_waited_is_not_waited_for(workspace, recipe
         assert not places(workspace)
 
 
-def test_a_flow_that_waits_is_seen_and_is_not_taken_for_a_killed_one(workspace, recipe, server):
+def begun(server, recipe):
+    """A run of a flow that Prefect takes for running."""
+    body = {"flow_id": str(server.create_flow_from_name("dume")), "parameters": {}}
+    body["parameters"]["recipe"] = resolve(recipe)
+    body["state"] = Running().model_dump(mode="json", include={"type", "name"})
+    return UUID(server.request("POST", "/flow_runs/", json=body).json()["id"])
+
+
+def test_a_flow_that_waits_is_seen_and_is_not_taken_for_a_killed_one(
+    workspace, recipe, server, monkeypatch
+):
     results = []
     with workspace.lock("another flow"):
         flow = start(lambda: results.append(tidy(recipe)))
         until(lambda: places(workspace))
+        monkeypatch.setattr(session, "BEGIN_SECONDS", 0)
         run = UUID(places(workspace)[0].name.partition("@")[2])
         until(lambda: server.read_flow_run(run).state.name == WAITING)
         assert "waiting for another flow, process" in server.read_flow_run(run).state.message
-        body = {"flow_id": str(server.create_flow_from_name("dume")), "parameters": {}}
-        body["parameters"]["recipe"] = resolve(recipe)
-        body["state"] = Running().model_dump(mode="json", include={"type", "name"})
-        killed = UUID(server.request("POST", "/flow_runs/", json=body).json()["id"])
+        killed = begun(server, recipe)
         _close_interrupted(workspace)
         assert server.read_flow_run(run).state.name == WAITING
         assert server.read_flow_run(killed).state.is_crashed()
     flow.join(SOON)
     assert results
+    assert server.read_flow_run(run).state.is_completed()
+
+
+def test_one_that_has_let_go_is_alive_until_its_process_ends(
+    workspace, recipe, server, monkeypatch
+):
+    """Prefect hears how a run has ended after others can hold its workspace."""
+    run, held = begun(server, recipe), []
+    monkeypatch.setattr(turns, "_held_till_the_end", held)
+    monkeypatch.setattr(session, "BEGIN_SECONDS", 0)
+    with monkeypatch.context() as its_own:
+        its_own.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(run))
+        with turn(workspace, "the first", recipe):
+            pass
+    _close_interrupted(workspace)
+    assert server.read_flow_run(run).state.is_running()
+    for file in held:  # as the process ends
+        file.close()
+    _close_interrupted(workspace)
+    assert server.read_flow_run(run).state.is_crashed()
+    assert not list((workspace.root / ".waiting").iterdir())
+
+
+def test_one_that_has_just_begun_is_not_taken_for_a_killed_one(workspace, recipe, server):
+    run = begun(server, recipe)
+    _close_interrupted(workspace)
+    assert server.read_flow_run(run).state.is_running()
+
+
+def test_one_that_has_ended_well_meanwhile_stays_so(workspace, recipe, server, monkeypatch):
+    run = begun(server, recipe)
+    monkeypatch.setattr(session, "BEGIN_SECONDS", 0)
+
+    def end(*_):
+        server.set_flow_run_state(run, Completed())
+        return False
+
+    monkeypatch.setattr(session, "is_alive", end)
+    _close_interrupted(workspace)
     assert server.read_flow_run(run).state.is_completed()
 
 
