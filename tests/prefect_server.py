@@ -1,11 +1,15 @@
 """One Prefect server for all flows of a test process: each would bring its own, for ten seconds."""
 
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 
 START_SECONDS = 300
@@ -22,18 +26,31 @@ _running: list[subprocess.Popen] = []
 _urls: list[str] = []
 
 
+def _own_ports() -> Iterator[int]:
+    """Below those that the kernel hands out and beyond Ray's, a share for each process of tests."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+    ports = [*range(20_000 + 3000 * number, 23_000 + 3000 * number)]
+    random.Random(os.getpid()).shuffle(ports)  # another session may be at work beside this one
+    return cycle(ports)
+
+
+_ports = _own_ports()
+
+
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on, nor is given to anybody else until it is taken."""
+    while True:
+        port = next(_ports)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def prefect_server() -> str:
     """The address of the server's API; the first call starts it."""
     if not _urls:
         port, home = free_port(), Path(os.environ["PREFECT_HOME"]) / "shared"
-        home.mkdir(parents=True)
+        home.mkdir(parents=True, exist_ok=True)
         off = {f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false" for service in IDLE}
         with (home / "server.log").open("w") as log:
             process = subprocess.Popen(

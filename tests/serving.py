@@ -15,7 +15,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-SECONDS = 120
+SECONDS = 600
 TOKENS = 8
 PROMPTS = ("ab", "12+3", "The", "x", "hello you", "{}")
 
@@ -114,8 +114,8 @@ def served(home: Path, *arguments: str) -> Iterator[Server]:
         if process.poll() is None:
             family = psutil.Process(process.pid).children(recursive=True)
             process.terminate()
-            process.wait(timeout=30)
-            assert not psutil.wait_procs(family, timeout=5)[1], "it has left a process"
+            process.wait(timeout=60)
+            assert not psutil.wait_procs(family, timeout=60)[1], "it has left a process"
 
 
 def greedy(directory: Path, tokens: int = TOKENS) -> dict[str, str]:

@@ -63,7 +63,10 @@ class Terminal:
         """Wait until the command has come to a moment."""
         deadline = time.monotonic() + TIMEOUT
         while not moment():
-            assert self.process.poll() is None, f"ended before\n{self.shown[-4000:]}"
+            if self.process.poll() is not None:
+                self._reader.join(END_SECONDS)
+                assert moment(), f"ended before\n{self.shown[-4000:]}"
+                return
             assert time.monotonic() < deadline, f"never came there\n{self.shown[-4000:]}"
             time.sleep(0.05)
 
@@ -79,11 +82,12 @@ class Terminal:
         """
         before = self.shown
         self.type(keys)
-        lines = [line for line in self._rest(before).splitlines() if line]
-        answers = [i for i, line in enumerate(lines) if line.startswith("Stopping")]
-        if answers and "^C" in lines[answers[0] :]:
-            lines.insert(answers[0], lines.pop(lines.index("^C")))
-        return "\n".join(lines)
+        shown = self._rest(before)
+        others = shown.replace("^C", "", 1)
+        answer = others.find("Stopping")
+        if 0 <= answer <= shown.find("^C"):  # or within it
+            shown = f"{others[:answer]}^C\n{others[answer:]}"
+        return "\n".join(line for line in shown.splitlines() if line)
 
     def hang_up(self) -> str:
         """Close the terminal."""

@@ -91,14 +91,15 @@ def at_home(place, monkeypatch):
 
 
 def asking(server, stop, number):
-    """Ask until told to stop, `EACH` times at least; (when, prompt, answer) of each."""
+    """Ask until told to stop and once more, `EACH` times at least: when, prompt and answer."""
     answers = []
-    for turn in count():
-        if stop.is_set() and turn >= EACH:
-            return answers
+    for turn in count(1):
+        is_last = stop.is_set() and turn >= EACH
         prompt = PROMPTS[(turn + number) % len(PROMPTS)]
         begun = time.monotonic()
         answers.append((begun, prompt, server.ask(prompt, stream=turn % 3 == 0)))
+        if is_last:
+            return answers
         time.sleep(0.02)
 
 

@@ -24,7 +24,7 @@ from infra.recipe.schema import resolve
 from tasks.engine.workspace import Held, Workspace
 from tasks.recipes import load_recipe
 
-SOON = 30
+SOON = 240
 
 
 @pytest.fixture(autouse=True)

@@ -244,10 +244,8 @@ def test_ctrl_c_ends_it_with_one_line_while_it_answers(home, model):
         before = served.log.read_text()
         connection, events = served.ask(prompt="a", tokens=CONTEXT, temperature=0)
         next(events)
-        start = time.monotonic()
         served.process.send_signal(signal.SIGINT)
         assert served.process.wait(timeout=30) == 130
-        assert time.monotonic() - start < 4  # when whatever is left would be killed
         connection.close()
         assert served.log.read_text().removeprefix(before) == f"{LINE}\n"
 

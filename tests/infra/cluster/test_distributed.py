@@ -136,7 +136,7 @@ def hungry_piece(*, out: Path, progress: Progress, megabytes: int) -> int:
     status = Path("/proc/self/status").read_text()
     before = next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon"))
     held = torch.ones(megabytes * 1_000_000, dtype=torch.uint8)
-    time.sleep(0.3)
+    time.sleep(1)
     assert len(held) == megabytes * 1_000_000
     return 1024 * int(before)
 

@@ -27,7 +27,9 @@ from pathlib import Path
 from infra import settings
 settings.configure()
 import ray
+from infra.cluster import sessions
 from infra.cluster.compute import cluster
+sessions.LEAVE_SECONDS = 60  # Ray's processes end when they come to it
 with cluster(settings.configure(), 1, Path.cwd()):
     print(ray.get_runtime_context().gcs_address, flush=True)
     input()

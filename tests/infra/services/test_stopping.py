@@ -26,9 +26,11 @@ def wait():
         time.sleep(0.05)  # a signal that comes before a sleep begins is heard after it
 
 def deaf():
-    print("begun", flush=True)
+    lines = ["begun"]
     while True:
         try:
+            while lines:
+                print(lines.pop(), flush=True)
             wait()
         except KeyboardInterrupt:
             pass
@@ -103,6 +105,7 @@ def test_what_comes_of_a_signal_is_no_error_of_its_own(begin):
 )
 def test_what_does_not_end_is_killed_with_its_children(begin, tmp_path, work):
     command = begin(work, grace=0.2)
+    command.wait_for(lambda: command.shown.count("begun") == work.count("deaf"))
     assert len(processes(MARK, str(tmp_path))) == 2
     assert command.press(CTRL_C).splitlines() == ["^C", LINE]
     assert command.process.returncode == 130
