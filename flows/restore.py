@@ -11,7 +11,7 @@ these comes from the version's own files, or else is put together again.
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -86,17 +86,27 @@ def restore(
 def all_or_nothing(workspace: Workspace) -> Iterator[None]:
     """An empty workspace, and again none if what follows fails; a kill leaves a mark in it."""
     raise_faults(_there_faults(workspace))  # somebody may have come before us
-    for path in workspace.root.iterdir():
-        if path.name not in BESIDE | {RESTORING}:  # what says so stays until all is gone
-            remove(path)
+    _clear(workspace)
     mark = workspace.root / RESTORING
     write_atomically(mark, "")
     try:
         yield
     except BaseException:
-        shutil.rmtree(workspace.root, ignore_errors=True)
+        with suppress(OSError):  # the error that brought us here is the one to see
+            _clear(workspace)
+            mark.unlink()
+            shutil.rmtree(workspace.root / ".waiting", ignore_errors=True)
+            (workspace.root / ".lock").unlink()  # from here on another flow may begin
+            workspace.root.rmdir()
         raise
     mark.unlink()
+
+
+def _clear(workspace: Workspace) -> None:
+    """Remove what a restore has brought; what says that it is at work stays until all is gone."""
+    for path in workspace.root.iterdir():
+        if path.name not in BESIDE | {RESTORING}:
+            remove(path)
 
 
 def remove(path: Path) -> None:

@@ -168,6 +168,35 @@ def test_a_restore_that_is_killed_while_it_clears_away_is_still_half_a_restore(
     assert (workspace.root / RESTORING).exists()
 
 
+def test_a_restore_that_fails_removes_its_mark_after_all_that_it_has_brought(
+    workspace, monkeypatch
+):
+    there = []
+
+    def watched(remove):
+        def call(*arguments, **options):
+            there.append({path.name for path in workspace.root.iterdir()})
+            remove(*arguments, **options)
+
+        return call
+
+    with (
+        pytest.raises(ValueError, match="fails"),
+        workspace.lock("the flow restore", restores=True),
+        restore.all_or_nothing(workspace),
+    ):
+        for name in (".waiting", "a", "b"):
+            (workspace.root / name).mkdir()
+        (workspace.root / "c").touch()
+        for name in ("unlink", "rmdir"):
+            monkeypatch.setattr(os, name, watched(getattr(os, name)))
+        raise ValueError("fails")
+    assert len(there) >= 7
+    assert all(".lock" in names for names in there[:-1])
+    assert all(RESTORING in names for names in there if names & {"a", "b", "c"})
+    assert not workspace.root.exists()
+
+
 def test_full_disk_is_said_with_what_to_do(tmp_path):
     with (
         pytest.raises(InputError, match=r"the disk is full .* finished pieces are kept"),
