@@ -60,7 +60,7 @@ def launch(
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     put_aside(log)
-    with log.open("wb") as output:
+    with log.open("ab") as output:  # so that who cuts it (logrotate's copytruncate) leaves no hole
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -88,10 +88,13 @@ def put_aside(log: Path, *, beyond: int = 0) -> None:
 
 
 def tail(log: Path) -> str:
-    """The last lines of a log, of which no more is read."""
-    with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
+    """The last lines of a log, of which no more is read; none of one that cannot be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:  # moved away: what it is shown with goes on
+        return ""
     return "\n".join(lines[-TAIL_LINES:])
 
 

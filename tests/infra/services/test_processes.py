@@ -100,6 +100,30 @@ def test_the_end_of_a_long_log_is_read_alone(tmp_path):
     tracemalloc.stop()
 
 
+def test_a_log_that_was_moved_away_has_no_end_to_show(tmp_path):
+    assert tail(tmp_path / "log") == ""
+    assert tail(tmp_path) == ""
+
+
+def test_a_log_that_is_cut_while_it_is_written_goes_on_at_its_beginning(tmp_path):
+    log, cut = tmp_path / "log", tmp_path / "cut"
+    program = (
+        "import pathlib, time; print('one', flush=True)\n"
+        f"while not pathlib.Path({str(cut)!r}).exists(): time.sleep(0.02)\n"
+        "print('two')"
+    )
+    command = (sys.executable, "-c", program)
+    record = launch(command, log=log, directory=tmp_path, environment=os.environ, url="")
+    deadline = time.monotonic() + 30
+    while log.read_text() != "one\n":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.truncate(log, 0)
+    cut.touch()
+    os.waitpid(record.pid, 0)
+    assert log.read_text() == "two\n"
+
+
 def test_a_process_is_found_again_by_its_record(family):
     record, (parent, *_) = family
     found = find(record)
