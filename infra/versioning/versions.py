@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 
 from infra.cluster.calls import near
+from infra.durable import write_atomically
 from infra.recipe.names import masked
 from infra.versioning.cache import (
     DELETE_LOCK,
@@ -246,7 +247,7 @@ def _quoted(place: str) -> str:
 
 def _write_if_changed(path: Path, text: str) -> None:
     if not path.exists() or path.read_bytes() != text.encode():
-        path.write_bytes(text.encode())
+        write_atomically(path, text)  # DVC may be reading it
 
 
 def code_version(root: Path) -> str:

@@ -40,6 +40,18 @@ def pushed(folder, remote, pipeline=PIPELINE):
     return here, there
 
 
+def test_who_reads_what_is_written_anew_reads_the_old_text_to_its_end(tmp_path):
+    versions = Versions(tmp_path)
+    versions.prepare(pipeline=PIPELINE, params="a: 1\n")
+    with (tmp_path / "params.yaml").open() as reader:
+        assert reader.read(1) == "a"
+        reader.seek(0)
+        versions.prepare(pipeline=PIPELINE, params="b: 2\n")
+        assert reader.read() == "a: 1\n"
+    assert (tmp_path / "params.yaml").read_text() == "b: 2\n"
+    assert not list(tmp_path.glob("*.partial"))
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_what_was_pushed_comes_back_elsewhere(tmp_path, place):
     remote = tmp_path / place
