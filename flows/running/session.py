@@ -179,7 +179,8 @@ class FlowSession:
 
     def _submit_commit(self) -> None:
         self._committed = time.monotonic()
-        self._commits.append(self._committer.submit(self._commit))
+        published, self._published = self._published, {}
+        self._commits.append(self._committer.submit(self._commit, published))
 
     def finish(self) -> None:
         """Wait until DVC has recorded everything; push where the recipe names a remote."""
@@ -218,9 +219,12 @@ class FlowSession:
             "stages": {stage: covered(spans) for stage, spans in fresh.items()},
         }
 
-    def _commit(self) -> None:
-        """Record what DVC has not recorded: also what a killed flow published."""
-        published, self._published = self._published, {}
+    def _commit(self, published: Mapping[str, str]) -> None:
+        """Record what DVC has not recorded: also what a killed flow published.
+
+        Args:
+            published: {stage and item: artifact}.
+        """
         if not published:
             return
         record = Recorded(self.workspace.root)

@@ -1,5 +1,6 @@
 """What a flow asks of its stages."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -138,3 +139,27 @@ def test_what_a_lost_lock_named_is_recorded_again(tmp_path):
     (tmp_path / "dvc.lock").unlink()
     assert commits() == ["tokenizer", "seed"]
     assert commits() == []
+
+
+def test_a_commit_records_what_was_published_before_it_was_submitted(tmp_path):
+    """What comes later is the next one's: no two threads share a dict."""
+    recipe = load_recipe(CODE / "recipes/demo.yaml")
+    recipe = replace(recipe, versions=replace(recipe.versions, remote=None))
+    workspace, versions = Workspace(tmp_path), Remembering(tmp_path)
+    for name in ("tokenizer", "seed"):
+        staged = workspace.stage(name)
+        (staged / "file").write_text(name)
+        workspace.publish(staged, name, {})
+    stages = Session(recipe, workspace, log=print)
+    session = FlowSession(None, stages, run=None, registry=None, versions=versions)
+    busy = threading.Event()
+    session._committer.submit(busy.wait)
+    session._record(tokenizer, [""])
+    session._submit_commit()
+    session._record(seed, [""])
+    busy.set()
+    session._commits[0].result()
+    assert versions.commits == ["tokenizer"]
+    session.finish()
+    session.close()
+    assert versions.commits == ["seed"]
