@@ -134,11 +134,12 @@ class KnownFiles:
     def _asked(self, statement: str, *values: str) -> tuple[str, str] | None:
         """A row of what the database answers. Its failures are no more than a lack of memory; one
         that is damaged is removed."""
-        if self.path is None:
+        path = self.path  # another thread may find that it fails
+        if path is None:
             return None
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            place = sqlite3.connect(self.path, timeout=WAIT_SECONDS, isolation_level=None)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            place = sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None)
             with closing(place) as opened:
                 # After a power cut it may be damaged: each row has a seal, and all can be missed.
                 opened.execute("PRAGMA synchronous = OFF")
@@ -148,7 +149,7 @@ class KnownFiles:
             self.path = None  # and not waited for again
             return None
         except sqlite3.DatabaseError:
-            for damaged in (self.path, self.path.with_name(f"{self.path.name}-journal")):
+            for damaged in (path, path.with_name(f"{path.name}-journal")):
                 with suppress(OSError):
                     damaged.unlink(missing_ok=True)
             return None

@@ -220,6 +220,27 @@ def test_a_memory_that_somebody_holds_is_waited_for_once(place, monkeypatch):
     assert place.reads == 3
 
 
+class GivenUp(KnownFiles):
+    """Another thread finds that the memory fails as soon as this one has looked whether it is."""
+
+    @property
+    def path(self):
+        path, self._path = self._path, None
+        return path
+
+    @path.setter
+    def path(self, path):
+        self._path = path
+
+
+def test_a_memory_that_another_thread_gives_up_meanwhile_is_asked_once_more(place):
+    assert GivenUp(place.memory).sha256(place.file) == KnownFiles(None).sha256(place.file)
+    place.memory.parent.mkdir(exist_ok=True)
+    place.memory.write_text("damaged " * 1000)
+    assert GivenUp(place.memory).sha256(place.file) == KnownFiles(None).sha256(place.file)
+    assert not place.memory.exists()
+
+
 def test_processes_share_a_memory(tmp_path):
     for number in range(40):
         (tmp_path / "files").mkdir(exist_ok=True)
