@@ -71,7 +71,7 @@ class PeakMemory:
     """
 
     def __enter__(self) -> "PeakMemory":
-        give_back()  # an earlier call's garbage is not this one's memory
+        _clear_away()  # an earlier call's garbage is not this one's memory
         for device in _devices():
             torch.cuda.reset_peak_memory_stats(device)
         self._sampled = held_bytes()
@@ -115,11 +115,23 @@ def give_back() -> None:
     little would take longer than tiny pieces do; what is left on a GPU is not seen from here.
     """
     global _kept
-    if held_bytes() - _kept < LEFT_BYTES and not _devices():
-        return
+    _kept = _left()
+
+
+def _clear_away() -> None:
+    """As ``give_back``, before a call: what a failed one's traceback still holds is not kept."""
+    global _kept
+    _kept = min(_kept, _left())
+
+
+def _left() -> int:
+    """What stays with this process of what it held when it was asked last, or has come to since."""
+    held = held_bytes()
+    if held - _kept < LEFT_BYTES and not _devices():
+        return min(_kept, held)
     gc.collect()
     trim()
-    _kept = held_bytes()
+    return held_bytes()
 
 
 def machine_memory(device: str) -> int | None:

@@ -47,6 +47,35 @@ def test_a_call_that_fails_leaves_nothing_either():
     assert held_bytes() - before < LEFT_BYTES
 
 
+def test_memory_that_was_alive_once_is_not_left_to_later_calls():
+    before = held_bytes()
+    alive = [torch.ones(PIECES * SIZE, dtype=torch.uint8)]
+    give_back()
+    alive.clear()
+    perform(lambda *, progress: None, report=None, threads=1)
+    perform(fill, report=None, threads=1)
+    assert held_bytes() - before < LEFT_BYTES
+
+
+def test_what_a_failed_call_still_holds_is_not_left_to_the_next_one():
+    def large(*, progress):
+        held = torch.ones(PIECES * SIZE, dtype=torch.uint8)
+        raise ValueError(held.shape)
+
+    before, failures = held_bytes(), []
+    try:
+        perform(large, report=None, threads=1)
+    except ValueError as error:
+        failures.append(error)
+
+    def forgetful(*, progress):
+        failures.clear()
+        return fill(progress=progress)
+
+    perform(forgetful, report=None, threads=1)
+    assert held_bytes() - before < LEFT_BYTES
+
+
 def test_what_torch_brings_is_not_looked_through_before_every_call():
     perform(lambda *, progress: None, report=None, threads=1)
     assert gc.get_freeze_count() > len(gc.get_objects())
