@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 OWNER = ".owner"
 """Held by the process that works in a folder; the kernel lets go of it however that ends."""
@@ -24,12 +25,20 @@ def owned_folder(kind: str) -> Iterator[Path]:
     remove_left(kind)
     with (
         tempfile.TemporaryDirectory(prefix=f"{kind}-", ignore_cleanup_errors=True) as name,
-        Path(name, OWNER).open("w") as owner,
+        own(Path(name)),
     ):
-        fcntl.flock(owner, fcntl.LOCK_EX)
         inner = Path(name, "files")
         inner.mkdir()
         yield inner
+
+
+def own(folder: Path) -> TextIO:
+    """Hold a folder until what is returned is closed."""
+    made = folder / f"{OWNER}.new"
+    file = made.open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    made.rename(folder / OWNER)  # nobody takes it for one that a killed process has left
+    return file
 
 
 def remove_left(kind: str) -> None:

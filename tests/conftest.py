@@ -3,7 +3,6 @@
 The environment is set here, before anything imports prefect, ray or mlflow: they read it once.
 """
 
-import fcntl
 import gc
 import os
 import shutil
@@ -12,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from infra.temporary import OWNER, remove_left
+from infra.temporary import own, remove_left
 
 # Ray's socket paths must stay short, so the folder lies directly in the system's temporary folder;
 # that of a process which pytest-xdist starts as well, whose TMPDIR is the first one's already.
@@ -20,8 +19,7 @@ if "UPCYCLE_TESTS_SYSTEM_FOLDER" not in os.environ:
     remove_left("upcycle")  # by sessions that were killed
 SYSTEM = os.environ.setdefault("UPCYCLE_TESTS_SYSTEM_FOLDER", tempfile.gettempdir())
 SESSION = Path(tempfile.mkdtemp(prefix="upcycle-", dir=SYSTEM))
-OWNED = (SESSION / OWNER).open("w")
-fcntl.flock(OWNED, fcntl.LOCK_EX)
+OWNED = own(SESSION)
 for _name in (
     "RAY_ADDRESS",
     "PREFECT_API_URL",

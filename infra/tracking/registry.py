@@ -17,6 +17,7 @@ from mlflow.exceptions import MlflowException
 
 from infra.recipe.names import masked
 from infra.settings import Settings
+from infra.temporary import owned_folder
 from infra.tracking.locations import copy_files, local_folder, sync_files
 from infra.tracking.private import delete_files
 from infra.tracking.records import (
@@ -156,8 +157,8 @@ class Registry:
             if path not in {entry.path for entry in listed}:
                 return None
             location = self._client.get_logged_model(version.model_id).artifact_location
-            with tempfile.TemporaryDirectory() as folder:
-                own = {"dst_path": folder, "tracking_uri": self._uri}
+            with owned_folder("registry") as folder:
+                own = {"dst_path": str(folder), "tracking_uri": self._uri}
                 return Path(download_artifacts(f"{location}/{path}", **own)).read_text()
         except (MlflowException, OSError, UnicodeError) as error:
             said = masked(str(error))
@@ -320,20 +321,19 @@ class Registry:
         location = self._client.get_logged_model(model_id).artifact_location
         if not copy_files(directory, location, self._settings):
             self._client.log_model_artifacts(model_id, str(directory))
-        with tempfile.TemporaryDirectory() as folder:
-            served = Path(folder) / "served"
+        with owned_folder("registry") as folder:
             own = {"model_id": model_id, "run_id": run.id, "bos": registration.bos}
-            write_mlmodel(served, directory, **own)
-            self._client.log_model_artifacts(model_id, str(served))
+            write_mlmodel(folder / "served", directory, **own)
+            self._client.log_model_artifacts(model_id, str(folder / "served"))
         self._keep_files(model_id, registration.files)
 
     def _keep_files(self, model_id: str, files: Mapping[str, str | bytes]) -> None:
         """Keep files beside the checkpoint; with all that lies there they are on the disk then."""
-        with tempfile.TemporaryDirectory() as folder:
+        with owned_folder("registry") as folder:
             for file, content in files.items():
                 data = content.encode() if isinstance(content, str) else content
-                (Path(folder) / file).write_bytes(data)
-            self._client.log_model_artifacts(model_id, folder, PROVENANCE_FOLDER)
+                (folder / file).write_bytes(data)
+            self._client.log_model_artifacts(model_id, str(folder), PROVENANCE_FOLDER)
         sync_files(self._client.get_logged_model(model_id).artifact_location, self._settings)
 
     def _version(self, found: ModelVersion) -> Version:

@@ -1,11 +1,13 @@
 """Folders of processes that were killed go with the next of their kind."""
 
+import fcntl
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from infra.temporary import owned_folder
+from infra import temporary
+from infra.temporary import OWNER, owned_folder, remove_left
 
 HOLDS = (
     "import sys, time; from infra.temporary import owned_folder\n"
@@ -39,3 +41,19 @@ def test_what_a_killed_process_left_is_removed_and_what_is_held_stays(tmp_path, 
             process.kill()
             process.wait()
             process.stdout.close()
+
+
+def test_a_folder_that_is_just_being_made_is_not_taken_for_one_that_was_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    flock = fcntl.flock
+
+    def slow(file, how):
+        if how == fcntl.LOCK_EX:
+            remove_left("kept")  # as another process does, before this one holds its mark
+        flock(file, how)
+
+    monkeypatch.setattr(temporary.fcntl, "flock", slow)
+    with owned_folder("kept") as folder:
+        assert folder.is_dir()
+        assert (folder.parent / OWNER).exists()
+    assert not folder.parent.exists()

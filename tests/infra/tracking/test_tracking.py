@@ -5,6 +5,8 @@ import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import gettempdir
 
 import mlflow
 import pytest
@@ -18,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra import durable, settings
 from infra.tracking import locations
+from infra.tracking import registry as registry_module
 from infra.tracking.records import ROOM, DatasetRecord, Registration, flatten, with_room
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
@@ -238,6 +241,34 @@ def test_two_versions_with_aliases_scores_and_files(tracker, registry, client, c
     assert registry.find("moe", "challenger").number == 2
     outputs = client.get_run(run.id).outputs.model_outputs
     assert {output.model_id for output in outputs} == {first.model_id, second.model_id}
+
+
+def test_what_is_handed_to_mlflow_lies_where_a_killed_process_leaves_it_to_the_next_one(
+    tracker, registry, checkpoint, monkeypatch
+):
+    folders = []
+
+    def log(self, model_id, folder, *place):
+        folders.append(Path(folder))
+        return handed(self, model_id, folder, *place)
+
+    def download(location, **options):
+        folders.append(Path(options["dst_path"]))
+        return downloaded(location, **options)
+
+    handed, downloaded = MlflowClient.log_model_artifacts, registry_module.download_artifacts
+    monkeypatch.setattr(MlflowClient, "log_model_artifacts", log)
+    monkeypatch.setattr(registry_module, "download_artifacts", download)
+    with tracker.start_run("flow") as run:
+        made = Registration(files={"dvc.lock": "schema: '2.0'"})
+        version = registry.register("handed", checkpoint, made, run=run)
+    assert registry.text(version, "dvc.lock") == "schema: '2.0'"
+    own = [folder for folder in folders if folder != checkpoint]
+    assert len(own) == 3
+    for folder in own:
+        kept = next(parent for parent in folder.parents if parent.parent == Path(gettempdir()))
+        assert kept.name.startswith("registry-")
+        assert not kept.exists()
 
 
 def test_a_registered_checkpoint_comes_back_byte_for_byte(tracker, registry, checkpoint, tmp_path):
