@@ -180,17 +180,20 @@ def test_a_restore_that_fails_removes_its_mark_after_all_that_it_has_brought(
 
         return call
 
-    with (
-        pytest.raises(ValueError, match="fails"),
-        workspace.lock("the flow restore", restores=True),
-        restore.all_or_nothing(workspace),
-    ):
+    def bring():
         for name in (".waiting", "a", "b"):
             (workspace.root / name).mkdir()
         (workspace.root / "c").touch()
         for name in ("unlink", "rmdir"):
             monkeypatch.setattr(os, name, watched(getattr(os, name)))
         raise ValueError("fails")
+
+    with (
+        pytest.raises(ValueError, match="fails"),
+        workspace.lock("the flow restore", restores=True),
+        restore.all_or_nothing(workspace),
+    ):
+        bring()
     assert len(there) >= 7
     assert all(".lock" in names for names in there[:-1])
     assert all(RESTORING in names for names in there if names & {"a", "b", "c"})
