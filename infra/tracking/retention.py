@@ -1,5 +1,6 @@
 """What MLflow holds of a workspace's past: what ``keep`` leaves of it, and how the rest goes."""
 
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -66,8 +67,9 @@ class Records:
     ) -> Past:
         """What goes, and what stays.
 
-        A version that any alias points at stays, the one before the champion, and one whose files
-        are lost: what it needs cannot be told. So does every run that made a version that stays or
+        A version that any alias points at stays, the one before the champion, one that a recipe of
+        the home names by its number, and one whose files are lost: what it needs cannot be told. So
+        does every run that made a version that stays or
         measured its model, with its parent and children, and what has not ended.
 
         Args:
@@ -79,6 +81,7 @@ class Records:
             return Past((), (), (), ())
         models = {model.model_id: model for model in self._models()}
         every = self._pages(self._client.search_model_versions)
+        asked = _named(self._settings.home)
         held = {(v.source or "").removeprefix(MODEL_SCHEME): v for v in every}
         names = {name, *(held[model].name for model in models.keys() & held.keys())}
         kept, gone = [], []
@@ -87,7 +90,11 @@ class Records:
             mine = [v for v in versions if v.model_id in models or v.is_lost]
             # Another recipe may register under the same name, and its champion follow ours.
             before = ways_back(versions)
-            named = [v for v in mine if v.aliases or v.number in before or v.is_lost]
+            named = [
+                v
+                for v in mine
+                if v.aliases or v.number in before or v.is_lost or v.reference in asked
+            ]
             spare = [v for v in mine if v not in named][: -keep.versions]
             gone += spare
             kept += [v for v in mine if v not in spare]
@@ -168,6 +175,19 @@ class Records:
             token = page.token
             if not token:
                 return found
+
+
+def _named(home: Path) -> set[str]:
+    """``models:/NAME/NUMBER`` that recipes of the home's workspaces take experts or seeds from."""
+    texts = [_text(params) for params in home.glob("*/params.yaml")]
+    return {found for text in texts for found in re.findall(r"models:/[^/\n]+/\d+", text)}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # its workspace has gone meanwhile, or is another user's
+        return ""
 
 
 def _expired(runs: Sequence[RunEntity], needed: set[str], keep: int) -> list[str]:

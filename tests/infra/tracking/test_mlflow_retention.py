@@ -1,6 +1,7 @@
 """Which MLflow runs and versions may go, on a real database."""
 
 import pytest
+import yaml
 from mlflow import MlflowClient
 from mlflow.entities import ViewType
 
@@ -127,3 +128,14 @@ def test_the_champion_before_stays_for_a_rollback(place):
     place.registry.set_tags(versions[2], {"before": "2"})
     assert [version.number for version in place.past().versions] == [1]
     assert [version.number for version in place.past().kept] == [2, 3, 4]
+
+
+def test_a_version_that_another_recipe_names_by_its_number_stays(place, home):
+    run = place.run()
+    versions = [place.version(run) for _ in range(13)]
+    workspace = home / "another"
+    workspace.mkdir()
+    given = {"law": {"expert": versions[11].reference}, "art": {"expert": versions[1].reference}}
+    (workspace / "params.yaml").write_text(yaml.safe_dump({"domains": given}))
+    assert {version.number for version in place.past().kept} == {2, 12, 13}
+    assert {version.number for version in place.past().versions} == {1, *range(3, 12)}
