@@ -102,12 +102,14 @@ class Champion:
     def run(self, piece: Piece, mark: str) -> Done:
         """Run a piece on a copy of its files; ``mark`` names what decides the result."""
         workspace = self.session.workspace
+        # Another registered model, or another registry, has a version of the same number.
+        which = fingerprint({"version": self.version.reference, "model": self.version.model_id})
         if not self.directory.exists():
             self._fetch()
         self.session.log(f"evaluating the champion, {self.version.reference}, beside this model")
         done = run_pieces(
             [piece],
-            directory=workspace.pieces / f"champion-{self.version.number}-{mark}",
+            directory=workspace.pieces / f"champion-{which}-{mark}",
             resources=self.session.recipe.compute.evaluation,
             label="register",
         )

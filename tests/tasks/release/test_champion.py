@@ -1,6 +1,7 @@
 """Who a new model is judged against."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,8 @@ from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.recipes import load_recipe
-from tasks.release.champion import changed_files, standing_champion
+from tasks.release import champion as module
+from tasks.release.champion import Champion, changed_files, standing_champion
 from tasks.release.versions import MODEL_TAG
 from upcycle_core.errors import InputError
 
@@ -108,3 +110,25 @@ def test_files_that_are_not_as_registered_are_named_before_they_are_judged(
         assert not (session.workspace.staging / "champion").exists()
         shutil.rmtree(files, ignore_errors=True)
         shutil.copytree(whole, files)
+
+
+def test_the_same_number_of_another_registered_model_is_another_champion(
+    tmp_path, session, registry, monkeypatch
+):
+    places = []
+
+    def run_pieces(pieces, *, directory, **options):
+        places.append(directory)
+        return dict.fromkeys([piece.name for piece in pieces])
+
+    monkeypatch.setattr(module, "run_pieces", run_pieces)
+    monkeypatch.setattr(Champion, "_fetch", lambda self: None)
+    for name in ("first", "second", "first"):
+        of_name = replace(session.recipe.registry, model=name)
+        own = Session(replace(session.recipe, registry=of_name), session.workspace, log=print)
+        if registry.find(name, "champion") is None:
+            register(tmp_path, registry, own, "digest")
+        with standing_champion(own, registry) as champion:
+            assert champion.version.number == 1
+            champion.run(Piece.of("champion", pytest.fail), "mark")
+    assert places[0] == places[2] != places[1]
