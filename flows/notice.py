@@ -61,7 +61,8 @@ def notice(run: str, block: str, attempt: int = 1) -> State:
     """
     with get_client(sync_client=True) as client:
         failed = client.read_flow_run(UUID(run.removeprefix(RUN)))
-        name_run(f"notice of {failed.name}")
+        recipe = _recipe_of(failed)
+        name_run(f"notice of {failed.name}", tags=() if recipe is None else (recipe,))
         try:
             deliver(block, *wording(failed))
         except Exception as error:  # of any kind: an address may be wrong in many ways
@@ -81,13 +82,18 @@ def notice(run: str, block: str, attempt: int = 1) -> State:
 
 def wording(run: FlowRun) -> tuple[str, str]:
     """Subject and text of the notice of a run."""
-    recipe = run.parameters.get("recipe")
-    name = recipe.get("name") if isinstance(recipe, dict) else run.name
+    name = _recipe_of(run) or run.name
     state = run.state
     subject = f"{name}: the night ended as {state.name if state else 'unknown'}"
     page = f"{PREFECT_UI_URL.value()}/runs/flow-run/{run.id}" if PREFECT_UI_URL.value() else ""
     lines = [f"Run {run.name}", state.message if state else None, page]
     return subject, "\n".join(line for line in lines if line)
+
+
+def _recipe_of(run: FlowRun) -> str | None:
+    """Name of the recipe that a run was given; None where it was given none."""
+    recipe = run.parameters.get("recipe")
+    return recipe.get("name") if isinstance(recipe, dict) else None
 
 
 def deliver(block: str, subject: str, text: str) -> None:

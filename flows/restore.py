@@ -22,10 +22,10 @@ from prefect.states import State
 
 from flows.running.arguments import parser_of
 from flows.running.command_line import command, reach_server
-from flows.running.naming import completed, title_of_day
+from flows.running.naming import completed, name_run, title_of_day
 from flows.running.refused import in_a_line
 from flows.running.session import pieces_run, prepare
-from flows.running.turn import log
+from flows.running.turn import live, log
 from infra.durable import write_atomically
 from infra.recipe.names import masked, remote_fault, secret_faults
 from infra.recipe.schema import Recipe
@@ -66,7 +66,10 @@ def restore(
     """
     settings = configure()
     found, recipe, workspace, source = look(settings, name, version, into, remote)
+    title = title_of_day(f"restore of {name}")
     with workspace.lock("the flow restore", restores=True), all_or_nothing(workspace):
+        live(workspace)
+        name_run(title, tags=(recipe.name,))
         versions = Versions(workspace.root)
         prepare(versions, recipe)
         if recipe.lineage is not None:
@@ -79,7 +82,7 @@ def restore(
     said += "they were published."
     create_markdown_artifact(key=slug(f"{name}-restore"), markdown=said)
     outcome = f"version {found.number}, {artifacts} artifacts as they were published"
-    return completed(title_of_day(f"restore of {name}"), outcome, str(workspace.root))
+    return completed(title, outcome, str(workspace.root))
 
 
 @contextmanager

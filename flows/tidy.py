@@ -156,6 +156,8 @@ def _is_of(run: FlowRun, recipe: Recipe) -> bool:
     given = run.parameters.get("recipe")
     if isinstance(given, dict):
         return bool(given.get("name") == recipe.name)
+    if recipe.name in run.tags:
+        return True
     return run.parameters.get("name") in (recipe.registered_name, compressed_name(recipe))
 
 

@@ -45,6 +45,7 @@ def test_a_notice_says_which_night_and_why_and_an_undelivered_one_why_not(server
         refused = notice(f"prefect.flow-run.{run}", "webhook/catcher", return_state=True)
         assert (refused.type.value, refused.name) == ("FAILED", "Not delivered")
         assert refused.message == "the receiver answers 503"
+        assert server.read_flow_run(refused.state_details.flow_run_id).tags == ["pico"]  # for tidy
         assert not received
         delivered = notice(run, "webhook/catcher", return_state=True)
         assert delivered.message == "delivered to webhook/catcher: a-night"

@@ -50,10 +50,11 @@ def recipe(tmp_path):
     return str(save_recipe(tmp_path / "r.yaml", {**values, "keep": {"flow_runs": 2}}))
 
 
-def record(client, label, state, **parameters):
+def record(client, label, state, tags=(), **parameters):
     """A flow run, its artifact and its line of log, as Prefect keeps them."""
     flow_id = client.create_flow_from_name("dume")
     body = {"flow_id": str(flow_id), "name": label, "parameters": parameters}
+    body["tags"] = list(tags)
     body["state"] = state.model_dump(mode="json", include={"type", "name"})
     run = UUID(client.request("POST", "/flow_runs/", json=body).json()["id"])
     client.create_artifact(ArtifactCreate(key=f"{label}-table", type="table", flow_run_id=run))
@@ -75,6 +76,7 @@ def has_logs(client, run):
 def test_what_would_be_freed_is_shown_and_with_apply_it_goes(workspace, recipe, capsys):
     mine = {"recipe": {"name": "pico-tidy"}}
     with get_client(sync_client=True) as client:
+        record(client, "pico-tidy-notice", Completed(), ["pico-tidy"], run="x", block="mail/x")
         ended = [record(client, f"pico-tidy-{i}", Completed(), **mine) for i in range(4)]
         record(client, "pico-tidy-running", Running(), **mine)
         record(client, "pico-tidy-theirs", Completed(), recipe={"name": "other"})

@@ -4,6 +4,7 @@ import threading
 import time
 from contextvars import copy_context
 from dataclasses import replace
+from types import SimpleNamespace
 from uuid import UUID
 
 import pytest
@@ -14,6 +15,7 @@ from prefect.states import Completed, Running
 from prefect_server import prefect_server
 from texts import DOMAINS, pico_recipe, save_recipe
 
+from flows import restore as restores
 from flows.retrain import retrain
 from flows.running import session
 from flows.running import turn as turns
@@ -169,6 +171,39 @@ def test_one_that_has_let_go_is_alive_until_its_process_ends(
     _close_interrupted(workspace)
     assert server.read_flow_run(run).state.is_crashed()
     assert not list((workspace.root / ".waiting").iterdir())
+
+
+def test_a_killed_restore_is_closed_and_not_one_into_another_home(workspace, server, monkeypatch):
+    monkeypatch.setattr(session, "BEGIN_SECONDS", 0)
+
+    def begin(**parameters):
+        body = {"flow_id": str(server.create_flow_from_name("x")), "tags": ["pico-turn"]}
+        body |= {"name": "x", "parameters": parameters}
+        body["state"] = Running().model_dump(mode="json", include={"type", "name"})
+        return UUID(server.request("POST", "/flow_runs/", json=body).json()["id"])
+
+    killed = begin(name="upcycle-pico-turn", version="1", into=None)
+    others = [begin(name="upcycle-pico-turn", version="1", into="/x"), begin(run="x", block="y")]
+    _close_interrupted(workspace)
+    assert server.read_flow_run(killed).state.is_crashed()
+    assert all(server.read_flow_run(other).state.is_running() for other in others)
+
+
+def test_a_restore_says_of_which_recipe_it_is_and_that_it_is_alive(
+    workspace, recipe, server, monkeypatch
+):
+    found = SimpleNamespace(reference="models:/upcycle-pico-turn/1", number=1)
+    lives = []
+
+    def bring(*_):
+        lives.append([path.name for path in (workspace.root / ".waiting").glob("run@*")])
+
+    monkeypatch.setattr(restores, "look", lambda *_: (found, recipe, workspace, "remote"))
+    monkeypatch.setattr(restores, "_bring", bring)
+    monkeypatch.setattr(restores, "_check", lambda *_: 1)
+    run = restores.restore("upcycle-pico-turn", return_state=True).state_details.flow_run_id
+    assert lives == [[f"run@{run}"]]
+    assert server.read_flow_run(run).tags == ["pico-turn"]
 
 
 def test_one_that_has_just_begun_is_not_taken_for_a_killed_one(workspace, recipe, server):
