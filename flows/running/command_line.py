@@ -21,6 +21,7 @@ from infra.cluster.capacity import compute_faults, machine
 from infra.permissions import permission_faults
 from infra.recipe.names import masked
 from infra.recipe.schema import Recipe
+from infra.services.processes import read_records
 from infra.services.stopping import out_of_reach, run_command, run_stoppable
 from tasks.engine.sources import CODE
 from tasks.engine.workspace import Workspace
@@ -59,7 +60,7 @@ def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
 
 
 def reach_server(settings: environment.Settings) -> None:
-    """Knock at the server that the user has named: Prefect would end in a traceback.
+    """Knock at the server of ``make up`` or of the user: Prefect would end in a traceback.
 
     Where there is none, start the one that Prefect would start for the flow, but out of reach of
     Ctrl-C: it keeps the record of how the flow has ended.
@@ -78,9 +79,17 @@ def reach_server(settings: environment.Settings) -> None:
     except urllib.error.HTTPError:
         return  # it is there, and asks for more
     except (OSError, ValueError) as error:
-        remedy = f"no Prefect server answers there ({error}); start it, or unset this: a flow "
-        remedy += "brings a server along"
-        raise InputError(Fault("PREFECT_API_URL", masked(api), remedy)) from error
+        raise InputError(_silent_server(settings, api, error)) from error
+
+
+def _silent_server(settings: environment.Settings, api: str, error: Exception) -> Fault:
+    own = read_records(settings.services_state).get("prefect")
+    if own is not None and api == f"{own.url}/api":
+        remedy = f"what make up has started does not answer ({error}); it may still be starting: "
+        remedy += "try again in a minute. If it stays so: make down, then make up; its log is "
+        return Fault("server", masked(api), f"{remedy}{settings.services / 'prefect.log'}")
+    remedy = f"no Prefect server answers there ({error}); start it, or unset this: a flow "
+    return Fault("PREFECT_API_URL", masked(api), f"{remedy}brings a server along")
 
 
 def _start_server() -> None:

@@ -16,7 +16,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import StateType
 from prefect.runtime import deployment, flow_run
 from prefect.states import Crashed, State
 from prefect.task_runners import ThreadPoolTaskRunner
@@ -27,7 +27,7 @@ from flows.running.naming import completed, link_runs, name_run, title_of_day
 from flows.running.planned import say_plan
 from flows.running.progress import ProgressArtifacts
 from flows.running.refused import in_a_line
-from flows.running.turn import is_alive, live, log, turn
+from flows.running.turn import holds, is_alive, live, log, turn
 from infra import settings as environment
 from infra.cluster import calls
 from infra.cluster.compute import check_room, cluster
@@ -375,15 +375,6 @@ def _wait(futures: list[Any]) -> None:
         raise InputError(*dict.fromkeys(faults))
 
 
-def _holds(run: FlowRun, workspace: Workspace) -> bool:
-    """Whether a flow run is of those that hold this workspace while they live."""
-    recipe, name = run.parameters.get("recipe"), workspace.root.name
-    if isinstance(recipe, dict):
-        return bool(recipe.get("name") == name)
-    # A restore is given no recipe, and may go into another home; others with the tag hold nothing.
-    return name in run.tags and run.parameters.get("into", "") is None
-
-
 def _close_interrupted(workspace: Workspace) -> None:
     """Mark earlier runs on this workspace that never ended and are dead.
 
@@ -395,7 +386,7 @@ def _close_interrupted(workspace: Workspace) -> None:
     )
     with get_client(sync_client=True) as client:
         for run in client.read_flow_runs(flow_run_filter=running):
-            if str(run.id) == flow_run.id or not _holds(run, workspace):
+            if str(run.id) == flow_run.id or not holds(run, workspace):
                 continue
             if run.start_time and (now - run.start_time).total_seconds() < BEGIN_SECONDS:
                 continue

@@ -16,6 +16,7 @@ from typing import TextIO
 
 from prefect import get_run_logger
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 from prefect.states import Running
@@ -76,6 +77,15 @@ def is_alive(workspace: Workspace, run: object) -> bool:
     """Whether the flow run of this id waits for the workspace, or its process has not ended."""
     places = [*_queue(workspace), *_held(workspace, RUNS)]
     return any(place.name.endswith(f"@{run}") for place in places)
+
+
+def holds(run: FlowRun, workspace: Workspace) -> bool:
+    """Whether a flow run is of those that hold this workspace while they live."""
+    recipe, name = run.parameters.get("recipe"), workspace.root.name
+    if isinstance(recipe, dict):
+        return bool(recipe.get("name") == name)
+    # A restore is given no recipe, and may go into another home; others with the tag hold nothing.
+    return name in run.tags and run.parameters.get("into", "") is None
 
 
 def log(text: str) -> None:

@@ -7,7 +7,11 @@ from prefect_server import free_port
 from project import Project
 from texts import pico_recipe, save_recipe, write_texts
 
+from flows.running.command_line import reach_server
+from infra import settings
+from infra.services.processes import ProcessRecord, write_records
 from tasks.planning.machine import Machine
+from upcycle_core.errors import InputError
 
 DOMAINS = ("letters", "numbers")
 
@@ -101,6 +105,19 @@ def test_a_prefect_server_that_does_not_answer_is_named(tmp_path, texts, monkeyp
     monkeypatch.setattr(Project, "environment", lambda self: {"PREFECT_API_URL": nobody})
     message = refused(tmp_path, pico_recipe(texts, domains=DOMAINS))
     assert f"PREFECT_API_URL = '{nobody}': no Prefect server answers there" in message
+
+
+def test_a_server_of_make_up_that_does_not_answer_is_not_one_that_the_user_has_named(tmp_path):
+    url = f"http://127.0.0.1:{free_port()}"
+    read = settings.read({"UPCYCLE_HOME": str(tmp_path), "PREFECT_API_URL": f"{url}/api"})
+    record = ProcessRecord(pid=1, started=0.0, command=("prefect",), url=url)
+    write_records(read.services_state, {"prefect": record})
+    with pytest.raises(InputError) as raised:
+        reach_server(read)
+    assert f"server = '{url}/api': what make up has started does not answer" in str(raised.value)
+    assert "make down, then make up" in str(raised.value)
+    assert "PREFECT_API_URL" not in str(raised.value)
+    assert "unset" not in str(raised.value)
 
 
 @pytest.mark.faults
