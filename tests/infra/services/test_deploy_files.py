@@ -15,7 +15,6 @@ import jsonschema
 import pytest
 import ray
 import yaml
-from mlflow.cli import cli as mlflow
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import cli as ray_command
 
@@ -126,6 +125,8 @@ def test_no_secret_stands_in_a_file_or_a_command(compose):
 
 
 def test_containers_call_their_programs_with_options_that_exist(compose):
+    from mlflow.cli import cli as mlflow  # takes two seconds
+
     calls = [words for service in compose["services"].values() for words in commands_of(service)]
     needed = ["python", "-m", asgi.__name__]  # takes what `mlflow` takes
     calls = [["mlflow", *words[3:]] if words[:3] == needed else words for words in calls]

@@ -21,8 +21,6 @@ from prefect.settings import (
     PREFECT_SERVER_DATABASE_CONNECTION_URL,
     temporary_settings,
 )
-from prefect_docker.worker import DockerWorker
-from prefect_kubernetes.worker import KubernetesWorker
 from prefect_server import prefect_server
 
 from infra import settings
@@ -31,7 +29,7 @@ from infra.services.deployments import PREFECT_FILE, deploy
 from infra.services.pools import create_pool, template_of
 from upcycle_core.errors import InputError
 
-WORKERS = {"docker": DockerWorker, "kubernetes": KubernetesWorker}
+KINDS = ("docker", "kubernetes")
 ADDRESSES = {
     "PREFECT_API_URL": "http://prefect.ml:4200/api",
     "MLFLOW_TRACKING_URI": "http://mlflow.ml:5000",
@@ -75,6 +73,17 @@ KUBERNETES_OWN = {
 }
 
 
+def worker_of(kind):
+    """The class of Prefect's worker; its package takes a second to import."""
+    if kind == "docker":
+        from prefect_docker.worker import DockerWorker
+
+        return DockerWorker
+    from prefect_kubernetes.worker import KubernetesWorker
+
+    return KubernetesWorker
+
+
 @pytest.fixture(scope="module")
 def place():
     return dataclasses.replace(settings.read(os.environ), prefect_api_url=prefect_server())
@@ -111,7 +120,7 @@ def started(client, kind, deployment):
     flow = client.read_flow(deployment.flow_id)
     run = FlowRun(id=uuid.uuid4(), name="a-run", flow_id=flow.id, deployment_id=deployment.id)
     configuration = asyncio.run(
-        WORKERS[kind].job_configuration.from_template_and_values(
+        worker_of(kind).job_configuration.from_template_and_values(
             pool.base_job_template, deployment.job_variables
         )
     )
@@ -123,7 +132,7 @@ def started(client, kind, deployment):
 def deployed(place, client, file):
     """{type: (a deployment of a recipe to that pool, what the pool's worker would start)}."""
     found = {}
-    for kind in WORKERS:
+    for kind in KINDS:
         name = f"our-{kind}"
         assert create_pool(place, kind, name=name, changes=CHANGES[kind]) == name
         names = deploy(place, prefect_file=file, pool=name, job_variables=JOB_VARIABLES)
@@ -143,7 +152,7 @@ def container_of(manifest):
     return container
 
 
-@pytest.mark.parametrize("kind", WORKERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_deployment_names_the_pool_and_the_checkout_of_its_image(deployed, kind):
     deployment, _ = deployed[kind]
     assert deployment.work_pool_name == f"our-{kind}"
@@ -154,7 +163,7 @@ def test_a_deployment_names_the_pool_and_the_checkout_of_its_image(deployed, kin
     assert deployment.entrypoint == "flows/dume.py:dume"
 
 
-@pytest.mark.parametrize("kind", WORKERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_flows_in_containers_find_the_servers_ray_and_the_workspaces(deployed, compose, kind):
     environment = deployed[kind][1].env
     addresses = ADDRESSES
@@ -189,7 +198,7 @@ def test_the_templates_fit_the_image_the_network_and_the_volume_of_compose(compo
 
 def test_docker_gets_a_container_that_mounts_the_home_and_ends_for_good(deployed):
     configuration = deployed["docker"][1]
-    worker = DockerWorker(work_pool_name="our-docker")
+    worker = worker_of("docker")(work_pool_name="our-docker")
     asked = worker._build_container_settings(None, configuration)  # a client, for servers here
     assert configuration.image_pull_policy == "Always"
     networks = [asked.pop("network")]
@@ -270,7 +279,7 @@ def test_another_home_moves_the_mount_with_it():
     assert environment["RAY_AUTH_TOKEN_PATH"] == "/shared/upcycle/ray-token"
 
 
-@pytest.mark.parametrize("kind", WORKERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_secrets_come_from_kubernetes_or_a_file_and_stand_nowhere(client, deployed, kind):
     deployment, _ = deployed[kind]
     with temporary_settings({PREFECT_SERVER_DATABASE_CONNECTION_URL: f"postgresql://u:{WORD}@h"}):
@@ -286,7 +295,7 @@ def test_secrets_come_from_kubernetes_or_a_file_and_stand_nowhere(client, deploy
 @pytest.mark.parametrize(("kind", "left_out"), [("docker", DOCKER), ("kubernetes", KUBERNETES_OWN)])
 def test_a_template_leaves_out_of_the_worker_s_own_what_is_said_here_alone(kind, left_out):
     """What a new version of a worker offers is found here, and decided on."""
-    theirs = WORKERS[kind].get_default_base_job_template()
+    theirs = worker_of(kind).get_default_base_job_template()
     ours = template_of(kind, changes=CHANGES[kind])
     for part, own in (("job_configuration", theirs["job_configuration"]), ("variables", None)):
         have = ours[part] if own else ours[part]["properties"]
@@ -386,7 +395,7 @@ def test_servers_of_this_machine_are_reached_through_its_network():
     changes += ["env.PREFECT_API_URL=http://127.0.0.1:4200/api"]
     template = template_of("docker", changes=changes)
     configuration = asyncio.run(
-        DockerWorker.job_configuration.from_template_and_values(template, {})
+        worker_of("docker").job_configuration.from_template_and_values(template, {})
     )
     assert configuration.get_network_mode() == "host"
     assert configuration.networks == []
@@ -408,7 +417,7 @@ UNUSABLE = {
 
 @pytest.fixture(scope="module")
 def unusable(place, client):
-    default = DockerWorker.get_default_base_job_template()
+    default = worker_of("docker").get_default_base_job_template()
     for name, kind in {"ecs": "ecs", "theirs": "docker", "processes": "process"}.items():
         template = {} if kind == "process" else default
         client.create_work_pool(WorkPoolCreate(name=name, type=kind, base_job_template=template))
