@@ -89,7 +89,7 @@ test-faults: compiled readers ## The long tests: flows killed, files damaged, ev
 # Where Python is told to write no bytecode, each of the hundreds of processes that tests start would
 # compile all modules anew.
 compiled: env
-	@$(RUN) -m compileall -q benchmarks flows infra tasks tests upcycle_core
+	@-$(RUN) -m compileall -q benchmarks flows infra tasks tests upcycle_core
 
 bench: env ## Every benchmark that needs no argument
 	@set -e; for name in $(BENCHMARKS); do \

@@ -9,7 +9,7 @@ from upcycle_core.errors import InputError
 
 if sys.argv[0] == "-m":  # Python looks for one of these modules, to run it as a program
     stopping.end_at_once()
-    gc.disable()  # a tenth of what the imports take; ``command`` enables it again
+    gc.disable()  # a tenth of what the imports take; ``run_stoppable`` enables it again
 
 # Before any module of this package imports prefect, ray or mlflow: they read the environment once.
 try:

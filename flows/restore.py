@@ -89,27 +89,29 @@ def restore(
 def all_or_nothing(workspace: Workspace) -> Iterator[None]:
     """An empty workspace, and again none if what follows fails; a kill leaves a mark in it."""
     raise_faults(_there_faults(workspace))  # somebody may have come before us
-    _clear(workspace)
+    for path in _brought(workspace):
+        remove(path)
     mark = workspace.root / RESTORING
     write_atomically(mark, "")
     try:
         yield
     except BaseException:
         with suppress(OSError):  # the error that brought us here is the one to see
-            _clear(workspace)
-            mark.unlink()
-            shutil.rmtree(workspace.root / ".waiting", ignore_errors=True)
-            (workspace.root / ".lock").unlink()  # from here on another flow may begin
-            workspace.root.rmdir()
+            for path in _brought(workspace):
+                with suppress(OSError):
+                    remove(path)
+            if not _brought(workspace):
+                mark.unlink()
+                shutil.rmtree(workspace.root / ".waiting", ignore_errors=True)
+                (workspace.root / ".lock").unlink()  # from here on another flow may begin
+                workspace.root.rmdir()
         raise
     mark.unlink()
 
 
-def _clear(workspace: Workspace) -> None:
-    """Remove what a restore has brought; what says that it is at work stays until all is gone."""
-    for path in workspace.root.iterdir():
-        if path.name not in BESIDE | {RESTORING}:
-            remove(path)
+def _brought(workspace: Workspace) -> list[Path]:
+    """What a restore has brought; beside it lies what says that one is at work."""
+    return [path for path in workspace.root.iterdir() if path.name not in BESIDE | {RESTORING}]
 
 
 def remove(path: Path) -> None:

@@ -46,6 +46,8 @@ from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.report.numbers import slug
 
 PAGE = 200
+NOTICE = {"run", "block"}
+"""Parameters of a notice, which is given no recipe."""
 
 
 @flow(name="tidy")
@@ -156,8 +158,8 @@ def _is_of(run: FlowRun, recipe: Recipe) -> bool:
     given = run.parameters.get("recipe")
     if isinstance(given, dict):
         return bool(given.get("name") == recipe.name)
-    if recipe.name in run.tags:
-        return True
+    if run.parameters.keys() >= NOTICE:  # a tag alone is anybody's
+        return recipe.name in run.tags
     return run.parameters.get("name") in (recipe.registered_name, compressed_name(recipe))
 
 

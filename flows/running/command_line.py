@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import gc
 import sys
 import urllib.error
 import urllib.request
@@ -52,8 +51,6 @@ def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def run(arguments: list[str] | None = None) -> int:
-        gc.freeze()  # what was imported stays
-        gc.enable()
         return run_stoppable(functools.partial(attempt, arguments))
 
     return run

@@ -64,13 +64,14 @@ def live(workspace: Workspace) -> None:
 
     It has let go of the workspace before Prefect hears how it has ended.
     """
-    runs = [*_held(workspace, RUNS)]  # what others have left goes
-    if flow_run.id is None or not workspace.root.is_dir():  # where none is, nobody looks
-        return
-    place = workspace.root / ".waiting" / f"run@{flow_run.id}"
-    if place not in runs:
-        _held_till_the_end.append(_hold(place))
-        atexit.register(place.unlink, missing_ok=True)
+    with suppress(OSError):  # a full disk, or another user's workspace: no more than a sign
+        runs = [*_held(workspace, RUNS)]  # what others have left goes
+        if flow_run.id is None or not workspace.root.is_dir():  # where none is, nobody looks
+            return
+        place = workspace.root / ".waiting" / f"run@{flow_run.id}"
+        if place not in runs:
+            _held_till_the_end.append(_hold(place))
+            atexit.register(place.unlink, missing_ok=True)
 
 
 def is_alive(workspace: Workspace, run: object) -> bool:

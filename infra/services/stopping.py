@@ -54,6 +54,8 @@ def run_stoppable(call: Callable[[], int]) -> int:
     Returns:
         That exit code; 128 and the signal's number if one came, as shells have it.
     """
+    gc.freeze()  # what was imported stays
+    gc.enable()
     signals: SimpleQueue[int] = SimpleQueue()  # a handler may put into it, whatever it interrupts
     received: list[int] = []
 

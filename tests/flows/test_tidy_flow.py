@@ -77,6 +77,7 @@ def test_what_would_be_freed_is_shown_and_with_apply_it_goes(workspace, recipe, 
     mine = {"recipe": {"name": "pico-tidy"}}
     with get_client(sync_client=True) as client:
         record(client, "pico-tidy-notice", Completed(), ["pico-tidy"], run="x", block="mail/x")
+        record(client, "pico-tidy-somebody-else", Completed(), ["pico-tidy"])
         ended = [record(client, f"pico-tidy-{i}", Completed(), **mine) for i in range(4)]
         record(client, "pico-tidy-running", Running(), **mine)
         record(client, "pico-tidy-theirs", Completed(), recipe={"name": "other"})
@@ -96,7 +97,8 @@ def test_what_would_be_freed_is_shown_and_with_apply_it_goes(workspace, recipe, 
         assert not workspace.path("experts/colours").exists()
         assert all(workspace.provenance(f"experts/{domain}") is not None for domain in HERE)
         # Two ended runs stay: the newest of those, and the one that showed the plan.
-        assert names(client) == {"pico-tidy-running", "pico-tidy-theirs", "pico-tidy-rollback"}
+        stay = ("running", "theirs", "somebody-else", "rollback")
+        assert names(client) == {f"pico-tidy-{name}" for name in stay}
         assert Artifact.get("pico-tidy-0-table") is None
         assert Artifact.get("pico-tidy-theirs-table") is not None
         deadline = time.monotonic() + 30

@@ -200,6 +200,30 @@ def test_a_restore_that_fails_removes_its_mark_after_all_that_it_has_brought(
     assert not workspace.root.exists()
 
 
+def test_a_restore_that_fails_removes_what_it_can_and_leaves_its_mark_where_it_cannot(
+    workspace, monkeypatch
+):
+    def failing(path, remove=restore.remove):
+        if path.name == "a":
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        remove(path)
+
+    def bring():
+        for name in ("a", "b", "c"):
+            (workspace.root / name).mkdir()
+        raise ValueError("fails")
+
+    monkeypatch.setattr(restore, "remove", failing)
+    with (
+        pytest.raises(ValueError, match="fails"),
+        workspace.lock("the flow restore", restores=True),
+        restore.all_or_nothing(workspace),
+    ):
+        bring()
+    left = {path.name for path in workspace.root.iterdir()}
+    assert left == {"a", ".lock", RESTORING}
+
+
 def test_full_disk_is_said_with_what_to_do(tmp_path):
     with (
         pytest.raises(InputError, match=r"the disk is full .* finished pieces are kept"),
