@@ -27,7 +27,7 @@ from prefect.states import Completed, Failed, Scheduled, State
 
 from flows.running.arguments import parser_of
 from flows.running.command_line import command, reach_server
-from flows.running.naming import name_run
+from flows.running.naming import name_run, recipe_of
 from flows.running.refused import in_a_line
 from infra.recipe.names import masked
 from infra.settings import configure
@@ -61,7 +61,7 @@ def notice(run: str, block: str, attempt: int = 1) -> State:
     """
     with get_client(sync_client=True) as client:
         failed = client.read_flow_run(UUID(run.removeprefix(RUN)))
-        recipe = _recipe_of(failed)
+        recipe = recipe_of(failed)
         name_run(f"notice of {failed.name}", tags=() if recipe is None else (recipe,))
         try:
             deliver(block, *wording(failed))
@@ -82,18 +82,12 @@ def notice(run: str, block: str, attempt: int = 1) -> State:
 
 def wording(run: FlowRun) -> tuple[str, str]:
     """Subject and text of the notice of a run."""
-    name = _recipe_of(run) or run.name
+    name = recipe_of(run) or run.name
     state = run.state
     subject = f"{name}: the night ended as {state.name if state else 'unknown'}"
     page = f"{PREFECT_UI_URL.value()}/runs/flow-run/{run.id}" if PREFECT_UI_URL.value() else ""
     lines = [f"Run {run.name}", state.message if state else None, page]
     return subject, "\n".join(line for line in lines if line)
-
-
-def _recipe_of(run: FlowRun) -> str | None:
-    """Name of the recipe that a run was given; None where it was given none."""
-    recipe = run.parameters.get("recipe")
-    return recipe.get("name") if isinstance(recipe, dict) else None
 
 
 def deliver(block: str, subject: str, text: str) -> None:

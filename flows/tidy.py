@@ -28,7 +28,7 @@ from prefect.states import State
 
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, reach_server
-from flows.running.naming import completed, title_of_day
+from flows.running.naming import completed, recipe_of, title_of_day
 from flows.running.refused import in_a_line
 from flows.running.turn import log, turn
 from infra import settings as environment
@@ -155,9 +155,9 @@ def _ended(client: SyncPrefectClient) -> Iterator[FlowRun]:
 
 def _is_of(run: FlowRun, recipe: Recipe) -> bool:
     """Whether a flow ran on this workspace, or on its registered model."""
-    given = run.parameters.get("recipe")
-    if isinstance(given, dict):
-        return bool(given.get("name") == recipe.name)
+    given = recipe_of(run)
+    if given is not None:
+        return given == recipe.name
     if run.parameters.keys() >= NOTICE:  # a tag alone is anybody's
         return recipe.name in run.tags
     return run.parameters.get("name") in (recipe.registered_name, compressed_name(recipe))

@@ -1,5 +1,5 @@
 """Folders for a while that do not outlive their process for long: a killed one's are removed by the
-next that makes one of its kind.
+next that makes one of its kind. And files by which others see that a process lives.
 """
 
 import fcntl
@@ -25,19 +25,20 @@ def owned_folder(kind: str) -> Iterator[Path]:
     remove_left(kind)
     with (
         tempfile.TemporaryDirectory(prefix=f"{kind}-", ignore_cleanup_errors=True) as name,
-        own(Path(name)),
+        hold(Path(name, OWNER)),
     ):
         inner = Path(name, "files")
         inner.mkdir()
         yield inner
 
 
-def own(folder: Path) -> TextIO:
-    """Hold a folder until what is returned is closed."""
-    made = folder / f"{OWNER}.new"
+def hold(place: Path) -> TextIO:
+    """Make a file that this process holds until what is returned is closed."""
+    place.parent.mkdir(exist_ok=True)
+    made = place.with_name(f".{place.name}")
     file = made.open("w")
     fcntl.flock(file, fcntl.LOCK_EX)
-    made.rename(folder / OWNER)  # nobody takes it for one that a killed process has left
+    made.rename(place)  # nobody takes it for one that a killed process has left
     return file
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from infra.temporary import own, remove_left
+from infra.temporary import OWNER, hold, remove_left
 
 # Ray's socket paths must stay short, so the folder lies directly in the system's temporary folder;
 # that of a process which pytest-xdist starts as well, whose TMPDIR is the first one's already.
@@ -19,7 +19,7 @@ if "UPCYCLE_TESTS_SYSTEM_FOLDER" not in os.environ:
     remove_left("upcycle")  # by sessions that were killed
 SYSTEM = os.environ.setdefault("UPCYCLE_TESTS_SYSTEM_FOLDER", tempfile.gettempdir())
 SESSION = Path(tempfile.mkdtemp(prefix="upcycle-", dir=SYSTEM))
-OWNED = own(SESSION)
+OWNED = hold(SESSION / OWNER)
 for _name in (
     "RAY_ADDRESS",
     "PREFECT_API_URL",

@@ -7,6 +7,7 @@ from typing import Any
 
 from prefect.artifacts import create_link_artifact
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 from prefect.utilities.urls import url_for
@@ -22,6 +23,12 @@ _logger = logging.getLogger(__name__)
 def title_of_day(name: str) -> str:
     """``nightly 2026-11-22``."""
     return f"{name} {date.today().isoformat()}"
+
+
+def recipe_of(run: FlowRun) -> str | None:
+    """Name of the recipe that a run was given; None where it was given none."""
+    recipe = run.parameters.get("recipe")
+    return recipe.get("name") if isinstance(recipe, dict) else None
 
 
 def words_of(outcome: Outcome) -> str:

@@ -21,7 +21,9 @@ from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 from prefect.states import Running
 
+from flows.running.naming import recipe_of
 from infra.recipe.schema import Recipe
+from infra.temporary import hold
 from tasks.engine.workspace import Held, Workspace
 from upcycle_core.errors import Fault
 
@@ -70,7 +72,7 @@ def live(workspace: Workspace) -> None:
             return
         place = workspace.root / ".waiting" / f"run@{flow_run.id}"
         if place not in runs:
-            _held_till_the_end.append(_hold(place))
+            _held_till_the_end.append(hold(place))
             atexit.register(place.unlink, missing_ok=True)
 
 
@@ -82,9 +84,9 @@ def is_alive(workspace: Workspace, run: object) -> bool:
 
 def holds(run: FlowRun, workspace: Workspace) -> bool:
     """Whether a flow run is of those that hold this workspace while they live."""
-    recipe, name = run.parameters.get("recipe"), workspace.root.name
-    if isinstance(recipe, dict):
-        return bool(recipe.get("name") == name)
+    recipe, name = recipe_of(run), workspace.root.name
+    if recipe is not None:
+        return recipe == name
     # A restore is given no recipe, and may go into another home; others with the tag hold nothing.
     return name in run.tags and run.parameters.get("into", "") is None
 
@@ -149,21 +151,11 @@ def _placed(workspace: Workspace) -> Iterator[Path]:
     """A place at the end of the queue, as long as this process lives and wants it."""
     number = f"{time.time_ns():020}"
     place = workspace.root / ".waiting" / f"{number}@{flow_run.id or uuid.uuid4()}"
-    with _hold(place):
+    with hold(place):
         try:
             yield place
         finally:
             place.unlink(missing_ok=True)
-
-
-def _hold(place: Path) -> TextIO:
-    """Make a file that is held until it is closed."""
-    place.parent.mkdir(exist_ok=True)
-    made = place.with_name(f".{place.name}")
-    file = made.open("w")
-    fcntl.flock(file, fcntl.LOCK_EX)
-    made.rename(place)  # nobody takes it for one that a killed process has left
-    return file
 
 
 def _queue(workspace: Workspace) -> Iterator[Path]:

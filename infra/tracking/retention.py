@@ -69,8 +69,8 @@ class Records:
 
         A version that any alias points at stays, the one before the champion, one that a recipe of
         the home names by its number, and one whose files are lost: what it needs cannot be told. So
-        does every run that made a version that stays or
-        measured its model, with its parent and children, and what has not ended.
+        does every run that made a version that stays or measured its model, with its parent and
+        children, and what has not ended.
 
         Args:
             keep: How much stays.

@@ -116,14 +116,20 @@ class Remembering(Versions):
             (self.root / "dvc.lock").write_text(str({"stages": entries}))
 
 
-def test_what_a_lost_lock_named_is_recorded_again(tmp_path):
+def published(folder):
+    """A recipe without a remote, a workspace with a tokenizer and a seed, and its DVC."""
     recipe = load_recipe(CODE / "recipes/demo.yaml")
     recipe = replace(recipe, versions=replace(recipe.versions, remote=None))
-    workspace, versions = Workspace(tmp_path), Remembering(tmp_path)
+    workspace, versions = Workspace(folder), Remembering(folder)
     for name in ("tokenizer", "seed"):
         staged = workspace.stage(name)
         (staged / "file").write_text(name)
         workspace.publish(staged, name, {})
+    return recipe, workspace, versions
+
+
+def test_what_a_lost_lock_named_is_recorded_again(tmp_path):
+    recipe, workspace, versions = published(tmp_path)
 
     def commits():
         stages = Session(recipe, workspace, log=print)
@@ -143,13 +149,7 @@ def test_what_a_lost_lock_named_is_recorded_again(tmp_path):
 
 def test_a_commit_records_what_was_published_before_it_was_submitted(tmp_path):
     """What comes later is the next one's: no two threads share a dict."""
-    recipe = load_recipe(CODE / "recipes/demo.yaml")
-    recipe = replace(recipe, versions=replace(recipe.versions, remote=None))
-    workspace, versions = Workspace(tmp_path), Remembering(tmp_path)
-    for name in ("tokenizer", "seed"):
-        staged = workspace.stage(name)
-        (staged / "file").write_text(name)
-        workspace.publish(staged, name, {})
+    recipe, workspace, versions = published(tmp_path)
     stages = Session(recipe, workspace, log=print)
     session = FlowSession(None, stages, run=None, registry=None, versions=versions)
     busy = threading.Event()
