@@ -1,10 +1,11 @@
 """Weeks in an hour: scheduled runs in a row, and what they leave behind.
 
-    python -m benchmarks.soak [--noops N] [--retrains N] [--minutes M]
+    python -m benchmarks.soak [--noops N] [--retrains N] [--minutes M] [--folder FOLDER]
 
 Servers and worker as `make up` starts them, a small model, and its deployment `retrain`. Runs are
 scheduled one after the other, so that the worker starts each: those that find nothing new, and,
-spread among them, those for which a text has changed. The text stays as long as it is and `keep` is
+spread among them, those for which a text has changed. With a folder, everything stays in it, and
+the same command goes on after the last run, with servers that are started anew. The text stays as long as it is and `keep` is
 small, so that what grows is not what is asked for. After every tenth run `flows.tidy` clears up.
 After every run: processes, open files and memory of servers and worker, and the size of the home,
 of its databases and of the temporary directory; the time of the list of runs in Prefect and in
@@ -23,7 +24,7 @@ import sysconfig
 import tempfile
 import time
 import urllib.request
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,12 @@ from infra.services.deployments import PREFECT_FILE
 
 BOUNDED = ("processes", "open files", "memory MB", "disk MB")
 FIGURES = (*BOUNDED, "databases MB", "rows", "list of runs s", "temporary MB", "remote MB")
-MODULES = ("json", "email", "logging", "asyncio", "unittest", "http", "xml", "importlib")
+PACKAGES = {"first": ("email", "json", "logging", "unittest"), "second": ("asyncio", "http")}
 TRAINING = {"steps": 20, "batch_size": 4, "sequence_length": 64, "warmup_steps": 2}
-FIRST_TWO = ("first", "second")
+STRIDE = 7
+DEPLOYMENT = "soak-every-night"
+LOOK_SECONDS = 0.5
+ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 CHARACTERS = 100_000
 TIDY_EVERY = 10
 END_SECONDS = 30  # after its last state a run's process may still put things away
@@ -52,14 +56,14 @@ def main() -> None:
     parser.add_argument("--noops", type=int, default=100)
     parser.add_argument("--retrains", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no run after that")
+    parser.add_argument("--folder", type=Path, help="stays, and is gone on with; /tmp by default")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        soak = Soak(Path(folder))
-        try:
-            soak.begin()
-            samples = soak.run(options.noops, options.retrains, until=60 * options.minutes)
-        finally:
-            soak.command("infra.services", "down")
+    with ExitStack() as stack:
+        folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-"))
+        soak = Soak(Path(folder).absolute())
+        stack.callback(soak.command, "infra.services", "down")
+        soak.begin()
+        samples = soak.run(options.noops, options.retrains, until=60 * options.minutes)
     quarter = max(1, len(samples) // 4)
     early, late = samples[quarter : 2 * quarter], samples[-quarter:]
     before, after = (
@@ -110,10 +114,11 @@ class Soak:
 
     def begin(self) -> None:
         """Write texts and recipe, start the servers, build the model, deploy."""
-        self.text.mkdir()
-        (self.folder / "t").mkdir()
-        self.write_text(0)
-        self.recipe.write_text(yaml.safe_dump(_recipe(self.text)))
+        for folder in (self.text, self.folder / "t"):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not self.recipe.exists():
+            self.write_text(0)
+            self.recipe.write_text(yaml.safe_dump(_recipe(self.text)))
         deployments = yaml.safe_load(PREFECT_FILE.read_text())
         [nightly] = [d for d in deployments["deployments"] if d.get("schedules")]
         nightly |= {"parameters": {"recipe": str(self.recipe)}, "schedules": []}
@@ -130,33 +135,47 @@ class Soak:
     def run(
         self, noops: int, retrains: int, *, until: float = float("inf")
     ) -> list[dict[str, float]]:
-        """All runs, as far as ``until`` seconds reach; what there is after each."""
+        """All runs, as far as ``until`` seconds reach; what there is after each, from the first."""
         until += time.monotonic()
         every = max(1, (noops + retrains) // max(1, retrains))
-        samples = []
-        for number in range(noops + retrains):
+        record = self.folder / "samples.json"
+        samples = json.loads(record.read_text()) if record.exists() else []
+        for number in range(len(samples), noops + retrains):
             if time.monotonic() > until:
                 break
             if retrains and number % every == every - 1:
-                self.write_text(1 + number)
-            watch = ("--watch", "--watch-interval", "1")
-            self.command("prefect", "deployment", "run", "retrain/soak-every-night", *watch)
+                self.write_text(1 + number // every)
+            self.scheduled()
             if number % TIDY_EVERY == TIDY_EVERY - 1:
                 self.command("flows.tidy", str(self.recipe), "--apply")
             samples.append(self._sample())
+            record.write_text(json.dumps(samples))
             print(number, samples[-1], file=sys.stderr, flush=True)
         return samples
 
+    def scheduled(self) -> None:
+        """One run of the deployment, by the worker, to its end.
+
+        Raises:
+            RuntimeError: It did not end well.
+        """
+        prefect = self.environment["PREFECT_API_URL"]
+        deployment = _ask(f"{prefect}/deployments/name/retrain/{DEPLOYMENT}")["id"]
+        run = _ask(f"{prefect}/deployments/{deployment}/create_flow_run", {})
+        while run["state_type"] not in ENDED:
+            time.sleep(LOOK_SECONDS)
+            run = _ask(f"{prefect}/flow_runs/{run['id']}")
+        if run["state_type"] != "COMPLETED":
+            raise RuntimeError(f"a scheduled run: {run['state']}")
+
     def write_text(self, release: int) -> None:
-        """Texts of one length; each release begins with another piece of the standard library."""
+        """Texts of one length; each release of the first begins with another module's source."""
         library = Path(sysconfig.get_paths()["stdlib"])
-        for domain, first in zip(FIRST_TWO, (release, 0), strict=True):
-            turn = first % len(MODULES)
-            names = MODULES[turn:] + MODULES[:turn]
-            sources = (source for name in names for source in sorted((library / name).glob("*.py")))
-            texts = (source.read_text(errors="replace")[:8_000] for source in sources)
-            whole = "\n<|doc|>\n".join((f"Release {first}", *texts))
-            (self.text / f"{domain}.txt").write_text(whole[:CHARACTERS])
+        for domain, packages in PACKAGES.items():
+            files = [file for name in packages for file in sorted((library / name).glob("*.py"))]
+            turn = release * STRIDE % len(files) if domain == "first" else 0
+            sources = (f.read_text(errors="replace")[:8_000] for f in files[turn:] + files[:turn])
+            (self.text / f"{domain}.txt").write_text("\n<|doc|>\n".join(sources)[:CHARACTERS])
 
     def command(self, module: str, *arguments: str) -> None:
         """``python -m MODULE ARGUMENTS``."""
@@ -188,18 +207,20 @@ class Soak:
         prefect = self.environment["PREFECT_API_URL"]
         began = time.perf_counter()
         page = {"limit": 50, "page": 1, "sort": "START_TIME_DESC"}
-        _post(f"{prefect}/flow_runs/paginate", page)
-        for experiment in _post(f"{mlflow}/experiments/search", {"max_results": 100})[
+        _ask(f"{prefect}/flow_runs/paginate", page)
+        for experiment in _ask(f"{mlflow}/experiments/search", {"max_results": 100})[
             "experiments"
         ]:
             asked = {"experiment_ids": [experiment["experiment_id"]], "max_results": 100}
-            _post(f"{mlflow}/runs/search", asked)
+            _ask(f"{mlflow}/runs/search", asked)
         return time.perf_counter() - began
 
 
-def _post(address: str, values: Any) -> Any:
+def _ask(address: str, values: Any = None) -> Any:
+    """What a server answers: to GET, or to POST of ``values``."""
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(address, json.dumps(values).encode(), headers)
+    body = None if values is None else json.dumps(values).encode()
+    request = urllib.request.Request(address, body, headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
@@ -216,7 +237,7 @@ def _recipe(texts: Path) -> dict[str, Any]:
     shape = {"hidden_size": 32, "intermediate_size": 64, "layers": 2}
     heads = {"attention_heads": 2, "key_value_heads": 2}
     sweeps: dict[str, Any] = {f"sweep_{key}": [] for key in ("top_k", "ridge_lambda", "window")}
-    domains = {name: {"train": {"files": [str(texts / f"{name}.txt")]}} for name in FIRST_TWO}
+    domains = {name: {"train": {"files": [str(texts / f"{name}.txt")]}} for name in PACKAGES}
     return {
         "name": "soak",
         "domains": domains,
