@@ -5,14 +5,14 @@
 Servers and worker as `make up` starts them, a small model, and its deployment `retrain`. Runs are
 scheduled one after the other, so that the worker starts each: those that find nothing new, and,
 spread among them, those for which a text has changed. With a folder, everything stays in it, and
-the same command goes on after the last run, with servers that are started anew. The text stays as long as it is and `keep` is
-small, so that what grows is not what is asked for. After every tenth run `flows.tidy` clears up.
-After every run: processes, open files and memory of servers and worker, and the size of the home,
-of its databases and of the temporary directory; the time of the list of runs in Prefect and in
-MLflow; apart from these the DVC remote, an archive that nothing clears. Prefect drops events after
-a week; a run stands for a night here, so after as many runs.
-``ratio`` is the median of the last quarter over that of the second (the first warms up); the slope
-is that of a line through all samples after the first quarter, for a thousand runs.
+the same command goes on after the last run, with servers that are started anew. The text stays as
+long as it is and `keep` is small, so that what grows is not what is asked for. After every tenth
+run `flows.tidy` clears up. After every run: processes, open files and memory of servers and worker,
+and the size of the home, of its databases and of the temporary directory; the time of the list of
+runs in Prefect and in MLflow; apart from these the DVC remote, an archive that nothing clears.
+Prefect drops events after a week; a run stands for a night here, so after as many runs. ``ratio``
+is the median of the last quarter over that of the second (the first warms up); the slope is that of
+a line through all samples after the first quarter, for a thousand runs.
 """
 
 import json
@@ -208,9 +208,7 @@ class Soak:
         began = time.perf_counter()
         page = {"limit": 50, "page": 1, "sort": "START_TIME_DESC"}
         _ask(f"{prefect}/flow_runs/paginate", page)
-        for experiment in _ask(f"{mlflow}/experiments/search", {"max_results": 100})[
-            "experiments"
-        ]:
+        for experiment in _ask(f"{mlflow}/experiments/search", {"max_results": 100})["experiments"]:
             asked = {"experiment_ids": [experiment["experiment_id"]], "max_results": 100}
             _ask(f"{mlflow}/runs/search", asked)
         return time.perf_counter() - began
