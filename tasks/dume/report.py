@@ -1,6 +1,6 @@
 """Stage ``report``: perplexity on held-out text of everything that belongs in the table."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from infra.recipe.schema import Recipe
 from tasks.data.asked import say_lacking
 from tasks.data.given import forms
 from tasks.dume.files import ROUTERS, all_experts, joined_paths, splits, statistics_files
-from tasks.dume.variants import Drawn, Saved, Swept, variants_piece
+from tasks.dume.variants import Drawn, Saved, Swept, is_loaded_for_each, sweeps, variants_piece
 from tasks.engine.params import router_keys
 from tasks.engine.stage import StageRun, each, stage
 from tasks.scoring.evaluation import (
@@ -22,7 +22,6 @@ from tasks.scoring.evaluation import (
     score_intervals,
     scores_of,
 )
-from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.pieces import Scores
 from upcycle_core.evaluation.text.report import write_report
 from upcycle_core.evaluation.text.results import Evaluation, Parameter, expert_row
@@ -33,7 +32,7 @@ ROWS = {"calibration": "dume", "elsewhere": "dume_ood"}
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
     patterns = ["corpora/{domain}/heldout"]
-    if any(_swept(recipe.evaluation).values()):
+    if any(sweeps(recipe.evaluation).values()):
         patterns.append("statistics/{domain}")
     found = [name for pattern in patterns for name in each(recipe, pattern)]
     return [
@@ -48,17 +47,8 @@ def _inputs(recipe: Recipe, domain: str) -> list[str]:
 
 def _params(recipe: Recipe, item: str) -> Iterator[str]:
     yield from ("name", "evaluation")
-    if any(_swept(recipe.evaluation).values()):
+    if any(sweeps(recipe.evaluation).values()):
         yield from router_keys(recipe)
-
-
-def _swept(config: EvaluationConfig) -> dict[Parameter, Sequence[float]]:
-    """The values of each parameter that is swept."""
-    return {
-        "top_k": config.sweep_top_k,
-        "ridge_lambda": config.sweep_ridge_lambda,
-        "window": config.sweep_window,
-    }
 
 
 @stage("report", _inputs, params=_params)
@@ -66,9 +56,12 @@ def report(run: StageRun) -> None:
     """Write metrics.json, tables, pictures and the CSV behind them."""
     heldout = {f"{d}/heldout": run.path(f"corpora/{d}/heldout") for d in run.recipe.domains}
     say_lacking(run, heldout, run.recipe.evaluation.tokens, key="evaluation.tokens")
-    done = run.run([*_dense_pieces(run), _moe_piece(run)], "evaluation")
+    mixtures = _moe_pieces(run)  # first, as they take longest
+    done = run.run([*mixtures, *_dense_pieces(run)], "evaluation")
     results = {name: piece.result for name, piece in done.items()}
-    moe = results.pop(MOE)
+    moe: dict[str, Any] = {}
+    for piece in mixtures:
+        moe |= results.pop(piece.name)
     evaluation = _collect(run.recipe, results, moe)
     write_report(evaluation, run.out, model=run.recipe.name, given=forms(run))
 
@@ -99,24 +92,39 @@ def scored_on(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     return {domain: recipe.evaluation.scored_on(domain, domains) for domain in domains}
 
 
-def _moe_piece(run: StageRun) -> Piece:
-    """The MoE with its routers, with random ones, and with each parameter swept."""
-    recipe, asked = run.recipe, splits(run.recipe)
-    variants: dict[str, Saved | Drawn | Swept] = {
-        ROWS[split]: Saved(run.path("router") / ROUTERS[split]) for split in asked
-    }
+def _moe_pieces(run: StageRun) -> list[Piece]:
+    """The MoE with its routers, with random ones, and with each parameter swept.
+
+    One piece, or one of each of these: see ``is_loaded_for_each``.
+    """
+    recipe, model = run.recipe, run.path("model")
+    rows: dict[str, dict[str, Saved | Drawn | Swept]] = {MOE: {}}
+    for split in splits(recipe):
+        rows[MOE][ROWS[split]] = Saved(run.path("router") / ROUTERS[split])
     for name, seed in _draws(recipe).items():
-        variants[name] = Drawn(seed, len(recipe.domains))
+        rows.setdefault(f"{MOE}_{RANDOM}", {})[name] = Drawn(seed, len(recipe.domains))
     for name, (split, parameter, value) in _points(recipe).items():
-        variants[name] = Swept(
+        rows.setdefault(f"{MOE}_{parameter}", {})[name] = Swept(
             parameter=parameter,
             value=value,
             routers=run.path("router") / ROUTERS[split],
             statistics=statistics_files(run, split),
             router=recipe.router,
         )
-    arguments = {"model": run.path("model"), "variants": variants, **heldout_arguments(run)}
-    return Piece(name=MOE, function=variants_piece, arguments=arguments, each=("variants",))
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    if not is_loaded_for_each(recipe.compute.evaluation, size):
+        rows = {MOE: {name: own for part in rows.values() for name, own in part.items()}}
+    common = {"model": model, **heldout_arguments(run)}
+    pieces = [
+        Piece(
+            name=name,
+            function=variants_piece,
+            arguments={"variants": variants, **common},
+            each=("variants",),
+        )
+        for name, variants in rows.items()
+    ]
+    return sorted(pieces, key=lambda piece: -len(piece.keys))
 
 
 def _draws(recipe: Recipe) -> dict[str, int]:
@@ -131,7 +139,7 @@ def _points(recipe: Recipe) -> dict[str, tuple[str, Parameter, float]]:
     """{variant that is a point of a sweep: calibration text, and the point}."""
     return {
         f"{ROWS[split]}-{parameter}-{value}": (split, parameter, value)
-        for parameter, values in _swept(recipe.evaluation).items()
+        for parameter, values in sweeps(recipe.evaluation).items()
         for value in values
         for split in splits(recipe)
     }

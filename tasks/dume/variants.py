@@ -5,7 +5,7 @@ Routers are solved in fp64. They are scored as a checkpoint holds them, in the t
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from infra.cluster.memory import Room
 from infra.durable import is_whole, read_json, sealed, write_atomically
+from infra.recipe.resources import PassResources
 from tasks.scoring.room import scoring_folder
 from upcycle_core.backbone.write import weights_type
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -21,10 +22,13 @@ from upcycle_core.dume.config import RouterConfig
 from upcycle_core.dume.router import solve_routers
 from upcycle_core.dume.router_reader import load_routers
 from upcycle_core.dume.statistics import Statistics
+from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.pieces import Variant, evaluate_moe
 from upcycle_core.evaluation.text.results import Parameter
 from upcycle_core.moe.random import random_routers
 from upcycle_core.progress import Progress
+
+LOADED_AGAIN_BYTES = 2 * 10**9
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,28 @@ class Swept:
         loaded = {domain: Statistics.load(path) for domain, path in self.statistics.items()}
         solution = solve_routers(loaded, config=config, window=window)
         return _held(solution.weights, model)
+
+
+def sweeps(config: EvaluationConfig) -> dict[Parameter, Sequence[float]]:
+    """The values of each parameter that is swept."""
+    return {
+        "top_k": config.sweep_top_k,
+        "ridge_lambda": config.sweep_ridge_lambda,
+        "window": config.sweep_window,
+    }
+
+
+def is_loaded_for_each(resources: PassResources, size: int) -> bool:
+    """Whether kinds of variants of a MoE are scored side by side, each by a piece that loads it.
+
+    On CPUs a small one is: loading takes less than scoring one text. Else it is loaded once.
+
+    Args:
+        resources: What pieces that score may use.
+        size: Bytes of the MoE's weights.
+    """
+    held = resources.device == "cpu" and resources.streamed != "always"
+    return held and size <= LOADED_AGAIN_BYTES
 
 
 def _held(routers: Mapping[int, Tensor], model: Path) -> Variant:

@@ -6,6 +6,7 @@ from typing import Any
 
 from infra.recipe.schema import Recipe
 from tasks.dume.files import calibration_splits, repairs_routed, splits
+from tasks.dume.variants import is_loaded_for_each, sweeps
 from tasks.planning.parts import (
     FP32,
     Subjects,
@@ -211,7 +212,10 @@ def report_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
     solved = len(recipe.evaluation.sweep_ridge_lambda) + len(recipe.evaluation.sweep_window)
     merged = texts * (1 + solved) + ("oracle" in rows) + len(drawn)
     crossed = sum(len(recipe.evaluation.scored_on(d, recipe.domains)) for d in recipe.domains)
+    mixture = shape.itemsize * shape.mixture(domains)
     loaded = 1 + ("oracle" in rows)  # the MoE, and what the oracle puts together
+    if is_loaded_for_each(compute.evaluation, mixture):
+        loaded += sum(map(bool, (drawn, *sweeps(recipe.evaluation).values())))
     read = domains * tokens_of(recipe.evaluation.tokens, subjects.heldout)
     length = recipe.evaluation.sequence_length
     swept = recipe.evaluation.sweep_top_k
@@ -225,7 +229,7 @@ def report_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
         1,
         dense + loaded,
         passing=shape.stored,
-        read=dense * shape.stored + loaded * shape.itemsize * shape.mixture(domains),
+        read=dense * shape.stored + loaded * mixture,
         flops=own + others or None,
         precision=recipe.evaluation.precision,
         memory=scored,

@@ -60,17 +60,17 @@ class Watched(StageRun):
         return {piece.name: Done(self.out, score, 0.0, 0.0, 0) for piece in pieces}
 
 
-def recipe_on_gpus(files, *more):
+def recipe_on_gpus(files, *more, gpus=1):
     first, *added = (CODE / "recipes" / f"{name}.yaml" for name in files)
-    changes = [f"compute.{kind}.gpus=1" for kind in KINDS] + [*more]
+    changes = [f"compute.{kind}.gpus={gpus}" for kind in KINDS] + [*more]
     if files == SYMPHONY:
         changes.append("similarity={}")
     return load_recipe(first, changes, added=added)
 
 
-def handed_over(tmp_path, files, name, item, *, calls=1):
+def handed_over(tmp_path, files, name, item, *, calls=1, gpus=1):
     """The pieces of a stage's ``calls``-th call, their kind, and whether they are given a GPU."""
-    recipe = recipe_on_gpus(files)
+    recipe = recipe_on_gpus(files, gpus=gpus)
     session = Session(recipe, Workspace(tmp_path / recipe.name), log=lambda text: None)
     report = session.workspace.path("report")
     report.mkdir(parents=True)
@@ -123,6 +123,29 @@ def test_pieces_compute_on_the_device_that_is_reserved(tmp_path, files, name, it
     assert {piece.name: piece.arguments.get("device") for piece in pieces} == {
         piece.name: "cuda" for piece in pieces
     }
+
+
+@pytest.mark.parametrize(
+    ("gpus", "size", "pieces"),
+    [
+        (0, 2, ["moe_ridge_lambda", "moe_top_k", "moe_window", "moe_random_routing", "moe"]),
+        (0, 3, ["moe"]),
+        (1, 2, ["moe"]),
+    ],
+)
+def test_a_small_moe_is_scored_side_by_side_on_cpus(tmp_path, monkeypatch, gpus, size, pieces):
+    """Else it is loaded once for all kinds of routers."""
+    monkeypatch.setattr("tasks.dume.variants.LOADED_AGAIN_BYTES", 2)
+    model = tmp_path / "demo" / "model" / "model.safetensors"
+    model.parent.mkdir(parents=True)
+    model.write_bytes(bytes(size))
+    found, _, _ = handed_over(tmp_path, DUME, "report", "", gpus=gpus)
+    found = [piece for piece in found if piece.name.startswith("moe")]
+    assert [piece.name for piece in found] == pieces
+    scored = [name for piece in found for name in piece.keys]
+    drawn = {f"random_routing-{seed}" for seed in (0, 1, 2)}
+    assert len(scored) == len(set(scored)) == 2 * (1 + 4 + 3 + 3) + len(drawn)
+    assert {"dume", "dume_ood", "dume-top_k-4", "dume_ood-window-16"} | drawn < set(scored)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,19 @@ def test_every_point_of_a_sweep_is_a_row_of_each_router(tmp_path, llama, count):
     assert swept - plain == (2 if count else 1) * (3 * one + two + three)
 
 
+def test_a_small_moe_is_loaded_for_each_kind_of_routers(tmp_path, llama, monkeypatch):
+    asked = {**SCORED, "sweep_top_k": [1, 2], "sweep_ridge_lambda": [0.1, 1.0, 10.0]}
+    found = []
+    for limit in (MODEL - 1, MODEL):
+        monkeypatch.setattr("tasks.dume.variants.LOADED_AGAIN_BYTES", limit)
+        texts = from_elsewhere(llama, 0)
+        found.append(rows(made(tmp_path, llama, evaluation=asked, **texts))["report"])
+    once, each = found
+    assert each.pieces - once.pieces == 3  # random routers and two sweeps
+    assert each.read - once.read == 3 * MODEL
+    assert each.flops == once.flops
+
+
 def test_experts_that_are_repaired_twice_are_kept_twice(tmp_path, llama):
     repair = {"repair": "down", "repair_tokens": "routed"}
     found = made(tmp_path, llama, experts=repair, statistics=STATISTICS)
