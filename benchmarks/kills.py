@@ -115,12 +115,16 @@ class Flow:
     def disturb(self) -> None:
         """Start it, and kill it after a while; where it is faster, look at what it has made."""
         process = self.start(self.command, self.home)
+        pause = self.draw.uniform(START_SECONDS, self.seconds)
         try:
-            process.wait(self.draw.uniform(START_SECONDS, self.seconds))
+            process.wait(pause)
         except subprocess.TimeoutExpired:
-            self._kill(process)
+            killed = self._kill(process)
             self.kills += 1
+            began = time.monotonic()
             process.wait(HANGS_SECONDS)  # one whose helper was killed goes on, or says why not
+            after = f"{killed} killed after {pause:.1f} s, {process.returncode} after "
+            say(f"{self.name}: {after}{time.monotonic() - began:.1f} s more")
         if process.returncode:
             return
         self.ends += 1
@@ -138,13 +142,17 @@ class Flow:
         self.ends += 1
         self._compare()
 
-    def _kill(self, process: subprocess.Popen[bytes]) -> None:
-        victim = psutil.Process(process.pid)
+    def _kill(self, process: subprocess.Popen[bytes]) -> str:
+        """Kill it or one that it has started; which."""
+        victim, name = psutil.Process(process.pid), "the flow"
         helpers = victim.children(recursive=True)
         if helpers and self.draw.random() > OWN_SHARE:
             victim = self.draw.choice(helpers)
         with suppress(psutil.NoSuchProcess):
+            if victim.pid != process.pid:
+                name = " ".join(victim.cmdline())[-60:]
             victim.send_signal(signal.SIGKILL)
+        return name
 
     def flip(self, count: int) -> tuple[int, int]:
         """Flip bytes of published files; how many were found, and how many were healed."""
@@ -177,6 +185,11 @@ class Flow:
             return []
         self.end(self.start(self.command, self.folder / "peace"))
         return [file for file, content in before.items() if file.read_bytes() != content]
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def artifacts(root: Path) -> list[str]:
@@ -227,7 +240,7 @@ def main() -> None:
                 own.finish()
             found, healed = own.flip(flips) if flips else (0, 0)
             rows.append([name, own.kills, own.ends, len(own.wrong), flips, found, healed])
-            print(rows[-1], *own.wrong[:5], file=sys.stderr, flush=True)
+            say(" ".join(map(str, (*rows[-1], *own.wrong[:5]))))
             shutil.rmtree(own.folder)
     columns = ["flow", "SIGKILLs", "ends", "files that differ", "flips", "found", "healed"]
     print_table("Killed and damaged", columns, rows)

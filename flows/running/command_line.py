@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from prefect.settings import PREFECT_API_URL
 
+from flows.running.own_server import start_server
 from flows.running.planned import say_plan
 from flows.running.turn import turn
 from infra import settings as environment
@@ -21,7 +22,7 @@ from infra.permissions import permission_faults
 from infra.recipe.names import masked
 from infra.recipe.schema import Recipe
 from infra.services.processes import read_records
-from infra.services.stopping import out_of_reach, run_command, run_stoppable
+from infra.services.stopping import run_command, run_stoppable
 from tasks.engine.sources import CODE
 from tasks.engine.workspace import Workspace
 from tasks.recipes import check
@@ -68,7 +69,7 @@ def reach_server(settings: environment.Settings) -> None:
     api = settings.prefect_api_url
     if api is None:
         if PREFECT_API_URL.value() is None:  # nor does Prefect's own profile name one
-            _start_server()
+            start_server()
         return
     try:
         with urllib.request.urlopen(f"{api.rstrip('/')}/health", timeout=SERVER_SECONDS):
@@ -87,13 +88,6 @@ def _silent_server(settings: environment.Settings, api: str, error: Exception) -
         return Fault("server", masked(api), f"{remedy}{settings.services / 'prefect.log'}")
     remedy = f"no Prefect server answers there ({error}); start it, or unset this: a flow "
     return Fault("PREFECT_API_URL", masked(api), f"{remedy}brings a server along")
-
-
-def _start_server() -> None:
-    from prefect.server.api.server import SubprocessASGIServer  # all of the server's code
-
-    with out_of_reach():
-        SubprocessASGIServer().start()
 
 
 def run_flow(
