@@ -1,19 +1,35 @@
-"""The Prefect server that a flow brings along."""
+"""The Prefect server that a flow brings along: started, and started again if it is lost.
 
-from threading import Thread
+It ends with the process; one that a killed flow leaves is ended by the next flow.
+"""
+
+import atexit
+import logging
+import signal
+from threading import Event, Thread
+from typing import TYPE_CHECKING
 
 from infra.services.stopping import out_of_reach
 from upcycle_core.errors import Fault, InputError
 
+if TYPE_CHECKING:
+    from prefect.server.api.server import SubprocessASGIServer
+
+LOG = logging.getLogger("prefect")
 LOOK_SECONDS = 0.1
+WATCH_SECONDS = 0.5
+RESTARTS = 3
+ASKED_TO = (0, -signal.SIGTERM)
 PORT_TAKEN = 3
 """Of uvicorn; Prefect tries another port."""
 
 
 def start_server() -> None:
-    """Start what Prefect would start for a flow, but out of reach of Ctrl-C.
+    """Start what Prefect would start for a flow, but out of reach of Ctrl-C, and keep it there.
 
-    Prefect waits as long for one that has ended as for one that is slow.
+    Prefect waits as long for one that has ended as for one that is slow. Where one is lost later,
+    Prefect's client asks again for a minute, and then fails; another one, with the same database
+    at the same port, answers within seconds.
 
     Raises:
         InputError: It ended before it answered, or does not answer for as long as is allowed.
@@ -34,12 +50,44 @@ def start_server() -> None:
         starting.start()
         while starting.is_alive():
             starting.join(LOOK_SECONDS)
-            process = server.server_process
-            code = None if process is None else process.poll()
+            code = _ended(server)
             if code not in (None, PORT_TAKEN):
                 remedy = f"the Prefect server that the flow brings along ended ({code}) before it "
                 remedy += "answered; run the same command again"
                 raise InputError(Fault("server", server.address, remedy))
+        if not failed:
+            _keep(server)
     if failed:
         remedy = f"the Prefect server that the flow brings along does not answer: {failed[0]}"
         raise InputError(Fault("server", server.address, f"{remedy}; run the same command again"))
+
+
+def _ended(server: "SubprocessASGIServer") -> int | None:
+    """With what code its process has ended; None while it runs."""
+    process = server.server_process
+    return None if process is None else process.poll()
+
+
+def _keep(server: "SubprocessASGIServer") -> None:
+    """Watch it in a thread until Python ends, which is when Prefect stops it."""
+    over = Event()
+
+    def watch() -> None:
+        for _ in range(RESTARTS):
+            while (code := _ended(server)) is None:
+                if over.wait(WATCH_SECONDS):
+                    return
+            if code in ASKED_TO:
+                return
+            LOG.warning("the server on %s ended (%s); started again", server.address, code)
+            # Not start(), which waits, and lets others start one meanwhile.
+            server.server_process = server._run_uvicorn_command()
+
+    watching = Thread(target=watch, name="keep prefect server", daemon=True)
+    watching.start()
+
+    def leave() -> None:
+        over.set()
+        watching.join()
+
+    atexit.register(leave)  # called before Prefect's own, which was registered before

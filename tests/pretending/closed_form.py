@@ -50,7 +50,7 @@ def main(root: Path) -> None:
 def calls(root, out, named, corpora, precision, *, device):
     """Every call's figures."""
     out.mkdir()
-    config = replace(EXACT, precision=precision, position_buckets=(2, 8), shards=1)
+    config = replace(EXACT, precision=precision, position_buckets=(2, 8), shards=1, batch_size=16)
     backbone, routers = root / "backbone", random_routers(2, 32, 2, seed=0)
     common = {"config": config, "device": device}
     sized = {**common, "max_shard_bytes": SIZE}
@@ -74,7 +74,7 @@ def calls(root, out, named, corpora, precision, *, device):
         domain_statistics(*where, shard=0, streamed=place, **common)
         sums = Statistics.load(file).moments(1)
         figures[f"statistics {place is None}"] = [sums.gram().trace().item()]
-        scoring = EvaluationConfig(sequence_length=16, batch_size=3, precision=precision)
+        scoring = EvaluationConfig(sequence_length=16, batch_size=16, precision=precision)
         how = {"config": scoring, "device": device, "streamed": place}
         dense = evaluate_checkpoint(named["d0"], corpora, **how)
         figures[f"dense {place is None}"] = [score["nll"] for score in dense.values()]

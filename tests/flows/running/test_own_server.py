@@ -4,6 +4,7 @@ import time
 from threading import Thread
 
 import pytest
+from prefect import get_client
 from prefect.server.api.server import SubprocessASGIServer
 
 from flows.running.own_server import start_server
@@ -30,3 +31,18 @@ def test_one_that_is_killed_while_it_starts_is_said_at_once(server):
     killing.join()
     assert f"server = '{server.address}'" in str(raised.value)
     assert "ended (-9) before it answered; run the same command again" in str(raised.value)
+
+
+@pytest.mark.faults
+def test_one_that_is_lost_is_there_again_at_the_same_address(server):
+    start_server()
+    address, lost = server.address, server.server_process
+    with get_client(sync_client=True) as client:
+        client.hello()
+        lost.kill()
+        assert client.hello().status_code == 200  # a client that knows it asks again
+    assert server.address == address
+    assert server.server_process.pid != lost.pid
+    with open(f"/proc/{server.server_process.pid}/status") as status:
+        [blocked] = [line.split()[1] for line in status if line.startswith("SigBlk")]
+    assert int(blocked, 16) & 0b11 == 0b11  # SIGHUP and SIGINT: Ctrl-C and a closed terminal
