@@ -23,8 +23,10 @@ import sys
 import sysconfig
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from contextlib import ExitStack, closing, suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ TRAINING = {"steps": 20, "batch_size": 4, "sequence_length": 64, "warmup_steps":
 STRIDE = 7
 DEPLOYMENT = "soak-every-night"
 LOOK_SECONDS = 0.5
+BUSY_SECONDS = 120  # Prefect's database is locked now and then, which clients are told to wait for
 ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 CHARACTERS = 100_000
 TIDY_EVERY = 10
@@ -215,12 +218,19 @@ class Soak:
 
 
 def _ask(address: str, values: Any = None) -> Any:
-    """What a server answers: to GET, or to POST of ``values``."""
+    """What a server answers: to GET, or to POST of ``values``; asked again while it is busy."""
     headers = {"Content-Type": "application/json"}
     body = None if values is None else json.dumps(values).encode()
     request = urllib.request.Request(address, body, headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+    until = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > until:
+                raise
+        time.sleep(LOOK_SECONDS)
 
 
 def _rows(database: Path) -> int:

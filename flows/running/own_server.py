@@ -6,6 +6,7 @@ It ends with the process; one that a killed flow leaves is ended by the next flo
 import atexit
 import logging
 import signal
+import time
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ LOG = logging.getLogger("prefect")
 LOOK_SECONDS = 0.1
 WATCH_SECONDS = 0.5
 RESTARTS = 3
+LIVED_SECONDS = 15.0
+"""One that lives as long has started; it is no fault of its own if it ends."""
 ASKED_TO = (0, -signal.SIGTERM)
 PORT_TAKEN = 3
 """Of uvicorn; Prefect tries another port."""
@@ -73,15 +76,18 @@ def _keep(server: "SubprocessASGIServer") -> None:
     over = Event()
 
     def watch() -> None:
-        for _ in range(RESTARTS):
+        tries, began = RESTARTS, time.monotonic()
+        while tries:
             while (code := _ended(server)) is None:
                 if over.wait(WATCH_SECONDS):
                     return
             if code in ASKED_TO:
                 return
+            tries = RESTARTS if time.monotonic() - began > LIVED_SECONDS else tries - 1
             LOG.warning("the server on %s ended (%s); started again", server.address, code)
             # Not start(), which waits, and lets others start one meanwhile.
             server.server_process = server._run_uvicorn_command()
+            began = time.monotonic()
 
     watching = Thread(target=watch, name="keep prefect server", daemon=True)
     watching.start()
