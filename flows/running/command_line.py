@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import httpx
 from prefect.settings import PREFECT_API_URL
 
 from flows.running.own_server import start_server
@@ -35,8 +36,8 @@ Result = TypeVar("Result")
 
 
 def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
-    """A command line that ends with exit code 2 and every fault named after bad input, or where a
-    file is another user's.
+    """A command line that ends with exit code 2 and every fault named after bad input, where a
+    file is another user's, or where a server has not answered for as long as it was asked again.
 
     A signal stops it; see ``run_stoppable``.
     """
@@ -47,6 +48,12 @@ def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
                 main(arguments)
         except InputError as error:
             print(error, file=sys.stderr)
+            return 2
+        except httpx.TransportError as error:
+            url = error.request.url
+            address = f"{url.scheme}://{url.netloc.decode()}"  # without a name or a password
+            remedy = f"does not answer any more ({error}); what is finished is kept: run the same "
+            print(Fault("server", address, f"{remedy}command again when it does"), file=sys.stderr)
             return 2
         return 0
 

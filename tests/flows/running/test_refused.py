@@ -7,10 +7,13 @@ import sys
 from datetime import date
 from pathlib import Path
 
+import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_server import prefect_server
+
+from flows.running.command_line import command
 
 ROOT = Path(__file__).resolve().parents[3]
 FLOW = """
@@ -56,3 +59,17 @@ def test_a_run_that_finds_bad_input_fails_in_a_line_each():
     assert "demo" in run.tags
     # It may have been midnight meanwhile.
     assert run.name in {f"demo {day.isoformat()}: failed" for day in (begun, date.today())}
+
+
+def test_a_server_that_is_lost_is_named_in_a_line(capsys):
+    request = httpx.Request("POST", "http://me:secret@127.0.0.1:4200/api/flow_runs/filter")
+
+    @command
+    def asking(arguments):
+        raise httpx.ConnectError("Connection refused", request=request)
+
+    assert asking([]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    address = "server = 'http://127.0.0.1:4200': does not answer any more (Connection refused); "
+    assert line.startswith(address)
+    assert "run the same command again" in line
