@@ -17,6 +17,7 @@ from infra.serving.engine import EngineError
 from infra.serving.follower import Follower, Patience, Swap
 from infra.serving.front import Naming
 from infra.serving.server import listen, serve
+from infra.tracking import copies
 from infra.tracking.registry import Registry
 from tasks.serving.engines import PATHS, EngineChoice, engine_faults, launcher
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -46,6 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
         launcher(settings, registry, name, choice, folder=folder),
         patience=Patience(chosen.hold, chosen.drain, chosen.start),
         swap=_swap(chosen.swap, choice),
+        keep=functools.partial(copies.keep, settings, name),
     )
     print(f"Starting {choice.name}; logs in {folder}", flush=True)
     try:

@@ -34,11 +34,12 @@ from flows.running.turn import log, turn
 from infra import settings as environment
 from infra.cluster.sessions import left, remove_left
 from infra.recipe.schema import Recipe, resolve
+from infra.tracking import copies
 from infra.tracking.registry import Registry
 from infra.tracking.retention import Records
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import with_lineage
-from tasks.living.retention import Spare, spares, table
+from tasks.living.retention import Disk, Spare, spares, table
 from tasks.planning.row import gigabytes
 from tasks.recipes import validate
 from tasks.release.versions import compressed_name
@@ -69,7 +70,7 @@ def tidy(recipe: Recipe, apply: bool = False) -> State:
         recipe = with_lineage(recipe, workspace)
         records, registry = Records(settings, f"upcycle-{recipe.name}"), Registry(settings)
         past = spares(recipe, workspace, records, registry)
-        found = [*past, *_ray_sessions(settings), *_flow_runs(recipe)]
+        found = [*past, *_copies(settings), *_ray_sessions(settings), *_flow_runs(recipe)]
         rows = table(found)
         create_table_artifact(
             key=slug(f"{recipe.name}-tidy"),
@@ -111,6 +112,15 @@ def shown(rows: Sequence[dict[str, Any]], apply: bool) -> str:
     ]
     after = "Freed." if apply else "Nothing was changed. Free it: the same command with --apply"
     return "\n".join([*lines, "", after, ""])
+
+
+def _copies(settings: environment.Settings) -> Iterator[Spare]:
+    """What was fetched of versions for servers and commands that have moved on."""
+    if gone := copies.unused(settings):
+        why = f"nobody reads them, and {copies.KEPT} versions of the same model were read later"
+        size = Disk().freed(file for copy in gone for file in copy.rglob("*") if file.is_file())
+        free = partial(copies.remove_unused, settings)
+        yield Spare("copies of registered versions", why, len(gone), size, free)
 
 
 def _ray_sessions(settings: environment.Settings) -> Iterator[Spare]:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from infra.settings import Settings
+from infra.tracking import copies
 from infra.tracking.records import Version
 from infra.tracking.registry import MODEL_SCHEME, Registry
 from upcycle_core.corpora.config import Bos
@@ -59,7 +60,7 @@ def registered(reference: str, settings: Settings) -> Registered:
     version = registry.referenced(_named(reference))
     directory = registry.place(version.reference)
     if directory is None:
-        directory = registry.fetch(version.reference, settings.home / "models")
+        directory = copies.checkpoint(version, registry, settings)
     recipe = yaml.safe_load(registry.text(version, "recipe.yaml") or "{}")
     return Registered(version, directory, recipe)
 

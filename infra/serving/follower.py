@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -65,6 +65,8 @@ class Follower:
         patience: How long things may take.
         swap: Whether two engines run side by side while they change places; ``auto`` where the
             weights of both fit into memory.
+        keep: Told which versions engines may still read, when that has changed: others' copies may
+            go. Called in a thread.
     """
 
     def __init__(
@@ -74,8 +76,9 @@ class Follower:
         *,
         patience: Patience,
         swap: Swap = "auto",
+        keep: Callable[[Collection[int]], None] = lambda numbers: None,
     ) -> None:
-        self._point, self._launch = wanted, launch
+        self._point, self._launch, self._keep = wanted, launch, keep
         self._patience, self._swap = patience, swap
         # A proxy of the user's knows nothing of loopback. An idle connection is left before the
         # engine closes it (5 s): a request on one that is just being closed would be lost.
@@ -92,6 +95,8 @@ class Follower:
         self.served, self.cut = 0, 0
         self.on_break: Callable[[], None] = lambda: None
         self._good: int | None = None
+        self._before: int | None = None
+        self._kept: set[int] = set()
         self._made_way_for: int | None = None
         self._trouble: dict[int, _Trouble] = {}
         self._said: dict[int | str, str] = {}
@@ -188,6 +193,7 @@ class Follower:
             target = self._target()
             number = self.current.launch.number if self.current else None
             if target is None or target == number:
+                await self._let_go()
                 await self._pause()
                 continue
             try:
@@ -227,6 +233,19 @@ class Follower:
         except TimeoutError:
             pass
 
+    async def _let_go(self) -> None:
+        """Say which versions stay: those of engines, the wanted one, and the one to go back to."""
+        engines = [engine.launch.number for engine in self._engines]
+        named = (*engines, self.wanted, self._good, self._before)
+        kept = {number for number in named if number is not None}
+        if kept == self._kept:
+            return
+        self._kept = kept
+        try:
+            await asyncio.to_thread(self._keep, kept)
+        except OSError as error:
+            self._report("copies", f"what is served no more cannot be removed: {error}")
+
     async def _bring_up(self, number: int) -> None:
         """Start a version's engine and let it answer."""
         begun, asked = time.monotonic(), self.wanted
@@ -249,6 +268,8 @@ class Follower:
             raise
         if self.current is not None:
             self._take_away("beside")
+        if number != self._good:
+            self._before = self._good
         self.current, self._good, self.state = engine, number, "serving"
         self._said.pop(number, None)
         self._there.set()
@@ -285,6 +306,7 @@ class Follower:
             await engine.stop()
         finally:
             self._engines.discard(engine)
+            self._changed.set()  # nobody reads its files any more
 
     def _notice(self) -> None:
         """See whether the engine in front has died, and take it away if so."""

@@ -1,5 +1,6 @@
 """What tracking records: plain values that know no MLflow."""
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -74,6 +75,11 @@ class Version:
     def reference(self) -> str:
         """How MLflow names it: ``models:/NAME/NUMBER``."""
         return f"models:/{self.name}/{self.number}"
+
+    def folder(self, registry: str) -> str:
+        """A name for a copy of its files, which no version of another ``registry`` has."""
+        marks = "\n".join([registry, self.reference, self.model_id, self.run_id])
+        return f"{self.name}-{self.number}-{hashlib.sha256(marks.encode()).hexdigest()[:12]}"
 
     def need_files(self) -> None:
         """Say that its files are needed.

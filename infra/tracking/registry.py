@@ -1,6 +1,5 @@
 """Registered models in MLflow."""
 
-import hashlib
 import json
 import shutil
 import tempfile
@@ -216,22 +215,19 @@ class Registry:
         place_files(place, destination)
         return destination
 
-    def fetch(self, reference: str, cache: Path) -> Path:
+    def fetch(self, reference: str, folder: Path) -> Path:
         """Return the checkpoint directory of a registered model, ours or one that MLflow logged.
 
         Args:
             reference: ``models:/NAME@ALIAS`` or ``models:/NAME/NUMBER``.
-            cache: Each version is copied there once.
+            folder: Each version is copied there once.
 
         Raises:
             InputError: There is no such version.
         """
         version = self.referenced(reference)
-        marks = "\n".join([self._uri, version.reference, version.model_id, version.run_id])
-        folder = hashlib.sha256(marks.encode()).hexdigest()[:12]
-        out = cache / "registered" / f"{version.name}-{version.number}-{folder}"
-        make_once(out, lambda partial: _take_checkpoint(self, version.reference, partial))
-        return out
+        out = folder / version.folder(self._uri)
+        return make_once(out, lambda partial: _take_checkpoint(self, version.reference, partial))
 
     def place(self, reference: str) -> Path | None:
         """Where a version's files lie on this machine; None where they do not.

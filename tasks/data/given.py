@@ -94,4 +94,4 @@ def _on_disk(reference: str, cache: Path) -> str:
         return reference
     from infra.tracking.registry import Registry  # imports MLflow
 
-    return str(Registry(environment.configure()).fetch(reference, cache))
+    return str(Registry(environment.configure()).fetch(reference, cache / "registered"))

@@ -82,7 +82,7 @@ def launcher(
 
     def launch(number: int) -> Launch:
         version = registry.referenced(f"models:/{name}/{number}")
-        here, files = _files_of(version, registry, settings.home / "models", choice)
+        here, files = _files_of(version, registry, settings, choice)
         config = _config(version, here)
         raise_faults(_version_faults(version, files, config, choice))
         served = folder / re.sub(r"[^\w.-]", "_", f"{name}-{number}")
@@ -115,7 +115,7 @@ def launcher(
 
 
 def _files_of(
-    version: Version, registry: "Registry", cache: Path, choice: EngineChoice
+    version: Version, registry: "Registry", settings: Settings, choice: EngineChoice
 ) -> tuple[Path, Path]:
     """Where a version's checkpoint lies on this machine, and the folder that its engine opens.
 
@@ -123,18 +123,14 @@ def _files_of(
     instead: it would look for files of a home without a server in vain, and copy those that a
     server has at each start.
     """
+    from infra.tracking import copies  # MLflow, torch: a parser reads engines' names
+
     here = registry.place(version.reference)
     if here is None and choice.name != "mlflow":
-        here = registry.fetch(version.reference, cache)
+        here = copies.checkpoint(version, registry, settings)
     if here is not None:
         return here, here
-    mark = f"{version.name}-{version.number}-{version.model_id or version.run_id}"
-    from upcycle_core.checkpoints.place import make_once  # torch: a parser reads engines' names
-
-    def copy(partial: Path) -> None:
-        registry.download(version.reference, partial / "files")
-
-    files = make_once(cache / "served" / re.sub(r"[^\w.-]", "_", mark), copy) / "files"
+    files = copies.all_files(version, registry, settings)
     return (files if (files / "config.json").is_file() else files / "model"), files
 
 

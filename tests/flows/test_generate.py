@@ -8,6 +8,7 @@ from flows import generate
 from flows.generate import main
 from flows.running.registered import registered
 from infra.settings import read
+from infra.tracking import copies
 from infra.tracking.registry import Registry
 
 NAME = "upcycle-pico@champion"
@@ -65,6 +66,7 @@ def test_one_version_answers_where_the_alias_moves_meanwhile(tmp_path, monkeypat
         assert found.directory == place(Registry(settings), "models:/moving/1")
     else:
         assert found.directory.name.startswith("moving-1-")
+        assert found.directory in copies._held  # nobody removes it while this process lives
 
 
 @pytest.fixture

@@ -399,35 +399,79 @@ def test_without_room_for_two_requests_wait_while_engines_change(place):
         assert (left["how"], left["drained"]) == ("instead", True)
 
 
-def test_without_room_the_old_engine_makes_way_for_a_version_once(monkeypatch):
-    starts, alias = [], [1]
+class Pretended:
+    """Engines that come up at once, but for those of versions that are broken."""
 
-    class Pretended(Engine):
-        """Comes up at once; that of version 2 never does."""
+    def __init__(self, monkeypatch):
+        self.starts, self.broken = [], set()
+        starts, broken = self.starts, self.broken
 
-        alive = True
+        class OfNothing(Engine):
+            alive = True
 
-        async def start(self, *, on_end):
-            starts.append(self.launch.number)
+            async def start(self, *, on_end):
+                starts.append(self.launch.number)
 
-        async def wait_until_ready(self, seconds, *, wanted):
-            if self.launch.number == 2:
-                raise EngineError("ended while it started")
+            async def wait_until_ready(self, seconds, *, wanted):
+                if self.launch.number in broken:
+                    raise EngineError("ended while it started")
 
-        async def stop(self):
-            pass
+            async def stop(self):
+                pass
 
-    def launch(number):
+        monkeypatch.setattr(following, "Engine", OfNothing)
+        monkeypatch.setattr(following, "WATCH_SECONDS", 0.01)
+        monkeypatch.setattr(following, "LONGEST_DELAY_SECONDS", 0.01)
+
+    def launch(self, number):
         files = {"folder": None, "log": None, "tokenizer": None}
         asked = {"health": "", "trial": ("", {}), "model": None, "context": None}
         return Launch(number, (), {}, **files, **asked, port=1, chats=False, weights=1)
 
-    monkeypatch.setattr(following, "Engine", Pretended)
-    monkeypatch.setattr(following, "WATCH_SECONDS", 0.01)
-    monkeypatch.setattr(following, "LONGEST_DELAY_SECONDS", 0.01)
+
+@pytest.fixture
+def pretended(monkeypatch):
+    return Pretended(monkeypatch)
+
+
+def test_a_server_keeps_what_engines_read_what_is_wanted_and_the_version_before(pretended):
+    alias, kept = [1], []
+    pretended.broken.add(4)
 
     async def run():
-        follower = Follower(lambda: alias[0], launch, patience=Patience(), swap="instead")
+        how = {"patience": Patience(drain=SECONDS), "swap": "beside", "keep": kept.append}
+        follower = Follower(lambda: alias[0], pretended.launch, **how)
+
+        async def until(numbers):
+            async with asyncio.timeout(SECONDS):
+                while not kept or kept[-1] != numbers:
+                    await asyncio.sleep(0.01)
+
+        await follower.begin()
+        try:
+            await until({1})
+            oldest = await follower.lease()
+            for alias[0], numbers in ((2, {1, 2}), (3, {1, 2, 3}), (4, {1, 2, 3, 4})):
+                await until(numbers)
+            oldest.release()  # the first engine was at a request until now
+            await until({2, 3, 4})
+            alias[0] = 5
+            await until({3, 5})
+            alias[0] = 3
+            await until({3, 5})
+        finally:
+            await follower.end()
+
+    asyncio.run(run())
+
+
+def test_without_room_the_old_engine_makes_way_for_a_version_once(pretended):
+    starts, alias = pretended.starts, [1]
+    pretended.broken.add(2)
+
+    async def run():
+        launch, patience = pretended.launch, Patience()
+        follower = Follower(lambda: alias[0], launch, patience=patience, swap="instead")
         await follower.begin()
         try:
             for tries in (1, 2):

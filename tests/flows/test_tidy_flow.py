@@ -1,5 +1,6 @@
 """``flows.tidy`` as a user runs it, and what Prefect keeps afterwards."""
 
+import os
 import re
 import time
 from uuid import UUID
@@ -24,6 +25,8 @@ from flows.tidy import main
 from tasks.engine.workspace import Workspace
 
 HERE = DOMAINS[:2]
+COPIES = [f"other-{number}-{number:012x}" for number in range(3)]
+"""Of versions of another model, as a server that followed it has left them."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +44,11 @@ def workspace(tmp_path, monkeypatch):
         staged = made.stage(f"experts/{domain}")
         (staged / "weights").write_bytes(b"x" * 1000)
         made.publish(staged, f"experts/{domain}", {})
+    for number, copy in enumerate(COPIES):
+        (made.models / "served" / copy).mkdir(parents=True)
+        mark = made.models / "served" / f"{copy}.held"
+        mark.touch()
+        os.utime(mark, (number, number))
     return made
 
 
@@ -87,14 +95,18 @@ def test_what_would_be_freed_is_shown_and_with_apply_it_goes(workspace, recipe, 
         assert main([recipe]) == 0
         shown = capsys.readouterr().out
         assert "experts/colours" in shown
+        assert "copies of registered versions" in shown
         assert "--apply" in shown
         assert names(client) == before
         assert workspace.provenance("experts/colours") is not None
+        served = workspace.models / "served"
+        assert all((served / copy).is_dir() for copy in COPIES)
         assert Artifact.get("pico-tidy-tidy").description.startswith("What would be freed")
 
         assert main([recipe, "--apply"]) == 0
         assert "Freed." in capsys.readouterr().out
         assert not workspace.path("experts/colours").exists()
+        assert sorted(path.name for path in served.iterdir() if path.is_dir()) == COPIES[1:]
         assert all(workspace.provenance(f"experts/{domain}") is not None for domain in HERE)
         # Two ended runs stay: the newest of those, and the one that showed the plan.
         stay = ("running", "theirs", "somebody-else", "rollback")

@@ -9,6 +9,9 @@ from pathlib import Path
 from upcycle_core.checkpoints.writer import sync_directory
 from upcycle_core.errors import Fault
 
+PARTIAL, LOCK = ".partial", ".lock"
+"""End the names of what lies beside a directory while it is written."""
+
 
 def place_faults(out: Path, *sources: Path | None) -> list[Fault]:
     """Why ``out`` cannot be written without touching something else."""
@@ -31,7 +34,7 @@ def new_directory(out: Path) -> Iterator[Path]:
         out: Not there, or empty; a link stays one, and what it names is written.
     """
     out = out.resolve()
-    partial = out.with_name(out.name + ".partial")
+    partial = out.with_name(out.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir(parents=True)
     try:
@@ -55,7 +58,7 @@ def make_once(out: Path, write: Callable[[Path], None]) -> Path:
         ``out``.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.with_name(f"{out.name}.lock").open("w") as lock:
+    with out.with_name(f"{out.name}{LOCK}").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not out.is_dir():
             with new_directory(out) as partial:

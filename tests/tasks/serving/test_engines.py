@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from infra.serving import engine as module
 from infra.serving.engine import Engine, Launch
 from infra.settings import DEFAULTS, read
+from infra.tracking import copies
 from infra.tracking.records import Version
 from tasks.serving.engines import EngineChoice, _command, launcher
 
@@ -79,6 +80,27 @@ def test_mlflow_s_engine_opens_files_that_were_copied_once(tmp_path, checkpoint)
         assert (opened / "code" / "loader.py").is_file()
         assert (opened / "MLmodel").is_file()
     assert registry.downloads == 1
+
+
+def test_copies_of_versions_that_a_server_has_left_behind_are_removed(tmp_path):
+    (tmp_path / "source").mkdir()
+    for file in ("MLmodel", "config.json"):
+        (tmp_path / "source" / file).write_text("{}")
+    registry = Remote(tmp_path / "source")
+    settings = read({"UPCYCLE_HOME": str(tmp_path / "home")})
+    choice = EngineChoice("mlflow", "cpu", "fp32")
+    launch = launcher(settings, registry, "moe", choice, folder=tmp_path / "served")
+    models = settings.home / "models" / "served"
+    numbers = range(1, 6)
+    for number in numbers:
+        launch(number)
+        copies.keep(settings, "moe", {1, number - 1, number})  # an engine still is at the first
+    kept = {path.name.split("-")[1] for path in models.iterdir()}
+    assert kept == {"1", "4", "5"}
+    copies.keep(settings, "moe", {5, 4})
+    assert {path.name.split("-")[1] for path in models.iterdir()} == {"4", "5"}
+    launch(4)
+    assert registry.downloads == len(numbers)  # to go back fetches nothing
 
 
 def test_an_engine_s_log_goes_on_until_it_is_large(tmp_path, monkeypatch):

@@ -1,0 +1,145 @@
+"""Copies of registered versions whose files lie elsewhere, for the commands that read them.
+
+Who reads a copy holds it, until it lets go of it or its process ends. What nobody holds may be
+removed, but for the versions of each model that were read last.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Collection
+from pathlib import Path
+from typing import TextIO
+
+from infra.settings import Settings
+from infra.tracking.records import Version
+from infra.tracking.registry import Registry
+from upcycle_core.checkpoints.place import LOCK, PARTIAL, make_once
+
+KEPT = 2
+"""Versions of a model that stay though nobody holds them: of a rollback the one before is asked."""
+HELD = ".held"
+"""Ends the name of a file beside a copy that its readers share, and that says when it was read."""
+NAME = re.compile(r"(?P<version>(?P<model>.+)-\d+)-[0-9a-f]{12}(\.files)?")
+_held: dict[Path, TextIO] = {}
+"""What this process reads."""
+
+
+def checkpoint(version: Version, registry: Registry, settings: Settings) -> Path:
+    """The directory of a version's checkpoint, copied once and held from now on.
+
+    Raises:
+        InputError: There is no such version, or its files cannot be read from here.
+    """
+    folder = _folder(settings)
+    _hold(folder / version.folder(settings.mlflow_tracking_uri))
+    return registry.fetch(version.reference, folder)
+
+
+def all_files(version: Version, registry: Registry, settings: Settings) -> Path:
+    """As ``checkpoint``, with all that MLflow has of the version, as it lies there."""
+    place = _folder(settings) / f"{version.folder(settings.mlflow_tracking_uri)}.files"
+    _hold(place)
+
+    def copy(partial: Path) -> None:
+        registry.download(version.reference, partial / "files")
+
+    return make_once(place, copy) / "files"
+
+
+def keep(settings: Settings, name: str, numbers: Collection[int]) -> None:
+    """Hold no other versions than these of one model any more, and remove what nobody reads."""
+    versions = {f"{name}-{number}" for number in numbers}
+    for place in [*_held]:
+        if _parts(place)["version"] not in versions:
+            _held.pop(place).close()
+    remove_unused(settings)
+
+
+def unused(settings: Settings) -> list[Path]:
+    """Copies, half ones too, that nobody holds and that are none of those read last."""
+    folders = (path for path in _folder(settings).glob("*") if path.is_dir())
+    places = {path.with_name(path.name.removesuffix(PARTIAL)) for path in folders}
+    ours = [place for place in places if NAME.fullmatch(place.name)]
+    stay: defaultdict[str, set[str]] = defaultdict(set)
+    for place in sorted(ours, key=_last_read, reverse=True):
+        model, version = _parts(place)["model"], _parts(place)["version"]
+        if len(stay[model]) < KEPT:
+            stay[model].add(version)
+    read_last = set().union(*stay.values())
+    return sorted(p for p in ours if _parts(p)["version"] not in read_last and not _is_held(p))
+
+
+def remove_unused(settings: Settings) -> None:
+    """Remove what ``unused`` finds."""
+    for place in unused(settings):
+        _remove(place)
+
+
+def _folder(settings: Settings) -> Path:
+    return settings.home / "models" / "served"
+
+
+def _parts(place: Path) -> re.Match[str]:
+    found = NAME.fullmatch(place.name)
+    assert found is not None, place
+    return found
+
+
+def _mark(place: Path) -> Path:
+    return place.with_name(f"{place.name}{HELD}")
+
+
+def _last_read(place: Path) -> float:
+    mark = _mark(place)
+    return mark.stat().st_mtime if mark.exists() else 0.0
+
+
+def _hold(place: Path) -> None:
+    """Let no process remove what lies at ``place``, or will."""
+    mark = _mark(place)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    while place not in _held:
+        file = mark.open("a+")
+        fcntl.flock(file, fcntl.LOCK_SH)
+        if _is_named(file, mark):
+            _held[place] = file
+        else:  # removed with the copy, meanwhile
+            file.close()
+    os.utime(mark)
+
+
+def _is_named(file: TextIO, mark: Path) -> bool:
+    return mark.exists() and os.path.samestat(os.fstat(file.fileno()), mark.stat())
+
+
+def _is_held(place: Path) -> bool:
+    try:
+        with _mark(place).open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _remove(place: Path) -> None:
+    """Remove a copy unless somebody holds it by now; killed in between, it is none any more."""
+    mark = _mark(place)
+    with mark.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        if not _is_named(file, mark):
+            return
+        partial = place.with_name(f"{place.name}{PARTIAL}")
+        shutil.rmtree(partial, ignore_errors=True)
+        if place.exists():
+            place.rename(partial)
+            shutil.rmtree(partial)
+        place.with_name(f"{place.name}{LOCK}").unlink(missing_ok=True)
+        mark.unlink()
