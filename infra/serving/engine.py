@@ -85,6 +85,7 @@ class Engine:
         since: When it came up, as people read it.
         served: Requests that it has answered.
         in_flight: Requests that it is at.
+        illness: Why it was ended though its process lived.
     """
 
     launch: Launch
@@ -92,6 +93,7 @@ class Engine:
     since: str = ""
     served: int = 0
     in_flight: int = 0
+    illness: str | None = None
     born: float = field(default_factory=time.monotonic)
     _process: asyncio.subprocess.Process | None = None
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -102,6 +104,12 @@ class Engine:
     def alive(self) -> bool:
         """Whether its process runs."""
         return self._process is not None and self._process.returncode is None
+
+    @property
+    def pid(self) -> int:
+        """Of its keeper, which leads its session."""
+        assert self._process is not None
+        return self._process.pid
 
     async def start(self, *, on_end: Callable[[], None]) -> None:
         """Start the process, below a keeper.

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -11,11 +12,14 @@ from typing import Any, Literal
 import httpx
 
 from infra.serving.engine import AbandonedError, Engine, EngineError, Launch
+from infra.serving.pulse import Pulse
 from upcycle_core.memory import free_memory
 
 LOG = logging.getLogger("upcycle.serving")
 Swap = Literal["auto", "beside", "instead"]
 WATCH_SECONDS = 1.0
+LOOK_SECONDS, DOUBT_SECONDS = 10.0, 1.0
+"""Between two looks at the engine in front: where nothing is wrong, and where somebody doubts."""
 STEADY_SECONDS = 60.0
 """An engine that lived so long did not die of how it was started."""
 SHORTEST_DELAY_SECONDS, FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.05, 0.5, 60.0
@@ -79,7 +83,7 @@ class Follower:
         keep: Callable[[Collection[int]], None] = lambda numbers: None,
     ) -> None:
         self._point, self._launch, self._keep = wanted, launch, keep
-        self._patience, self._swap = patience, swap
+        self.patience, self._swap = patience, swap
         # A proxy of the user's knows nothing of loopback. An idle connection is left before the
         # engine closes it (5 s): a request on one that is just being closed would be lost.
         self.client = httpx.AsyncClient(
@@ -101,6 +105,7 @@ class Follower:
         self._trouble: dict[int, _Trouble] = {}
         self._said: dict[int | str, str] = {}
         self._changed, self._there = asyncio.Event(), asyncio.Event()
+        self._doubted = asyncio.Event()
         self._engines: set[Engine] = set()
         self._retiring: set[asyncio.Task] = set()
         self._tasks: set[asyncio.Task] = set()
@@ -118,6 +123,7 @@ class Follower:
         await self._bring_up(self.wanted)
         self._spawn(self._watch())
         self._spawn(self._follow())
+        self._spawn(self._attend())
 
     async def end(self) -> None:
         """Stop every engine."""
@@ -139,7 +145,7 @@ class Follower:
             UnavailableError: There is none, and none came within ``patience.hold``.
         """
         try:
-            async with asyncio.timeout(self._patience.hold):
+            async with asyncio.timeout(self.patience.hold):
                 while True:
                     await self._there.wait()
                     engine = self.current
@@ -149,6 +155,10 @@ class Follower:
                     self._notice()
         except TimeoutError:
             raise UnavailableError from None
+
+    def doubt(self) -> None:
+        """Look soon whether the engine in front is still there."""
+        self._doubted.set()
 
     def status(self) -> dict[str, Any]:
         """What ``GET /upcycle`` shows."""
@@ -184,6 +194,25 @@ class Follower:
             if number != self.wanted:
                 self.wanted, self._made_way_for = number, None
                 self._changed.set()
+
+    async def _attend(self) -> None:
+        """End an engine in front that has hung, for ever; what has ended is brought up again."""
+        pulse = None
+        while True:
+            await asyncio.sleep(DOUBT_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._doubted.wait()
+            self._doubted.clear()
+            engine = self.current
+            if engine is None or not engine.alive:
+                continue
+            if pulse is None or pulse.engine is not engine:
+                pulse = Pulse(engine)
+            illness = await pulse.illness()
+            if illness is not None and engine is self.current:
+                engine.illness = illness
+                await engine.stop()
 
     async def _follow(self) -> None:
         """Bring up what is wanted, and again what has died, for ever."""
@@ -227,11 +256,9 @@ class Follower:
         current = self.current.launch.number if self.current else None
         delays = [self._waiting(number) for number in self._candidates() if number != current]
         seconds = max(SHORTEST_DELAY_SECONDS, min(delays)) if delays else None
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
-        except TimeoutError:
-            pass
 
     async def _let_go(self) -> None:
         """Say which versions stay: those of engines, the wanted one, and the one to go back to."""
@@ -260,7 +287,7 @@ class Follower:
             engine = Engine(launch, self.client)
             self._engines.add(engine)
             await engine.start(on_end=self._changed.set)
-            await engine.wait_until_ready(self._patience.start, wanted=lambda: self.wanted == asked)
+            await engine.wait_until_ready(self.patience.start, wanted=lambda: self.wanted == asked)
         except BaseException:
             if engine is not None:
                 self._spawn(self._end(engine))
@@ -294,7 +321,7 @@ class Follower:
         return task
 
     async def _retire(self, engine: Engine, how: str) -> None:
-        drained = await engine.drain(self._patience.drain)
+        drained = await engine.drain(self.patience.drain)
         if not drained:
             LOG.warning("version %d: %d requests cut", engine.launch.number, engine.in_flight)
         await self._end(engine)
@@ -317,7 +344,9 @@ class Follower:
         if time.monotonic() - engine.born > STEADY_SECONDS:
             self._trouble.pop(number, None)
         self._fail(
-            number, f"the engine has ended. The end of {engine.launch.log}:\n{engine.tail()}"
+            number,
+            f"the engine {engine.illness or 'has ended'}. The end of {engine.launch.log}:\n"
+            f"{engine.tail()}",
         )
         self._take_away("died")
         self.state = "waiting"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -142,7 +143,7 @@ async def _content(request: Request) -> dict[str, Any]:
 
 async def _answer(request: Request, content: dict[str, Any], follower: Follower) -> Response:
     """The engine's answer, from its first bytes on; another engine's if this one dies before."""
-    tries = 0
+    tries, refused_until = 0, None
     while True:
         try:
             engine = await follower.lease()
@@ -153,8 +154,13 @@ async def _answer(request: Request, content: dict[str, Any], follower: Follower)
             if problem := await unfit(request.url.path, content, engine):
                 return _refused(engine, problem)
             return await _begin(request, content, engine, follower)
-        except httpx.ConnectError:  # it has heard nothing: the next one may
+        except (httpx.ConnectError, httpx.ConnectTimeout):  # it has heard nothing: the next one may
             engine.release()
+            follower.doubt()
+            refused_until = refused_until or time.monotonic() + follower.patience.hold
+            if time.monotonic() > refused_until:
+                message = "the engine lives and refuses connections; see /upcycle"
+                return _problem(503, message, {"Retry-After": RETRY_AFTER_SECONDS})
         except httpx.TransportError as error:
             engine.release()
             tries += 1

@@ -421,6 +421,7 @@ class Pretended:
 
         monkeypatch.setattr(following, "Engine", OfNothing)
         monkeypatch.setattr(following, "WATCH_SECONDS", 0.01)
+        monkeypatch.setattr(following, "LOOK_SECONDS", SECONDS)  # there is no process to look at
         monkeypatch.setattr(following, "LONGEST_DELAY_SECONDS", 0.01)
 
     def launch(self, number):
