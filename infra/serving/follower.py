@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
@@ -13,6 +14,7 @@ import httpx
 
 from infra.serving.engine import AbandonedError, Engine, EngineError, Launch
 from infra.serving.pulse import Pulse
+from infra.serving.trouble import Troubles
 from upcycle_core.memory import free_memory
 
 LOG = logging.getLogger("upcycle.serving")
@@ -22,7 +24,7 @@ LOOK_SECONDS, DOUBT_SECONDS = 10.0, 1.0
 """Between two looks at the engine in front: where nothing is wrong, and where somebody doubts."""
 STEADY_SECONDS = 60.0
 """An engine that lived so long did not die of how it was started."""
-SHORTEST_DELAY_SECONDS, FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.05, 0.5, 60.0
+SHORTEST_DELAY_SECONDS = 0.05
 MEMORY_FACTOR, MEMORY_BYTES = 1.1, 600_000_000
 """What an engine needs beside its weights: a share for buffers, and Python with torch."""
 
@@ -44,14 +46,6 @@ class Patience:
     hold: float = 600.0
     drain: float = 300.0
     start: float = 600.0
-
-
-@dataclass
-class _Trouble:
-    """How often a version has failed of late, and when it may be tried again."""
-
-    count: int = 0
-    until: float = 0.0
 
 
 def has_room(weights: int) -> bool:
@@ -102,7 +96,7 @@ class Follower:
         self._before: int | None = None
         self._kept: set[int] = set()
         self._made_way_for: int | None = None
-        self._trouble: dict[int, _Trouble] = {}
+        self._troubles = Troubles()
         self._said: dict[int | str, str] = {}
         self._changed, self._there = asyncio.Event(), asyncio.Event()
         self._doubted = asyncio.Event()
@@ -167,6 +161,7 @@ class Follower:
             "state": self.state,
             "version": engine.launch.number if engine else None,
             "wanted": self.wanted,
+            "seconds_to_next_try": self._next_try(),
             "since": engine.since if engine else None,
             "requests": self.served,
             "requests_of_this_version": engine.served if engine else 0,
@@ -193,6 +188,7 @@ class Follower:
             self._said.pop("alias", None)
             if number != self.wanted:
                 self.wanted, self._made_way_for = number, None
+                self._troubles.forget(number)  # what is asked for anew may be tried anew
                 self._changed.set()
 
     async def _attend(self) -> None:
@@ -239,17 +235,22 @@ class Follower:
         return next((number for number in self._candidates() if self._waiting(number) <= 0), None)
 
     def _candidates(self) -> list[int]:
-        """Versions that may answer, first the one that is wanted.
+        """Versions that may answer, first the one that is wanted."""
+        return [number for number in (self.wanted, self._good) if number is not None]
 
-        It is none once an engine was taken away for it in vain: that would be so again each time.
-        """
-        in_vain = self.wanted == self._made_way_for != self._good
-        numbers = (None if in_vain else self.wanted, self._good)
-        return [number for number in numbers if number is not None]
+    def _is_in_vain(self, number: int) -> bool:
+        """Whether an engine that answered was stopped for this version, which then did not."""
+        return number == self.wanted == self._made_way_for != self._good
 
     def _waiting(self, number: int) -> float:
-        trouble = self._trouble.get(number)
-        return trouble.until - time.monotonic() if trouble else 0.0
+        return self._troubles.waiting(number, in_vain=self._is_in_vain(number))
+
+    def _next_try(self) -> int | None:
+        """Seconds until the version that is wanted is tried again; None of one at work."""
+        if self.wanted is None or (self.current and self.current.launch.number == self.wanted):
+            return None
+        seconds = self._waiting(self.wanted)
+        return math.ceil(seconds) if 0 < seconds < math.inf else None
 
     async def _pause(self) -> None:
         """Wait for news, or until what has failed may be tried again."""
@@ -298,6 +299,8 @@ class Follower:
         if number != self._good:
             self._before = self._good
         self.current, self._good, self.state = engine, number, "serving"
+        if self.wanted is not None and self._is_in_vain(self.wanted):
+            self._troubles.rest(self.wanted)
         self._said.pop(number, None)
         self._there.set()
         LOG.info("version %d answers, after %.1f s", number, time.monotonic() - begun)
@@ -342,7 +345,7 @@ class Follower:
             return
         number = engine.launch.number
         if time.monotonic() - engine.born > STEADY_SECONDS:
-            self._trouble.pop(number, None)
+            self._troubles.forget(number)
         self._fail(
             number,
             f"the engine {engine.illness or 'has ended'}. The end of {engine.launch.log}:\n"
@@ -354,10 +357,8 @@ class Follower:
 
     def _fail(self, number: int, message: str) -> None:
         """Count a failure of a version: it is tried again later, and later each time."""
-        trouble = self._trouble.setdefault(number, _Trouble())
-        trouble.count += 1
-        delay = min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2 ** (trouble.count - 1))
-        trouble.until = time.monotonic() + delay
+        in_vain = self.current is None and self._is_in_vain(number)
+        self._troubles.add(number, in_vain=in_vain)
         self._report(number, message)
 
     def _report(self, what: int | str, message: str) -> None:

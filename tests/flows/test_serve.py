@@ -8,7 +8,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, pairwise
 from threading import Event
 
 import httpx
@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from flows.serve import main
 from infra import settings
 from infra.serving import follower as following
+from infra.serving import trouble
 from infra.serving.engine import Engine, EngineError, Launch
 from infra.serving.follower import Follower, Patience, has_room
 from infra.serving.keeper import GRACE_SECONDS
@@ -422,7 +423,7 @@ class Pretended:
         monkeypatch.setattr(following, "Engine", OfNothing)
         monkeypatch.setattr(following, "WATCH_SECONDS", 0.01)
         monkeypatch.setattr(following, "LOOK_SECONDS", SECONDS)  # there is no process to look at
-        monkeypatch.setattr(following, "LONGEST_DELAY_SECONDS", 0.01)
+        monkeypatch.setattr(trouble, "LONGEST_DELAY_SECONDS", 0.01)
 
     def launch(self, number):
         files = {"folder": None, "log": None, "tokenizer": None}
@@ -466,7 +467,9 @@ def test_a_server_keeps_what_engines_read_what_is_wanted_and_the_version_before(
     asyncio.run(run())
 
 
-def test_without_room_the_old_engine_makes_way_for_a_version_once(pretended):
+def test_without_room_the_old_engine_makes_way_for_a_broken_version_at_once_and_much_later(
+    pretended,
+):
     starts, alias = pretended.starts, [1]
     pretended.broken.add(2)
 
@@ -484,12 +487,46 @@ def test_without_room_the_old_engine_makes_way_for_a_version_once(pretended):
                 assert starts == [1, *[2, 1] * tries]
                 assert follower.current.launch.number == 1
                 assert follower.status()["last_failure"]["of"] == 2
+                assert 50 < follower.status()["seconds_to_next_try"] <= 60
                 alias[0] = 1  # what is asked for anew may be tried anew
                 async with asyncio.timeout(SECONDS):
                     while follower.wanted != 1:
                         await asyncio.sleep(0.01)
         finally:
             await follower.end()
+
+    asyncio.run(run())
+
+
+def test_without_room_a_version_that_failed_is_tried_after_growing_pauses(pretended, monkeypatch):
+    starts, alias, when = pretended.starts, [1], []
+    monkeypatch.setattr(trouble, "FIRST_REST_SECONDS", 0.4)
+    pretended.broken.add(2)
+
+    async def run():
+        launch, patience = pretended.launch, Patience()
+        follower = Follower(lambda: alias[0], launch, patience=patience, swap="instead")
+
+        async def until(expected):
+            async with asyncio.timeout(SECONDS):
+                while starts != expected or follower.current is None:
+                    await asyncio.sleep(0.01)
+            when.append(time.monotonic())
+
+        await follower.begin()
+        try:
+            alias[0] = 2
+            for tries in (1, 2, 3):
+                await until([1, *[2, 1] * tries])
+            assert follower.status()["seconds_to_next_try"] == 2
+            pretended.broken.clear()  # what hindered it is over
+            await until([1, *[2, 1] * 3, 2])
+            assert follower.current.launch.number == 2
+            assert follower.status()["seconds_to_next_try"] is None
+        finally:
+            await follower.end()
+        pauses = [after - before for before, after in pairwise(when)]
+        assert all(pause >= least for pause, least in zip(pauses, (0.3, 0.7, 1.5), strict=True))
 
     asyncio.run(run())
 
