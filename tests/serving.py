@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,12 +74,14 @@ class Server:
 
     def engines(self) -> list[psutil.Process]:
         """The processes that compute, below their keepers."""
-        return [
-            process
-            for process in psutil.Process(self.process.pid).children(recursive=True)
-            if "tasks.serving.transformers_engine" in (line := process.cmdline())
-            and "infra.serving.keeper" not in line
-        ]
+        engines = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile, or nearly
+                line = process.cmdline()
+                engine, keeper = "tasks.serving.transformers_engine", "infra.serving.keeper"
+                if engine in line and keeper not in line:
+                    engines.append(process)
+        return engines
 
 
 def environment(home: Path) -> dict[str, str]:
