@@ -32,6 +32,7 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 SUMMARY = "summary.txt"
 """What a flow leaves in its workspace for its command to print."""
 SERVER_SECONDS = 30
+UNREACHED = "Failed to reach API at"
 Result = TypeVar("Result")
 
 
@@ -49,11 +50,12 @@ def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
         except InputError as error:
             print(error, file=sys.stderr)
             return 2
-        except httpx.TransportError as error:
-            url = error.request.url
-            address = f"{url.scheme}://{url.netloc.decode()}"  # without a name or a password
-            remedy = f"does not answer any more ({error}); what is finished is kept: run the same "
-            print(Fault("server", address, f"{remedy}command again when it does"), file=sys.stderr)
+        except (httpx.TransportError, RuntimeError) as error:
+            # Prefect's client wraps what its first request met.
+            lost = error.__context__ if UNREACHED in str(error) else error
+            if not isinstance(lost, httpx.TransportError):
+                raise
+            print(_lost_server(lost), file=sys.stderr)
             return 2
         return 0
 
@@ -62,6 +64,13 @@ def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
         return run_stoppable(functools.partial(attempt, arguments))
 
     return run
+
+
+def _lost_server(error: httpx.TransportError) -> Fault:
+    url = error.request.url
+    address = f"{url.scheme}://{url.netloc.decode()}"  # without a name or a password
+    remedy = f"does not answer any more ({error}); what is finished is kept: run the same command "
+    return Fault("server", address, f"{remedy}again when it does")
 
 
 def reach_server(settings: environment.Settings) -> None:

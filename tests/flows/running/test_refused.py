@@ -8,6 +8,7 @@ from datetime import date
 from pathlib import Path
 
 import httpx
+import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -61,15 +62,35 @@ def test_a_run_that_finds_bad_input_fails_in_a_line_each():
     assert run.name in {f"demo {day.isoformat()}: failed" for day in (begun, date.today())}
 
 
-def test_a_server_that_is_lost_is_named_in_a_line(capsys):
+def lost(arguments):
     request = httpx.Request("POST", "http://me:secret@127.0.0.1:4200/api/flow_runs/filter")
+    raise httpx.ConnectError("Connection refused", request=request)
 
-    @command
-    def asking(arguments):
-        raise httpx.ConnectError("Connection refused", request=request)
 
-    assert asking([]) == 2
+def lost_at_once(arguments):
+    """As Prefect's client says it of its first request."""
+    try:
+        lost(arguments)
+    except httpx.ConnectError as error:
+        raise RuntimeError("Failed to reach API at http://127.0.0.1:4200/api/") from error
+
+
+@pytest.mark.parametrize("asking", [lost, lost_at_once])
+def test_a_server_that_is_lost_is_named_in_a_line(capsys, asking):
+    assert command(asking)([]) == 2
     [line] = capsys.readouterr().err.splitlines()
     address = "server = 'http://127.0.0.1:4200': does not answer any more (Connection refused); "
     assert line.startswith(address)
     assert "run the same command again" in line
+
+
+def test_another_error_is_none_of_a_lost_server():
+    @command
+    def failing(arguments):
+        try:
+            lost(arguments)
+        except httpx.ConnectError as error:
+            raise RuntimeError("of another kind") from error
+
+    with pytest.raises(RuntimeError, match="another kind"):
+        failing([])
