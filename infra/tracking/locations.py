@@ -5,6 +5,7 @@ A server finds them below its ``--artifacts-destination`` for everybody who has 
 that works on the database itself finds them below the home. So a home can be moved.
 """
 
+import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from infra.cluster.calls import near
 from infra.durable import sync, sync_tree, write_atomically
 from infra.settings import Settings
 from infra.tracking.private import SCHEME, create_database, keep_files_in
-from upcycle_core.checkpoints.copy import place_files
+from upcycle_core.checkpoints.copy import TEMPLATES, place_files
 
 
 def address(name: str) -> str:
@@ -99,3 +100,17 @@ def prepare_home(settings: Settings) -> None:
 
 def _home_id(settings: Settings) -> Path:
     return settings.mlflow_artifacts.parent / "home-id"
+
+
+def side_by_side(files: Path, out: Path) -> None:
+    """Move a registered model's files into ``out``: checkpoint and tokenizer, side by side.
+
+    MLflow's own flavour of transformers keeps them in folders of their own.
+    """
+    for folder in (files, files / "model", files / "components" / "tokenizer", files / "tokenizer"):
+        for path in sorted([*folder.glob("*"), *folder.glob(TEMPLATES)]):
+            target = out / path.relative_to(folder)
+            if path.is_file() and not target.exists():
+                target.parent.mkdir(exist_ok=True)
+                path.rename(target)
+    shutil.rmtree(files)

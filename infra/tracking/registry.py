@@ -1,10 +1,12 @@
 """Registered models in MLflow."""
 
+import fcntl
+import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +19,7 @@ from mlflow.exceptions import MlflowException
 from infra.recipe.names import masked
 from infra.settings import Settings
 from infra.temporary import owned_folder
-from infra.tracking.locations import copy_files, local_folder, sync_files
+from infra.tracking.locations import copy_files, local_folder, side_by_side, sync_files
 from infra.tracking.private import delete_files
 from infra.tracking.records import (
     DESCRIPTION_LENGTH,
@@ -29,7 +31,7 @@ from infra.tracking.records import (
 )
 from infra.tracking.runs import METRICS_PER_CALL, PARAM_LENGTH, Run, milliseconds, open_database
 from infra.tracking.served import write_mlmodel
-from upcycle_core.checkpoints.copy import TEMPLATES, place_files
+from upcycle_core.checkpoints.copy import place_files
 from upcycle_core.checkpoints.place import make_once
 from upcycle_core.errors import Fault, InputError
 
@@ -89,6 +91,19 @@ class Registry:
         link = json.dumps([{"name": name, "version": int(created.version)}])
         self._client.set_logged_model_tags(model_id, {"mlflow.modelVersions": link})
         return self._version(created)
+
+    @contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """Let one command of this home at a time look at a registered model's versions and change
+        them; the kernel lets go if the process dies. Not to be nested.
+
+        Where other homes share the registry, no file locks it for all: who sets an alias asks who
+        has it directly before. Between these two calls another home may still move it unseen.
+        """
+        mark = hashlib.sha256(name.encode()).hexdigest()[:12]
+        with (self._settings.mlflow_artifacts.parent / f"{mark}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def set_alias(self, version: Version, alias: str) -> None:
         """Let ``alias`` point at ``version``, and no longer at another."""
@@ -227,7 +242,8 @@ class Registry:
         """
         version = self.referenced(reference)
         out = folder / version.folder(self._uri)
-        return make_once(out, lambda partial: _take_checkpoint(self, version.reference, partial))
+        lent = partial(self.lend, version.reference)
+        return make_once(out, lambda new: side_by_side(lent(new / ".files"), new))
 
     def place(self, reference: str) -> Path | None:
         """Where a version's files lie on this machine; None where they do not.
@@ -378,19 +394,3 @@ def _described(call: Callable[..., ModelVersion], markdown: str) -> ModelVersion
         if len(text) <= DESCRIPTION_LENGTH:
             raise
         return call(description=cut_to_fit(text))
-
-
-def _take_checkpoint(registry: Registry, reference: str, out: Path) -> None:
-    """Put a registered model's files into ``out``: checkpoint and tokenizer, side by side.
-
-    MLflow's own flavour of transformers keeps them in folders of their own. Weights that lie on
-    this disk stay on it once.
-    """
-    files = registry.lend(reference, out / ".files")
-    for folder in (files, files / "model", files / "components" / "tokenizer", files / "tokenizer"):
-        for path in sorted([*folder.glob("*"), *folder.glob(TEMPLATES)]):
-            target = out / path.relative_to(folder)
-            if path.is_file() and not target.exists():
-                target.parent.mkdir(exist_ok=True)
-                path.rename(target)
-    shutil.rmtree(files)

@@ -123,10 +123,11 @@ class Records:
 
     def delete_version(self, version: Version) -> bool:
         """Delete ``version`` and its model for good; not if an alias points at it by now."""
-        now = self._client.get_model_version(version.name, str(version.number))
-        if now.aliases:
-            return False
-        self._client.delete_model_version(version.name, str(version.number))
+        with self._registry.alone(version.name):
+            now = self._client.get_model_version(version.name, str(version.number))
+            if now.aliases:
+                return False
+            self._client.delete_model_version(version.name, str(version.number))
         self.delete_model(version.model_id)
         return True
 

@@ -55,13 +55,14 @@ def certify_version(
         stay beside them.
     """
     asked = certify(files, readers=readers, forms=forms, seconds=seconds, say=say)
-    rows = with_earlier(asked, registry.text(version, FILE))
-    card = registry.text(version, CARD)  # a version that others registered has none
-    own = {} if card is None else {CARD: with_certificate(card, f"## {TITLE}", rows)}
-    registry.attach(version, {FILE: as_json(rows), **own})
-    registry.set_tags(version, {CERTIFICATE_TAG: in_a_line(rows)})
-    page = with_certificate(registry.description(version), f"### {TITLE}", rows)
-    registry.describe(version, page)
+    with registry.alone(version.name):
+        rows = with_earlier(asked, registry.text(version, FILE))
+        card = registry.text(version, CARD)  # a version that others registered has none
+        own = {} if card is None else {CARD: with_certificate(card, f"## {TITLE}", rows)}
+        registry.attach(version, {FILE: as_json(rows), **own})
+        registry.set_tags(version, {CERTIFICATE_TAG: in_a_line(rows)})
+        page = with_certificate(registry.description(version), f"### {TITLE}", rows)
+        registry.describe(version, page)
     return asked
 
 

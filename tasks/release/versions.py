@@ -84,12 +84,20 @@ def with_aliases(registry: Registry, version: Version) -> Version:
     """
     if PENDING_TAG not in version.tags:
         return version
+    with registry.alone(version.name):
+        return _with_aliases(registry, _current(registry, version))
+
+
+def _with_aliases(registry: Registry, version: Version) -> Version:
+    """The same of a version as it is now, while nobody else of this home changes any."""
+    if PENDING_TAG not in version.tags:  # a rollback came first
+        return version
     registry.set_alias(version, "challenger")
     if version.tags[PENDING_TAG] == IF_ARRIVED:
         return _current(registry, version)
     if version.tags[PENDING_TAG] == "champion" and "champion" not in version.aliases:
-        before = registry.find(version.name, "champion")
-        tag = "none" if before is None else str(before.number)
+        before = registry.pointed(version.name, "champion")
+        tag = "none" if before is None else str(before)
         if before is not None and version.tags.get(BESIDE_TAG, tag) != tag:
             return _refused(registry, version, *_of_another(before, version.tags[BESIDE_TAG]))
         registry.set_tags(version, {PREVIOUS_TAG: tag})
@@ -108,16 +116,20 @@ def settled(registry: Registry, version: Version, refusal: tuple[str, str] | Non
         version: ``PENDING_TAG`` is ``IF_ARRIVED``.
         refusal: In a few words and in full; None if it arrived.
     """
-    if refusal is None:
+    with registry.alone(version.name):
+        version = _current(registry, version)
+        if version.tags.get(PENDING_TAG) != IF_ARRIVED:  # another flow was first
+            return _with_aliases(registry, version)
+        if refusal is not None:
+            return _refused(registry, version, *refusal)
         registry.set_tags(version, {PENDING_TAG: "champion"})
-        return with_aliases(registry, _current(registry, version))
-    return _refused(registry, version, *refusal)
+        return _with_aliases(registry, _current(registry, version))
 
 
-def _of_another(champion: Version, beside: str) -> tuple[str, str]:
+def _of_another(champion: int, beside: str) -> tuple[str, str]:
     """Why a version is refused that was judged before the champion changed."""
     than = "none" if beside == "none" else f"version {beside}"
-    why = f"version {champion.number} is champion now, and it was judged when {than} was"
+    why = f"version {champion} is champion now, and it was judged when {than} was"
     remedy = "set the alias in MLflow (make up) if it is to be champion all the same"
     return "the champion changed meanwhile", f"{why}; {remedy}"
 
@@ -164,15 +176,19 @@ def roll_back(
         InputError: There is no such model, no champion, or none before it, or another version than
             ``only`` is champion.
     """
-    champion, before = champions(registry, name)
-    if only not in (None, champion.number):
-        remedy = f"is champion by now, not version {only}; nothing was changed"
-        raise InputError(Fault("champion", champion.reference, remedy))
-    registry.set_tags(champion, {ROLLED_BACK_TAG: reason})
-    if PENDING_TAG in champion.tags:  # or the flow that a kill stopped would promote it again
-        registry.remove_tag(champion, PENDING_TAG)
-    registry.set_alias(before, "champion")
-    return champion, before
+    with registry.alone(name):
+        champion, before = champions(registry, name)
+        if only not in (None, champion.number):
+            remedy = f"is champion by now, not version {only}; nothing was changed"
+            raise InputError(Fault("champion", champion.reference, remedy))
+        if registry.pointed(name, "champion") != champion.number:  # of another home
+            remedy = "is champion no more since a moment ago; nothing was changed: run it again"
+            raise InputError(Fault("champion", champion.reference, remedy))
+        registry.set_tags(champion, {ROLLED_BACK_TAG: reason})
+        if PENDING_TAG in champion.tags:  # or the flow that a kill stopped would promote it again
+            registry.remove_tag(champion, PENDING_TAG)
+        registry.set_alias(before, "champion")
+        return champion, before
 
 
 def champions(registry: Registry, name: str) -> tuple[Version, Version]:

@@ -1,5 +1,7 @@
 """Which MLflow runs and versions may go, on a real database."""
 
+from threading import Thread
+
 import pytest
 import yaml
 from mlflow import MlflowClient
@@ -128,6 +130,17 @@ def test_the_champion_before_stays_for_a_rollback(place):
     place.registry.set_tags(versions[2], {"before": "2"})
     assert [version.number for version in place.past().versions] == [1]
     assert [version.number for version in place.past().kept] == [2, 3, 4]
+
+
+def test_a_version_that_is_being_made_champion_is_not_deleted(place):
+    version, deleted = place.version(place.run()), []
+    tidy = Thread(target=lambda: deleted.append(place.records().delete_version(version)))
+    with place.registry.alone(place.name):
+        tidy.start()
+        tidy.join(1)
+        place.registry.set_alias(version, "champion")
+    tidy.join()
+    assert deleted == [False]
 
 
 def test_a_version_that_another_recipe_names_by_its_number_stays(place, home):

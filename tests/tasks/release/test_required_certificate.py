@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 
@@ -17,7 +18,8 @@ from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.recipes import load_recipe
 from tasks.release import certificate as of_certificate
-from tasks.release.certificate import refusal, revoke, with_earlier
+from tasks.release import register as of_register
+from tasks.release.certificate import certify_version, refusal, revoke, with_earlier
 from tasks.release.gate import Decision
 from tasks.release.register import Registrar
 from tasks.release.verdict import Row
@@ -29,6 +31,7 @@ from tasks.release.versions import (
     PENDING_TAG,
     PREVIOUS_TAG,
     ROLLED_BACK_TAG,
+    settled,
     with_aliases,
 )
 from tests.tasks.release.test_certify import build, one_thread, tokenizer  # noqa: F401  (fixtures)
@@ -178,6 +181,31 @@ def test_what_a_killed_flow_left_is_certified_by_the_next(
         why = "did not arrive in vllm (vllm: logits are 3 off)"
         assert outcome.decision == f"{DECISION.reason}; {why}"
         assert registry.description(outcome.version).startswith("refused: did not arrive in vllm. ")
+
+
+@pytest.mark.usefixtures("any_model")
+def test_a_certificate_and_what_a_flow_says_of_a_version_both_stay_on_its_page(
+    place, registry, request, name, monkeypatch
+):
+    """A person certifies it while its flow refuses it."""
+    monkeypatch.setattr(of_certificate, "certify", lambda *_, **__: [ARRIVED])
+    own = request.getfixturevalue("registrar")
+    monkeypatch.setattr(of_register, "settled", lambda registry, version, _: version)
+    waiting = own.register_model(DECISION, **SAID).version
+    refuse = Thread(target=settled, args=(Registry(place), waiting, ("too late", "it is too late")))
+    describe = registry.describe
+
+    def slow(version, page):
+        refuse.start()
+        refuse.join(1)
+        describe(version, page)
+
+    monkeypatch.setattr(registry, "describe", slow)
+    certify_version(registry, waiting, own.session.workspace.path("model"))
+    refuse.join()
+    page = registry.description(waiting)
+    assert page.startswith("refused: too late. Ours.")
+    assert "### Arrival certificate" in page
 
 
 @pytest.mark.parametrize(

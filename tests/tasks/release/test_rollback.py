@@ -4,6 +4,7 @@ import json
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from threading import Thread
 
 import pytest
 from mlflow import MlflowClient
@@ -17,6 +18,7 @@ from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.recipes import load_recipe
+from tasks.release import versions as module
 from tasks.release.versions import (
     BESIDE_TAG,
     DECISION_TAG,
@@ -192,6 +194,58 @@ def test_who_was_judged_beside_another_champion_is_none(registry, name, register
         assert found.tags[DECISION_TAG].startswith(why)
         assert registry.text(found, CARD).startswith(f"Gate: {why}")
         assert registry.description(found).startswith("refused: the champion changed meanwhile. A")
+
+
+def test_a_rollback_waits_for_a_promotion_at_work(settings, registry, name, register, monkeypatch):
+    """Or the promotion would undo it: it has seen the champion before."""
+    made = Registration(marks={PENDING_TAG: "champion"})
+    for _ in range(2):
+        with_aliases(registry, register(made))
+    third = register(replace(made, tags={BESIDE_TAG: "2"}))
+    back = Thread(target=roll_back, args=(Registry(settings), name, "it was worse"))
+    set_tags = registry.set_tags
+
+    def slow(version, tags):
+        if PREVIOUS_TAG in tags:
+            back.start()
+            back.join(1)
+        set_tags(version, tags)
+
+    monkeypatch.setattr(registry, "set_tags", slow)
+    assert "champion" in with_aliases(registry, third).aliases
+    back.join()
+    assert champion(registry, name) == 2
+    left = [v.number for v in registry.versions(name) if ROLLED_BACK_TAG in v.tags]
+    assert left == [3]
+
+
+def test_a_promotion_that_waited_for_a_rollback_heeds_it(registry, name, register):
+    """What was read of the version before does not count: two flows may finish a killed one's."""
+    made = Registration(marks={PENDING_TAG: "champion"})
+    with_aliases(registry, register(made))
+    seen = register(made)
+    with_aliases(registry, seen)
+    roll_back(registry, name, "it was worse")
+    with_aliases(registry, seen)
+    assert champion(registry, name) == 1
+
+
+def test_a_champion_that_another_home_moved_meanwhile_is_left_alone(
+    registry, name, register, monkeypatch
+):
+    made = Registration(marks={PENDING_TAG: "champion"})
+    first, _ = [with_aliases(registry, register(made)) for _ in range(2)]
+    of_versions = module.champions
+
+    def look(*arguments):
+        seen = of_versions(*arguments)
+        registry.set_alias(first, "champion")
+        return seen
+
+    monkeypatch.setattr(module, "champions", look)
+    with pytest.raises(InputError, match="is champion no more since a moment ago"):
+        roll_back(registry, name, "it was worse")
+    assert not any(ROLLED_BACK_TAG in version.tags for version in registry.versions(name))
 
 
 def test_experts_of_a_version_that_was_rolled_back_do_not_count(history):
