@@ -15,8 +15,10 @@ from prefect.states import State
 
 from flows.running.arguments import parser_of
 from flows.running.command_line import command, reach_server
+from flows.running.interrupted import close_rollbacks
 from flows.running.naming import completed, title_of_day
 from flows.running.refused import in_a_line
+from flows.running.turn import live
 from infra.settings import configure
 from infra.tracking.registry import Registry
 from tasks.release.versions import champions, roll_back
@@ -35,9 +37,12 @@ def rollback(name: str, because: str = "") -> State:
     Returns:
         The version that is champion now, ``models:/NAME/NUMBER``.
     """
-    registry = Registry(configure())
+    settings = configure()
+    live(settings.home)
+    close_rollbacks(settings.home, name)
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    left, champion = roll_back(registry, name, f"{when}: {because or 'no reason given'}")
+    reason = f"{when}: {because or 'no reason given'}"
+    left, champion = roll_back(Registry(settings), name, reason)
     create_markdown_artifact(
         key=slug(f"{name}-rollback"),
         markdown=f"`{left.reference}` is champion no more, `{champion.reference}` is.\n\n{because}",

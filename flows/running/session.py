@@ -4,30 +4,23 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-)
-from prefect.client.schemas.objects import StateType
-from prefect.runtime import deployment, flow_run
-from prefect.states import Crashed, State
+from prefect.runtime import deployment
+from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import quote
 
 from flows.running.datasets import read_by
+from flows.running.interrupted import close_interrupted
 from flows.running.naming import completed, link_runs, name_run, title_of_day
 from flows.running.planned import say_plan
 from flows.running.progress import ProgressArtifacts
 from flows.running.refused import in_a_line
-from flows.running.turn import holds, is_alive, live, log, turn
+from flows.running.turn import live, log, turn
 from infra import settings as environment
 from infra.cluster import calls
 from infra.cluster.compute import check_room, cluster
@@ -52,8 +45,6 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 # A killed flow leaves the Prefect server that it had brought along.
 SERVER = "prefect.server.api.server:create_app"
 ORPHAN_SECONDS = 5.0
-BEGIN_SECONDS = 5.0
-"""From Prefect's beginning of a run to ours."""
 # Stages wait for Ray in threads. (Prefect's annotation of task_runner admits no runner of its own.)
 THREADS: Any = ThreadPoolTaskRunner(max_workers=32)
 
@@ -258,10 +249,10 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
     settings = environment.configure()
     home = {"PREFECT_HOME": str(settings.prefect_home)}
     workspace = Workspace(settings.home / recipe.name)
-    live(workspace)
+    live(workspace.root)
     end_orphans(command=SERVER, environment=home, owner=environment.OWNER, grace=ORPHAN_SECONDS)
     with nullcontext() if is_held else turn(workspace, f"the flow {flow_name}", recipe):
-        _close_interrupted(workspace)
+        close_interrupted(workspace, recipe.registered_name)
         recipe = with_lineage(recipe, workspace)
         if deployment.id is not None:  # a command has said it before there was a run
             say_plan(recipe, settings, log)
@@ -373,23 +364,3 @@ def _wait(futures: list[Any]) -> None:
         raise errors[0]
     if faults:
         raise InputError(*dict.fromkeys(faults))
-
-
-def _close_interrupted(workspace: Workspace) -> None:
-    """Mark earlier runs on this workspace that never ended and are dead.
-
-    One that has just begun may not have said yet that it is alive.
-    """
-    now = datetime.now(UTC)
-    running = FlowRunFilter(
-        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
-    )
-    with get_client(sync_client=True) as client:
-        for run in client.read_flow_runs(flow_run_filter=running):
-            if str(run.id) == flow_run.id or not holds(run, workspace):
-                continue
-            if run.start_time and (now - run.start_time).total_seconds() < BEGIN_SECONDS:
-                continue
-            if not is_alive(workspace, run.id):  # nor has it ended well meanwhile, says Prefect
-                state: State[Any] = Crashed(message="killed; closed by the next run")
-                client.set_flow_run_state(run.id, state)

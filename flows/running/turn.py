@@ -16,12 +16,10 @@ from typing import TextIO
 
 from prefect import get_run_logger
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 from prefect.states import Running
 
-from flows.running.naming import recipe_of
 from infra.recipe.schema import Recipe
 from infra.temporary import hold
 from tasks.engine.workspace import Held, Workspace
@@ -52,43 +50,41 @@ def turn(workspace: Workspace, holder: str, recipe: Recipe) -> Iterator[None]:
     """
     with ExitStack() as stack:
         try:
-            _take(stack, workspace, holder, first=not any(_queue(workspace)))
+            _take(stack, workspace, holder, first=not any(_queue(workspace.root)))
         except Held:
             if not recipe.compute.wait_minutes:
                 raise
             _wait(stack, workspace, holder, recipe.compute.wait_minutes)
-        live(workspace)
+        live(workspace.root)
         yield
 
 
-def live(workspace: Workspace) -> None:
+def live(root: Path) -> None:
     """Let others see, until this process ends, that its flow run is alive.
 
-    It has let go of the workspace before Prefect hears how it has ended.
+    It has let go of its workspace before Prefect hears how it has ended.
+
+    Args:
+        root: The workspace; the home, where a flow holds none.
     """
     with suppress(OSError):  # a full disk, or another user's workspace: no more than a sign
-        runs = [*_held(workspace, RUNS)]  # what others have left goes
-        if flow_run.id is None or not workspace.root.is_dir():  # where none is, nobody looks
+        runs = [*_held(root, RUNS)]  # what others have left goes
+        if flow_run.id is None or not root.is_dir():  # where none is, nobody looks
             return
-        place = workspace.root / ".waiting" / f"run@{flow_run.id}"
+        place = root / ".waiting" / f"run@{flow_run.id}"
         if place not in runs:
             _held_till_the_end.append(hold(place))
             atexit.register(place.unlink, missing_ok=True)
 
 
-def is_alive(workspace: Workspace, run: object) -> bool:
-    """Whether the flow run of this id waits for the workspace, or its process has not ended."""
-    places = [*_queue(workspace), *_held(workspace, RUNS)]
-    return any(place.name.endswith(f"@{run}") for place in places)
+def is_alive(root: Path, run: object) -> bool:
+    """Whether the flow run of this id waits for the workspace, or its process has not ended.
 
-
-def holds(run: FlowRun, workspace: Workspace) -> bool:
-    """Whether a flow run is of those that hold this workspace while they live."""
-    recipe, name = recipe_of(run), workspace.root.name
-    if recipe is not None:
-        return recipe == name
-    # A restore is given no recipe, and may go into another home; others with the tag hold nothing.
-    return name in run.tags and run.parameters.get("into", "") is None
+    Args:
+        root: As of ``live``.
+        run: Its id.
+    """
+    return any(place.name.endswith(f"@{run}") for place in [*_queue(root), *_held(root, RUNS)])
 
 
 def log(text: str) -> None:
@@ -116,7 +112,7 @@ def _wait(stack: ExitStack, workspace: Workspace, holder: str, minutes: float) -
     said = ""
     with _placed(workspace) as place:
         while True:
-            first = next(_queue(workspace), place) == place
+            first = next(_queue(workspace.root), place) == place
             try:
                 _take(stack, workspace, holder, first=first)
                 break
@@ -158,14 +154,14 @@ def _placed(workspace: Workspace) -> Iterator[Path]:
             place.unlink(missing_ok=True)
 
 
-def _queue(workspace: Workspace) -> Iterator[Path]:
+def _queue(root: Path) -> Iterator[Path]:
     """Places of those that wait and live, the first one first."""
-    return _held(workspace, PLACES)
+    return _held(root, PLACES)
 
 
-def _held(workspace: Workspace, pattern: str) -> Iterator[Path]:
+def _held(root: Path, pattern: str) -> Iterator[Path]:
     """Files of those that live, in order; what killed ones have left goes."""
-    for place in sorted((workspace.root / ".waiting").glob(pattern)):
+    for place in sorted((root / ".waiting").glob(pattern)):
         with suppress(FileNotFoundError), place.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

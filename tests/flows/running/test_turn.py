@@ -4,6 +4,7 @@ import threading
 import time
 from contextvars import copy_context
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from uuid import UUID
 
@@ -16,17 +17,21 @@ from prefect_server import prefect_server
 from texts import DOMAINS, pico_recipe, save_recipe
 
 from flows import restore as restores
+from flows import rollback as rolls_back
 from flows.retrain import retrain
-from flows.running import session
+from flows.running import interrupted
 from flows.running import turn as turns
-from flows.running.session import _close_interrupted
+from flows.running.interrupted import close_interrupted
 from flows.running.turn import WAITING, turn
 from flows.tidy import tidy
 from infra.recipe.schema import resolve
+from infra.temporary import hold
 from tasks.engine.workspace import Held, Workspace
 from tasks.recipes import load_recipe
+from upcycle_core.errors import Fault, InputError
 
 SOON = 240
+MODEL = "upcycle-pico-turn"
 
 
 @pytest.fixture(autouse=True)
@@ -140,12 +145,12 @@ def test_a_flow_that_waits_is_seen_and_is_not_taken_for_a_killed_one(
     with workspace.lock("another flow"):
         flow = start(lambda: results.append(tidy(recipe)))
         until(lambda: places(workspace))
-        monkeypatch.setattr(session, "BEGIN_SECONDS", 0)
+        monkeypatch.setattr(interrupted, "BEGIN_SECONDS", 0)
         run = UUID(places(workspace)[0].name.partition("@")[2])
         until(lambda: server.read_flow_run(run).state.name == WAITING)
         assert "waiting for another flow, process" in server.read_flow_run(run).state.message
         killed = begun(server, recipe)
-        _close_interrupted(workspace)
+        close_interrupted(workspace, MODEL)
         assert server.read_flow_run(run).state.name == WAITING
         assert server.read_flow_run(killed).state.is_crashed()
     flow.join(SOON)
@@ -159,22 +164,22 @@ def test_one_that_has_let_go_is_alive_until_its_process_ends(
     """Prefect hears how a run has ended after others can hold its workspace."""
     run, held = begun(server, recipe), []
     monkeypatch.setattr(turns, "_held_till_the_end", held)
-    monkeypatch.setattr(session, "BEGIN_SECONDS", 0)
+    monkeypatch.setattr(interrupted, "BEGIN_SECONDS", 0)
     with monkeypatch.context() as its_own:
         its_own.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(run))
         with turn(workspace, "the first", recipe):
             pass
-    _close_interrupted(workspace)
+    close_interrupted(workspace, MODEL)
     assert server.read_flow_run(run).state.is_running()
     for file in held:  # as the process ends
         file.close()
-    _close_interrupted(workspace)
+    close_interrupted(workspace, MODEL)
     assert server.read_flow_run(run).state.is_crashed()
     assert not list((workspace.root / ".waiting").iterdir())
 
 
 def test_a_killed_restore_is_closed_and_not_one_into_another_home(workspace, server, monkeypatch):
-    monkeypatch.setattr(session, "BEGIN_SECONDS", 0)
+    monkeypatch.setattr(interrupted, "BEGIN_SECONDS", 0)
 
     def begin(**parameters):
         body = {"flow_id": str(server.create_flow_from_name("x")), "tags": ["pico-turn"]}
@@ -184,9 +189,46 @@ def test_a_killed_restore_is_closed_and_not_one_into_another_home(workspace, ser
 
     killed = begin(name="upcycle-pico-turn", version="1", into=None)
     others = [begin(name="upcycle-pico-turn", version="1", into="/x"), begin(run="x", block="y")]
-    _close_interrupted(workspace)
+    close_interrupted(workspace, MODEL)
     assert server.read_flow_run(killed).state.is_crashed()
     assert all(server.read_flow_run(other).state.is_running() for other in others)
+
+
+@pytest.mark.parametrize("closes", ["the next rollback", "the next flow in the workspace"])
+def test_a_killed_rollback_is_closed_and_not_one_that_lives(workspace, server, monkeypatch, closes):
+    home, own = workspace.root.parent, []
+    home.mkdir()
+    monkeypatch.setattr(interrupted, "BEGIN_SECONDS", 0)
+
+    def begin(flow, name):
+        body = {"flow_id": str(server.create_flow_from_name(flow)), "parameters": {"name": name}}
+        body["state"] = Running().model_dump(mode="json", include={"type", "name"})
+        return UUID(server.request("POST", "/flow_runs/", json=body).json()["id"])
+
+    def look(*_):
+        own.extend(path.name for path in (home / ".waiting").glob("run@*"))
+        raise InputError(Fault("name", MODEL, "is no registered model"))
+
+    killed, lives = begin("rollback", MODEL), begin("rollback", MODEL)
+    others = [begin("rollback", "upcycle-another"), begin("somebody's", MODEL)]
+    with hold(home / ".waiting" / f"run@{lives}"):
+        if closes == "the next rollback":
+            monkeypatch.setattr(rolls_back, "roll_back", look)
+            state = rolls_back.rollback(MODEL, return_state=True)
+            assert f"run@{state.state_details.flow_run_id}" in own
+        else:
+            close_interrupted(workspace, MODEL)
+    assert server.read_flow_run(killed).state.is_crashed()
+    assert all(server.read_flow_run(run).state.is_running() for run in (lives, *others))
+
+
+def test_one_that_began_before_the_clock_was_set_back_is_closed_too(
+    workspace, recipe, server, monkeypatch
+):
+    run, yesterday = begun(server, recipe), datetime.now(UTC) - timedelta(days=1)
+    monkeypatch.setattr(interrupted, "datetime", SimpleNamespace(now=lambda zone: yesterday))
+    close_interrupted(workspace, MODEL)
+    assert server.read_flow_run(run).state.is_crashed()
 
 
 def test_a_restore_says_of_which_recipe_it_is_and_that_it_is_alive(
@@ -208,20 +250,20 @@ def test_a_restore_says_of_which_recipe_it_is_and_that_it_is_alive(
 
 def test_one_that_has_just_begun_is_not_taken_for_a_killed_one(workspace, recipe, server):
     run = begun(server, recipe)
-    _close_interrupted(workspace)
+    close_interrupted(workspace, MODEL)
     assert server.read_flow_run(run).state.is_running()
 
 
 def test_one_that_has_ended_well_meanwhile_stays_so(workspace, recipe, server, monkeypatch):
     run = begun(server, recipe)
-    monkeypatch.setattr(session, "BEGIN_SECONDS", 0)
+    monkeypatch.setattr(interrupted, "BEGIN_SECONDS", 0)
 
     def end(*_):
         server.set_flow_run_state(run, Completed())
         return False
 
-    monkeypatch.setattr(session, "is_alive", end)
-    _close_interrupted(workspace)
+    monkeypatch.setattr(interrupted, "is_alive", end)
+    close_interrupted(workspace, MODEL)
     assert server.read_flow_run(run).state.is_completed()
 
 
