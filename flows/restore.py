@@ -26,6 +26,7 @@ from flows.running.naming import completed, name_run, title_of_day
 from flows.running.refused import in_a_line
 from flows.running.session import pieces_run, prepare
 from flows.running.turn import live, log
+from infra.cluster.calls import heeding
 from infra.durable import write_atomically
 from infra.recipe.names import masked, remote_fault, secret_faults
 from infra.recipe.schema import Recipe
@@ -76,7 +77,8 @@ def restore(
             save(recipe.lineage, workspace)
         log(f"fetching {found.reference} from {masked(source)}")
         session = Session(recipe, workspace, log=log)
-        _bring(session, versions, settings, found, remote_of(source, settings.home))
+        with heeding(session.check_time):
+            _bring(session, versions, settings, found, remote_of(source, settings.home))
         artifacts = _check(recipe, workspace, found)
     said = f"`{found.reference}` is restored in {workspace.root}: {artifacts} artifacts, all as "
     said += "they were published."

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -287,12 +287,10 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
                 title=title,
                 link=link,
             )
-            try:
+            with calls.heeding(session.check_time), closing(flow_session):
                 yield flow_session
                 _record_history(flow_session, flow_name)
                 progress.clear()
-            finally:
-                flow_session.close()
 
 
 def pieces_run(

@@ -15,6 +15,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 WAIT_SECONDS = 0.5
 _on_cluster, _ended = Event(), Event()
+_checks: list[Callable[[], None]] = []
 
 
 @contextmanager
@@ -39,6 +40,20 @@ def end() -> None:
         _ended.set()
 
 
+@contextmanager
+def heeding(check: Callable[[], None]) -> Iterator[None]:
+    """End calls and programs by what ``check`` raises, whichever thread waits for them.
+
+    Args:
+        check: Called twice a second while the block lasts and something is waited for.
+    """
+    _checks.append(check)
+    try:
+        yield
+    finally:
+        _checks.remove(check)
+
+
 def near(
     function: Callable[Parameters, Result], /, *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> Result:
@@ -55,12 +70,23 @@ def near(
     Raises:
         InputError: Raised by it, or Ray is gone.
         KeyboardInterrupt: The flow ends, see ``end``.
+        BaseException: What a check of ``heeding`` raises.
     """
     if not are_made_there():
         return function(*args, **kwargs)
     from infra.cluster.answers import call  # imports Ray; who is refused does without
 
-    return call(function, args, kwargs, given_up=_ended.is_set)
+    return call(function, args, kwargs, given_up=_are_given_up)
+
+
+def _are_given_up() -> bool:
+    _check()
+    return _ended.is_set()
+
+
+def _check() -> None:
+    for check in tuple(_checks):
+        check()
 
 
 def run_program(
@@ -75,6 +101,9 @@ def run_program(
 
     Returns:
         With what it wrote.
+
+    Raises:
+        BaseException: What a check of ``heeding`` raises; the program is killed.
     """
     variables = dict(environment)
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -86,6 +115,7 @@ def run_program(
                     return subprocess.CompletedProcess(command, program.returncode, *said)
                 except subprocess.TimeoutExpired:
                     pass  # Ray ends a call between two steps of Python, and within none
+                _check()
         except BaseException:
             program.kill()
             raise

@@ -77,6 +77,14 @@ class Session:
         """
         if self.stopping.is_set():
             raise KeyboardInterrupt
+        self.check_time()
+
+    def check_time(self) -> None:
+        """End what calls once the time is over.
+
+        Raises:
+            InputError: The session has worked for longer than the recipe allows.
+        """
         hours = self.recipe.compute.limit_hours
         if hours is not None and time.monotonic() - self.began > 3600 * hours:
             remedy = "the flow has worked for longer, and ends; what is finished is kept: run the "

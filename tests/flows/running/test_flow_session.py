@@ -1,12 +1,16 @@
 """What a flow asks of its stages."""
 
+import socket
 import threading
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 from prefect.utilities.collections import visit_collection
 from prefect.utilities.engine import resolve_to_final_result
 
+from flows.running import session as module
 from flows.running.session import FlowSession
 from infra.recipe.schema import Lineage
 from infra.versioning.versions import Versions
@@ -19,6 +23,10 @@ from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.recipes import load_recipe
+from upcycle_core.errors import InputError
+
+PIPELINE = "stages:\n  seed: {cmd: 'true', outs: [seed]}\n"
+SECONDS = 2
 
 
 @pytest.fixture
@@ -163,3 +171,39 @@ def test_a_commit_records_what_was_published_before_it_was_submitted(tmp_path):
     session.finish()
     session.close()
     assert versions.commits == ["seed"]
+
+
+@pytest.fixture
+def silent():
+    """The address of a store that takes every call and answers none."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/store"
+
+
+def test_a_push_that_hangs_ends_at_the_recipe_s_limit(tmp_path, silent, monkeypatch):
+    recipe = load_recipe(CODE / "recipes/demo.yaml")
+    recipe = replace(
+        recipe,
+        compute=replace(recipe.compute, limit_hours=SECONDS / 3600),
+        versions=replace(recipe.versions, remote=silent),
+    )
+    monkeypatch.setenv("UPCYCLE_HOME", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(module, "check_room", lambda compute: None)
+    monkeypatch.setattr(module, "close_interrupted", lambda *_: None)
+    monkeypatch.setattr(module, "pieces_run", lambda *_: nullcontext())
+    monkeypatch.setattr(module, "dvc_yaml", lambda recipe: PIPELINE)
+    published(tmp_path / recipe.name)
+
+    def run():
+        with module.open_session("test", recipe, is_held=True) as session:
+            session.stages.began = time.monotonic() + 3600
+            session._record(seed, [""])
+            session._submit_commit()
+            session._commits.pop().result()
+            session.stages.began = time.monotonic()
+            session.finish()
+
+    with pytest.raises(InputError, match=r"compute\.limit_hours.*the flow has worked for longer"):
+        run()
+    assert Versions(tmp_path / recipe.name).recorded() == {"seed"}

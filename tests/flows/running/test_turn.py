@@ -1,5 +1,7 @@
 """Flows that find a workspace held by another one."""
 
+import os
+import sys
 import threading
 import time
 from contextvars import copy_context
@@ -24,6 +26,7 @@ from flows.running import turn as turns
 from flows.running.interrupted import close_interrupted
 from flows.running.turn import WAITING, turn
 from flows.tidy import tidy
+from infra.cluster.calls import run_program
 from infra.recipe.schema import resolve
 from infra.temporary import hold
 from tasks.engine.workspace import Held, Workspace
@@ -246,6 +249,23 @@ def test_a_restore_says_of_which_recipe_it_is_and_that_it_is_alive(
     run = restores.restore("upcycle-pico-turn", return_state=True).state_details.flow_run_id
     assert lives == [[f"run@{run}"]]
     assert server.read_flow_run(run).tags == ["pico-turn"]
+
+
+def test_a_restore_ends_at_its_recipe_s_limit_whatever_dvc_waits_for(
+    workspace, recipe, server, monkeypatch
+):
+    found = SimpleNamespace(reference="models:/upcycle-pico-turn/1", number=1)
+    hangs = [sys.executable, "-c", "import time; time.sleep(60)"]
+    late = replace(recipe, compute=replace(recipe.compute, limit_hours=1e-6))
+    monkeypatch.setattr(restores, "look", lambda *_: (found, late, workspace, "remote"))
+    monkeypatch.setattr(
+        restores,
+        "_bring",
+        lambda *_: run_program(hangs, folder=workspace.root, environment=os.environ),
+    )
+    monkeypatch.setattr(restores, "_check", lambda *_: 1)
+    with pytest.raises(InputError, match=r"compute\.limit_hours = 1e-06: the flow has worked"):
+        restores.restore("upcycle-pico-turn")
 
 
 def test_one_that_has_just_begun_is_not_taken_for_a_killed_one(workspace, recipe, server):

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from contextlib import nullcontext
 from threading import Timer
 
 import psutil
@@ -10,7 +11,7 @@ import pytest
 from project import ROOT
 
 from infra.cluster import calls
-from infra.cluster.calls import made_there, near, run_program
+from infra.cluster.calls import heeding, made_there, near, run_program
 from infra.cluster.compute import cluster
 from infra.settings import read
 from upcycle_core.checkpoints import known
@@ -82,6 +83,25 @@ def test_a_call_that_is_given_up_ends_with_what_it_started(ray_elsewhere, tmp_pa
         timer.join()
     assert int(file.read_text()) != os.getpid()
     wait_until(lambda: not children())
+
+
+@pytest.mark.parametrize("where", [nullcontext, made_there])
+def test_a_check_ends_what_a_call_started(ray_elsewhere, tmp_path, where):
+    """Wherever it runs: a program that hangs would keep its flow for ever."""
+    file = tmp_path / "started"
+
+    def children():
+        running = psutil.process_iter(["cmdline"])
+        return [child for child in running if str(file) in (child.info["cmdline"] or [])]
+
+    def late():
+        if children():
+            refuse()
+
+    with where(), heeding(late), pytest.raises(InputError, match="field = 'value': do this"):
+        near(wait_for, file)
+    wait_until(lambda: not children())
+    assert near(process) == os.getpid()
 
 
 def wait_until(true, seconds=30):
