@@ -150,12 +150,12 @@ def _prefect(settings: Settings) -> Service:
 
 def _mlflow(settings: Settings) -> Service:
     url = f"http://{HOST}:{settings.mlflow_port}"
-    files = str(settings.mlflow_artifacts)
+    files, logs = str(settings.mlflow_artifacts), str(settings.services)
     place = ("--host", HOST, "--port", str(settings.mlflow_port), "--workers", "1")
     storage = ("--artifacts-destination", files, "--serve-artifacts")
     return Service(
         "mlflow",
-        ("-m", "infra.tracking.asgi", "server", *place, *storage),
+        ("-m", "infra.tracking.asgi", "--logs", logs, "server", *place, *storage),
         lambda: answers(f"{url}/health"),
         url,
         {"MLFLOW_BACKEND_STORE_URI": settings.mlflow_tracking_uri},

@@ -4,13 +4,18 @@ MLflow also answers for an assistant, which runs a coding agent and its shell as
 started the server, for whoever reaches its port on this machine; for a gateway, which spends the
 keys of model vendors; for jobs; and for a register of other programs' tools. It has no switch for
 them, so their addresses are closed before it hears of them.
+
+With ``--logs FOLDER`` before ``server`` it cuts the logs there as they grow: its own, and those of
+what ``make up`` runs beside it.
 """
 
 import re
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
 from typing import Any
 
+from infra.logs import bound_logs
 from infra.tracking.private import run_server, whole_server
 
 CLOSED = re.compile(
@@ -47,4 +52,8 @@ def application() -> Application:
 
 
 if __name__ == "__main__":
-    run_server(sys.argv[1:], "infra.tracking.asgi:application")
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--logs"]:
+        bound_logs(Path(arguments[1]))
+        del arguments[:2]
+    run_server(arguments, "infra.tracking.asgi:application")

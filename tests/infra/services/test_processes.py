@@ -9,6 +9,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from infra.logs import cut
 from infra.services.processes import (
     end_orphans,
     find,
@@ -122,6 +123,48 @@ def test_a_log_that_is_cut_while_it_is_written_goes_on_at_its_beginning(tmp_path
     cut.touch()
     os.waitpid(record.pid, 0)
     assert log.read_text() == "two\n"
+
+
+def test_a_log_stays_small_while_it_is_written_and_its_last_part_is_kept(tmp_path):
+    log, rotated = tmp_path / "log", tmp_path / "log.1"
+    program = (
+        "import time\n"
+        "for i in range(200_000):\n"
+        "    print(f'line {i}', flush=i % 100 == 0)\n"
+        "    if i % 100 == 0: time.sleep(0.001)"
+    )
+    command = (sys.executable, "-c", program)
+    record = launch(command, log=log, directory=tmp_path, environment=os.environ, url="")
+    largest, kept = 0, []
+    while os.waitpid(record.pid, os.WNOHANG) == (0, 0):
+        largest = max(largest, log.stat().st_size)
+        cut(log, beyond=50_000)
+        kept.append(rotated.stat().st_size if rotated.exists() else 0)
+    assert largest < 1_000_000  # of 2.5 MB
+    assert max(kept) >= 50_000
+    cut(log, beyond=50_000)
+    lines = (rotated.read_bytes() + log.read_bytes()).decode().splitlines()
+    assert lines[-1] == "line 199999"
+    assert all(int(line.removeprefix("line ")) < 200_000 for line in lines[1:])
+
+
+def test_the_last_part_of_a_log_that_outgrew_its_bound_is_kept(tmp_path):
+    log = tmp_path / "log"
+    cut(log, beyond=3)
+    log.write_text("one")
+    cut(log, beyond=3)
+    assert [log.read_text(), *tmp_path.glob("*.1")] == ["one"]
+    log.write_text("one two")
+    cut(log, beyond=3)
+    assert (log.read_text(), (tmp_path / "log.1").read_text()) == ("", "two")
+
+
+def test_a_full_disk_gets_the_room_of_a_log_back(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("one two")
+    (tmp_path / "log.1").symlink_to("/dev/full")
+    cut(log, beyond=3)
+    assert log.read_text() == ""
 
 
 def test_a_process_is_found_again_by_its_record(family):

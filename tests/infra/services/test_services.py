@@ -24,6 +24,7 @@ from prefect_server import free_port
 
 from flows.announce import main
 from infra import settings
+from infra.logs import LOG_BYTES
 from infra.services import servers
 from infra.services.deployments import PREFECT_FILE, deploy
 from infra.services.processes import find, launch, read_records, write_records
@@ -387,6 +388,16 @@ def test_runs_and_registry_work_through_a_server_too(place, mlflow, tmp_path):
     assert Registry(remote).find("remote", "champion").metrics == {"score": 0.5}
     folder = Registry(remote).download("models:/remote@champion", tmp_path / "back")
     assert (folder / "config.json").read_text() == "{}"
+
+
+def test_logs_are_cut_while_the_services_run(place):
+    log = place.services / "another.log"
+    log.write_bytes(b"first" + bytes(LOG_BYTES))
+    deadline = time.monotonic() + 120
+    while log.stat().st_size:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert (place.services / "another.log.1").read_bytes() == bytes(LOG_BYTES)
 
 
 def test_down_stops_all_of_it(environment, place):
