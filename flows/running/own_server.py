@@ -51,18 +51,33 @@ def start_server() -> None:
     with out_of_reach():  # a thread's children inherit it
         starting = Thread(target=start, name="prefect server", daemon=True)
         starting.start()
-        while starting.is_alive():
-            starting.join(LOOK_SECONDS)
-            code = _ended(server)
-            if code not in (None, PORT_TAKEN):
-                remedy = f"the Prefect server that the flow brings along ended ({code}) before it "
-                remedy += "answered; run the same command again"
-                raise InputError(Fault("server", server.address, remedy))
+        try:
+            _wait_for(starting, server)
+        except BaseException:  # Ctrl-C as well: it may come before there is a process
+            while starting.is_alive() and server.server_process is None:
+                starting.join(LOOK_SECONDS)
+            server.stop()
+            raise
         if not failed:
             _keep(server)
     if failed:
         remedy = f"the Prefect server that the flow brings along does not answer: {failed[0]}"
         raise InputError(Fault("server", server.address, f"{remedy}; run the same command again"))
+
+
+def _wait_for(starting: Thread, server: "SubprocessASGIServer") -> None:
+    """Wait until the server answers, or is given up.
+
+    Raises:
+        InputError: It has ended.
+    """
+    while starting.is_alive():
+        starting.join(LOOK_SECONDS)
+        code = _ended(server)
+        if code not in (None, PORT_TAKEN):
+            remedy = f"the Prefect server that the flow brings along ended ({code}) before it "
+            remedy += "answered; run the same command again"
+            raise InputError(Fault("server", server.address, remedy))
 
 
 def _ended(server: "SubprocessASGIServer") -> int | None:

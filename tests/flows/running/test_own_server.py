@@ -46,3 +46,26 @@ def test_one_that_is_lost_is_there_again_at_the_same_address(server):
     with open(f"/proc/{server.server_process.pid}/status") as status:
         [blocked] = [line.split()[1] for line in status if line.startswith("SigBlk")]
     assert int(blocked, 16) & 0b11 == 0b11  # SIGHUP and SIGINT: Ctrl-C and a closed terminal
+
+
+def test_one_that_is_stopped_as_it_starts_leaves_no_process(server, monkeypatch):
+    started, stopped = [], []
+    run, join = server._run_uvicorn_command, Thread.join
+
+    def slowly():
+        time.sleep(0.3)
+        started.append(run())
+        return started[-1]
+
+    def stop(thread, timeout=None):
+        if not stopped:
+            stopped.append(thread)
+            raise KeyboardInterrupt
+        join(thread, timeout)
+
+    monkeypatch.setattr(server, "_run_uvicorn_command", slowly)
+    monkeypatch.setattr(Thread, "join", stop)
+    with pytest.raises(KeyboardInterrupt):
+        start_server()
+    [process] = started
+    assert process.poll() is not None
