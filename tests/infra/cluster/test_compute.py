@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from pico import save_pico
 
@@ -105,11 +106,17 @@ def test_statistics_are_bitwise_the_same_for_any_number_of_workers(
 
 @pytest.fixture(scope="module")
 def ray_of_two(settings):
-    """Two workers that can import this file's pieces."""
+    """Two workers that can import this file's pieces; those that were there before any piece."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         with cluster(settings, 2, ROOT):
-            yield
+            below = psutil.Process().children(recursive=True)
+            yield [process for process in below if process.name().startswith("ray::IDLE")]
+
+
+def test_no_worker_is_waited_for_before_there_is_a_piece(ray_of_two):
+    """Ray would wait for ever for one that is killed as it starts."""
+    assert ray_of_two == []
 
 
 def run(directory, *pieces, resources=None):
