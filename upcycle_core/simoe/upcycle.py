@@ -53,6 +53,7 @@ def upcycle_in_memory(
     """
     raise_faults(config.faults("simoe"))
     source = _load_dense(Path(dense))
+    source.config.name_or_path = ""  # a place of this machine, which config.json would tell
     try:
         settings = simoe_config(source.config, config, tasks=tasks)
         kind = SimoeForConditionalGeneration if settings.is_encoder_decoder else SimoeForCausalLM

@@ -380,3 +380,9 @@ def test_the_configuration_reads_the_dense_one(tmp_path):
     assert isinstance(again, SimoeConfig)
     assert again.to_dict() == {**config.to_dict(), "_name_or_path": str(tmp_path)}
     assert "ders" not in "".join(m for m in sys.modules if m.startswith("upcycle_core.simoe"))
+
+
+def test_a_file_tells_no_place_of_this_machine(tmp_path):
+    upcycled(save_dense(tmp_path / "dense")).save_pretrained(tmp_path / "model")
+    for file in (tmp_path / "model").glob("*.json"):
+        assert str(tmp_path) not in file.read_text(), file.name
