@@ -7,8 +7,9 @@ import atexit
 import logging
 import signal
 import time
+from contextlib import suppress
 from threading import Event, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from infra.services.stopping import out_of_reach
 from upcycle_core.errors import Fault, InputError
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("prefect")
 LOOK_SECONDS = 0.1
 WATCH_SECONDS = 0.5
-RESTARTS = 3
+PAUSE_SECONDS = 1.0
+TRIES = 3
 LIVED_SECONDS = 15.0
 """One that lives as long has started; it is no fault of its own if it ends."""
 ASKED_TO = (0, -signal.SIGTERM)
-PORT_TAKEN = 3
-"""Of uvicorn; Prefect tries another port."""
+NOT_BEGUN = 3
+"""Of uvicorn: its port is taken, or the application did not come up."""
 
 
 def start_server() -> None:
@@ -40,6 +42,8 @@ def start_server() -> None:
     from prefect.server.api.server import SubprocessASGIServer  # all of the server's code
 
     server = SubprocessASGIServer()
+    if server.running:  # one for all flows of a process
+        return
     failed: list[Exception] = []
 
     def start() -> None:
@@ -56,6 +60,7 @@ def start_server() -> None:
         except BaseException:  # Ctrl-C as well: it may come before there is a process
             while starting.is_alive() and server.server_process is None:
                 starting.join(LOOK_SECONDS)
+            server._run_uvicorn_command = _refuse  # type: ignore[method-assign]
             server.stop()
             raise
         if not failed:
@@ -65,18 +70,29 @@ def start_server() -> None:
         raise InputError(Fault("server", server.address, f"{remedy}; run the same command again"))
 
 
+def _refuse() -> NoReturn:
+    """In the place of what starts a server, of one that is given up."""
+    raise RuntimeError("the server is given up")
+
+
 def _wait_for(starting: Thread, server: "SubprocessASGIServer") -> None:
     """Wait until the server answers, or is given up.
+
+    Where a port is taken, or the server cannot begin, Prefect starts another one, for ever.
 
     Raises:
         InputError: It has ended.
     """
+    tried: set[int] = set()
     while starting.is_alive():
         starting.join(LOOK_SECONDS)
-        code = _ended(server)
-        if code not in (None, PORT_TAKEN):
-            remedy = f"the Prefect server that the flow brings along ended ({code}) before it "
-            remedy += "answered; run the same command again"
+        process, code = server.server_process, _ended(server)
+        if process is not None:
+            tried.add(process.pid)
+        if code not in (None, NOT_BEGUN) or len(tried) > TRIES:
+            how = f"cannot start ({TRIES} tries)" if len(tried) > TRIES else f"ended ({code})"
+            remedy = f"the Prefect server that the flow brings along {how} before it answered; "
+            remedy += "run the same command again"
             raise InputError(Fault("server", server.address, remedy))
 
 
@@ -91,18 +107,20 @@ def _keep(server: "SubprocessASGIServer") -> None:
     over = Event()
 
     def watch() -> None:
-        tries, began = RESTARTS, time.monotonic()
-        while tries:
+        tries, began = TRIES, time.monotonic()
+        while True:
             while (code := _ended(server)) is None:
                 if over.wait(WATCH_SECONDS):
                     return
-            if code in ASKED_TO:
+            tries = TRIES if time.monotonic() - began > LIVED_SECONDS else tries - 1
+            # A pause, since whoever ends all that this process has started ends it, too.
+            if code in ASKED_TO or tries < 0 or over.wait(PAUSE_SECONDS):
                 return
-            tries = RESTARTS if time.monotonic() - began > LIVED_SECONDS else tries - 1
             LOG.warning("the server on %s ended (%s); started again", server.address, code)
-            # Not start(), which waits, and lets others start one meanwhile.
-            server.server_process = server._run_uvicorn_command()
             began = time.monotonic()
+            with suppress(OSError):  # no memory: tried again
+                # Not start(), which waits, and lets others start one meanwhile.
+                server.server_process = server._run_uvicorn_command()
 
     watching = Thread(target=watch, name="keep prefect server", daemon=True)
     watching.start()

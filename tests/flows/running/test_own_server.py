@@ -1,5 +1,7 @@
 """The Prefect server that a flow brings along."""
 
+import subprocess
+import sys
 import time
 from threading import Thread
 
@@ -69,3 +71,12 @@ def test_one_that_is_stopped_as_it_starts_leaves_no_process(server, monkeypatch)
         start_server()
     [process] = started
     assert process.poll() is not None
+
+
+def test_one_that_cannot_begin_is_not_started_for_ever(server, monkeypatch):
+    def run():
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.2); exit(3)"])
+
+    monkeypatch.setattr(server, "_run_uvicorn_command", run)
+    with pytest.raises(InputError, match=r"cannot start \(3 tries\) before it answered"):
+        start_server()
