@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,6 @@ from flows.running.naming import completed, name_run, title_of_day
 from flows.running.refused import in_a_line
 from flows.running.session import pieces_run, prepare
 from flows.running.turn import live, log
-from infra.cluster.calls import heeding
 from infra.durable import write_atomically
 from infra.recipe.names import masked, remote_fault, secret_faults
 from infra.recipe.schema import Recipe
@@ -76,9 +76,10 @@ def restore(
         if recipe.lineage is not None:
             save(recipe.lineage, workspace)
         log(f"fetching {found.reference} from {masked(source)}")
-        session = Session(recipe, workspace, log=log)
-        with heeding(session.check_time):
-            _bring(session, versions, settings, found, remote_of(source, settings.home))
+        # The limit is that of nights: what a restore has brought by then would be lost.
+        unlimited = replace(recipe, compute=replace(recipe.compute, limit_hours=None))
+        session = Session(unlimited, workspace, log=log)
+        _bring(session, versions, settings, found, remote_of(source, settings.home))
         artifacts = _check(recipe, workspace, found)
     said = f"`{found.reference}` is restored in {workspace.root}: {artifacts} artifacts, all as "
     said += "they were published."

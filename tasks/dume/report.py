@@ -95,12 +95,14 @@ def scored_on(recipe: Recipe) -> dict[str, tuple[str, ...]]:
 def _moe_pieces(run: StageRun) -> list[Piece]:
     """The MoE with its routers, with random ones, and with each parameter swept.
 
-    One piece, or one of each of these: see ``is_loaded_for_each``.
+    One piece, or one of each of these: see ``is_loaded_for_each``. Each has a name of its own, as
+    another setting may say otherwise before what was killed goes on.
     """
     recipe, model = run.recipe, run.path("model")
-    rows: dict[str, dict[str, Saved | Drawn | Swept]] = {MOE: {}}
+    rows: dict[str, dict[str, Saved | Drawn | Swept]] = {}
     for split in splits(recipe):
-        rows[MOE][ROWS[split]] = Saved(run.path("router") / ROUTERS[split])
+        saved = Saved(run.path("router") / ROUTERS[split])
+        rows.setdefault(f"{MOE}_routers", {})[ROWS[split]] = saved
     for name, seed in _draws(recipe).items():
         rows.setdefault(f"{MOE}_{RANDOM}", {})[name] = Drawn(seed, len(recipe.domains))
     for name, (split, parameter, value) in _points(recipe).items():

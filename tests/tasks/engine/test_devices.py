@@ -128,7 +128,11 @@ def test_pieces_compute_on_the_device_that_is_reserved(tmp_path, files, name, it
 @pytest.mark.parametrize(
     ("gpus", "size", "pieces"),
     [
-        (0, 2, ["moe_ridge_lambda", "moe_top_k", "moe_window", "moe_random_routing", "moe"]),
+        (
+            0,
+            2,
+            ["moe_ridge_lambda", "moe_top_k", "moe_window", "moe_random_routing", "moe_routers"],
+        ),
         (0, 3, ["moe"]),
         (1, 2, ["moe"]),
     ],
