@@ -16,6 +16,7 @@ from typing import TextIO
 from infra.settings import Settings
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
+from upcycle_core.checkpoints.copy import place_files
 from upcycle_core.checkpoints.place import LOCK, PARTIAL, make_once
 
 KEPT = 2
@@ -30,11 +31,16 @@ _held: dict[Path, TextIO] = {}
 def checkpoint(version: Version, registry: Registry, settings: Settings) -> Path:
     """The directory of a version's checkpoint, copied once and held from now on.
 
+    What a recipe or an earlier release has fetched is not fetched again.
+
     Raises:
         InputError: There is no such version, or its files cannot be read from here.
     """
-    folder = _folder(settings)
-    _hold(folder / version.folder(settings.mlflow_tracking_uri))
+    folder, name = _folder(settings), version.folder(settings.mlflow_tracking_uri)
+    _hold(folder / name)
+    fetched = settings.home / "models" / "registered" / name
+    if fetched.is_dir():
+        return make_once(folder / name, lambda new: place_files(fetched, new))
     return registry.fetch(version.reference, folder)
 
 
@@ -93,8 +99,10 @@ def _mark(place: Path) -> Path:
 
 
 def _last_read(place: Path) -> float:
-    mark = _mark(place)
-    return mark.stat().st_mtime if mark.exists() else 0.0
+    try:
+        return _mark(place).stat().st_mtime
+    except FileNotFoundError:  # or removed meanwhile, with the copy
+        return 0.0
 
 
 def _hold(place: Path) -> None:
@@ -112,7 +120,10 @@ def _hold(place: Path) -> None:
 
 
 def _is_named(file: TextIO, mark: Path) -> bool:
-    return mark.exists() and os.path.samestat(os.fstat(file.fileno()), mark.stat())
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), mark.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _is_held(place: Path) -> bool:

@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from infra.settings import read
 from infra.tracking import copies
 from infra.tracking.records import Version
+from tests.disk import shares_blocks
 
 READER = """
 import sys, time
@@ -32,6 +34,10 @@ class Elsewhere:
         self.downloads.append(reference)
         destination.mkdir(parents=True)
         (destination / "config.json").write_text(reference)
+
+    def fetch(self, reference, folder):
+        self.download(reference, folder / "fetched")
+        return folder / "fetched"
 
 
 @pytest.fixture
@@ -68,6 +74,41 @@ def test_of_each_model_the_versions_that_were_read_last_stay(settings, registry)
     left = {path.name for path in first.parent.iterdir()}
     assert left == {f"{place.name}{end}" for place in stay for end in ("", ".held", ".lock")}
     assert copies.unused(settings) == []
+
+
+def test_what_an_earlier_release_has_fetched_is_not_fetched_again(settings, registry, tmp_path):
+    name = MOE.folder(settings.mlflow_tracking_uri)
+    earlier = settings.home / "models" / "registered" / name
+    earlier.mkdir(parents=True)
+    for file in ("config.json", "model.safetensors"):
+        (earlier / file).write_text(file)
+    copy = copies.checkpoint(MOE, registry, settings)
+    assert registry.downloads == []
+    assert copy == settings.home / "models" / "served" / name
+    assert {path.name: path.read_text() for path in copy.iterdir()} == {
+        file.name: file.name for file in earlier.iterdir()
+    }
+    weights = "model.safetensors"
+    assert shares_blocks(tmp_path) or (copy / weights).samefile(earlier / weights)
+    assert copies._is_held(copy)
+
+
+def test_a_copy_may_go_while_it_is_looked_at(settings, registry, monkeypatch):
+    _, copy, _ = fetched(registry, settings, "moe", 1, 2, 3)
+    mark, stat = copies._mark(copy), Path.stat
+
+    def before_it_goes(path, **options):
+        found = stat(path, **options)
+        if path == mark:
+            path.unlink()  # by another process
+        return found
+
+    monkeypatch.setattr(Path, "stat", before_it_goes)
+    assert copies._last_read(copy) == 1.0
+    assert copies._last_read(copy) == 0.0
+    with mark.open("a+") as file:
+        assert copies._is_named(file, mark)
+        assert not copies._is_named(file, mark)
 
 
 def test_what_another_process_reads_stays_until_it_has_ended(settings, registry):
