@@ -47,7 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
         launcher(settings, registry, name, choice, folder=folder),
         patience=Patience(chosen.hold, chosen.drain, chosen.start),
         swap=_swap(chosen.swap, choice),
-        keep=functools.partial(copies.keep, settings, name),
+        keep=functools.partial(copies.keep, name),
+        clear=functools.partial(copies.remove_unused, settings),
     )
     print(f"Starting {choice.name}; logs in {folder}", flush=True)
     try:

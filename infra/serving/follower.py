@@ -25,6 +25,8 @@ LOOK_SECONDS, DOUBT_SECONDS = 10.0, 1.0
 STEADY_SECONDS = 60.0
 """An engine that lived so long did not die of how it was started."""
 SHORTEST_DELAY_SECONDS = 0.05
+CLEAR_SECONDS = 60.0
+"""After files could not be removed."""
 MEMORY_FACTOR, MEMORY_BYTES = 1.1, 600_000_000
 """What an engine needs beside its weights: a share for buffers, and Python with torch."""
 
@@ -63,8 +65,10 @@ class Follower:
         patience: How long things may take.
         swap: Whether two engines run side by side while they change places; ``auto`` where the
             weights of both fit into memory.
-        keep: Told which versions engines may still read, when that has changed: others' copies may
-            go. Called in a thread.
+        keep: Told which versions engines may still read, when that has changed. Called in a thread,
+            while nothing is launched.
+        clear: Removes copies of versions that nobody reads, after ``keep``; engines change places
+            meanwhile. Called in a thread.
     """
 
     def __init__(
@@ -75,8 +79,9 @@ class Follower:
         patience: Patience,
         swap: Swap = "auto",
         keep: Callable[[Collection[int]], None] = lambda numbers: None,
+        clear: Callable[[], None] = lambda: None,
     ) -> None:
-        self._point, self._launch, self._keep = wanted, launch, keep
+        self._point, self._launch, self._keep, self._clear = wanted, launch, keep, clear
         self.patience, self._swap = patience, swap
         # A proxy of the user's knows nothing of loopback. An idle connection is left before the
         # engine closes it (5 s): a request on one that is just being closed would be lost.
@@ -99,7 +104,7 @@ class Follower:
         self._troubles = Troubles()
         self._said: dict[int | str, str] = {}
         self._changed, self._there = asyncio.Event(), asyncio.Event()
-        self._doubted = asyncio.Event()
+        self._doubted, self._left_behind = asyncio.Event(), asyncio.Event()
         self._engines: set[Engine] = set()
         self._retiring: set[asyncio.Task] = set()
         self._tasks: set[asyncio.Task] = set()
@@ -118,6 +123,7 @@ class Follower:
         self._spawn(self._watch())
         self._spawn(self._follow())
         self._spawn(self._attend())
+        self._spawn(self._clear_up())
 
     async def end(self) -> None:
         """Stop every engine."""
@@ -266,13 +272,22 @@ class Follower:
         engines = [engine.launch.number for engine in self._engines]
         named = (*engines, self.wanted, self._good, self._before)
         kept = {number for number in named if number is not None}
-        if kept == self._kept:
-            return
-        self._kept = kept
-        try:
+        if kept != self._kept:
             await asyncio.to_thread(self._keep, kept)
-        except OSError as error:
-            self._report("copies", f"what is served no more cannot be removed: {error}")
+            self._kept = kept
+            self._left_behind.set()
+
+    async def _clear_up(self) -> None:
+        """Remove what nobody reads any more, for ever; an engine that dies waits for none of it."""
+        while True:
+            await self._left_behind.wait()
+            self._left_behind.clear()
+            try:
+                await asyncio.to_thread(self._clear)
+            except OSError as error:
+                self._report("copies", f"what is served no more cannot be removed: {error}")
+                await asyncio.sleep(CLEAR_SECONDS)
+                self._left_behind.set()
 
     async def _bring_up(self, number: int) -> None:
         """Start a version's engine and let it answer."""

@@ -39,8 +39,12 @@ class Troubles:
             trouble.rests_until = math.inf
 
     def rest(self, number: int) -> None:
-        """The engine that was stopped in vain for this version answers again."""
-        if (trouble := self._of.get(number)) is not None:
+        """The engine that was stopped in vain for this version answers again.
+
+        Its rest begins once, however often it dies meanwhile.
+        """
+        trouble = self._of.get(number)
+        if trouble is not None and trouble.rests_until == math.inf:
             delay = _growing(FIRST_REST_SECONDS, LONGEST_REST_SECONDS, trouble.in_vain)
             trouble.rests_until = time.monotonic() + delay
 

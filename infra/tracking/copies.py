@@ -55,13 +55,12 @@ def all_files(version: Version, registry: Registry, settings: Settings) -> Path:
     return make_once(place, copy) / "files"
 
 
-def keep(settings: Settings, name: str, numbers: Collection[int]) -> None:
-    """Hold no other versions than these of one model any more, and remove what nobody reads."""
+def keep(name: str, numbers: Collection[int]) -> None:
+    """Hold no other versions than these of one model any more."""
     versions = {f"{name}-{number}" for number in numbers}
     for place in [*_held]:
         if _parts(place)["version"] not in versions:
             _held.pop(place).close()
-    remove_unused(settings)
 
 
 def unused(settings: Settings) -> list[Path]:

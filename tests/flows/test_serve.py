@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from itertools import count, pairwise
 from threading import Event
 
@@ -420,6 +420,9 @@ class Pretended:
             async def stop(self):
                 pass
 
+            def tail(self):
+                return ""
+
         monkeypatch.setattr(following, "Engine", OfNothing)
         monkeypatch.setattr(following, "WATCH_SECONDS", 0.01)
         monkeypatch.setattr(following, "LOOK_SECONDS", SECONDS)  # there is no process to look at
@@ -463,6 +466,82 @@ def test_a_server_keeps_what_engines_read_what_is_wanted_and_the_version_before(
             await until({3, 5})
         finally:
             await follower.end()
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def followed(pretended, alias, **options):
+    """A follower whose engine has come up."""
+    follower = Follower(lambda: alias[0], pretended.launch, patience=Patience(), **options)
+    await follower.begin()
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield follower
+    finally:
+        await follower.end()
+
+
+def die(follower):
+    """Let the engine in front end."""
+    follower.current.alive = False
+    follower._changed.set()
+
+
+def test_an_engine_that_dies_while_copies_are_removed_is_started_again(pretended):
+    begun, removed = Event(), Event()
+
+    def clear():
+        begun.set()
+        removed.wait(SECONDS)
+
+    async def run():
+        try:
+            async with followed(pretended, [1], swap="beside", clear=clear) as follower:
+                await asyncio.to_thread(begun.wait, SECONDS)
+                die(follower)
+                async with asyncio.timeout(10):
+                    while pretended.starts != [1, 1]:
+                        await asyncio.sleep(0.01)
+        finally:
+            removed.set()
+
+    asyncio.run(run())
+
+
+def test_what_could_not_be_removed_is_tried_again(pretended, monkeypatch):
+    monkeypatch.setattr(following, "CLEAR_SECONDS", 0.01)
+    outcomes = [OSError("Stale file handle"), OSError("Stale file handle"), None]
+
+    def clear():
+        if (outcome := outcomes.pop(0)) is not None:
+            raise outcome
+
+    async def run():
+        async with followed(pretended, [1], swap="beside", clear=clear) as follower:
+            async with asyncio.timeout(10):
+                while outcomes:
+                    await asyncio.sleep(0.01)
+            assert follower.status()["last_failure"]["of"] == "copies"
+
+    asyncio.run(run())
+
+
+def test_without_room_a_version_is_tried_again_though_the_old_engine_dies_more_often(
+    pretended, monkeypatch
+):
+    monkeypatch.setattr(trouble, "FIRST_REST_SECONDS", 0.5)
+    pretended.broken.add(2)
+
+    async def run():
+        alias = [1]
+        async with followed(pretended, alias, swap="instead") as follower:
+            alias[0] = 2
+            async with asyncio.timeout(10):
+                while pretended.starts.count(2) < 2:
+                    await asyncio.sleep(0.1)
+                    if follower.current is not None and 2 in pretended.starts:
+                        die(follower)
 
     asyncio.run(run())
 

@@ -118,7 +118,8 @@ def test_what_another_process_reads_stays_until_it_has_ended(settings, registry)
     try:
         assert reader.stdout.readline() == "reads\n"
         os.utime(copies._mark(first), (0, 0))
-        copies.keep(settings, "moe", {3})
+        copies.keep("moe", {3})
+        copies.remove_unused(settings)
         copies._remove(first)  # as where it was found unused, and is read only now
         assert (first / "files" / "config.json").is_file()
         assert copies.unused(settings) == []
@@ -126,7 +127,7 @@ def test_what_another_process_reads_stays_until_it_has_ended(settings, registry)
         reader.kill()
         reader.wait()
         reader.stdout.close()
-    copies.keep(settings, "moe", {3})
+    copies.remove_unused(settings)
     assert not first.exists()
 
 

@@ -94,10 +94,12 @@ def test_copies_of_versions_that_a_server_has_left_behind_are_removed(tmp_path):
     numbers = range(1, 6)
     for number in numbers:
         launch(number)
-        copies.keep(settings, "moe", {1, number - 1, number})  # an engine still is at the first
+        copies.keep("moe", {1, number - 1, number})  # an engine still is at the first
+        copies.remove_unused(settings)
     kept = {path.name.split("-")[1] for path in models.iterdir()}
     assert kept == {"1", "4", "5"}
-    copies.keep(settings, "moe", {5, 4})
+    copies.keep("moe", {5, 4})
+    copies.remove_unused(settings)
     assert {path.name.split("-")[1] for path in models.iterdir()} == {"4", "5"}
     launch(4)
     assert registry.downloads == len(numbers)  # to go back fetches nothing
