@@ -80,11 +80,12 @@ def near(
 
 
 def _are_given_up() -> bool:
-    _check()
+    heed()
     return _ended.is_set()
 
 
-def _check() -> None:
+def heed() -> None:
+    """Raise what a check of ``heeding`` raises; for who waits by other means."""
     for check in tuple(_checks):
         check()
 
@@ -115,7 +116,7 @@ def run_program(
                     return subprocess.CompletedProcess(command, program.returncode, *said)
                 except subprocess.TimeoutExpired:
                     pass  # Ray ends a call between two steps of Python, and within none
-                _check()
+                heed()
         except BaseException:
             program.kill()
             raise

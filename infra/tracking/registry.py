@@ -1,12 +1,11 @@
 """Registered models in MLflow."""
 
-import fcntl
 import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -20,6 +19,7 @@ from infra.recipe.names import masked
 from infra.settings import Settings
 from infra.temporary import owned_folder
 from infra.tracking.locations import copy_files, local_folder, side_by_side, sync_files
+from infra.tracking.locks import locked
 from infra.tracking.private import delete_files
 from infra.tracking.records import (
     DESCRIPTION_LENGTH,
@@ -92,8 +92,7 @@ class Registry:
         self._client.set_logged_model_tags(model_id, {"mlflow.modelVersions": link})
         return self._version(created)
 
-    @contextmanager
-    def alone(self, name: str) -> Iterator[None]:
+    def alone(self, name: str) -> AbstractContextManager[None]:
         """Let one command of this home at a time look at a registered model's versions and change
         them; the kernel lets go if the process dies. Not to be nested.
 
@@ -101,9 +100,8 @@ class Registry:
         has it directly before. Between these two calls another home may still move it unseen.
         """
         mark = hashlib.sha256(name.encode()).hexdigest()[:12]
-        with (self._settings.mlflow_artifacts.parent / f"{mark}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        waits = f"waiting for another command of this home that changes the model {name}"
+        return locked(self._settings.mlflow_artifacts.parent / f"{mark}.lock", waits)
 
     def set_alias(self, version: Version, alias: str) -> None:
         """Let ``alias`` point at ``version``, and no longer at another."""

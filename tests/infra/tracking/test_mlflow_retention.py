@@ -8,11 +8,13 @@ from mlflow import MlflowClient
 from mlflow.entities import ViewType
 
 from infra import settings
+from infra.cluster.calls import heeding
 from infra.recipe.schema import KeepConfig
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
 from infra.tracking.retention import Records
 from infra.tracking.runs import Tracker
+from upcycle_core.errors import Fault, InputError
 
 ONE = KeepConfig(versions=1, runs=1)
 
@@ -141,6 +143,17 @@ def test_a_version_that_is_being_made_champion_is_not_deleted(place):
         place.registry.set_alias(version, "champion")
     tidy.join()
     assert deleted == [False]
+
+
+def test_who_waits_for_another_command_waits_no_longer_than_a_flow_may_work(place):
+    def late():
+        raise InputError(Fault("compute.limit_hours", 1, "the flow has worked for longer"))
+
+    refused = pytest.raises(InputError, match="limit_hours")
+    with place.registry.alone(place.name), heeding(late), refused, place.registry.alone(place.name):
+        pytest.fail("it is held")
+    with heeding(late), place.registry.alone(place.name):
+        pass  # who need not wait is done
 
 
 def test_a_version_that_another_recipe_names_by_its_number_stays(place, home):
