@@ -42,10 +42,11 @@ def publish_tasks(session: FlowSession, version: Version, tasks: TaskEvaluation)
     registry.add_metrics(version, own, run=run)
     registry.set_tags(version, {PAGE_TAG: run.id})
     page = run.file_page(f"{FOLDER}/{PAGE}")
-    known = registry.description(version).split(HEADING)[0]
     text = (folder / MARKDOWN).read_text()
     link = f"[Page with plots, intervals and items](#{page.partition('#')[2]})"
-    registry.describe(version, f"{known.rstrip()}\n{HEADING}\n{link}\n\n{text}")
+    with registry.alone(version.name):
+        known = registry.description(version).split(HEADING)[0]
+        registry.describe(version, f"{known.rstrip()}\n{HEADING}\n{link}\n\n{text}")
     scores = score_table(results.metrics(tasks))
     publish_table(f"{name}-tasks", scores, "Scores on tasks, every model.")
     publish_pictures(f"{name}-tasks", [folder / "scores.png"])
