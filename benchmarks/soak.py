@@ -35,6 +35,7 @@ import yaml
 
 from benchmarks.children import ROOT, run_python
 from benchmarks.common import median, parser_of, print_result, print_table
+from infra.durable import write_atomically
 from infra.services.deployments import PREFECT_FILE
 
 BOUNDED = ("processes", "open files", "memory MB", "disk MB")
@@ -152,7 +153,7 @@ class Soak:
             if number % TIDY_EVERY == TIDY_EVERY - 1:
                 self.command("flows.tidy", str(self.recipe), "--apply")
             samples.append(self._sample())
-            record.write_text(json.dumps(samples))
+            write_atomically(record, json.dumps(samples))
             print(number, samples[-1], file=sys.stderr, flush=True)
         return samples
 

@@ -41,6 +41,7 @@ def cut(log: Path, *, beyond: int = LOG_BYTES) -> None:
 
 def _watch(folder: Path) -> None:
     while True:
-        for log in folder.glob("*.log"):
-            cut(log)
+        with suppress(OSError):  # no file can be opened now; the next look may
+            for log in folder.glob("*.log"):
+                cut(log)
         time.sleep(LOOK_SECONDS)

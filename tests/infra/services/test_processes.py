@@ -1,14 +1,17 @@
 import dataclasses
+import errno
 import os
 import subprocess
 import sys
 import time
 import tracemalloc
 from contextlib import suppress
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from infra import logs
 from infra.logs import cut
 from infra.services.processes import (
     end_orphans,
@@ -157,6 +160,26 @@ def test_the_last_part_of_a_log_that_outgrew_its_bound_is_kept(tmp_path):
     log.write_text("one two")
     cut(log, beyond=3)
     assert (log.read_text(), (tmp_path / "log.1").read_text()) == ("", "two")
+
+
+def test_logs_are_looked_at_again_after_a_look_that_could_open_nothing(tmp_path, monkeypatch):
+    class Folder:
+        looks = 0
+
+        def glob(self, pattern):
+            self.looks += 1
+            if self.looks == 1:
+                raise OSError(errno.EMFILE, "Too many open files")
+            raise EndOfTest
+
+    class EndOfTest(BaseException):
+        pass
+
+    pauses = []
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=pauses.append))
+    with pytest.raises(EndOfTest):
+        logs._watch(Folder())
+    assert pauses == [logs.LOOK_SECONDS]
 
 
 def test_a_full_disk_gets_the_room_of_a_log_back(tmp_path):
