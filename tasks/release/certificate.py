@@ -91,9 +91,17 @@ def with_earlier(asked: Sequence[Row], certificate: str | None) -> list[Row]:
 
 
 def with_certificate(markdown: str, title: str, rows: Sequence[Row]) -> str:
-    """Markdown that ends with the certificate; one that it ended with is replaced."""
-    before = re.split(rf"\n*^{re.escape(title)}$", markdown, flags=re.M)[0]
-    return f"{before.rstrip()}\n\n{title}\n\n{ABOUT}\n\n{as_table(rows)}\n"
+    """Markdown with the certificate, in the place of one that it had.
+
+    Else it ends the first part: a heading of the first level begins another.
+    """
+    own = re.search(rf"^{re.escape(title)}$", markdown, re.M)
+    level = len(title) - len(title.lstrip("#")) if own else 1
+    following = re.compile(rf"^#{{1,{level}}} ", re.M).search(markdown, own.end() if own else 1)
+    end = len(markdown) if following is None else following.start()
+    before, rest = markdown[: own.start() if own else end].rstrip(), markdown[end:]
+    certificate = f"{before}\n\n{title}\n\n{ABOUT}\n\n{as_table(rows)}\n"
+    return f"{certificate}\n{rest}" if rest else certificate
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from infra.readers.environments import LLAMA_CPP
 from infra.readers.reader import READERS, Reader, Said
 from tasks.release import certify as module
 from tasks.release import source as of_source
+from tasks.release.certificate import with_certificate
 from tasks.release.certify import EXPANDED, SECONDS, ask_one, certify, expanded, forms_of
 from tasks.release.source import AS_IT_IS, Source
 from tasks.release.verdict import TOLERANCES, Row, as_table, compared, judged, tolerance_of
@@ -287,3 +288,22 @@ def test_a_damaged_delta_is_caught_in_vllm(ders, tmp_path):
     assert list(row.misplaced) == ["model.decoder.layers.1.mlp.experts.up_proj.codes"]
     assert replace(row, why="").is_lost
     assert torch.isfinite(torch.tensor(row.logits))
+
+
+@pytest.mark.parametrize("title", ["## Arrival certificate", "### Arrival certificate"])
+def test_a_certificate_takes_no_other_part_of_a_page(title):
+    first, second = (
+        [Row("llama.cpp", form, verdict="not tried", why="no reason")] for form in ("F16", "Q8_0")
+    )
+    page = "# MoE, version 1\n\n## Scores\n\n91.2\n"
+    once = with_certificate(page, title, first)
+    assert once.startswith(f"{page}\n{title}\n")
+    assert with_certificate(once, title, first) == once
+    scored = f"{once}\n# Task evaluation\n\n### Accuracy\n\n0.4\n"
+    again = with_certificate(scored, title, second)
+    assert "F16" not in again
+    assert "Q8_0" in again
+    assert again.startswith(f"{page}\n{title}\n")
+    assert again.endswith("\n\n# Task evaluation\n\n### Accuracy\n\n0.4\n")
+    late = with_certificate(f"{page}\n# Task evaluation\n\n### Accuracy\n\n0.4\n", title, second)
+    assert late == again  # before what is written anew with each evaluation
