@@ -229,7 +229,8 @@ def worker_seconds() -> dict[int, float]:
     """{Ray's worker process: its CPU seconds}."""
     found = {}
     for process in psutil.Process().children(recursive=True):
-        if " ".join(process.cmdline()).startswith("ray::"):
+        name = " ".join(process.cmdline())
+        if name.startswith("ray::") and "Agent" not in name:  # Ray's own
             times = process.cpu_times()
             found[process.pid] = times.user + times.system
     return found
