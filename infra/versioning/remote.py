@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from infra.versioning.cache import run_dvc
 
 OBJECTS = Path("files", "md5")
 """Where the objects are, in a remote and in a cache."""
+LEFT_SECONDS = 24 * 3600
 OBJECT = re.compile(r"[0-9a-f]{30}(\.dir)?")
 """Its name below the folder of its first two digits; another workspace's DVC writes beside it."""
 
@@ -47,6 +49,8 @@ def push_to(root: Path, remote: Path) -> subprocess.CompletedProcess[str]:
 def mend(root: Path, remote: Path) -> None:
     """Write the objects of which a remote has another size than the cache there once more.
 
+    What a killed DVC was writing a day ago is removed.
+
     Args:
         root: The workspace, whose lock is held.
         remote: The directory; it may be missing.
@@ -61,6 +65,15 @@ def mend(root: Path, remote: Path) -> None:
             sync(partial)
             partial.replace(sent)
             sync(sent.parent)
+    _remove_left(remote)
+
+
+def _remove_left(remote: Path) -> None:
+    """Remove what a killed DVC was writing; younger files may be another workspace's at work."""
+    for file in (remote / OBJECTS).glob("??/.*"):
+        with suppress(OSError):
+            if time.time() - file.stat().st_mtime > LEFT_SECONDS:
+                file.unlink()
 
 
 def _objects(place: Path) -> Iterator[str]:

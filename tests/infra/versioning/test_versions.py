@@ -2,12 +2,14 @@
 
 import configparser
 import json
+import os
 import shutil
 import sqlite3
 import stat
 import subprocess
 import sys
 import threading
+import time
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
@@ -89,6 +91,18 @@ def test_what_a_power_cut_left_short_in_a_directory_is_pushed_again(tmp_path):
     here.push(str(remote))
     there.pull(here.lock_text(), str(remote), {"model": "model"})
     assert (there.root / "model" / "weights").read_text() == "weights"
+
+
+def test_what_a_killed_push_was_writing_goes_after_a_day(tmp_path):
+    folder = tmp_path / "remote" / "files" / "md5" / "ab"
+    folder.mkdir(parents=True)
+    names = (".old.tmp", ".young.tmp", "c" * 30)
+    for name in names:
+        (folder / name).write_text("half")
+    for name in (".old.tmp", "c" * 30):
+        os.utime(folder / name, (0, time.time() - 25 * 3600))
+    remote_module.mend(tmp_path, tmp_path / "remote")
+    assert sorted(file.name for file in folder.iterdir()) == sorted(names[1:])
 
 
 def test_an_object_that_is_damaged_here_is_not_written_to_a_remote(tmp_path):
