@@ -60,7 +60,7 @@ def start_server() -> None:
         except BaseException:  # Ctrl-C as well: it may come before there is a process
             while starting.is_alive() and server.server_process is None:
                 starting.join(LOOK_SECONDS)
-            server._run_uvicorn_command = _refuse  # type: ignore[method-assign]
+            server._run_uvicorn_command = _refuse  # type: ignore[method-assign]  # its loop has no end
             server.stop()
             raise
         if not failed:
