@@ -1,18 +1,19 @@
 """Weeks in an hour: scheduled runs in a row, and what they leave behind.
 
-    python -m benchmarks.soak [--noops N] [--retrains N] [--minutes M] [--folder FOLDER]
+    python -m benchmarks.soak [--noops N] [--retrains N] [--models N] [--minutes M]
+                              [--folder FOLDER]
 
-Servers and worker as `make up` starts them, a small model, and its deployment `retrain`. Runs are
-scheduled one after the other, so that the worker starts each: those that find nothing new, and,
-spread among them, those for which a text has changed. With a folder, everything stays in it, and
-the same command goes on after the last run, with servers that are started anew. The text stays as
-long as it is and `keep` is small, so that what grows is not what is asked for. After every tenth
-run `flows.tidy` clears up. After every run: processes, open files and memory of servers and worker,
-and the size of the home, of its databases and of the temporary directory; the time of the list of
-runs in Prefect and in MLflow; apart from these the DVC remote, an archive that nothing clears.
-Prefect drops events after a week; a run stands for a night here, so after as many runs. ``ratio``
-is the median of the last quarter over that of the second (the first warms up); the slope is that of
-a line through all samples after the first quarter, for a thousand runs.
+Servers and worker as `make up` starts them, small models side by side, and of each its deployment
+`retrain`. Night after night the worker starts one run of each model, all at once: runs that find
+nothing new, and, spread among them, runs for which a text has changed. With a folder, everything
+stays in it, and the same command goes on after the last night, with servers that are started anew.
+The text stays as long as it is and `keep` is small, so that what grows is not what is asked for.
+After every tenth night `flows.tidy` clears up. After every night: processes, open files and memory
+of servers and worker, and the size of the home, of its databases and of the temporary directory;
+the time of the list of runs in Prefect and in MLflow; apart from these the DVC remote, an archive
+that nothing clears. Prefect drops events after a week, here after as many nights. ``ratio`` is the
+median of the last quarter over that of the second (the first warms up); the slope is that of a line
+through all samples after the first quarter, for a thousand runs.
 """
 
 import json
@@ -43,28 +44,29 @@ FIGURES = (*BOUNDED, "databases MB", "rows", "list of runs s", "temporary MB", "
 PACKAGES = {"first": ("email", "json", "logging", "unittest"), "second": ("asyncio", "http")}
 TRAINING = {"steps": 20, "batch_size": 4, "sequence_length": 64, "warmup_steps": 2}
 STRIDE = 7
-DEPLOYMENT = "soak-every-night"
+DEPLOYMENT = "every-night"
 LOOK_SECONDS = 0.5
 BUSY_SECONDS = 120  # Prefect's database is locked now and then, which clients are told to wait for
 ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 CHARACTERS = 100_000
 TIDY_EVERY = 10
 END_SECONDS = 30  # after its last state a run's process may still put things away
-WEEK = "PT150S"  # seven runs of some twenty seconds
+WEEK = "PT150S"  # seven nights of some twenty seconds
 ALLOWED = 1.1
 
 
 def main() -> None:
     """Measure and print."""
     parser = parser_of(__doc__)
-    parser.add_argument("--noops", type=int, default=100)
-    parser.add_argument("--retrains", type=int, default=10)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="no run after that")
+    parser.add_argument("--noops", type=int, default=100, help="of all models together")
+    parser.add_argument("--retrains", type=int, default=10, help="of all models together")
+    parser.add_argument("--models", type=int, default=1, help="side by side")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no night after that")
     parser.add_argument("--folder", type=Path, help="stays, and is gone on with; /tmp by default")
     options = parser.parse_args()
     with ExitStack() as stack:
         folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-"))
-        soak = Soak(Path(folder).absolute())
+        soak = Soak(Path(folder).absolute(), options.models)
         stack.callback(soak.command, "infra.services", "down")
         soak.begin()
         samples = soak.run(options.noops, options.retrains, until=60 * options.minutes)
@@ -75,10 +77,12 @@ def main() -> None:
         for part in (early, late)
     )
     slopes = {name: slope([sample[name] for sample in samples[quarter:]]) for name in FIGURES}
-    rows = [[name, before[name], after[name], 1000 * slopes[name]] for name in FIGURES]
+    thousand = 1000 / options.models
+    rows = [[name, before[name], after[name], thousand * slopes[name]] for name in FIGURES]
     ratio = {name: after[name] / before[name] for name in BOUNDED}
+    runs = options.models * len(samples)
     print_table(
-        f"{len(samples)} runs", ["", "second quarter", "last quarter", "in 1,000 more"], rows
+        f"{runs} runs of {options.models} models", ["", "second quarter", "last quarter", "in 1,000 more"], rows
     )
     print_result(
         "soak", ratio, {"goal": {"at_most": ALLOWED}, "slopes": slopes, "samples": samples}
@@ -93,15 +97,16 @@ def slope(values: list[float]) -> float:
 
 
 class Soak:
-    """A home with servers, and a model that is retrained there.
+    """A home with servers, and models that are retrained there.
 
     Args:
         folder: Temporary; texts and the home lie there.
+        models: How many, side by side.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, models: int = 1) -> None:
         self.folder, self.home = folder, folder / "home"
-        self.recipe, self.text = folder / "recipe.yaml", folder / "texts"
+        self.models = [f"soak-{number}" for number in range(1, 1 + models)]
         ports = {f"UPCYCLE_{name}_PORT": str(_free_port()) for name in ("PREFECT", "MLFLOW")}
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))},
@@ -117,19 +122,27 @@ class Soak:
         }
 
     def begin(self) -> None:
-        """Write texts and recipe, start the servers, build the model, deploy."""
-        for folder in (self.text, self.folder / "t"):
-            folder.mkdir(parents=True, exist_ok=True)
-        if not self.recipe.exists():
-            self.write_text(0)
-            self.recipe.write_text(yaml.safe_dump(_recipe(self.text)))
+        """Write texts and recipes, start the servers, build the models, deploy."""
+        (self.folder / "t").mkdir(parents=True, exist_ok=True)
+        self.command("infra.services", "up")
+        for model in self.models:
+            recipe = self.recipe(model)
+            if not recipe.exists():
+                self.write_text(model, 0)
+                recipe.write_text(yaml.safe_dump(_recipe(model, self.folder / model)))
+            self.command("flows.dume", str(recipe))
+            self._deploy(recipe)
+
+    def recipe(self, model: str) -> Path:
+        """Its file."""
+        return self.folder / f"{model}.yaml"
+
+    def _deploy(self, recipe: Path) -> None:
         deployments = yaml.safe_load(PREFECT_FILE.read_text())
         [nightly] = [d for d in deployments["deployments"] if d.get("schedules")]
-        nightly |= {"parameters": {"recipe": str(self.recipe)}, "schedules": []}
+        nightly |= {"parameters": {"recipe": str(recipe)}, "schedules": []}
         file = self.folder / "prefect.yaml"
         file.write_text(yaml.safe_dump({**deployments, "deployments": [nightly]}))
-        self.command("infra.services", "up")
-        self.command("flows.dume", str(self.recipe))
         deploy = (
             "from infra.settings import configure; from infra.services.deployments import deploy; "
         )
@@ -139,47 +152,61 @@ class Soak:
     def run(
         self, noops: int, retrains: int, *, until: float = float("inf")
     ) -> list[dict[str, float]]:
-        """All runs, as far as ``until`` seconds reach; what there is after each, from the first."""
+        """All nights, as far as ``until`` seconds reach; what there is after each, from the first.
+
+        Args:
+            noops, retrains: Of all models together; each night is one run of each model.
+        """
         until += time.monotonic()
-        every = max(1, (noops + retrains) // max(1, retrains))
+        nights, every = -(-(noops + retrains) // len(self.models)), 0
+        if retrains:
+            every = max(1, (noops + retrains) // retrains)
         record = self.folder / "samples.json"
         samples = json.loads(record.read_text()) if record.exists() else []
-        for number in range(len(samples), noops + retrains):
+        for night in range(len(samples), nights):
             if time.monotonic() > until:
                 break
-            if retrains and number % every == every - 1:
-                self.write_text(1 + number // every)
+            for run in range(night * len(self.models), (night + 1) * len(self.models)):
+                if every and run % every == every - 1:
+                    release = 1 + run // every
+                    self.write_text(self.models[release % len(self.models)], release)
             self.scheduled()
-            if number % TIDY_EVERY == TIDY_EVERY - 1:
-                self.command("flows.tidy", str(self.recipe), "--apply")
+            if night % TIDY_EVERY == TIDY_EVERY - 1:
+                for model in self.models:
+                    self.command("flows.tidy", str(self.recipe(model)), "--apply")
             samples.append(self._sample())
             write_atomically(record, json.dumps(samples))
-            print(number, samples[-1], file=sys.stderr, flush=True)
+            print(night, samples[-1], file=sys.stderr, flush=True)
         return samples
 
     def scheduled(self) -> None:
-        """One run of the deployment, by the worker, to its end.
+        """A run of each model's deployment, all at once, by the worker, to its end.
 
         Raises:
-            RuntimeError: It did not end well.
+            RuntimeError: One did not end well.
         """
         prefect = self.environment["PREFECT_API_URL"]
-        deployment = _ask(f"{prefect}/deployments/name/retrain/{DEPLOYMENT}")["id"]
-        run = _ask(f"{prefect}/deployments/{deployment}/create_flow_run", {})
-        while run["state_type"] not in ENDED:
-            time.sleep(LOOK_SECONDS)
-            run = _ask(f"{prefect}/flow_runs/{run['id']}")
-        if run["state_type"] != "COMPLETED":
-            raise RuntimeError(f"a scheduled run: {run['state']}")
+        runs = []
+        for model in self.models:
+            name = f"{prefect}/deployments/name/retrain/{model}-{DEPLOYMENT}"
+            asked = f"{prefect}/deployments/{_ask(name)['id']}/create_flow_run"
+            runs.append(_ask(asked, {})["id"])
+        for run in runs:
+            while (found := _ask(f"{prefect}/flow_runs/{run}"))["state_type"] not in ENDED:
+                time.sleep(LOOK_SECONDS)
+            if found["state_type"] != "COMPLETED":
+                raise RuntimeError(f"a scheduled run: {found['state']}")
 
-    def write_text(self, release: int) -> None:
+    def write_text(self, model: str, release: int) -> None:
         """Texts of one length; each release of the first begins with another module's source."""
+        folder = self.folder / model
+        folder.mkdir(exist_ok=True)
         library = Path(sysconfig.get_paths()["stdlib"])
         for domain, packages in PACKAGES.items():
             files = [file for name in packages for file in sorted((library / name).glob("*.py"))]
             turn = release * STRIDE % len(files) if domain == "first" else 0
             sources = (f.read_text(errors="replace")[:8_000] for f in files[turn:] + files[:turn])
-            (self.text / f"{domain}.txt").write_text("\n<|doc|>\n".join(sources)[:CHARACTERS])
+            (folder / f"{domain}.txt").write_text("\n<|doc|>\n".join(sources)[:CHARACTERS])
 
     def command(self, module: str, *arguments: str) -> None:
         """``python -m MODULE ARGUMENTS``."""
@@ -242,13 +269,13 @@ def _rows(database: Path) -> int:
         return sum(found.execute(f'SELECT COUNT(*) FROM "{t}"').fetchone()[0] for t in tables)
 
 
-def _recipe(texts: Path) -> dict[str, Any]:
+def _recipe(name: str, texts: Path) -> dict[str, Any]:
     shape = {"hidden_size": 32, "intermediate_size": 64, "layers": 2}
     heads = {"attention_heads": 2, "key_value_heads": 2}
     sweeps: dict[str, Any] = {f"sweep_{key}": [] for key in ("top_k", "ridge_lambda", "window")}
     domains = {name: {"train": {"files": [str(texts / f"{name}.txt")]}} for name in PACKAGES}
     return {
-        "name": "soak",
+        "name": name,
         "domains": domains,
         "tokenizer": {"vocabulary_size": 512},
         "seed_model": {"shape": {**shape, **heads}, "training": TRAINING},
