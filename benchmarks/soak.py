@@ -82,7 +82,9 @@ def main() -> None:
     ratio = {name: after[name] / before[name] for name in BOUNDED}
     runs = options.models * len(samples)
     print_table(
-        f"{runs} runs of {options.models} models", ["", "second quarter", "last quarter", "in 1,000 more"], rows
+        f"{runs} runs of {options.models} models",
+        ["", "second quarter", "last quarter", "in 1,000 more"],
+        rows,
     )
     print_result(
         "soak", ratio, {"goal": {"at_most": ALLOWED}, "slopes": slopes, "samples": samples}
