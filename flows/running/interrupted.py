@@ -25,24 +25,24 @@ BEGIN_SECONDS = 5.0
 """From Prefect's beginning of a run to ours."""
 
 
-def close_interrupted(workspace: Workspace, model: str) -> None:
-    """Mark earlier runs on a workspace, and rollbacks of its model, that were killed.
+def close_interrupted(workspace: Workspace, *models: str) -> None:
+    """Mark earlier runs on a workspace, and rollbacks of its models, that were killed.
 
     Args:
         workspace: The workspace, below its home.
-        model: The registered model.
+        models: The registered models.
     """
     _close(workspace.root, lambda run: holds(run, workspace))
-    close_rollbacks(workspace.root.parent, model)
+    close_rollbacks(workspace.root.parent, *models)
 
 
-def close_rollbacks(home: Path, model: str) -> None:
-    """Mark earlier rollbacks of a registered model that were killed.
+def close_rollbacks(home: Path, *models: str) -> None:
+    """Mark earlier rollbacks of registered models that were killed.
 
     They hold no workspace, and say in the home that they live.
     """
     rollbacks = FlowFilter(name=FlowFilterName(any_=["rollback"]))
-    _close(home, lambda run: run.parameters.get("name") == model, rollbacks)
+    _close(home, lambda run: run.parameters.get("name") in models, rollbacks)
 
 
 def holds(run: FlowRun, workspace: Workspace) -> bool:

@@ -39,7 +39,7 @@ from tasks.engine.workspace import Workspace
 from tasks.living.lineage import check_built_upon, save, with_lineage, with_parents
 from tasks.pipeline import dvc_yaml, params_yaml
 from tasks.release.register import Registrar
-from tasks.release.versions import led_experts
+from tasks.release.versions import compressed_name, led_experts
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 # A killed flow leaves the Prefect server that it had brought along.
@@ -252,7 +252,7 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
     live(workspace.root)
     end_orphans(command=SERVER, environment=home, owner=environment.OWNER, grace=ORPHAN_SECONDS)
     with nullcontext() if is_held else turn(workspace, f"the flow {flow_name}", recipe):
-        close_interrupted(workspace, recipe.registered_name)
+        close_interrupted(workspace, recipe.registered_name, compressed_name(recipe))
         recipe = with_lineage(recipe, workspace)
         if deployment.id is not None:  # a command has said it before there was a run
             say_plan(recipe, settings, log)

@@ -181,7 +181,7 @@ def silent():
 
 
 def test_a_push_that_hangs_ends_at_the_recipe_s_limit(tmp_path, silent, monkeypatch):
-    recipe = load_recipe(CODE / "recipes/demo.yaml")
+    recipe, closed = load_recipe(CODE / "recipes/demo.yaml"), []
     recipe = replace(
         recipe,
         compute=replace(recipe.compute, limit_hours=SECONDS / 3600),
@@ -190,7 +190,7 @@ def test_a_push_that_hangs_ends_at_the_recipe_s_limit(tmp_path, silent, monkeypa
     monkeypatch.setenv("UPCYCLE_HOME", str(tmp_path))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(module, "check_room", lambda compute: None)
-    monkeypatch.setattr(module, "close_interrupted", lambda *_: None)
+    monkeypatch.setattr(module, "close_interrupted", lambda _, *models: closed.extend(models))
     monkeypatch.setattr(module, "pieces_run", lambda *_: nullcontext())
     monkeypatch.setattr(module, "dvc_yaml", lambda recipe: PIPELINE)
     published(tmp_path / recipe.name)
@@ -207,3 +207,4 @@ def test_a_push_that_hangs_ends_at_the_recipe_s_limit(tmp_path, silent, monkeypa
     with pytest.raises(InputError, match=r"compute\.limit_hours.*the flow has worked for longer"):
         run()
     assert Versions(tmp_path / recipe.name).recorded() == {"seed"}
+    assert closed == ["upcycle-demo", "upcycle-demo-ders"]  # whose killed rollbacks are looked for

@@ -212,7 +212,7 @@ def test_a_killed_rollback_is_closed_and_not_one_that_lives(workspace, server, m
         own.extend(path.name for path in (home / ".waiting").glob("run@*"))
         raise InputError(Fault("name", MODEL, "is no registered model"))
 
-    killed, lives = begin("rollback", MODEL), begin("rollback", MODEL)
+    killed, lives = [begin("rollback", MODEL)], begin("rollback", MODEL)
     others = [begin("rollback", "upcycle-another"), begin("somebody's", MODEL)]
     with hold(home / ".waiting" / f"run@{lives}"):
         if closes == "the next rollback":
@@ -220,8 +220,9 @@ def test_a_killed_rollback_is_closed_and_not_one_that_lives(workspace, server, m
             state = rolls_back.rollback(MODEL, return_state=True)
             assert f"run@{state.state_details.flow_run_id}" in own
         else:
-            close_interrupted(workspace, MODEL)
-    assert server.read_flow_run(killed).state.is_crashed()
+            killed.append(begin("rollback", f"{MODEL}-ders"))
+            close_interrupted(workspace, MODEL, f"{MODEL}-ders")
+    assert all(server.read_flow_run(run).state.is_crashed() for run in killed)
     assert all(server.read_flow_run(run).state.is_running() for run in (lives, *others))
 
 
