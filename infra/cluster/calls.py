@@ -5,6 +5,7 @@ own machine: there nothing is nearer, and a call would only start a process.
 """
 
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,6 +89,18 @@ def heed() -> None:
     """Raise what a check of ``heeding`` raises; for who waits by other means."""
     for check in tuple(_checks):
         check()
+
+
+def pause(seconds: float) -> None:
+    """Wait for some seconds.
+
+    Raises:
+        BaseException: What a check of ``heeding`` raises meanwhile.
+    """
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        heed()
+        time.sleep(min(left, WAIT_SECONDS))
 
 
 def run_program(

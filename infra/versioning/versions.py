@@ -11,13 +11,12 @@ import os
 import re
 import subprocess
 import threading
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
-from infra.cluster.calls import near
+from infra.cluster.calls import near, pause
 from infra.durable import write_atomically
 from infra.recipe.names import masked
 from infra.versioning.cache import (
@@ -202,7 +201,7 @@ class Versions:
                 _logger.warning(
                     "dvc %s again in %g s, for it failed: %s", arguments[0], seconds, detail
                 )
-                time.sleep(seconds)
+                pause(seconds)
                 done = call(self.root, *arguments)
         self._raise_failed(arguments[0], done)
 

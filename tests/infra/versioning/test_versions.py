@@ -12,17 +12,17 @@ import threading
 import time
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from types import SimpleNamespace
 
 import pytest
 
 from infra import settings
+from infra.cluster.calls import heeding
 from infra.versioning import remote as remote_module
 from infra.versioning import versions as module
 from infra.versioning.cache import remove_left_lock
 from infra.versioning.commit import dump_whole
 from infra.versioning.versions import Versions
-from upcycle_core.errors import InputError
+from upcycle_core.errors import Fault, InputError
 
 PIPELINE = "stages:\n  model: {cmd: 'true', outs: [model]}\n"
 PLACES = ("plain", "Bücher & Rechte #2, 100% 'neu'")
@@ -369,14 +369,30 @@ def tries(monkeypatch):
 
 def test_a_store_that_does_not_answer_is_asked_again(tmp_path, store, tries, monkeypatch, caplog):
     handler, url, start = store
-    # Not time.sleep itself: subprocess calls that too, as it waits for DVC.
-    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=start))
+    monkeypatch.setattr(module, "pause", start)
     versions = pushed(tmp_path, tmp_path / "remote")[0]
     tries.clear()
     versions.push(url)
     assert tries == ["push", "push"]
     assert b"weights" in handler.files.values()
     assert "dvc push again in 5 s, for it failed: " in caplog.text
+
+
+def test_who_waits_for_a_store_gives_up_when_the_flow_s_time_is_over(
+    tmp_path, store, tries, monkeypatch, caplog
+):
+    _, url, _ = store
+    versions = pushed(tmp_path, tmp_path / "remote")[0]
+    tries.clear()
+    monkeypatch.setattr(module, "WAITS", (600.0,))
+
+    def late():
+        if "push again in" in caplog.text:
+            raise InputError(Fault("limit", "1", "is over"))
+
+    with heeding(late), pytest.raises(InputError, match="limit"):
+        versions.push(url)
+    assert tries == ["push"]
 
 
 def test_a_store_that_refuses_is_asked_once(tmp_path, store, tries):
