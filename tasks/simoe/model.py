@@ -44,6 +44,8 @@ DECIDING = (
     "corpus.bos",
 )
 """What decides the model's training beside its inputs. How models answer does not."""
+KEPT = "training.checkpoint_steps"
+"""Of a SIMoE it decides the result: the model that is kept is that of a checkpoint."""
 
 
 def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
@@ -51,6 +53,8 @@ def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
     yield from ("baselines.{baseline}", "moe.max_shard_bytes")
     if recipe.baselines[name].method == "btx":
         yield "experts.training"
+    if recipe.baselines[name].method == "simoe":
+        yield f"baselines.{{baseline}}.{KEPT}"
 
 
 @stage("baselines/{baseline}", lambda recipe, name: INPUTS, each=trained_rows, params=_row_params)
@@ -79,7 +83,12 @@ def baselines(run: StageRun) -> None:
     )
 
 
-@stage("model", lambda recipe, item: INPUTS, params=DECIDING, lasting=lambda recipe, item: True)
+@stage(
+    "model",
+    lambda recipe, item: INPUTS,
+    params=(*DECIDING, f"tuning.{KEPT}"),
+    lasting=lambda recipe, item: True,
+)
 def model(run: StageRun) -> None:
     """Write the recipe's model: the seed, with the sparse experts that tuning has found."""
     recipe = run.recipe

@@ -27,6 +27,7 @@ def test_how_models_answer_and_where_inputs_lie_train_nothing_again(path, value)
     ("path", "value"),
     [
         ("tuning/training/steps", 30),
+        ("tuning/training/checkpoint_steps", 25),
         ("instructions/too_long", "leave-out"),
         ("simoe/beta", 0.1),
         ("seed", 7),
@@ -41,3 +42,9 @@ def test_what_decides_the_training_trains_again(path, value):
 def test_rivals_are_tuned_on_what_the_model_is(row):
     left_out = validate(changed("instructions/too_long", "leave-out"))
     assert baselines.values(left_out, row) != baselines.values(validate(VALID), row)
+
+
+@pytest.mark.parametrize(("row", "decides"), [("free", True), ("dense", False)])
+def test_which_steps_are_kept_decides_a_simoe_alone(row, decides):
+    kept = validate(changed(f"baselines/{row}/training/checkpoint_steps", 25))
+    assert (baselines.values(kept, row) != baselines.values(validate(VALID), row)) == decides
