@@ -9,6 +9,7 @@ later, by a run of its own, and every try is a run that says why.
 """
 
 import asyncio
+import logging
 import sys
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from uuid import UUID
 
 import httpx
 from prefect import flow
+from prefect.blocks.abstract import NotificationError
 from prefect.blocks.core import Block
 from prefect.blocks.notifications import AppriseNotificationBlock, NotificationBlock
 from prefect.blocks.webhook import Webhook
@@ -108,6 +110,8 @@ def deliver(block: str, subject: str, text: str) -> None:
         answer.raise_for_status()
         return
     notify: Any = receiver.notify  # an ordinary function where no event loop runs
+    # What the error says is what Apprise logs: below a warning that is the address as well.
+    logging.getLogger("apprise").setLevel(logging.WARNING)
     with receiver.raise_on_failure():
         notify(text, subject)
 
@@ -133,7 +137,8 @@ def reason(error: Exception) -> str:
     """Why it was not delivered, without the address, which may hold a secret."""
     if isinstance(error, httpx.HTTPStatusError):
         return f"the receiver answers {error.response.status_code}"
-    return f"{type(error).__name__}: {masked(str(error))}"
+    said = error.log if isinstance(error, NotificationError) else str(error)
+    return f"{type(error).__name__}: {masked(' '.join(said.split()))}"
 
 
 @command

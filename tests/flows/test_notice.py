@@ -67,6 +67,12 @@ def test_a_notice_goes_by_mail(server):
     [mail] = received
     assert "pico: the night ended as Failed" in mail
     assert "the remote does not answer" in mail
+    # Now nobody listens there.
+    address = f"mailto://somebody:hush@127.0.0.1:{port}?from=flows@here.test&to=on-call@here.test"
+    Mail(url=address).save("catcher", overwrite=True)
+    state = notice(failed_run(server), "mail/catcher", return_state=True)
+    assert "Connection" in state.message
+    assert "hush" not in state.message
 
 
 def test_a_block_that_is_not_there_is_said(server, capsys):
