@@ -6,7 +6,7 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
@@ -30,6 +30,7 @@ class ProcessRecord:
         boot: Which start of the machine that was.
         host: What the machine is called.
         machine: What it is known by, whatever it is called.
+        place: The folder of its record, which is another one in a copied home.
     """
 
     pid: int
@@ -39,6 +40,7 @@ class ProcessRecord:
     boot: str = ""
     host: str = ""
     machine: str = ""
+    place: str = field(default="", compare=False)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -157,23 +159,35 @@ def _children(process: psutil.Process, *, recursive: bool = False) -> list[psuti
 
 
 def read_records(path: Path) -> dict[str, ProcessRecord]:
-    """Read the records written by ``write_records``; an absent or torn file holds none."""
+    """Read the records written by ``write_records``; an absent or torn file holds none.
+
+    Nor does a copy of it: what runs works for the home that was copied.
+    """
     try:
-        content = json.loads(path.read_text())
-        return {
+        content, place = json.loads(path.read_text()), _place(path)
+        records = {
             name: ProcessRecord(**{**entry, "command": tuple(entry["command"])})
             for name, entry in content.items()
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
+    # Another machine calls the same folder otherwise, and earlier records do not name it.
+    return {n: r for n, r in records.items() if r.place in ("", place) or r.boot != _boot()}
 
 
 def write_records(path: Path, records: Mapping[str, ProcessRecord]) -> None:
     """Write ``records`` so that a reader sees the old file or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_suffix(".tmp")
-    staging.write_text(json.dumps({name: asdict(r) for name, r in records.items()}, indent=2))
+    staging, place = path.with_suffix(".tmp"), {"place": _place(path)}
+    content = {name: asdict(record) | place for name, record in records.items()}
+    staging.write_text(json.dumps(content, indent=2))
     staging.replace(path)
+
+
+def _place(path: Path) -> str:
+    """The folder of a file, whatever it is called."""
+    folder = path.parent.stat()
+    return f"{folder.st_dev}:{folder.st_ino}"
 
 
 def end_orphans(*, command: str, environment: Mapping[str, str], owner: str, grace: float) -> int:

@@ -1,6 +1,8 @@
 import dataclasses
 import errno
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -238,6 +240,23 @@ def test_records_survive_a_round_trip_and_a_torn_file_holds_none(family, tmp_pat
     assert read_records(path) == {"parent": record}
     path.write_text(path.read_text()[:-10])
     assert read_records(path) == {}
+
+
+def test_what_runs_for_a_home_is_not_taken_for_that_of_its_copy(family, tmp_path):
+    record, _ = family
+    home, moved, copied = (tmp_path / name for name in ("home", "moved", "copied"))
+    write_records(home / "state.json", {"parent": record})
+    home.rename(moved)
+    shutil.copytree(moved, copied)
+    assert read_records(moved / "state.json") == {"parent": record}
+    assert read_records(copied / "state.json") == {}
+    earlier = {"parent": dataclasses.asdict(record)}  # whose records do not name the folder
+    (copied / "state.json").write_text(json.dumps(earlier))
+    assert read_records(copied / "state.json") == {"parent": record}
+    elsewhere = dataclasses.replace(record, boot="another machine's")
+    write_records(moved / "state.json", {"parent": elsewhere})
+    shutil.copy(moved / "state.json", copied)
+    assert read_records(copied / "state.json") == {"parent": elsewhere}
 
 
 def test_only_processes_whose_owner_is_gone_are_orphans(tmp_path):
