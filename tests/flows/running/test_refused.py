@@ -15,6 +15,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_server import prefect_server
 
 from flows.running.command_line import command
+from infra.services.stopping import run_command
 
 ROOT = Path(__file__).resolve().parents[3]
 FLOW = """
@@ -94,3 +95,14 @@ def test_another_error_is_none_of_a_lost_server():
 
     with pytest.raises(RuntimeError, match="another kind"):
         failing([])
+
+
+def test_what_a_command_within_a_command_says_stands_alone(capfd):
+    inner = "import sys; print('why', file=sys.stderr); sys.exit(2)"
+
+    @command
+    def outer(arguments):
+        run_command([sys.executable, "-c", inner], directory=ROOT)
+
+    assert outer([]) == 2
+    assert capfd.readouterr().err == "why\n"
