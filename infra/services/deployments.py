@@ -92,9 +92,8 @@ def deploy(
     settings.services.mkdir(parents=True, exist_ok=True)
     prefect_deploy(content, settings, environment_of(settings, PREFECT_API_URL=api, **ours))
     names = [_full_name(deployment) for deployment in content["deployments"]]
-    tags = {tag for deployment in content["deployments"] for tag in deployment["tags"]}
     with asked(api) as client:
-        _remove_others(client, tags, names)
+        _remove_others(client, TAG + name, names)
         _show_limits(client, names)
     return names
 
@@ -273,10 +272,10 @@ def _recipe_tags(deployment: "DeploymentResponse") -> set[str]:
     return {tag for tag in deployment.tags or () if tag.startswith(TAG)}
 
 
-def _remove_others(client: "SyncPrefectClient", tags: set[str], names: Collection[str]) -> None:
-    """Delete what has one of these recipes' tags, and another name."""
+def _remove_others(client: "SyncPrefectClient", tag: str, names: Collection[str]) -> None:
+    """Delete what has this recipe's tag, and another name."""
     for name, deployment in _deployed(client).items():
-        if tags & _recipe_tags(deployment) and name not in names:
+        if tag in _recipe_tags(deployment) and name not in names:
             _remove(client, deployment.id)
 
 

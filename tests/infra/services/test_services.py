@@ -316,6 +316,15 @@ def test_two_models_have_nights_side_by_side_until_one_is_taken_away(environment
     assert deployed == ["hello/other", "hello/other-every-evening"]
     evening = ("other", True, ["other: new data"])
     assert nights(prefect) == {**demo, "other-every-evening": evening}
+    # What is offered by default may hold one deployment of that recipe, and takes none away.
+    content = yaml.safe_load(file.read_text())
+    [made] = [d for d in content["deployments"] if d["name"] == "{name}"]
+    parameters = {"recipe": str(other), "set": changes}
+    file.write_text(
+        yaml.safe_dump({**content, "deployments": [{**made, "parameters": parameters}]})
+    )
+    assert deploy(place, prefect_file=file) == ["hello/other"]
+    assert nights(prefect)["other-every-evening"] == evening
     tags = ask(f"{prefect}/api/deployments/name/hello/other-every-evening")["tags"]
     assert tags == ["retrain", "night", "recipe:other"]
 
