@@ -9,7 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from upcycle_core.backbone.write import weights_type as weights_of
 from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.dume.collect import collect_shard
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.dume.statistics import save_statistics
@@ -50,7 +52,8 @@ def sequential_statistics(
     model = load_causal_lm(moe, dtype=weights_type(config.precision, device), device=device)
     if config.precision == "fp64":
         model.set_experts_implementation("eager")  # torch's grouped product has no fp64
-    set_routers(model, {before: routers[before] for before in range(layer)})
+    stored = weights_of(CheckpointReader(moe))  # as the MoE will hold them
+    set_routers(model, {before: routers[before].to(stored) for before in range(layer)})
     layout, moments = collect_shard(
         model.get_decoder(),
         corpus,

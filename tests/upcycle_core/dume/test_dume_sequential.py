@@ -1,5 +1,6 @@
 """Router by router, against whole MoE forward passes of one document at a time."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -149,3 +150,19 @@ def test_a_missing_router_is_named(root, tmp_path):
         )
     assert caught.value.faults[0].value == [1]
     assert not (tmp_path / "piece").exists()
+
+
+def test_tokens_take_the_way_that_rounded_routers_send_them(root, tmp_path):
+    moe = tmp_path / "moe"
+    load_causal_lm(root / "moe", dtype=torch.bfloat16).save_pretrained(moe)
+    first_H = torch.randn(HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    # Columns so near each other that rounding decides between them.
+    exact_HD = torch.stack([first_H, first_H + 1e-4 * first_H.flip(0)], dim=1)
+    rounded_HD = exact_HD.to(torch.bfloat16).double()
+    config, found = replace(CONFIG, precision="fp32", shards=1), []
+    for number, router_HD in enumerate((exact_HD, rounded_HD)):
+        out = tmp_path / str(number)
+        corpus = root / "law.corpus"
+        sequential_statistics(moe, {0: router_HD}, 1, corpus, out, config=config, shard=0)
+        found.append(out.read_bytes())
+    assert found[0] == found[1]
