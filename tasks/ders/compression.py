@@ -53,8 +53,7 @@ def compression(run: StageRun) -> None:
             compression=how,
             max_shard_bytes=recipe.moe.max_shard_bytes,
             title=f"{recipe.name}, {chosen}",
-            recipe=recipe_yaml(recipe, [*dume_keys(recipe), "compression"]),
-            experts=list(recipe.domains),
+            card=card_of(recipe, how.models[0]),
         )
     write_compression_report(
         run.out / REPORT,
@@ -63,6 +62,26 @@ def compression(run: StageRun) -> None:
         model=recipe.name,
         tolerance=how.tolerance,
     )
+
+
+def card_of(recipe: Recipe, row: str) -> dict[str, Any]:
+    """What the card of a compressed row says of it, by arguments of ``write_model_card``."""
+    keys, rival = [*dume_keys(recipe), "compression"], recipe.baselines.get(row)
+    experts, origin, title = list(recipe.domains), None, "DUME"
+    if rival is not None:
+        keys.append(f"baselines.{row}")
+        title, whole = row_title(recipe, row), rival.uses_experts and not rival.seed_expert
+        if not whole:
+            experts, made = [], "of dense models and their seed"
+            made = made if rival.uses_experts else "of copies of one dense model"
+            origin = f"A Mixture-of-Experts {made}, by {title}, DeRS with Upcycle."
+    method = f"{title}, DeRS"
+    return {
+        "recipe_text": recipe_yaml(recipe, keys),
+        "method": method,
+        "experts": experts,
+        "origin": origin,
+    }
 
 
 def row_title(recipe: Recipe, row: str) -> str:
@@ -106,8 +125,7 @@ def chosen_piece(
     compression: CompressionConfig,
     max_shard_bytes: int,
     title: str,
-    recipe: str,
-    experts: list[str],
+    card: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The piece: the checkpoint that is kept."""
     from upcycle_core.ders.compress import compress  # imports models of transformers
@@ -122,7 +140,5 @@ def chosen_piece(
         max_shard_bytes=max_shard_bytes,
         progress=progress,
     )
-    write_model_card(
-        out / MODEL, title=title, recipe_text=recipe, method="DUME, DeRS", experts=experts
-    )
+    write_model_card(out / MODEL, title=title, **card)
     return asdict(report)

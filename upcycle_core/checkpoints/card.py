@@ -16,6 +16,7 @@ def write_model_card(
     recipe_text: str,
     method: str,
     experts: Sequence[str] = (),
+    origin: str | None = None,
     licence: str | None = None,
     given: Mapping[str, str] | None = None,
     form: str | None = None,
@@ -30,7 +31,8 @@ def write_model_card(
         title: Name of the model.
         recipe_text: The resolved recipe as YAML.
         method: What joined the experts (``DUME``), or found them (``SIMoE``).
-        experts: Domains, in the order of the experts; none if they were found in one model.
+        experts: Domains, in the order of the experts; none if they were made of one model.
+        origin: What it was made of, in a sentence; said of ``experts`` and ``method`` by default.
         licence: Identifier for hubs; the experts' own decides where none is given.
         given: Domain to what its expert was made from, where that was no checkpoint, and to what
             was changed in it to fit the others.
@@ -42,10 +44,11 @@ def write_model_card(
         front.append(f"license: {licence}")
     front += ["tags:", "- moe", "- merge", "---"]
     rows = [f"| {index} | {name} |" for index, name in enumerate(experts)]
-    origin = f"A dense model in which instruction tuning found experts, by {method} with Upcycle."
-    if experts:
-        origin = f"A Mixture-of-Experts of {len(experts)} dense models, joined by {method} with "
-        origin += "Upcycle."
+    if origin is None:
+        origin = f"A dense model in which instruction tuning found experts, by {method}"
+        if experts:
+            origin = f"A Mixture-of-Experts of {len(experts)} dense models, joined by {method}"
+        origin += " with Upcycle."
     body = [
         f"# {title}",
         origin,
