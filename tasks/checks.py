@@ -123,7 +123,7 @@ def _row_faults(recipe: Recipe, method: Method) -> Iterator[Fault]:
         # Labels stand in files that have not been read.
         labels = [""] * row.top_k if method.has_labels else list(recipe.domains)
         weighted = f"{where}.objective.domain_weights"
-        for fault in baseline_faults(row, labels, where):
+        for fault in baseline_faults(row, labels, where, normalise=recipe.moe.normalise_top_k):
             if not (method.has_labels and fault.field == weighted):
                 yield fault
         if method.has_seed and row.uses_seed and not recipe.has_seed:

@@ -1,10 +1,12 @@
 """Stage ``baselines``: one published way of upcycling, built and trained, a row of a comparison."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from infra.recipe.schema import Recipe
 from tasks.baselines.start import start_of
 from tasks.dume.files import ROUTERS, all_joined, joined_paths
+from tasks.engine.params import weight_keys
 from tasks.engine.stage import StageRun, each, stage
 from tasks.training import train_from, trained_rows
 from upcycle_core.baselines.config import Baseline
@@ -27,12 +29,13 @@ def _inputs(recipe: Recipe, name: str) -> list[str]:
     return found
 
 
-@stage(
-    "baselines/{baseline}",
-    _inputs,
-    params=("seed", "baselines.{baseline}", "moe.max_shard_bytes"),
-    each=trained_rows,
-)
+def _params(recipe: Recipe, name: str) -> Iterator[str]:
+    yield from ("seed", "baselines.{baseline}", "moe.max_shard_bytes")
+    if recipe.baselines[name].method == "dume":
+        yield from weight_keys(recipe)
+
+
+@stage("baselines/{baseline}", _inputs, params=_params, each=trained_rows)
 def baselines(run: StageRun) -> None:
     """Write the trained checkpoint, and beside it what its training came to."""
     recipe, baseline = run.recipe, run.recipe.baselines[run.item]
@@ -50,7 +53,7 @@ def baselines(run: StageRun) -> None:
 
 
 def _parts(run: StageRun, baseline: Baseline) -> dict[str, Any]:
-    """The models that its start is made of."""
+    """The models that its start is made of, and how."""
     parts: dict[str, Any] = {}
     if baseline.method == "dume":
         parts["experts"] = joined_paths(run)
@@ -61,4 +64,5 @@ def _parts(run: StageRun, baseline: Baseline) -> dict[str, Any]:
     if baseline.method == "dume":
         parts["backbone"] = run.path("backbone")
         parts["routers"] = load_routers(run.path("router") / ROUTERS["calibration"]).weights
+        parts["normalise"] = run.recipe.moe.normalise_top_k
     return parts

@@ -16,7 +16,7 @@ def start_of(run: StageRun, row: Baseline, kind: str, *, domains: int, **parts: 
         row: The row.
         kind: Of the resources; it computes on the CPU.
         domains: How many there are: copies of one FFN are as many where the row does not say.
-        **parts: The models that it is made of; see ``write_start``.
+        **parts: The models that it is made of, and how; see ``write_start``.
     """
     return run.done(
         "start",

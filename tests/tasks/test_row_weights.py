@@ -31,3 +31,15 @@ def test_every_row_draws_its_domains_as_its_objective_says(tmp_path, monkeypatch
     with pytest.raises(Asked) as found:
         module.baselines.function(run)
     assert found.value.args[0] == [8.0, 0.0]
+
+
+@pytest.mark.parametrize(("method", "decides"), [("dume", True), ("btx", False)])
+def test_how_experts_are_weighted_decides_dume_plus_as_it_does_dume(tmp_path, method, decides):
+    values = pico_recipe(tmp_path, domains=tuple(WEIGHTS))
+    values["seed_model"]["shape"]["family"] = "qwen2"
+    values["baselines"] = {"row": {"method": method, "training": TRAINING}}
+    found = [
+        module.baselines.values(validate({**values, "moe": {"normalise_top_k": summed}}), "row")
+        for summed in (True, False)
+    ]
+    assert (found[0] != found[1]) == decides

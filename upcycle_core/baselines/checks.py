@@ -7,20 +7,24 @@ from upcycle_core.errors import Fault
 from upcycle_core.training.checks import objective_faults, weight_faults
 
 
-def baseline_faults(baseline: Baseline, domains: Collection[str], field: str) -> Iterator[Fault]:
+def baseline_faults(
+    baseline: Baseline, domains: Collection[str], field: str, *, normalise: bool = True
+) -> Iterator[Fault]:
     """What does not fit in ``baseline``, which the recipe gave at ``field``.
 
     Args:
         baseline: The settings.
         domains: The recipe's domains.
         field: Where the recipe gave it.
+        normalise: Whether DUME's weights of a token's k experts sum to one.
     """
     method, experts = baseline.method, baseline.experts(len(domains))
     if experts and baseline.top_k > experts:
         remedy = f"more than the {experts} experts; use 1 to {experts}"
         yield Fault(f"{field}.top_k", baseline.top_k, remedy)
     router_is_trained = bool({"router", "all"} & set(baseline.objective.trainable))
-    if experts and baseline.top_k == 1 and router_is_trained and _renormalises(baseline):
+    sums_to_one = _renormalises(baseline) and (normalise or method != "dume")
+    if experts and baseline.top_k == 1 and router_is_trained and sums_to_one:
         remedy = (
             "a renormalised top-1 weight is always 1, so the text's loss gives the router no "
             "gradient; use top_k >= 2, or objective.trainable: [experts, backbone]"

@@ -26,6 +26,7 @@ def write_start(
     seed_model: Path | None = None,
     backbone: Path | None = None,
     routers: Mapping[int, torch.Tensor] | None = None,
+    normalise: bool = True,
     progress: Progress | None = None,
 ) -> None:
     """Write what ``baseline.method`` begins with; see the functions that this calls.
@@ -39,8 +40,9 @@ def write_start(
         experts: Domain to its dense expert, in the order of the model's experts; for methods that
             begin with them (``Baseline.uses_experts``).
         seed_model: The model that the experts began with; for those of ``Baseline.uses_seed``.
-        backbone: DUME's averaged backbone; for method ``dume``, as is
+        backbone: DUME's averaged backbone; for method ``dume``, as are the next two.
         routers: DUME's routers, layer to W [H, D].
+        normalise: Whether the weights of a token's k experts sum to one.
         progress: Told of every tensor.
 
     Raises:
@@ -54,7 +56,7 @@ def write_start(
             _writer(baseline.method)(with_seed(_given(experts), seed_expert), out, **mixture)
         case "dume":
             parts = (_given(experts), _given(backbone), _given(routers))
-            assemble(*parts, out, top_k=baseline.top_k, **shards)
+            assemble(*parts, out, top_k=baseline.top_k, normalise=normalise, **shards)
         case "sparse-upcycling":
             write_mixture(copies_of(_given(seed_model), copies), out, **mixture)
         case "drop-upcycling":

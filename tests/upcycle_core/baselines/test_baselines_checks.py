@@ -1,5 +1,7 @@
 """Settings of baselines that do not fit each other."""
 
+from dataclasses import replace
+
 import pytest
 
 from upcycle_core.baselines.checks import baseline_faults
@@ -84,3 +86,11 @@ def test_each_fault_is_named(settings, field):
 def test_k_of_one_says_why_its_router_cannot_learn():
     (fault,) = baseline_faults(Baseline(method="btx", top_k=1), DOMAINS, "row")
     assert "no gradient" in fault.remedy
+
+
+def test_one_expert_of_dume_s_trains_its_router_where_weights_do_not_sum_to_one():
+    row = Baseline(method="dume", top_k=1, objective=MoEObjective(trainable=("router",)))
+    assert [fault.field for fault in baseline_faults(row, DOMAINS, "row")] == ["row.top_k"]
+    assert not list(baseline_faults(row, DOMAINS, "row", normalise=False))
+    rival = replace(row, method="btx")
+    assert list(baseline_faults(rival, DOMAINS, "row", normalise=False))

@@ -14,10 +14,15 @@ from tests.upcycle_core.baselines.dense import (
     logits_of,
     weights_of,
 )
+from upcycle_core.backbone.average import write_backbone
+from upcycle_core.baselines.config import Baseline
 from upcycle_core.baselines.mixture import copies_of, reinitialise, with_seed, write_mixture
+from upcycle_core.baselines.start import write_start
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.load import load_causal_lm
+from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import InputError
+from upcycle_core.moe.random import random_routers
 
 PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -164,3 +169,24 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path):
         with pytest.raises(InputError, match="reinitialised = "):
             write_mixture(copies_of(one, 2), out, edit=reinitialise(share, 0), top_k=1, **COMMON)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_dume_plus_begins_with_the_weights_of_experts_that_dume_has(tmp_path, normalise):
+    experts = {name: save_pico(tmp_path / name, "qwen3", seed=i) for i, name in enumerate("ab")}
+    readers = [CheckpointReader(path) for path in experts.values()]
+    write_backbone(readers, tmp_path / "backbone", max_shard_bytes=10**9)
+    config = readers[0].config
+    routers = random_routers(config["num_hidden_layers"], config["hidden_size"], 2, seed=0)
+    write_start(
+        Baseline(method="dume"),
+        tmp_path / "moe",
+        copies=2,
+        seed=0,
+        max_shard_bytes=10**9,
+        experts=experts,
+        backbone=tmp_path / "backbone",
+        routers=routers,
+        normalise=normalise,
+    )
+    assert CheckpointReader(tmp_path / "moe").config["norm_topk_prob"] is normalise
