@@ -51,9 +51,7 @@ def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
         except InputError as error:
             print(error, file=sys.stderr)
             return 2
-        except (
-            subprocess.CalledProcessError
-        ) as error:  # of a command that has said why
+        except subprocess.CalledProcessError as error:  # of a command that has said why
             return error.returncode if error.returncode > 0 else 1
         except (httpx.TransportError, RuntimeError) as error:
             # Prefect's client wraps what its first request met.

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
-from tasks.engine.params import merge_keys, regression_keys
+from tasks.engine.params import backbone_keys, merge_keys, regression_keys
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.architectures.family import LM_HEAD
 from upcycle_core.backbone.average import write_backbone
@@ -59,7 +59,7 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
 
 def _params(recipe: Recipe, item: str) -> list[str]:
     regression = regression_keys() if _regressed(recipe) else ()
-    return ["moe.max_shard_bytes", *merge_keys(recipe), *regression]
+    return ["moe.max_shard_bytes", *backbone_keys(recipe), *merge_keys(recipe), *regression]
 
 
 @stage("backbone", _inputs, params=_params)

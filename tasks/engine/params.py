@@ -121,6 +121,13 @@ def merge_keys(recipe: Recipe) -> Iterator[str]:
             yield key
 
 
+def backbone_keys(recipe: Recipe) -> Iterator[str]:
+    """Of whose backbones are merged, where the recipe names them: the first gives the tokenizer.
+    One that is built upon is as it is, whoever is named."""
+    if recipe.backbone.experts is not None and "backbone" not in recipe.pinned:
+        yield "backbone.experts"
+
+
 def regression_keys() -> Iterator[str]:
     """Of the calibration text that weights are regressed on."""
     for name in ("tokens", "sequence_length", "batch_size", "count", "window", "precision"):
@@ -162,7 +169,8 @@ def weight_keys(recipe: Recipe) -> Iterator[str]:
 def dume_keys(recipe: Recipe) -> list[str]:
     """Of a model of DUME's: what has a part in its weights, as its card quotes it."""
     keys = {"name", "moe", "statistics", "corpus.bos", *seed_keys(recipe), *router_keys(recipe)}
-    keys |= {*merge_keys(recipe), *repair_keys(recipe), *routed_repair_keys(recipe)}
+    keys |= {*backbone_keys(recipe), *merge_keys(recipe)}
+    keys |= {*repair_keys(recipe), *routed_repair_keys(recipe)}
     if recipe.trains_seed:
         keys.add("tokenizer")
     for domain in recipe.domains:

@@ -16,7 +16,10 @@ from upcycle_core.checkpoints.hashing import sha256_file
 CODE = Path(__file__).resolve().parents[2]
 """The checkout."""
 OURS = ("infra", "tasks", "upcycle_core")
-PACKAGES = ("accelerate", "datasets", "tokenizers", "torch", "transformers")
+PACKAGES = (
+    *("accelerate", "datasets", "gguf", "lm_eval", "numpy"),
+    *("peft", "scipy", "tokenizers", "torch", "transformers"),
+)
 """Packages of others whose versions decide bytes."""
 LEFT_OUT = (
     # What runs, moves and records pieces, whatever they compute; a recipe's values count by key.

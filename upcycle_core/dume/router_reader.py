@@ -30,7 +30,7 @@ class RouterSolution:
     """The routers of a MoE."""
 
     weights: Mapping[int, Tensor]
-    """By layer: W [H, D] fp64, columns of norm 1."""
+    """By layer: W [H, D] fp64; columns of norm 1, unless ``router`` says otherwise."""
     domains: tuple[str, ...]
     """What the columns stand for."""
     choice: LambdaChoice

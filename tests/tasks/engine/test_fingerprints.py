@@ -120,7 +120,8 @@ def test_the_packages_that_decide_bytes_are_recorded(tmp_path):
     workspace = Workspace(tmp_path / "home" / "pico")
     publish(workspace, "experts/letters", "experts/numbers")
     made_from = backbone.made_from(Session(recipe, workspace, log=print), "")
-    assert set(made_from["packages"]) >= {"torch", "transformers", "tokenizers", "datasets"}
+    deciding = {"torch", "transformers", "tokenizers", "datasets", "scipy", "numpy", "lm_eval"}
+    assert set(made_from["packages"]) >= deciding
 
 
 def with_ready_experts(folder, **changes):
@@ -189,6 +190,19 @@ def test_settings_that_leave_the_weights_alone_do_not_train_again(tmp_path):
         taught = settings_of(replace(before, experts=replace(before.experts, training=other)))
         changed = {label for label, own in settings_of(before).items() if own != taught[label]}
         assert changed == {"experts@letters", "experts@numbers", "experts@colours", "model"}
+
+
+def test_whose_backbones_are_merged_and_who_is_first_decides_it_until_it_is_built_upon(tmp_path):
+    recipe = validate(pico_recipe(tmp_path))
+    named = [
+        replace(recipe, backbone=replace(recipe.backbone, experts=experts))
+        for experts in (("letters", "numbers"), ("numbers", "letters"))
+    ]
+    first, other = (settings_of(each) for each in named)
+    assert {label for label, own in first.items() if own != other[label]} == {"backbone", "model"}
+    lineage = Lineage(pinned={"backbone": "1"}, backbone=("letters", "numbers"), parents={})
+    first, other = (backbone.values(replace(each, lineage=lineage), "") for each in named)
+    assert first == other
 
 
 def test_resources_decide_nothing():
