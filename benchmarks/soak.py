@@ -41,7 +41,7 @@ from benchmarks.common import median, parser_of, print_result, print_table
 from infra.durable import write_atomically
 from infra.services.deployments import PREFECT_FILE
 from infra.services.pools import LOCAL
-from infra.services.processes import ProcessRecord, read_records
+from infra.services.processes import ProcessRecord, read_records, stop
 
 BOUNDED = ("processes", "open files", "memory MB", "disk MB")
 FIGURES = (*BOUNDED, "databases MB", "rows", "list of runs s", "temporary MB", "remote MB")
@@ -154,7 +154,7 @@ class Soak:
     def end(self) -> None:
         """Stop workers and servers."""
         for worker in self.more_workers:
-            worker.terminate()
+            stop(psutil.Process(worker.pid), grace=END_SECONDS)
             worker.wait()
         self.command("infra.services", "down")
 
@@ -283,6 +283,9 @@ def _ask(address: str, values: Any = None) -> Any:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > until:
+                raise
+        except TimeoutError:
+            if time.monotonic() > until:
                 raise
         time.sleep(LOOK_SECONDS)
 
