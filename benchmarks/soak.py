@@ -3,13 +3,13 @@
     python -m benchmarks.soak [--noops N] [--retrains N] [--models N] [--minutes M]
                               [--folder FOLDER]
 
-Servers and worker as `make up` starts them, small models side by side with a worker for each, and
-of each model its deployment `retrain`. Night after night the workers start one run of each model,
+Servers and worker as `make up` starts them, small models side by side, and
+of each model its deployment `retrain`. Night after night the worker starts one run of each model,
 all at once: runs that find nothing new, and, spread among them, runs for which a text has changed.
 With a folder, everything stays in it, and the same command goes on after the last night, with
 servers that are started anew. The text stays as long as it is and `keep` is small, so that what
 grows is not what is asked for. After every tenth night `flows.tidy` clears up. After every night:
-processes, open files and memory of servers and workers, and the size of the home, of its databases
+processes, open files and memory of servers and worker, and the size of the home, of its databases
 and of the temporary directory; the time of the list of runs in Prefect and in MLflow; apart from
 these the DVC remote, an archive that nothing clears. Prefect drops events after a week, here after
 as many nights. ``ratio`` is the median of the last quarter over that of the second (the first warms
@@ -20,14 +20,12 @@ import json
 import os
 import socket
 import sqlite3
-import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from http import HTTPStatus
 from pathlib import Path
@@ -40,8 +38,7 @@ from benchmarks.children import ROOT, run_python
 from benchmarks.common import median, parser_of, print_result, print_table
 from infra.durable import write_atomically
 from infra.services.deployments import PREFECT_FILE
-from infra.services.pools import LOCAL
-from infra.services.processes import ProcessRecord, read_records, stop
+from infra.services.processes import ProcessRecord, read_records
 
 BOUNDED = ("processes", "open files", "memory MB", "disk MB")
 FIGURES = (*BOUNDED, "databases MB", "rows", "list of runs s", "temporary MB", "remote MB")
@@ -71,7 +68,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-"))
         soak = Soak(Path(folder).absolute(), options.models)
-        stack.callback(soak.end)
+        stack.callback(soak.command, "infra.services", "down")
         soak.begin()
         samples = soak.run(options.noops, options.retrains, until=60 * options.minutes)
     quarter = max(1, len(samples) // 4)
@@ -113,7 +110,6 @@ class Soak:
     def __init__(self, folder: Path, models: int = 1) -> None:
         self.folder, self.home = folder, folder / "home"
         self.models = [f"soak-{number}" for number in range(1, 1 + models)]
-        self.more_workers: list[subprocess.Popen[bytes]] = []
         ports = {f"UPCYCLE_{name}_PORT": str(_free_port()) for name in ("PREFECT", "MLFLOW")}
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))},
@@ -123,6 +119,7 @@ class Soak:
             # Ray's sockets have short names alone.
             **dict.fromkeys(("TMPDIR", "RAY_TMPDIR"), str(folder / "t")),
             "PREFECT_API_URL": f"http://127.0.0.1:{ports['UPCYCLE_PREFECT_PORT']}/api",
+            "UPCYCLE_FLOWS_AT_ONCE": str(models),
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": WEEK,
             "PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS": "30",
@@ -139,24 +136,6 @@ class Soak:
                 recipe.write_text(yaml.safe_dump(_recipe(model, self.folder / model)))
             self.command("flows.dume", str(recipe))
             self._deploy(recipe)
-        for model in self.models[1:]:
-            worker = ("-m", "prefect", "worker", "start", "--pool", LOCAL, "--limit", "1")
-            with (self.folder / f"{model}-worker.log").open("ab") as said:
-                started = subprocess.Popen(
-                    (sys.executable, *worker),
-                    cwd=ROOT,
-                    env=self.environment,
-                    stdout=said,
-                    stderr=subprocess.STDOUT,
-                )
-            self.more_workers.append(started)
-
-    def end(self) -> None:
-        """Stop workers and servers."""
-        for worker in self.more_workers:
-            stop(psutil.Process(worker.pid), grace=END_SECONDS)
-            worker.wait()
-        self.command("infra.services", "down")
 
     def recipe(self, model: str) -> Path:
         """Its file."""
@@ -239,10 +218,9 @@ class Soak:
 
     def _sample(self) -> dict[str, float]:
         deadline = time.monotonic() + END_SECONDS
-        workers = [worker.pid for worker in self.more_workers]
-        while _flows(self.home, workers) and time.monotonic() < deadline:
+        while _flows(self.home) and time.monotonic() < deadline:
             time.sleep(0.2)
-        servers = _family(self.home, workers)
+        servers = _family(self.home)
         memory = sum(p.memory_info().rss for p in servers)
         remote = _size(self.home / "remote")
         disk = _size(self.home) - remote
@@ -316,19 +294,18 @@ def _recipe(name: str, texts: Path) -> dict[str, Any]:
     }
 
 
-def _family(home: Path, workers: Sequence[int]) -> list[psutil.Process]:
-    """Servers and workers, and whatever they have started and not ended."""
+def _family(home: Path) -> list[psutil.Process]:
+    """Servers and worker, and whatever they have started and not ended."""
     found = []
-    for pid in (*(record.pid for record in _services(home).values()), *workers):
-        process = psutil.Process(pid)
+    for record in _services(home).values():
+        process = psutil.Process(record.pid)
         found += [process, *process.children(recursive=True)]
     return found
 
 
-def _flows(home: Path, workers: Sequence[int]) -> list[psutil.Process]:
-    """Processes that the workers have started and that have not ended."""
-    all_workers = (_services(home)["worker"].pid, *workers)
-    return [child for pid in all_workers for child in psutil.Process(pid).children()]
+def _flows(home: Path) -> list[psutil.Process]:
+    """Processes that the worker has started and that have not ended."""
+    return psutil.Process(_services(home)["worker"].pid).children()
 
 
 def _services(home: Path) -> dict[str, ProcessRecord]:

@@ -94,6 +94,7 @@ class Settings:
         mlflow_port: Where ``make up`` puts the MLflow server (``UPCYCLE_MLFLOW_PORT``).
         ray_address: The cluster that the user named (``RAY_ADDRESS``), or ``local``.
         ray_sessions: Where local Rays put their sockets and logs (``RAY_TMPDIR``).
+        flows_at_once: Which the worker of ``make up`` runs (``UPCYCLE_FLOWS_AT_ONCE``).
     """
 
     home: Path
@@ -106,6 +107,7 @@ class Settings:
     mlflow_port: int
     ray_address: str
     ray_sessions: Path
+    flows_at_once: int = 1
 
     @property
     def prefect_pages(self) -> str | None:
@@ -192,6 +194,7 @@ def read(environment: Mapping[str, str]) -> Settings:
         mlflow_port=_port(environment, "UPCYCLE_MLFLOW_PORT"),
         ray_address=environment.get("RAY_ADDRESS") or "local",
         ray_sessions=Path(environment.get("RAY_TMPDIR") or DEFAULTS["RAY_TMPDIR"]) / "ray",
+        flows_at_once=int(environment.get("UPCYCLE_FLOWS_AT_ONCE") or 1),
     )
 
 
@@ -308,6 +311,9 @@ def _faults(environment: Mapping[str, str], home: Path) -> list[Fault]:
         value = environment.get(name) or default
         if not (value.isascii() and value.isdigit() and 0 < int(value) < 65536):
             faults.append(Fault(name, value, "not a port; give a number from 1 to 65535"))
+    count = environment.get("UPCYCLE_FLOWS_AT_ONCE") or "1"
+    if not (count.isascii() and count.isdigit() and int(count) > 0):
+        faults.append(Fault("UPCYCLE_FLOWS_AT_ONCE", count, "give a whole number from 1"))
     address = environment.get("MLFLOW_TRACKING_URI") or ""
     if address.startswith("http") and masked(address) != address:
         remedy = "MLflow repeats it in its errors, which others read; write it without, and give "

@@ -164,8 +164,8 @@ def _mlflow(settings: Settings) -> Service:
 
 def _worker(settings: Settings) -> Service:
     api = f"http://{HOST}:{settings.prefect_port}/api"
-    # One flow at a time: each takes the whole machine. The pool is made if it is missing.
-    pool = ("--pool", LOCAL, "--type", "process", "--limit", "1")
+    # One flow at a time by default: each takes the whole machine. The pool is made if missing.
+    pool = ("--pool", LOCAL, "--type", "process", "--limit", str(settings.flows_at_once))
     return Service(
         "worker",
         ("-m", "prefect", "worker", "start", *pool),

@@ -50,6 +50,7 @@ def test_the_users_values_win(tmp_path):
         "RAY_ADDRESS": "ray://head:10001",
         "PREFECT_API_URL": "http://prefect:4200/api",
         "UPCYCLE_PREFECT_PORT": "4201",
+        "UPCYCLE_FLOWS_AT_ONCE": "2",
         "DO_NOT_TRACK": "0",
     }
     completed = dict(environment)
@@ -59,7 +60,7 @@ def test_the_users_values_win(tmp_path):
     assert found.mlflow_tracking_uri == "http://mlflow:5000"
     assert found.ray_address == "ray://head:10001"
     assert found.prefect_api_url == "http://prefect:4200/api"
-    assert found.prefect_port == 4201
+    assert (found.prefect_port, found.flows_at_once) == (4201, 2)
     assert (found.prefect_pages, found.mlflow_pages) == (None, None)
 
 
@@ -94,6 +95,7 @@ def test_all_faults_of_the_environment_come_in_one_message(tmp_path):
         "UPCYCLE_HOME": str(tmp_path / "file"),
         "UPCYCLE_PREFECT_PORT": "http",
         "UPCYCLE_MLFLOW_PORT": "70000",
+        "UPCYCLE_FLOWS_AT_ONCE": "0",
         "MLFLOW_TRACKING_URI": "https://me:Pl4n/ted@host",
     }
     with pytest.raises(InputError) as error:
@@ -101,6 +103,7 @@ def test_all_faults_of_the_environment_come_in_one_message(tmp_path):
     assert [fault.field for fault in error.value.faults] == [
         "UPCYCLE_PREFECT_PORT",
         "UPCYCLE_MLFLOW_PORT",
+        "UPCYCLE_FLOWS_AT_ONCE",
         "MLFLOW_TRACKING_URI",
         "UPCYCLE_HOME",
     ]
