@@ -32,7 +32,7 @@ from tasks.living.freshness import news, outdated
 from tasks.living.lineage import begin, check_built_upon, life_of, with_lineage
 from tasks.methods import METHODS
 from tasks.recipes import validate
-from tasks.release.versions import MODEL_TAG, PENDING_TAG, Outcome, newest
+from tasks.release.versions import MODEL_TAG, PENDING_TAG, Outcome, newest, remember
 from upcycle_core.errors import Fault, raise_faults
 
 NOTHING = "nothing to do"
@@ -103,7 +103,10 @@ def _is_up_to_date(recipe: Recipe, workspace: Workspace) -> bool:
         or outdated(session, built(session.recipe))
     ):
         return False
-    known = newest(Registry(configure()), recipe.registered_name)
+    registry, name = Registry(configure()), recipe.registered_name
+    versions = registry.versions(name)
+    remember(registry, name, versions)  # a champion that a person made, or an earlier release
+    known = newest(versions)
     if known is None or PENDING_TAG in known.tags:
         return False
     return workspace.has_digest("model", known.tags.get(MODEL_TAG))

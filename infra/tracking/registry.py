@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from mlflow.artifacts import download_artifacts
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
@@ -29,7 +28,14 @@ from infra.tracking.records import (
     flatten,
     with_room,
 )
-from infra.tracking.runs import METRICS_PER_CALL, PARAM_LENGTH, Run, milliseconds, open_database
+from infra.tracking.runs import (
+    METRICS_PER_CALL,
+    PARAM_LENGTH,
+    Run,
+    if_there,
+    milliseconds,
+    open_database,
+)
 from infra.tracking.served import write_mlmodel
 from upcycle_core.checkpoints.copy import place_files
 from upcycle_core.checkpoints.place import make_once
@@ -37,11 +43,8 @@ from upcycle_core.errors import Fault, InputError
 
 MODEL_SCHEME = "models:/"
 PROVENANCE_FOLDER = "upcycle"
-ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
-"""What MLflow says of a model and of an alias that is not there."""
 CONFIGS = ("config.json", "adapter_config.json")
 """What a model has, or else an adapter; a tokenizer's does not count."""
-Found = TypeVar("Found")
 DESCRIPTION = """`champion` is the version to use, `challenger` the newest one. Each says what
 made it, and why it is champion or not. To take a champion back: `python -m flows.rollback {}`.
 """
@@ -116,6 +119,16 @@ class Registry:
         """Remove a tag that ``version`` has."""
         self._client.delete_model_version_tag(version.name, str(version.number), key)
 
+    def model_tags(self, name: str) -> dict[str, str]:
+        """Tags of a registered model itself, which outlive its versions; none where it is none."""
+        found = if_there(partial(self._client.get_registered_model, name))
+        return {} if found is None else dict(found.tags)
+
+    def set_model_tags(self, name: str, tags: Mapping[str, str]) -> None:
+        """Set tags of a registered model itself."""
+        for key, value in tags.items():
+            self._client.set_registered_model_tag(name, key, value)
+
     def describe(self, version: Version, markdown: str) -> None:
         """Set what the page of ``version`` shows on top."""
         update = partial(self._client.update_model_version, version.name, str(version.number))
@@ -142,7 +155,7 @@ class Registry:
         Raises:
             MlflowException: The registry cannot be read.
         """
-        found = _if_there(partial(self._client.get_model_version_by_alias, name, alias))
+        found = if_there(partial(self._client.get_model_version_by_alias, name, alias))
         return None if found is None else int(found.version)
 
     def versions(self, name: str) -> list[Version]:
@@ -370,17 +383,7 @@ class Registry:
         if not source.startswith(MODEL_SCHEME):
             return None
         model_id = source.removeprefix(MODEL_SCHEME)
-        return _if_there(partial(self._client.get_logged_model, model_id))
-
-
-def _if_there(call: Callable[[], Found]) -> Found | None:
-    """What MLflow holds; None if it holds no such thing, or holds it no more."""
-    try:
-        return call()
-    except MlflowException as error:
-        if error.error_code in ABSENT:
-            return None
-        raise
+        return if_there(partial(self._client.get_logged_model, model_id))
 
 
 def _described(call: Callable[..., ModelVersion], markdown: str) -> ModelVersion:

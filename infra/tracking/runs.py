@@ -10,10 +10,10 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlflow
 from mlflow import MlflowClient
@@ -49,6 +49,10 @@ METRICS_PER_CALL = 1000
 PARAMS_PER_CALL = 100
 PARAM_LENGTH = 6000
 DIGEST_LENGTH = 36
+
+ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+"""What MLflow says of a model and of an alias that is not there."""
+Found = TypeVar("Found")
 
 # Calls that copy files, which may take long and need the database but for a moment.
 COPYING = frozenset({"log_artifacts", "log_model_artifacts", "log_text"})
@@ -336,6 +340,16 @@ def _dataset_input(record: DatasetRecord) -> DatasetInput:
         profile=json.dumps({"sha256": record.sha256, **record.profile}),
     )
     return DatasetInput(dataset, [InputTag("mlflow.data.context", record.context)])
+
+
+def if_there(call: Callable[[], Found]) -> Found | None:
+    """What MLflow holds; None if it holds no such thing, or holds it no more."""
+    try:
+        return call()
+    except MlflowException as error:
+        if error.error_code in ABSENT:
+            return None
+        raise
 
 
 def milliseconds() -> int:

@@ -15,7 +15,7 @@ from infra.tracking.registry import Registry
 from tasks.engine.remembered import Remembered
 from tasks.engine.stage import Session
 from tasks.engine.workspace import PROVENANCE, fingerprint
-from tasks.release.versions import MODEL_TAG
+from tasks.release.versions import MODEL_TAG, remember
 from tasks.scoring.evaluation import champion_piece
 from tasks.scoring.room import room_of
 from tasks.scoring.task_scores import read_scores, score_model
@@ -121,11 +121,10 @@ class Champion:
         Raises:
             InputError: They are gone, or are not those that were registered.
         """
-        remedy = (
-            "; nothing can be judged beside it: make the one before it champion (flows.rollback "
-        )
-        remedy += f"{self.version.name}), or take the alias away in MLflow (make up), and run the "
-        remedy += "same command again"
+        remedy = "; nothing can be judged beside it: make the one before it champion "
+        remedy += f"(flows.rollback {self.version.name}) and run the same command again; or take "
+        remedy += "the alias away in MLflow (make up), run the same command again, and set the "
+        remedy += "alias champion there to the version that it names"
         try:
             self.registry.lend(self.version.reference, self.directory)
         except InputError as error:
@@ -163,7 +162,10 @@ def changed_files(directory: Path, digest: str | None) -> list[str]:
 @contextmanager
 def standing_champion(session: Session, registry: Registry) -> Iterator[Champion | None]:
     """The champion, if there is one; its copy is gone afterwards."""
-    version = registry.find(session.recipe.registered_name, "champion")
+    name = session.recipe.registered_name
+    versions = registry.versions(name)
+    remember(registry, name, versions)
+    version = next((v for v in versions if "champion" in v.aliases), None)
     directory = session.workspace.staging / "champion"
     shutil.rmtree(directory, ignore_errors=True)
     try:

@@ -35,7 +35,13 @@ class Decision:
     champion: float | None
 
 
-def decide(gate: GateConfig, *, challenger: Figures, champion: Figures | None) -> Decision:
+def decide(
+    gate: GateConfig,
+    *,
+    challenger: Figures,
+    champion: Figures | None,
+    former: str | None = None,
+) -> Decision:
     """Compare figures that were measured on the same text and tasks in the same run.
 
     The champion is replaced if the gate's metric is better by more than its margin and no other
@@ -45,8 +51,15 @@ def decide(gate: GateConfig, *, challenger: Figures, champion: Figures | None) -
         gate: The metrics, the margin and the tolerances.
         challenger: Every metric of the gate.
         champion: The same of the current champion; None if there is none.
+        former: The number of the version that was champion, where somebody deleted it or took its
+            alias away; None where there never was one.
     """
     mine = challenger[gate.metric]
+    if champion is None and former is not None:
+        reason = f"{gate.metric} {_shown(mine)}; version {former} was champion and none is now, so "
+        reason += "that nothing can be judged beside it: set the alias champion in MLflow "
+        reason += "(make up), to this version or to another"
+        return Decision(False, "refused: no champion any more", reason, mine, None)
     if champion is None:
         reason = f"{gate.metric} {_shown(mine)}; there was no champion"
         done = "refused" if mine is None else "promoted"  # nothing could beat what is undefined

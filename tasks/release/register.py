@@ -22,7 +22,7 @@ from tasks.engine.stage import Session
 from tasks.release.card import pictures, version_card
 from tasks.release.certificate import CERTIFICATE_TAG, certify_version, refusal, version_files
 from tasks.release.champion import CHAMPION, Champion
-from tasks.release.gate import Decision, decide, figures, without
+from tasks.release.gate import Decision, Figures, decide, figures, without
 from tasks.release.versions import (
     BESIDE_TAG,
     DECISION_TAG,
@@ -33,6 +33,7 @@ from tasks.release.versions import (
     PENDING_TAG,
     Outcome,
     expert_digests,
+    former_champion,
     offered,
     settled,
     with_aliases,
@@ -74,6 +75,16 @@ class Registrar:
             return known
         version = self._certify(known.version)
         return Outcome(version, False, version.tags.get(DECISION_TAG, ""))
+
+    def judge(self, *, mine: Figures, theirs: Figures | None) -> Decision:
+        """Ask the recipe's gate; ``theirs`` are the champion's figures, None where there is none.
+
+        Where there was one, and somebody deleted it, no other takes its place unjudged.
+        """
+        recipe, former = self.session.recipe, None
+        if theirs is None:
+            former = former_champion(self.registry, recipe.registered_name)
+        return decide(recipe.registry.gate, challenger=mine, champion=theirs, former=former)
 
     def register_model(
         self,
@@ -197,7 +208,7 @@ def register(
     metrics = json.loads((report / "metrics.json").read_text())
     domains = ", ".join(session.recipe.domains)
     title = f"{title_of(method, ())} Mixture-of-Experts of {domains}."
-    decision = _judge(session, champion, metrics, tasks)
+    decision = _judge(registrar, champion, metrics, tasks)
     names = {d: session.workspace.digests(f"experts/{d}") for d in session.recipe.domains}
     withdrawn = withdrawn_experts(registrar.registry, session.recipe.registered_name, names)
     decision = without(withdrawn, decision)
@@ -213,22 +224,23 @@ def register(
 
 
 def _judge(
-    session: Session,
+    registrar: Registrar,
     champion: Champion | None,
     metrics: Mapping[str, Any],
     tasks: TaskEvaluation | None,
 ) -> Decision:
-    gate, perplexity = session.recipe.registry.gate, metrics["perplexity"]
+    session, perplexity = registrar.session, metrics["perplexity"]
+    gate = session.recipe.registry.gate
     experts = {d: perplexity[expert_row(d)][d] for d in session.recipe.domains}
     row = session.recipe.method
     mine = figures(gate, row, perplexities=perplexity[row], experts=experts, tasks=tasks)
     if champion is None:
-        return decide(gate, challenger=mine, champion=None)
+        return registrar.judge(mine=mine, theirs=None)
     if champion.is_own:
-        return decide(gate, challenger=mine, champion=mine)
+        return registrar.judge(mine=mine, theirs=mine)
     found = champion.perplexities(metrics["heldout"])
     theirs = figures(gate, CHAMPION, perplexities=found, experts=experts, tasks=tasks)
-    return decide(gate, challenger=mine, champion=theirs)
+    return registrar.judge(mine=mine, theirs=theirs)
 
 
 def _scores(metrics: Mapping[str, Any], row: str) -> dict[str, float]:

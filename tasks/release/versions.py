@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infra.recipe.schema import Recipe
 from infra.tracking.records import Version
@@ -31,6 +31,11 @@ IF_ARRIVED = "champion if it arrives"
 """In place of that alias: its certificate decides, see ``settled``."""
 BESIDE_TAG = "upcycle.judged_beside"
 """Of a version that the gate let through: the number of the champion that it beat, or ``none``."""
+FORMER_TAG = "upcycle.has_had_champion"
+"""Of a registered model: the number of the version that was champion last, if it is one or not."""
+WITHDRAWN_TAG = "upcycle.withdrawn."
+"""Of a registered model, with ``DOMAIN.DIGEST`` behind it: an expert that was in a champion, but in
+one that was rolled back alone; the number of that version."""
 COMPRESSED_TAG = "upcycle.compressed"
 """Of a version that stores another model's experts as base and deltas: in which way."""
 
@@ -71,7 +76,7 @@ def offered(
 
     A version that a killed flow left without its aliases gets them now.
     """
-    known = newest(registry, name, compressed=compressed)
+    known = newest(registry.versions(name), compressed=compressed)
     if known is None or known.tags.get(MODEL_TAG) not in digests:
         return None
     return Outcome(with_aliases(registry, known), False, known.tags.get(DECISION_TAG, ""))
@@ -102,6 +107,7 @@ def _with_aliases(registry: Registry, version: Version) -> Version:
             return _refused(registry, version, *_of_another(before, version.tags[BESIDE_TAG]))
         registry.set_tags(version, {PREVIOUS_TAG: tag})
         registry.set_alias(version, "champion")
+    remember(registry, version.name, registry.versions(version.name))
     registry.remove_tag(version, PENDING_TAG)
     return _current(registry, version)
 
@@ -187,8 +193,48 @@ def roll_back(
         registry.set_tags(champion, {ROLLED_BACK_TAG: reason})
         if PENDING_TAG in champion.tags:  # or the flow that a kill stopped would promote it again
             registry.remove_tag(champion, PENDING_TAG)
+        after = [
+            replace(version, aliases=("champion",) if version.number == before.number else ())
+            for version in registry.versions(name)
+        ]
+        remember(registry, name, after)  # before the alias moves: a kill would leave it unsaid
         registry.set_alias(before, "champion")
         return champion, before
+
+
+def remember(registry: Registry, name: str, versions: Sequence[Version]) -> None:
+    """Keep with the registered model what its versions say of champions and rollbacks.
+
+    A version may be deleted: by hand in MLflow, or because others are newer. What it says must
+    not be forgotten with it.
+
+    Args:
+        registry: The registry.
+        name: The registered model.
+        versions: All that it has.
+    """
+    if not versions:
+        return
+    kept, led = registry.model_tags(name), _led(versions)
+    been = [str(version.number) for version in versions if PREVIOUS_TAG in version.tags]
+    standing = [str(version.number) for version in versions if "champion" in version.aliases]
+    facts = {
+        f"{WITHDRAWN_TAG}{domain}.{digest}": str(number)
+        for (domain, digest), number in _withdrawn(versions).items()
+        if digest not in led.get(domain, ())
+    }
+    facts |= {FORMER_TAG: been[-1]} if been else {}
+    facts |= kept
+    facts |= {FORMER_TAG: standing[0]} if standing else {}
+    registry.set_model_tags(name, {k: v for k, v in facts.items() if kept.get(k) != v})
+
+
+def former_champion(registry: Registry, name: str) -> str | None:
+    """The number of the version that was champion last; None where there never was one.
+
+    Of versions that an earlier release made, ``remember`` has read it.
+    """
+    return registry.model_tags(name).get(FORMER_TAG)
 
 
 def champions(registry: Registry, name: str) -> tuple[Version, Version]:
@@ -252,7 +298,8 @@ def withdrawn_experts(
 ) -> dict[str, int]:
     """Those of ``experts`` that were in a champion, but in one that was rolled back alone.
 
-    Where the champion before it does not say what was in it, nobody can tell.
+    Where the champion before it does not say what was in it, nobody can tell. What the registered
+    model remembers counts as what its versions say.
 
     Args:
         registry: The registry.
@@ -264,15 +311,34 @@ def withdrawn_experts(
     """
     versions = registry.versions(name)
     led = _led(versions)
-    telling = {str(version.number) for version in versions if EXPERTS_TAG in version.tags}
+    known = {**_remembered(registry.model_tags(name)), **_withdrawn(versions)}
     return {
-        domain: version.number
-        for version in versions
-        if ROLLED_BACK_TAG in version.tags and version.tags.get(PREVIOUS_TAG) in telling
-        for domain, digest in _experts_of(version).items()
+        domain: number
+        for (domain, digest), number in sorted(known.items(), key=lambda item: item[1])
         if _is_any(experts.get(domain, ()), (digest,))
         and not _is_any(experts[domain], led.get(domain, ()))
     }
+
+
+def _withdrawn(versions: Sequence[Version]) -> dict[tuple[str, str], int]:
+    """{(domain, digest): the newest version that was rolled back with that expert}."""
+    telling = {str(version.number) for version in versions if EXPERTS_TAG in version.tags}
+    return {
+        (domain, digest): version.number
+        for version in versions
+        if ROLLED_BACK_TAG in version.tags and version.tags.get(PREVIOUS_TAG) in telling
+        for domain, digest in _experts_of(version).items()
+    }
+
+
+def _remembered(tags: Mapping[str, str]) -> dict[tuple[str, str], int]:
+    """The same, as tags of the registered model say it."""
+    found = {}
+    for key, number in tags.items():
+        domain, _, digest = key.removeprefix(WITHDRAWN_TAG).rpartition(".")
+        if key.startswith(WITHDRAWN_TAG) and number.isdecimal():
+            found[domain, digest] = int(number)
+    return found
 
 
 def _is_any(names: Collection[str], beginnings: Collection[str]) -> bool:
@@ -299,7 +365,7 @@ def compressed_name(recipe: Recipe) -> str:
     return f"{recipe.registered_name}-ders"
 
 
-def newest(registry: Registry, name: str, *, compressed: bool = False) -> Version | None:
+def newest(versions: Sequence[Version], *, compressed: bool = False) -> Version | None:
     """The newest version of either kind. (Compressed ones once had no name of their own.)"""
-    kind = [v for v in registry.versions(name) if (COMPRESSED_TAG in v.tags) == compressed]
+    kind = [v for v in versions if (COMPRESSED_TAG in v.tags) == compressed]
     return kind[-1] if kind else None

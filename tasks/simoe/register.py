@@ -9,7 +9,6 @@ from tasks.data.licences import CARD
 from tasks.engine.artifacts import ANSWERS
 from tasks.engine.stage import Session
 from tasks.release.champion import Champion
-from tasks.release.gate import decide
 from tasks.release.register import Registrar
 from tasks.release.versions import Outcome
 from tasks.simoe.answers import answer_arguments, champion_piece
@@ -44,7 +43,7 @@ def register_tuned(registrar: Registrar, champion: Champion | None) -> Outcome:
         theirs = mine if champion.is_own else _figures_of(session, champion)
     # All tables would be a page of numbers.
     models = (report / "table.md").read_text().partition("\n## Unseen categories")[0]
-    decision = decide(session.recipe.registry.gate, challenger=mine, champion=theirs)
+    decision = registrar.judge(mine=mine, theirs=theirs)
     return registrar.register_model(
         decision,
         champion=champion,

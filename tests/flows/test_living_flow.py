@@ -7,6 +7,7 @@ import shutil
 import sys
 
 import pytest
+from mlflow import MlflowClient
 from project import Project
 from texts import pico_recipe, save_recipe, write_texts
 
@@ -16,7 +17,7 @@ from infra.tracking.registry import Registry
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import FILE, with_lineage
 from tasks.recipes import load_recipe
-from tasks.release.versions import PENDING_TAG
+from tasks.release.versions import FORMER_TAG, PENDING_TAG
 from upcycle_core.checkpoints.hashing import tree_digest
 
 OLD, NEW = ("letters", "numbers"), "colours"
@@ -71,6 +72,8 @@ def life(tmp_path_factory):
 @pytest.fixture(scope="module")
 def idle(life):
     before = tree_digest(life.workspace / "model")
+    client = MlflowClient(read(life.environment()).mlflow_tracking_uri)
+    client.delete_registered_model_tag(NAME, FORMER_TAG)  # as an earlier release left it
     done = life.call("flows.retrain", life.recipe)
     return done, before
 
@@ -98,6 +101,7 @@ def test_nothing_new_is_nothing_to_do(life, idle):
     assert "nothing to do" in done.stdout
     assert not done.calls
     assert len(life.registry().versions(NAME)) == 1
+    assert life.registry().model_tags(NAME)[FORMER_TAG] == "1"
     assert tree_digest(life.workspace / "model") == before
 
 

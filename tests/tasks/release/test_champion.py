@@ -107,6 +107,7 @@ def test_files_that_are_not_as_registered_are_named_before_they_are_judged(
         with pytest.raises(InputError, match=said) as raised:
             judge(session, registry)
         assert "flows.rollback upcycle-demo" in str(raised.value)
+        assert "set the alias champion there to the version that it names" in str(raised.value)
         assert not (session.workspace.staging / "champion").exists()
         shutil.rmtree(files, ignore_errors=True)
         shutil.copytree(whole, files)

@@ -24,6 +24,16 @@ def test_first_model_becomes_champion():
     assert decision.challenger == pytest.approx(50.0)
 
 
+def test_no_model_takes_the_place_of_a_champion_that_is_gone():
+    mine = text_figures(GateConfig(), {"law": 20.0, "code": 10.0})
+    decision = decide(GateConfig(), challenger=mine, champion=None, former="2")
+    assert not decision.promoted
+    assert decision.reason.startswith("normalised_average 50.00; version 2 was champion")
+    assert decide(GateConfig(), challenger=mine, champion=mine, former="2").reason == (
+        decide(GateConfig(), challenger=mine, champion=mine).reason
+    )
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_first_model_without_a_figure_is_no_champion(value):
     """No other could ever beat it."""

@@ -23,6 +23,7 @@ from tasks.release.versions import (
     BESIDE_TAG,
     DECISION_TAG,
     EXPERTS_TAG,
+    FORMER_TAG,
     MODEL_TAG,
     OUTCOME_TAG,
     PENDING_TAG,
@@ -139,7 +140,17 @@ def test_an_expert_is_taken_back_with_the_only_champion_that_had_it(registry, na
     assert withdrawn_experts(registry, name, known) == {}
     [first, _] = registry.versions(name)
     registry.remove_tag(first, EXPERTS_TAG)
-    assert withdrawn_experts(registry, name, held) == {}
+    assert withdrawn_experts(registry, name, held) == {"python": 2}  # it was known by then
+
+
+def test_where_the_champion_before_does_not_say_what_was_in_it_no_expert_is_withdrawn(
+    registry, name, register
+):
+    for tags in ({}, {EXPERTS_TAG: '{"python": "new"}'}):
+        made = Registration(tags=tags, marks={PENDING_TAG: "champion"})
+        with_aliases(registry, register(made))
+    roll_back(registry, name, "it was worse")
+    assert withdrawn_experts(registry, name, {"python": ["new"]}) == {}
 
 
 def test_the_way_back_is_that_of_the_champions(history, session):
@@ -293,7 +304,7 @@ class Killed(BaseException):
     """Ends a registration as SIGKILL would, between two calls of the registry."""
 
 
-@pytest.mark.parametrize("calls", range(5))
+@pytest.mark.parametrize("calls", range(6))
 def test_a_registration_killed_between_its_steps_is_finished_by_the_next(
     registry, name, register, monkeypatch, calls
 ):
@@ -318,15 +329,16 @@ def test_a_registration_killed_between_its_steps_is_finished_by_the_next(
         return stopping
 
     with monkeypatch.context() as patched:
-        for call in ("set_alias", "set_tags", "remove_tag"):
+        for call in ("set_alias", "set_tags", "set_model_tags", "remove_tag"):
             patched.setattr(registry, call, stopped(call, getattr(registry, call)))
         with suppress(Killed):
             offer("second")
-        if calls < 4:
+        if calls < 5:
             [second] = registry.versions(name)[1:]
             assert PENDING_TAG in second.tags
     done = offer("second")
     assert (done.number, set(done.aliases)) == (2, {"champion", "challenger"})
     assert done.tags[PREVIOUS_TAG] == "1"
+    assert registry.model_tags(name)[FORMER_TAG] == "2"
     assert PENDING_TAG not in done.tags
     assert len(registry.versions(name)) == 2
