@@ -25,7 +25,7 @@ from infra.versioning.versions import remote_of
 from tasks.engine.workspace import PROVENANCE, Workspace
 from tasks.living.lineage import modelled
 from tasks.methods import every_stage
-from tasks.release.versions import ways_back
+from tasks.release.versions import remember, ways_back
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.text.results import expert_row
 
@@ -92,7 +92,7 @@ def spares(
     past = records.past(recipe.keep, recipe.registered_name, ways_back=ways_back)
     yield from _artifacts(domains, workspace, disk)
     yield from _pieces(workspace, disk)
-    yield from _models(past, records, recipe.keep, disk)
+    yield from _models(past, records, registry, recipe.keep, disk)
     yield from _runs(past, records, recipe.keep, disk)
     named = [out for version in past.kept for out in _of_version(version, registry)]
     yield from _cache(domains, workspace, named, recipe.versions.remote, disk)
@@ -151,14 +151,21 @@ def _pieces(workspace: Workspace, disk: Disk) -> Iterator[Spare]:
         )
 
 
-def _models(past: Past, records: Records, keep: KeepConfig, disk: Disk) -> Iterator[Spare]:
+def _models(
+    past: Past, records: Records, registry: Registry, keep: KeepConfig, disk: Disk
+) -> Iterator[Spare]:
+    def free(version: Version) -> None:
+        # That it was rolled back outlives it. An earlier release has written it nowhere else.
+        remember(registry, version.name, registry.versions(version.name))
+        records.delete_version(version)
+
     for version in past.versions:
         yield Spare(
             version.reference,
             f"no alias points at it, and {keep.versions} such versions are newer",
             1,
             disk.freed(records.model_files(version.model_id)),
-            partial(records.delete_version, version),
+            partial(free, version),
         )
     for model in past.models:
         yield Spare(

@@ -25,8 +25,15 @@ from infra.tracking.runs import Tracker
 from infra.versioning.known import Recorded
 from infra.versioning.versions import Versions
 from tasks.engine.workspace import Workspace
-from tasks.living.retention import Disk, _cache, _of_version, has_left, spares, table
+from tasks.living.retention import Disk, _cache, _models, _of_version, has_left, spares, table
 from tasks.recipes import validate
+from tasks.release.versions import (
+    EXPERTS_TAG,
+    PREVIOUS_TAG,
+    ROLLED_BACK_TAG,
+    ways_back,
+    withdrawn_experts,
+)
 from upcycle_core.errors import InputError
 
 NAME = "upcycle-pico"
@@ -298,6 +305,29 @@ def test_a_version_that_gets_an_alias_meanwhile_stays(life):
     life.registry.set_alias(life.registry.versions(NAME)[1], "mine")
     spare.free()
     assert life.numbers() == [1, 3, 4]
+
+
+def test_that_a_version_was_rolled_back_outlives_it(life):
+    """One of an earlier release, which has tagged no registered model."""
+    first, *_ = life.registry.versions(NAME)
+    life.registry.set_tags(first, {EXPERTS_TAG: '{"letters": "good"}'})
+    life.registry.set_alias(first, "champion")
+    own = {EXPERTS_TAG: '{"letters": "bad"}', PREVIOUS_TAG: "1", ROLLED_BACK_TAG: "bad answers"}
+    with life.tracker.start_run("dume", workspace=life.workspace.root) as run:
+        folder, files = life.workspace.path("model"), {"recipe.yaml": "domains: {}"}
+        bad, _ = (
+            life.registry.register(NAME, folder, Registration(tags=tags, files=files), run=run)
+            for tags in (own, {})
+        )
+    held = {"letters": ["bad expert"]}
+    assert withdrawn_experts(life.registry, NAME, held) == {"letters": bad.number}
+    records = Records(life.place, NAME)
+    past = replace(records.past(life.recipe.keep, NAME, ways_back=ways_back), models=())
+    for spare in _models(past, records, life.registry, life.recipe.keep, Disk()):
+        spare.free()
+    assert bad.number not in life.numbers()
+    assert withdrawn_experts(life.registry, NAME, held) == {"letters": bad.number}
+    assert withdrawn_experts(life.registry, NAME, {"letters": ["corrected"]}) == {}
 
 
 def test_a_kept_version_whose_files_are_lost_stops_it_all(life):
