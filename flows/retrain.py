@@ -106,7 +106,7 @@ def _is_up_to_date(recipe: Recipe, workspace: Workspace) -> bool:
     registry, name = Registry(configure()), recipe.registered_name
     versions = registry.versions(name)
     remember(registry, name, versions)  # a champion that a person made, or an earlier release
-    known = newest(versions)
+    known = newest(versions, recipe=recipe.name)
     if known is None or PENDING_TAG in known.tags:
         return False
     return workspace.has_digest("model", known.tags.get(MODEL_TAG))

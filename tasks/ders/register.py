@@ -35,7 +35,7 @@ def register_compressed(registrar: Registrar) -> Outcome | None:
     memory = registrar.session.workspace.known
     digest = fingerprint(tree_digest(folder / MODEL, known=memory))
     name = compressed_name(recipe)
-    known = offered(registrar.registry, name, {digest}, compressed=True)
+    known = offered(registrar.registry, name, {digest}, recipe=recipe.name, compressed=True)
     if known is not None:
         return known
     metrics = json.loads((folder / REPORT / "metrics.json").read_text())

@@ -66,11 +66,11 @@ class Registrar:
 
         A flow that was stopped may have left it without its certificate.
         """
-        name = self.session.recipe.registered_name
-        known = offered(self.registry, name, self.session.workspace.digests("model"))
+        recipe, digests = self.session.recipe, self.session.workspace.digests("model")
+        known = offered(self.registry, recipe.registered_name, digests, recipe=recipe.name)
         if known is None:
             return None
-        tags, asked = known.version.tags, self.session.recipe.registry.certificate
+        tags, asked = known.version.tags, recipe.registry.certificate
         if PENDING_TAG not in tags and (CERTIFICATE_TAG in tags or asked == "none"):
             return known
         version = self._certify(known.version)

@@ -70,13 +70,25 @@ class Outcome:
 
 
 def offered(
-    registry: Registry, name: str, digests: Collection[str], *, compressed: bool = False
+    registry: Registry,
+    name: str,
+    digests: Collection[str],
+    *,
+    recipe: str,
+    compressed: bool = False,
 ) -> Outcome | None:
     """What became of a model, named by any of ``digests``, if it is the newest version already.
 
     A version that a killed flow left without its aliases gets them now.
+
+    Args:
+        registry: The registry.
+        name: The registered model.
+        digests: By which the model has been known.
+        recipe: The name of the recipe that made it; as in ``newest``.
+        compressed: Which kind it is.
     """
-    known = newest(registry.versions(name), compressed=compressed)
+    known = newest(registry.versions(name), recipe=recipe, compressed=compressed)
     if known is None or known.tags.get(MODEL_TAG) not in digests:
         return None
     return Outcome(with_aliases(registry, known), False, known.tags.get(DECISION_TAG, ""))
@@ -365,7 +377,11 @@ def compressed_name(recipe: Recipe) -> str:
     return f"{recipe.registered_name}-ders"
 
 
-def newest(versions: Sequence[Version], *, compressed: bool = False) -> Version | None:
-    """The newest version of either kind. (Compressed ones once had no name of their own.)"""
+def newest(versions: Sequence[Version], *, recipe: str, compressed: bool = False) -> Version | None:
+    """The newest version of either kind. (Compressed ones once had no name of their own.)
+
+    Those of another recipe that registers under the same name are left out.
+    """
     kind = [v for v in versions if (COMPRESSED_TAG in v.tags) == compressed]
-    return kind[-1] if kind else None
+    own = [version for version in kind if version.params.get("name", recipe) == recipe]
+    return own[-1] if own else None

@@ -39,12 +39,13 @@ def settings(tmp_path_factory):
 class Nights:
     """Registers models of a workspace: what is trained and scored is made up, the rest is real."""
 
-    def __init__(self, settings, folder, name):
-        recipe = load_recipe(CODE / "recipes" / "demo.yaml")
+    def __init__(self, settings, folder, name, recipe="demo"):
+        own = load_recipe(CODE / "recipes" / "demo.yaml")
+        recipe = replace(own, name=recipe)
         domains = {domain: recipe.domains[domain] for domain in DOMAINS}
         how = replace(recipe.registry, model=name, certificate="none")
         self.recipe = replace(recipe, domains=domains, registry=how)
-        self.workspace = Workspace(folder / "demo")
+        self.workspace = Workspace(folder / recipe.name)
         self.versions = Versions(self.workspace.root)
         self.versions.prepare(pipeline="", params="")
         self.registry, self.name = Registry(settings), name
@@ -144,7 +145,8 @@ def test_a_champion_that_was_deleted_is_not_replaced_unjudged(nights, is_earlier
     was = 1 if is_earlier else 2
     assert f"version {was} was champion and none is now" in again.description
     assert "set the alias champion in MLflow" in again.description
-    found = offered(nights.registry, nights.name, nights.workspace.digests("model"))
+    digests = nights.workspace.digests("model")
+    found = offered(nights.registry, nights.name, digests, recipe=nights.recipe.name)
     assert "set the alias in MLflow" in found.verdict
     nights.registry.set_alias(again, "champion")
     better = nights.night("better")
@@ -173,3 +175,13 @@ def test_a_rollback_remembers_who_is_champion_after_it(nights):
     nights.night("bad")
     roll_back(nights.registry, nights.name, "bad answers")
     assert nights.registry.model_tags(nights.name)[FORMER_TAG] == "1"
+
+
+def test_recipes_that_share_a_registered_name_register_unchanged_models_once(
+    nights, settings, tmp_path
+):
+    other = Nights(settings, tmp_path, nights.name, recipe="other")
+    made = [nights.night("ours"), other.night("theirs")]
+    assert [version.number for version in made] == [1, 2]
+    again = [nights.night("ours"), other.night("theirs"), nights.night("ours")]
+    assert [version.number for version in again] == [1, 2, 1]

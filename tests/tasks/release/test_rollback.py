@@ -174,7 +174,7 @@ def test_a_champion_that_a_kill_left_half_promoted_stays_rolled_back(registry, n
     registry.set_tags(second, {PREVIOUS_TAG: "1"})
     registry.set_alias(second, "champion")  # the next call would have removed the mark
     roll_back(registry, name, "it was worse")
-    assert offered(registry, name, {"second"}) is not None
+    assert offered(registry, name, {"second"}, recipe="demo") is not None
     assert champion(registry, name) == 1
 
 
@@ -196,7 +196,10 @@ def test_who_was_judged_beside_another_champion_is_none(registry, name, register
     if beside == "2":
         roll_back(registry, name, "it was worse")
     now = champion(registry, name)
-    for found in (with_aliases(registry, waiting), offered(registry, name, {"third"}).version):
+    for found in (
+        with_aliases(registry, waiting),
+        offered(registry, name, {"third"}, recipe="demo").version,
+    ):
         assert champion(registry, name) == now == (1 if beside == "2" else 2)
         assert PENDING_TAG not in found.tags
         assert found.tags[OUTCOME_TAG] == "refused: the champion changed meanwhile"
@@ -290,14 +293,14 @@ def test_a_model_that_is_registered_already_says_so_and_not_what_the_gate_said(
 ):
     made = Registration(tags={MODEL_TAG: "first", DECISION_TAG: "there was no champion"})
     version = register(made)
-    known = offered(registry, name, {"first"})
+    known = offered(registry, name, {"first"}, recipe="demo")
     assert known.verdict == "as it was registered: version 1 is this very model"
     assert Outcome(version, True, known.decision).verdict == "there was no champion"
     registry.set_tags(version, {OUTCOME_TAG: "refused: 89.00 < 90.00"})
-    known = offered(registry, name, {"first"})
+    known = offered(registry, name, {"first"}, recipe="demo")
     assert "this very model, refused: 89.00 < 90.00; set the alias" in known.verdict
     registry.set_alias(version, "champion")
-    assert offered(registry, name, {"first"}).verdict.endswith("this very model")
+    assert offered(registry, name, {"first"}, recipe="demo").verdict.endswith("this very model")
 
 
 class Killed(BaseException):
@@ -311,7 +314,7 @@ def test_a_registration_killed_between_its_steps_is_finished_by_the_next(
     """Version 2 is to be champion after version 1, whichever call was the last one made."""
 
     def offer(digest):
-        found = offered(registry, name, digest)
+        found = offered(registry, name, digest, recipe="demo")
         if found is not None:
             return found.version
         made = Registration(tags={MODEL_TAG: digest}, marks={PENDING_TAG: "champion"})
