@@ -3,7 +3,7 @@
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +35,14 @@ class Past:
         versions: Versions that go.
         models: Ids of stored models that no version names: what a killed registration leaves.
         runs: Ids of runs that go, children before their parents.
+        is_unknown: Whether versions are registered, and none can be told to be the workspace's.
     """
 
     kept: tuple[Version, ...]
     versions: tuple[Version, ...]
     models: tuple[str, ...]
     runs: tuple[str, ...]
+    is_unknown: bool
 
 
 class Records:
@@ -63,31 +65,36 @@ class Records:
         self._experiment = None if found is None else found.experiment_id
 
     def past(
-        self, keep: KeepConfig, name: str, *, ways_back: Callable[[Sequence[Version]], set[int]]
+        self,
+        keep: KeepConfig,
+        names: Collection[str],
+        *,
+        recipe: str,
+        ways_back: Callable[[Sequence[Version]], set[int]],
     ) -> Past:
         """What goes, and what stays.
 
         A version that any alias points at stays, the one before the champion, one that a recipe of
         the home names by its number, and one whose files are lost: what it needs cannot be told. So
         does every run that made a version that stays or measured its model, with its parent and
-        children, and what has not ended.
+        children, and what has not ended. Runs of an experiment that somebody has renamed stay.
 
         Args:
             keep: How much stays.
-            name: The workspace's registered model; others that its runs registered count as well.
+            names: The workspace's registered models; others that its runs registered count as well.
+            recipe: Its name, by which versions are the workspace's too.
             ways_back: The numbers of the champions before those of now, of all versions of a name.
         """
-        if self._experiment is None:
-            return Past((), (), (), ())
-        models = {model.model_id: model for model in self._models()}
+        found = self._of_experiment(self._client.search_logged_models)
+        models: dict[str, LoggedModel] = {model.model_id: model for model in found}
         every = self._pages(self._client.search_model_versions)
         asked = _named(self._settings.home)
         held = {(v.source or "").removeprefix(MODEL_SCHEME): v for v in every}
-        names = {name, *(held[model].name for model in models.keys() & held.keys())}
-        kept, gone = [], []
-        for registered in sorted(names):
-            versions = self._registry.versions(registered)
-            mine = [v for v in versions if v.model_id in models or v.is_lost]
+        names = {*names, *(held[model].name for model in models.keys() & held.keys())}
+        kept, gone, others = [], [], False
+        for versions in map(self._registry.versions, sorted(names)):
+            mine = _own(versions, models, recipe)
+            others = others or len(mine) < len(versions)
             # Another recipe may register under the same name, and its champion follow ours.
             before = ways_back(versions)
             named = [
@@ -98,7 +105,7 @@ class Records:
             spare = [v for v in mine if v not in named][: -keep.versions]
             gone += spare
             kept += [v for v in mine if v not in spare]
-        runs = self._pages(self._client.search_runs, [self._experiment])
+        runs = self._of_experiment(self._client.search_runs)
         unfinished = {run.info.run_id for run in runs if run.info.status in UNFINISHED}
         orphans = sorted(
             id_
@@ -111,7 +118,8 @@ class Records:
             if model.model_id not in leaving:
                 needed |= {metric.run_id for metric in model.metrics or ()}
         expired = _expired(runs, needed, keep.runs)
-        return Past(tuple(kept), tuple(gone), tuple(orphans), tuple(expired))
+        is_unknown = others and not kept and not gone
+        return Past(tuple(kept), tuple(gone), tuple(orphans), tuple(expired), is_unknown)
 
     def model_files(self, model_id: str) -> list[Path]:
         """Files of a stored model on this machine."""
@@ -162,8 +170,9 @@ class Records:
         with suppress(OSError):  # MLflow gives each a folder of its own
             folder.parent.rmdir()
 
-    def _models(self) -> Sequence[LoggedModel]:
-        return self._pages(self._client.search_logged_models, [self._experiment])
+    def _of_experiment(self, search: Callable[..., Any]) -> list[Any]:
+        """All that a search finds there; nothing where no experiment has that name."""
+        return [] if self._experiment is None else self._pages(search, [self._experiment])
 
     @staticmethod
     def _pages(search: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -176,6 +185,15 @@ class Records:
             token = page.token
             if not token:
                 return found
+
+
+def _own(versions: Sequence[Version], models: Collection[str], recipe: str) -> list[Version]:
+    """Those that the workspace's flows have registered: somebody may rename the experiment."""
+    return [
+        version
+        for version in versions
+        if version.model_id in models or version.is_lost or version.params.get("name") == recipe
+    ]
 
 
 def _named(home: Path) -> set[str]:

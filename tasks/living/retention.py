@@ -4,6 +4,7 @@ Whatever champion and challenger need stays. Every step can be killed: what is l
 the next time finds the rest.
 """
 
+import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from infra.versioning.versions import remote_of
 from tasks.engine.workspace import PROVENANCE, Workspace
 from tasks.living.lineage import modelled
 from tasks.methods import every_stage
-from tasks.release.versions import remember, ways_back
+from tasks.release.versions import compressed_name, remember, ways_back
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.text.results import expert_row
 
@@ -33,6 +34,7 @@ BY_DOMAIN = {stage.name for stage in every_stage() if stage.by_domain}
 """Folders with an artifact a domain."""
 SCORES = "task_scores"
 KEPT = "kept"
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,17 @@ def spares(
     disk = Disk()
     # A deployment may hold the recipe of before a domain was grown.
     domains = {*recipe.domains, *modelled(workspace)}
-    past = records.past(recipe.keep, recipe.registered_name, ways_back=ways_back)
+    names = (recipe.registered_name, compressed_name(recipe))
+    past = records.past(recipe.keep, names, recipe=recipe.name, ways_back=ways_back)
     yield from _artifacts(domains, workspace, disk)
     yield from _pieces(workspace, disk)
     yield from _models(past, records, registry, recipe.keep, disk)
     yield from _runs(past, records, recipe.keep, disk)
     named = [out for version in past.kept for out in _of_version(version, registry)]
+    if past.is_unknown:
+        unknown = "DVC cache: stays as it is: none of the versions of %s says that %s made it"
+        _logger.warning(unknown, recipe.registered_name, recipe.name)
+        return
     yield from _cache(domains, workspace, named, recipe.versions.remote, disk)
 
 

@@ -237,7 +237,7 @@ def test_retention_works_on_a_database_of_before(earlier, checkpoint):
     for _ in range(2):
         register(earlier, "ours", checkpoint)
     records = Records(earlier, "ours")
-    past = records.past(keep, "ours", ways_back=lambda versions: set())
+    past = records.past(keep, ["ours"], recipe="demo", ways_back=lambda versions: set())
     assert [version.number for version in past.versions] == [1, 2]
     folders = [Registry(earlier).place(v.reference) for v in past.versions]
     for version in past.versions:

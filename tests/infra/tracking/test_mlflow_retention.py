@@ -37,15 +37,16 @@ class Place:
             run.log_text("x", "x.txt")
         return run
 
-    def version(self, run, name=None):
-        made = Registration(tags={"upcycle.recipe": "r"})
+    def version(self, run, name=None, params=None):
+        made = Registration(tags={"upcycle.recipe": "r"}, params=params or {})
         return self.registry.register(name or self.name, self.checkpoint, made, run=run)
 
     def records(self):
         return Records(self.settings, self.name)
 
     def past(self):
-        return self.records().past(ONE, self.name, ways_back=ways_back)
+        names = (self.name, f"{self.name}-ders")
+        return self.records().past(ONE, names, recipe="demo", ways_back=ways_back)
 
 
 def ways_back(versions):
@@ -114,6 +115,35 @@ def test_the_champion_before_another_recipe_s_champion_stays(place):
     place.registry.set_alias(theirs, "champion")
     place.registry.set_tags(theirs, {"before": str(ours[0].number)})
     assert [v.reference for v in place.past().versions] == [ours[1].reference]
+
+
+def test_versions_of_a_renamed_experiment_are_told_by_their_recipe(place):
+    """Its runs stay, and a version of another recipe is left alone."""
+    run = place.run()
+    ours = [place.version(run, params={"name": "demo"}) for _ in range(3)]
+    small = place.version(run, f"{place.name}-ders", params={"name": "demo"})
+    place.version(run, params={"name": "another"})
+    place.registry.set_alias(ours[0], "champion")
+    place.client.rename_experiment(run.experiment_id, f"{place.name}, renamed")
+    for _ in range(2):
+        past = place.past()
+        kept = {v.reference for v in (ours[0], ours[2], small)}
+        assert {v.reference for v in past.kept} == kept
+        assert [v.reference for v in past.versions] == [ours[1].reference]
+        assert (past.runs, past.models, past.is_unknown) == ((), (), False)
+        Tracker(place.settings, place.name)  # the next flow makes the experiment anew
+
+
+def test_versions_that_nobody_can_tell_are_said_to_be_so(place):
+    assert not place.past().is_unknown  # none is registered
+    run = place.run()
+    version = place.version(run)
+    assert not place.past().is_unknown
+    place.client.rename_experiment(run.experiment_id, f"{place.name}, renamed")
+    past = place.past()
+    assert (past.kept, past.versions, past.is_unknown) == ((), (), True)
+    place.records().delete_version(version)
+    assert not place.past().is_unknown
 
 
 def test_a_version_whose_model_was_deleted_by_hand_stays(place):

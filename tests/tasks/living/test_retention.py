@@ -212,6 +212,14 @@ def test_what_would_go_is_named_and_nothing_is_changed(life):
     assert table(list(found.values()))[-1]["count"] == sum(s.count for s in found.values())
 
 
+def test_the_cache_stays_where_nothing_says_what_its_versions_need(life, caplog):
+    """They lie in an experiment that somebody has renamed, and say nothing of their recipe."""
+    for place in (f"upcycle-{life.recipe.name}", "of nobody"):
+        found = list(spares(life.recipe, life.workspace, Records(life.place, place), life.registry))
+        assert ("DVC cache" in [spare.what for spare in found]) == (place != "of nobody")
+    assert "none of the versions of upcycle-pico says that pico made it" in caplog.text
+
+
 def test_a_domain_of_the_model_stays_whatever_an_older_recipe_says(life, monkeypatch):
     assert "experts/colours" in [spare.what for spare in life.spares()]
     monkeypatch.setattr("tasks.living.retention.modelled", lambda workspace: (*HERE, "colours"))
@@ -322,7 +330,9 @@ def test_that_a_version_was_rolled_back_outlives_it(life):
     held = {"letters": ["bad expert"]}
     assert withdrawn_experts(life.registry, NAME, held) == {"letters": bad.number}
     records = Records(life.place, NAME)
-    past = replace(records.past(life.recipe.keep, NAME, ways_back=ways_back), models=())
+    past = replace(
+        records.past(life.recipe.keep, [NAME], recipe="pico", ways_back=ways_back), models=()
+    )
     for spare in _models(past, records, life.registry, life.recipe.keep, Disk()):
         spare.free()
     assert bad.number not in life.numbers()
