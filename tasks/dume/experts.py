@@ -13,11 +13,10 @@ from upcycle_core.errors import Fault, InputError
 
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
-    given = [f"sources/{domain}.json"]
     if recipe.domains[domain].expert is not None:
-        return [*given, f"sources/{FORMS}/{domain}"]
+        return [f"sources/{domain}.json", f"sources/{FORMS}/{domain}"]
     start = f"parents/{domain}" if domain in recipe.parents else "seed"
-    return [*given, f"corpora/{domain}/train", start]
+    return [f"corpora/{domain}/train", start]
 
 
 @stage("experts/{domain}", _inputs, params=expert_keys, lasting=is_trained)

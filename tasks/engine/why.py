@@ -9,6 +9,9 @@ from tasks.engine.workspace import Workspace, enclosing
 
 SHOWN = 3
 """Differences that one line tells."""
+OUTSIDE = "sources/"
+"""Inputs that stand for what settings name outside: where these are the same, code alone decides
+whether they are read."""
 
 
 def differences(record: Mapping[str, Any], made_from: Mapping[str, Any]) -> list[str]:
@@ -22,16 +25,18 @@ def differences(record: Mapping[str, Any], made_from: Mapping[str, Any]) -> list
         Inputs first, then settings, packages, and code; empty if nothing differs.
     """
     return [
-        *_named(record, made_from, "inputs"),
+        *_inputs(record, made_from),
         *_settings(record.get("params", {}), made_from["params"]),
         *upgrades(record, made_from),
     ]
 
 
 def upgrades(record: Mapping[str, Any], made_from: Mapping[str, Any]) -> list[str]:
-    """What of ``differences`` is packages and code alone, and which settings that code reads."""
+    """What of ``differences`` is packages and code alone, and what that code reads."""
     before, now = record.get("params", {}).keys(), made_from["params"].keys()
+    read = record.get("inputs", {}).keys() - made_from["inputs"].keys()
     return [
+        *(f"{name} is read no more" for name in sorted(read) if name.startswith(OUTSIDE)),
         *(f"{key} decides as well now" for key in sorted(now - before)),
         *(f"{key} decides no more" for key in sorted(before - now)),
         *_versions(record["packages"], made_from["packages"]),
@@ -88,13 +93,15 @@ def in_one_line(reasons: list[str]) -> str:
     return "; ".join(reasons[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _named(record: Mapping[str, Any], made_from: Mapping[str, Any], part: str) -> Iterator[str]:
-    before, now = record.get(part, {}), made_from[part]
+def _inputs(record: Mapping[str, Any], made_from: Mapping[str, Any]) -> Iterator[str]:
+    """Inputs that are others, but for those of ``upgrades``."""
+    before, now = record.get("inputs", {}), made_from["inputs"]
     for name in sorted({*before, *now}):
         if name not in before:
             yield f"{name} is read as well now"
         elif name not in now:
-            yield f"{name} is read no more"
+            if not name.startswith(OUTSIDE):
+                yield f"{name} is read no more"
         elif before[name] != now[name]:
             yield f"{name} changed"
 

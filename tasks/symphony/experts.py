@@ -32,9 +32,8 @@ def mixture(recipe: Recipe, domain: str) -> dict[str, float]:
 
 def _inputs(recipe: Recipe, domain: str) -> Iterator[str]:
     own, continued = recipe.domains[domain], domain in recipe.parents
-    yield f"sources/{domain}.json"
     if own.expert is not None or (own.origin and own.origin.model and not continued):
-        yield f"sources/{FORMS}/{domain}"
+        yield from (f"sources/{domain}.json", f"sources/{FORMS}/{domain}")
     if own.expert is not None:
         return
     yield from (f"documents/{name}" for name in mixture(recipe, domain))

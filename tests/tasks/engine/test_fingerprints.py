@@ -295,6 +295,44 @@ def test_what_a_living_model_was_trained_to_outlives_an_upgrade(life, monkeypatc
     assert life.ensure(lasting) == "copied runs: input changed"
 
 
+def put(life, artifact, name, text):
+    staged = life.workspace.stage(artifact)
+    (staged / name).write_text(text)
+    life.workspace.publish(staged, artifact, {})
+
+
+def trained_expert(life, **earlier):
+    """Of letters, trained from the seed; ``earlier`` is what it is recorded to have read beside.
+
+    Returns:
+        What says why it would be trained again.
+    """
+    put(life, "sources", "letters.json", "first")
+    put(life, "corpora/letters", "train", "first")
+    put(life, "seed", "config.json", "first")
+    life.recipe = replace(life.recipe, lineage=Lineage())
+    made_from = experts.made_from(life.session(), "letters")
+    made_from["inputs"] |= earlier
+    record = {**made_from, "fingerprint": fingerprint(made_from)}
+    life.workspace.publish(life.workspace.stage("experts/letters"), "experts/letters", record)
+    return lambda: experts.reasons(life.session(), "letters")
+
+
+def test_a_held_out_file_more_trains_no_expert_again(life):
+    reasons = trained_expert(life)
+    put(life, "sources", "letters.json", "a held-out file more, or one of duplicates")
+    assert reasons() == []
+    put(life, "corpora/letters", "train", "other text")
+    assert reasons() == ["corpora/letters/train changed"]
+
+
+def test_an_expert_of_a_version_that_read_all_text_s_hashes_is_not_trained_again(life):
+    assert trained_expert(life, **{"sources/letters.json": "of then"})() == []
+    assert life.lines[-1].endswith("letters: stays, though sources/letters.json is read no more")
+    continued = trained_expert(life, **{"parents/letters": "what it was continued from"})
+    assert continued() == ["parents/letters is read no more"]
+
+
 def test_the_same_bytes_made_another_way_are_the_same_input(life):
     life.give("one")
     staged = life.workspace.stage("input")

@@ -72,6 +72,16 @@ def test_a_stranger_goes_on_where_any_text_that_it_reads_is_new(tmp_path, worksp
     assert "vocabulary" not in experts.inputs(taught, "numbers")
 
 
+def test_only_a_stranger_that_is_given_hangs_on_what_lies_outside(tmp_path, workspace):
+    recipe = strangers(tmp_path, numbers={"model": "/models/numbers"})
+    outside = {"sources/numbers.json", "sources/form/numbers"}
+    assert outside <= set(experts.inputs(recipe, "numbers"))
+    assert "sources/letters.json" not in experts.inputs(recipe, "letters")
+    publish(workspace, "documents/numbers", "new")
+    taught = with_parents(begin(recipe, workspace), workspace, led={})
+    assert outside.isdisjoint(experts.inputs(taught, "numbers"))
+
+
 def test_a_build_of_strangers_that_did_not_end_is_no_beginning(tmp_path, workspace):
     publish(workspace, "experts/letters", "made anew, and the model was not")
     with pytest.raises(InputError, match=r"made from another experts/letters: .* flows\.symphony"):
