@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from infra.recipe.schema import Recipe
 from tasks.engine.params import MERGE_KEYS, recorded_setting
 from tasks.engine.workspace import Workspace
+from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.errors import Fault
 
 DECIDE = ("seed", "seed_model", "tokenizer")
@@ -41,7 +43,7 @@ def pinned_faults(
             before, now = (_named(settings, key) for settings in (made, asked))
             if before != now:
                 yield _made_otherwise(artifact, key, before, now)
-    if not recipe.trains_seed:  # it was given, and copied
+    if not recipe.trains_seed:  # it was given, and copied; see given_faults
         return
     for name, value in json.loads(json.dumps(asked)).items():
         if name.partition(".")[0] not in DECIDE:
@@ -52,6 +54,24 @@ def pinned_faults(
             continue
         for key, before, now in _other(name, recorded, value):
             yield _made_otherwise(artifact, key, before, now)
+
+
+def given_faults(recipe: Recipe, workspace: Workspace, fingerprints: Path) -> Iterator[Fault]:
+    """Hold the files of a given seed against those that the pinned seed was made of.
+
+    Args:
+        recipe: At work.
+        workspace: Where the pinned seed is.
+        fingerprints: ``sources/seed.json`` as it is about to be published; where the files lie is
+            not in it.
+    """
+    artifact = "seed"
+    made = workspace.inputs(artifact).get("sources/seed.json")
+    if artifact not in recipe.pinned or made in (None, sha256_file(fingerprints)):
+        return
+    remedy = f"{artifact} is built upon and was made of other files than are there now; put those "
+    remedy += f"back, {REBUILD}"
+    yield Fault("seed_model.model", recipe.seed_model.model, remedy)
 
 
 def _made_otherwise(artifact: str, key: str, before: Any, now: Any) -> Fault:

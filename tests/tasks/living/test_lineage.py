@@ -5,14 +5,17 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from texts import pico_recipe
+from pico import save_pico
+from texts import pico_recipe, write_texts
 
 from infra.recipe.schema import Lineage, resolve
 from tasks.data.seed import seed
+from tasks.data.sources import sources
 from tasks.dume.backbone import averaged, backbone
 from tasks.dume.experts import parents
 from tasks.engine.stage_run import Session
 from tasks.engine.workspace import Workspace
+from tasks.living.freshness import news
 from tasks.living.lineage import (
     FILE,
     begin,
@@ -204,6 +207,31 @@ def test_another_setting_of_what_is_built_upon_is_said(recipe, workspace):
     ) as said:
         is_current(replace(begun, seed_model=replace(begun.seed_model, training=training)))
     assert len(said.value.faults) == 1
+
+
+def test_another_given_seed_than_is_built_upon_is_said_until_it_is_put_back(tmp_path):
+    values = pico_recipe(write_texts(tmp_path / "texts", domains=DOMAINS), domains=DOMAINS)
+    bases = {name: save_pico(tmp_path / name, seed=n) for n, name in enumerate(("v1", "v2"))}
+    workspace = Workspace(tmp_path / "home" / "pico")
+
+    def session(model, **lineage):
+        recipe = validate({**values, "seed_model": {"model": str(model)}})
+        return Session(replace(recipe, **lineage), workspace, log=lambda text: None)
+
+    sources.ensure(session(bases["v1"]))
+    made_of = {"sources/seed.json": workspace.digest("sources/seed.json")}
+    begun = {"lineage": Lineage(pinned={"seed": publish(workspace, "seed", **made_of)})}
+    moved = tmp_path / "moved"
+    bases["v1"].rename(moved)
+    assert not news(session(moved, **begun)).any
+    said = r"seed_model\.model = .*v2.*: seed is built upon and was made of other files.*--rebuild"
+    for look in (news, sources.ensure):
+        with pytest.raises(InputError, match=said):
+            look(session(bases["v2"], **begun))
+    assert news(session(bases["v2"])).any
+    assert not news(session(moved, **begun)).any  # what was refused was not published
+    begun = {"lineage": Lineage(pinned={"seed": publish(workspace, "seed")})}  # of an older version
+    assert news(session(bases["v2"], **begun)).any
 
 
 @pytest.mark.parametrize("recorded", [{}, {"backbone.merge.head": "fitted"}])
