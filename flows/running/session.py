@@ -37,6 +37,7 @@ from tasks.engine.sources import CODE
 from tasks.engine.stage import Session, Stage
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import check_built_upon, save, with_lineage, with_parents
+from tasks.methods import METHODS
 from tasks.pipeline import dvc_yaml, params_yaml
 from tasks.release.register import Registrar
 from tasks.release.versions import compressed_name, led_experts
@@ -112,8 +113,12 @@ class FlowSession:
             only: Domains, baselines or models to run them for, of those they have; all by default.
 
         Raises:
-            InputError: With the faults of all items of all stages.
+            InputError: With the faults of all items of all stages; or what has been made lacks what
+                the method asks for before one of them.
         """
+        looks = METHODS[self.recipe.method].before()
+        names = [stage.name for stage in stages if stage.name in looks]
+        raise_faults(fault for name in names for fault in looks[name](self.stages))
         if "parents" in [stage.name for stage in stages]:
             self._continue_experts()
         items: dict[str, list[str]] = {}

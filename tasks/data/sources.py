@@ -107,7 +107,7 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
     known = known_files(recipe, run.models)
     given = {
         n: CheckpointReader(given_model(recipe, m, run.models), known=known)
-        for n, m in _given_models(recipe).items()
+        for n, m in given_models(recipe).items()
     }
     tokens = {n: token_ids(r.directory) for n, r in given.items()} if of_one_seed else {}
     dtype = given_type(recipe)
@@ -135,7 +135,7 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
             run.session.log(f"{name}: nothing reads {said} of its config.json: left out")
 
 
-def _given_models(recipe: Recipe) -> dict[str, str]:
+def given_models(recipe: Recipe) -> dict[str, str]:
     """{domain or seed: the model that is given for it}."""
     models = {
         name: domain.expert or (domain.origin.model if domain.origin is not None else None)
@@ -199,7 +199,7 @@ def _read_by(recipe: Recipe, name: str, cache: Path) -> str | None:
 
     That of ``name``, or the one with more tokens that its backbone gets: see ``common_forms``.
     """
-    models = _given_models(recipe)
+    models = given_models(recipe)
     if name not in models:
         return None
     tokens = {n: token_ids(given_model(recipe, model, cache)) for n, model in models.items()}

@@ -1,11 +1,12 @@
 """DUME: experts of one seed, an averaged backbone, and routers in closed form."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.recipe.schema import Recipe
 from tasks.dume.checks import dume_faults, unused_faults, with_folds
-from tasks.engine.method import Method
+from tasks.engine.method import Looks, Method
 from upcycle_core.errors import Fault
 
 if TYPE_CHECKING:
@@ -54,6 +55,12 @@ def _outside(recipe: Recipe, models: Path) -> list[Fault]:
     return outside_faults(recipe, models)
 
 
+def _before() -> Mapping[str, Looks]:
+    from tasks.dume.prepared import text_faults
+
+    return {"seed": text_faults}  # the first that is trained
+
+
 def _life() -> "Life":
     from tasks.dume.life import LIFE
 
@@ -67,6 +74,7 @@ METHOD = Method(
     stages=_stages,
     outside=_outside,
     checks=dume_faults,
+    before=_before,
     completed=with_folds,
     unused=unused_faults,
     compares=True,

@@ -11,9 +11,10 @@ from upcycle_core.evaluation.text.results import expert_row
 
 if TYPE_CHECKING:
     from tasks.engine.life import Life
-    from tasks.engine.stage import Stage
+    from tasks.engine.stage import Session, Stage
 
 Checks = Callable[[Recipe], Iterable[Fault]]
+Looks = Callable[["Session"], Iterable[Fault]]
 Stages = Callable[[], "tuple[Stage, ...]"]
 """A recipe is judged before torch, Ray and MLflow are imported: what computes comes when asked."""
 Models = Mapping[str, Sequence[str]]
@@ -47,6 +48,8 @@ class Method:
         outside: What is wrong with the files and models that a recipe names outside its workspace;
             takes the folder of models from a hub.
         checks: What is wrong with what a recipe says about it, found without reading any file.
+        before: Imports {stage: what is looked at before it runs, of all that it runs for}: what
+            what earlier stages have made lacks for what the recipe asks of it.
         unused: What a recipe of another method says of it in vain.
         section: The section of a recipe that asks for it, if it has one.
         completed: The recipe with what it says of itself by saying nothing.
@@ -68,6 +71,7 @@ class Method:
     stages: Stages
     outside: Callable[[Recipe, Path], Iterable[Fault]]
     checks: Checks = lambda recipe: ()
+    before: "Callable[[], Mapping[str, Looks]]" = dict
     unused: Checks = lambda recipe: ()
     section: str | None = None
     completed: Callable[[Recipe], Recipe] = lambda recipe: recipe

@@ -379,3 +379,12 @@ def scored_tokens(corpus: TokenCorpus, pieces: Paragraphs, count: Counted = "all
     before = np.concatenate([[0], np.cumsum(corpus.responses, dtype=np.int64)])
     first = corpus.offsets[pieces.rows[:, 0]] + pieces.rows[:, 1]
     return before[first + pieces.rows[:, 2]] - before[first + 1]
+
+
+def counted_tokens(corpus: TokenCorpus, pieces: Paragraphs, count: Counted = "all") -> np.ndarray:
+    """How many tokens of each paragraph are counted. ``[N]`` int64; as ``scored_tokens``."""
+    if count == "all":
+        return pieces.rows[:, 2]
+    before = np.concatenate([[0], np.cumsum(corpus.responses, dtype=np.int64)])
+    first = corpus.offsets[pieces.rows[:, 0]] + pieces.rows[:, 1]
+    return before[first + pieces.rows[:, 2]] - before[first]
