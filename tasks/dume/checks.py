@@ -28,11 +28,16 @@ def with_folds(recipe: Recipe) -> Recipe:
     return replace(recipe, statistics=replace(recipe.statistics, folds=folds))
 
 
-def dume_faults(recipe: Recipe) -> Iterator[Fault]:
-    """What the recipe, and the shape of a seed that is made here, say against what it asks for."""
+def fold_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Statistics that a lambda cannot be chosen on."""
     if recipe.router.ridge_lambda == CROSS_VALIDATED and recipe.statistics.parts < 2:
         remedy = "a cross-validated router.ridge_lambda needs 2 or more; leave it out for 4"
         yield Fault("statistics.folds", recipe.statistics.folds, remedy)
+
+
+def dume_faults(recipe: Recipe) -> Iterator[Fault]:
+    """What the recipe, and the shape of a seed that is made here, say against what it asks for."""
+    yield from fold_faults(recipe)
     if recipe.trains_seed and not recipe.moe.normalise_top_k:
         from upcycle_core.architectures.families import FAMILIES  # torch
 

@@ -4,7 +4,15 @@ from collections.abc import Iterator, Mapping
 
 from infra.recipe.checks import domain_faults, warmup_faults
 from infra.recipe.schema import Recipe
-from tasks.symphony.variants import SYMPHONY, anchor_of, section, trains_shape, variants
+from tasks.dume.checks import fold_faults
+from tasks.symphony.variants import (
+    SYMPHONY,
+    anchor_of,
+    section,
+    solves_routers,
+    trains_shape,
+    variants,
+)
 from upcycle_core.corpora.config import Domain
 from upcycle_core.errors import Fault
 from upcycle_core.symphony.config import SymphonyConfig
@@ -26,6 +34,8 @@ def symphony_faults(recipe: Recipe) -> Iterator[Fault]:
     for name, variant in variants(recipe).items():
         where = "symphony" if name == SYMPHONY else f"baselines.{name}.symphony"
         yield from _variant_faults(recipe, variant, where)
+    if solves_routers(recipe):
+        yield from _router_faults(recipe)
     yield from _vocabulary_faults(recipe)
     for name, row in recipe.baselines.items():
         if row.method not in METHODS:
@@ -127,6 +137,14 @@ def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Itera
     if config.router == "ridge" and len(chosen) < len(recipe.domains):
         remedy = "a ridge router has one expert a domain; use random, or all models"
         yield Fault(f"{where}.router", config.router, remedy)
+
+
+def _router_faults(recipe: Recipe) -> Iterator[Fault]:
+    """What the ridge regression behind routers cannot do here."""
+    yield from fold_faults(recipe)
+    if recipe.router.solve == "sequential":
+        remedy = "routers of joined strangers are solved for all layers at once: use joint"
+        yield Fault("router.solve", recipe.router.solve, remedy)
 
 
 def is_given(domain: Domain) -> bool:

@@ -1,13 +1,14 @@
 """Symphony-MoE: models that share no seed, brought into one coordinate system and joined."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.recipe.schema import Recipe
-from tasks.engine.method import Method, Models, models_of_one_seed
+from tasks.dume.checks import CROSS_VALIDATED, with_folds
+from tasks.engine.method import Looks, Method, Models, models_of_one_seed
 from tasks.symphony.checks import symphony_faults, unused_faults
-from tasks.symphony.variants import SYMPHONY, section, trains_shape, with_anchors
+from tasks.symphony.variants import SYMPHONY, section, solves_routers, trains_shape, with_anchors
 from upcycle_core.errors import Fault
 
 if TYPE_CHECKING:
@@ -26,6 +27,13 @@ def _models(recipe: Recipe) -> Models:
         **before,
         **made,
     }
+
+
+def _completed(recipe: Recipe) -> Recipe:
+    """With the rows' anchors, and the folds that a lambda is chosen on; else folds decide nothing,
+    and stay as models were recorded without them."""
+    chosen = solves_routers(recipe) and recipe.router.ridge_lambda == CROSS_VALIDATED
+    return with_anchors(with_folds(recipe) if chosen else recipe)
 
 
 def _lengths(recipe: Recipe) -> Iterator[str]:
@@ -76,6 +84,12 @@ def _outside(recipe: Recipe, models: Path) -> list[Fault]:
     return outside_faults(recipe, models)
 
 
+def _before() -> Mapping[str, Looks]:
+    from tasks.symphony.prepared import corpus_faults, document_faults
+
+    return {"experts": document_faults, "united": corpus_faults}
+
+
 def _life() -> "Life":
     from tasks.symphony.life import LIFE
 
@@ -89,9 +103,10 @@ METHOD = Method(
     stages=_stages,
     outside=_outside,
     checks=symphony_faults,
+    before=_before,
     unused=unused_faults,
     section=SYMPHONY,
-    completed=with_anchors,
+    completed=_completed,
     models=_models,
     lengths=_lengths,
     trains_shape=trains_shape,

@@ -30,6 +30,11 @@ def with_anchors(recipe: Recipe) -> Recipe:
     return replace(recipe, baselines=rows)
 
 
+def solves_routers(recipe: Recipe) -> bool:
+    """Whether routers are solved by ridge regression, in any way of joining."""
+    return any(variant.router == "ridge" for variant in variants(recipe).values())
+
+
 def starts(recipe: Recipe) -> tuple[str, ...]:
     """What strangers are joined to before training: the recipe's own way, and every row's."""
     return (SYMPHONY, *recipe.baselines)

@@ -2,12 +2,18 @@
 
 import copy
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 
-from tasks.methods import models_of
+from tasks.engine.stage import Session
+from tasks.engine.workspace import Workspace
+from tasks.methods import METHODS, models_of
 from tasks.recipes import validate
 from tasks.symphony.model import baselines as stage
 from tasks.symphony.variants import anchor_of, chosen_of, pairings, section, variants
+from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
 
 TEXT = {"files": ["text.txt"]}
@@ -123,6 +129,38 @@ def test_a_valid_recipe_has_no_fault():
 )
 def test_each_fault_names_its_field(path, value, field):
     assert field in fields_of(changed(path, value))
+
+
+@pytest.mark.parametrize("place", ["symphony", "baselines.paper.symphony"])
+def test_ridge_routers_get_folds_and_are_solved_jointly(place):
+    values = changed(f"{place}.router", "ridge")
+    assert validate(values).statistics.folds is None  # as models of before were recorded
+    values["router"] = {"ridge_lambda": "cross-validate"}
+    assert validate(values).statistics.folds == 4
+    assert section(validate(values)).anchor == "law"
+    assert fields_of(values | {"statistics": {"folds": 1}}) == {"statistics.folds"}
+    assert fields_of(values | {"router": {"solve": "sequential"}}) == {"router.solve"}
+    assert validate(VALID | {"router": values["router"]}).statistics.folds is None
+
+
+def test_text_that_no_lambda_can_be_chosen_on_is_said_before_models_are_trained(tmp_path):
+    values = changed("symphony.router", "ridge") | {"router": {"ridge_lambda": "cross-validate"}}
+    workspace = Workspace(tmp_path / "home" / "strangers")
+    session = Session(validate(values), workspace, log=print)
+    for domain, count in {"code": 1, "law": 1, "physics": 2}.items():
+        texts = [(np.full(9, 3), 9)] * count + [(np.full(2, 3), 2)]
+        folder = workspace.path(f"corpora/{domain}/calibration")
+        write_split(folder, texts, eos_id=0, vocabulary_size=96)
+        file = workspace.path(f"documents/{domain}") / "calibration.parquet"
+        file.parent.mkdir(parents=True)
+        parquet.write_table(pyarrow.table({"text": ["some text"] * count}), file)
+    looks = METHODS["symphony"].before()
+    for stage_name in ("experts", "united"):
+        faults = list(looks[stage_name](session))
+        fields = [fault.field for fault in faults]
+        assert fields == ["domains.code.calibration", "domains.law.calibration"]
+    session.recipe = validate(changed("symphony.router", "ridge"))
+    assert not [fault for look in looks.values() for fault in look(session)]
 
 
 def test_bam_has_no_counterpart_for_qwen2():
