@@ -35,6 +35,12 @@ def scored_models(recipe: Recipe) -> Models:
     return {row: models[row] for row in models if chosen is None or row in chosen}
 
 
+def own_models(recipe: Recipe) -> list[str]:
+    """Rows of ``scored_models`` that are there without the comparison that some methods add."""
+    beside = recipe.baselines if METHODS[recipe.method].compares else {}
+    return [row for row in scored_models(recipe) if row not in beside]
+
+
 def _comparison_stages() -> "tuple[Stage, ...]":
     from tasks.baselines.baselines import baselines
     from tasks.baselines.comparison import comparison

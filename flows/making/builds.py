@@ -9,7 +9,7 @@ from flows.running.command_line import SUMMARY
 from flows.running.session import FlowSession
 from infra.recipe.schema import Recipe
 from tasks.engine.stage import Stage
-from tasks.methods import COMPARISON, COMPRESSION, METHODS, stages_of
+from tasks.methods import COMPARISON, COMPRESSION, METHODS, TASKS, own_models, stages_of
 from tasks.release.versions import Outcome
 
 BUILDS: Mapping[str, Build] = MappingProxyType({"dume": dume.build, "simoe": simoe.build})
@@ -43,6 +43,8 @@ def whole(recipe: Recipe) -> Build:
     return simoe.build if METHODS[recipe.method].has_labels else build_stages
 
 
-def built(recipe: Recipe) -> tuple[Stage, ...]:
-    """What ``build`` brings up to date, beside rows to compare with."""
-    return tuple(stage for stage in stages_of(recipe) if stage not in COMPARISON.stages())
+def built(recipe: Recipe) -> dict[Stage, list[str]]:
+    """What ``build`` brings up to date, beside rows to compare with: stages, and their items."""
+    found = {s: s.items(recipe) for s in stages_of(recipe) if s not in COMPARISON.stages()}
+    _, task_scores, _ = TASKS.stages()
+    return found | ({task_scores: own_models(recipe)} if task_scores in found else {})

@@ -18,7 +18,7 @@ from tasks.dume.report import report
 from tasks.dume.routed import routed
 from tasks.dume.router import router
 from tasks.dume.statistics import statistics
-from tasks.methods import TASKS, scored_models
+from tasks.methods import TASKS, own_models
 from tasks.release.versions import Outcome
 
 
@@ -47,7 +47,7 @@ def build(
     session.ensure(routed)
     session.ensure(model)
     session.ensure(report)
-    own = [r for r in scored_models(session.recipe) if r not in session.recipe.baselines]
+    own = own_models(session.recipe)
     if has_tasks:
         _, task_scores, task_routing = TASKS.stages()
         session.ensure(task_scores, only=own)

@@ -1,7 +1,7 @@
 """Whether anything is left to do for a model: looked at without Ray, within seconds."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tasks.engine.artifacts import INSTRUCTIONS
@@ -12,6 +12,9 @@ from tasks.engine.workspace import PROVENANCE, enclosing
 from tasks.methods import METHODS
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.errors import InputError
+
+TASKS = "tasks/"
+"""Folder of ``sources/``: a file a task."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ def news(session: Session) -> News:
     try:
         sources.function(StageRun(session, sources, "", out=fresh, mark="", recorder=None))
         old, new = tree_digest(seen, exclude=(PROVENANCE,)), tree_digest(fresh)
+        # Tasks that flows.evaluate has added, and this recipe does not name.
+        old = {name: own for name, own in old.items() if not name.startswith(TASKS) or name in new}
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     files = {name: f"{name}.json" for name in (*session.recipe.domains, INSTRUCTIONS)}
@@ -47,14 +52,18 @@ def news(session: Session) -> News:
     return News(old != new, tuple(changed))
 
 
-def outdated(session: Session, stages: Sequence[Stage]) -> list[str]:
+def outdated(session: Session, stages: Mapping[Stage, Sequence[str]]) -> list[str]:
     """Labels of what is to be made again; what hangs on it is left out.
 
     What lies outside the workspace is not looked at.
+
+    Args:
+        session: The recipe at work.
+        stages: Those that are looked at, and of which items.
     """
     found = []
-    for stage in stages:
-        for item in stage.items(session.recipe):
+    for stage, items in stages.items():
+        for item in items:
             try:
                 is_current = stage.always or stage.is_current(session, item)
             except InputError:  # of an input that is not there yet

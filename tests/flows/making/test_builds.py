@@ -1,0 +1,78 @@
+"""What a night looks at is what it would make: else it never has nothing to do."""
+
+from dataclasses import replace
+
+import pytest
+from texts import TRAINING, pico_recipe, write_texts
+
+from flows.making import dume
+from flows.making.builds import built
+from tasks.data.sources import sources
+from tasks.engine.stage import Session
+from tasks.engine.workspace import Workspace, fingerprint
+from tasks.living.freshness import news, outdated
+from tasks.methods import stages_of
+from tasks.recipes import validate
+
+DOMAINS = ("letters", "numbers")
+TASK = {"heldout": "text", "domain": "letters", "metric": "bits_per_byte"}
+ROW = {"method": "btx", "training": {**TRAINING, "steps": 4, "learning_rate": 1e-3}}
+
+
+class Publishing(Session):
+    """Publishes for each stage what the others read of it, and the record that it would have."""
+
+    def ensure(self, stage, only=None):
+        for item in stage.items(self.recipe):
+            if only is None or item in only:
+                self.publish(stage, item)
+
+    def publish(self, stage, item):
+        artifact = stage.artifact(item)
+        staged = self.workspace.stage(artifact)
+        for other in stages_of(self.recipe):
+            for name in self.read_by(other):
+                if name.startswith(f"{artifact}/"):
+                    file = staged / name.removeprefix(f"{artifact}/") / "part"
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.touch()
+        made_from = stage.made_from(self, item)
+        record = {**made_from, "fingerprint": fingerprint(made_from)}
+        self.workspace.publish(staged, artifact, record)
+
+    def read_by(self, stage):
+        items = stage.items(self.recipe)
+        return [name for item in items for name in stage.inputs(self.recipe, item)]
+
+    def finish(self):
+        pass
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    values = pico_recipe(write_texts(tmp_path / "texts", domains=DOMAINS), domains=DOMAINS)
+    return validate({**values, "tasks": {"words": TASK}, "baselines": {"btx": ROW}})
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    return Workspace(tmp_path / "home" / "pico")
+
+
+def test_rows_of_a_comparison_that_nobody_made_are_not_waited_for(recipe, workspace, monkeypatch):
+    monkeypatch.setattr(dume, "publish", lambda session, models: models)
+    session = Publishing(recipe, workspace, log=print)
+    assert "task_scores-dume" in outdated(session, built(recipe))
+    assert "btx" not in dume.build(session)
+    assert outdated(session, built(recipe)) == []
+    other = replace(recipe, task_evaluation=replace(recipe.task_evaluation, seeds=(7,)))
+    assert "task_scores-dume" in outdated(Session(other, workspace, log=print), built(other))
+
+
+def test_tasks_that_an_evaluation_added_are_no_news(recipe, workspace):
+    sources.ensure(Session(recipe, workspace, log=print))
+    for tasks in (recipe.tasks, {}):
+        asked = replace(recipe, tasks=tasks)
+        assert not news(Session(asked, workspace, log=print)).any
+    more = replace(recipe, tasks={**recipe.tasks, "more": recipe.tasks["words"]})
+    assert news(Session(more, workspace, log=print)).any
