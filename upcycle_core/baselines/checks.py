@@ -22,14 +22,8 @@ def baseline_faults(
     if experts and baseline.top_k > experts:
         remedy = f"more than the {experts} experts; use 1 to {experts}"
         yield Fault(f"{field}.top_k", baseline.top_k, remedy)
-    router_is_trained = bool({"router", "all"} & set(baseline.objective.trainable))
-    sums_to_one = _renormalises(baseline) and (normalise or method != "dume")
-    if experts and baseline.top_k == 1 and router_is_trained and sums_to_one:
-        remedy = (
-            "a renormalised top-1 weight is always 1, so the text's loss gives the router no "
-            "gradient; use top_k >= 2, or objective.trainable: [experts, backbone]"
-        )
-        yield Fault(f"{field}.top_k", baseline.top_k, remedy)
+    if experts and baseline.top_k == 1 and _renormalises(baseline, normalise):
+        yield from _router_faults(baseline, f"{field}.top_k")
     if method == "ders" and baseline.ders is None:
         remedy = "say what the experts are made of, e.g. {codec: low_rank, rank: 4}"
         yield Fault(f"{field}.ders", None, remedy)
@@ -73,8 +67,18 @@ def baseline_faults(
     yield from weight_faults(weights, domains, f"{field}.objective.domain_weights")
 
 
-def _renormalises(baseline: Baseline) -> bool:
+def _router_faults(baseline: Baseline, field: str) -> Iterator[Fault]:
+    """A router that is trained where one expert always weighs 1."""
+    if {"router", "all"} & set(baseline.objective.trainable):
+        remedy = "a renormalised top-1 weight is always 1, so the text's loss gives the router no "
+        remedy += "gradient; use top_k >= 2, or objective.trainable: [experts, backbone]"
+        yield Fault(field, baseline.top_k, remedy)
+
+
+def _renormalises(baseline: Baseline, normalise: bool) -> bool:
     """Whether the k experts' weights are made to sum to one, with nothing beside them."""
+    if baseline.method == "dume":
+        return normalise
     if baseline.ders is None:
         return True
     return baseline.ders.combine == "normalised" and baseline.ders.universal == "none"
