@@ -30,7 +30,7 @@ class ProcessRecord:
         boot: Which start of the machine that was.
         host: What the machine is called.
         machine: What it is known by, whatever it is called.
-        place: The folder of its record, which is another one in a copied home.
+        place: The folder of its record.
     """
 
     pid: int
@@ -164,30 +164,36 @@ def read_records(path: Path) -> dict[str, ProcessRecord]:
     Nor does a copy of it: what runs works for the home that was copied.
     """
     try:
-        content, place = json.loads(path.read_text()), _place(path)
+        content = json.loads(path.read_text())
         records = {
             name: ProcessRecord(**{**entry, "command": tuple(entry["command"])})
             for name, entry in content.items()
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-    # Another machine calls the same folder otherwise, and earlier records do not name it.
-    return {n: r for n, r in records.items() if r.place in ("", place) or r.boot != _boot()}
+    return {n: r for n, r in records.items() if not _is_of_another_home(r, path.parent)}
 
 
 def write_records(path: Path, records: Mapping[str, ProcessRecord]) -> None:
     """Write ``records`` so that a reader sees the old file or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging, place = path.with_suffix(".tmp"), {"place": _place(path)}
+    staging, place = path.with_suffix(".tmp"), {"place": str(path.parent.absolute())}
     content = {name: asdict(record) | place for name, record in records.items()}
     staging.write_text(json.dumps(content, indent=2))
     staging.replace(path)
 
 
-def _place(path: Path) -> str:
-    """The folder of a file, whatever it is called."""
-    folder = path.parent.stat()
-    return f"{folder.st_dev}:{folder.st_ino}"
+def _is_of_another_home(record: ProcessRecord, folder: Path) -> bool:
+    """Whether the folder that a record was written in is still there, and another one.
+
+    Of another start of the machine, or on another one, nothing that it names runs here anyway.
+    """
+    if not record.place or record.boot != _boot():
+        return False
+    try:
+        return not os.path.samefile(record.place, folder)
+    except OSError:  # its home has been moved
+        return False
 
 
 def end_orphans(*, command: str, environment: Mapping[str, str], owner: str, grace: float) -> int:

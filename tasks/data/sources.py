@@ -18,7 +18,7 @@ from tasks.data.task_sets import task_fingerprint, task_set_faults
 from tasks.data.texts import TEXTS, named_texts, text_faults
 from tasks.data.tokenizer import speaker
 from tasks.engine.artifacts import FORMS, SEED
-from tasks.engine.pinned import given_faults
+from tasks.engine.pinned import given_faults, is_other_seed
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.architectures.compare import compare_experts
 from upcycle_core.architectures.families import family_of
@@ -86,7 +86,10 @@ def write_sources(run: StageRun) -> None:
         given = given_model(recipe, recipe.seed_model.model, run.models)
         digest = tree_digest(given, known=known)
         write_fingerprints(run.out / f"{SEED}.json", {SEED: digest})
-        raise_faults(given_faults(recipe, run.session.workspace, run.out / f"{SEED}.json"))
+        if is_other_seed(recipe, run.session.workspace, run.out / f"{SEED}.json"):
+            raise_faults(given_faults(recipe, run.session.workspace))
+            said = "has other files now than the seed that is built upon was made of, which stays"
+            run.session.log(f"{recipe.seed_model.model} {said}")
     if recipe.seed_text is not None:
         read = source_fingerprint(recipe.seed_text, folder=recipe.text_folder)
         write_fingerprints(run.out / f"{SEED}.json", read)

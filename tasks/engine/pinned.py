@@ -56,8 +56,8 @@ def pinned_faults(
             yield _made_otherwise(artifact, key, before, now)
 
 
-def given_faults(recipe: Recipe, workspace: Workspace, fingerprints: Path) -> Iterator[Fault]:
-    """Hold the files of a given seed against those that the pinned seed was made of.
+def is_other_seed(recipe: Recipe, workspace: Workspace, fingerprints: Path) -> bool:
+    """Whether the files of a given seed are others than those that the pinned seed was made of.
 
     Args:
         recipe: At work.
@@ -65,13 +65,21 @@ def given_faults(recipe: Recipe, workspace: Workspace, fingerprints: Path) -> It
         fingerprints: ``sources/seed.json`` as it is about to be published; where the files lie is
             not in it.
     """
-    artifact = "seed"
-    made = workspace.inputs(artifact).get("sources/seed.json")
-    if artifact not in recipe.pinned or made in (None, sha256_file(fingerprints)):
-        return
-    remedy = f"{artifact} is built upon and was made of other files than are there now; put those "
-    remedy += f"back, {REBUILD}"
-    yield Fault("seed_model.model", recipe.seed_model.model, remedy)
+    made = workspace.inputs("seed").get("sources/seed.json")
+    return "seed" in recipe.pinned and made not in (None, sha256_file(fingerprints))
+
+
+def given_faults(recipe: Recipe, workspace: Workspace) -> Iterator[Fault]:
+    """Hold the name of a given seed, whose files are others, against that of the pinned seed's.
+
+    Under the same name a README may have changed, a hub's repository or an alias moved on, or an
+    upgrade converts a GGUF file otherwise: what is built upon is there all the same.
+    """
+    named = (workspace.record("seed") or {}).get("params", {}).get("seed_model.model")
+    if named not in (None, recipe.seed_model.model):
+        remedy = f"is another seed than the one that is built upon, which was {named!r}; name that "
+        remedy += f"one, {REBUILD}"
+        yield Fault("seed_model.model", recipe.seed_model.model, remedy)
 
 
 def _made_otherwise(artifact: str, key: str, before: Any, now: Any) -> Fault:

@@ -228,7 +228,8 @@ def remember(registry: Registry, name: str, versions: Sequence[Version]) -> None
     if not versions:
         return
     kept, led = registry.model_tags(name), _led(versions)
-    been = [str(version.number) for version in versions if PREVIOUS_TAG in version.tags]
+    told = [v for v in versions if PREVIOUS_TAG in v.tags]
+    been = [str(v.number) for v in told if PENDING_TAG not in v.tags]  # or a kill came before
     standing = [str(version.number) for version in versions if "champion" in version.aliases]
     facts = {
         f"{WITHDRAWN_TAG}{domain}.{digest}": str(number)

@@ -385,6 +385,7 @@ def counted_tokens(corpus: TokenCorpus, pieces: Paragraphs, count: Counted = "al
     """How many tokens of each paragraph are counted. ``[N]`` int64; as ``scored_tokens``."""
     if count == "all":
         return pieces.rows[:, 2]
-    before = np.concatenate([[0], np.cumsum(corpus.responses, dtype=np.int64)])
     first = corpus.offsets[pieces.rows[:, 0]] + pieces.rows[:, 1]
+    end = int((first + pieces.rows[:, 2]).max(initial=0))  # a few may be asked for of many
+    before = np.concatenate([[0], np.cumsum(corpus.responses[:end], dtype=np.int64)])
     return before[first + pieces.rows[:, 2]] - before[first]

@@ -246,10 +246,11 @@ def test_what_runs_for_a_home_is_not_taken_for_that_of_its_copy(family, tmp_path
     record, _ = family
     home, moved, copied = (tmp_path / name for name in ("home", "moved", "copied"))
     write_records(home / "state.json", {"parent": record})
-    home.rename(moved)
-    shutil.copytree(moved, copied)
-    assert read_records(moved / "state.json") == {"parent": record}
+    shutil.copytree(home, copied)
     assert read_records(copied / "state.json") == {}
+    assert read_records(home / "state.json") == {"parent": record}
+    home.rename(moved)
+    assert read_records(moved / "state.json") == {"parent": record}
     earlier = {"parent": dataclasses.asdict(record)}  # whose records do not name the folder
     (copied / "state.json").write_text(json.dumps(earlier))
     assert read_records(copied / "state.json") == {"parent": record}

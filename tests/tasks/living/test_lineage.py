@@ -32,11 +32,13 @@ from upcycle_core.errors import InputError
 DOMAINS = ("letters", "numbers")
 
 
-def publish(workspace, artifact, text="weights", **inputs):
+def publish(workspace, artifact, text="weights", *, params=None, **inputs):
     staged = workspace.stage(artifact)
     (staged / "config.json").write_text(json.dumps(text))
     (staged / "model.safetensors").write_bytes(b"")
-    workspace.publish(staged, artifact, {"inputs": inputs, "fingerprint": text})
+    workspace.publish(
+        staged, artifact, {"inputs": inputs, "params": params or {}, "fingerprint": text}
+    )
     return workspace.digest(artifact)
 
 
@@ -214,22 +216,31 @@ def test_another_given_seed_than_is_built_upon_is_said_until_it_is_put_back(tmp_
     bases = {name: save_pico(tmp_path / name, seed=n) for n, name in enumerate(("v1", "v2"))}
     workspace = Workspace(tmp_path / "home" / "pico")
 
+    lines = []
+
     def session(model, **lineage):
         recipe = validate({**values, "seed_model": {"model": str(model)}})
-        return Session(replace(recipe, **lineage), workspace, log=lambda text: None)
+        return Session(replace(recipe, **lineage), workspace, log=lines.append)
 
     sources.ensure(session(bases["v1"]))
     made_of = {"sources/seed.json": workspace.digest("sources/seed.json")}
-    begun = {"lineage": Lineage(pinned={"seed": publish(workspace, "seed", **made_of)})}
+    named = {"seed_model.model": str(bases["v1"])}
+    pinned = {"seed": publish(workspace, "seed", params=named, **made_of)}
+    begun = {"lineage": Lineage(pinned=pinned)}
     moved = tmp_path / "moved"
     bases["v1"].rename(moved)
     assert not news(session(moved, **begun)).any
-    said = r"seed_model\.model = .*v2.*: seed is built upon and was made of other files.*--rebuild"
+    said = r"seed_model\.model = .*v2.*: is another seed.* built upon, .*v1'; .*--rebuild"
     for look in (news, sources.ensure):
         with pytest.raises(InputError, match=said):
             look(session(bases["v2"], **begun))
     assert news(session(bases["v2"])).any
     assert not news(session(moved, **begun)).any  # what was refused was not published
+    moved.rename(bases["v1"])
+    lines.clear()
+    (bases["v1"] / "README.md").write_text("A word more.")
+    sources.ensure(session(bases["v1"], **begun))
+    assert "v1 has other files now than the seed that is built upon was made of" in str(lines)
     begun = {"lineage": Lineage(pinned={"seed": publish(workspace, "seed")})}  # of an older version
     assert news(session(bases["v2"], **begun)).any
 

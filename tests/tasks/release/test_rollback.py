@@ -31,8 +31,10 @@ from tasks.release.versions import (
     ROLLED_BACK_TAG,
     Outcome,
     expert_digests,
+    former_champion,
     led_experts,
     offered,
+    remember,
     roll_back,
     ways_back,
     with_aliases,
@@ -305,6 +307,17 @@ def test_a_model_that_is_registered_already_says_so_and_not_what_the_gate_said(
 
 class Killed(BaseException):
     """Ends a registration as SIGKILL would, between two calls of the registry."""
+
+
+def test_a_first_one_that_was_killed_before_it_was_champion_is_no_former_champion(
+    registry, name, register
+):
+    made = register(Registration(tags={MODEL_TAG: "first"}, marks={PENDING_TAG: "champion"}))
+    registry.set_tags(made, {PREVIOUS_TAG: "none"})
+    remember(registry, name, registry.versions(name))
+    assert former_champion(registry, name) is None
+    with_aliases(registry, registry.versions(name)[0])
+    assert former_champion(registry, name) == "1"
 
 
 @pytest.mark.parametrize("calls", range(6))
