@@ -75,10 +75,9 @@ def card_of(recipe: Recipe, row: str) -> dict[str, Any]:
             experts, made = [], "of dense models and their seed"
             made = made if rival.uses_experts else "of copies of one dense model"
             origin = f"A Mixture-of-Experts {made}, by {title}, DeRS with Upcycle."
-    method = f"{title}, DeRS"
     return {
         "recipe_text": recipe_yaml(recipe, keys),
-        "method": method,
+        "method": f"{title}, DeRS",
         "experts": experts,
         "origin": origin,
     }

@@ -48,8 +48,8 @@ class Method:
         outside: What is wrong with the files and models that a recipe names outside its workspace;
             takes the folder of models from a hub.
         checks: What is wrong with what a recipe says about it, found without reading any file.
-        before: Imports {stage: what is looked at before it runs, of all that it runs for}: what
-            what earlier stages have made lacks for what the recipe asks of it.
+        before: Imports {stage: a look at what earlier stages have made, of all items at once}. It
+            is taken before the stage runs, and says what the recipe asks for in vain.
         unused: What a recipe of another method says of it in vain.
         section: The section of a recipe that asks for it, if it has one.
         completed: The recipe with what it says of itself by saying nothing.

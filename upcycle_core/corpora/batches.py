@@ -376,16 +376,20 @@ def scored_tokens(corpus: TokenCorpus, pieces: Paragraphs, count: Counted = "all
     """
     if count == "all":
         return pieces.rows[:, 2] - 1
-    before = np.concatenate([[0], np.cumsum(corpus.responses, dtype=np.int64)])
-    first = corpus.offsets[pieces.rows[:, 0]] + pieces.rows[:, 1]
-    return before[first + pieces.rows[:, 2]] - before[first + 1]
+    return _of_responses(corpus, pieces, behind=1)
 
 
 def counted_tokens(corpus: TokenCorpus, pieces: Paragraphs, count: Counted = "all") -> np.ndarray:
     """How many tokens of each paragraph are counted. ``[N]`` int64; as ``scored_tokens``."""
     if count == "all":
         return pieces.rows[:, 2]
+    return _of_responses(corpus, pieces, behind=0)
+
+
+def _of_responses(corpus: TokenCorpus, pieces: Paragraphs, *, behind: int) -> np.ndarray:
+    """How many tokens of each paragraph's, behind its first ones, are of responses. ``[N]``."""
     first = corpus.offsets[pieces.rows[:, 0]] + pieces.rows[:, 1]
-    end = int((first + pieces.rows[:, 2]).max(initial=0))  # a few may be asked for of many
-    before = np.concatenate([[0], np.cumsum(corpus.responses[:end], dtype=np.int64)])
-    return before[first + pieces.rows[:, 2]] - before[first]
+    last = first + pieces.rows[:, 2]
+    read = corpus.responses[: int(last.max(initial=0))]  # a few may be asked for of many
+    before = np.concatenate([[0], np.cumsum(read, dtype=np.int64)])
+    return before[last] - before[first + behind]
