@@ -109,7 +109,7 @@ def make_tokenizer(folder: Path) -> Path:
     texts = pyarrow.table({"text": [file.read_text() for file in own]})
     parquet.write_table(texts, folder / "train.parquet")
     config = TokenizerConfig(vocabulary_size=VOCABULARY)
-    train_tokenizer({"code": folder}, folder / "tokenizer", config=config)
+    train_tokenizer({"code": folder / "train.parquet"}, folder / "tokenizer", config=config)
     return folder / "tokenizer"
 
 

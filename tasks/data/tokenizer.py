@@ -31,7 +31,7 @@ def speaker(recipe: Recipe) -> str | None:
 
 def _inputs(recipe: Recipe, domain: str) -> list[str]:
     if recipe.trains_seed:
-        return list(each(recipe, "documents/{domain}"))
+        return list(each(recipe, "documents/{domain}/train.parquet"))
     named = speaker(recipe)
     if named is None:  # pinned: it is not made again
         return []
@@ -58,6 +58,6 @@ def tokenizer(run: StageRun) -> None:
     run.run_one(
         train_tokenizer,
         "corpora",
-        documents={name: run.path(f"documents/{name}") for name in recipe.domains},
+        documents={name: run.path(f"documents/{name}/train.parquet") for name in recipe.domains},
         config=recipe.tokenizer,
     )

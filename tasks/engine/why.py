@@ -47,10 +47,12 @@ def upgrades(record: Mapping[str, Any], made_from: Mapping[str, Any]) -> list[st
 def as_recorded_now(
     record: Mapping[str, Any], made_from: Mapping[str, Any], workspace: Workspace
 ) -> Mapping[str, Any]:
-    """A record of an earlier version, whose list of modules was typed, in the words of this one.
+    """A record of an earlier version in the words of this one.
 
-    What it did not write down counts as unchanged: packages, and modules beside those that both
-    lists name; none in common is as good as all changed.
+    Where that read all of an artifact and this reads a part, the part is as it was if all of it is.
+    Before packages were recorded the list of modules was typed. What it did not write down counts
+    as unchanged: packages, and modules beside those that both lists name; none in common is as good
+    as all changed.
 
     Args:
         record: What the artifact's ``provenance.json`` says.
@@ -58,7 +60,8 @@ def as_recorded_now(
         workspace: Knows by which digests its artifacts have been called.
     """
     if "packages" in record:
-        return record
+        inputs = dict(_narrowed(record.get("inputs", {}), made_from["inputs"], workspace))
+        return {**record, "inputs": inputs}
     sources, listed = made_from["sources"], record.get("sources", {})
     common = sources.keys() & listed.keys()
     return {
@@ -67,6 +70,19 @@ def as_recorded_now(
         "packages": made_from["packages"],
         "sources": {**sources, **{name: listed[name] for name in common}} if common else {},
     }
+
+
+def _narrowed(
+    inputs: Mapping[str, str], made_from: Mapping[str, str], workspace: Workspace
+) -> Iterator[tuple[str, str]]:
+    """Recorded inputs; in the place of one that is read no more, what is read of it now."""
+    for name, digest in inputs.items():
+        parts = [part for part in made_from if part not in inputs and name in enclosing(part)]
+        if name in made_from or not parts:
+            yield name, digest
+            continue
+        same = workspace.has_digest(name, digest)
+        yield from ((part, made_from[part] if same else digest) for part in parts)
 
 
 def _known(params: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from infra.durable import SEAL, is_whole, sealed, write_atomically
 from infra.recipe.schema import Lineage, Recipe
 from tasks.engine.life import EXPERTS, Life, experts_in, joined, modelled
 from tasks.engine.stage import Session
-from tasks.engine.workspace import Workspace
+from tasks.engine.workspace import Workspace, enclosing
 from tasks.methods import METHODS, stages_of
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -108,7 +108,7 @@ def with_parents(
     known = life.modelled(workspace)
     for name, domain in recipe.domains.items():
         made_from, digest = workspace.inputs(f"experts/{name}"), workspace.digest(f"experts/{name}")
-        texts = [text for text in life.texts(recipe, name) if text in made_from]
+        texts = list(filter(None, (_read(text, made_from) for text in life.texts(recipe, name))))
         if name not in known:  # left by a growing that did not end: it begins at the seed again
             parents.pop(name, None)
             continue
@@ -124,6 +124,11 @@ def with_parents(
         elif f"parents/{name}" not in made_from:
             parents.pop(name, None)
     return replace(recipe, lineage=replace(recipe.lineage, parents=parents))
+
+
+def _read(text: str, made_from: Mapping[str, str]) -> str | None:
+    """What an expert is recorded to have read of ``text``: an earlier version named all around."""
+    return next((within for within in enclosing(text) if within in made_from), None)
 
 
 def check_built_upon(session: Session) -> None:

@@ -24,6 +24,15 @@ from upcycle_core.training.config import LlamaShape
 from upcycle_core.training.seed import initialise_model
 
 
+def trained_on(recipe: Recipe, domain: str) -> list[str]:
+    """The text that a domain's model is trained on, below the workspace: no other split of it."""
+    return [_text(name) for name in mixture(recipe, domain)]
+
+
+def _text(domain: str) -> str:
+    return f"documents/{domain}/train.parquet"
+
+
 def mixture(recipe: Recipe, domain: str) -> dict[str, float]:
     """{domain: its share} of the text that a domain's model is trained on; its own by default."""
     shares = (recipe.domains[domain].origin or Origin()).mixture
@@ -36,7 +45,7 @@ def _inputs(recipe: Recipe, domain: str) -> Iterator[str]:
         yield from (f"sources/{domain}.json", f"sources/{FORMS}/{domain}")
     if own.expert is not None:
         return
-    yield from (f"documents/{name}" for name in mixture(recipe, domain))
+    yield from trained_on(recipe, domain)
     if continued:
         yield f"parents/{domain}"
     elif domain in sharing(recipe):
@@ -72,7 +81,7 @@ def experts(run: StageRun) -> None:
         run,
         stranger_piece,
         "experts",
-        documents={name: run.path(f"documents/{name}") for name in shares},
+        documents={name: run.path(_text(name)) for name in shares},
         shares=list(shares.values()),
         initial=initialisation(origin, run.domain, recipe.seed),
         start=start,
@@ -129,7 +138,7 @@ def _write_tokens(documents: Mapping[str, Path], start: Path, texts: Path, bos: 
     """The text in the words of the model at ``start``."""
     encoder = load_tokenizer(start)
     for domain in documents:
-        write_encoded(texts / domain, documents[domain] / "train.parquet", encoder, bos=bos)
+        write_encoded(texts / domain, documents[domain], encoder, bos=bos)
 
 
 def initialisation(origin: Origin, name: str, seed: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from infra.recipe.schema import Recipe
 from tasks.data.documents import documents
 from tasks.engine.life import Life, without_domain
-from tasks.symphony.experts import mixture
+from tasks.symphony.experts import trained_on
 from tasks.symphony.sources import sources
 from tasks.symphony.variants import anchor_of, section, with_anchors
 from tasks.symphony.vocabulary import sharing
@@ -72,7 +72,7 @@ def _said(recipe: Recipe) -> str:
 LIFE = Life(
     pinned=lambda recipe: ["vocabulary"] if sharing(recipe) else [],
     reads=(sources, documents),
-    texts=lambda recipe, domain: [f"documents/{name}" for name in mixture(recipe, domain)],
+    texts=trained_on,
     without=without,
     anchor=_anchor,
     settled=_settled,

@@ -47,7 +47,7 @@ def groups_of(model: Path, config: CalibrationConfig) -> list[tuple[int, ...]]:
 def _inputs(recipe: Recipe, pairing: str) -> Iterator[str]:
     config = variants(recipe)[pairing]
     yield from each(recipe, "experts/{domain}")
-    yield from (f"documents/{name}" for name in calibrated(recipe, config))
+    yield from (f"documents/{name}/calibration.parquet" for name in calibrated(recipe, config))
 
 
 @stage(
@@ -66,7 +66,7 @@ def pairs(run: StageRun) -> None:
     anchor = anchor_of(recipe, config)
     groups = groups_of(run.path(f"experts/{anchor}"), config.calibration)
     texts = {
-        name: run.path(f"documents/{name}") / "calibration.parquet"
+        name: run.path(f"documents/{name}/calibration.parquet")
         for name in calibrated(recipe, config)
     }
     common = {

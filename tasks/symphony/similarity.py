@@ -58,7 +58,8 @@ def _models(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
 
 
 def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
-    for pattern in ("experts/{domain}", "documents/{domain}", "corpora/{domain}/calibration"):
+    calibration = ("documents/{domain}/calibration.parquet", "corpora/{domain}/calibration")
+    for pattern in ("experts/{domain}", *calibration):
         yield from each(recipe, pattern)
     yield from (artifact for _, _, artifact in _models(recipe))
 
@@ -73,7 +74,7 @@ def similarity(run: StageRun) -> None:
     """Write ``similarity.{json,csv,md,png}`` and a picture a representation."""
     recipe = run.recipe
     common = {"config": recipe.similarity, "device": run.device("evaluation")}
-    texts = {n: run.path(f"documents/{n}") / "calibration.parquet" for n in recipe.domains}
+    texts = {n: run.path(f"documents/{n}/calibration.parquet") for n in recipe.domains}
     models = {name: run.path(f"experts/{name}") for name in recipe.domains}
     pieces = [
         Piece.of(

@@ -32,7 +32,7 @@ def sharing(recipe: Recipe) -> tuple[str, ...]:
 
 @stage(
     "vocabulary",
-    lambda recipe, item: each(recipe, "documents/{domain}"),
+    lambda recipe, item: each(recipe, "documents/{domain}/train.parquet"),
     params=("tokenizer",),
     each=lambda recipe: [""] if sharing(recipe) else [],
 )
@@ -41,7 +41,7 @@ def vocabulary(run: StageRun) -> None:
     run.run_one(
         train_tokenizer,
         "corpora",
-        documents={name: run.path(f"documents/{name}") for name in run.recipe.domains},
+        documents={n: run.path(f"documents/{n}/train.parquet") for n in run.recipe.domains},
         config=run.recipe.tokenizer,
     )
 

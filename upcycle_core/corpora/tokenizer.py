@@ -26,7 +26,7 @@ def train_tokenizer(
     """Train a tokenizer on equal parts of each domain and save it for ``AutoTokenizer``.
 
     Args:
-        documents: Directory written by ``write_documents``, by domain.
+        documents: Training text, ``train.parquet`` of ``write_documents``, by domain.
         out: Directory for tokenizer.json and tokenizer_config.json.
         config: Size of the vocabulary and bytes read per domain.
         progress: Hears of the beginning and the end.
@@ -45,7 +45,7 @@ def train_tokenizer(
     texts = (
         text
         for domain in sorted(documents)
-        for text in _first(documents[domain] / "train.parquet", config.bytes_per_domain)
+        for text in _first(documents[domain], config.bytes_per_domain)
     )
     core.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(

@@ -296,8 +296,13 @@ def test_what_a_living_model_was_trained_to_outlives_an_upgrade(life, monkeypatc
 
 
 def put(life, artifact, name, text):
+    put_all(life, artifact, {name: text})
+
+
+def put_all(life, artifact, files):
     staged = life.workspace.stage(artifact)
-    (staged / name).write_text(text)
+    for name, text in files.items():
+        (staged / name).write_text(text)
     life.workspace.publish(staged, artifact, {})
 
 
@@ -331,6 +336,32 @@ def test_an_expert_of_a_version_that_read_all_text_s_hashes_is_not_trained_again
     assert life.lines[-1].endswith("letters: stays, though sources/letters.json is read no more")
     continued = trained_expert(life, **{"parents/letters": "what it was continued from"})
     assert continued() == ["parents/letters is read no more"]
+
+
+@pytest.mark.parametrize(
+    ("since", "reasons"),
+    [
+        ({}, []),
+        ({"train": "other"}, ["input/train changed"]),
+        ({"heldout": "other"}, ["input/train changed"]),  # it is not known which of them
+    ],
+    ids=["nothing", "training", "heldout"],
+)
+def test_where_a_part_is_read_now_a_record_of_the_whole_holds_while_that_is_as_it_was(
+    life, monkeypatch, since, reasons
+):
+    whole = {"train": "first", "heldout": "first"}
+    put_all(life, "input", whole)
+    record = {**STAGE.made_from(life.session(), ""), "fingerprint": "of then"}
+    life.workspace.publish(life.workspace.stage("copied"), "copied", record)
+    put_all(life, "input", {**whole, **since})
+    life.recipe = replace(life.recipe, lineage=Lineage())
+    part = replace(STAGE, inputs=lambda *_: ["input/train"], lasting=lambda *_: True)
+    newer = {**package_versions(), "transformers": "99.0.0"}
+    monkeypatch.setattr("tasks.engine.stage.package_versions", lambda: newer)
+    found = part.reasons(life.session())
+    assert [reason for reason in found if "transformers" not in reason] == reasons
+    assert bool(found) == bool(reasons)
 
 
 def test_the_same_bytes_made_another_way_are_the_same_input(life):

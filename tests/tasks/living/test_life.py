@@ -27,15 +27,29 @@ def strangers(tmp_path, domains=OLD, **origins):
     return validate(values)
 
 
-@pytest.fixture
-def workspace(tmp_path):
-    """Two joined strangers; numbers was trained on text of both."""
+def write_documents(workspace, domain, text, heldout="old"):
+    staged = workspace.stage("documents")
+    (staged / "train.parquet").write_text(text)
+    (staged / "heldout.parquet").write_text(heldout)
+    workspace.publish(staged, f"documents/{domain}", {"inputs": {}, "params": {}})
+
+
+TRAIN = "documents/{}/train.parquet"
+
+
+@pytest.fixture(params=[TRAIN, "documents/{}"], ids=["now", "earlier"])
+def workspace(tmp_path, request):
+    """Two joined strangers; numbers was trained on text of both.
+
+    What an earlier version recorded that they read is all of their documents.
+    """
     workspace = Workspace(tmp_path / "home" / "pico")
-    texts = {
-        f"documents/{domain}": publish(workspace, f"documents/{domain}", "old") for domain in OLD
-    }
+    for domain in OLD:
+        write_documents(workspace, domain, "old")
+    texts = {name: workspace.digest(name) for name in map(request.param.format, OLD)}
     words = publish(workspace, "vocabulary", **texts)
-    first = {"documents/letters": texts["documents/letters"], "vocabulary": words}
+    letters = request.param.format("letters")
+    first = {letters: texts[letters], "vocabulary": words}
     publish(workspace, "experts/letters", "l", **first)
     publish(workspace, "experts/numbers", "n", **texts, vocabulary=words)
     models = {f"experts/{domain}": workspace.digest(f"experts/{domain}") for domain in OLD}
@@ -61,15 +75,26 @@ def test_a_stranger_goes_on_where_any_text_that_it_reads_is_new(tmp_path, worksp
     assert begin(recipe, workspace).parents == {}
     again = with_parents(begin(recipe, workspace), workspace, led={})
     assert again.parents == {}
-    publish(workspace, "documents/numbers", "new")
+    write_documents(workspace, "numbers", "new")
     taught = with_parents(begin(recipe, workspace), workspace, led={})
     assert taught.parents == {"numbers": workspace.digest("experts/numbers")}
-    publish(workspace, "documents/numbers", "old")
-    publish(workspace, "documents/letters", "new")  # of which numbers reads a share
+    write_documents(workspace, "numbers", "old")
+    write_documents(workspace, "letters", "new")  # of which numbers reads a share
     both = with_parents(begin(recipe, workspace), workspace, led={})
     assert set(both.parents) == set(OLD)
     assert "parents/numbers" in experts.inputs(taught, "numbers")
     assert "vocabulary" not in experts.inputs(taught, "numbers")
+
+
+def test_no_stranger_learns_anew_what_is_held_out(tmp_path, workspace):
+    recipe = strangers(tmp_path)
+    reads = set(experts.inputs(recipe, "letters"))
+    assert reads == {TRAIN.format("letters"), "vocabulary"}
+    made_from = workspace.inputs("experts/letters")
+    write_documents(workspace, "letters", "old", heldout="a file more")
+    taught = with_parents(begin(recipe, workspace), workspace, led={})
+    read_all = "documents/letters" in made_from  # whether the file is another, nobody wrote down
+    assert set(taught.parents) == ({"letters"} if read_all else set())
 
 
 def test_only_a_stranger_that_is_given_hangs_on_what_lies_outside(tmp_path, workspace):
@@ -77,7 +102,7 @@ def test_only_a_stranger_that_is_given_hangs_on_what_lies_outside(tmp_path, work
     outside = {"sources/numbers.json", "sources/form/numbers"}
     assert outside <= set(experts.inputs(recipe, "numbers"))
     assert "sources/letters.json" not in experts.inputs(recipe, "letters")
-    publish(workspace, "documents/numbers", "new")
+    write_documents(workspace, "numbers", "new")
     taught = with_parents(begin(recipe, workspace), workspace, led={})
     assert outside.isdisjoint(experts.inputs(taught, "numbers"))
 

@@ -53,7 +53,7 @@ def tokenizer(tmp_path_factory):
     text = [f"def f{n}(x):\n    return x + {n}\n" * 20 for n in range(50)]
     parquet.write_table(pyarrow.table({"text": text}), folder / "train.parquet")
     config = TokenizerConfig(vocabulary_size=VOCABULARY)
-    train_tokenizer({"code": folder}, folder / "tokenizer", config=config)
+    train_tokenizer({"code": folder / "train.parquet"}, folder / "tokenizer", config=config)
     return folder / "tokenizer"
 
 

@@ -23,7 +23,7 @@ def documents(tmp_path):
     for name, texts in {"code": TEXTS, "prose": ["The quick brown fox. " * 30] * 50}.items():
         (tmp_path / name).mkdir()
         parquet.write_table(pyarrow.table({"text": texts}), tmp_path / name / "train.parquet")
-        found[name] = tmp_path / name
+        found[name] = tmp_path / name / "train.parquet"
     return found
 
 
@@ -91,7 +91,7 @@ def test_training_gives_the_same_bytes_for_any_number_of_threads(documents, tmp_
         "from upcycle_core.corpora.config import TokenizerConfig\n"
         "from upcycle_core.corpora.tokenizer import train_tokenizer\n"
         "root = Path(sys.argv[1])\n"
-        "documents = {name: root / name for name in ('prose', 'code')}\n"
+        "documents = {n: root / n / 'train.parquet' for n in ('prose', 'code')}\n"
         "config = TokenizerConfig(vocabulary_size=330)\n"
         "train_tokenizer(documents, Path(sys.argv[2]), config=config)\n"
     )
