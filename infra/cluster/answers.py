@@ -17,12 +17,28 @@ LOST = (
 )
 
 
-def get(reference: ray.ObjectRef) -> Any:
-    """What a task returned; bad input as it was raised there."""
+KILLED = {
+    ray.exceptions.OutOfMemoryError: "ran out of memory",
+    ray.exceptions.WorkerCrashedError: "was killed, as the system does where memory runs out",
+}
+"""What ended a task's process each time that it was begun anew."""
+
+
+def get(reference: ray.ObjectRef, name: str) -> Any:
+    """What the task ``name`` returned; bad input as it was raised there.
+
+    Raises:
+        InputError: Its process was killed as often as it was begun, or what it raised.
+    """
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         raise (error.cause if isinstance(error.cause, InputError) else error) from None
+    except tuple(KILLED) as error:
+        remedy = f"{KILLED[type(error)]} each time that it was begun; let fewer pieces run at once "
+        remedy += "(memory or cpus of its kind under compute), make batches or sequences smaller, "
+        remedy += "or use a machine with more memory; what is finished is kept"
+        raise InputError(Fault("compute", name, remedy)) from None
 
 
 def call(
@@ -54,7 +70,7 @@ def call(
         except BaseException:
             ray.cancel(reference)
             raise
-        return get(reference)
+        return get(reference, function.__name__)
 
 
 @contextmanager

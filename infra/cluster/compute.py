@@ -244,11 +244,14 @@ def run_pieces(
     directory.mkdir(parents=True, exist_ok=True)
     workers = max((piece.workers for piece in pieces), default=1)
     raise_faults(_lacking(resources, workers))
-    waiting = [
-        _remote(piece, resources, f"{label}:{piece.name}").remote(directory, piece, resources)
-        for piece in pieces
-        if not is_finished(directory, piece.name)
-    ]
+    left = {
+        f"{label}:{piece.name}": piece for piece in pieces if not is_finished(directory, piece.name)
+    }
+    names = {
+        _remote(piece, resources, name).remote(directory, piece, resources): name
+        for name, piece in left.items()
+    }
+    waiting = list(names)
     try:
         had_room = time.monotonic()
         while waiting:
@@ -256,7 +259,7 @@ def run_pieces(
             watch()
             _check_servers()
             for reference in ready:
-                get(reference)
+                get(reference, names[reference])
             lacking = _lacking(resources, workers)
             if not lacking:
                 had_room = time.monotonic()
