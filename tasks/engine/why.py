@@ -49,7 +49,8 @@ def as_recorded_now(
 ) -> Mapping[str, Any]:
     """A record of an earlier version in the words of this one.
 
-    Where that read all of an artifact and this reads a part, the part is as it was if all of it is.
+    Where that read all of an artifact and this reads a part, the part is as it was if all of it is;
+    where that named a section of the recipe and this a key in it, that section says its value.
     Before packages were recorded the list of modules was typed. What it did not write down counts
     as unchanged: packages, and modules beside those that both lists name; none in common is as good
     as all changed.
@@ -61,7 +62,9 @@ def as_recorded_now(
     """
     if "packages" in record:
         inputs = dict(_narrowed(record.get("inputs", {}), made_from["inputs"], workspace))
-        return {**record, "inputs": inputs}
+        params = record.get("params", {})
+        own = dict(_known(params, made_from["params"]))
+        return {**record, "inputs": inputs, "params": {**params, **own}}
     sources, listed = made_from["sources"], record.get("sources", {})
     common = sources.keys() & listed.keys()
     return {

@@ -10,6 +10,7 @@ from typing import Any
 
 from infra.recipe.schema import Recipe
 from tasks.dume.life import seed_of
+from tasks.engine.artifacts import INSTRUCTIONS
 from tasks.engine.life import Life
 from tasks.engine.workspace import Workspace
 from tasks.simoe.report import figures
@@ -22,9 +23,9 @@ from upcycle_core.corpora.tuning.records import Record
 
 def _modelled(workspace: Workspace) -> tuple[str, ...]:
     """Instruction sets that the workspace's model was tuned on."""
-    if "instructions" not in workspace.inputs("model"):
+    if not any(name.partition("/")[0] == INSTRUCTIONS for name in workspace.inputs("model")):
         return ()
-    params = (workspace.record("instructions") or {}).get("params", {})
+    params = (workspace.record(INSTRUCTIONS) or {}).get("params", {})
     return tuple(params.get("instructions", {}).get("sources", {}))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from infra.recipe.schema import Recipe, recipe_yaml
 from tasks.baselines.start import start_of
-from tasks.engine.artifacts import SUMMARY, TRAINING
+from tasks.engine.artifacts import INSTRUCTIONS, SUMMARY, TRAINING
 from tasks.engine.stage import StageRun, stage
 from tasks.simoe.checks import tied_head
 from tasks.simoe.labels import labels_of
@@ -33,7 +33,9 @@ from upcycle_core.training.config import TrainingConfig
 if TYPE_CHECKING:
     from upcycle_core.simoe.train import SimoeResult
 
-INPUTS = ("instructions", "seed")
+TRAIN = f"{INSTRUCTIONS}/train"
+INPUTS = (TRAIN, "seed")
+"""What is held out, and where records lay, trains nothing."""
 DECIDING = (
     "name",
     "seed",
@@ -60,7 +62,7 @@ def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
 @stage("baselines/{baseline}", lambda recipe, name: INPUTS, each=trained_rows, params=_row_params)
 def baselines(run: StageRun) -> None:
     """Write a rival's or an ablation's checkpoint, and beside it what its training came to."""
-    raise_faults(prepared_faults(run.recipe, run.path("instructions")))
+    raise_faults(prepared_faults(run.recipe, _prepared(run)))
     row = run.recipe.baselines[run.item]
     if row.method == "simoe":
         try:
@@ -69,7 +71,7 @@ def baselines(run: StageRun) -> None:
             own = [replace(f, field=f"baselines.{run.item}.{f.field}") for f in error.faults]
             raise InputError(*own) from None
         return
-    labels = labels_of(run.path("instructions"))
+    labels = labels_of(_prepared(run))
     experts = _experts(run, labels) if row.method == "btx" else {}
     parts = {"experts": experts, "seed_model": run.path("seed")}
     start = start_of(run, row, "baselines", domains=len(labels), **parts)
@@ -92,7 +94,7 @@ def baselines(run: StageRun) -> None:
 def model(run: StageRun) -> None:
     """Write the recipe's model: the seed, with the sparse experts that tuning has found."""
     recipe = run.recipe
-    raise_faults(prepared_faults(recipe, run.path("instructions")))
+    raise_faults(prepared_faults(recipe, _prepared(run)))
     tune_simoe(run, section(recipe), recipe.tuning.training, "post_training")
     write_model_card(
         run.out,
@@ -118,7 +120,7 @@ def tune_simoe(
         simoe_piece,
         kind,
         start=run.path("seed"),
-        instructions=run.path("instructions"),
+        instructions=_prepared(run),
         cuts=_cuts(run),
         bos=run.recipe.corpus.bos,
         config=training,
@@ -153,7 +155,7 @@ def _experts(run: StageRun, labels: list[str]) -> dict[str, Path]:
 
 
 def _data(run: StageRun, label: str = "*") -> Instructions:
-    files = _files(run.path("instructions"), label)
+    files = _files(_prepared(run), label)
     return Instructions(files=files, cuts=_cuts(run), bos=run.recipe.corpus.bos)
 
 
@@ -181,7 +183,7 @@ def simoe_piece(
 
     tasks: tuple[str, ...] = ()
     if simoe.routing == "task":
-        tasks = tuple(json.loads((instructions / "manifest.json").read_text())["train_tasks"])
+        tasks = _tasks(_files(instructions))
     data = Instructions(files=_files(instructions), tasks=tasks, cuts=cuts, bos=bos)
     rows = data.rows(start, config=config, seed=seed)
     result = train_simoe(
@@ -203,6 +205,19 @@ def simoe_piece(
         (out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
         data.name_form(out)
     return {"loss": result.training.final_loss, "seconds": result.training.seconds}
+
+
+def _prepared(run: StageRun) -> Path:
+    return run.path(TRAIN).parent
+
+
+def _tasks(files: list[Path]) -> tuple[str, ...]:
+    """Those of the training instructions, by name."""
+    found = set[str]()
+    for file in files:
+        with file.open(encoding="utf-8") as lines:
+            found |= {json.loads(line)["task"] for line in lines}
+    return tuple(sorted(found))
 
 
 def _files(instructions: Path, label: str = "*") -> list[Path]:

@@ -54,9 +54,12 @@ def _inputs(recipe: Recipe, domain: str) -> Iterator[str]:
 
 def _params(recipe: Recipe, domain: str) -> Iterator[str]:
     yield from expert_keys(recipe, domain)
-    if recipe.domains[domain].expert is not None:
+    own = recipe.domains[domain]
+    if own.expert is not None:
         return
-    yield from (f"domains.{domain}.origin", "corpus.bos")
+    # A given model is what sources/ says, wherever it lies.
+    begins = "origin" if own.origin is None or own.origin.model is None else "origin.mixture"
+    yield from (f"domains.{domain}.{begins}", "corpus.bos")
     if domain not in recipe.parents:
         yield "seed_model.shape"
         if domain not in sharing(recipe):

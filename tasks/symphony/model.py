@@ -11,20 +11,9 @@ from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.progress import Progress
 
-# What the model card quotes: everything that has a part in the weights.
-CARD_KEYS = (
-    "name",
-    "seed",
-    "domains",
-    "corpus",
-    "tokenizer",
-    "experts",
-    "symphony",
-    "statistics",
-    "router",
-    "moe",
-    "post_training",
-)
+DECIDING = ("name", "seed", "symphony", "moe", "post_training")
+"""What the model card quotes, and no more: it is written by the training, whose inputs stand for
+texts, experts and routers, and which nothing may start again that has no part in it."""
 
 
 def _trained_keys(recipe: Recipe, name: str) -> Iterator[str]:
@@ -76,7 +65,7 @@ def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
 @stage(
     "model",
     _inputs,
-    params=CARD_KEYS,
+    params=DECIDING,
     lasting=lambda recipe, item: recipe.post_training is not None,
 )
 def model(run: StageRun) -> None:
@@ -92,7 +81,7 @@ def model(run: StageRun) -> None:
     write_model_card(
         run.out,
         title=recipe.name,
-        recipe_text=recipe_yaml(recipe, CARD_KEYS),
+        recipe_text=recipe_yaml(recipe, DECIDING),
         method="Symphony-MoE",
         experts=list(chosen_of(recipe, section(recipe))),
     )

@@ -364,6 +364,21 @@ def test_where_a_part_is_read_now_a_record_of_the_whole_holds_while_that_is_as_i
     assert bool(found) == bool(reasons)
 
 
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_where_a_key_decides_now_a_record_of_its_section_says_its_value(life, is_changed):
+    life.ensure(replace(STAGE, params=("statistics",)))
+    own = life.recipe.statistics
+    tokens = 77 if is_changed else own.tokens
+    life.recipe = replace(
+        life.recipe,
+        lineage=Lineage(),
+        statistics=replace(own, tokens=tokens, shards=own.shards + 1),
+    )
+    lasting = replace(STAGE, params=("statistics.tokens",), lasting=lambda *_: True)
+    said = [f"statistics.tokens {own.tokens} -> 77", "statistics decides no more"]
+    assert lasting.reasons(life.session()) == (said if is_changed else [])
+
+
 def test_the_same_bytes_made_another_way_are_the_same_input(life):
     life.give("one")
     staged = life.workspace.stage("input")

@@ -48,3 +48,11 @@ def test_rivals_are_tuned_on_what_the_model_is(row):
 def test_which_steps_are_kept_decides_a_simoe_alone(row, decides):
     kept = validate(changed(f"baselines/{row}/training/checkpoint_steps", 25))
     assert (baselines.values(kept, row) != baselines.values(validate(VALID), row)) == decides
+
+
+@pytest.mark.parametrize(
+    ("stage", "item"), [(model, ""), (baselines, "dense"), (baselines, "free")]
+)
+def test_of_the_instructions_those_that_train_alone_decide(stage, item):
+    recipe = validate(changed("simoe/routing", "task"))
+    assert set(stage.inputs(recipe, item)) == {"instructions/train", "seed"}

@@ -7,7 +7,7 @@ import pytest
 from pico import save_pico
 
 from tasks.recipes import validate
-from tasks.simoe.model import baselines, model
+from tasks.simoe.model import TRAIN, baselines, model
 from tasks.simoe.prepared import prepared_faults
 from tasks.simoe.register import register_tuned
 from tests.tasks.simoe.test_simoe_faults import VALID, changed
@@ -40,7 +40,9 @@ def prepared(folder, *, labels=("law", "tax"), asked=("seen", "unseen")):
 )
 def test_what_is_missing_is_said_before_any_row_is_tuned(tmp_path, stage, values, made, said):
     prepared(tmp_path, **made)
-    run = SimpleNamespace(recipe=validate(values), item="dense", path=lambda name: tmp_path)
+    run = SimpleNamespace(
+        recipe=validate(values), item="dense", path=lambda name: tmp_path / "train"
+    )
     with pytest.raises(InputError) as error:
         stage.function(run)
     assert said in str(error.value)
@@ -52,7 +54,7 @@ def test_a_head_that_is_the_embedding_of_a_given_seed_grows_no_experts(tmp_path,
     seed = save_pico(tmp_path / "seed", tie_word_embeddings=tied)
     values = changed("seed_model", {"model": str(seed)})
     values["baselines"]["free"]["simoe"] = {"masks": "real", "lm_head": True}
-    path = {"instructions": tmp_path / "instructions", "seed": seed}.get
+    path = {TRAIN: tmp_path / "instructions" / "train", "seed": seed}.get
     run = SimpleNamespace(recipe=validate(values), item="free", path=path, out=None)
     # What comes after it needs the device that is reserved.
     with pytest.raises(InputError if tied else AttributeError) as error:

@@ -11,7 +11,9 @@ from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.methods import METHODS, models_of
 from tasks.recipes import validate
+from tasks.symphony.experts import experts
 from tasks.symphony.model import baselines as stage
+from tasks.symphony.model import model
 from tasks.symphony.variants import anchor_of, chosen_of, pairings, section, variants
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
@@ -238,6 +240,37 @@ def test_a_row_that_tunes_a_part_is_trained_and_recorded_as_such():
     after = validate(changed("baselines", rows))
     assert stage.values(before, "part") != stage.values(after, "part")
     assert stage.values(before, "one") == stage.values(after, "one")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("domains.law.heldout", TEXT),
+        ("experts.continued", {"steps": 7, "warmup_steps": 1}),
+        ("statistics.tokens", 999),
+        ("router.scale", 2.0),
+    ],
+)
+def test_what_has_no_part_in_post_training_does_not_start_it_again(path, value):
+    before, after = validate(VALID), validate(changed(path, value))
+    assert before != after
+    assert model.values(before, "") == model.values(after, "")
+
+
+def test_post_training_begins_again_where_its_own_settings_change():
+    before, after = validate(VALID), validate(changed("post_training.training", {"steps": 77}))
+    assert model.values(before, "") != model.values(after, "")
+
+
+def test_a_model_that_training_goes_on_from_may_lie_elsewhere():
+    own = [
+        {"model": "/here", "mixture": {"code": 1.0}},
+        {"model": "/there", "mixture": {"code": 1}},
+    ]
+    here, there = (validate(changed("domains.code.origin", origin)) for origin in own)
+    assert experts.values(here, "code") == experts.values(there, "code")
+    mixed = validate(changed("domains.code.origin", own[0] | {"mixture": {"code": 2, "law": 1}}))
+    assert experts.values(here, "code") != experts.values(mixed, "code")
 
 
 def test_a_token_passes_through_as_many_experts_as_there_are():
