@@ -65,7 +65,7 @@ def compare(recipe: Recipe) -> State:
             _publish(session)
         else:
             ablation.publish(session)
-        session.workspace.sweep()
+        session.workspace.sweep(session.stages.made)
         return session.completed(f"beside {', '.join(recipe.baselines)}")
 
 

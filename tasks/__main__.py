@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
         "stage",
         nargs="+",
         help="a stage of dvc.yaml and what it runs for, all by default; before it `why` to hear "
-        "what would run; or `sweep` to delete finished pieces",
+        "what would run; or `sweep` to delete what stages have that did not end",
     )
     parser.add_argument("--workspace", type=Path, default=Path.cwd(), help="the current folder")
     chosen = parser.parse_args(arguments)

@@ -77,6 +77,6 @@ def publish(session: FlowSession, models: Sequence[str]) -> Outcome:
     publish_artifacts(session, outcome)
     if tasks is not None:
         publish_tasks(session, outcome.version, tasks)
-    session.workspace.sweep()
+    session.workspace.sweep(session.stages.made)
     (session.workspace.root / SUMMARY).write_text(summary(session, outcome))
     return outcome

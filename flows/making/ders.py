@@ -29,7 +29,7 @@ def offer(session: FlowSession) -> Outcome | None:
     """Register the smallest compressed model that is good enough, and show all of them."""
     outcome = register_compressed(session.registrar)
     _publish(session, outcome)
-    session.workspace.sweep()
+    session.workspace.sweep(session.stages.made)
     return outcome
 
 

@@ -34,5 +34,5 @@ def build(
     publish_tuning(session, outcome)
     if tasks is not None:
         publish_tasks(session, outcome.version, tasks)
-    session.workspace.sweep()
+    session.workspace.sweep(session.stages.made)
     return outcome

@@ -34,7 +34,7 @@ def get(reference: ray.ObjectRef, name: str) -> Any:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         raise (error.cause if isinstance(error.cause, InputError) else error) from None
-    except tuple(KILLED) as error:
+    except (ray.exceptions.OutOfMemoryError, ray.exceptions.WorkerCrashedError) as error:
         remedy = f"{KILLED[type(error)]} each time that it was begun; let fewer pieces run at once "
         remedy += "(memory or cpus of its kind under compute), make batches or sequences smaller, "
         remedy += "or use a machine with more memory; what is finished is kept"

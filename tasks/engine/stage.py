@@ -201,6 +201,7 @@ class Stage:
         reasons = self.reasons(session, item)
         if not reasons:
             session.log(f"{label}: up to date")
+            session.made.add(label)
             return False
         session.log(f"{label} runs: {in_one_line(reasons)}")
         started, made_from = time.monotonic(), self.made_from(session, item)
@@ -229,6 +230,7 @@ class Stage:
             except BaseException:
                 shutil.rmtree(out, ignore_errors=True)
                 raise
+        session.made.add(label)
         session.log(f"{label}: done in {time.monotonic() - started:.1f} s")
         return True
 

@@ -49,6 +49,7 @@ class Session:
         show: Takes how far a stage is: its label, percent, and a line about it.
         spent: When pieces ran (start, end; epoch seconds), by stage.
         whole: Artifacts whose files were held against their hashes in this session.
+        made: Labels of stages that were found or made up to date in this session.
         stopping: Set when the session ends: stages stop as they look at their pieces.
         began: When it began, on the clock of ``time.monotonic``.
     """
@@ -62,6 +63,7 @@ class Session:
     show: Show = lambda label, share, line: None
     spent: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
+    made: set[str] = field(default_factory=set)
     stopping: Event = field(default_factory=Event)
     began: float = field(default_factory=time.monotonic)
 
@@ -182,11 +184,12 @@ class StageRun:
             self.session.check()
             watch()
 
+        label = self.stage.label(self.item)
         done = run_pieces(
             pieces,
-            directory=self.pieces_directory,
+            directory=self.session.workspace.pieces_of(label, self.mark),
             resources=resources,
-            label=self.stage.label(self.item),
+            label=label,
             watch=look,
         )
         watch(final=True)

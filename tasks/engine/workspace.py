@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from upcycle_core.checkpoints.known import FILE, KnownFiles
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 PROVENANCE = "provenance.json"
+STAGE = ".stage"
+"""In a folder of pieces: whose they are."""
 RESTORING = ".restoring"
 """In a workspace while a version is brought back into it."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -236,10 +238,31 @@ class Workspace:
     def _former(self, artifact: str) -> list[str]:
         return (self.record(artifact) or {}).get("former_digests", [])
 
-    def sweep(self) -> int:
-        """Delete the pieces of unfinished stages; returns the bytes freed."""
-        freed = sum(f.stat().st_size for f in self.pieces.rglob("*") if f.is_file())
-        shutil.rmtree(self.pieces, ignore_errors=True)
+    def pieces_of(self, label: str, mark: str) -> Path:
+        """Where a stage's run keeps its pieces until it is published; made, with the stage's name.
+
+        Args:
+            label: The stage's, with its item.
+            mark: Fingerprint of the run.
+        """
+        folder = self.pieces / mark
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / STAGE, label)
+        return folder
+
+    def sweep(self, made: Collection[str] | None = None) -> int:
+        """Delete pieces that nothing goes on from; returns the bytes freed.
+
+        Args:
+            made: Labels of stages that are up to date: what they left on the way. What another
+                stopped flow goes on from stays. All is deleted by default.
+        """
+        freed = 0
+        for folder in list(self.pieces.glob("*")):
+            stage = folder / STAGE
+            if made is None or not stage.is_file() or stage.read_text() in made:
+                freed += sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+                shutil.rmtree(folder, ignore_errors=True)
         return freed
 
     def _link_faults(self) -> Iterator[Fault]:

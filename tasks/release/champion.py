@@ -10,9 +10,11 @@ from pathlib import Path
 
 from infra.cluster.compute import run_pieces
 from infra.cluster.pieces import Done, Piece
+from infra.cluster.progress import progress_file
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
 from tasks.engine.remembered import Remembered
+from tasks.engine.reporting import PieceWatch
 from tasks.engine.stage import Session
 from tasks.engine.workspace import PROVENANCE, fingerprint
 from tasks.release.versions import MODEL_TAG, remember
@@ -61,7 +63,7 @@ class Champion:
             "tokenizer": workspace.path("tokenizer"),
             "documents": {d: workspace.path(f"documents/{d}") for d in recipe.domains},
             "corpora": {d: workspace.path(f"corpora/{d}/heldout") for d in recipe.domains},
-            "config": recipe.evaluation,
+            "config": recipe.evaluation.measuring,
             "bos": recipe.corpus.bos,
             "device": recipe.compute.evaluation.device,
             "room": room_of(recipe.compute, "evaluation"),
@@ -107,12 +109,28 @@ class Champion:
         if not self.directory.exists():
             self._fetch()
         self.session.log(f"evaluating the champion, {self.version.reference}, beside this model")
+        directory = workspace.pieces / f"champion-{which}-{mark}"
+        watch = PieceWatch(
+            {piece.name: progress_file(directory, piece.name)},
+            label="register",
+            item=CHAMPION,
+            log=self.session.log,
+            recorder=None,
+            show=self.session.show,
+        )
+
+        def look() -> None:
+            self.session.check()
+            watch()
+
         done = run_pieces(
             [piece],
-            directory=workspace.pieces / f"champion-{which}-{mark}",
+            directory=directory,
             resources=self.session.recipe.compute.evaluation,
             label="register",
+            watch=look,
         )
+        watch(final=True)
         return done[piece.name]
 
     def _fetch(self) -> None:

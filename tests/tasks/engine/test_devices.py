@@ -20,7 +20,9 @@ from tasks.engine.workspace import Workspace
 from tasks.methods import stages_of
 from tasks.recipes import load_recipe
 from tasks.release.champion import Champion
+from tasks.release.versions import MODEL_TAG
 from upcycle_core.corpora.shards import write_split
+from upcycle_core.errors import InputError
 from upcycle_core.progress import Silent
 
 KINDS = ("seed", "experts", "statistics", "alignment", "post_training", "evaluation", "baselines")
@@ -220,7 +222,8 @@ def champion_of(tmp_path, files, monkeypatch):
     session = Session(recipe, Workspace(tmp_path / recipe.name), log=lambda text: None)
     handed = []
 
-    def run_pieces(pieces, *, resources, **_):
+    def run_pieces(pieces, *, resources, watch, **_):
+        watch()
         handed.extend((piece, resources) for piece in pieces)
         scores = dict.fromkeys(recipe.domains, 1.0)
         return {piece.name: Done(tmp_path, scores, 0.0, 0.0, 0) for piece in pieces}
@@ -239,6 +242,36 @@ def test_the_champion_is_judged_on_the_device_that_is_reserved(tmp_path, monkeyp
     [(piece, resources)] = handed
     assert resources.gpus == 1
     assert piece.arguments["device"] == "cuda"
+
+
+@pytest.mark.parametrize("judge", ["perplexities", "tasks"])
+def test_the_champion_is_judged_no_longer_than_a_flow_may_work(tmp_path, monkeypatch, judge):
+    champion, handed = champion_of(tmp_path, DUME, monkeypatch)
+    compute = replace(champion.session.recipe.compute, limit_hours=1.0)
+    champion.session.recipe = replace(champion.session.recipe, compute=compute)
+    champion.session.began -= 3601
+    heldout = {d: {"tokens": 1, "bytes": 1} for d in champion.session.recipe.domains}
+    with pytest.raises(InputError, match=r"limit_hours = 1\.0: the flow has worked for longer"):
+        champion.perplexities(heldout) if judge == "perplexities" else champion.tasks()
+    assert not handed
+
+
+def test_what_only_the_report_scores_judges_no_champion_again(tmp_path, monkeypatch):
+    champion, handed = champion_of(tmp_path, DUME, monkeypatch)
+    version = replace(champion.version, tags={MODEL_TAG: "what it is"})
+    champion = replace(champion, version=version)
+    session = champion.session
+    kinds = ("documents", "corpora")
+    for name in ["tokenizer", *(f"{kind}/{d}" for kind in kinds for d in session.recipe.domains)]:
+        staged = session.workspace.stage(name)
+        (staged / "heldout").write_text(name)
+        session.workspace.publish(staged, name, {})
+    heldout = {d: {"tokens": 1, "bytes": 1} for d in champion.session.recipe.domains}
+    first = champion.perplexities(heldout)
+    evaluation = replace(champion.session.recipe.evaluation, rows=(), sweep_top_k=(2,))
+    champion.session.recipe = replace(champion.session.recipe, evaluation=evaluation)
+    assert champion.perplexities(heldout) == first
+    assert len(handed) == 1
 
 
 def test_without_a_gpu_pieces_compute_on_the_cpu():

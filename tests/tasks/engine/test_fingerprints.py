@@ -257,6 +257,19 @@ def life(tmp_path):
     return life
 
 
+def test_a_flow_that_ended_leaves_what_another_that_was_stopped_goes_on_from(life):
+    workspace, session = life.workspace, life.session()
+    assert not STAGE.ensure(session)
+    for label in ("copied", "baselines-btx"):
+        (workspace.pieces_of(label, f"mark of {label}") / "checkpoint-900").write_text("weights")
+    (workspace.pieces / "champion-1").mkdir()
+    life.give("two")
+    assert workspace.sweep(session.made) == len("copied" + "weights")
+    assert [folder.name for folder in workspace.pieces.iterdir()] == ["mark of baselines-btx"]
+    assert workspace.sweep() > 0
+    assert not list(workspace.pieces.iterdir())
+
+
 def test_a_stage_says_why_it_runs(life, monkeypatch):
     life.give("two")
     assert life.ensure(STAGE) == "copied runs: input changed"
