@@ -62,6 +62,7 @@ def write_prompts(model: Any, *, length: int, specials: Collection[int]) -> list
         length: Tokens of a prompt.
         specials: Ids that no prompt may hold; the first of them, by number, begins the writing.
     """
+    _ask_plainly(model)
     start = min(specials, default=0)
     banned = [[token] for token in sorted(specials)] or None
     prompts = []
@@ -92,9 +93,17 @@ def _writers(model: Any) -> Iterator[AbstractContextManager[None]]:
         yield force_expert(model, index)
 
 
+def _ask_plainly(model: Any) -> None:
+    """Drop what a checkpoint says of generation: readers are asked without its penalties, its
+    sampling and its end tokens."""
+    from transformers import GenerationConfig  # slow to import
+
+    model.generation_config = GenerationConfig()
+
+
 def ours(model: Any, prompts: Iterable[Sequence[int]], *, tokens: int) -> Answers:
     """Our own answers, past any end of text."""
-    model.generation_config.eos_token_id = None
+    _ask_plainly(model)
     first, greedy, margins = [], [], []
     for prompt in prompts:
         ids_1S = torch.tensor([list(prompt)], device=model.device)

@@ -7,6 +7,7 @@ import mlflow
 import torch
 from ask_transformers import TYPES, continued
 from asked import answer, ids_of, look_at
+from transformers import GenerationConfig
 
 
 def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -17,6 +18,9 @@ def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
     loaded: Any = mlflow.pyfunc.load_model(path)
     generator = loaded.get_raw_model()
     generator.model.to(TYPES[request["precision"]])
+    # Text ends where the model ends it; penalties that it asks for would not be greedy.
+    ends = generator.model.generation_config.eos_token_id
+    generator.model.generation_config = GenerationConfig(eos_token_id=ends)
     asked = {"max_new_tokens": request["tokens"]}
     said = loaded.predict(request["texts"], params=asked)
     found = {

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import transformers
 from asked import answer, ids_of, look_at
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -23,7 +23,8 @@ def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
 
 def continued(model: Any, request: dict[str, Any]) -> dict[str, Any]:
     """What a model of transformers makes of the prompts, greedily, past any end of text."""
-    model.generation_config.eos_token_id = None
+    # Penalties that a checkpoint asks for would not be greedy.
+    model.generation_config = GenerationConfig()
     first, greedy = [], []
     with torch.no_grad():
         for prompt in request["prompts"]:

@@ -378,6 +378,40 @@ def test_our_own_answers_are_those_of_the_stock_model_step_by_step(moe):
         ids.append(token)
 
 
+@pytest.fixture(scope="module")
+def sampled(moe, tmp_path_factory):
+    """The model, whose files ask for generation without anything that it writes or says."""
+    plain = of_source.Source(moe, tmp_path_factory.mktemp("plain"))
+    avoided = {token for ids in [*plain.prompts, *plain.answers[AS_IT_IS].greedy] for token in ids}
+    out = shutil.copytree(moe, tmp_path_factory.mktemp("sampled") / "moe")
+    told = json.loads((moe / "generation_config.json").read_text())
+    told.pop("_from_model_config", None)
+    told |= {"suppress_tokens": sorted(avoided), "repetition_penalty": 1.5, "max_new_tokens": 3}
+    (out / "generation_config.json").write_text(json.dumps(told))
+    return plain, out
+
+
+def test_how_a_model_would_be_sampled_changes_neither_prompts_nor_answers(sampled, tmp_path):
+    plain, files = sampled
+    model = of_source.Source(files, tmp_path)
+    assert model.prompts == plain.prompts
+    assert model.answers[AS_IT_IS].greedy == plain.answers[AS_IT_IS].greedy
+    assert model.spoken("auto") == plain.spoken("auto")
+
+
+def test_a_model_that_says_how_it_would_be_sampled_arrives(sampled, place):
+    registry = Registry(place)
+    with Tracker(place, "flows").start_run("sampled") as run:
+        version = registry.register("sampled", sampled[1], Registration(), run=run)
+    files = registry.place(version.reference)
+    rows = certify(files, readers=["transformers", "mlflow"], say=silent)
+    assert [(row.reader, row.verdict, row.why) for row in rows] == [
+        ("transformers", "arrived", ""),
+        ("mlflow", "arrived", ""),
+    ]
+    assert rows[1].texts == (3, 3)
+
+
 def test_a_model_too_large_for_memory_is_refused_before(moe, monkeypatch):
     monkeypatch.setattr(of_source, "free_memory", lambda: 1000)
     [row] = certify(moe, readers=["transformers"], say=silent)
