@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import GenerationConfig
 
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
@@ -174,6 +175,8 @@ def _load_model(
         set_routers(model, variant.routers)
     if variant is not None and variant.top_k is not None:
         set_top_k(model, variant.top_k)
+    # A checkpoint's own lengths, sampling and penalties would win over the task's.
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     kind = _prompted(HFLM) if hasattr(model, "coefficients") else HFLM
     return kind(
         pretrained=model,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,21 @@ def test_adapter_command_line_and_oracle_agree_on_every_item(model, definition, 
 def test_the_batch_does_not_matter(model, definition, tmp_path):
     sets = task_set(tmp_path, definition=str(definition))
     assert run(model, sets, batch_size=1)[1] == run(model, sets, batch_size=13)[1]
+
+
+@pytest.mark.parametrize(
+    "told", [{"max_new_tokens": 6}, {"repetition_penalty": 9.0}, {"suppress_tokens": [3, 4, 5]}]
+)
+def test_the_task_alone_says_how_answers_are_drawn(model, definition, tmp_path, told):
+    """Two tokens, though the checkpoint asks for more; the likeliest, though it asks for others."""
+    other = shutil.copytree(model, tmp_path / "model")
+    own = json.loads((model / "generation_config.json").read_text())
+    own.pop("_from_model_config", None)
+    (other / "generation_config.json").write_text(json.dumps(own | told))
+    sets = task_set(tmp_path, definition=str(definition), max_new_tokens=2)
+    _, items = run(other, sets)
+    assert items == run(model, sets)[1]
+    assert {len(item.response) for item in items} == {2}
 
 
 def test_likelihood_of_text_is_the_models_own(model, tmp_path):
