@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.config import Bos
-from upcycle_core.corpora.encoding import with_prefix
+from upcycle_core.corpora.encoding import answer_ends, with_prefix
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.evaluation.tasks.config import TaskEvaluationConfig
 from upcycle_core.evaluation.tasks.items import Item
@@ -176,7 +176,8 @@ def _load_model(
     if variant is not None and variant.top_k is not None:
         set_top_k(model, variant.top_k)
     # A checkpoint's own lengths, sampling and penalties would win over the task's.
-    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
+    ends = answer_ends(tokenizer, model, chat=config.chat_template)
+    model.generation_config = GenerationConfig(eos_token_id=ends or None)
     kind = _prompted(HFLM) if hasattr(model, "coefficients") else HFLM
     return kind(
         pretrained=model,

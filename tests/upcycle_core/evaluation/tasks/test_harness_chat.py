@@ -1,6 +1,9 @@
 """What the harness gives the model: the ids that statistics and training have."""
 
+import json
+
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from tests.chat import save_chat_tokenizer
@@ -28,3 +31,24 @@ def test_texts_and_chats_are_the_ids_that_they_are_elsewhere(tmp_path, kind, bos
     ids = model.tok_encode(prompt)
     assert ids == chat.ids[: len(ids)]
     assert len(ids) > 5
+
+
+@pytest.mark.parametrize("ends", [0, [0, 2]])
+def test_answers_of_every_row_end_where_the_template_ends_them(tmp_path, ends):
+    """A dense model of a seed that ends texts otherwise names the end of a chat nowhere."""
+    save_chat_tokenizer(save_pico(tmp_path, vocab_size=400, eos_token_id=ends), "chatml")
+    config = tmp_path / "tokenizer_config.json"
+    told = json.loads(config.read_text()) | {"eos_token": "<|endoftext|>"}
+    config.write_text(json.dumps(told))
+    assert AutoTokenizer.from_pretrained(tmp_path).convert_tokens_to_ids("<|im_end|>") == 2
+
+    def said(**how):
+        """What a model says that could go on to the fifth token, and says the second at once."""
+        model = _load_model(tmp_path, TaskEvaluationConfig(batch_size=1, **how), "auto", "cpu")
+        ids = torch.tensor([[5, 6, 7]])
+        others = [token for token in range(400) if token != 2]
+        written = model.model.generate(ids, max_new_tokens=5, suppress_tokens=others)
+        return written[0, 3:].tolist()
+
+    assert said(chat_template=True) == [2]
+    assert said() == ([2] if ends != 0 else [2] * 5)
