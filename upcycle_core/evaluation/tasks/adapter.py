@@ -178,12 +178,32 @@ def _load_model(
     # A checkpoint's own lengths, sampling and penalties would win over the task's.
     ends = answer_ends(tokenizer, model, chat=config.chat_template)
     model.generation_config = GenerationConfig(eos_token_id=ends or None)
-    kind = _prompted(HFLM) if hasattr(model, "coefficients") else HFLM
+    kind = _rolling(HFLM)
+    kind = _prompted(kind) if hasattr(model, "coefficients") else kind
     return kind(
         pretrained=model,
         tokenizer=with_prefix(tokenizer, bos),
         batch_size=config.batch_size or fitting_batch_size(model, device),
     )
+
+
+def _rolling(base: Any) -> Any:
+    """The harness's class, with one beginning before a text whose likelihood is asked.
+
+    The harness puts it there itself, before what may be the tokenizer's own.
+    """
+
+    class Rolling(base):
+        add_bos_token: bool | None
+
+        def loglikelihood_rolling(self, *args: Any, **kwargs: Any) -> list[float]:
+            own, self.add_bos_token = self.add_bos_token, False
+            try:
+                return super().loglikelihood_rolling(*args, **kwargs)
+            finally:
+                self.add_bos_token = own
+
+    return Rolling
 
 
 def _prompted(base: Any) -> Any:

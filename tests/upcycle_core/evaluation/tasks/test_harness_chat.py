@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from lm_eval.api.instance import Instance
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.chat import save_chat_tokenizer
 from tests.pico import save_pico
@@ -52,3 +53,24 @@ def test_answers_of_every_row_end_where_the_template_ends_them(tmp_path, ends):
 
     assert said(chat_template=True) == [2]
     assert said() == ([2] if ends != 0 else [2] * 5)
+
+
+@pytest.mark.parametrize(("kind", "bos"), [("llama3", "auto"), ("chatml", "always")])
+def test_likelihood_of_a_text_is_that_behind_one_beginning(tmp_path, kind, bos):
+    save_chat_tokenizer(save_pico(tmp_path, vocab_size=400), kind)
+    model = _load_model(tmp_path, TaskEvaluationConfig(batch_size=2), bos, "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    network = AutoModelForCausalLM.from_pretrained(tmp_path)
+    texts = ["The court held.", "A contract needs an offer and acceptance."]
+    asked = [
+        Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=i)
+        for i, text in enumerate(texts)
+    ]
+    for text, found in zip(texts, model.loglikelihood_rolling(asked), strict=True):
+        plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids_1S = torch.tensor([[tokenizer.bos_token_id, *plain]])
+        with torch.no_grad():
+            logs = network(ids_1S).logits.log_softmax(-1)[0, :-1]
+        whole = logs.gather(1, ids_1S[0, 1:, None]).sum()
+        assert found == pytest.approx(float(whole), rel=1e-5)
+    assert model.tok_encode(texts[0])[0] == tokenizer.bos_token_id  # other requests are as before

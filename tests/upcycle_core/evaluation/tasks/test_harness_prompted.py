@@ -1,5 +1,8 @@
 """Likelihood of answers by a model that routes by its prompt: the context alone decides."""
 
+import json
+
+import pytest
 import torch
 from lm_eval.api.instance import Instance
 from transformers import AutoTokenizer
@@ -32,19 +35,38 @@ def slow_likelihood(model, tokenizer, context, answer):
     return sum(float(logs[place - 1, whole[0, place]]) for place in range(start, whole.shape[1]))
 
 
-def test_the_answer_decides_nothing_about_its_experts(tmp_path):
-    dense = save_adder(tmp_path / "adder")
+@pytest.fixture(scope="module")
+def simoe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prompted")
+    dense = save_adder(folder / "adder")
     network = upcycle_in_memory(dense, SimoeUpcyclingConfig(experts=3), seed=1)
-    save_pruned(grow(network), dense, tmp_path / "simoe")
+    save_pruned(grow(network), dense, folder / "simoe")
+    return folder / "simoe"
+
+
+def test_the_answer_decides_nothing_about_its_experts(simoe):
     config = TaskEvaluationConfig(batch_size=3)
-    harness = _load_model(tmp_path / "simoe", config, "auto", "cpu")
+    harness = _load_model(simoe, config, "auto", "cpu")
     asked = [
         Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=i)
         for i, pair in enumerate(REQUESTS)
     ]
-    model = load_causal_lm(tmp_path / "simoe")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "simoe")
+    model = load_causal_lm(simoe)
+    tokenizer = AutoTokenizer.from_pretrained(simoe)
     for pair, (found, _) in zip(REQUESTS, harness.loglikelihood(asked), strict=True):
         torch.testing.assert_close(
             found, slow_likelihood(model, tokenizer, *pair), atol=1e-4, rtol=1e-4
         )
+
+
+def test_the_beginning_of_a_text_decides_about_its_experts_and_stands_there_once(simoe):
+    told = json.loads((simoe / "tokenizer_config.json").read_text()) | {"bos_token": "\n"}
+    (simoe / "tokenizer_config.json").write_text(json.dumps(told))
+    config = TaskEvaluationConfig(batch_size=1)
+    harness = _load_model(simoe, config, "always", "cpu")
+    request = {"request_type": "loglikelihood_rolling", "doc": {}, "idx": 0}
+    [found] = harness.loglikelihood_rolling([Instance(arguments=("12+34=046",), **request)])
+    model, tokenizer = load_causal_lm(simoe), AutoTokenizer.from_pretrained(simoe)
+    assert tokenizer("1")["input_ids"] != harness.tok_encode("1")  # of which one begins a text
+    expected = slow_likelihood(model, tokenizer, "\n", "12+34=046")
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
