@@ -319,9 +319,12 @@ class ChatTemplate:
 
     @property
     def _template(self) -> str:
-        """The tokenizer's, on one day: what a text's tokens are does not depend on the date."""
-        template = self.tokenizer.get_chat_template(self.template)
-        return DAY + template if "strftime_now" in template else template
+        return on_one_day(self.tokenizer.get_chat_template(self.template))
+
+
+def on_one_day(template: str) -> str:
+    """A chat template on one day: what a text's tokens are does not depend on the date."""
+    return DAY + template if "strftime_now" in template else template
 
 
 def _tools(messages: Sequence[Message]) -> list[Any] | None:

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
+from upcycle_core.corpora.chat_template import on_one_day
 from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.encoding import answer_ends, with_prefix
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -168,6 +169,8 @@ def _load_model(
     if config.chat_template and tokenizer.chat_template is None:
         remedy = f"the tokenizer of {directory} has no chat template; set it to false"
         raise InputError(Fault("task_evaluation.chat_template", True, remedy))
+    if config.chat_template:
+        tokenizer.chat_template = on_one_day(tokenizer.get_chat_template())
     model: Any = load_causal_lm(
         directory, dtype=weights_type(config.precision, device), device=device
     )

@@ -7,7 +7,7 @@ import torch
 from lm_eval.api.instance import Instance
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.chat import save_chat_tokenizer
+from tests.chat import CHATML, save_chat_tokenizer
 from tests.pico import save_pico
 from upcycle_core.corpora.conversations import Conversation
 from upcycle_core.corpora.encoding import encoded
@@ -74,3 +74,15 @@ def test_likelihood_of_a_text_is_that_behind_one_beginning(tmp_path, kind, bos):
         whole = logs.gather(1, ids_1S[0, 1:, None]).sum()
         assert found == pytest.approx(float(whole), rel=1e-5)
     assert model.tok_encode(texts[0])[0] == tokenizer.bos_token_id  # other requests are as before
+
+
+def test_a_template_that_writes_the_date_asks_the_same_every_day(tmp_path):
+    template = "{{ strftime_now('%d %b %Y') }}\n" + CHATML
+    save_chat_tokenizer(save_pico(tmp_path, vocab_size=400), "chatml", template=template)
+    config = TaskEvaluationConfig(chat_template=True, batch_size=1)
+    model = _load_model(tmp_path, config, "auto", "cpu")
+    prompt = model.apply_chat_template(SAID[:1])
+    assert prompt.startswith("26 Jul 2024\n<|im_start|>user")
+    [chat] = encoded([Conversation(SAID, "here")], AutoTokenizer.from_pretrained(tmp_path))
+    ids = model.tok_encode(prompt)
+    assert ids == chat.ids[: len(ids)]
