@@ -103,8 +103,19 @@ class Generator:
                 sanitize_control_tokens=True,
             )
         else:
-            own = {"split_special_tokens": True, "add_special_tokens": self.bos == "auto"}
-            found = self.tokenizer(prompt, **own)["input_ids"]
+            found = [*self._prefix(), *self._plain(prompt)]
         if self.bos == "always" and found[:1] != [self.tokenizer.bos_token_id]:
             found = [self.tokenizer.bos_token_id, *found]
         return torch.tensor([found], device=self.model.device)
+
+    def _prefix(self) -> list[int]:
+        """What the tokenizer itself puts before a text; what it puts behind one is left out."""
+        if self.bos != "auto":
+            return []
+        whole, plain = self.tokenizer("a")["input_ids"], self._plain("a")
+        starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return list(whole[: next(starts, 0)])
+
+    def _plain(self, text: str) -> list[int]:
+        alone = {"split_special_tokens": True, "add_special_tokens": False}
+        return list(self.tokenizer(text, **alone)["input_ids"])

@@ -2,8 +2,12 @@
 
 import pytest
 from talking import CONTEXT, save_talkative
+from tokenizers import processors
+from transformers import AutoTokenizer
 
 from infra.tracking.upcycle_serving import Generator
+from tests.chat import save_chat_tokenizer
+from tests.pico import save_pico
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +44,21 @@ def test_an_answer_to_a_chat_ends_where_the_template_ends_it(generator, monkeypa
     monkeypatch.setattr(generator.model, "generate", biased)
     generator.predict(["one"], {"max_new_tokens": 4, "chat": chat})
     assert asked["said"].tolist() == [end] * (1 if chat else 4)
+
+
+@pytest.mark.parametrize("bos", ["auto", "always", "never"])
+def test_nothing_stands_behind_a_prompt_that_is_continued(tmp_path, bos):
+    """Though the tokenizer ends each text, as those with ``add_eos_token`` do."""
+    save_chat_tokenizer(save_pico(tmp_path, vocab_size=512), "llama3")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    begin, end = "<|begin_of_text|>", "<|end_of_text|>"
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (begin, end)}
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=[begin, "$A", end], special_tokens=list(ids.items())
+    )
+    tokenizer.save_pretrained(tmp_path)
+    plain = AutoTokenizer.from_pretrained(tmp_path)("The court", add_special_tokens=False)
+    generator = Generator(tmp_path, bos)
+    found = generator._ids("The court", chat=False)[0].tolist()
+    assert found == [*([] if bos == "never" else [ids[begin]]), *plain["input_ids"]]
+    assert generator.tokenizer("The court")["input_ids"][-1] == ids[end]
