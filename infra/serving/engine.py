@@ -180,6 +180,8 @@ class Engine:
         """Tokens of a text, special ones that the tokenizer adds included."""
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_file(str(self.launch.tokenizer))
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
         return len(self._tokenizer.encode(text).ids)
 
     async def drain(self, seconds: float) -> bool:
