@@ -178,8 +178,9 @@ def _load_model(
         set_routers(model, variant.routers)
     if variant is not None and variant.top_k is not None:
         set_top_k(model, variant.top_k)
-    # A checkpoint's own lengths, sampling and penalties would win over the task's.
-    ends = answer_ends(tokenizer, model, chat=config.chat_template)
+    # A checkpoint's own lengths, sampling and penalties would win over the task's. A MoE names the
+    # end of its template's turns, asked in it or not; experts and seed may not.
+    ends = answer_ends(tokenizer, model, chat=bool(tokenizer.chat_template))
     model.generation_config = GenerationConfig(eos_token_id=ends or None)
     kind = _rolling(HFLM)
     kind = _prompted(kind) if hasattr(model, "coefficients") else kind

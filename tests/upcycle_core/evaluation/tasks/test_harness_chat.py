@@ -51,7 +51,9 @@ def test_answers_of_every_row_end_where_the_template_ends_them(tmp_path, ends):
         written = model.model.generate(ids, max_new_tokens=5, suppress_tokens=others)
         return written[0, 3:].tolist()
 
-    assert said(chat_template=True) == [2]
+    assert said(chat_template=True) == said(chat_template=False) == [2]
+    config.write_text(json.dumps({k: v for k, v in told.items() if k != "chat_template"}))
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     assert said() == ([2] if ends != 0 else [2] * 5)
 
 
