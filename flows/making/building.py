@@ -11,6 +11,7 @@ from flows.running.command_line import SUMMARY
 from flows.running.naming import words_of
 from flows.running.session import FlowSession, open_session
 from infra.recipe.schema import Recipe
+from tasks.engine.artifacts import FORMS
 from tasks.living.lineage import forget
 from tasks.methods import scored_models, stages_of
 from tasks.release.champion import standing_champion
@@ -58,10 +59,30 @@ def build_stages(
         also: Makes what is asked for beside the model, before that is registered.
     """
     for stage in stages_of(session.recipe):
-        session.ensure(stage, only=changed if stage.by_text else None)
+        session.ensure(stage, only=looked_at(session, changed) if stage.by_text else None)
     also(session)
     session.finish()
     return publish(session, list(scored_models(session.recipe)))
+
+
+def looked_at(session: FlowSession, changed: Collection[str] | None) -> Collection[str] | None:
+    """Domains that have changed, and those whose given experts take another form than they have.
+
+    One that comes with tokens of its own gives all of them more rows.
+
+    Args:
+        session: Its sources are up to date.
+        changed: Domains; None for all.
+    """
+    if changed is None:
+        return None
+    workspace, own = session.workspace, set(changed)
+    for name, domain in session.recipe.domains.items():
+        form = f"sources/{FORMS}/{name}"
+        had = workspace.inputs(f"experts/{name}").get(form)
+        if domain.expert is not None and had is not None and workspace.digest(form) != had:
+            own.add(name)
+    return own
 
 
 def publish(session: FlowSession, models: Sequence[str]) -> Outcome:

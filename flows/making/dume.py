@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from flows.making.building import publish
+from flows.making.building import looked_at, publish
 from flows.running.session import FlowSession
 from tasks.data.corpora import corpora
 from tasks.data.documents import documents
@@ -39,7 +39,7 @@ def build(
     session.ensure(seed_text)
     session.ensure(seed)
     session.ensure(parents)
-    session.ensure(experts, only=changed)
+    session.ensure(experts, only=looked_at(session, changed))
     session.ensure(backbone)
     session.ensure(repaired)
     session.ensure(statistics)
