@@ -1,16 +1,19 @@
 """Models that a recipe names, whatever form they are given in."""
 
+import json
 from pathlib import Path
 
 from infra import settings as environment
 from infra.cluster.calls import near
 from infra.recipe.schema import Recipe
-from tasks.engine.artifacts import FORMS
+from tasks.engine.artifacts import FORMS, SEED
 from tasks.engine.stage_run import StageRun
 from upcycle_core.backbone.form import DtypeChoice, Form, changes, write_in_form
-from upcycle_core.checkpoints.copy import WEIGHTS
+from upcycle_core.checkpoints.copy import WEIGHTS, belongs
 from upcycle_core.checkpoints.given_as import given_as
+from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.known import FILE, KnownFiles
+from upcycle_core.errors import Fault, InputError
 from upcycle_core.given.resolve import resolve_model
 
 REGISTERED = "models:/"
@@ -57,10 +60,11 @@ def place_given(run: StageRun, reference: str, name: str, out: Path) -> None:
         out: The directory that is written.
 
     Raises:
-        InputError: As ``given_model``.
+        InputError: As ``given_model``; it is not what was looked at.
     """
     recipe = run.recipe
     source = given_model(recipe, reference, run.models)
+    hold_against_sources(run, source, name)
     form = Form.load(run.path(f"sources/{FORMS}/{name}"))
     with known_files(recipe, run.models).linking(source.glob(f"*{WEIGHTS}")):
         near(
@@ -71,6 +75,34 @@ def place_given(run: StageRun, reference: str, name: str, out: Path) -> None:
             max_shard_bytes=recipe.moe.max_shard_bytes,
             link=recipe.versions.given_weights == "link",
         )
+    hold_against_sources(run, source, name)  # what comes over a network takes a while to copy
+
+
+def hold_against_sources(run: StageRun, source: Path, name: str) -> None:
+    """Hold a given model against what the stage ``sources`` looked at, maybe hours before.
+
+    Files that look unchanged are not read again. What lies beside a checkpoint may change.
+
+    Args:
+        run: Of a stage that has ``sources/NAME.json`` among its inputs.
+        source: The directory of the model now.
+        name: Whose it is: a domain, or the seed.
+
+    Raises:
+        InputError: It has other files now.
+    """
+    part, field, reference = SEED, "seed_model.model", run.recipe.seed_model.model
+    if name != SEED:
+        domain = run.recipe.domains[name]
+        part, field, reference = "expert", f"domains.{name}.expert", domain.expert
+        if reference is None and domain.origin is not None:
+            part, field, reference = "origin", f"domains.{name}.origin.model", domain.origin.model
+    before = json.loads(run.path(f"sources/{name}.json").read_text())[part]
+    now = tree_digest(source, known=known_files(run.recipe, run.models))
+    names = sorted(n for n in before.keys() | now.keys() if belongs(n))
+    if changed := [n for n in names if before.get(n) != now.get(n)]:
+        remedy = f"changed while the flow ran ({', '.join(changed)}); run it again"
+        raise InputError(Fault(field, reference, remedy))
 
 
 def forms(run: StageRun) -> dict[str, str]:

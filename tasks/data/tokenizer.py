@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from infra.recipe.schema import Recipe
-from tasks.data.given import given_model
+from tasks.data.given import given_model, hold_against_sources
 from tasks.engine.artifacts import FORMS, SEED
 from tasks.engine.stage import StageRun, each, stage
 from upcycle_core.backbone.form import Form
@@ -53,7 +53,10 @@ def tokenizer(run: StageRun) -> None:
         given = recipe.seed_model.model if name == SEED else recipe.domains[name].expert
         assert given is not None
         tokenizer = Form.load(run.path(f"sources/{FORMS}/{name}")).tokenizer
-        copy_tokenizer(tokenizer or given_model(recipe, given, run.models), run.out)
+        if tokenizer is None:
+            tokenizer = given_model(recipe, given, run.models)
+            hold_against_sources(run, tokenizer, name)
+        copy_tokenizer(tokenizer, run.out)
         return
     run.run_one(
         train_tokenizer,

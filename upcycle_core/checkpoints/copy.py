@@ -7,6 +7,7 @@ of the two may change alone. A hard link is one file under two names: for what n
 import fcntl
 import os
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from upcycle_core.checkpoints.given_as import GIVEN_AS
@@ -31,6 +32,12 @@ PATTERNS = (
 WEIGHTS = ".safetensors"
 CLONE = 0x40049409
 """FICLONE of Linux: let a file share all blocks of another."""
+
+
+def belongs(name: str) -> bool:
+    """Whether a file of a directory, by its relative path, may be part of the checkpoint there."""
+    patterns = (*PATTERNS, f"*{WEIGHTS}", f"*{WEIGHTS}.index.json")
+    return any(name.count("/") == p.count("/") and fnmatchcase(name, p) for p in patterns)
 
 
 def copy_file(source: Path, target: Path) -> None:

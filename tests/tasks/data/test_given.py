@@ -1,0 +1,130 @@
+"""Given models are read by several stages, maybe hours apart: all read what was looked at."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from pico import save_pico
+from texts import write_texts
+
+from tasks.data import seed, tokenizer
+from tasks.data import sources as looked
+from tasks.dume import experts
+from tasks.engine.stage import Session
+from tasks.engine.workspace import Workspace
+from tasks.recipes import validate
+from tasks.symphony import experts as strangers
+from tasks.symphony import sources as strange
+from upcycle_core.checkpoints import known
+from upcycle_core.checkpoints.copy import PATTERNS, belongs
+from upcycle_core.errors import InputError
+
+DOMAINS = ("letters", "numbers")
+CHANGED = "changed while the flow ran (model.safetensors); run it again"
+
+
+class Flow:
+    """A recipe of a given seed and two given experts, which lie where links lead to."""
+
+    def __init__(self, folder: Path, **more) -> None:
+        texts = write_texts(folder / "texts", domains=DOMAINS)
+        for number, name in enumerate(("first", "second", "third")):
+            save_pico(folder / name, seed=number)
+        for name, version in {"seed": "first", "letters": "first", "numbers": "second"}.items():
+            (folder / name).symlink_to(folder / version)
+        domains = {
+            domain: {
+                "expert": str(folder / domain),
+                "calibration": {"files": [f"{texts}/{domain}/train.txt"]},
+                "heldout": {"files": [f"{texts}/{domain}/heldout.txt"]},
+            }
+            for domain in DOMAINS
+        }
+        values = {"name": "pico", "seed_model": {"model": str(folder / "seed")}, "domains": domains}
+        recipe = validate(values | more)
+        self.folder = folder
+        self.session = Session(recipe, Workspace(folder / "home" / "pico"), log=print)
+
+    def move(self, name: str, version: str = "third") -> None:
+        """Let a name mean other files, as an alias of a registry does."""
+        (self.folder / name).unlink()
+        (self.folder / name).symlink_to(self.folder / version)
+
+    def refused(self, stage, item: str = "") -> str:
+        with pytest.raises(InputError) as error:
+            stage.ensure(self.session, item)
+        return str(error.value)
+
+
+@pytest.fixture
+def flow(tmp_path):
+    made = Flow(tmp_path)
+    looked.sources.ensure(made.session)
+    return made
+
+
+def test_files_that_nobody_looked_at_are_not_placed(flow):
+    flow.move("letters")
+    said = flow.refused(experts.experts, "letters")
+    assert f"domains.letters.expert = '{flow.folder / 'letters'}': {CHANGED}" in said
+    assert not flow.session.workspace.path("experts/letters").exists()
+    flow.move("seed")
+    assert f"seed_model.model = '{flow.folder / 'seed'}': {CHANGED}" in flow.refused(seed.seed)
+    looked.sources.ensure(flow.session)  # run again
+    assert experts.experts.ensure(flow.session, "letters")
+    assert experts.experts.ensure(flow.session, "numbers")
+    assert seed.seed.ensure(flow.session)
+
+
+def test_files_that_change_while_they_are_copied_are_not_published(flow, monkeypatch):
+    from tasks.data import given
+
+    def write(*arguments, **more):
+        write_in_form(*arguments, **more)
+        shutil.copy(flow.folder / "third" / "model.safetensors", flow.folder / "first")
+
+    write_in_form = given.write_in_form
+    monkeypatch.setattr(given, "write_in_form", write)
+    assert CHANGED in flow.refused(experts.experts, "letters")
+    assert not flow.session.workspace.path("experts/letters").exists()
+
+
+def test_a_tokenizer_that_nobody_looked_at_is_not_copied(flow):
+    changed = flow.folder / "letters" / "tokenizer.json"
+    changed.write_text(changed.read_text() + "\n")
+    said = flow.refused(tokenizer.tokenizer)
+    assert "domains.letters.expert" in said
+    assert CHANGED.replace("model.safetensors", "tokenizer.json") in said
+
+
+def test_what_lies_beside_a_checkpoint_may_change(flow):
+    (flow.folder / "letters" / "README.md").write_text("Read me.\n")
+    (flow.folder / "letters" / "checkpoint-10").mkdir()
+    (flow.folder / "letters" / "checkpoint-10" / "model.safetensors").write_text("of a training")
+    assert experts.experts.ensure(flow.session, "letters")
+
+
+def test_weights_that_have_not_changed_are_not_read_again_to_compare_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(known, "SETTLED_NS", -(10**12))
+    flow, read = Flow(tmp_path), []
+    looked.sources.ensure(flow.session)
+    digest = known._sha256_of
+    monkeypatch.setattr(known, "_sha256_of", lambda path: read.append(path) or digest(path))
+    experts.experts.ensure(flow.session, "letters")
+    weights = tmp_path / "first" / "model.safetensors"
+    assert weights not in [path.resolve() for path in read]
+
+
+def test_models_that_share_no_seed_are_held_against_what_was_looked_at_too(tmp_path):
+    flow = Flow(tmp_path, seed_model={}, symphony={})
+    strange.sources.ensure(flow.session)
+    flow.move("numbers")
+    assert CHANGED in flow.refused(strangers.experts, "numbers")
+    assert strangers.experts.ensure(flow.session, "letters")
+
+
+def test_parts_of_a_checkpoint_are_told_by_their_names():
+    for name in (*PATTERNS, "model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        assert belongs(name.replace("*", "x"))
+    for name in ("README.md", "optimizer.pt", "checkpoint-1/config.json", "a/model.safetensors"):
+        assert not belongs(name)
