@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 from prefect import flow
@@ -193,10 +194,19 @@ def _recipe(registry: Registry, version: Version) -> Recipe:
         remedy += "project made it; name another version"
         raise InputError(Fault("version", version.reference, remedy))
     try:
-        return validate(yaml.safe_load(text))
+        return validate(_with_one_gpu(yaml.safe_load(text)))
     except InputError as error:
         remedy = f"holds a recipe of other code; check out Git commit {commit} and restore again"
         raise InputError(Fault("version", version.reference, remedy), *error.faults) from None
+
+
+def _with_one_gpu(values: Any) -> Any:
+    """Values of a recipe that may be older than the rule that a piece computes on one GPU."""
+    compute = values.get("compute") if isinstance(values, dict) else None
+    for asked in compute.values() if isinstance(compute, dict) else ():
+        if isinstance(asked, dict) and asked.get("gpus", 0) > 1:
+            asked["gpus"] = 1
+    return values
 
 
 def _faults(workspace: Workspace, remote: str | None) -> list[Fault]:

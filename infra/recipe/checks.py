@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from itertools import product
+from math import ceil
 
 from infra.recipe.names import (
     BESIDE_DOMAINS,
@@ -13,7 +14,7 @@ from infra.recipe.names import (
     secret_faults,
 )
 from infra.recipe.paths import FOLDER
-from infra.recipe.resources import Resources
+from infra.recipe.resources import Resources, WorkerResources
 from infra.recipe.schema import Recipe, resolve
 from upcycle_core.config import SEEDS, Counted
 from upcycle_core.corpora.config import Source
@@ -248,10 +249,15 @@ def _idle_faults(where: str, asked: Resources, on_the_cpu: bool) -> Iterator[Fau
     elif asked.accelerator is not None and not asked.gpus:
         remedy = f"a kind of GPU, and no GPU is asked for; set {where}.gpus, or remove it"
         yield Fault(f"{where}.accelerator", asked.accelerator, remedy)
+    if asked.gpus > 1 and not on_the_cpu:
+        remedy = "a piece computes on one GPU, and the others would be idle; use 1"
+        if isinstance(asked, WorkerResources):
+            remedy += f", and for a training on several {where}.workers: {ceil(asked.gpus)}"
+        yield Fault(f"{where}.gpus", asked.gpus, remedy)
 
 
 def _reserved_faults(where: str, asked: Resources) -> Iterator[Fault]:
-    amounts = {"gpus": asked.gpus} if asked.gpus else {}
+    amounts: dict[str, float] = {}
     for name, amount in asked.resources.items():
         if own := OWN_KEYS.get(name.partition(":")[0]):
             remedy = f"has a key of its own; use {where}.{own}"

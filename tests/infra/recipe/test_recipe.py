@@ -151,7 +151,13 @@ def test_all_faults_come_in_one_message(values):
         ),
         (
             {"compute": {"statistics": {"gpus": 1.5}}},
-            "compute.statistics.gpus = 1.5: Ray reserves a share of one, or whole ones; use 1 or 2",
+            "compute.statistics.gpus = 1.5: a piece computes on one GPU, and the others would be "
+            "idle; use 1",
+        ),
+        (
+            {"compute": {"experts": {"gpus": 2}}},
+            "compute.experts.gpus = 2.0: a piece computes on one GPU, and the others would be "
+            "idle; use 1, and for a training on several compute.experts.workers: 2",
         ),
         (
             {"compute": {"seed": {"workers": 3}}},
