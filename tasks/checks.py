@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from infra.recipe.checks import warmup_faults
 from infra.recipe.resources import WorkerResources
 from infra.recipe.schema import Recipe
+from tasks.data.lengths import read_lengths
 from tasks.engine.method import Method
-from tasks.engine.params import value_at
 from tasks.methods import ADDITIONS, METHODS, models_of, scored_models
 from upcycle_core.baselines.checks import baseline_faults
 from upcycle_core.errors import Fault
@@ -74,10 +74,7 @@ def _training_faults(recipe: Recipe, method: Method) -> Iterator[Fault]:
     if method.trains_shape(recipe):
         yield from shape_faults(recipe.seed_model.shape, "seed_model.shape")
         longest = recipe.seed_model.shape.max_positions
-        lengths = {w: value_at(recipe, f"{w}.sequence_length") for w in method.lengths(recipe)}
-        lengths |= {where: row.sequence_length for where, row in rows.items()}
-        if "experts.training" in lengths and "experts.continued" in trained:
-            lengths["experts.continued"] = trained["experts.continued"].sequence_length
+        lengths = read_lengths(recipe, method.lengths(recipe))
         for where, length in lengths.items():
             if length > longest:
                 remedy = f"longer than seed_model.shape.max_positions = {longest}; shorten it or "

@@ -4,7 +4,7 @@ It always runs, and is where bad input is found: every fault of every domain, in
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +12,14 @@ from infra.recipe.checks import responses_asked
 from infra.recipe.schema import Recipe
 from tasks.data.fits import repair_faults, weight_faults
 from tasks.data.given import given_model, given_type, known_files
+from tasks.data.lengths import position_faults
 from tasks.data.licences import FILE as LICENCES
 from tasks.data.licences import licence_faults, stated_licences
 from tasks.data.task_sets import task_fingerprint, task_set_faults
 from tasks.data.texts import TEXTS, named_texts, text_faults
 from tasks.data.tokenizer import speaker
 from tasks.engine.artifacts import FORMS, SEED
+from tasks.engine.method import ON_TEXT
 from tasks.engine.pinned import given_faults, is_other_seed
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.architectures.compare import compare_experts
@@ -183,14 +185,16 @@ def _strange(far: float, other: str) -> str:
     return said + "; Symphony-MoE aligns such models first: give the recipe `symphony: {}`"
 
 
-def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
+def outside_faults(recipe: Recipe, cache: Path, *, lengths: Iterable[str] = ON_TEXT) -> list[Fault]:
     """What is wrong with texts, models and tasks outside the workspace.
 
     Args:
         recipe: What to make, of experts of one seed.
         cache: Where models from a hub are kept.
+        lengths: Sections whose ``sequence_length`` models must have positions for.
     """
-    found = [*text_faults(recipe), *model_faults(recipe, cache), *task_set_faults(recipe)]
+    models = model_faults(recipe, cache, lengths=lengths)
+    found = [*text_faults(recipe), *models, *task_set_faults(recipe)]
     name = SEED if recipe.trains_seed else speaker(recipe)
     if found or name is None:
         return found
@@ -236,7 +240,7 @@ def chat_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> It
                 yield from (_at(field, fault) for fault in error.faults)
 
 
-def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
+def model_faults(recipe: Recipe, cache: Path, *, lengths: Iterable[str] = ON_TEXT) -> list[Fault]:
     """What is wrong with ready experts and a given seed: each alone, and all of them together."""
     given = {
         f"domains.{name}.expert": domain.expert
@@ -251,6 +255,7 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
         remedy = "some domains bring an expert and others do not; name the seed model that the "
         faults.append(Fault("seed_model.model", None, f"{remedy}experts came from"))
     faults += compare_experts(readers, tokens, ready=ready)
+    faults += position_faults(recipe, lengths, readers)
     if not faults:
         faults += repair_faults(recipe, readers)
         faults += weight_faults(recipe, readers)

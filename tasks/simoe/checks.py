@@ -148,6 +148,13 @@ def _worker_faults(recipe: Recipe) -> Iterator[Fault]:
         yield Fault("compute.baselines.sharding", compute.baselines.sharding, f"{fault}their own")
 
 
+def lengths(recipe: Recipe) -> Iterator[str]:
+    """Sections whose ``sequence_length`` models must have positions for."""
+    yield "seed_model.training"
+    if any(row.method == "btx" for row in recipe.baselines.values()):
+        yield "experts.training"
+
+
 def _length_faults(where: str, config: TrainingConfig, recipe: Recipe) -> Iterator[Fault]:
     if where == "tuning.training":
         yield from training_faults(config, where)

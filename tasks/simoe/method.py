@@ -1,24 +1,17 @@
 """SIMoE: sparse interpolated experts, found in a dense model by instruction tuning."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.recipe.schema import Recipe
 from tasks.engine.method import Method
-from tasks.simoe.checks import FIGURES, simoe_faults, unused_faults
+from tasks.simoe.checks import FIGURES, lengths, simoe_faults, unused_faults
 from tasks.simoe.rows import SIMOE
 from upcycle_core.errors import Fault
 
 if TYPE_CHECKING:
     from tasks.engine.life import Life
     from tasks.engine.stage import Stage
-
-
-def _lengths(recipe: Recipe) -> Iterator[str]:
-    yield "seed_model.training"
-    if any(row.method == "btx" for row in recipe.baselines.values()):
-        yield "experts.training"
 
 
 def _stages() -> "tuple[Stage, ...]":
@@ -71,7 +64,7 @@ METHOD = Method(
     section=SIMOE,
     figures=lambda recipe: FIGURES,
     models=lambda recipe: {"seed": ("seed",), SIMOE: ("model",)},
-    lengths=_lengths,
+    lengths=lengths,
     has_labels=True,
     flow="flows.simoe",
     life=_life,

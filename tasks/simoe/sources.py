@@ -8,6 +8,7 @@ from tasks.data import sources as texts
 from tasks.data.given import given_model
 from tasks.engine.artifacts import INSTRUCTIONS
 from tasks.engine.stage import StageRun, stage
+from tasks.simoe.checks import lengths
 from tasks.simoe.labels import needed_labels
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.tuning.prepare import instruction_faults, instruction_fingerprint
@@ -27,7 +28,7 @@ def sources(run: StageRun) -> None:
 
 def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     """What is wrong with texts, the seed and instructions outside the workspace."""
-    found = texts.outside_faults(recipe, cache)
+    found = texts.outside_faults(recipe, cache, lengths=lengths(recipe))
     seed = None
     if recipe.seed_model.model is not None and not found:
         seed = given_model(recipe, recipe.seed_model.model, cache)

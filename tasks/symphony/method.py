@@ -1,6 +1,6 @@
 """Symphony-MoE: models that share no seed, brought into one coordinate system and joined."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,7 @@ from infra.recipe.schema import Recipe
 from tasks.dume.checks import CROSS_VALIDATED, with_folds
 from tasks.engine.method import Looks, Method, Models, models_of_one_seed
 from tasks.symphony.checks import symphony_faults, unused_faults
-from tasks.symphony.variants import SYMPHONY, section, solves_routers, trains_shape, with_anchors
+from tasks.symphony.variants import SYMPHONY, lengths, solves_routers, trains_shape, with_anchors
 from upcycle_core.errors import Fault
 
 if TYPE_CHECKING:
@@ -34,14 +34,6 @@ def _completed(recipe: Recipe) -> Recipe:
     and stay as models were recorded without them."""
     chosen = solves_routers(recipe) and recipe.router.ridge_lambda == CROSS_VALIDATED
     return with_anchors(with_folds(recipe) if chosen else recipe)
-
-
-def _lengths(recipe: Recipe) -> Iterator[str]:
-    yield from ("experts.training", "evaluation", "symphony.calibration")
-    if section(recipe).router == "ridge":
-        yield "statistics"
-    if recipe.post_training is not None:
-        yield "post_training.training"
 
 
 def _stages() -> "tuple[Stage, ...]":
@@ -108,7 +100,7 @@ METHOD = Method(
     section=SYMPHONY,
     completed=_completed,
     models=_models,
-    lengths=_lengths,
+    lengths=lengths,
     trains_shape=trains_shape,
     has_seed=False,
     flow="flows.symphony",

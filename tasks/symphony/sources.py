@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from infra.recipe.schema import Recipe
+from tasks.data.lengths import position_faults
 from tasks.data.sources import (
     KEYS,
     chat_faults,
@@ -15,7 +16,7 @@ from tasks.data.sources import (
 )
 from tasks.data.task_sets import task_set_faults
 from tasks.engine.stage import StageRun, stage
-from tasks.symphony.variants import anchor_of, section, trains_shape
+from tasks.symphony.variants import anchor_of, lengths, section, trains_shape
 from tasks.symphony.vocabulary import segmentation_faults
 from upcycle_core.architectures.compare import compare_strangers
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -62,6 +63,7 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     ready = [f"domains.{n}.expert" for n, domain in recipe.domains.items() if domain.expert]
     one_rope = section(recipe).rope == "same"
     faults += compare_strangers(readers, tokens, ready=ready, one_rope=one_rope)
+    faults += position_faults(recipe, lengths(recipe), readers)
     if trains_shape(recipe):
         faults += _shape_faults(recipe.seed_model.shape, readers)
     elif not faults:

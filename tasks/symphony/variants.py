@@ -1,5 +1,6 @@
 """What a recipe says about Symphony-MoE: its own way to join strangers, and its rows'."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from infra.recipe.schema import Recipe
@@ -69,3 +70,12 @@ def trains_shape(recipe: Recipe) -> bool:
     """Whether any model begins with random weights here."""
     own = (d.origin for d in recipe.domains.values() if d.expert is None)
     return any(origin is None or origin.model is None for origin in own)
+
+
+def lengths(recipe: Recipe) -> Iterator[str]:
+    """Sections whose ``sequence_length`` models must have positions for."""
+    yield from ("experts.training", "evaluation", "symphony.calibration")
+    if section(recipe).router == "ridge":
+        yield "statistics"
+    if recipe.post_training is not None:
+        yield "post_training.training"

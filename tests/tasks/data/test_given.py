@@ -41,6 +41,7 @@ class Flow:
             for domain in DOMAINS
         }
         values = {"name": "pico", "seed_model": {"model": str(folder / "seed")}, "domains": domains}
+        values |= {section: {"sequence_length": 32} for section in ("statistics", "evaluation")}
         recipe = validate(values | more)
         self.folder = folder
         self.session = Session(recipe, Workspace(folder / "home" / "pico"), log=print)
@@ -116,7 +117,7 @@ def test_weights_that_have_not_changed_are_not_read_again_to_compare_them(tmp_pa
 
 
 def test_models_that_share_no_seed_are_held_against_what_was_looked_at_too(tmp_path):
-    flow = Flow(tmp_path, seed_model={}, symphony={})
+    flow = Flow(tmp_path, seed_model={}, symphony={"calibration": {"sequence_length": 32}})
     strange.sources.ensure(flow.session)
     flow.move("numbers")
     assert CHANGED in flow.refused(strangers.experts, "numbers")

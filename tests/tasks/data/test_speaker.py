@@ -40,6 +40,7 @@ def recipe_of(tmp_path, models, **changes) -> Recipe:
         for name in ("law", "code")
     }
     values = {"name": "pico", "domains": domains, "seed_model": {"model": str(models["base"])}}
+    values |= {section: {"sequence_length": 64} for section in ("statistics", "evaluation")}
     return validate(values | changes)
 
 

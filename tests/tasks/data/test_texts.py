@@ -58,7 +58,12 @@ def values(tmp_path):
             "calibration": chats(tmp_path / f"{name}.jsonl", tag=name),
             "heldout": chats(tmp_path / f"{name}-heldout.jsonl", tag=f"{name} heldout"),
         }
-    return {"name": "pico", "domains": domains, "statistics": {"count": "responses"}}
+    return {
+        "name": "pico",
+        "domains": domains,
+        "statistics": {"count": "responses", "sequence_length": 64},
+        "evaluation": {"sequence_length": 64},
+    }
 
 
 def said(values, tmp_path):

@@ -31,7 +31,8 @@ def recipe_of(folder, **experts):
             name: {"expert": str(path), "train": {"files": [str(folder / f"{name}.txt")]}}
             for name, path in experts.items()
         },
-        "symphony": {},
+        "symphony": {"calibration": {"sequence_length": 32}},
+        "evaluation": {"sequence_length": 32},
         "moe": {"top_k": 2},
     }
 
@@ -89,13 +90,13 @@ def test_other_merge_rules_ask_whose_segmentation_the_result_has(models, tmp_pat
     values = recipe_of(models, code=tmp_path / "one", law=tmp_path / "other")
     found = faults_of(values, tmp_path / "models")
     assert [remedy for remedy in found.values() if "symphony.segmentation" in remedy]
-    values["symphony"] = {"segmentation": "code"}
+    values["symphony"]["segmentation"] = "code"
     check(validate(values), tmp_path / "models")
 
 
 def test_a_given_model_must_fit_those_that_are_trained_here(models, tmp_path):
     values = recipe_of(models)
     values["domains"]["tax"] = {"train": values["domains"]["law"]["train"], "origin": {}}
-    values["symphony"] = {"segmentation": "code"}
+    values["symphony"]["segmentation"] = "code"
     found = faults_of(values, tmp_path / "models")
     assert "seed_model.shape has 128" in found["domains.code.expert.config.hidden_size"]

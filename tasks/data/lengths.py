@@ -1,0 +1,71 @@
+"""How long the sequences are that a recipe has models read, and what models have positions for."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from infra.recipe.schema import Recipe
+from tasks.engine.params import value_at
+from upcycle_core.errors import Fault, InputError
+
+if TYPE_CHECKING:  # recipes are judged before torch is imported
+    from upcycle_core.checkpoints.reader import CheckpointReader
+
+
+def read_lengths(recipe: Recipe, sections: Iterable[str]) -> dict[str, int]:
+    """{section: tokens of its sequences}
+
+    Args:
+        recipe: Its baselines, and what experts are continued by, come to the sections.
+        sections: Those of its method.
+    """
+    lengths = {where: value_at(recipe, f"{where}.sequence_length") for where in sections}
+    rows = {f"baselines.{name}.training": row for name, row in recipe.baselines.items()}
+    lengths |= {w: row.training.sequence_length for w, row in rows.items() if row.trains}
+    if "experts.training" in lengths and recipe.trains_experts and recipe.experts.continued:
+        lengths["experts.continued"] = recipe.experts.continued.sequence_length
+    return lengths
+
+
+def position_faults(
+    recipe: Recipe, sections: Iterable[str], readers: "Mapping[str, CheckpointReader]"
+) -> Iterator[Fault]:
+    """Sequences that are longer than what a given model was made for.
+
+    Args:
+        recipe: What to make.
+        sections: As for ``read_lengths``.
+        readers: Given models, by the recipe's fields. One that says nothing of it has no limit.
+    """
+    known = {field: positions(reader.config) for field, reader in readers.items()}
+    limits = {field: limit for field, limit in known.items() if limit is not None}
+    if not limits:
+        return
+    field = min(limits, key=lambda field: limits[field])
+    unread = set() if recipe.trains_seed else {"seed_model.training"}
+    if recipe.domains and not recipe.trains_experts:
+        unread.add("experts.training")
+    for where, length in read_lengths(recipe, sections).items():
+        if length > limits[field] and where not in unread:
+            remedy = f"longer than the {limits[field]} positions of {field}; shorten it"
+            yield Fault(f"{where}.sequence_length", length, remedy)
+
+
+def positions(config: Mapping[str, Any]) -> int | None:
+    """Tokens that a model was made for; None where its config.json does not say it.
+
+    Some ropes are stretched beyond what ``max_position_embeddings`` says: by a factor of it, or of
+    the length before. Others' number is the stretched one already.
+    """
+    from upcycle_core.architectures.families import family_of
+
+    longest = config.get("max_position_embeddings")
+    if not isinstance(longest, int):
+        return None
+    try:
+        rope = family_of(config).resolve(config)["rope_parameters"]
+    except InputError:  # said already
+        return None
+    factor, before = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if not isinstance(factor, int | float):
+        return longest
+    return max(longest, int(factor * (before if isinstance(before, int) else longest)))
