@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from infra.recipe.checks import warmup_faults
 from infra.recipe.resources import WorkerResources
 from infra.recipe.schema import Recipe
+from tasks.data.adapters import adapter_faults
 from tasks.data.lengths import read_lengths
 from tasks.engine.method import Method
 from tasks.methods import ADDITIONS, METHODS, models_of, scored_models
@@ -72,6 +73,7 @@ def _training_faults(recipe: Recipe, method: Method) -> Iterator[Fault]:
     for where, config in {**trained, **({} if recipe.comparison.tokens else rows)}.items():
         yield from warmup_faults(where, config)
     if method.trains_shape(recipe):
+        yield from adapter_faults(recipe)
         yield from shape_faults(recipe.seed_model.shape, "seed_model.shape")
         longest = recipe.seed_model.shape.max_positions
         lengths = read_lengths(recipe, method.lengths(recipe))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from infra.recipe.checks import responses_asked
 from infra.recipe.schema import Recipe
+from tasks.data.adapters import given_adapter_faults
 from tasks.data.fits import repair_faults, weight_faults
 from tasks.data.given import given_model, given_type, known_files
 from tasks.data.lengths import position_faults
@@ -256,6 +257,7 @@ def model_faults(recipe: Recipe, cache: Path, *, lengths: Iterable[str] = ON_TEX
         faults.append(Fault("seed_model.model", None, f"{remedy}experts came from"))
     faults += compare_experts(readers, tokens, ready=ready)
     faults += position_faults(recipe, lengths, readers)
+    faults += given_adapter_faults(recipe, [r for n, r in readers.items() if n not in ready])
     if not faults:
         faults += repair_faults(recipe, readers)
         faults += weight_faults(recipe, readers)

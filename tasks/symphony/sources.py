@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from infra.recipe.schema import Recipe
+from tasks.data.adapters import given_adapter_faults
 from tasks.data.lengths import position_faults
 from tasks.data.sources import (
     KEYS,
@@ -64,6 +65,7 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     one_rope = section(recipe).rope == "same"
     faults += compare_strangers(readers, tokens, ready=ready, one_rope=one_rope)
     faults += position_faults(recipe, lengths(recipe), readers)
+    faults += given_adapter_faults(recipe, [r for n, r in readers.items() if n not in ready])
     if trains_shape(recipe):
         faults += _shape_faults(recipe.seed_model.shape, readers)
     elif not faults:

@@ -128,6 +128,12 @@ class SeedConfig:
 
 
 ExpertMethod = Literal["full", "layers", "ffn", "lora"]
+PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
+LINEARS = (*PROJECTIONS, "lm_head")
+"""Last names of the linear layers of models that are shaped here."""
 
 
 @config
@@ -138,10 +144,7 @@ class LoraSettings:
     """Rows of A and columns of B."""
     alpha: float = field(default=32.0, metadata={"gt": 0})
     """What is added is scaled by alpha / rank."""
-    modules: tuple[str, ...] = (
-        *("q_proj", "k_proj", "v_proj", "o_proj"),
-        *("gate_proj", "up_proj", "down_proj"),
-    )
+    modules: tuple[str, ...] = PROJECTIONS
     """Last names of the linear layers that get one."""
 
 
