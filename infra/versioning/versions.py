@@ -34,8 +34,25 @@ from upcycle_core.errors import Fault, InputError
 # read it. So it links what it finds, where the disk can.
 CACHE = {"type": "hardlink, copy"}
 REMOTE = "upcycle"
-PACKAGES = {"s3": ("dvc_s3", ".venv/bin/pip install -c constraints.txt -e '.[s3]'")}
-"""{scheme: what DVC imports for it, and how that is installed}, where it is an extra of ours."""
+PACKAGES = {
+    "azure": "dvc_azure",
+    "gdrive": "dvc_gdrive",
+    "gs": "dvc_gs",
+    "hdfs": "dvc_hdfs",
+    "http": "dvc_http",
+    "https": "dvc_http",
+    "oss": "dvc_oss",
+    "s3": "dvc_s3",
+    "ssh": "dvc_ssh",
+    "webdav": "dvc_webdav",
+    "webdavs": "dvc_webdav",
+    "webhdfs": "dvc_webhdfs",
+}
+"""{scheme that DVC knows: what it imports for that}"""
+EXTRAS = {"s3": "-e '.[s3]'"}
+"""What of them pip is asked for otherwise than by its name: an extra of ours."""
+NAMED = "remote"
+"""Scheme of a remote that the machine's own settings of DVC describe."""
 LOCK_FAULT = re.compile(r"dvc\.lock' validation failed|unable to read: '[^']*dvc\.lock'")
 """What DVC says of a dvc.lock that is YAML, and nothing that it has written."""
 
@@ -229,9 +246,17 @@ def remote_faults(where: str, remote: str | None) -> Iterator[Fault]:
     It is said before the work whose results the remote is to hold.
     """
     scheme, mark, _ = (remote or "").partition("://")
+    scheme = scheme.lower()
+    if not mark or scheme == NAMED:
+        return
     package = PACKAGES.get(scheme)
-    if mark and package is not None and importlib.util.find_spec(package[0]) is None:
-        remedy = f"DVC lacks its package for {scheme}://: {package[1]}"
+    if package is None:
+        remedy = f"no scheme that DVC knows; use one of {', '.join(sorted(PACKAGES))}, or give a "
+        yield Fault(where, masked(remote), f"{remedy}directory without one")
+    elif importlib.util.find_spec(package) is None:
+        asked = EXTRAS.get(scheme, package.replace("_", "-"))
+        remedy = f"DVC lacks its package for {scheme}://: "
+        remedy += f".venv/bin/pip install -c constraints.txt {asked}"
         yield Fault(where, masked(remote), remedy)
 
 

@@ -70,5 +70,5 @@ def test_a_remote_whose_package_is_missing_is_refused_beforehand(monkeypatch):
     [fault] = module.remote_faults("remote", REMOTE)
     assert fault.field == "remote"
     assert "'.[s3]'" in fault.remedy
-    for other in (None, "remote", "/s3", "https://host/a"):
+    for other in (None, "remote", "/s3", "https://host/a", "remote://mine/a"):
         assert not list(module.remote_faults("remote", other))

@@ -1,6 +1,7 @@
 """What is published comes back from a DVC remote, whatever its place is called."""
 
 import configparser
+import importlib.util
 import json
 import os
 import shutil
@@ -14,6 +15,8 @@ from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from dvc.config_schema import REMOTE_SCHEMAS
+from dvc.fs import known_implementations as SCHEMES
 
 from infra import settings
 from infra.cluster.calls import heeding
@@ -21,7 +24,7 @@ from infra.versioning import remote as remote_module
 from infra.versioning import versions as module
 from infra.versioning.cache import remove_left_lock
 from infra.versioning.commit import dump_whole
-from infra.versioning.versions import Versions
+from infra.versioning.versions import NAMED, PACKAGES, Versions, remote_faults
 from upcycle_core.errors import Fault, InputError
 
 PIPELINE = "stages:\n  model: {cmd: 'true', outs: [model]}\n"
@@ -475,3 +478,30 @@ def test_a_stage_that_a_cut_lock_has_no_outputs_of_is_recorded_again(tmp_path):
         assert versions.recorded() == {"text@a", "text@b"}, cut
     versions.commit(["model"])
     assert versions.lock_text() == whole
+
+
+def test_every_scheme_of_dvc_has_its_package():
+    theirs = {scheme: known["class"].partition(".")[0] for scheme, known in SCHEMES.items()}
+    places = {"local", "memory", "dvc", "git"}  # none of them is a remote by its scheme
+    assert {s: package for s, package in theirs.items() if s not in places} == PACKAGES
+    assert {*PACKAGES, NAMED, ""} == set(REMOTE_SCHEMAS)
+
+
+@pytest.mark.parametrize("scheme", sorted(PACKAGES))
+def test_a_remote_whose_package_is_missing_is_said_before_work(scheme):
+    remote, package = f"{scheme}://user:secret@place/folder", PACKAGES[scheme]
+    found = [str(fault) for fault in remote_faults("versions.remote", remote)]
+    if importlib.util.find_spec(package) is not None:
+        assert found == []
+        return
+    install = f".venv/bin/pip install -c constraints.txt {package.replace('_', '-')}"
+    shown = f"'{scheme}://user:***@place/folder'"
+    lacks = f"DVC lacks its package for {scheme}://: {install}"
+    assert found == [f"versions.remote = {shown}: {lacks}"]
+
+
+@pytest.mark.parametrize("remote", ["ftp://host/a", "file:///data/remote"])
+def test_a_scheme_that_dvc_does_not_know_is_refused_before_work(remote):
+    [fault] = remote_faults("versions.remote", remote)
+    assert "no scheme that DVC knows; use one of azure, gdrive, gs," in fault.remedy
+    assert "or give a directory without one" in fault.remedy
