@@ -6,7 +6,13 @@ from typing import Any
 
 from infra.recipe.resources import Resources
 from infra.recipe.schema import Recipe
-from tasks.planning.parts import CHECKPOINTS, FP32, MOMENTS, Subjects, tokens_of
+from tasks.planning.parts import (
+    FP32,
+    Subjects,
+    checkpoints_at_once,
+    moments_bytes,
+    tokens_of,
+)
 from tasks.planning.row import Planned, copied, dividing, gigabytes
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.ders.config import CodecConfig
@@ -50,7 +56,14 @@ def mixture_row(
     domains = len(recipe.domains) if domains is None else domains
     sizes = {name: _size(row, shapes[name], domains) for name, row in rows.items()}
     trained = {name: _trained(row, shapes[name], domains) for name, row in rows.items()}
-    checkpoints = [FP32 * (sizes[name] + MOMENTS * trained[name]) for name in rows]
+    checkpoints = [
+        FP32 * sizes[name] + moments_bytes(row.training) * trained[name]
+        for name, row in rows.items()
+    ]
+    together = [
+        checkpoints_at_once(row.training, may_end_before=_is_constrained(row)) * size
+        for row, size in zip(rows.values(), checkpoints, strict=True)
+    ]
     steps = [-(-row.training.steps // row.training.checkpoint_steps) for row in rows.values()]
     kept = sum(FP32 * _written(row, shapes[name], domains) for name, row in rows.items())
     return Planned(
@@ -58,7 +71,7 @@ def mixture_row(
         len(rows),
         len(rows),
         kept=kept,
-        each=CHECKPOINTS * max(checkpoints),
+        each=max(together),
         written=kept + sum(n * size for n, size in zip(steps, checkpoints, strict=True)),
         read=sum(FP32 * size for size in sizes.values()),
         flops=sum(
@@ -97,6 +110,11 @@ def _smaller(
     if not row.training.gradient_checkpointing:
         found.append(f"{where}.training.gradient_checkpointing = true")
     return found
+
+
+def _is_constrained(row: Baseline) -> bool:
+    """Whether a model must be as sparse as is asked for, which its last checkpoint may not be."""
+    return row.method == "simoe" and (row.simoe or SimoeUpcyclingConfig()).is_constrained
 
 
 def _attention(row: Baseline, shape: Shape, experts: int) -> int:

@@ -20,7 +20,8 @@ from upcycle_core.training.config import ExpertMethod, ExpertTrainingConfig, Tra
 
 MOMENTS = 2
 CHECKPOINTS = 3
-"""Checkpoints of a training while the third is written: two are kept."""
+"""Checkpoints of a training while the third is written: two are kept, and the one that it would end
+with where that is an older one."""
 BYTES_A_TOKEN = 4
 """Of text in a language with a Latin script."""
 STORED_TEXT = 0.45
@@ -142,7 +143,6 @@ def training(
     own = config.method if isinstance(config, ExpertTrainingConfig) else None
     method: ExpertMethod = own or "full"
     trained = trained_parameters(shape, method)
-    moment = FP32 if config.optimizer_state == "fp32" else FP32 // 2
     workers = dividing(resources)
     smaller = [f"{where}.method = {other}" for other in SMALLER.get(own, ())]
     if config.batch_size > 1:
@@ -153,19 +153,34 @@ def training(
     itemsize = shape.itemsize if method == "lora" else FP32
     # What is frozen is written as well, in its own type.
     whole = itemsize * shape.whole
-    checkpoint = whole + moment * MOMENTS * trained
+    checkpoint = whole + moments_bytes(config) * trained
     return Planned(
         "",
         1,
         1,
         kept=itemsize * shape.whole,
-        each=CHECKPOINTS * checkpoint,
+        each=checkpoints_at_once(config) * checkpoint,
         written=itemsize * shape.whole + -(-config.steps // config.checkpoint_steps) * checkpoint,
         memory=needed + copied(resources, trained),
         flops=work.training_flops(shape, config),
         precision=config.precision,
         remedies=smaller,
     )
+
+
+def moments_bytes(config: TrainingConfig) -> int:
+    """What a checkpoint holds of a trained parameter beside itself."""
+    return MOMENTS * (FP32 if config.optimizer_state == "fp32" else FP32 // 2)
+
+
+def checkpoints_at_once(config: TrainingConfig, *, may_end_before: bool = False) -> int:
+    """How many checkpoints of a training lie on the disk together, at most.
+
+    Args:
+        config: Of the training.
+        may_end_before: Whether it may end with one that is not the last, whatever the loss.
+    """
+    return CHECKPOINTS + (config.keep == "best" or may_end_before)
 
 
 def joined(recipe: Recipe, shape: Shape) -> Shape:

@@ -166,6 +166,20 @@ def test_every_row_of_a_comparison_that_runs_has_checkpoints(tmp_path, llama):
         assert rows(found)["baselines"].holding(there) == cpus * CHECKPOINTS * 12 * whole
 
 
+def test_the_best_checkpoint_lies_beside_the_newest_two(tmp_path, llama):
+    best = FEW | {"keep": "best", "evaluation_steps": 4, "checkpoint_steps": 2}
+    row = {"method": "btx", "training": best}
+    found = rows(made(tmp_path, llama, **BASELINES | {"baselines": {"btx": row}}))["baselines"]
+    assert found.each == 4 * 12 * (WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN)
+
+
+def test_moments_in_bf16_are_written_as_such(tmp_path, llama):
+    narrow = FEW | {"optimizer_state": "bf16", "adam_beta1": 0.9, "adam_beta2": 0.95}
+    row = {"method": "btx", "training": narrow}
+    found = rows(made(tmp_path, llama, **BASELINES | {"baselines": {"btx": row}}))["baselines"]
+    assert found.each == CHECKPOINTS * 8 * (WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN)
+
+
 def test_shards_of_the_domains_that_run_lie_beside_their_sums(tmp_path, llama):
     for cpus, shards, files in ((8, 2, 10), (1, 2, 2), (2, 3, 6)):
         there = Machine(memory=10**12, cpus=cpus, disk=10**13)
