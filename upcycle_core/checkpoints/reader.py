@@ -84,7 +84,7 @@ class CheckpointReader:
         self._known = known
         self.field = field
         self._dtypes = FLOAT_DTYPES | INTEGER_DTYPES if integers else FLOAT_DTYPES
-        self.config, faults = _read_config(self.directory, field)
+        self.config, faults = read_config(self.directory, field)
         self._files: dict[str, safe_open] = {}
         found = {}
         files, index, file_faults = weight_files(self.directory, field)
@@ -229,13 +229,16 @@ def _is_finite(values: torch.Tensor) -> bool:
     return all(math.isfinite(value) for value in map(float, torch.aminmax(values)))
 
 
-def _read_config(directory: Path, field: str) -> tuple[dict, list[Fault]]:
+def read_config(directory: Path, field: str) -> tuple[dict, list[Fault]]:
+    """Return the content of config.json, and what keeps it from being that of a model."""
     path = directory / "config.json"
     if not path.is_file():
         remedy = "has no config.json; give the directory of a Hugging Face checkpoint"
         return {}, [Fault(field, str(directory), remedy)]
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        return {}, [Fault(field, str(path), f"cannot be read ({error}); let it be read")]
     except (ValueError, RecursionError) as error:
         return {}, [Fault(field, str(path), f"is not valid JSON ({error}); fetch it again")]
     if not isinstance(config, dict):

@@ -1,6 +1,5 @@
 """The size of a dense model, by what is shared in a Mixture-of-Experts and what is not."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,8 +10,8 @@ import torch
 
 from upcycle_core.architectures.families import FAMILIES, family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
-from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.checkpoints.reader import CheckpointReader, read_config
+from upcycle_core.errors import raise_faults
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -54,15 +53,12 @@ class Shape:
         """What a checkpoint's headers say, or config.json where there are no weights beside it.
 
         Raises:
-            InputError: There is no config.json, or it is of no family that is known.
+            InputError: There is no config.json, it is none, or of no family that is known.
         """
         if any(directory.glob("*.safetensors")):
             return cls.of_reader(CheckpointReader(directory, field="model"))
-        try:
-            config = json.loads((directory / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            remedy = f"no config.json can be read there ({error}); name a checkpoint's folder"
-            raise InputError(Fault("model", str(directory), remedy)) from error
+        config, faults = read_config(directory, "model")
+        raise_faults(faults)
         named = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         dtype = DTYPES.get(named, torch.float32)
         return replace(cls.of_config(config, dtype.itemsize), dtype=dtype)

@@ -37,11 +37,31 @@ def test_a_mixture_has_the_ffns_once_an_expert_and_routers(tmp_path):
 
 
 def test_what_is_no_model_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"no config\.json can be read there"):
+    with pytest.raises(InputError, match=r"model = .*has no config\.json; give the directory"):
         Shape.of(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(InputError, match="gpt2"):
         Shape.of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[]", "is no object of attributes; fetch it again"),
+        (b'"llama"', "is no object of attributes; fetch it again"),
+        (b"null", "is no object of attributes; fetch it again"),
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+    ],
+    ids=["list", "text", "null", "cut", "bytes", "deep"],
+)
+def test_a_configuration_that_is_none_is_said(tmp_path, content, said):
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    with pytest.raises(InputError) as error:
+        Shape.of(tmp_path)
+    assert f"model = '{file}': {said}" in str(error.value)
 
 
 @pytest.mark.parametrize(("dtype", "held"), [("bfloat16", 0), ("float16", 2), ("float32", 2)])
