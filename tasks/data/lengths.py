@@ -31,11 +31,15 @@ def position_faults(
 ) -> Iterator[Fault]:
     """Sequences that are longer than what a given model was made for.
 
+    What is built upon was made with its lengths, and goes on with them.
+
     Args:
         recipe: What to make.
         sections: As for ``read_lengths``.
         readers: Given models, by the recipe's fields. One that says nothing of it has no limit.
     """
+    if recipe.lineage is not None:
+        return
     known = {field: positions(reader.config) for field, reader in readers.items()}
     limits = {field: limit for field, limit in known.items() if limit is not None}
     if not limits:

@@ -1,10 +1,13 @@
 """Sequences are no longer than what given models were made for."""
 
+from dataclasses import replace
+
 import pytest
 from forms import change_json
 from pico import save_pico
 from texts import TRAINING, write_texts
 
+from infra.recipe.schema import Lineage
 from tasks.data import sources
 from tasks.data.lengths import positions
 from tasks.recipes import validate
@@ -52,6 +55,14 @@ def test_the_smallest_of_the_given_models_counts(values, tmp_path):
     assert said(values, tmp_path) == expected
     change_json(tmp_path / "letters" / "config.json", max_position_embeddings=128)
     assert said(values, tmp_path) == []
+
+
+def test_what_was_made_with_its_lengths_goes_on_with_them(values, tmp_path):
+    values["statistics"]["sequence_length"] = 65
+    recipe = validate(values)
+    assert sources.model_faults(recipe, tmp_path / "models")
+    begun = replace(recipe, lineage=Lineage())
+    assert not sources.model_faults(begun, tmp_path / "models")
 
 
 def test_trainings_count_where_something_is_trained(values, tmp_path):
