@@ -116,13 +116,14 @@ def _baseline(run: StageRun, name: str, scores: Scores) -> Compared:
 
 
 def expert_tokens(recipe: Recipe) -> int | None:
-    """Tokens that the experts were trained on; unknown where one is given."""
-    return None if _given(recipe) else recipe.expert_tokens
+    """Tokens that the experts were trained on; unknown where one is given, or continued."""
+    return None if _unknown(recipe) else recipe.expert_tokens
 
 
-def _given(recipe: Recipe) -> list[str]:
-    """Domains whose expert is not made here."""
-    return [name for name, domain in recipe.domains.items() if domain.expert is not None]
+def _unknown(recipe: Recipe) -> list[str]:
+    """Domains of whose experts' training no record has all: given, or continued in some night."""
+    domains = recipe.domains.items()
+    return [n for n, domain in domains if domain.expert is not None or n in recipe.parents]
 
 
 def row_costs(recipe: Recipe, workspace: Workspace, rows: Collection[str]) -> dict[str, Cost]:
@@ -136,7 +137,7 @@ def row_costs(recipe: Recipe, workspace: Workspace, rows: Collection[str]) -> di
         rows: Those that were scored.
     """
     stages = {name: labels for name, labels in _stages_behind(recipe).items() if name in rows}
-    given = {f"experts@{domain}" for domain in _given(recipe)}
+    given = {f"experts@{domain}" for domain in _unknown(recipe)}
     found = {}
     for row_name, labels in stages.items():
         costs = [None if label in given else read_cost(workspace, label) for label in labels]

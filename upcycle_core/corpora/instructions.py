@@ -4,7 +4,7 @@ S tokens a row.
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import compress
 from pathlib import Path
@@ -100,22 +100,28 @@ class InstructionRows(Dataset):
         encoder = _Encoder(tokenizer, bos)
         self.pad_id = encoder.pad_id
         conversations = read_conversations([Path(file) for file in files])
-        encoded = [encoder.encode(conversation) for conversation in conversations]
-        needed = [_response_length(row) + 1 if cuts else len(row.ids) for row in encoded]
-        fits = [length <= sequence_length for length in needed]
-        kept = list(compress(encoded, fits))
-        if not kept:
+        fits: list[bool] = []
+        self.cut = 0
+
+        def kept() -> Iterator[_Encoded]:
+            for conversation in conversations:
+                row = encoder.encode(conversation)
+                needed = _response_length(row) + 1 if cuts else len(row.ids)
+                fits.append(needed <= sequence_length)
+                if fits[-1]:
+                    self.cut += len(row.ids) > sequence_length
+                    yield _end_of(row, sequence_length)
+
+        lengths, self._tokens = _mapped(kept())
+        if not lengths:
             what = "response" if cuts else "conversation"
             remedy = f"no {what} fits into {sequence_length} tokens; raise sequence_length"
-            raise InputError(Fault("instructions", f"{len(encoded)} records", remedy))
-        self.records, self.left_out = len(kept), len(encoded) - len(kept)
-        self.cut = sum(len(row.ids) > sequence_length for row in kept)
-        rows = [_end_of(row, sequence_length) for row in kept]
+            raise InputError(Fault("instructions", f"{len(conversations)} records", remedy))
+        self.records, self.left_out = len(lengths), len(conversations) - len(lengths)
         known = {task: number for number, task in enumerate(tasks)}
         places = [known.get(one.task or "", UNKNOWN_TASK) for one in conversations]
         self._task_ids = torch.tensor(list(compress(places, fits))) if tasks else None
-        self._ends = np.cumsum([len(row.ids) for row in rows])
-        self._tokens = _mapped(rows, int(self._ends[-1]))
+        self._ends = np.cumsum(lengths)
         self._order: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
@@ -253,16 +259,19 @@ def _end_of(row: _Encoded, length: int) -> _Encoded:
     return _Encoded(ids, loss)
 
 
-def _mapped(rows: list[_Encoded], size: int) -> np.ndarray:
-    """All tokens in one memory-mapped array ``[size]`` int32; ``~id`` where there is no loss."""
+def _mapped(rows: Iterable[_Encoded]) -> tuple[list[int], np.ndarray]:
+    """Tokens of each row, and all of them in one memory-mapped array int32; ``~id`` where there is
+    no loss. Of the rows one at a time is held."""
+    lengths = []
     with tempfile.TemporaryFile() as file:  # the map outlives the name
-        tokens = np.memmap(file, dtype=np.int32, mode="w+", shape=(size,))
-    start = 0
-    for row in rows:
-        ids = np.array(row.ids, dtype=np.int32)
-        tokens[start : start + len(ids)] = np.where(row.loss, ids, ~ids)
-        start += len(ids)
-    return tokens
+        for row in rows:
+            ids = np.array(row.ids, dtype=np.int32)
+            file.write(np.where(row.loss, ids, ~ids).tobytes())
+            lengths.append(len(ids))
+        file.flush()
+        if not lengths:
+            return [], np.empty(0, dtype=np.int32)
+        return lengths, np.memmap(file, dtype=np.int32, mode="r+", shape=(sum(lengths),))
 
 
 class _Encoder:

@@ -1,11 +1,13 @@
 """Costs: core time adds up, memory does not, and what is unknown stays unknown."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from texts import pico_recipe
 
 from infra.cluster.pieces import Done
+from infra.recipe.schema import Lineage
 from tasks.baselines.comparison import expert_tokens, row_costs
 from tasks.engine.costs import Cost, cost_of, read_cost, write_cost
 from tasks.engine.workspace import Workspace
@@ -86,6 +88,15 @@ def test_what_given_experts_have_cost_is_unknown(values, workspace):
     assert expert_tokens(validate(values)) is None
     write_cost(workspace, "baselines-full", Cost(512.0, 512))
     assert seconds(values, workspace) == {"seed": 0, "full": 512}
+
+
+def test_what_continued_experts_have_cost_is_unknown(values, workspace):
+    """The last night's training is recorded, and not what it went on from."""
+    recipe = validate(values)
+    taught = replace(recipe, lineage=Lineage(parents={"b": "of its parent"}))
+    assert expert_tokens(taught) is None
+    found = row_costs(taught, workspace, ["seed", "dume", "btx"])
+    assert set(found) == {"seed"}
 
 
 def test_whatever_is_made_of_repaired_experts_costs_their_repair(values, workspace):

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import tracemalloc
 
 import pyarrow
 import pyarrow.parquet
@@ -82,6 +83,21 @@ def chat(*texts):
 
 
 BLANK_LINE = [96, 96]
+
+
+def test_tokens_are_kept_in_a_file(tokenizer, tmp_path):
+    file, size = tmp_path / "asks.jsonl", 1000
+    lines = [json.dumps({"prompt": "P" * size, "response": "R" * size})] * 100
+    file.write_text("\n".join(lines))
+    tracemalloc.start()
+    try:
+        rows = InstructionRows([file], tokenizer, sequence_length=3000, count=100, seed=0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # The text itself is held, and one row as lists of Python.
+    assert rows.tokens > 2 * size * len(lines)
+    assert peak < 8 * rows.tokens
 
 
 def plain(length, prompt, response):
