@@ -20,7 +20,6 @@ from upcycle_core.config import SEEDS, Counted
 from upcycle_core.corpora.config import Source
 from upcycle_core.errors import Fault
 from upcycle_core.evaluation.tasks.config import KINDS
-from upcycle_core.training.checks import weight_faults
 from upcycle_core.training.config import TrainingConfig
 
 ON_THE_CPU = ("corpora", "assembly")
@@ -174,7 +173,10 @@ def _router_faults(recipe: Recipe) -> Iterator[Fault]:
         yield Fault("router.ridge_lambda", ridge_lambda, "must not be negative; use e.g. 0.01")
     weights = recipe.router.domain_weights
     yield from domain_faults("router.domain_weights", weights, recipe)
-    yield from weight_faults(weights, recipe.domains, "router.domain_weights")
+    for name, weight in weights.items():
+        if weight <= 0:
+            remedy = "must be above 0; leave the domain out instead, or use a small weight"
+            yield Fault(f"router.domain_weights.{name}", weight, remedy)
 
 
 def _bound_faults(recipe: Recipe) -> Iterator[Fault]:
