@@ -212,12 +212,24 @@ def _evaluation_faults(recipe: Recipe) -> Iterator[Fault]:
     buckets = recipe.statistics.position_buckets
     if list(buckets) != sorted(set(buckets)):
         yield Fault("statistics.position_buckets", list(buckets), "must ascend; sort them")
+    key, most = _counted_positions(recipe)
     for where in ("evaluation", "task_evaluation"):
         for window in getattr(recipe, where).sweep_window:
-            if window not in buckets:
+            if window > most:
+                remedy = f"only {most} tokens of a paragraph are counted; use at most {key} = "
+                yield Fault(f"{where}.sweep_window", window, f"{remedy}{most}, or raise that")
+            elif window not in buckets:
                 remedy = f"its statistics are not kept; use one of {list(buckets)} or add it to "
                 remedy += "statistics.position_buckets"
                 yield Fault(f"{where}.sweep_window", window, remedy)
+
+
+def _counted_positions(recipe: Recipe) -> tuple[str, int]:
+    """The key that says how many tokens of a paragraph are counted at most, and how many."""
+    length, window = recipe.statistics.sequence_length, recipe.statistics.window
+    if window is not None and window < length:
+        return "statistics.window", window
+    return "statistics.sequence_length", length
 
 
 def _task_faults(recipe: Recipe) -> Iterator[Fault]:

@@ -287,6 +287,18 @@ def test_numbers_that_would_be_found_wrong_after_hours_are_refused_at_once(
     assert re.search(rf"^{key}(\.letters)? = .*{re.escape(expected)}", found, re.M)
 
 
+@pytest.mark.parametrize("where", ["evaluation", "task_evaluation"])
+@pytest.mark.parametrize("name", ["window", "sequence_length"])
+def test_a_window_of_positions_that_are_not_counted_is_refused(values, where, name):
+    values["statistics"] = {"position_buckets": [2, 8, 16], "sequence_length": 32, name: 8}
+    values["evaluation"]["sweep_window"] = [2, 8]
+    values[where] = {**values.get(where, {}), "sweep_window": [2, 8, 16]}
+    said = f"{where}.sweep_window = 16: only 8 tokens of a paragraph are counted; use at most "
+    assert message(values) == f"{said}statistics.{name} = 8, or raise that"
+    values["statistics"][name] = 16
+    validate(values)
+
+
 def test_lambda_chosen_from_nothing_is_refused(values):
     values["router"] = {"ridge_lambda": "cross-validate", "lambda_grid": []}
     assert "router.lambda_grid = []: nothing to choose from" in message(values)
