@@ -17,11 +17,12 @@ from tasks.data.sources import (
 )
 from tasks.data.task_sets import task_set_faults
 from tasks.engine.stage import StageRun, stage
+from tasks.symphony.checks import is_given
 from tasks.symphony.variants import anchor_of, lengths, section, trains_shape
-from tasks.symphony.vocabulary import segmentation_faults
+from tasks.symphony.vocabulary import segmentation_faults, sharing
 from upcycle_core.architectures.compare import compare_strangers
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.tokenizer import load_tokenizer
+from upcycle_core.checkpoints.tokenizer import TokenIds, load_tokenizer
 from upcycle_core.corpora.shards import end_faults
 from upcycle_core.corpora.sources import source_fingerprint
 from upcycle_core.errors import Fault, raise_faults
@@ -66,6 +67,7 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     faults += compare_strangers(readers, tokens, ready=ready, one_rope=one_rope)
     faults += position_faults(recipe, lengths(recipe), readers)
     faults += given_adapter_faults(recipe, [r for n, r in readers.items() if n not in ready])
+    faults += _response_faults(recipe, tokens)
     if trains_shape(recipe):
         faults += _shape_faults(recipe.seed_model.shape, readers)
     elif not faults:
@@ -79,6 +81,23 @@ def _end_faults(readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:
     for field, reader in readers.items():
         if field.endswith(".origin.model"):
             yield from end_faults(load_tokenizer(reader.directory), field=field)
+
+
+def _response_faults(recipe: Recipe, tokens: Mapping[str, TokenIds]) -> Iterator[Fault]:
+    """Responses that models would be compared on in tokens of several kinds."""
+    if recipe.evaluation.loss != "responses":
+        return
+    kinds = {field: own.fingerprint for field, own in tokens.items()}
+    shared = sharing(recipe)
+    for name, domain in recipe.domains.items():
+        if not is_given(domain):  # its tokenizer is trained here
+            kinds[f"domains.{name}"] = "shared" if name in shared else name
+    first = next(iter(kinds), "")
+    for field, kind in kinds.items():
+        if kind != kinds[first]:
+            remedy = f"{field} has another tokenizer than {first}, and responses are compared in "
+            yield Fault("evaluation.loss", "responses", f"{remedy}one alone; use all")
+            return
 
 
 def _shape_faults(shape: LlamaShape, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:

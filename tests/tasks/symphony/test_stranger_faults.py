@@ -4,10 +4,12 @@ import json
 import shutil
 
 import pytest
+from chat import save_chat_tokenizer
 from pico import save_pico
 from vocabularies import CODE, NATURE, byte_level
 
 from tasks.recipes import check, validate
+from tests.tasks.data.test_texts import chats
 from upcycle_core.errors import InputError
 
 
@@ -92,6 +94,40 @@ def test_other_merge_rules_ask_whose_segmentation_the_result_has(models, tmp_pat
     assert [remedy for remedy in found.values() if "symphony.segmentation" in remedy]
     values["symphony"]["segmentation"] = "code"
     check(validate(values), tmp_path / "models")
+
+
+def test_responses_are_scored_where_all_models_have_one_tokenizer(tmp_path):
+    """Before any is joined: what each makes of the others' responses is not compared."""
+    values = recipe_of(tmp_path)
+    for number, (name, domain) in enumerate(values["domains"].items()):
+        save_pico(tmp_path / name, seed=number, vocab_size=400)
+        save_chat_tokenizer(tmp_path / name, "chatml")
+        domain["train"] = chats(tmp_path / f"{name}.jsonl", tag=name)
+        domain["heldout"] = chats(tmp_path / f"{name}-heldout.jsonl", tag=f"{name} held out")
+    values["evaluation"] = {"loss": "responses"}
+    check(validate(values), tmp_path / "models")
+    save_chat_tokenizer(tmp_path / "law", "llama3")
+    values["symphony"] = {"segmentation": "code"}
+    found = faults_of(values, tmp_path / "models")
+    assert "domains.law.expert has another tokenizer" in found["evaluation.loss"]
+    assert "use all" in found["evaluation.loss"]
+    values["evaluation"] = {"loss": "all"}
+    check(validate(values), tmp_path / "models")
+
+
+def test_responses_are_not_scored_where_tokenizers_are_trained_here(models, tmp_path):
+    values = recipe_of(models)
+    values["domains"] |= {name: {"train": chats(tmp_path / name)} for name in ("physics", "tax")}
+    for name in ("code", "law"):
+        values["domains"][name]["heldout"] = values["domains"]["tax"]["train"]
+    values |= {"symphony": {"segmentation": "code"}, "evaluation": {"loss": "responses"}}
+    assert "physics" in faults_of(values, tmp_path / "models")["evaluation.loss"]
+    del values["domains"]["code"], values["domains"]["law"]
+    values["symphony"] = {}
+    assert "evaluation.loss" not in faults_of(values, tmp_path / "models")  # they share one
+    values["domains"]["tax"]["origin"] = {"vocabulary_size": 300}
+    values["symphony"] = {"segmentation": "tax"}
+    assert "tax" in faults_of(values, tmp_path / "models")["evaluation.loss"]
 
 
 def test_a_given_model_must_fit_those_that_are_trained_here(models, tmp_path):
