@@ -12,21 +12,21 @@ from tasks.data.documents import documents
 from tasks.engine.life import Life, without_domain
 from tasks.symphony.experts import trained_on
 from tasks.symphony.sources import sources
-from tasks.symphony.variants import anchor_of, section, with_anchors
+from tasks.symphony.variants import anchor_of, chosen_of, section, with_anchors
 from tasks.symphony.vocabulary import sharing
 from upcycle_core.symphony.config import SymphonyConfig
 
 
 def _anchor(recipe: Recipe, known: Sequence[str]) -> str | None:
-    """The recipe's, or else the one that was; the next one where that has left."""
+    """The recipe's, or else the one that was; the next one where that is no expert any more."""
     own, before = section(recipe), recipe.lineage.anchor if recipe.lineage is not None else None
-    asked = (own.anchor, before, *(own.models or known))
-    return next((name for name in asked if name in recipe.domains), None)
+    asked, chosen = (own.anchor, before, *(own.models or known)), chosen_of(recipe, own)
+    return next((name for name in asked if name in chosen), None)
 
 
 def _settled(recipe: Recipe) -> Recipe:
     own, lineage = section(recipe), recipe.lineage
-    if own.anchor is not None or lineage is None or lineage.anchor not in recipe.domains:
+    if own.anchor is not None or lineage is None or lineage.anchor not in chosen_of(recipe, own):
         return recipe
     return with_anchors(replace(recipe, symphony=replace(own, anchor=lineage.anchor)))
 

@@ -56,8 +56,11 @@ def pairings(recipe: Recipe) -> dict[str, str]:
 
 
 def anchor_of(recipe: Recipe, variant: SymphonyConfig) -> str:
-    """The domain whose model the others are aligned to: the first that is named."""
-    return variant.anchor or (variant.models or tuple(recipe.domains))[0]
+    """The domain whose model the others are aligned to: the first that is named, or else by name.
+
+    Domains of a recipe that is still being read are in no order yet.
+    """
+    return variant.anchor or (variant.models or sorted(recipe.domains))[0]
 
 
 def chosen_of(recipe: Recipe, variant: SymphonyConfig) -> tuple[str, ...]:

@@ -78,7 +78,8 @@ class SymphonyConfig:
     models: tuple[str, ...] | None = None
     """Domains whose models become experts; all of them by default."""
     anchor: str | None = None
-    """Domain whose model the others are aligned to; the first by default."""
+    """Domain whose model the others are aligned to; by default the first of `models`, or the first
+    by name."""
     segmentation: str | None = None
     """Domain whose model's tokenizer cuts text in the result. Needed where the rules differ."""
     rope: Literal["same", "anchor"] = "same"

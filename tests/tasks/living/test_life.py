@@ -12,7 +12,7 @@ from tasks.living.lineage import begin, life_of, save, with_lineage, with_parent
 from tasks.methods import METHODS
 from tasks.recipes import validate
 from tasks.symphony.experts import experts
-from tasks.symphony.variants import anchor_of, section
+from tasks.symphony.variants import anchor_of, chosen_of, section, variants
 from upcycle_core.errors import InputError
 
 OLD, ALL = ("letters", "numbers"), ("colours", "letters", "numbers")
@@ -68,6 +68,25 @@ def test_strangers_keep_vocabulary_and_anchor_when_one_comes_that_is_first(tmp_p
     assert "vocabulary" in experts.inputs(begun, "colours")
     rest = begin(strangers(tmp_path, ("colours", "numbers")), workspace)
     assert rest.lineage.anchor == "numbers"  # of those that were there
+
+
+def test_an_anchor_that_is_no_expert_any_more_is_followed_by_one_that_is(tmp_path, workspace):
+    begun = begin(strangers(tmp_path, ALL), workspace, new=["colours"])
+    save(begun.lineage, workspace)
+    values = pico_recipe(tmp_path)
+    asked = {"models": ["numbers", "colours"], "router": "random", "calibration": CALIBRATION}
+    values |= {"symphony": asked, "moe": {"top_k": 2}}
+    rows = {"all": {"calibration": CALIBRATION}, "own": {**asked, "models": ["colours", "letters"]}}
+    row = {"method": "symphony", "training": {**TRAINING, "steps": 20}}
+    values["baselines"] = {name: {**row, "symphony": own} for name, own in rows.items()}
+    recipe = validate(values)
+    for found in (with_lineage(recipe, workspace), begin(recipe, workspace)):
+        for variant in variants(found).values():
+            assert anchor_of(found, variant) in chosen_of(found, variant)
+    assert anchor_of(found, section(found)) == found.lineage.anchor == "numbers"
+    assert variants(found)["own"].anchor is None
+    asked["models"] = ["colours", "letters"]
+    assert section(begin(validate(values), workspace)).anchor == "letters"  # as it was
 
 
 def test_a_stranger_goes_on_where_any_text_that_it_reads_is_new(tmp_path, workspace):

@@ -219,6 +219,16 @@ def test_experts_stand_in_the_recipe_s_order_however_models_are_named():
     assert anchor_of(recipe, section(recipe)) in ("code", "physics")
 
 
+def test_the_anchor_is_the_first_by_name_before_domains_are_in_order_too():
+    values = changed("symphony", {"rope": "anchor"})
+    own = {"expert": "models/physics", "train": TEXT}
+    values["domains"] = {"physics": own, "code": {"train": TEXT}, "law": {"train": TEXT}}
+    values["symphony"]["segmentation"] = "law"
+    assert fields_of(values) == {"symphony.rope"}  # code's model, which is trained here
+    values["symphony"]["anchor"] = "physics"
+    assert section(validate(values)).rope == "anchor"
+
+
 def test_rows_are_joined_to_the_recipe_s_anchor():
     """One that names none, but not one that leaves that model out, or names another."""
     values = changed("baselines.fewer", {"method": "symphony", "symphony": {}})
