@@ -174,7 +174,7 @@ def _router_faults(recipe: Recipe) -> Iterator[Fault]:
     weights = recipe.router.domain_weights
     yield from domain_faults("router.domain_weights", weights, recipe)
     for name, weight in weights.items():
-        if weight <= 0:
+        if not weight > 0:  # nor where it is no number
             remedy = "must be above 0; leave the domain out instead, or use a small weight"
             yield Fault(f"router.domain_weights.{name}", weight, remedy)
 
