@@ -245,6 +245,14 @@ class Recipe:
         return trained * self.experts.training.tokens
 
     @property
+    def delta_ranks(self) -> Mapping[str, int]:
+        """Ranks that deltas of experts are asked to have, each by its key."""
+        rows = {f"baselines.{name}.ders": row.ders for name, row in self.baselines.items()}
+        codecs = {} if self.compression is None else self.compression.codecs
+        asked = {**rows, **{f"compression.codecs.{name}": own for name, own in codecs.items()}}
+        return {f"{key}.rank": own.rank for key, own in asked.items() if own and own.rank}
+
+    @property
     def pinned(self) -> Mapping[str, str]:
         """Artifacts that are not made again, each with its sha256."""
         return {} if self.lineage is None else self.lineage.pinned

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from infra.recipe.schema import Recipe
 from upcycle_core.architectures.families import family_of
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.ders import checks
 from upcycle_core.dume.checks import check_repairable, fewest_tokens
 from upcycle_core.errors import Fault, InputError
 
@@ -20,6 +21,14 @@ def repair_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> It
         check_repairable(family_of(reader.config), reader.config, enough, field)
     except InputError as error:
         yield from error.faults
+
+
+def rank_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:
+    """Ranks of deltas above the matrices of the models, all sound."""
+    if readers:
+        config = next(iter(readers.values())).config
+        sizes = int(config["hidden_size"]), int(config["intermediate_size"])
+        yield from checks.rank_faults(recipe.delta_ranks, *sizes)
 
 
 def weight_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from infra.recipe.names import name_fault
 from infra.recipe.schema import Recipe
+from upcycle_core.ders.checks import rank_faults
 from upcycle_core.errors import Fault
 
 COMPRESSIBLE = ("dume", "btx", "sparse-upcycling", "drop-upcycling")
@@ -15,7 +16,9 @@ DRAWN = 0.1
 
 def ders_faults(recipe: Recipe) -> Iterator[Fault]:
     """Every fault of ``compression``, and of baselines whose experts are deltas."""
-    yield from _rank_faults(recipe)
+    if recipe.trains_seed:  # of given models the files are asked
+        shape = recipe.seed_model.shape
+        yield from rank_faults(recipe.delta_ranks, shape.hidden_size, shape.intermediate_size)
     compression = recipe.compression
     if compression is None:
         return
@@ -64,22 +67,3 @@ def _ancestor_fault(recipe: Recipe, name: str) -> Iterator[Fault]:
         remedy += f"{compression.minimum_cosine:g}: lower that below {max(likeness - DRAWN, 0):g}, "
         remedy += "or leave the row out"
         yield Fault("compression.models", name, remedy)
-
-
-def _rank_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Ranks above the matrices of a model that is made here."""
-    if not recipe.trains_seed:
-        return
-    shape = recipe.seed_model.shape
-    largest = min(shape.hidden_size, shape.intermediate_size)
-    ranks = {
-        f"baselines.{n}.ders.rank": row.ders.rank for n, row in recipe.baselines.items() if row.ders
-    }
-    if recipe.compression is not None:
-        codecs = recipe.compression.codecs.items()
-        ranks |= {f"compression.codecs.{name}.rank": codec.rank for name, codec in codecs}
-    for where, rank in ranks.items():
-        if rank is not None and rank > largest:
-            remedy = f"above the matrices, {shape.hidden_size} by {shape.intermediate_size}; "
-            remedy += f"use at most {largest}"
-            yield Fault(where, rank, remedy)

@@ -3,9 +3,10 @@
 import copy
 
 import pytest
+from pico import save_pico
 
 from tasks.ders.section import section
-from tasks.recipes import validate
+from tasks.recipes import check, validate
 from upcycle_core.errors import InputError
 
 TEXT = {"files": ["text.txt"]}
@@ -117,6 +118,43 @@ def test_ranks_reach_the_smaller_side_of_a_matrix():
         validate(values)
         values["compression"]["codecs"]["rank"]["rank"] = 33
         assert fields_of(values) == {"compression.codecs.rank.rank"}
+
+
+def given(folder):
+    """A recipe of given experts and their given seed; every matrix is 32 by 48."""
+    seed = save_pico(folder / "seed", seed=0, max_position_embeddings=1024)
+    domains = {}
+    for number, name in enumerate(("code", "law"), 1):
+        text = folder / f"{name}.txt"
+        text.write_text(f"text of some length on {name}\n<|doc|>\nmore of it\n" * 20)
+        expert = str(save_pico(folder / name, seed=number, max_position_embeddings=1024))
+        domains[name] = {"expert": expert, "train": {"files": [str(text)]}}
+    codecs = {
+        "rank": {"codec": "low_rank", "rank": 32},
+        "coarse": {"codec": "quantised", "bits": 4},
+    }
+    light = {"method": "ders", "ders": {"codec": "low_rank", "rank": 32}}
+    return {
+        "name": "deltas",
+        "domains": domains,
+        "seed_model": {"model": str(seed)},
+        "compression": {"codecs": codecs},
+        "baselines": {"light": light},
+    }
+
+
+def test_ranks_above_the_matrices_of_given_models_are_refused_before_anything_is_made(tmp_path):
+    values = given(tmp_path)
+    check(validate(values), tmp_path / "cache")
+    values["compression"]["codecs"]["rank"]["rank"] = 33
+    values["baselines"]["light"]["ders"]["rank"] = 40
+    with pytest.raises(InputError) as error:
+        check(validate(values), tmp_path / "cache")
+    assert {fault.field: fault.value for fault in error.value.faults} == {
+        "compression.codecs.rank.rank": 33,
+        "baselines.light.ders.rank": 40,
+    }
+    assert "above the matrices, 32 by 48; use at most 32" in str(error.value)
 
 
 def test_one_expert_a_token_trains_the_router_where_its_weight_is_not_always_one():

@@ -104,7 +104,7 @@ def test_responses_are_scored_where_all_models_have_one_tokenizer(tmp_path):
         save_chat_tokenizer(tmp_path / name, "chatml")
         domain["train"] = chats(tmp_path / f"{name}.jsonl", tag=name)
         domain["heldout"] = chats(tmp_path / f"{name}-heldout.jsonl", tag=f"{name} held out")
-    values["evaluation"] = {"loss": "responses"}
+    values["evaluation"] = {"loss": "responses", "sequence_length": 64}
     check(validate(values), tmp_path / "models")
     save_chat_tokenizer(tmp_path / "law", "llama3")
     values["symphony"] = {"segmentation": "code"}
