@@ -248,7 +248,7 @@ class Recipe:
     def delta_ranks(self) -> Mapping[str, int]:
         """Ranks that deltas of experts are asked to have, each by its key."""
         rows = {f"baselines.{name}.ders": row.ders for name, row in self.baselines.items()}
-        codecs = {} if self.compression is None else self.compression.codecs
+        codecs = self.compression.codecs if self.compression else {}
         asked = {**rows, **{f"compression.codecs.{name}": own for name, own in codecs.items()}}
         return {f"{key}.rank": own.rank for key, own in asked.items() if own and own.rank}
 

@@ -100,11 +100,11 @@ def test_responses_are_scored_where_all_models_have_one_tokenizer(tmp_path):
     """Before any is joined: what each makes of the others' responses is not compared."""
     values = recipe_of(tmp_path)
     for number, (name, domain) in enumerate(values["domains"].items()):
-        save_pico(tmp_path / name, seed=number, vocab_size=400)
+        save_pico(tmp_path / name, seed=number, vocab_size=400, max_position_embeddings=1024)
         save_chat_tokenizer(tmp_path / name, "chatml")
         domain["train"] = chats(tmp_path / f"{name}.jsonl", tag=name)
         domain["heldout"] = chats(tmp_path / f"{name}-heldout.jsonl", tag=f"{name} held out")
-    values["evaluation"] = {"loss": "responses", "sequence_length": 64}
+    values["evaluation"] = {"loss": "responses"}
     check(validate(values), tmp_path / "models")
     save_chat_tokenizer(tmp_path / "law", "llama3")
     values["symphony"] = {"segmentation": "code"}
