@@ -15,6 +15,7 @@ from tasks.symphony.variants import (
 )
 from upcycle_core.corpora.config import Domain
 from upcycle_core.errors import Fault
+from upcycle_core.symphony.checks import solver_faults
 from upcycle_core.symphony.config import SymphonyConfig
 from upcycle_core.training.checks import objective_faults, training_faults, weight_faults
 
@@ -121,6 +122,8 @@ def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Itera
     if texts is not None and not texts:
         yield Fault(f"{where}.calibration.domains", [], "no text at all; name a domain")
     yield from weight_faults(config.merge.weights, chosen, f"{where}.merge.weights")
+    if config.alignment.neurons != "none":
+        yield from solver_faults(config.alignment.solver, f"{where}.alignment.solver")
     if where != SYMPHONY and config.segmentation not in (None, section(recipe).segmentation):
         remedy = "all rows share one tokenizer; say it in symphony.segmentation"
         yield Fault(f"{where}.segmentation", config.segmentation, remedy)

@@ -6,8 +6,6 @@ I neurons. Places are numbered as the anchor's neurons.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
-from typing import Literal
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -17,9 +15,8 @@ from upcycle_core.activations.cross import Similarity
 from upcycle_core.architectures.axes import along, axes_of, layer_of
 from upcycle_core.architectures.family import Family
 from upcycle_core.backbone.rewrite import Transform
-from upcycle_core.errors import Fault, raise_faults
-
-Solver = Literal["scipy", "lapjv"]
+from upcycle_core.errors import raise_faults
+from upcycle_core.symphony.checks import Solver, solver_faults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +44,6 @@ class Assignment:
     def moved(self) -> int:
         """How many neurons stand at another place than before."""
         return int((self.order != torch.arange(len(self.order))).sum())
-
-
-def solver_faults(solver: Solver) -> list[Fault]:
-    """A solver whose package is not there."""
-    if solver == "scipy" or find_spec(solver) is not None:
-        return []
-    remedy = f"its package is not installed; run pip install {solver}, or choose scipy"
-    return [Fault("symphony.alignment.solver", solver, remedy)]
 
 
 def assign(

@@ -1,6 +1,9 @@
 """What is wrong in a recipe that joins models of different origin, found without any file."""
 
 import copy
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import numpy as np
 import pyarrow
@@ -217,6 +220,18 @@ def test_experts_stand_in_the_recipe_s_order_however_models_are_named():
     recipe = validate(values)
     assert chosen_of(recipe, section(recipe)) == ("code", "physics")
     assert anchor_of(recipe, section(recipe)) in ("code", "physics")
+
+
+@pytest.mark.parametrize("where", ["symphony", "baselines.paper.symphony"])
+def test_a_solver_that_is_not_installed_is_said_before_models_are_trained(monkeypatch, where):
+    monkeypatch.setitem(sys.modules, "lapjv", None)
+    values = changed(f"{where}.alignment", {"solver": "lapjv"})
+    assert fields_of(values) == {f"{where}.alignment.solver"}
+    validate(changed(f"{where}.alignment", {"solver": "lapjv", "neurons": "none"}))
+    installed = ModuleType("lapjv")
+    installed.__spec__ = ModuleSpec("lapjv", None)
+    monkeypatch.setitem(sys.modules, "lapjv", installed)
+    validate(values)
 
 
 def test_the_anchor_is_the_first_by_name_before_domains_are_in_order_too():
