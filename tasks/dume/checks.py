@@ -6,6 +6,7 @@ from dataclasses import replace
 from infra.recipe.schema import Recipe
 from tasks.engine.params import merge_keys, repair_keys, routed_repair_keys, value_at, weight_keys
 from upcycle_core.dume.checks import fewest_tokens
+from upcycle_core.dume.config import RouterConfig
 from upcycle_core.errors import Fault
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.results import Parameter
@@ -35,9 +36,25 @@ def fold_faults(recipe: Recipe) -> Iterator[Fault]:
         yield Fault("statistics.folds", recipe.statistics.folds, remedy)
 
 
+def router_faults(recipe: Recipe) -> Iterator[Fault]:
+    """What the routers' rows, means of router inputs where they are no regression, do not use."""
+    yield from fold_faults(recipe)
+    if recipe.router.rows != "means":
+        return
+    usual = RouterConfig()
+    for name in ("ridge_lambda", "domain_weights"):
+        if (value := getattr(recipe.router, name)) != getattr(usual, name):
+            remedy = "decides nothing of rows that are means (router.rows): remove it"
+            yield Fault(f"router.{name}", value, remedy)
+    for where in ("evaluation", "task_evaluation"):
+        if values := getattr(recipe, where).sweep_ridge_lambda:
+            remedy = "rows that are means (router.rows) are the same with every lambda: remove it"
+            yield Fault(f"{where}.sweep_ridge_lambda", list(values), remedy)
+
+
 def dume_faults(recipe: Recipe) -> Iterator[Fault]:
     """What the recipe, and the shape of a seed that is made here, say against what it asks for."""
-    yield from fold_faults(recipe)
+    yield from router_faults(recipe)
     if recipe.trains_seed and not recipe.moe.normalise_top_k:
         from upcycle_core.architectures.families import FAMILIES  # torch
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from infra.recipe.checks import domain_faults, warmup_faults
 from infra.recipe.schema import Recipe
-from tasks.dume.checks import fold_faults
+from tasks.dume.checks import router_faults
 from tasks.symphony.variants import (
     SYMPHONY,
     anchor_of,
@@ -144,7 +144,7 @@ def _variant_faults(recipe: Recipe, config: SymphonyConfig, where: str) -> Itera
 
 def _router_faults(recipe: Recipe) -> Iterator[Fault]:
     """What the ridge regression behind routers cannot do here."""
-    yield from fold_faults(recipe)
+    yield from router_faults(recipe)
     if recipe.router.solve == "sequential":
         remedy = "routers of joined strangers are solved for all layers at once: use joint"
         yield Fault("router.solve", recipe.router.solve, remedy)

@@ -42,3 +42,35 @@ def test_what_is_solved_at_once_is_no_sweep_of_what_is_solved_layer_by_layer(tmp
     values["router"] = {"solve": "sequential"}
     with pytest.raises(InputError, match=rf"{where}\.{name} = \[1.*router\.solve is sequential"):
         validate(values)
+
+
+WITHOUT_LAMBDA = {
+    "router.ridge_lambda": (1.0, "cross-validate"),
+    "router.domain_weights": ({"letters": 2.0},),
+    "evaluation.sweep_ridge_lambda": ([0.1],),
+    "task_evaluation.sweep_ridge_lambda": ([0.1],),
+}
+
+
+@pytest.mark.parametrize("key", WITHOUT_LAMBDA)
+def test_no_lambda_and_no_weight_decides_rows_that_are_means(tmp_path, key):
+    for values in recipes_of_means(tmp_path):
+        validate(values)
+        section, name = key.split(".")
+        for value in WITHOUT_LAMBDA[key] if key.startswith("router") or "moe" not in values else ():
+            asked = {**values, section: {**values.get(section, {}), name: value}}
+            with pytest.raises(InputError) as error:
+                validate(asked)
+            (fault,) = error.value.faults
+            assert (fault.field, fault.value) == (key, value)
+            assert "rows that are means" in fault.remedy
+            validate({**asked, "router": {**asked["router"], "rows": "ridge"}})
+
+
+def recipes_of_means(folder):
+    """Of DUME, and of Symphony-MoE with routers in closed form."""
+    values = pico_recipe(folder)
+    values["evaluation"] |= {"sweep_ridge_lambda": [], "sweep_top_k": [], "sweep_window": []}
+    values["router"] = {"rows": "means"}
+    own = {"router": "ridge", "calibration": {"sequence_length": 32}}
+    return values, {**values, "symphony": own, "moe": {"top_k": 2}}
