@@ -14,7 +14,8 @@ from upcycle_core.evaluation.text.results import Parameter
 DUME = "dume"
 
 CROSS_VALIDATED = "cross-validate"
-SCORED = {"rows": ("dume",), "cross_scores": ("dume", "symphony")}
+SWEEPS = ("sweep_top_k", "sweep_ridge_lambda", "sweep_window")
+SCORED = {"rows": (DUME,), "cross_scores": (DUME, "symphony"), **dict.fromkeys(SWEEPS, (DUME,))}
 """{field of ``evaluation`` that says what a report scores: methods whose report it is}"""
 
 FOLDS = 4
@@ -103,7 +104,8 @@ def unused_faults(recipe: Recipe) -> Iterator[Fault]:
         if recipe.method not in methods:
             who = " and ".join(methods) if len(methods) > 1 else f"{methods[0]} alone"
             remedy = f"is done by {who}, and the method is {recipe.method}: remove it"
-            yield Fault(key, value_at(recipe, key), remedy)
+            value = value_at(recipe, key)
+            yield Fault(key, list(value) if isinstance(value, tuple) else value, remedy)
 
 
 def swept(recipe: Recipe) -> dict[Parameter, tuple[float, ...]]:

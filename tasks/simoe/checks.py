@@ -87,6 +87,7 @@ def _excluded(recipe: Recipe) -> Iterator[Fault]:
         "similarity": recipe.similarity,
         "outside": recipe.outside or None,
         "comparison.tokens": recipe.comparison.tokens,
+        "backbone.experts": recipe.backbone.experts,
     }
     for field, value in given.items():
         if value is not None:

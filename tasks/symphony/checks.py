@@ -30,6 +30,9 @@ def symphony_faults(recipe: Recipe) -> Iterator[Fault]:
         yield Fault("symphony", None, remedy)
     if recipe.compression is not None:
         yield Fault("compression", "given", "experts that share no seed share no base; remove it")
+    if recipe.backbone.experts is not None:
+        remedy = "the backbones of all symphony.models are merged: name those there, or remove it"
+        yield Fault("backbone.experts", list(recipe.backbone.experts), remedy)
     for name, domain in recipe.domains.items():
         yield from _origin_faults(recipe, name, domain)
     for name, variant in variants(recipe).items():

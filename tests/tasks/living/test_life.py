@@ -19,8 +19,15 @@ OLD, ALL = ("letters", "numbers"), ("colours", "letters", "numbers")
 CALIBRATION = {"sequence_length": 32}
 
 
-def strangers(tmp_path, domains=OLD, **origins):
+def unswept(tmp_path, domains=ALL):
+    """Values of a recipe whose report holds no sweep, as those of strangers do not."""
     values = pico_recipe(tmp_path, domains=domains)
+    values["evaluation"] |= {"sweep_top_k": [], "sweep_ridge_lambda": [], "sweep_window": []}
+    return values
+
+
+def strangers(tmp_path, domains=OLD, **origins):
+    values = unswept(tmp_path, domains)
     values |= {"symphony": {"calibration": CALIBRATION}, "moe": {"top_k": 2}}
     for domain, origin in origins.items():
         values["domains"][domain]["origin"] = origin
@@ -73,7 +80,7 @@ def test_strangers_keep_vocabulary_and_anchor_when_one_comes_that_is_first(tmp_p
 def test_an_anchor_that_is_no_expert_any_more_is_followed_by_one_that_is(tmp_path, workspace):
     begun = begin(strangers(tmp_path, ALL), workspace, new=["colours"])
     save(begun.lineage, workspace)
-    values = pico_recipe(tmp_path)
+    values = unswept(tmp_path)
     asked = {"models": ["numbers", "colours"], "router": "random", "calibration": CALIBRATION}
     values |= {"symphony": asked, "moe": {"top_k": 2}}
     rows = {"all": {"calibration": CALIBRATION}, "own": {**asked, "models": ["colours", "letters"]}}
@@ -136,9 +143,7 @@ def test_a_domain_that_leaves_is_named_nowhere(tmp_path):
     recipe = strangers(tmp_path, ALL)
     values = {"models": ALL, "anchor": "colours", "merge": {"weights": {"colours": 2.0}}}
     values["calibration"] = {**CALIBRATION, "domains": ["colours", "letters"]}
-    given = validate(
-        {**pico_recipe(tmp_path, domains=ALL), "symphony": values, "moe": {"top_k": 2}}
-    )
+    given = validate({**unswept(tmp_path), "symphony": values, "moe": {"top_k": 2}})
     rest = life_of(recipe).without(given, "colours")
     assert "colours" not in json.dumps(section(rest), default=vars)
     assert tuple(rest.domains) == OLD

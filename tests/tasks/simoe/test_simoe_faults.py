@@ -109,6 +109,9 @@ def test_a_sound_recipe_has_its_rows():
         ("registry/gate/metric", "normalised_average", "registry.gate.metric"),
         ("domains", {}, "seed_model.model"),
         ("comparison/tokens", 10**6, "comparison.tokens"),
+        ("evaluation/sweep_top_k", [1], "evaluation.sweep_top_k"),
+        ("evaluation/sweep_ridge_lambda", [0.1], "evaluation.sweep_ridge_lambda"),
+        ("backbone/experts", ["text"], "backbone.experts"),
         ("symphony", {}, "symphony"),
         (
             "compute/post_training",

@@ -59,6 +59,19 @@ def test_every_row_of_the_report_is_scored():
     assert fields_of(changed("evaluation.rows", ["oracle"])) == {"evaluation.rows"}
 
 
+@pytest.mark.parametrize(
+    "sweep", [{"sweep_top_k": [1, 2]}, {"sweep_ridge_lambda": [0.1]}, {"sweep_window": [2]}]
+)
+def test_no_sweep_is_asked_for_that_the_report_does_not_hold(sweep):
+    (name,) = sweep
+    values = changed("evaluation", sweep) | {"statistics": {"position_buckets": [2]}}
+    assert fields_of(values) == {f"evaluation.{name}"}
+
+
+def test_all_backbones_are_merged():
+    assert fields_of(changed("backbone.experts", ["code"])) == {"backbone.experts"}
+
+
 def test_a_valid_recipe_has_no_fault():
     recipe = validate(VALID)
     assert recipe.method == "symphony"
