@@ -8,8 +8,8 @@ from typing import Any
 from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import ANSWERS, SUMMARY
 from tasks.engine.stage import StageRun, stage
+from tasks.simoe.limit import held_to_limit
 from tasks.simoe.rows import SIMOE, model_of, row_title, section, tuned
-from upcycle_core.baselines.config import Baseline
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.instructions.activations import Activation
 from upcycle_core.evaluation.instructions.report import write_instruction_report
@@ -110,12 +110,7 @@ def _varied(one: SimoeUpcyclingConfig, other: SimoeUpcyclingConfig) -> tuple[str
 def check_reached(recipe: Recipe, found: Mapping[str, Any]) -> None:
     """Nothing is reported of instructions that are too hard for the model."""
     least = recipe.tuning.least_exact_match
-    whole: Mapping[str, Baseline] = {
-        name: row
-        for name, row in recipe.baselines.items()
-        if row.method == "full-finetune" and row.tuned == "full"
-    }
-    for name in whole:
+    for name in held_to_limit(recipe):
         reached = found[name]["scores"].get("seen", {}).get("exact_match")
         if least is not None and reached is not None and reached < least:
             remedy = f"{name} reaches {reached:.3f} on the seen categories: the instructions are "

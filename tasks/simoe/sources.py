@@ -10,6 +10,7 @@ from tasks.engine.artifacts import INSTRUCTIONS
 from tasks.engine.stage import StageRun, stage
 from tasks.simoe.checks import lengths
 from tasks.simoe.labels import needed_labels
+from tasks.simoe.limit import unchecked
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.tuning.prepare import instruction_faults, instruction_fingerprint
 from upcycle_core.errors import Fault, raise_faults
@@ -20,6 +21,8 @@ def sources(run: StageRun) -> None:
     """Write sha256 of all that is outside, of the instructions in ``instructions.json``."""
     recipe = run.recipe
     raise_faults(outside_faults(recipe, run.models))
+    for line in unchecked(recipe):
+        run.session.log(line)
     texts.write_sources(run)
     texts.write_forms(run)
     read = instruction_fingerprint(recipe.instructions, folder=recipe.text_folder)

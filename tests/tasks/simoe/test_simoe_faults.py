@@ -10,10 +10,12 @@ from pico import save_pico
 from transformers import AutoConfig, AutoTokenizer
 
 from tasks.data.instructions import instructions
+from tasks.engine.stage import Session, StageRun
+from tasks.engine.workspace import Workspace
 from tasks.recipes import validate
 from tasks.simoe.report import check_reached
 from tasks.simoe.rows import SIMOE, tuned
-from tasks.simoe.sources import outside_faults
+from tasks.simoe.sources import outside_faults, sources
 from upcycle_core.errors import InputError
 
 TRAINING = {"steps": 20, "warmup_steps": 2, "sequence_length": 64}
@@ -189,6 +191,24 @@ def test_what_is_too_hard_is_what_training_all_weights_does_not_reach(rows, is_r
     }
     with contextlib.nullcontext() if is_reached else pytest.raises(InputError, match="too hard"):
         check_reached(recipe, found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "checks"),
+    [({"dense": {}}, True), ({"part": {"tuned": "layers"}}, False), ({}, False)],
+)
+def test_a_limit_that_no_row_is_held_to_is_said_before_anything_is_tuned(tmp_path, rows, checks):
+    values = changed("tuning/least_exact_match", 0.5)
+    values["seed_model"] = {"model": str(save_pico(tmp_path / "seed"))}
+    row = {"method": "full-finetune", "training": TRAINING}
+    values |= {"domains": {}, "baselines": {name: row | own for name, own in rows.items()}}
+    said: list[str] = []
+    out = tmp_path / "out"
+    out.mkdir()
+    session = Session(validate(values), Workspace(tmp_path / "home" / "tuned"), log=said.append)
+    sources.function(StageRun(session, sources, "", out=out, mark="", recorder=None))
+    found = [line for line in said if "tuning.least_exact_match = 0.5 checks nothing" in line]
+    assert len(found) == (0 if checks else 1)
 
 
 def test_a_given_seed_has_room_for_prompt_and_answer(tmp_path):
