@@ -43,9 +43,12 @@ from tasks.engine.workspace import Workspace
 from tasks.living.lineage import begin, life_of, without_backbone
 from tasks.methods import METHODS
 from tasks.recipes import check, validate
+from upcycle_core.checkpoints.tokenizer import token_ids
 from upcycle_core.errors import Fault, raise_faults
 
 BACKBONE = "backbone"
+SHOWN = 3
+"""Tokens that a sentence names."""
 FAR = 80.0
 """Of 100: below it, a domain's expert does not go with the backbone."""
 REBUILT = (backbone, repaired, statistics, router, model, report)
@@ -84,6 +87,7 @@ def _grown(session: FlowSession, domain: str, rebuild: bool) -> State:
     notes = (
         life_of(session.recipe).came(session.recipe),
         *far_off(session.recipe, session.workspace, domain),
+        *left_out(session.recipe, session.workspace, domain),
     )
     finish_change(session, change, outcome, notes=notes)
     return session.completed(words_of(outcome), outcome.version.reference)
@@ -109,6 +113,20 @@ def far_off(recipe: Recipe, workspace: Workspace, domain: str) -> Iterator[str]:
         f"That makes {', '.join(stage.name for stage in REBUILT)} again, of all domains: "
         f"{price:.0f} core seconds the last time."
     )
+
+
+def left_out(recipe: Recipe, workspace: Workspace, domain: str) -> Iterator[str]:
+    """What to do about tokens of a given expert that the pinned tokenizer does not have."""
+    if BACKBONE not in life_of(recipe).pinned(recipe) or recipe.domains[domain].expert is None:
+        return
+    own, known = (token_ids(workspace.path(p)).ids for p in (f"experts/{domain}", "tokenizer"))
+    if lacking := [token for token in own if token not in known]:
+        shown = ", ".join(lacking[:SHOWN]) + (", ..." if len(lacking) > SHOWN else "")
+        yield (
+            f"The model's tokenizer stays, and lacks {len(lacking)} of {domain}'s tokens ({shown}): "
+            f"texts that name them are read as ordinary characters. To take them in: python -m "
+            f"flows.grow RECIPE {domain} --rebuild."
+        )
 
 
 def look(recipe: Recipe, workspace: Workspace, domain: str, *, rebuild: bool = False) -> None:

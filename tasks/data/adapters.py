@@ -35,7 +35,9 @@ def adapter_faults(recipe: Recipe, linears: Collection[str] = LINEARS) -> Iterat
     """
     known = sorted(linears)
     for where, settings in adapters(recipe).items():
-        if unknown := [name for name in settings.modules if name not in known]:
+        # `self_attn.q_proj` is one as well: PEFT holds the ends of names against them.
+        unknown = [name for name in settings.modules if name.rpartition(".")[2] not in known]
+        if unknown:
             meant = ", ".join(dict.fromkeys(nearest(name, known) for name in unknown))
             remedy = f"no linear layer is called so; did you mean {meant}? choose among "
             yield Fault(f"{where}.lora.modules", unknown, remedy + ", ".join(known))

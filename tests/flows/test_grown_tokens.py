@@ -45,7 +45,7 @@ def recipe(texts, experts):
     }
 
 
-@pytest.mark.parametrize("rebuild", [[], ["--rebuild"]], ids=["grown", "rebuilt"])
+@pytest.mark.parametrize("rebuild", [False, True], ids=["grown", "rebuilt"])
 def test_a_domain_whose_expert_has_more_tokens_joins(tmp_path, rebuild):
     texts = write_texts(tmp_path / "texts")
     experts = {d: save_pico(tmp_path / d, seed=i) for i, d in enumerate(("letters", "numbers"))}
@@ -53,8 +53,12 @@ def test_a_domain_whose_expert_has_more_tokens_joins(tmp_path, rebuild):
     project.flow()
     experts["colours"] = with_tokens(save_pico(tmp_path / "colours", seed=2))
     save_recipe(project.recipe, recipe(texts, experts))
-    project.run(sys.executable, "-m", "flows.grow", str(project.recipe), "colours", *rebuild)
+    more = ["--rebuild"] if rebuild else []
+    project.run(sys.executable, "-m", "flows.grow", str(project.recipe), "colours", *more)
     metrics = json.loads((project.workspace / "report" / "metrics.json").read_text())
     assert set(metrics["perplexity"]["dume"]) >= set(experts)
     rows = json.loads((project.workspace / "model" / "config.json").read_text())["vocab_size"]
-    assert rows == 96 + len(TOKENS)
+    said = f"lacks 2 of colours's tokens ({', '.join(TOKENS)})"
+    assert rows == 96 + (len(TOKENS) if rebuild else 0)  # the pinned backbone has no more
+    summary = " ".join((project.workspace / "summary.txt").read_text().split())
+    assert (said in summary) is not rebuild

@@ -59,7 +59,7 @@ def test_a_name_that_no_layer_has_is_said_of_a_given_seed(values, tmp_path):
     values["seed_model"] = {"model": str(save_pico(tmp_path / "seed", "qwen3"))}
     faults = sources.model_faults(validate(values), tmp_path / "models")
     assert [str(fault) for fault in faults] == [f"experts.training.lora.modules {REMEDY}"]
-    values["experts"]["training"]["lora"] = {"modules": ["q_proj"]}
+    values["experts"]["training"]["lora"] = {"modules": ["q_proj", "self_attn.v_proj"]}
     assert sources.model_faults(validate(values), tmp_path / "models") == []
 
 
