@@ -123,9 +123,9 @@ def left_out(recipe: Recipe, workspace: Workspace, domain: str) -> Iterator[str]
     if lacking := [token for token in own if token not in known]:
         shown = ", ".join(lacking[:SHOWN]) + (", ..." if len(lacking) > SHOWN else "")
         yield (
-            f"The model's tokenizer stays, and lacks {len(lacking)} of {domain}'s tokens ({shown}): "
-            f"texts that name them are read as ordinary characters. To take them in: python -m "
-            f"flows.grow RECIPE {domain} --rebuild."
+            f"The model's tokenizer stays, and lacks {len(lacking)} tokens of {domain} ({shown}): "
+            f"texts that name them are read as ordinary characters. To take them in, build all "
+            f"anew: python -m {METHODS[recipe.method].flow} RECIPE --rebuild."
         )
 
 
