@@ -86,6 +86,8 @@ def test_a_ray_is_its_flows_alone_and_leaves_nothing(folder):
         commands = " ".join(part for child in started for part in child.cmdline())
         for nobody_asked_for in ("dashboard.py", "monitor.py"):
             assert nobody_asked_for not in commands
+        (agent,) = (p for p in raylet.cmdline() if p.startswith("--dashboard_agent_command="))
+        assert "--minimal" in agent.split()
         done = enter(address, RAY_AUTH_TOKEN=raylet.environ()["RAY_AUTH_TOKEN"])
         assert "inside" in done.stdout, done.stderr[-2000:]
     finally:
