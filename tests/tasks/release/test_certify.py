@@ -187,10 +187,23 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def version(place, moe):
+def sampled(moe, tmp_path_factory):
+    """The model, whose files ask for generation without anything that it writes or says."""
+    plain = of_source.Source(moe, tmp_path_factory.mktemp("plain"))
+    avoided = {token for ids in [*plain.prompts, *plain.answers[AS_IT_IS].greedy] for token in ids}
+    out = shutil.copytree(moe, tmp_path_factory.mktemp("sampled") / "moe")
+    told = json.loads((moe / "generation_config.json").read_text())
+    told.pop("_from_model_config", None)
+    told |= {"suppress_tokens": sorted(avoided), "repetition_penalty": 1.5, "max_new_tokens": 3}
+    (out / "generation_config.json").write_text(json.dumps(told))
+    return plain, out
+
+
+@pytest.fixture(scope="module")
+def version(place, sampled):
     made = Registration(description="Ours.", files={"card.md": "# moe\n\n## Limits\n\nMany.\n"})
     with Tracker(place, "flows").start_run("moe") as run:
-        found = Registry(place).register("moe", moe, made, run=run)
+        found = Registry(place).register("moe", sampled[1], made, run=run)
     Registry(place).set_alias(found, "champion")
     return found
 
@@ -203,11 +216,15 @@ def registered(place, version, moe):
     return files
 
 
-def test_a_version_arrives_and_says_so(place, version, registered):
-    registry = Registry(place)
-    rows = certify_version(
-        registry, version, registered, readers=["transformers", "mlflow"], say=silent
-    )
+@pytest.fixture(scope="module")
+def certified(place, version, registered):
+    """The rows of the version's first certificate."""
+    readers = ["transformers", "mlflow"]
+    return certify_version(Registry(place), version, registered, readers=readers, say=silent)
+
+
+def test_a_version_arrives_whatever_it_says_of_generation_and_says_so(place, version, certified):
+    registry, rows = Registry(place), certified
     assert [(row.reader, row.verdict, row.why) for row in rows] == [
         ("transformers", "arrived", ""),
         ("mlflow", "arrived", ""),
@@ -231,14 +248,13 @@ def test_a_version_arrives_and_says_so(place, version, registered):
     assert card.endswith(f"{as_table(rows)}\n")
 
 
-def test_who_is_not_asked_again_keeps_his_row(place, version, registered, monkeypatch, tmp_path):
+def test_who_is_not_asked_again_keeps_his_row(
+    place, version, registered, certified, monkeypatch, tmp_path
+):
     registry = Registry(place)
     once = {"readers": ["transformers"], "forms": ["fp32"], "say": silent}
-    certify_version(registry, version, registered, **once)
-    kept = json.loads(registry.text(version, FILE))
-    (first,) = (row for row in kept["readers"] if row["reader"] == "transformers")
-    rows = [first, first | {"reader": "mlflow"}]
-    kept["readers"] = [row | {"why": "of the first time"} for row in rows]
+    kept = json.loads(as_json(certified))
+    kept["readers"] = [row | {"why": "of the first time"} for row in kept["readers"]]
     registry.attach(version, {FILE: json.dumps(kept)})
     before = {row.reader: row for row in rows_of(registry.text(version, FILE))}
     monkeypatch.setattr("infra.readers.environments.FOLDER", tmp_path)
@@ -318,7 +334,7 @@ def test_a_window_that_is_obeyed_has_arrived(sliding, monkeypatch):
     assert NOT_TRIED in row.why
 
 
-@pytest.mark.parametrize("longest", [40, 39])
+@pytest.mark.parametrize("longest", [40, pytest.param(39, marks=pytest.mark.faults)])
 def test_a_window_that_a_reader_loses_is_a_fault_or_was_not_tried(
     sliding, tmp_path, monkeypatch, longest
 ):
@@ -378,38 +394,12 @@ def test_our_own_answers_are_those_of_the_stock_model_step_by_step(moe):
         ids.append(token)
 
 
-@pytest.fixture(scope="module")
-def sampled(moe, tmp_path_factory):
-    """The model, whose files ask for generation without anything that it writes or says."""
-    plain = of_source.Source(moe, tmp_path_factory.mktemp("plain"))
-    avoided = {token for ids in [*plain.prompts, *plain.answers[AS_IT_IS].greedy] for token in ids}
-    out = shutil.copytree(moe, tmp_path_factory.mktemp("sampled") / "moe")
-    told = json.loads((moe / "generation_config.json").read_text())
-    told.pop("_from_model_config", None)
-    told |= {"suppress_tokens": sorted(avoided), "repetition_penalty": 1.5, "max_new_tokens": 3}
-    (out / "generation_config.json").write_text(json.dumps(told))
-    return plain, out
-
-
 def test_how_a_model_would_be_sampled_changes_neither_prompts_nor_answers(sampled, tmp_path):
     plain, files = sampled
     model = of_source.Source(files, tmp_path)
     assert model.prompts == plain.prompts
     assert model.answers[AS_IT_IS].greedy == plain.answers[AS_IT_IS].greedy
     assert model.spoken("auto") == plain.spoken("auto")
-
-
-def test_a_model_that_says_how_it_would_be_sampled_arrives(sampled, place):
-    registry = Registry(place)
-    with Tracker(place, "flows").start_run("sampled") as run:
-        version = registry.register("sampled", sampled[1], Registration(), run=run)
-    files = registry.place(version.reference)
-    rows = certify(files, readers=["transformers", "mlflow"], say=silent)
-    assert [(row.reader, row.verdict, row.why) for row in rows] == [
-        ("transformers", "arrived", ""),
-        ("mlflow", "arrived", ""),
-    ]
-    assert rows[1].texts == (3, 3)
 
 
 def test_a_model_too_large_for_memory_is_refused_before(moe, monkeypatch):
