@@ -63,7 +63,8 @@ def repair_bytes(
     solving = 2 * FP64 * shape.inner * (shape.inner + shape.hidden)
     embedding = size * shape.vocabulary * shape.hidden
     heads = 2 * FP32 * shape.vocabulary * shape.hidden if head else 0
-    return 2 * size * layer + states + inner + sums + solving + max(embedding, heads)
+    working = max(solving, _activations(shape, config, device))
+    return 2 * size * layer + states + inner + sums + working + max(embedding, heads)
 
 
 def routed_repair_bytes(
@@ -92,7 +93,7 @@ def routed_repair_bytes(
     weights = size * (2 * layer + experts * shape.ffns // shape.layers)
     embedding = size * shape.vocabulary * shape.hidden
     heads = 2 * FP32 * shape.vocabulary * shape.hidden if head else 0
-    return states + max(weights + sums, embedding, heads)
+    return states + max(weights + sums + _activations(shape, config, device), embedding, heads)
 
 
 def merged_attention_bytes(
@@ -124,7 +125,7 @@ def merged_attention_bytes(
         made = shape.heads_width + 2 * shape.key_value_width
         sums = (HALVES + 1) * FP64 * read * (3 * read + made) + size * tokens * made
     embedding = size * shape.vocabulary * shape.hidden
-    return states + max(size * layer + sums, embedding)
+    return states + max(size * layer + sums + _activations(shape, config, device), embedding)
 
 
 def sequential_bytes(
@@ -250,6 +251,13 @@ def _ends(shape: Shape, precision: Arithmetic, device: str) -> int:
     if _mapped(shape, precision, device):
         return 0
     return size * shape.vocabulary * shape.hidden
+
+
+def _activations(shape: Shape, config: StatisticsConfig, device: str) -> int:
+    """What a batch on its way through a layer holds beside the weights."""
+    batch = (config.batch_size, config.sequence_length)
+    forward = forward_bytes(shape, batch, precision=config.precision, device=device)
+    return forward - weights_type(config.precision, device).itemsize * shape.whole
 
 
 def _mapped(shape: Shape, precision: Arithmetic, device: str) -> int:

@@ -17,7 +17,7 @@ from upcycle_core.planning import estimate, memory
 from upcycle_core.planning.shape import Shape
 
 DOMAINS, DOCUMENTS, LENGTH = 3, 160, 64
-CONFIG = StatisticsConfig(sequence_length=LENGTH, batch_size=8, precision="fp32")
+CONFIG = StatisticsConfig(sequence_length=LENGTH, batch_size=20, precision="fp32")
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 2, "head_dim": 32}
 
 
