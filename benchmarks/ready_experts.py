@@ -1,6 +1,6 @@
 """Ready experts in a flow: disk that it takes, and what is read of weights, first and without news.
 
-    python -m benchmarks.ready_experts [--size 25m|135m] [--domains N] [--folder FOLDER]
+    python -m benchmarks.ready_experts [--size 25m|135m|1b|3b] [--domains N] [--folder FOLDER]
         [--given-weights copy|link]
 
 Experts of random weights in bf16 are made in a temporary folder, and joined by `flows.dume` in a
@@ -20,39 +20,26 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from benchmarks import planned
 from benchmarks.children import run_python
 from benchmarks.common import parser_of, print_result, print_table
-from benchmarks.models import save_word_tokenizer
+from benchmarks.models import llama_of, save_word_tokenizer
 from benchmarks.page_cache import forget, held_bytes, weights_below
 from upcycle_core.checkpoints.load import quiet_loading
 
-SIZES: dict[str, dict[str, int]] = {
-    "25m": {
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 2048,
-    },
-    "135m": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-    },
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "25m": {"hidden": 512, "inner": 1408, "layers": 8, "heads": 8, "kv": 4, "vocabulary": 2048},
+    **{name: planned.SIZES[name] for name in ("135m", "1b", "3b")},
 }
-"""Shapes; the larger is SmolLM2-135M's."""
+"""Shapes."""
 WORDS, DOCUMENTS, LENGTH = 200, 40, 128
 GOALS = {"disk": 2.3, "expert bytes, first run": 2.2, "weights, no news": 0.0}
 PROGRAM = "import sys; from benchmarks.ready_experts import counted; counted(sys.argv[1:])"
@@ -71,7 +58,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ready-") as temporary:
         folder = options.folder or Path(temporary)
-        recipe = make(folder, SIZES[options.size], options.domains, options.given_weights)
+        versions = {"given_weights": options.given_weights}
+        recipe = make(folder, SIZES[options.size], options.domains, versions)
         time.sleep(SETTLE_SECONDS)
         experts, home = folder / "experts", folder / "home"
         size = sum(file.stat().st_size for file in weights_below(experts))
@@ -106,13 +94,16 @@ def main() -> None:
     print_result("ready_experts", ratios, {**figures, "first": first, "again": again})
 
 
-def make(folder: Path, shape: dict[str, int], domains: int, given_weights: str) -> Path:
-    """Experts, texts, and the recipe that joins them; returns the recipe's file."""
-    vocabulary = shape["vocab_size"]
-    given: dict[str, Any] = dict(shape)
-    config = LlamaConfig(
-        **given, tie_word_embeddings=True, max_position_embeddings=2048, dtype="bfloat16"
-    )
+def make(folder: Path, size: Mapping[str, int], domains: int, versions: dict[str, Any]) -> Path:
+    """Experts, texts, and the recipe that joins them; returns the recipe's file.
+
+    Args:
+        folder: Where all is made.
+        size: A shape of ``SIZES``.
+        domains: How many experts, each of a domain.
+        versions: What the recipe says of them.
+    """
+    vocabulary, config = size["vocabulary"], llama_of(size, dtype="bfloat16")
     torch.set_default_dtype(torch.bfloat16)
     torch.manual_seed(0)
     seed = LlamaForCausalLM(config)
@@ -141,7 +132,7 @@ def make(folder: Path, shape: dict[str, int], domains: int, given_weights: str) 
         "statistics": {**tokens, "batch_size": 4},
         "evaluation": {**tokens, "batch_size": 4, "random_routing_seeds": [0]},
         "registry": {"certificate": "none"},
-        "versions": {"given_weights": given_weights},
+        "versions": versions,
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return folder / "recipe.yaml"
