@@ -12,7 +12,8 @@ import yaml
 from infra.settings import Settings
 from infra.tracking import copies
 from infra.tracking.records import Version
-from infra.tracking.registry import MODEL_SCHEME, Registry
+from infra.tracking.registry import Registry
+from infra.tracking.runs import MODEL_SCHEME
 from upcycle_core.corpora.config import Bos
 from upcycle_core.errors import Fault, InputError, raise_faults
 

@@ -58,6 +58,8 @@ class Version:
         params: What made it, flattened.
         metrics: Its scores.
         is_lost: Whether MLflow has it no more, as when somebody deleted its model there.
+        is_copy: Whether somebody promoted it in MLflow from another registered model, whose tags it
+            has; numbers in them are that one's.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Version:
     params: Mapping[str, str]
     metrics: Mapping[str, float]
     is_lost: bool = False
+    is_copy: bool = False
 
     @property
     def reference(self) -> str:

@@ -30,10 +30,13 @@ from infra.tracking.records import (
 )
 from infra.tracking.runs import (
     METRICS_PER_CALL,
+    MODEL_SCHEME,
     PARAM_LENGTH,
     Run,
     if_there,
+    is_copy,
     milliseconds,
+    model_id_of,
     open_database,
 )
 from infra.tracking.served import write_mlmodel
@@ -41,7 +44,6 @@ from upcycle_core.checkpoints.copy import place_files
 from upcycle_core.checkpoints.place import make_once
 from upcycle_core.errors import Fault, InputError
 
-MODEL_SCHEME = "models:/"
 PROVENANCE_FOLDER = "upcycle"
 CONFIGS = ("config.json", "adapter_config.json")
 """What a model has, or else an adapter; a tokenizer's does not count."""
@@ -362,7 +364,9 @@ class Registry:
     def _version(self, found: ModelVersion) -> Version:
         # A search does not return the aliases.
         entity = self._client.get_model_version(found.name, str(found.version))
-        model = self._logged_model(entity)
+        model_id = model_id_of(self._client, entity)
+        call = partial(self._client.get_logged_model, model_id or "")
+        model = None if model_id is None else if_there(call)
         return Version(
             name=entity.name,
             number=int(entity.version),
@@ -373,17 +377,9 @@ class Registry:
             tags=dict(entity.tags),
             params=dict(model.params) if model else {},
             metrics={metric.key: metric.value for metric in (model and model.metrics) or ()},
-            is_lost=model is None and (entity.source or "").startswith(MODEL_SCHEME),
+            is_lost=model is None and model_id is not None,
+            is_copy=is_copy(entity),
         )
-
-    def _logged_model(self, entity: ModelVersion) -> LoggedModel | None:
-        # The database keeps the model's id in the source alone. A version that was not made by
-        # ``register`` may have another source.
-        source = entity.source or ""
-        if not source.startswith(MODEL_SCHEME):
-            return None
-        model_id = source.removeprefix(MODEL_SCHEME)
-        return if_there(partial(self._client.get_logged_model, model_id))
 
 
 def _described(call: Callable[..., ModelVersion], markdown: str) -> ModelVersion:

@@ -8,6 +8,7 @@ import fcntl
 import functools
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from mlflow.entities import (
     Param,
     RunTag,
 )
+from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -50,6 +52,9 @@ PARAMS_PER_CALL = 100
 PARAM_LENGTH = 6000
 DIGEST_LENGTH = 36
 
+MODEL_SCHEME = "models:/"
+STORED = re.compile(r"/models/(?P<model>m-\w+)/artifacts/?$")
+"""Where the files of a stored model are."""
 ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """What MLflow says of a model and of an alias that is not there."""
 Found = TypeVar("Found")
@@ -350,6 +355,28 @@ def if_there(call: Callable[[], Found]) -> Found | None:
         if error.error_code in ABSENT:
             return None
         raise
+
+
+def model_id_of(client: MlflowClient, version: ModelVersion) -> str | None:
+    """The id of the stored model whose files a version has; None where that is none of MLflow's.
+
+    A copy (what MLflow calls to promote a version to another registered model) names the version
+    that it was made of, which may be gone by now; where its files are stays.
+    """
+    source = version.source or ""
+    if not source.startswith(MODEL_SCHEME):
+        return None
+    if not is_copy(version):
+        return source.removeprefix(MODEL_SCHEME)
+    place = client.get_model_version_download_uri(version.name, str(version.version))
+    named = STORED.search(place)
+    return named and named["model"]
+
+
+def is_copy(version: ModelVersion) -> bool:
+    """Whether a version was made of one of another registered model, in MLflow."""
+    source = version.source or ""
+    return source.startswith(MODEL_SCHEME) and "/" in source.removeprefix(MODEL_SCHEME)
 
 
 def milliseconds() -> int:

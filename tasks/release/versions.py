@@ -279,14 +279,11 @@ def ways_back(versions: Sequence[Version]) -> set[int]:
 
 def _before(champion: Version, versions: Collection[Version]) -> int | None:
     """The champion before: of one that a person made, the newest that has been one."""
-    if PREVIOUS_TAG in champion.tags:
+    own = [version for version in versions if PREVIOUS_TAG in version.tags and not version.is_copy]
+    if champion in own:
         tag = champion.tags[PREVIOUS_TAG]
         return int(tag) if tag.isdecimal() else None
-    been = [
-        version.number
-        for version in versions
-        if PREVIOUS_TAG in version.tags and ROLLED_BACK_TAG not in version.tags
-    ]
+    been = [version.number for version in own if ROLLED_BACK_TAG not in version.tags]
     return max(been, default=None)
 
 

@@ -397,6 +397,27 @@ def test_a_version_whose_model_was_deleted_by_hand_is_listed_and_says_so(
         assert str(error.value) == f"version = 'models:/cut/1': {said}"
 
 
+def test_a_version_that_was_promoted_to_another_registered_model_has_its_files(
+    tracker, registry, client, checkpoint, tmp_path
+):
+    """MLflow's own way from a trial to production: a version that names another version."""
+    with tracker.start_run("flow") as run:
+        files = {"dvc.lock": "schema: '2.0'"}
+        made = registry.register("trial", checkpoint, Registration(files=files), run=run)
+    client.copy_model_version("models:/trial/1", "production")
+    client.copy_model_version("models:/production/1", "abroad")
+    for name in ("production", "abroad"):
+        (copy,) = registry.versions(name)
+        assert (copy.is_lost, copy.is_copy, copy.model_id) == (False, True, made.model_id)
+        assert registry.text(copy, "dvc.lock") == "schema: '2.0'"
+        assert registry.place(copy.reference) == registry.place("models:/trial/1")
+        assert (registry.download(copy.reference, tmp_path / name) / "config.json").is_file()
+    client.delete_model_version("trial", "1")  # by hand; where its files are stays
+    assert [registry.versions(name)[0].is_lost for name in ("production", "abroad")] == [False] * 2
+    client.delete_logged_model(made.model_id)
+    assert [registry.versions(name)[0].is_lost for name in ("production", "abroad")] == [True] * 2
+
+
 def test_an_experiment_that_was_deleted_by_hand_is_said_with_the_way_back(place, client):
     with Tracker(place, "deleted").start_run("demo") as run:
         pass

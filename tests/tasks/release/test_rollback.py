@@ -279,6 +279,23 @@ def test_a_model_without_champion_has_no_way_back(registry):
             roll_back(registry, name, "why")
 
 
+def test_a_version_that_was_promoted_from_another_model_has_that_one_s_numbers_in_its_tags(
+    settings, registry, name, register
+):
+    """They say who was champion there."""
+    for _ in range(3):
+        with_aliases(registry, register(Registration(marks={PENDING_TAG: "champion"})))
+    client = MlflowClient(settings.mlflow_tracking_uri)
+    for number in (1, 2, 3):
+        client.copy_model_version(f"models:/{name}/{number}", f"{name}-production")
+    versions = registry.versions(f"{name}-production")
+    registry.set_alias(versions[2], "champion")
+    assert ways_back(registry.versions(f"{name}-production")) == set()
+    with pytest.raises(InputError, match="has no champion before it"):
+        roll_back(registry, f"{name}-production", "why")
+    assert ways_back(registry.versions(name)) == {2}
+
+
 def test_a_champion_before_whose_files_are_lost_is_not_made_champion(
     settings, registry, name, register
 ):
