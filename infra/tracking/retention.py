@@ -3,7 +3,7 @@
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +11,15 @@ from typing import Any, Literal
 
 from mlflow.entities import LoggedModel
 from mlflow.entities import Run as RunEntity
+from mlflow.entities.model_registry import ModelVersion
 
 from infra.recipe.schema import KeepConfig
 from infra.settings import Settings
 from infra.tracking.locations import local_folder
 from infra.tracking.private import delete_files, deletion
 from infra.tracking.records import Version
-from infra.tracking.registry import MODEL_SCHEME, Registry
-from infra.tracking.runs import open_database
+from infra.tracking.registry import Registry
+from infra.tracking.runs import is_copy, model_id_of, open_database
 
 PARENT = "mlflow.parentRunId"
 OURS = "upcycle.recipe"
@@ -75,8 +76,9 @@ class Records:
         """What goes, and what stays.
 
         A version that any alias points at stays, the one before the champion, one that a recipe of
-        the home names by its number, and one whose files are lost: what it needs cannot be told. So
-        does every run that made a version that stays or measured its model, with its parent and
+        the home names by its number, one whose model somebody has registered or promoted under
+        another name in MLflow, and one whose files are lost: what it needs cannot be told. So does
+        every run that made a version that stays or measured its model, with its parent and
         children, and what has not ended. Runs of an experiment that somebody has renamed stay.
 
         Args:
@@ -87,10 +89,9 @@ class Records:
         """
         found = self._of_experiment(self._client.search_logged_models)
         models: dict[str, LoggedModel] = {model.model_id: model for model in found}
-        every = self._pages(self._client.search_model_versions)
-        asked = _named(self._settings.home)
-        held = {(v.source or "").removeprefix(MODEL_SCHEME): v for v in every}
-        names = {*names, *(held[model].name for model in models.keys() & held.keys())}
+        stored, asked = self._stored(), _named(self._settings.home)
+        registered = (v for v, model in stored if model in models and not is_copy(v))
+        names = {*names, *(v.name for v in registered if OURS in v.tags)}
         kept, gone, others = [], [], False
         for versions in map(self._registry.versions, sorted(names)):
             mine = _own(versions, models, recipe)
@@ -105,19 +106,22 @@ class Records:
             spare = [v for v in mine if v not in named][: -keep.versions]
             gone += spare
             kept += [v for v in mine if v not in spare]
+        going = {(v.name, v.number) for v in gone}
+        held = {model for v, model in stored if (v.name, int(v.version)) not in going}
+        kept += [v for v in gone if v.model_id in held]
+        gone = [v for v in gone if v.model_id not in held]
         runs = self._of_experiment(self._client.search_runs)
         unfinished = {run.info.run_id for run in runs if run.info.status in UNFINISHED}
+        leaving = {v.model_id for v in gone}
         orphans = sorted(
             id_
             for id_, model in models.items()
-            if id_ not in held and OURS in model.tags and model.source_run_id not in unfinished
+            if id_ not in held | leaving
+            and OURS in model.tags
+            and model.source_run_id not in unfinished
         )
-        leaving = {v.model_id for v in gone} | set(orphans)
-        needed = {v.run_id for v in every if v.source.removeprefix(MODEL_SCHEME) not in leaving}
-        for model in models.values():
-            if model.model_id not in leaving:
-                needed |= {metric.run_id for metric in model.metrics or ()}
-        expired = _expired(runs, needed, keep.runs)
+        leaving |= set(orphans)
+        expired = _expired(runs, _needed(stored, models, leaving), keep.runs)
         is_unknown = others and not kept and not gone
         return Past(tuple(kept), tuple(gone), tuple(orphans), tuple(expired), is_unknown)
 
@@ -130,13 +134,15 @@ class Records:
         return self._files(self._client.get_run(run_id).info.artifact_uri or "")
 
     def delete_version(self, version: Version) -> bool:
-        """Delete ``version`` and its model for good; not if an alias points at it by now."""
+        """Delete ``version`` for good, not if an alias points at it by now; and its model, unless
+        another version has the same."""
         with self._registry.alone(version.name):
             now = self._client.get_model_version(version.name, str(version.number))
             if now.aliases:
                 return False
             self._client.delete_model_version(version.name, str(version.number))
-        self.delete_model(version.model_id)
+        if version.model_id not in {model for _, model in self._stored()}:
+            self.delete_model(version.model_id)
         return True
 
     def delete_model(self, model_id: str) -> None:
@@ -148,6 +154,11 @@ class Records:
         """Delete a run and its files for good."""
         self._remove_files(self._client.get_run(run_id).info.artifact_uri or "")
         self._delete(run_id, "run", self._client.delete_run)
+
+    def _stored(self) -> list[tuple[ModelVersion, str | None]]:
+        """Every version that is registered, whoever did so, and the id of its model."""
+        every: list[ModelVersion] = self._pages(self._client.search_model_versions)
+        return [(version, model_id_of(self._client, version)) for version in every]
 
     def _delete(
         self, id_: str, kind: Literal["run", "logged_model"], mark: Callable[[str], None]
@@ -209,7 +220,20 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _expired(runs: Sequence[RunEntity], needed: set[str], keep: int) -> list[str]:
+def _needed(
+    stored: Sequence[tuple[ModelVersion, str | None]],
+    models: Mapping[str, LoggedModel],
+    leaving: Collection[str],
+) -> set[str | None]:
+    """Ids of runs that made a version or a model that stays, or measured it."""
+    needed = {version.run_id for version, model in stored if model not in leaving}
+    for model in models.values():
+        if model.model_id not in leaving:
+            needed |= {metric.run_id for metric in model.metrics or ()}
+    return needed
+
+
+def _expired(runs: Sequence[RunEntity], needed: Collection[str | None], keep: int) -> list[str]:
     """Ids of ended flows' runs beyond the newest ``keep``, each after its children."""
     known = {run.info.run_id: run for run in runs}
     children: dict[str | None, list[RunEntity]] = defaultdict(list)

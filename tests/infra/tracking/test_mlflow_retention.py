@@ -175,6 +175,27 @@ def test_a_version_that_is_being_made_champion_is_not_deleted(place):
     assert deleted == [False]
 
 
+def test_a_model_that_somebody_promoted_or_registered_elsewhere_stays(place):
+    """Under the other name it may be what everybody uses."""
+    made = [place.version(place.run()) for _ in range(4)]
+    place.client.copy_model_version(made[0].reference, f"{place.name}-production")
+    place.client.create_registered_model(f"{place.name}-shop")
+    for version in made[1], made[1], made[2]:
+        source = f"models:/{version.model_id}"
+        place.client.create_model_version(f"{place.name}-shop", source=source)
+    place.client.delete_model_version(f"{place.name}-shop", "3")
+    past = place.past()
+    assert [v.reference for v in past.versions] == [made[2].reference]
+    assert [v.number for v in past.kept] == [4, 1, 2]
+    place.client.delete_model_version(place.name, "1")  # by hand: its copy has its model
+    assert place.past().models == ()
+    records = place.records()
+    for version in made[1], made[2]:
+        files = records.model_files(version.model_id)
+        assert records.delete_version(version)
+        assert all(file.exists() == (version is made[1]) for file in files)
+
+
 def test_who_waits_for_another_command_waits_no_longer_than_a_flow_may_work(place):
     def late():
         raise InputError(Fault("compute.limit_hours", 1, "the flow has worked for longer"))
