@@ -1,6 +1,6 @@
 """The Prefect server as commands ask it, and texts with places to fill."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +44,19 @@ def asked(api: str) -> Iterator["SyncPrefectClient"]:
 
 def filled(value: Any, names: Mapping[str, str]) -> Any:
     """Plain values whose texts have names in the place of ``{name}``, ``{home}`` and the like."""
-    if isinstance(value, str):
+
+    def fill(text: str) -> str:
         for placeholder, name in names.items():
-            value = value.replace(placeholder, name)
-        return value
+            text = text.replace(placeholder, name)
+        return text
+
+    return changed(value, fill)
+
+
+def changed(value: Any, change: Callable[[str], str]) -> Any:
+    """Plain values, with every text in them as ``change`` has it."""
+    if isinstance(value, str):
+        return change(value)
     if isinstance(value, dict):
-        return {key: filled(entry, names) for key, entry in value.items()}
-    return [filled(entry, names) for entry in value] if isinstance(value, list) else value
+        return {key: changed(entry, change) for key, entry in value.items()}
+    return [changed(entry, change) for entry in value] if isinstance(value, list) else value

@@ -1,9 +1,10 @@
 """Deployments: which flows the server offers by hand and on a schedule, and with which recipe."""
 
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 
 from infra.recipe.reading import load_recipe
 from infra.recipe.schema import Recipe, resolve
-from infra.services.api import DeploymentError, asked, filled, server_of
+from infra.services.api import DeploymentError, asked, changed, filled, server_of
 from infra.services.pools import LOCAL, Pool, find_pool
 from infra.settings import REPOSITORY, Settings, environment_of
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -84,17 +85,18 @@ def deploy(
     notice, target = _chosen(api, name, Standing(notice, pool, job_variables))
     content = yaml.safe_load(prefect_file.read_text())
     told = [d for d in content["deployments"] if notice is not None or not _names_notice(d)]
-    own = list(offered(told, recipe, changes))
-    noted = [filled(each, {"{notice}": notice or ""}) for each in own]
-    content["deployments"] = [_moved(each, target) for each in noted]
+    noted = [filled(each, {"{notice}": notice or ""}) for each in told]
+    own = [_moved(each, target) for each in offered(noted, recipe, changes)]
+    content["deployments"] = [_with_recipe(each, _apart) for each in own]
     checkout = str(REPOSITORY if target is None else target.checkout)
     ours = {"PYTHONPATH": str(REPOSITORY), "UPCYCLE_CHECKOUT": checkout}
     settings.services.mkdir(parents=True, exist_ok=True)
     prefect_deploy(content, settings, environment_of(settings, PREFECT_API_URL=api, **ours))
-    names = [_full_name(deployment) for deployment in content["deployments"]]
+    names = [_full_name(deployment) for deployment in own]
     with asked(api) as client:
         _remove_others(client, TAG + name, names)
-        _show_limits(client, names)
+        for deployment in own:
+            _complete(client, deployment)
     return names
 
 
@@ -310,15 +312,32 @@ def prefect_deploy(content: Any, settings: Settings, environment: Mapping[str, s
         raise DeploymentError(f"prefect deploy failed:\n{done.stdout}")
 
 
-def _show_limits(client: "SyncPrefectClient", names: Sequence[str]) -> None:
-    """Put every limit into the description beside it: Prefect's form shows that alone."""
+def _complete(client: "SyncPrefectClient", given: Mapping[str, Any]) -> None:
+    """Give a deployment its recipe as it is, and put every limit into the description beside it:
+    Prefect's form shows that alone."""
     from prefect.client.schemas.actions import DeploymentUpdate
 
-    for name in names:
-        deployment = client.read_deployment_by_name(name)
-        schema = with_limits(deployment.parameter_openapi_schema)
-        update = DeploymentUpdate(parameter_openapi_schema=schema)
-        client.update_deployment(deployment.id, update)
+    deployment = client.read_deployment_by_name(_full_name(given))
+    schema = with_limits(deployment.parameter_openapi_schema)
+    recipe = {key: own for key, own in given["parameters"].items() if key == "recipe"}
+    parameters = {**deployment.parameters, **recipe}
+    update = DeploymentUpdate(parameter_openapi_schema=schema, parameters=parameters)
+    client.update_deployment(deployment.id, update)
+
+
+def _with_recipe(deployment: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """The deployment with every text of its recipe changed."""
+    parameters = deployment["parameters"]
+    recipe = {"recipe": changed(parameters["recipe"], change)} if "recipe" in parameters else {}
+    return {**deployment, "parameters": {**parameters, **recipe}}
+
+
+def _apart(text: str) -> str:
+    """Text without two braces side by side, in which `prefect deploy` finds nothing to fill.
+
+    It takes ``{{answer}}``, wherever it stands, for a place of its own, and leaves it empty.
+    """
+    return re.sub(r"\{(?=\{)", "{ ", text)
 
 
 def with_limits(schema: Any) -> Any:

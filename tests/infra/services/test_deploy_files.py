@@ -277,7 +277,7 @@ def test_whoever_deploys_again_keeps_notice_and_pool(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "server_of", lambda settings: "http://server")
     monkeypatch.setattr(module, "find_pool", lambda api, name, variables: pools[name])
     monkeypatch.setattr(module, "prefect_deploy", server.take)
-    monkeypatch.setattr(module, "_show_limits", lambda client, names: None)
+    monkeypatch.setattr(module, "_complete", lambda client, deployment: None)
     monkeypatch.setattr(module, "_check_block", lambda api, name: None)
     settings, night = read({"UPCYCLE_HOME": str(tmp_path)}), "retrain/nightly-every-night"
     common = {"recipe": REPOSITORY / "recipes/nightly.yaml", "changes": ["folder=/tmp"]}

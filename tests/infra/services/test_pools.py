@@ -22,8 +22,11 @@ from prefect.settings import (
     temporary_settings,
 )
 from prefect_server import prefect_server
+from texts import pico_recipe, save_recipe
 
 from infra import settings
+from infra.recipe.reading import load_recipe
+from infra.recipe.schema import resolve
 from infra.services import pools, servers
 from infra.services.deployments import PREFECT_FILE, deploy
 from infra.services.pools import create_pool, template_of
@@ -440,6 +443,23 @@ def test_a_pool_that_cannot_be_deployed_to_is_said_before_anything_is_written(
     assert message in str(refused.value)
     assert {each.id: each.updated for each in client.read_deployments()} == before
     assert not list(tmp_path.iterdir())
+
+
+def test_a_deployment_holds_its_recipe_s_templates_to_the_letter(
+    place, client, unusable, file, tmp_path
+):
+    """What stands in two braces there is no place that Prefect fills, nor `{notice}` ours."""
+    values = pico_recipe(tmp_path, name="templates")
+    template = "{question}\n\\boxed{{{answer}}}, {{HOME}}, {{ prefect.variables.x }}, {notice}"
+    for domain in values["domains"].values():
+        source = domain["train"]
+        source["files"], source["template"] = ["/texts/of.jsonl"], template
+    recipe = save_recipe(tmp_path / "templates.yaml", values)
+    own = {"prefect_file": file, "pool": "processes"}
+    assert deploy(place, recipe=recipe, **own) == ["dume/templates"]
+    deployment = client.read_deployment_by_name("dume/templates")
+    assert deployment.parameters == {"recipe": resolve(load_recipe(recipe))}
+    assert deployment.parameters["recipe"]["domains"]["letters"]["train"]["template"] == template
 
 
 def test_another_pool_of_processes_runs_flows_as_the_local_one_does(place, client, unusable, file):
