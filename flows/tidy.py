@@ -26,6 +26,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.states import State
 
+from flows.making.change import unfinished
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, reach_server
 from flows.running.naming import completed, recipe_of, title_of_day
@@ -69,7 +70,9 @@ def tidy(recipe: Recipe, apply: bool = False) -> State:
     with turn(workspace, "the flow tidy", recipe):
         recipe = with_lineage(recipe, workspace)
         records, registry = Records(settings, f"upcycle-{recipe.name}"), Registry(settings)
-        past = spares(recipe, workspace, records, registry)
+        change = unfinished(workspace)
+        coming = () if change is None else change.coming
+        past = spares(recipe, workspace, records, registry, coming=coming)
         found = [*past, *_copies(settings), *_ray_sessions(settings), *_flow_runs(recipe)]
         rows = table(found)
         create_table_artifact(

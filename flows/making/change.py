@@ -56,6 +56,12 @@ class Change:
     before: Mapping[str, float]
     texts: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def coming(self) -> tuple[str, ...]:
+        """The domain that is being added, if one is."""
+        kind, _, domain = self.what.partition(" ")
+        return (domain,) if kind == "grow" else ()
+
 
 def begin_change(session: FlowSession, what: str, begun: Recipe) -> Change:
     """Remember the model's scores before it changes.

@@ -7,7 +7,7 @@ the next time finds the rest.
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -75,7 +75,12 @@ class Disk:
 
 
 def spares(
-    recipe: Recipe, workspace: Workspace, records: Records, registry: Registry
+    recipe: Recipe,
+    workspace: Workspace,
+    records: Records,
+    registry: Registry,
+    *,
+    coming: Collection[str] = (),
 ) -> Iterator[Spare]:
     """All that may go, in the order in which it is to go. Changes nothing until it is freed.
 
@@ -84,13 +89,14 @@ def spares(
         workspace: Locked.
         records: Of the workspace's flows in MLflow.
         registry: Where versions carry what they were made from.
+        coming: Domains whose growing did not end; what was made for them stays.
 
     Raises:
         InputError: What a version that stays was made from cannot be read.
     """
     disk = Disk()
     # A deployment may hold the recipe of before a domain was grown.
-    domains = {*recipe.domains, *modelled(workspace)}
+    domains = {*recipe.domains, *modelled(workspace), *coming}
     names = (recipe.registered_name, compressed_name(recipe))
     past = records.past(recipe.keep, names, recipe=recipe.name, ways_back=ways_back)
     yield from _artifacts(domains, workspace, disk)

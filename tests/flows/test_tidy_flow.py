@@ -1,8 +1,10 @@
 """``flows.tidy`` as a user runs it, and what Prefect keeps afterwards."""
 
+import json
 import os
 import re
 import time
+from dataclasses import asdict
 from uuid import UUID
 
 import pytest
@@ -21,7 +23,9 @@ from prefect.states import Completed, Running
 from prefect_server import prefect_server
 from texts import DOMAINS, pico_recipe, save_recipe
 
+from flows.making.change import UNFINISHED, Change
 from flows.tidy import main
+from infra.durable import sealed
 from tasks.engine.workspace import Workspace
 
 HERE = DOMAINS[:2]
@@ -125,6 +129,17 @@ def test_what_would_be_freed_is_shown_and_with_apply_it_goes(workspace, recipe, 
             flow_filter=ours, sort=FlowRunSort.EXPECTED_START_TIME_DESC
         )
     assert re.fullmatch(r"tidy of pico-tidy \S+: (.* freed|nothing to free)", newest.name)
+
+
+def test_a_domain_whose_growing_was_killed_stays_whatever_an_older_recipe_says(
+    workspace, recipe, capsys
+):
+    """Its expert may have been trained for hours; a deployment holds the recipe of before."""
+    change = sealed(asdict(Change("grow colours", {})))
+    (workspace.root / UNFINISHED).write_text(json.dumps(change))
+    assert main([recipe, "--apply"]) == 0
+    assert "experts/colours" not in capsys.readouterr().out
+    assert workspace.provenance("experts/colours") is not None
 
 
 def test_a_workspace_at_work_or_absent_is_said_in_one_line(workspace, recipe, capsys):
