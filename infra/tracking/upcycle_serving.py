@@ -42,7 +42,8 @@ class Generator:
 
         Args:
             model_input: A text, texts, or a table whose first column holds them.
-            params: ``max_new_tokens``, ``temperature`` (0: greedy), ``seed``, ``chat``.
+            params: ``max_new_tokens`` (at most what the model's context has room for),
+                ``temperature`` (0: greedy), ``seed``, ``chat``.
 
         Returns:
             What follows each prompt, without it.
@@ -68,6 +69,7 @@ class Generator:
                 f"the prompt has {length} tokens, and the model's context {context}; shorten it, "
                 "so that there is room for an answer"
             )
+        tokens = int(asked["max_new_tokens"])
         sampling: dict[str, Any] = {"do_sample": False}
         if asked["temperature"] > 0:
             set_seed(int(asked["seed"]))
@@ -78,7 +80,7 @@ class Generator:
             said_1T = self.model.generate(
                 ids_1S,
                 attention_mask=torch.ones_like(ids_1S),
-                max_new_tokens=int(asked["max_new_tokens"]),
+                max_new_tokens=min(tokens, context - length) if context else tokens,
                 pad_token_id=self.tokenizer.eos_token_id,
                 **sampling,
             )

@@ -46,6 +46,21 @@ def test_an_answer_to_a_chat_ends_where_the_template_ends_it(generator, monkeypa
     assert asked["said"].tolist() == [end] * (1 if chat else 4)
 
 
+def test_an_answer_ends_where_the_model_s_context_does(generator, monkeypatch):
+    """Behind it are positions that the model has never seen."""
+    sizes = {n: generator._ids("a " * n, chat=False).shape[1] for n in range(1, CONTEXT)}
+    prompt = "a " * max(n for n, size in sizes.items() if size <= CONTEXT - 2)
+    generate, asked = generator.model.generate, {}
+
+    def kept(ids, **options):
+        asked["all"] = generate(ids, **options)
+        return asked["all"]
+
+    monkeypatch.setattr(generator.model, "generate", kept)
+    generator.predict([prompt], {"max_new_tokens": 8})
+    assert asked["all"].shape[1] <= CONTEXT
+
+
 @pytest.mark.parametrize("bos", ["auto", "always", "never"])
 def test_nothing_stands_behind_a_prompt_that_is_continued(tmp_path, bos):
     """Though the tokenizer ends each text, as those with ``add_eos_token`` do."""
