@@ -29,7 +29,7 @@ from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
 from tasks.baselines.comparison import row_costs
-from tasks.methods import COMPARISON, TASKS, stages_of
+from tasks.methods import COMPARISON, METHODS, TASKS, stages_of
 from tasks.recipes import check, validate
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.report.files import write_json
@@ -70,6 +70,10 @@ def compare(recipe: Recipe) -> State:
 
 
 def _faults(recipe: Recipe) -> list[Fault]:
+    method = METHODS[recipe.method]
+    if not (method.compares or method.ablates):
+        remedy = f"its rows are made and shown beside its own model; run {method.flow}"
+        return [Fault("method", recipe.method, remedy)]
     if recipe.baselines:
         return []
     remedy = "nothing to compare with; add a file with baselines, e.g. recipes/baselines.yaml"

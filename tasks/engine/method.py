@@ -61,6 +61,7 @@ class Method:
         has_seed: Whether its models begin with one seed.
         has_labels: Whether its domains, if it has any, are labels of instructions and no experts'.
         compares: Whether the rows to compare with are made after its own model and report.
+        ablates: Whether its report holds the ablation table of joined models.
         flow: Who makes it, for people; with ``--rebuild`` all anew.
         life: Imports how its models live on, where parts of them may come, leave and learn.
     """
@@ -82,6 +83,7 @@ class Method:
     has_seed: bool = True
     has_labels: bool = False
     compares: bool = False
+    ablates: bool = False
     flow: str = "flows.make"
     life: "Callable[[], Life] | None" = None
 

@@ -103,6 +103,7 @@ METHOD = Method(
     lengths=lengths,
     trains_shape=trains_shape,
     has_seed=False,
+    ablates=True,
     flow="flows.symphony",
     life=_life,
 )

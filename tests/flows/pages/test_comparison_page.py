@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from texts import TRAINING, pico_recipe
+from texts import TRAINING, pico_recipe, save_recipe
 
+from flows import compare
 from flows.pages.comparison import comparison_section, write_comparison
 from flows.pages.page import Command
 from tasks.recipes import validate
@@ -100,3 +101,23 @@ def test_a_comparison_of_an_earlier_version_is_taken_in_by_its_seeds(values, out
     (tmp_path / "pico-comparison.json").write_text(json.dumps(content))
     assert comparison_section(page_of_seeds(values, tmp_path))
     assert comparison_section(page_of_seeds(values, tmp_path, seeds=(0,))) == []
+
+
+def test_rows_that_a_method_shows_itself_are_refused_before_any_is_trained(
+    tmp_path, monkeypatch, capsys
+):
+    """There would be no table of theirs to show when all of them have been tuned."""
+    values = {
+        "name": "tuned",
+        "simoe": {},
+        "seed_model": {"model": "/models/base"},
+        "instructions": {"sources": {"families": {"generate": "families"}}},
+        "registry": {"gate": {"metric": "exact_match_unseen"}},
+        "baselines": {"dense": {"method": "full-finetune"}},
+    }
+    monkeypatch.setenv("UPCYCLE_HOME", str(tmp_path / "home"))
+    recipe = save_recipe(tmp_path / "recipe.yaml", values)
+    assert compare.main([str(recipe)]) == 2
+    said = capsys.readouterr().err
+    assert "method = 'simoe': its rows are made and shown beside its own model; run " in said
+    assert "run flows.simoe" in said
