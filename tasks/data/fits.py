@@ -23,6 +23,20 @@ def repair_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> It
         yield from error.faults
 
 
+def type_faults(recipe: Recipe) -> Iterator[Fault]:
+    """A type that ready experts get, and those that are trained here beside them do not end in."""
+    asked, experts = recipe.experts.dtype, recipe.experts
+    trained = {name for name, domain in recipe.domains.items() if domain.expert is None}
+    if asked in ("auto", "fp32") or len(trained) == len(recipe.domains):
+        return
+    how = {n: experts.continuing if n in recipe.parents else experts.training for n in trained}
+    whole = sorted(name for name, training in how.items() if training.method != "lora")
+    if whole:
+        remedy = f"what is trained here ({', '.join(whole)}) is fp32, and all experts have one "
+        remedy += "type: use auto or fp32, or train with method: lora"
+        yield Fault("experts.dtype", asked, remedy)
+
+
 def rank_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:
     """Ranks of deltas above the matrices of the models, all sound."""
     if readers:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from infra.recipe.schema import Recipe
 from tasks.data.adapters import given_adapter_faults
+from tasks.data.fits import type_faults
 from tasks.data.lengths import position_faults
 from tasks.data.sources import (
     KEYS,
@@ -67,6 +68,7 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     faults += compare_strangers(readers, tokens, ready=ready, one_rope=one_rope)
     faults += position_faults(recipe, lengths(recipe), readers)
     faults += given_adapter_faults(recipe, [r for n, r in readers.items() if n not in ready])
+    faults += type_faults(recipe)
     faults += _response_faults(recipe, tokens)
     if trains_shape(recipe):
         faults += _shape_faults(recipe.seed_model.shape, readers)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from pico import save_pico
-from texts import write_texts
+from texts import pico_recipe, write_texts
 
 from tasks.data import seed, tokenizer
 from tasks.data import sources as looked
@@ -129,3 +129,45 @@ def test_parts_of_a_checkpoint_are_told_by_their_names():
         assert belongs(name.replace("*", "x"))
     for name in ("README.md", "optimizer.pt", "checkpoint-1/config.json", "a/model.safetensors"):
         assert not belongs(name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "method", "refused"),
+    [
+        ("bf16", "full", True),
+        ("fp16", "ffn", True),
+        ("bf16", "lora", False),
+        ("fp32", "full", False),
+        ("auto", "full", False),
+    ],
+)
+def test_ready_experts_have_the_type_in_which_training_ends(tmp_path, dtype, method, refused):
+    """All experts of a model have one: what is said when it is assembled, hours later."""
+    texts = write_texts(tmp_path / "texts", domains=DOMAINS)
+    values = pico_recipe(texts, domains=DOMAINS)
+    del values["tokenizer"]
+    seed_model = save_pico(tmp_path / "seed")
+    values["seed_model"] = {"model": str(seed_model)}
+    values["experts"]["dtype"] = dtype
+    values["experts"]["training"]["method"] = method
+    values["domains"]["letters"]["expert"] = str(save_pico(tmp_path / "expert", seed=1))
+    faults = looked.model_faults(validate(values), tmp_path / "models")
+    assert [fault.field for fault in faults] == ["experts.dtype"] * refused
+    assert all("(numbers) is fp32" in fault.remedy for fault in faults)
+    values["domains"]["numbers"]["expert"] = str(save_pico(tmp_path / "other", seed=2))
+    assert not looked.model_faults(validate(values), tmp_path / "models")
+
+
+def test_joined_strangers_have_the_type_in_which_training_ends(tmp_path):
+    texts = write_texts(tmp_path / "texts", domains=DOMAINS)
+    values = pico_recipe(texts, domains=DOMAINS)
+    values |= {"symphony": {"calibration": {"sequence_length": 32}}, "moe": {"top_k": 2}}
+    del values["seed_model"], values["tokenizer"]
+    for name in ("sweep_top_k", "sweep_ridge_lambda", "sweep_window"):
+        del values["evaluation"][name]
+    values["experts"]["dtype"] = "bf16"
+    values["domains"]["letters"]["expert"] = str(save_pico(tmp_path / "letters"))
+    numbers = {"model": str(save_pico(tmp_path / "numbers", seed=1))}
+    values["domains"]["numbers"]["origin"] = numbers
+    faults = strange.model_faults(validate(values), tmp_path / "models")
+    assert [fault.field for fault in faults] == ["experts.dtype"]
