@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from infra.recipe.schema import Recipe
 from tasks.data.adapters import given_adapter_faults
@@ -21,13 +22,28 @@ from tasks.engine.stage import StageRun, stage
 from tasks.symphony.checks import is_given
 from tasks.symphony.variants import anchor_of, lengths, section, trains_shape
 from tasks.symphony.vocabulary import segmentation_faults, sharing
-from upcycle_core.architectures.compare import compare_strangers
+from upcycle_core.architectures.compare import MUST_AGREE, compare_strangers, computed
+from upcycle_core.architectures.families import family_of
+from upcycle_core.backbone.form import common_forms
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import TokenIds, load_tokenizer
 from upcycle_core.corpora.shards import end_faults
 from upcycle_core.corpora.sources import source_fingerprint
-from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.training.config import LlamaShape
+
+SHAPED = {
+    "model_type": "family",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "attention_heads",
+    "num_key_value_heads": "key_value_heads",
+    "max_position_embeddings": "max_positions",
+    "rope_parameters": "rope_theta",
+    "tie_word_embeddings": "tie_embeddings",
+}
+"""{attribute of config.json: what says it of a model that is trained here}"""
 
 
 @stage("sources", lambda recipe, item: (), params=(*KEYS, "outside", "symphony"), always=True)
@@ -71,7 +87,7 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     faults += type_faults(recipe)
     faults += _response_faults(recipe, tokens)
     if trains_shape(recipe):
-        faults += _shape_faults(recipe.seed_model.shape, readers)
+        faults += _shape_faults(recipe, readers)
     elif not faults:
         models = dict(zip(recipe.domains, (r.directory for r in readers.values()), strict=True))
         faults += segmentation_faults(models, section(recipe).segmentation)
@@ -102,19 +118,52 @@ def _response_faults(recipe: Recipe, tokens: Mapping[str, TokenIds]) -> Iterator
             return
 
 
-def _shape_faults(shape: LlamaShape, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:
-    """Where given models differ from those that are trained here from random weights."""
-    wanted = {
-        "model_type": shape.family,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.attention_heads,
-        "num_key_value_heads": shape.key_value_heads,
-    }
-    for field, reader in readers.items():
-        for name, value in wanted.items():
-            if reader.config.get(name, value) != value:
-                remedy = f"seed_model.shape has {value!r} for the models that are trained here; "
-                remedy += "set it to the given model's"
-                yield Fault(f"{field}.config.{name}", reader.config[name], remedy)
+def _shape_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:
+    """Where given models differ from those that are trained here from random weights.
+
+    Given ones are held against them in the form that they are brought into.
+    """
+    trained = _shaped(recipe.seed_model.shape)
+    for field, own in _formed(recipe, readers).items():
+        for name, value in trained.items():
+            if name != "vocab_size" and computed(own.get(name)) != computed(value):
+                yield Fault(f"{field}.config.{name}", own.get(name), _remedy(name, value, own))
+                if name == "model_type":  # whose defaults are others
+                    break
+
+
+def _shaped(shape: LlamaShape) -> dict[str, Any]:
+    """What must agree, of a model that is trained here."""
+    said = {name: getattr(shape, own) for name, own in SHAPED.items()}
+    said |= {"head_dim": shape.hidden_size // shape.attention_heads, "vocab_size": 1}
+    said["rope_parameters"] = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    full = family_of(said).resolve(said)
+    return {name: full.get(name) for name in ("model_type", *MUST_AGREE)}
+
+
+def _formed(
+    recipe: Recipe, readers: Mapping[str, CheckpointReader]
+) -> dict[str, Mapping[str, Any]]:
+    """The configurations of given models, as they will be; of those that can be read."""
+    own, ruling = section(recipe), None
+    if own.rope == "anchor":
+        anchor = anchor_of(recipe, own)
+        ruling = next((field for field in readers if field.split(".")[1] == anchor), None)
+    try:
+        forms = common_forms(readers, {}, rope_of=ruling)
+        return {
+            field: family_of(reader.config).resolve({**reader.config, **forms[field].config})
+            for field, reader in readers.items()
+        }
+    except InputError:  # said already
+        return {}
+
+
+def _remedy(name: str, value: object, given: Mapping[str, Any]) -> str:
+    """What to do where models that are trained here have ``value``."""
+    is_plain = given["rope_parameters"].get("rope_type") == "default"
+    if name in SHAPED and (name != "rope_parameters" or is_plain):
+        remedy = f"seed_model.shape has {value!r} for the models that are trained here; "
+        return f"{remedy}set seed_model.shape.{SHAPED[name]} to the given model's"
+    remedy = f"models that are trained here have {value!r}, which no recipe changes; give every "
+    return f"{remedy}domain a model, or have them begin with this one (origin.model)"

@@ -5,12 +5,29 @@ import shutil
 
 import pytest
 from chat import save_chat_tokenizer
-from pico import save_pico
+from pico import save_pico, save_pico_tokenizer
+from texts import TRAINING
 from vocabularies import CODE, NATURE, byte_level
 
 from tasks.recipes import check, validate
+from tasks.symphony.sources import _shaped
 from tests.tasks.data.test_texts import chats
+from upcycle_core.architectures.compare import MUST_AGREE
+from upcycle_core.architectures.families import family_of
 from upcycle_core.errors import InputError
+from upcycle_core.training.config import LlamaShape
+from upcycle_core.training.seed import initialise_model
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "layers": 2,
+    "attention_heads": 4,
+    "key_value_heads": 2,
+    "max_positions": 128,
+    "tie_embeddings": False,
+}
+"""That of a pico model."""
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +153,69 @@ def test_a_given_model_must_fit_those_that_are_trained_here(models, tmp_path):
     values["symphony"]["segmentation"] = "code"
     found = faults_of(values, tmp_path / "models")
     assert "seed_model.shape has 128" in found["domains.code.expert.config.hidden_size"]
+
+
+@pytest.fixture
+def beside(models):
+    """A given model beside one that is trained here, of its shape; both cut text as the first."""
+    values = recipe_of(models)
+    law = values["domains"]["law"]
+    values["domains"]["law"] = {"train": law["train"]}
+    values["symphony"]["segmentation"] = "code"
+    values["experts"] = {"training": {**TRAINING, "steps": 4}}
+    values["seed_model"] = {"shape": dict(SHAPE)}
+    return values
+
+
+def test_a_model_that_is_trained_here_may_stand_beside_a_given_one_of_its_shape(beside, tmp_path):
+    check(validate(beside), tmp_path / "models")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "attribute"),
+    [
+        ("tie_embeddings", True, "tie_word_embeddings"),
+        ("max_positions", 256, "max_position_embeddings"),
+        ("rope_theta", 500.0, "rope_parameters"),
+        ("attention_heads", 2, "head_dim"),
+    ],
+)
+def test_all_that_models_must_agree_in_is_asked_before_any_is_trained(
+    beside, tmp_path, name, value, attribute
+):
+    beside["seed_model"]["shape"][name] = value
+    found = faults_of(beside, tmp_path / "models")
+    assert f"domains.code.expert.config.{attribute}" in found
+    if name != "attention_heads":
+        assert set(found) == {f"domains.code.expert.config.{attribute}"}
+        assert f"set seed_model.shape.{name}" in found[f"domains.code.expert.config.{attribute}"]
+
+
+def test_what_no_shape_can_say_asks_for_other_models(beside, tmp_path):
+    save_pico(tmp_path / "other", seed=4, rms_norm_eps=1e-5)
+    beside["domains"]["code"]["expert"] = str(tmp_path / "other")
+    found = faults_of(beside, tmp_path / "models")
+    assert list(found) == ["domains.code.expert.config.rms_norm_eps"]
+    assert "which no recipe changes" in found["domains.code.expert.config.rms_norm_eps"]
+
+
+def test_given_models_are_held_against_a_shape_as_they_will_be(beside, models, tmp_path):
+    """The shortest length counts for all of them, and one head that is not tied."""
+    save_pico(tmp_path / "long", seed=5, max_position_embeddings=512, tie_word_embeddings=True)
+    beside["domains"]["physics"] = {
+        "expert": str(tmp_path / "long"),
+        "train": {"files": [str(models / "physics.txt")]},
+    }
+    check(validate(beside), tmp_path / "models")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_shape_is_what_models_of_it_say(tmp_path, family):
+    shape = LlamaShape(**SHAPE, family=family)
+    save_pico_tokenizer(tmp_path / "tokenizer")
+    initialise_model(shape, tmp_path / "tokenizer", tmp_path / "model", seed=0)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    full = family_of(config).resolve(config)
+    assert _shaped(shape) | {"vocab_size": full["vocab_size"]} == {
+        name: full.get(name) for name in ("model_type", *MUST_AGREE)
+    }
