@@ -30,9 +30,15 @@ def sharing(recipe: Recipe) -> tuple[str, ...]:
     )
 
 
+def _texts(recipe: Recipe) -> dict[str, str]:
+    """{domain: its training text, below the workspace}; a ready model need not have any."""
+    domains = recipe.domains.items()
+    return {n: f"documents/{n}/train.parquet" for n, own in domains if own.train is not None}
+
+
 @stage(
     "vocabulary",
-    lambda recipe, item: each(recipe, "documents/{domain}/train.parquet"),
+    lambda recipe, item: _texts(recipe).values(),
     params=("tokenizer",),
     each=lambda recipe: [""] if sharing(recipe) else [],
 )
@@ -41,7 +47,7 @@ def vocabulary(run: StageRun) -> None:
     run.run_one(
         train_tokenizer,
         "corpora",
-        documents={n: run.path(f"documents/{n}/train.parquet") for n in run.recipe.domains},
+        documents={name: run.path(text) for name, text in _texts(run.recipe).items()},
         config=run.recipe.tokenizer,
     )
 

@@ -11,6 +11,7 @@ from vocabularies import CODE, NATURE, byte_level
 
 from tasks.recipes import check, validate
 from tasks.symphony.sources import _shaped
+from tasks.symphony.vocabulary import vocabulary
 from tests.tasks.data.test_texts import chats
 from upcycle_core.architectures.compare import MUST_AGREE
 from upcycle_core.architectures.families import family_of
@@ -219,3 +220,11 @@ def test_a_shape_is_what_models_of_it_say(tmp_path, family):
     assert _shaped(shape) | {"vocab_size": full["vocab_size"]} == {
         name: full.get(name) for name in ("model_type", *MUST_AGREE)
     }
+
+
+def test_a_ready_model_without_training_text_has_no_part_in_a_shared_vocabulary(beside):
+    """Which models that are trained here share; a ready one need not say what it was trained on."""
+    text = beside["domains"]["code"].pop("train")
+    beside["domains"]["code"] |= {"calibration": text, "heldout": text}
+    recipe = validate(beside)
+    assert list(vocabulary.inputs(recipe, "")) == ["documents/law/train.parquet"]
