@@ -11,6 +11,7 @@ from flows.pages.model import log_report, publish_pictures, publish_table
 from flows.pages.page import Command, write_page
 from flows.running.session import FlowSession
 from infra.recipe.schema import Recipe
+from tasks.symphony.checks import is_given
 from tasks.symphony.variants import SYMPHONY
 from upcycle_core.evaluation.report.files import PAGE, TEXT, write_json
 from upcycle_core.evaluation.report.parts import Block, Figure, Section
@@ -62,10 +63,26 @@ def write_ablation(command: Command, workspaces: Sequence[Path]) -> None:
 
 
 def _models(recipe: Recipe) -> str:
+    """What was joined: given models as they are or trained on, others made here."""
     shape, training = recipe.seed_model.shape, recipe.experts.training
-    text = f"{len(recipe.domains)} models of the {shape.family} family, hidden size "
-    text += f"{shape.hidden_size}, {shape.layers} layers, each trained from random weights of its "
-    text += f"own on {training.tokens:,} tokens of a mixture of its own"
+    known = [(name, domain.expert) for name, domain in recipe.domains.items() if is_given(domain)]
+    ready = [name for name, expert in known if expert is not None]
+    begun = [name for name, expert in known if expert is None]
+    tokens = f"on {training.tokens:,} tokens"
+    text, given = f"{len(recipe.domains)} models", []
+    if len(ready) + len(begun) < len(recipe.domains):
+        text += f" of the {shape.family} family, hidden size {shape.hidden_size}, {shape.layers} "
+        text += "layers"
+        who = "the others" if ready or begun else "each"
+        own = "their" if ready or begun else "its"
+        given.append(
+            f"{who} trained from random weights of {own} own {tokens} of a mixture of {own} own"
+        )
+    if begun:
+        given.insert(0, f"{', '.join(begun)} trained from a given model {tokens}")
+    if ready:
+        given.insert(0, f"{', '.join(ready)} as given")
+    text += f", {'; '.join(given)}"
     if recipe.outside:
         text += f"; {', '.join(recipe.outside)} is text that no model, alignment or training sees"
     return text + "."

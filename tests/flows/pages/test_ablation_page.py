@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flows.pages.ablation import SIMILARITY, write_ablation
+from flows.pages.ablation import SIMILARITY, _models, write_ablation
 from flows.pages.comparison import FOLDER, ROWS
 from flows.pages.page import Command
 from tasks.recipes import validate
@@ -105,3 +105,17 @@ def test_the_analysis_stands_in_the_page_with_its_pictures(pages):
     assert "![similarity](strangers-similarity.png)" in text
     assert (pages / "strangers-similarity.png").read_bytes() == b"picture"
     assert (pages / "strangers.png").stat().st_size > 3000
+
+
+def test_the_page_says_which_models_were_given():
+    """Of those it knows no shape, and no training but what they got here."""
+    given = {"expert": "/models/code", "train": TEXT}
+    begun = {"origin": {"model": "/models/law"}, "train": TEXT}
+    domains = {"code": given, "law": begun, "poetry": {"train": TEXT}}
+    said = _models(validate(RECIPE | {"domains": domains}))
+    assert "3 models of the qwen2 family, hidden size 64, 3 layers, code as given; law" in said
+    assert "; law trained from a given model on 70,000 tokens; the others trained from " in said
+    del domains["poetry"]
+    domains["law"] = given | {"expert": "/models/law"}
+    said = _models(validate(RECIPE | {"domains": domains, "outside": {}}))
+    assert said == "2 models, code, law as given."
