@@ -192,5 +192,6 @@ def run_apart(flow: str, chosen: argparse.Namespace, recipe: Recipe, seed: int) 
     options = [part for change in changes for part in ("--set", change)]
     first, *added = [str(path.resolve()) for path in (chosen.recipe, *chosen.add)]
     files = [first, *(["--add", *added] if added and flow == "flows.dume" else added)]
-    run_command([sys.executable, "-m", flow, *files, *options], directory=CODE)
+    # Relative paths of the recipe, and of changes, are seen from here.
+    run_command([sys.executable, "-m", flow, *files, *options], directory=Path.cwd())
     return environment.configure().home / own.name

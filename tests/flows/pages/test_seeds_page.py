@@ -174,6 +174,21 @@ def test_no_seed_becomes_champion_of_the_model_that_the_recipe_names(recipe, tmp
     assert (unnamed.seed, unnamed.registered_name) == (1, "upcycle-pico-seed-1")
 
 
+def test_a_seed_sees_relative_paths_from_where_the_command_is_started(
+    recipe, tmp_path, monkeypatch
+):
+    places = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("UPCYCLE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        command_line, "run_command", lambda words, directory: places.append(directory)
+    )
+    monkeypatch.setattr(seeds, "write_seeds", lambda command, workspaces: None)
+    given = ["--set", "folder=texts", "--seeds", "0", "--out", "out"]
+    assert seeds.main([recipe.name, *given]) == 0
+    assert places == [tmp_path]
+
+
 def test_a_page_that_can_lie_nowhere_is_said_before_any_seed_runs(recipe, monkeypatch, capsys):
     monkeypatch.setattr(seeds, "run_apart", lambda *arguments: pytest.fail("it ran"))
     assert seeds.main([str(recipe), "--out", str(recipe)]) == 2
