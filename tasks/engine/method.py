@@ -54,6 +54,7 @@ class Method:
         section: The section of a recipe that asks for it, if it has one.
         completed: The recipe with what it says of itself by saying nothing.
         figures: What the gate may name: figures that every report of it holds.
+        experts: Domains whose experts its model has, in their order.
         models: Rows of its report that are models of their own, beside the trained baselines.
         lengths: Sections whose ``sequence_length`` a model that is shaped here must have positions
             for.
@@ -77,6 +78,7 @@ class Method:
     section: str | None = None
     completed: Callable[[Recipe], Recipe] = lambda recipe: recipe
     figures: Callable[[Recipe], Sequence[str]] = text_figures
+    experts: Callable[[Recipe], Iterable[str]] = lambda recipe: recipe.domains
     models: Callable[[Recipe], Models] = models_of_one_seed
     lengths: Callable[[Recipe], Iterable[str]] = lambda recipe: ON_TEXT
     trains_shape: Callable[[Recipe], bool] = lambda recipe: recipe.trains_seed

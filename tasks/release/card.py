@@ -11,8 +11,10 @@ from typing import Any
 
 import yaml
 
+from infra.recipe.schema import Recipe
 from tasks.data.licences import FILE as LICENCES
 from tasks.engine.stage import Session
+from tasks.methods import METHODS
 from tasks.release.gate import Decision
 from upcycle_core.evaluation.report.numbers import number
 from upcycle_core.evaluation.text.results import title_of
@@ -38,9 +40,8 @@ def version_card(session: Session, metrics: Mapping[str, Any], decision: Decisio
         decision: Of the gate.
     """
     recipe, row = session.recipe, session.recipe.method
-    title = title_of(row, ())
     sections = [
-        f"{title} Mixture-of-Experts of {', '.join(recipe.domains)}. Gate: {decision.reason}.",
+        f"{of_experts(recipe)}. Gate: {decision.reason}.",
         (session.workspace.path("report") / "table.md").read_text().strip(),
         *_intervals(metrics, row),
         "## Data\n\n" + table(("domain", "split", "documents", "MB", "sha256"), _data(session)),
@@ -48,6 +49,12 @@ def version_card(session: Session, metrics: Mapping[str, Any], decision: Decisio
     ]
     results = list(_results(metrics, row))
     return card(session, recipe.registered_name, sections, results=results, limits=LIMITS)
+
+
+def of_experts(recipe: Recipe) -> str:
+    """What a model is made of: the method, and the domains whose experts it has."""
+    experts = ", ".join(METHODS[recipe.method].experts(recipe))
+    return f"{title_of(recipe.method, ())} Mixture-of-Experts of {experts}"
 
 
 def card(

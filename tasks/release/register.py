@@ -19,7 +19,7 @@ from infra.versioning.versions import Versions, code_version
 from tasks.data.licences import CARD
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
-from tasks.release.card import pictures, version_card
+from tasks.release.card import of_experts, pictures, version_card
 from tasks.release.certificate import CERTIFICATE_TAG, certify_version, refusal, version_files
 from tasks.release.champion import CHAMPION, Champion
 from tasks.release.gate import Decision, Figures, decide, figures, without
@@ -40,7 +40,7 @@ from tasks.release.versions import (
     withdrawn_experts,
 )
 from upcycle_core.evaluation.tasks.results import TaskEvaluation
-from upcycle_core.evaluation.text.results import expert_row, title_of
+from upcycle_core.evaluation.text.results import expert_row
 
 _logger = logging.getLogger(__name__)
 
@@ -206,8 +206,6 @@ def register(
     session = registrar.session
     report, method = session.workspace.path("report"), session.recipe.method
     metrics = json.loads((report / "metrics.json").read_text())
-    domains = ", ".join(session.recipe.domains)
-    title = f"{title_of(method, ())} Mixture-of-Experts of {domains}."
     decision = _judge(registrar, champion, metrics, tasks)
     names = {d: session.workspace.digests(f"experts/{d}") for d in session.recipe.domains}
     withdrawn = withdrawn_experts(registrar.registry, session.recipe.registered_name, names)
@@ -219,7 +217,7 @@ def register(
         scores=_scores(metrics, method),
         tags={EXPERTS_TAG: json.dumps(expert_digests(session))},
         files={CARD: version_card(session, metrics, decision), **pictures(session)},
-        description=f"{title}\n\n{(report / 'table.md').read_text()}",
+        description=f"{of_experts(session.recipe)}.\n\n{(report / 'table.md').read_text()}",
     )
 
 

@@ -8,7 +8,15 @@ from infra.recipe.schema import Recipe
 from tasks.dume.checks import CROSS_VALIDATED, with_folds
 from tasks.engine.method import Looks, Method, Models, models_of_one_seed
 from tasks.symphony.checks import symphony_faults, unused_faults
-from tasks.symphony.variants import SYMPHONY, lengths, solves_routers, trains_shape, with_anchors
+from tasks.symphony.variants import (
+    SYMPHONY,
+    chosen_of,
+    lengths,
+    section,
+    solves_routers,
+    trains_shape,
+    with_anchors,
+)
 from upcycle_core.errors import Fault
 
 if TYPE_CHECKING:
@@ -99,6 +107,7 @@ METHOD = Method(
     unused=unused_faults,
     section=SYMPHONY,
     completed=_completed,
+    experts=lambda recipe: chosen_of(recipe, section(recipe)),
     models=_models,
     lengths=lengths,
     trains_shape=trains_shape,

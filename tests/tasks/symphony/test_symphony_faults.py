@@ -14,6 +14,7 @@ from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.methods import METHODS, models_of
 from tasks.recipes import validate
+from tasks.release.card import of_experts
 from tasks.symphony.experts import experts
 from tasks.symphony.model import baselines as stage
 from tasks.symphony.model import model
@@ -315,3 +316,10 @@ def test_a_token_passes_through_as_many_experts_as_there_are():
     values = changed("symphony.models", ["code", "law"])
     values["moe"]["top_k"] = 3
     assert fields_of(values) == {"moe.top_k"}
+
+
+def test_a_version_names_the_domains_whose_models_are_its_experts():
+    """The others are aligned and give it tokens, and have no expert."""
+    assert of_experts(validate(VALID)) == "Symphony-MoE Mixture-of-Experts of code, law, physics"
+    some = validate(changed("symphony.models", ["physics", "law"]))
+    assert of_experts(some) == "Symphony-MoE Mixture-of-Experts of law, physics"
