@@ -83,7 +83,7 @@ def serve(
         tokenizer,
         name=f"{found.version.name}, version {found.version.number}",
         bos=found.bos,
-        names=expert_names(Routing.of(model), domains),
+        names=expert_names(Routing.of(model), found.experts),
         prompts=example_prompts(domains, documents),
     )
     app = make_app(speaker, chosen.port)

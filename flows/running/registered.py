@@ -14,6 +14,8 @@ from infra.tracking import copies
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
 from infra.tracking.runs import MODEL_SCHEME
+from tasks.release.versions import COMPRESSED_TAG
+from upcycle_core.baselines.config import FROM_EXPERTS
 from upcycle_core.corpora.config import Bos
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -36,6 +38,18 @@ class Registered:
     def bos(self) -> Bos:
         """What stood before the texts that the model was made and judged on."""
         return self.recipe.get("corpus", {}).get("bos", "auto")
+
+    @property
+    def experts(self) -> list[str]:
+        """The domains whose experts it has, in their order; none where they are no domain's."""
+        chosen = (self.recipe.get("symphony") or {}).get("models")
+        domains = [d for d in self.recipe.get("domains", {}) if chosen is None or d in chosen]
+        if COMPRESSED_TAG not in self.version.tags:
+            return domains
+        row = self.recipe.get("baselines", {}).get(self.recipe["compression"]["models"][0])
+        # Copies of one FFN may be as many as domains, and are of none.
+        of_domains = row is None or row["method"] in FROM_EXPERTS or row.get("start") == "experts"
+        return domains if of_domains else []
 
 
 def _named(reference: str) -> str:

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from argparse import Namespace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,10 +15,13 @@ from talking import CONTEXT, DOMAINS, LAYERS, register, save_talkative, talk
 from transformers import AutoTokenizer
 
 from flows.chat import listening, main
-from flows.running.registered import load
+from flows.running.registered import Registered, load
 from flows.talking.prompts import example_prompts
 from flows.talking.speaker import Question, Speaker, expert_names
+from infra.recipe.schema import ADAPTER
 from infra.services.stopping import LINE
+from infra.tracking.records import Version
+from tasks.release.versions import COMPRESSED_TAG
 from tasks.scoring.architectures import register_architectures
 from tests.pico import save_pico
 from tests.upcycle_core.ders import grown as ders
@@ -324,3 +328,33 @@ def test_a_domain_nobody_knows_begins_as_its_own_text_does(tmp_path):
         ("law", "The court held that"),
         ("own", "heldout and more and more and more and"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("tags", "more", "experts"),
+    [
+        ({}, {}, ["law", "tax"]),
+        ({}, {"symphony": {"models": ["tax"]}}, ["tax"]),
+        ({COMPRESSED_TAG: "4-bit"}, {"compression": {"models": ["dume"]}}, ["law", "tax"]),
+        ({COMPRESSED_TAG: "4-bit"}, {"compression": {"models": ["btx"]}}, ["law", "tax"]),
+        ({COMPRESSED_TAG: "4-bit"}, {"compression": {"models": ["drop"]}}, ["law", "tax"]),
+        ({COMPRESSED_TAG: "4-bit"}, {"compression": {"models": ["copies"]}}, []),
+    ],
+)
+def test_experts_are_called_by_domains_where_they_are_theirs(tags, more, experts):
+    """Copies of one FFN, trained together, are as many as domains, and of none."""
+    text = {"train": {"files": ["text.txt"]}}
+    rows = {
+        "btx": {"method": "btx"},
+        "drop": {"method": "drop-upcycling", "start": "experts"},
+        "copies": {"method": "sparse-upcycling"},
+    }
+    recipe = {"name": "a", "domains": {"law": text, "tax": text}}
+    if "compression" in more:
+        codecs = {"4-bit": {"codec": "quantised", "bits": 4}}
+        recipe |= {"baselines": rows, "compression": more["compression"] | {"codecs": codecs}}
+    else:
+        recipe |= more
+    made = ADAPTER.dump_python(ADAPTER.validate_python(recipe), mode="json")
+    version = Version("a", 1, "", "", "", (), tags, {}, {})
+    assert Registered(version, Path("a"), made).experts == experts
