@@ -47,8 +47,6 @@ def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
         if row.method in ("sparse-upcycling", "drop-upcycling") and row.copies is None:
             remedy = "say how many experts are made of the seed's FFN, e.g. 4"
             yield Fault(f"{where}.copies", None, remedy)
-        if row.simoe is not None and row.method != "simoe":
-            yield Fault(f"{where}.simoe", "given", f"says nothing for {row.method}; remove it")
         if row.method == "simoe":
             own = row.simoe or SimoeUpcyclingConfig()
             if row.top_k != Baseline(method="simoe").top_k:

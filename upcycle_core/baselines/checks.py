@@ -27,9 +27,10 @@ def baseline_faults(
     if method == "ders" and baseline.ders is None:
         remedy = "say what the experts are made of, e.g. {codec: low_rank, rank: 4}"
         yield Fault(f"{field}.ders", None, remedy)
+    for name in ("symphony", "ders", "simoe"):
+        if getattr(baseline, name) is not None and name != method:
+            yield Fault(f"{field}.{name}", "given", f"says nothing for {method}; remove it")
     if baseline.ders is not None:
-        if method != "ders":
-            yield Fault(f"{field}.ders", "given", f"says nothing for {method}; remove it")
         yield from baseline.ders.faults(f"{field}.ders")
     if method != "ders" and "shared_base" in baseline.objective.trainable:
         remedy = f"{method} has no shared base; remove it"

@@ -6,6 +6,8 @@ import pytest
 
 from upcycle_core.baselines.checks import baseline_faults
 from upcycle_core.baselines.config import Baseline
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
+from upcycle_core.symphony.config import SymphonyConfig
 from upcycle_core.training.config import LoraSettings, MoEObjective
 
 DOMAINS = ("law", "medicine", "physics")
@@ -46,6 +48,8 @@ def test_what_fits_has_no_fault(settings):
         ({"method": "btx", "copies": 4}, "row.copies"),
         ({"method": "drop-upcycling", "start": "experts", "copies": 4}, "row.copies"),
         ({"method": "full-finetune", "copies": 4}, "row.copies"),
+        ({"method": "btx", "symphony": SymphonyConfig(models=DOMAINS[:2])}, "row.symphony"),
+        ({"method": "sparse-upcycling", "simoe": SimoeUpcyclingConfig()}, "row.simoe"),
         ({"method": "btx", "tuned": "layers"}, "row.tuned"),
         ({"method": "full-finetune", "tuned": "layers", "lora": LoraSettings()}, "row.lora"),
         ({"method": "sparse-upcycling", "start": "experts"}, "row.start"),
