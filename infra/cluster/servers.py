@@ -3,8 +3,9 @@
 Beside what computes, Ray starts an autoscaler, a forwarder of workers' output and the process of a
 dashboard, whether or not anybody has asked for one. Each is a Python of its own, and a flow waits
 for them; and for the servers of each machine's agent, which answer that dashboard alone: where Ray
-is installed without it, the agent has none, and Ray is there two seconds earlier. No parameter of ``ray.init`` leaves them out; what does is no public interface. ``USES``
-is as in ``infra.cluster.private``, which imports torch.
+is installed without it, the agent has none, and Ray is there two seconds earlier. No parameter of
+``ray.init`` leaves them out; what does is no public interface. ``USES`` is as in
+``infra.cluster.private``, which imports torch.
 """
 
 from collections.abc import Iterator
