@@ -10,10 +10,11 @@ from upcycle_core.activations.moments import triangle_size
 from upcycle_core.activations.regression import HALVES
 from upcycle_core.checkpoints.reader import CHUNK, CheckpointReader
 from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.repair import LOGITS_AT_ONCE
 from upcycle_core.dume.shared_head import ROWS_AT_ONCE
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.perplexity import TOKENS_AT_ONCE
-from upcycle_core.planning.estimate import forward_bytes
+from upcycle_core.planning.estimate import LOGITS, forward_bytes
 from upcycle_core.planning.rates import Arithmetic
 from upcycle_core.planning.shape import Shape
 from upcycle_core.precision import weights_type
@@ -63,6 +64,9 @@ def repair_bytes(
     solving = 2 * FP64 * shape.inner * (shape.inner + shape.hidden)
     embedding = size * shape.vocabulary * shape.hidden
     heads = 2 * FP32 * shape.vocabulary * shape.hidden if head else 0
+    if head:  # the sums of the other target, both targets' solutions, of all text and of halves
+        sums += (HALVES + 2 * (1 + HALVES)) * FP64 * shape.inner * shape.hidden
+        heads += LOGITS * FP32 * min(tokens, LOGITS_AT_ONCE) * shape.vocabulary
     working = max(solving, _activations(shape, config, device))
     return 2 * size * layer + states + inner + sums + working + max(embedding, heads)
 

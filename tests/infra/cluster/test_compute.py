@@ -75,7 +75,8 @@ def faulty_piece(*, out: Path, progress: Progress) -> None:
     raise InputError(Fault("field", "value", "do this"))
 
 
-@pytest.mark.parametrize("counts", [(1, 2), pytest.param((3, 7), marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("counts", [(1, 2), (3, 7)])
 def test_statistics_are_bitwise_the_same_for_any_number_of_workers(
     folder, statistics_pieces, settings, counts
 ):

@@ -53,6 +53,18 @@ def test_merged_attention_needs_what_was_planned(parts, tmp_path, way):
     assert planned == pytest.approx(held, rel=0.2)
 
 
+@pytest.mark.parametrize("head", [False, True])
+def test_a_repair_needs_what_was_planned(parts, tmp_path, head):
+    backbone, experts, corpora = parts
+    settings = {"config": CONFIG, "max_shard_bytes": 10**9}
+    call = (backbone, experts["d0"], corpora["d0"], tmp_path / "out")
+    repair = "down+head_target" if head else "down"
+    held = peak(lambda: repair_expert(*call, repair=repair, **settings))
+    shape, tokens = Shape.of(experts["d0"]), DOCUMENTS * LENGTH
+    planned = memory.repair_bytes(shape, CONFIG, tokens, head=head)
+    assert planned == pytest.approx(held, rel=0.2)
+
+
 def test_the_second_repair_needs_what_was_planned(parts, tmp_path):
     backbone, experts, corpora = parts
     settings = {"config": CONFIG, "max_shard_bytes": 10**9}
