@@ -119,9 +119,22 @@ def _tidy(parser: Parser) -> None:
     parser.add_argument("--apply", action="store_true", help="remove what is shown")
 
 
+class _Different(argparse.Action):
+    """Values of which none is given twice: two runs of one seed are one, and deviate by nothing."""
+
+    def __call__(self, parser: Parser, chosen: Any, values: Any, option: str | None = None) -> None:
+        if len(set(values)) < len(values):
+            parser.error(f"argument {option}: a seed is given twice")
+        setattr(chosen, self.dest, values)
+
+
+def _each_seed(parser: Parser, about: str, **more: Any) -> None:
+    parser.add_argument("--seeds", type=int, nargs="+", action=_Different, help=about, **more)
+
+
 def _seeds(parser: Parser) -> None:
     _recipe(parser)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    _each_seed(parser, "0, 1 and 2 by default", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, required=True, help="folder for the page")
 
 
@@ -134,9 +147,7 @@ def _compare(parser: Parser) -> None:
         type="comparison.tokens={}".format,
         help="budget of each trained row, after the seed",
     )
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", help="one run each; the recipe's by default"
-    )
+    _each_seed(parser, "one run each; the recipe's by default")
     parser.add_argument("--out", type=Path, help="folder for a page with means and deviations")
 
 
@@ -147,7 +158,7 @@ def _ders(parser: Parser) -> None:
 
 def _simoe(parser: Parser) -> None:
     _remade(parser)
-    parser.add_argument("--seeds", type=int, nargs="+", help="run once a seed")
+    _each_seed(parser, "run once a seed")
     parser.add_argument("--out", type=Path, help="write a page of the results into this folder")
 
 

@@ -134,6 +134,8 @@ async def _content(request: Request) -> dict[str, Any]:
             raise HTTPException(413, f"the body is longer than {LONGEST_BODY} bytes")
     try:
         content = json.loads(body)
+        # NaN, and half of a pair of UTF-16: they can be read, and not be sent on.
+        json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from error
     if not isinstance(content, dict):

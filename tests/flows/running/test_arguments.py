@@ -109,3 +109,12 @@ def test_a_text_that_is_gone_does_not_stop_who_reads_none(tmp_path):
     look_first(["python", "-m", "flows.shrink", str(recipe), "python"])
     with pytest.raises(SystemExit):
         look_first(["python", "-m", "flows.grow", str(recipe), "python"])
+
+
+@pytest.mark.parametrize("command", ["seeds", "compare", "simoe"])
+def test_a_seed_that_is_given_twice_is_refused(command, capsys, tmp_path):
+    arguments = ["recipe.yaml", "--out", str(tmp_path), "--seeds", "0"]
+    assert parser_of(command).parse_args([*arguments, "1"]).seeds == [0, 1]
+    with pytest.raises(SystemExit):
+        parser_of(command).parse_args([*arguments, "0"])
+    assert "--seeds: a seed is given twice" in capsys.readouterr().err

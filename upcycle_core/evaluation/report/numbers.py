@@ -13,6 +13,8 @@ MORE_DIGITS = 3
 def number(value: float | None, deviation: float | None = None, *, digits: int = 1) -> str:
     """A value, or ``mean ± deviation``: ``91.4``, ``91.4 ± 1.8``; a dash for None, ``∞`` for inf.
 
+    What is no number is called so: ``nan``.
+
     Args:
         value: The value or mean.
         deviation: Its standard deviation; None where it was measured once.
@@ -20,7 +22,7 @@ def number(value: float | None, deviation: float | None = None, *, digits: int =
     """
     if value is None:
         return DASH
-    text = f"{value:z.{digits}f}" if math.isfinite(value) else "∞"
+    text = "∞" if math.isinf(value) else f"{value:z.{digits}f}"
     return text if deviation is None else f"{text} ± {number(deviation, digits=digits)}"
 
 

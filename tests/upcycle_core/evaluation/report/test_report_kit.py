@@ -284,6 +284,7 @@ def test_a_printed_interval_never_contradicts_what_is_said(power):
 
 
 def test_numbers_have_one_spelling():
+    assert number(math.nan) == "nan"
     assert [number(91.44), number(91.4, 1.8), number(None), number(math.inf)] == [
         *("91.4", "91.4 ± 1.8", "–", "∞"),
     ]
