@@ -130,7 +130,7 @@ def _panel(
         )
     if chosen is not None:
         ax.plot(*places[chosen], zorder=4, **_RING)
-    ax.set_xscale("log")
+    canvas.log_axis(ax)
     ax.margins(x=0.08, y=0.1)
     ax.grid(axis="y", color=canvas.GRID)
     canvas.beside(ax, f"original\n{average:.1f}", average)

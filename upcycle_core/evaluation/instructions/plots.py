@@ -90,7 +90,7 @@ def draw_activations(activations: Sequence[Activation], path: Path) -> None:
         _tree(left, tree, len(ordered))
         values = [own.coefficients for own in ordered]
         picture = right.imshow(values, cmap="Blues", aspect="auto")
-        right.set_yticks(range(len(ordered)), [canvas.plain(own.label) for own in ordered])
+        right.set_yticks(range(len(ordered)), [own.label for own in ordered])
         for label, own in zip(right.get_yticklabels(), ordered, strict=True):
             label.set_color(colours[own.domain])
         right.set_xticks(range(experts), [str(i + 1) for i in range(experts)])

@@ -38,6 +38,8 @@ def new_figure(width: float, height: float) -> Iterator["Figure"]:
         "figure.titlesize": 10.5,
         "xtick.color": INK,
         "ytick.color": INK,
+        # Names that people gave stand in pictures, and may hold dollar signs.
+        "text.parse_math": False,
     }
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -45,9 +47,13 @@ def new_figure(width: float, height: float) -> Iterator["Figure"]:
         yield figure
 
 
-def plain(name: str) -> str:
-    """A name that somebody gave, as text: between dollar signs matplotlib reads mathematics."""
-    return name.replace("$", r"\$")
+def log_axis(ax: "Axes") -> None:
+    """A logarithmic x axis, its numbers as text: matplotlib's own are formulas."""
+    from matplotlib.ticker import LogFormatter
+
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter(LogFormatter())
+    ax.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
 
 
 def save(figure: "Figure", path: Path) -> None:

@@ -162,7 +162,7 @@ def draw_ablation(metrics: Metrics, path: Path, *, highlight: Sequence[str]) -> 
         left.set_yticks(range(len(names)), [metrics[name]["title"] for name in names])
         for label, name in zip(left.get_yticklabels(), names, strict=True):
             label.set_color(canvas.ACCENTS[0] if name in highlight else canvas.INK)
-        left.set_xscale("log")
+        canvas.log_axis(left)
         left.set_xlabel("perplexity (geometric mean over domains, log scale)")
         right.set_xlabel("normalised average (%)")
         for ax in (left, right):

@@ -52,6 +52,20 @@ def report():
     )
 
 
+@pytest.mark.parametrize("name", ["$_$", "from $5 to $10"])
+def test_a_picture_shows_a_name_as_it_is_written(tmp_path, name):
+    """Between dollar signs matplotlib reads formulas, and `$_$` is none."""
+    with canvas.new_figure(3.0, 2.0) as figure:
+        ax = figure.subplots()
+        ax.plot([4, 400], [0, 1])
+        canvas.log_axis(ax)
+        ax.set_title(name)
+        canvas.save(figure, tmp_path / "one.png")
+        shown = [label.get_text() for label in ax.get_xticklabels()]
+    assert not ax.title.get_parse_math()
+    assert {"10", "100"} <= set(shown)
+
+
 def test_a_terminal_shows_aligned_tables_stars_and_sentences():
     assert terminal(report().sections) == (
         "Scores\n\n"
