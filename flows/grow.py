@@ -150,7 +150,7 @@ def look(recipe: Recipe, workspace: Workspace, domain: str, *, rebuild: bool = F
         remedy = "is in the model already; new text of it: python -m flows.retrain RECIPE; to "
         remedy += "average it into the backbone: --rebuild"
         raise_faults([Fault("domain", domain, remedy)])
-    raise_faults(domain_faults(life.section, given, {*known, domain}))
+    raise_faults(domain_faults(life.section, given, {*known, domain}, joining=domain))
     check(recipe, workspace.root.parent / "models")
 
 

@@ -167,13 +167,18 @@ def rebuild_faults(recipe: Recipe, rebuild: bool) -> list[Fault]:
     return [Fault("--rebuild", True, f"{remedy}--rebuild")]
 
 
-def domain_faults(where: str, given: Any, wanted: Any) -> list[Fault]:
-    """Where the recipe's domains are not those that the change is about."""
+def domain_faults(
+    where: str, given: Any, wanted: Any, *, joining: str | None = None
+) -> list[Fault]:
+    """Where the recipe's domains are not those that the change is about; ``joining`` is new too."""
     given, wanted = set(given), set(wanted)
     found = []
     for name in sorted(given - wanted):
         remedy = "is in the recipe and not in the model; add it first: python -m flows.grow RECIPE "
         remedy += f"{name}; or take it out of the recipe"
+        if joining is not None:
+            remedy = "is not in the model either, and one joins at a time: take it out of the "
+            remedy += f"recipe until {joining} has joined"
         found.append(Fault(f"{where}.{name}", name, remedy))
     for name in sorted(wanted - given):
         remedy = "is in the model and not in the recipe; name it there too (a deployment holds the "

@@ -165,11 +165,13 @@ class Standing:
         notice: The block through which a failed night is told.
         pool: The work pool that runs them; None for that of ``make up``.
         job_variables: What differs there from the pool's defaults.
+        is_orphaned: Its pool, of containers, has been deleted since: Prefect forgets the name.
     """
 
     notice: str | None = None
     pool: str | None = None
     job_variables: Mapping[str, str] | None = None
+    is_orphaned: bool = False
 
 
 def _standing(api: str, name: str) -> Standing:
@@ -185,6 +187,10 @@ def _standing(api: str, name: str) -> Standing:
                 found.pool = deployment.work_pool_name
                 variables = deployment.job_variables.items()
                 found.job_variables = {k: v for k, v in variables if k in GIVEN}
+            # What runs on this machine is told its home.
+            found.is_orphaned |= (
+                deployment.work_pool_name is None and "env" not in deployment.job_variables
+            )
     return found
 
 
@@ -194,6 +200,9 @@ def _chosen(api: str, name: str, told: Standing) -> tuple[str | None, Pool | Non
     with _said_before(() if told.notice else ("notice",)):
         notice = _notice(api, told.notice or standing.notice)
     is_told = told.pool is not None or bool(told.job_variables)
+    if standing.is_orphaned and not is_told:
+        remedy = "the pool that ran this recipe in containers has been deleted; name another: "
+        raise InputError(Fault("pool", None, f"{remedy}--pool NAME, or --pool {LOCAL}"))
     with _said_before(() if is_told else ("pool", *GIVEN)):
         own = told if is_told else standing
         return notice, _pool(api, own.pool, own.job_variables or {})

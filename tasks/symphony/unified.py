@@ -34,7 +34,8 @@ def lifted(
 ) -> dict[str, Path]:
     """Models over the union's vocabulary, with the rows that ``config`` gives it."""
     models = {name: run.path(f"experts/{name}") for name in run.recipe.domains}
-    merged = merged_backbone(run, "merged", models, config=config, anchor=anchor)
+    # No domain's name begins like this.
+    merged = merged_backbone(run, "_merged", models, config=config, anchor=anchor)
     common = {"backbone": merged, "max_shard_bytes": run.recipe.moe.max_shard_bytes}
     pieces = [Piece.of(name, write_united, model=models[name], **common) for name in names]
     return {name: done.path for name, done in run.run(pieces, "assembly").items()}

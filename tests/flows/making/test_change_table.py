@@ -7,7 +7,13 @@ from types import SimpleNamespace
 import pytest
 from texts import pico_recipe
 
-from flows.making.change import begin_change, change_table, other_texts, unfinished
+from flows.making.change import (
+    begin_change,
+    change_table,
+    domain_faults,
+    other_texts,
+    unfinished,
+)
 from infra.recipe.schema import Lineage
 from tasks.engine.workspace import Workspace
 from tasks.recipes import validate
@@ -61,3 +67,12 @@ def test_a_change_upon_what_is_not_there_leaves_nothing_behind(tmp_path):
     # Both in one message; a seed's text, which this recipe has none of, is not asked for.
     assert [fault.value for fault in said.value.faults] == ["tokenizer", "backbone"]
     assert unfinished(workspace) is None
+
+
+def test_of_two_new_domains_each_is_not_told_to_let_the_other_join_first():
+    (fault,) = domain_faults("domains", ["law", "new", "newer"], ["law", "new"], joining="new")
+    assert fault.field == "domains.newer"
+    assert "until new has joined" in fault.remedy
+    assert "flows.grow" not in fault.remedy
+    said = domain_faults("domains", ["law", "new", "newer"], ["law"])
+    assert [fault.remedy.count("flows.grow") for fault in said] == [1, 1]

@@ -445,6 +445,20 @@ def test_a_pool_that_cannot_be_deployed_to_is_said_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_recipe_whose_pool_was_deleted_does_not_move_to_this_machine(
+    place, client, file, tmp_path
+):
+    values = pico_recipe(tmp_path, name="orphan")
+    for domain in values["domains"].values():
+        domain["train"]["files"] = ["/texts/of.jsonl"]
+    recipe = save_recipe(tmp_path / "orphan.yaml", values)
+    create_pool(place, "docker", name="passing", changes=["image=upcycle"])
+    deploy(place, recipe=recipe, prefect_file=file, pool="passing")
+    client.delete_work_pool("passing")
+    with pytest.raises(InputError, match="has been deleted; name another: --pool NAME, or --pool"):
+        deploy(place, recipe=recipe, prefect_file=file)
+
+
 def test_a_deployment_holds_its_recipe_s_templates_to_the_letter(
     place, client, unusable, file, tmp_path
 ):
