@@ -19,6 +19,8 @@ if "UPCYCLE_TESTS_SYSTEM_FOLDER" not in os.environ:
     remove_left("upcycle")  # by sessions that were killed
 SYSTEM = os.environ.setdefault("UPCYCLE_TESTS_SYSTEM_FOLDER", tempfile.gettempdir())
 SESSION = Path(tempfile.mkdtemp(prefix="upcycle-", dir=SYSTEM))
+# What the processes of one session share, in the folder of the first.
+os.environ.setdefault("UPCYCLE_TESTS_SHARED", str(SESSION))
 OWNED = hold(SESSION / OWNER)
 for _name in (
     "RAY_ADDRESS",

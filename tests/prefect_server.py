@@ -1,14 +1,18 @@
 """One Prefect server for all flows of a test process: each would bring its own, for ten seconds."""
 
+import fcntl
 import os
 import random
+import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import cycle
 from pathlib import Path
 
@@ -22,6 +26,8 @@ IDLE = (
     "REPOSSESSOR",
 )
 """Services that look at the database every few seconds, for what no test waits for here."""
+TABLES = Path(os.environ["UPCYCLE_TESTS_SHARED"]) / "prefect-tables"
+"""A home with the tables of a server that has just started: all migrations take seven seconds."""
 _running: list[subprocess.Popen] = []
 _urls: list[str] = []
 
@@ -49,21 +55,49 @@ def free_port() -> int:
 def prefect_server() -> str:
     """The address of the server's API; the first call starts it."""
     if not _urls:
-        port, home = free_port(), Path(os.environ["PREFECT_HOME"]) / "shared"
-        home.mkdir(parents=True, exist_ok=True)
-        off = {f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false" for service in IDLE}
-        with (home / "server.log").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **off, "PREFECT_HOME": str(home)},
-            )
-        _running.append(process)
-        url = f"http://127.0.0.1:{port}/api"
-        _wait(process, f"{url}/health", home / "server.log")
-        _urls.append(url)
+        with TABLES.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the first makes the tables for all
+            _urls.append(_started())
     return _urls[0]
+
+
+def with_tables(home: Path) -> None:
+    """Give a home of Prefect, not there yet, the tables that its server would make."""
+    if not TABLES.exists():
+        prefect_server()
+    shutil.copytree(TABLES, home)
+
+
+def _started() -> str:
+    port, home = free_port(), Path(os.environ["PREFECT_HOME"]) / "shared"
+    if TABLES.exists():
+        shutil.copytree(TABLES, home)
+    home.mkdir(parents=True, exist_ok=True)
+    off = {f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false" for service in IDLE}
+    with (home / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **off, "PREFECT_HOME": str(home)},
+        )
+    _running.append(process)
+    url = f"http://127.0.0.1:{port}/api"
+    _wait(process, f"{url}/health", home / "server.log")
+    if not TABLES.exists():
+        _keep_tables(home)
+    return url
+
+
+def _keep_tables(home: Path) -> None:
+    partial = Path(tempfile.mkdtemp(dir=TABLES.parent))
+    with (
+        closing(sqlite3.connect(home / "prefect.db")) as made,
+        closing(sqlite3.connect(partial / "prefect.db")) as copied,
+    ):
+        made.backup(copied)
+    shutil.copy2(home / "memo_store.toml", partial)  # which blocks the tables have
+    partial.rename(TABLES)
 
 
 def stop() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from disturbed import Disturbed
+from prefect_server import with_tables
 from terminal import CTRL_C, Terminal, processes
 from texts import pico_recipe, save_recipe, write_texts
 
@@ -70,7 +71,9 @@ METHODS = {
 def project(tmp_path):
     values = pico_recipe(write_texts(tmp_path / "texts", domains=DOMAINS), domains=DOMAINS)
     values["evaluation"] |= {"sweep_top_k": [], "sweep_ridge_lambda": [], "sweep_window": []}
-    return Disturbed(tmp_path, save_recipe(tmp_path / "recipe.yaml", values), own_server=True)
+    project = Disturbed(tmp_path, save_recipe(tmp_path / "recipe.yaml", values), own_server=True)
+    with_tables(project.home / "prefect")
+    return project
 
 
 def stopped(

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prefect_server import with_tables
 from project import Project
 from texts import pico_recipe, save_recipe, write_texts
 
@@ -27,6 +28,7 @@ def moved(tmp_path_factory):
     values["evaluation"] |= {"sweep_top_k": [], "sweep_ridge_lambda": [], "sweep_window": []}
     values["versions"] = {"remote": "remote"}
     project = Project(folder, save_recipe(folder / "recipe.yaml", values), own_server=True)
+    with_tables(project.home / "prefect")
     project.flow()
     project.calls()
     project.before, digests = project.home, project.digests()

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentUpdate
-from prefect_server import free_port
+from prefect_server import free_port, with_tables
 
 from flows.announce import main
 from infra import settings
@@ -111,6 +111,7 @@ def environment(tmp_path_factory):
     """A home in which one flow of an earlier version ran, and then everything was started."""
     folder = tmp_path_factory.mktemp("services")
     environment = environment_for(folder / "home")
+    with_tables(settings.read(environment).prefect_home)
     (folder / "flow").mkdir()
     (folder / "flow" / "hello.py").write_text(FLOW)
     try:
