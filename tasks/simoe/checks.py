@@ -44,7 +44,10 @@ def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
         if row.method not in METHODS:
             remedy = f"cannot be tuned on instructions here; use one of {', '.join(METHODS)}"
             yield Fault(f"{where}.method", row.method, remedy)
-        if row.method in ("sparse-upcycling", "drop-upcycling") and row.copies is None:
+        if row.method == "drop-upcycling" and row.start == "experts":
+            remedy = "instructions are tuned on from the seed, there are no experts: use seed"
+            yield Fault(f"{where}.start", row.start, remedy)
+        elif row.method in ("sparse-upcycling", "drop-upcycling") and row.copies is None:
             remedy = "say how many experts are made of the seed's FFN, e.g. 4"
             yield Fault(f"{where}.copies", None, remedy)
         if row.method == "simoe":

@@ -1,5 +1,6 @@
 """Faults of SIMoE's settings beside those of its training, found without importing torch."""
 
+import math
 from collections.abc import Iterator
 from statistics import NormalDist
 
@@ -9,8 +10,8 @@ from upcycle_core.training.config import TrainingConfig
 
 _DISTANCE = 1.3458 + 1.5986
 """From the mean of the initial log phi to where a gate is zero."""
-_FASTEST = 3**0.5
-"""Adam's learning rates a step, at most, for a gradient that grows steadily."""
+_SLACK = 1.1
+"""A gate's slope rises on its way, and with it the gradient, a little faster than lambda."""
 
 
 def reach_faults(
@@ -25,15 +26,41 @@ def reach_faults(
     """
     if not simoe.is_constrained or not 0 < simoe.tau < 1:
         return
-    ramp = min(training.warmup_steps, training.steps)
-    full = training.steps - ramp
-    peaks = ramp / 2 + (full if training.schedule == "constant" else full / 2)
     distance = _DISTANCE + simoe.initial_spread * NormalDist().inv_cdf(simoe.tau)
-    reach = _FASTEST * simoe.mask_learning_rate * peaks
+    reach = _SLACK * simoe.mask_learning_rate * _adam_steps(training, is_ramped=bool(simoe.closing))
     if reach < distance:
         remedy = (
-            f"moves log phi by {reach:.2f} at most in {training.steps} steps ({ramp} of warm-up, "
-            f"schedule {training.schedule}), tau = {simoe.tau:g} needs {distance:.2f}: give e.g. "
-            f"{1.5 * distance / peaks:.2g}, or more steps"
+            f"moves log phi by {reach:.2f} at most in {training.steps} steps "
+            f"({training.warmup_steps} of warm-up, schedule {training.schedule}), tau = "
+            f"{simoe.tau:g} needs {distance:.2f}: give e.g. "
+            f"{1.5 * distance * simoe.mask_learning_rate / reach:.2g}, or more steps"
         )
         yield Fault(f"{field}.mask_learning_rate", simoe.mask_learning_rate, remedy)
+
+
+def _adam_steps(training: TrainingConfig, *, is_ramped: bool) -> float:
+    """How far Adam goes in peak learning rates, for the gradient of a lambda that grows.
+
+    Lambda, and with it the gradient, grows with the step while all gates are open, with its square
+    where ``is_ramped``: tau rises as well. The shorter Adam's memory of squares is beside the
+    training, the nearer a step is to one learning rate.
+    """
+    first, second = training.adam_beta1, training.adam_beta2
+    mean, square, moved = 0.0, 0.0, 0.0
+    for step in range(1, training.steps + 1):
+        gradient = float(step * step if is_ramped else step)
+        mean = first * mean + (1 - first) * gradient
+        square = second * square + (1 - second) * gradient * gradient
+        unbiased = mean / (1 - first**step), math.sqrt(square / (1 - second**step))
+        moved += _share_of_peak(training, step - 1) * unbiased[0] / unbiased[1]
+    return moved
+
+
+def _share_of_peak(training: TrainingConfig, step: int) -> float:
+    """The learning rate of a step, from 0, in peaks."""
+    if step < training.warmup_steps:
+        return step / training.warmup_steps
+    left = (training.steps - step) / max(1, training.steps - training.warmup_steps)
+    if training.schedule == "constant":
+        return 1.0
+    return left if training.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2

@@ -97,6 +97,11 @@ def test_a_sound_recipe_has_its_rows():
         ("instructions/sources", {}, "instructions.sources"),
         ("instructions/train_categories", ["smallest"], "instructions.train_categories"),
         ("baselines/copies/copies", None, "baselines.copies.copies"),
+        (
+            "baselines/copies",
+            {"method": "drop-upcycling", "start": "experts", "training": TRAINING},
+            "baselines.copies.start",
+        ),
         ("baselines/dense/method", "branch-train-merge", "baselines.dense.method"),
         ("baselines/dense/simoe", {}, "baselines.dense.simoe"),
         ("baselines/simoe", {"method": "full-finetune", "training": TRAINING}, "baselines.simoe"),

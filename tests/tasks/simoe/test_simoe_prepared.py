@@ -35,8 +35,13 @@ def prepared(folder, *, labels=("law", "tax"), asked=("seen", "unseen")):
             {"asked": ["unseen"]},
             "registry.gate = 'exact_match_seen': no question of a task that is seen in training",
         ),
+        (
+            changed("tuning/least_exact_match", 0.3),
+            {"asked": ["unseen"]},
+            "tuning.least_exact_match = 0.3: no question of a task that is seen in training",
+        ),
     ],
-    ids=["labels", "gate"],
+    ids=["labels", "gate", "limit"],
 )
 def test_what_is_missing_is_said_before_any_row_is_tuned(tmp_path, stage, values, made, said):
     prepared(tmp_path, **made)

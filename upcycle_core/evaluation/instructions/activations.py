@@ -92,7 +92,7 @@ class Use(Plain):
         if self.leading > COLLAPSED:
             found.append(
                 f"one expert has {100 * self.leading:.1f} % of the coefficients: it is no mixture; "
-                "try simoe.standardise: true, a larger initial_spread, or balance"
+                "what may help: docs/simoe.md, Choices"
             )
         if self.unused:
             names = ", ".join(map(str, self.unused))
