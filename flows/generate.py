@@ -29,13 +29,13 @@ def generate(found: Registered, chosen: argparse.Namespace) -> None:
         if chosen.temperature > 0
         else {"do_sample": False}
     )
-    for index, prompt in enumerate(chosen.prompts):
+    prompts = [asked(tokenizer, p, bos=found.bos, chat=chosen.chat) for p in chosen.prompts]
+    rooms = [room(model, p, ids) for p, ids in zip(chosen.prompts, prompts, strict=True)]
+    for index, (prompt_ids, left) in enumerate(zip(prompts, rooms, strict=True)):
         if index:
             print("---", flush=True)
         torch.manual_seed(chosen.seed)
-        found_ids = asked(tokenizer, prompt, bos=found.bos, chat=chosen.chat)
-        left = room(model, prompt, found_ids)
-        ids = torch.tensor([found_ids], device=model.device)
+        ids = torch.tensor([prompt_ids], device=model.device)
         ends = {"eos_token_id": answer_ends(tokenizer, model, chat=True)} if chosen.chat else {}
         model.generate(
             input_ids=ids,

@@ -95,3 +95,9 @@ def test_an_answer_ends_with_the_context(asked):
 def test_an_answer_to_a_chat_ends_where_the_template_ends_it(asked):
     assert main([NAME, "a", "--chat", "--device", "cpu"]) == 0
     assert asked["end"] in asked["eos_token_id"]
+
+
+def test_a_later_prompt_is_refused_before_the_first_is_answered(asked, capsys):
+    assert main([NAME, "a", "a " * CONTEXT, "--device", "cpu"]) == 2
+    assert "prompt" in capsys.readouterr().err
+    assert "input_ids" not in asked

@@ -293,13 +293,13 @@ def test_another_tau_does_not_go_on_from_these_checkpoints(trained):
 
 
 def test_a_constraint_that_is_never_met_is_an_error_and_the_checkpoints_stay(folder):
-    simoe = replace(SIMOE, mask_learning_rate=0.12)
+    simoe = replace(SIMOE, mask_learning_rate=0.18)
     with pytest.raises(InputError) as error:
         call(folder / "never", simoe=simoe)
     for part in (
         "simoe.tau = 0.75",
         "16 steps",
-        "mask_learning_rate (now 0.12)",
+        "mask_learning_rate (now 0.18)",
         "the last has 0.",
     ):
         assert part in str(error.value)

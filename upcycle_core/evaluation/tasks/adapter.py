@@ -184,10 +184,13 @@ def _load_model(
     model.generation_config = GenerationConfig(eos_token_id=ends or None)
     kind = _rolling(HFLM)
     kind = _prompted(kind) if hasattr(model, "coefficients") else kind
+    # What stands before a chat is the template's to say, as in training.
+    before = "never" if config.chat_template and bos == "auto" else bos
     return kind(
         pretrained=model,
-        tokenizer=with_prefix(tokenizer, bos),
+        tokenizer=with_prefix(tokenizer, before),
         batch_size=config.batch_size or fitting_batch_size(model, device),
+        softmax_dtype=torch.float32,  # a sum in bf16 has eight bits: likelihoods of choices tie
     )
 
 

@@ -22,6 +22,9 @@ RUNS_PROGRAMS = (
     "recipes/tasks/humaneval-hub.yaml"
 )
 
+OF_ALL_ITEMS = ("bleu", "brier_score", "chrf", "chrf++", "likelihood", "ter")
+"""Metrics of the harness that a single item has no score by."""
+
 
 class HarnessTask:
     """A task of a recipe, which may be a group of the harness's tasks.
@@ -120,6 +123,12 @@ class HarnessTask:
         if asked is not None and known and asked not in known:
             shown = ", ".join(name for name in known if "," in name)
             yield Fault(f"{where}.metric", asked, f"the task has {shown}")
+        used = asked or next(iter(known), "")
+        if used in known and _is_of_all(used):
+            others = ", ".join(name for name in known if "," in name and not _is_of_all(name))
+            remedy = "has no score of single items, which are compared; "
+            remedy += f"the task has {others}" if others else "and the task no other: leave it out"
+            yield Fault(f"{where}.metric", used, remedy)
         for field in sorted(fields_read(self.extra)):
             (task,) = tasks
             if field not in task.features:
@@ -153,6 +162,10 @@ def longest_answer(generation: Mapping[str, Any]) -> int:
     from lm_eval.models.utils import normalize_gen_kwargs
 
     return normalize_gen_kwargs(dict(generation))["max_gen_toks"]
+
+
+def _is_of_all(metric: str) -> bool:
+    return metric.partition(",")[0] in OF_ALL_ITEMS
 
 
 def _writes(task: Any) -> bool:

@@ -21,17 +21,47 @@ SAID = [{"role": "user", "content": "What is two?"}, {"role": "assistant", "cont
 @pytest.mark.parametrize("bos", ["auto", "always", "never"])
 def test_texts_and_chats_are_the_ids_that_they_are_elsewhere(tmp_path, kind, bos):
     save_chat_tokenizer(save_pico(tmp_path, vocab_size=400), kind)
-    config = TaskEvaluationConfig(chat_template=True, batch_size=1)
-    model = _load_model(tmp_path, config, bos, "cpu")
+    model = _load_model(tmp_path, TaskEvaluationConfig(batch_size=1), bos, "cpu")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    text, chat = encoded(["The court held.", Conversation(SAID, "here")], tokenizer, bos=bos)
+    (text,) = encoded(["The court held."], tokenizer, bos=bos)
     assert model.tok_encode("The court held.") == text.ids
     batch, _ = model.tok_batch_encode(["The court held."])
     assert batch[0].tolist() == text.ids
+    assert_chats_are_asked_as_trained_on(tmp_path, bos)
+
+
+@pytest.mark.parametrize("bos", ["auto", "always", "never"])
+def test_a_template_that_writes_no_beginning_gets_none_from_the_tokenizer(tmp_path, bos):
+    """Of a tokenizer that puts one before texts."""
+    save_chat_tokenizer(save_pico(tmp_path, vocab_size=400), "llama3", template=CHATML)
+    assert_chats_are_asked_as_trained_on(tmp_path, bos)
+
+
+def assert_chats_are_asked_as_trained_on(folder, bos):
+    config = TaskEvaluationConfig(chat_template=True, batch_size=1)
+    model = _load_model(folder, config, bos, "cpu")
+    (chat,) = encoded([Conversation(SAID, "here")], AutoTokenizer.from_pretrained(folder), bos=bos)
     prompt = model.apply_chat_template(SAID[:1])
     ids = model.tok_encode(prompt)
     assert ids == chat.ids[: len(ids)]
+    batch, _ = model.tok_batch_encode([prompt])
+    assert batch[0].tolist() == ids
     assert len(ids) > 5
+
+
+def test_likelihoods_of_bf16_weights_are_added_up_in_fp32(tmp_path):
+    save_chat_tokenizer(save_pico(tmp_path, vocab_size=400), "chatml")
+    config = TaskEvaluationConfig(batch_size=1, precision="bf16")
+    model = _load_model(tmp_path, config, "auto", "cpu")
+    context, answer = "The court held.", " A contract needs an offer and acceptance. " * 8
+    asked = Instance(request_type="loglikelihood", doc={}, arguments=(context, answer), idx=0)
+    ((found, _),) = model.loglikelihood([asked])
+    before, after = model._encode_pair(context, answer)
+    ids_1S = torch.tensor([[*before, *after]])
+    with torch.no_grad():
+        logs = model.model(ids_1S[:, :-1]).logits[0].double().log_softmax(-1)
+    whole = logs[len(before) - 1 :].gather(1, torch.tensor(after)[:, None]).sum()
+    assert found == pytest.approx(float(whole), rel=1e-4)
 
 
 @pytest.mark.parametrize("ends", [0, [0, 2]])

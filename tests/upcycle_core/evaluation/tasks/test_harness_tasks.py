@@ -230,6 +230,22 @@ def test_a_metric_that_it_lacks_is_said_before_any_model_is_scored(tmp_path, met
         assert load(write(tmp_path / f"of-{len(asked)}", definition=task, metric=asked)).tasks
 
 
+@pytest.mark.parametrize("metric", [None, "chrf"])
+def test_a_metric_without_scores_of_items_is_said_before_any_model_is_scored(tmp_path, metric):
+    entries = [
+        {"metric": name, "aggregation": name, "higher_is_better": True} for name in ("bleu", "chrf")
+    ]
+    with pytest.raises(InputError) as found:
+        load(write(tmp_path / "own", definition=save_task(tmp_path, metric_list=entries)))
+    said = "has no score of single items, which are compared; and the task no other: leave it out"
+    assert str(found.value) == f"tasks.own.metric = 'bleu': {said}"
+    entries.append({"metric": "exact_match", "aggregation": "mean", "higher_is_better": True})
+    other = save_task(tmp_path, metric_list=entries)
+    with pytest.raises(InputError, match="compared; the task has exact_match,none"):
+        load(write(tmp_path / "other", definition=other, metric=metric))
+    assert load(write(tmp_path / "asked", definition=other, metric="exact_match")).tasks
+
+
 def test_a_metric_of_a_function_is_known_by_its_results_alone(tmp_path):
     scores = "def scores(document, results):\n    return {'bleu': 1.0}\n"
     (tmp_path / "source").mkdir()
