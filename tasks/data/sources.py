@@ -224,6 +224,7 @@ def chat_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> It
         cache: Where models from a hub are kept.
     """
     chats = {field: text for field, text in named_texts(recipe).items() if text.form == "chat"}
+    yield from _asked_faults(recipe, models, cache)
     if None in models:
         remedy = "a tokenizer that is trained here has no chat template; start from a model, or "
         remedy += "read the records with a template of the text's own: '{prompt} {response}'"
@@ -239,6 +240,20 @@ def chat_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> It
                         template.responses(chat, ids)
             except InputError as error:
                 yield from (_at(field, fault) for fault in error.faults)
+
+
+def _asked_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> Iterator[Fault]:
+    """Tasks in chats, of models without a template; tuning on instructions gives them one."""
+    if not (recipe.tasks and recipe.task_evaluation.chat_template) or recipe.instructions.sources:
+        return
+    given = dict.fromkeys(given_models(recipe).values())
+    opened = {model: chat_template_of(given_model(recipe, model, cache)) for model in given}
+    without = [model for model, own in opened.items() if own.tokenizer.chat_template is None]
+    if None in models:
+        without.append("a tokenizer that is trained here")
+    for name in without:
+        remedy = f"{name} has no chat template; set it to false"
+        yield Fault("task_evaluation.chat_template", True, remedy)
 
 
 def model_faults(recipe: Recipe, cache: Path, *, lengths: Iterable[str] = ON_TEXT) -> list[Fault]:

@@ -123,6 +123,22 @@ def test_a_tokenizer_that_is_trained_here_writes_no_chats(tmp_path):
     assert "that is trained here has no chat template" in found["domains.letters.train.form"]
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_tasks_in_chats_need_a_template_before_anything_is_trained(values, tmp_path, trained):
+    values["tasks"] = {"own": {"heldout": "text", "domain": "letters"}}
+    values["task_evaluation"] = {"chat_template": True}
+    check(validate(values), tmp_path / "models")
+    if trained:
+        more = pico_recipe(write_texts(tmp_path / "texts", domains=DOMAINS), domains=DOMAINS)
+        values = more | {name: values[name] for name in ("tasks", "task_evaluation")}
+    else:
+        for number, domain in enumerate(values["domains"].values()):
+            shutil.rmtree(domain["expert"])
+            save_pico(tmp_path / domain["expert"], seed=number)
+    found = said(values, tmp_path)
+    assert "has no chat template; set it to false" in found["task_evaluation.chat_template"]
+
+
 def test_the_same_text_in_two_domains_is_refused(tmp_path):
     texts = write_texts(tmp_path / "texts", domains=DOMAINS)
     values = pico_recipe(texts, domains=DOMAINS)
