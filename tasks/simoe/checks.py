@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 
 from infra.recipe.checks import warmup_faults
 from infra.recipe.schema import Recipe, TuningConfig
@@ -117,8 +118,12 @@ def _said_of_mixtures(recipe: Recipe) -> dict[str, object]:
 
 def _head_faults(recipe: Recipe) -> Iterator[Fault]:
     """Experts of a head that a seed which is trained here does not have."""
-    if not (recipe.trains_seed and recipe.seed_model.shape.tie_embeddings):
-        return
+    if recipe.trains_seed and recipe.seed_model.shape.tie_embeddings:
+        yield from tied_heads(recipe)
+
+
+def tied_heads(recipe: Recipe) -> Iterator[Fault]:
+    """Faults of all that ask for experts of a head, where the seed's is its embedding."""
     rows = {f"baselines.{name}.simoe": row.simoe for name, row in recipe.baselines.items()}
     for where, own in {"simoe": recipe.simoe, **rows}.items():
         if own is not None and own.lm_head:
@@ -130,6 +135,14 @@ def tied_head(where: str) -> Fault:
     remedy = "the seed's head is its embedding, which stays as it is; leave it out, or use a seed "
     remedy += "whose head is its own (tie_word_embeddings: false)"
     return Fault(f"{where}.lm_head", True, remedy)
+
+
+def is_tied(model: Path) -> bool:
+    """Whether a checkpoint's head is its embedding."""
+    from transformers import AutoConfig  # a second
+
+    config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    return bool(config.tie_word_embeddings)
 
 
 def _worker_faults(recipe: Recipe) -> Iterator[Fault]:

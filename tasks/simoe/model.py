@@ -10,7 +10,7 @@ from infra.recipe.schema import Recipe, recipe_yaml
 from tasks.baselines.start import start_of
 from tasks.engine.artifacts import INSTRUCTIONS, SUMMARY, TRAINING
 from tasks.engine.stage import StageRun, stage
-from tasks.simoe.checks import tied_head
+from tasks.simoe.checks import is_tied, tied_head
 from tasks.simoe.labels import labels_of
 from tasks.simoe.prepared import prepared_faults
 from tasks.simoe.rows import section
@@ -113,7 +113,7 @@ def tune_simoe(
     Raises:
         InputError: Experts of a head that the seed does not have; masks that did not close.
     """
-    if config.lm_head and _is_tied(run.path("seed")):
+    if config.lm_head and is_tied(run.path("seed")):
         raise InputError(tied_head("simoe"))
     train_one(
         run,
@@ -131,14 +131,6 @@ def tune_simoe(
     )
     if run.recorder is not None:
         run.recorder.log_artifacts(run.out / TRAINING, TRAINING)
-
-
-def _is_tied(model: Path) -> bool:
-    """Whether the head is the embedding."""
-    from transformers import AutoConfig  # a second
-
-    config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    return bool(config.tie_word_embeddings)
 
 
 def _experts(run: StageRun, labels: list[str]) -> dict[str, Path]:

@@ -8,7 +8,7 @@ from tasks.data import sources as texts
 from tasks.data.given import given_model
 from tasks.engine.artifacts import INSTRUCTIONS
 from tasks.engine.stage import StageRun, stage
-from tasks.simoe.checks import lengths
+from tasks.simoe.checks import is_tied, lengths, tied_heads
 from tasks.simoe.labels import needed_labels
 from tasks.simoe.limit import unchecked
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -42,15 +42,17 @@ def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
         bos=recipe.corpus.bos,
         labels=needed_labels(recipe),
     )
-    return found or list(_length_faults(recipe, cache))
+    return found or list(_seed_faults(recipe, cache))
 
 
-def _length_faults(recipe: Recipe, cache: Path) -> Iterator[Fault]:
-    """A prompt and its answer that are longer than what a given seed reads."""
+def _seed_faults(recipe: Recipe, cache: Path) -> Iterator[Fault]:
+    """A prompt and its answer that are longer than what a given seed reads; a head that is none."""
     if recipe.seed_model.model is None:
         return
-    seed = CheckpointReader(given_model(recipe, recipe.seed_model.model, cache))
-    longest = seed.config.get("max_position_embeddings")
+    place = given_model(recipe, recipe.seed_model.model, cache)
+    if (faults := [*tied_heads(recipe)]) and is_tied(place):
+        yield from faults
+    longest = CheckpointReader(place).config.get("max_position_embeddings")
     needed = recipe.tuning.training.sequence_length + recipe.tuning.max_new_tokens
     if longest is not None and needed > longest:
         remedy = f"a prompt of sequence_length tokens and an answer are {needed}, more than the "

@@ -228,6 +228,17 @@ def test_a_given_seed_has_room_for_prompt_and_answer(tmp_path):
     assert f"more than the {room} positions of" in fault.remedy
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_a_given_seed_does_not_have_is_said_before_any_rival_is_trained(tmp_path, tied):
+    seed = save_pico(tmp_path / "seed", tie_word_embeddings=tied)
+    values = changed("seed_model", {"model": str(seed)}) | {"domains": {}}
+    free = values["baselines"]["free"]
+    values |= {"simoe": {**values["simoe"], "lm_head": True}}
+    values["baselines"] = {"free": {**free, "simoe": {"masks": "real", "lm_head": True}}}
+    found = [fault.field for fault in outside_faults(validate(values), tmp_path / "cache")]
+    assert found == (["simoe.lm_head", "baselines.free.simoe.lm_head"] if tied else [])
+
+
 def test_instructions_that_a_given_seed_s_template_refuses_are_found_before_any_training(tmp_path):
     seed = save_pico(tmp_path / "seed")
     tokenizer = AutoTokenizer.from_pretrained(seed)
