@@ -11,7 +11,7 @@ from upcycle_core.baselines.config import Baseline
 from upcycle_core.corpora.tuning.config import InstructionsConfig
 from upcycle_core.dume.config import MoEConfig
 from upcycle_core.errors import Fault
-from upcycle_core.simoe.checks import reach_faults
+from upcycle_core.simoe.checks import fit_faults
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.training.checks import training_faults
 from upcycle_core.training.config import TrainingConfig
@@ -28,7 +28,7 @@ def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
         remedy = "says how experts are found; add it, {} for the defaults"
         yield Fault("simoe", None, remedy)
     yield from section(recipe).faults("simoe")
-    yield from reach_faults(section(recipe), recipe.tuning.training, "simoe")
+    yield from fit_faults(section(recipe), recipe.tuning.training, "simoe")
     yield from _head_faults(recipe)
     yield from recipe.instructions.faults("instructions")
     if recipe.instructions.sources and recipe.instructions.unseen == ():
@@ -57,7 +57,7 @@ def simoe_faults(recipe: Recipe) -> Iterator[Fault]:
                 remedy = "SIMoE mixes all experts, a token passes through none alone: remove it"
                 yield Fault(f"{where}.top_k", row.top_k, remedy)
             yield from own.faults(f"{where}.simoe")
-            yield from reach_faults(own, row.training, f"{where}.simoe")
+            yield from fit_faults(own, row.training, f"{where}.simoe")
         if row.objective.domain_weights:
             remedy = "every instruction is read once an epoch; remove them"
             given = dict(row.objective.domain_weights)

@@ -14,6 +14,14 @@ _SLACK = 1.1
 """A gate's slope rises on its way, and with it the gradient, a little faster than lambda."""
 
 
+def fit_faults(
+    simoe: SimoeUpcyclingConfig, training: TrainingConfig, field: str = "simoe"
+) -> Iterator[Fault]:
+    """What does not fit its training; arguments as ``reach_faults``."""
+    yield from reach_faults(simoe, training, field)
+    yield from balance_faults(simoe, training, field)
+
+
 def reach_faults(
     simoe: SimoeUpcyclingConfig, training: TrainingConfig, field: str = "simoe"
 ) -> Iterator[Fault]:
@@ -36,6 +44,19 @@ def reach_faults(
             f"{1.5 * distance * simoe.mask_learning_rate / reach:.2g}, or more steps"
         )
         yield Fault(f"{field}.mask_learning_rate", simoe.mask_learning_rate, remedy)
+
+
+def balance_faults(
+    simoe: SimoeUpcyclingConfig, training: TrainingConfig, field: str = "simoe"
+) -> Iterator[Fault]:
+    """A balance that would pull at each prompt: a forward pass of one prompt has no other mean.
+
+    Arguments as ``reach_faults``.
+    """
+    if simoe.balance and simoe.routing == "instance" and training.batch_size == 1:
+        remedy = "is of a batch's mean coefficients, and with batches of one prompt each prompt "
+        remedy += "would use all experts alike; use a batch_size of 2 or more, better 8, or 0"
+        yield Fault(f"{field}.balance", simoe.balance, remedy)
 
 
 def _adam_steps(training: TrainingConfig, *, is_ramped: bool) -> float:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from upcycle_core.checkpoints.writer import sync_directory
 from upcycle_core.errors import raise_faults
 from upcycle_core.progress import Progress
-from upcycle_core.simoe.checks import reach_faults
+from upcycle_core.simoe.checks import fit_faults
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.objective import SimoeObjective
 from upcycle_core.simoe.prune import MAX_SHARD_BYTES, save_pruned
@@ -87,7 +87,7 @@ def train_simoe(
         InputError: What does not fit, before weights are read; no checkpoint is sparse enough.
         FloatingPointError: Loss, gradient, mask or lambda is not finite.
     """
-    raise_faults([*simoe.faults("simoe"), *reach_faults(simoe, config)])
+    raise_faults([*simoe.faults("simoe"), *fit_faults(simoe, config)])
     shape = checked_shape(model, dataset, validation, config, None)
     made: list[tuple[Subject, float | None]] = []
 

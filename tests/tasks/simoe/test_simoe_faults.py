@@ -84,6 +84,15 @@ def test_a_sound_recipe_has_its_rows():
         ("baselines/free/simoe/lm_head", True, "baselines.free.simoe.lm_head"),
         ("baselines/free/top_k", 4, "baselines.free.top_k"),
         ("simoe/reopen", True, "simoe.closing"),
+        (
+            "baselines/free",
+            {
+                "method": "simoe",
+                "training": {**TRAINING, "batch_size": 1},
+                "simoe": {"masks": "real", "balance": 0.1},
+            },
+            "baselines.free.simoe.balance",
+        ),
         ("simoe/closing", 1.5, "simoe.closing"),
         *(
             ("baselines/free/simoe", {**given, word: value}, f"baselines.free.simoe.{word}")

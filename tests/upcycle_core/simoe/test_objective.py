@@ -9,7 +9,7 @@ from transformers import get_scheduler
 
 from tests.upcycle_core.simoe.grown import all_masks, grown, save_dense, upcycled
 from tests.upcycle_core.training.runs import settings
-from upcycle_core.simoe.checks import reach_faults
+from upcycle_core.simoe.checks import balance_faults, reach_faults
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.model import gated_modules
 from upcycle_core.simoe.objective import SimoeObjective, orthogonality
@@ -218,6 +218,15 @@ def test_adam_s_short_memory_of_squares_counts():
     enough with one of 1,000."""
     assert list(reach_faults(SimoeUpcyclingConfig(), TrainingConfig()))
     assert not list(reach_faults(SimoeUpcyclingConfig(), TrainingConfig(adam_beta2=0.999)))
+
+
+def test_batches_of_one_prompt_have_no_balance():
+    balanced = SimoeUpcyclingConfig(balance=0.02)
+    (fault,) = balance_faults(balanced, TrainingConfig(batch_size=1), "baselines.own.simoe")
+    assert fault.field == "baselines.own.simoe.balance"
+    assert not list(balance_faults(balanced, TrainingConfig(batch_size=2)))
+    assert not list(balance_faults(replace(balanced, routing="token"), TrainingConfig()))
+    assert not list(balance_faults(SimoeUpcyclingConfig(), TrainingConfig(batch_size=1)))
 
 
 def test_use_is_a_running_mean_that_pulls_at_masks_alone(dense):

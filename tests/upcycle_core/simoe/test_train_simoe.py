@@ -354,7 +354,7 @@ def test_gradients_of_masks_and_of_the_others_are_clipped_apart(folder, monkeypa
         simoe = replace(SIMOE, multiplier_learning_rate=rate, tau=0.5, mask_learning_rate=1.0)
         own = folder / f"clipped-{name}"
         monkeypatch.setattr(objective.SimoeObjective, "may_keep", lambda *_: True)
-        monkeypatch.setattr(train, "reach_faults", lambda *_: ())
+        monkeypatch.setattr(train, "fit_faults", lambda *_: ())
         monkeypatch.setattr(torch.optim.AdamW, "step", _plain_descent)
         result = call(own, config=config, simoe=simoe)
         weights = load_file(own / "checkpoints/checkpoint-2/model.safetensors")
