@@ -109,7 +109,7 @@ def test_rows_that_a_method_shows_itself_are_refused_before_any_is_trained(
     """There would be no table of theirs to show when all of them have been tuned."""
     values = {
         "name": "tuned",
-        "simoe": {},
+        "simoe": {"mask_learning_rate": 0.01},
         "seed_model": {"model": "/models/base"},
         "instructions": {"sources": {"families": {"generate": "families"}}},
         "registry": {"gate": {"metric": "exact_match_unseen"}},
