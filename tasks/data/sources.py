@@ -246,7 +246,9 @@ def _asked_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> 
     """Tasks in chats, of models without a template; tuning on instructions gives them one."""
     if not (recipe.tasks and recipe.task_evaluation.chat_template) or recipe.instructions.sources:
         return
-    given = dict.fromkeys(given_models(recipe).values())
+    # Which rows are scored, if not all, is the method's to tell.
+    scores_all = recipe.task_evaluation.models is None
+    given = dict.fromkeys(given_models(recipe).values() if scores_all else ())
     opened = {model: chat_template_of(given_model(recipe, model, cache)) for model in given}
     without = [model for model, own in opened.items() if own.tokenizer.chat_template is None]
     if None in models:

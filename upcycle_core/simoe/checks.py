@@ -37,11 +37,11 @@ def reach_faults(
     distance = _DISTANCE + simoe.initial_spread * NormalDist().inv_cdf(simoe.tau)
     reach = _SLACK * simoe.mask_learning_rate * _adam_steps(training, is_ramped=bool(simoe.closing))
     if reach < distance:
+        enough = f"{1.5 * distance * simoe.mask_learning_rate / reach:.2g}, or " if reach else ""
         remedy = (
             f"moves log phi by {reach:.2f} at most in {training.steps} steps "
             f"({training.warmup_steps} of warm-up, schedule {training.schedule}), tau = "
-            f"{simoe.tau:g} needs {distance:.2f}: give e.g. "
-            f"{1.5 * distance * simoe.mask_learning_rate / reach:.2g}, or more steps"
+            f"{simoe.tau:g} needs {distance:.2f}: give {enough}more steps"
         )
         yield Fault(f"{field}.mask_learning_rate", simoe.mask_learning_rate, remedy)
 

@@ -28,6 +28,8 @@ from upcycle_core.progress import Silent
 from upcycle_core.training.config import TrainingConfig
 
 DOMAINS = ("letters", "numbers")
+PARTS = ("calibration", "heldout")
+IN_CHATS = "task_evaluation.chat_template"
 
 
 def chats(path, *, system=False, tag=""):
@@ -136,7 +138,22 @@ def test_tasks_in_chats_need_a_template_before_anything_is_trained(values, tmp_p
             shutil.rmtree(domain["expert"])
             save_pico(tmp_path / domain["expert"], seed=number)
     found = said(values, tmp_path)
-    assert "has no chat template; set it to false" in found["task_evaluation.chat_template"]
+    assert "has no chat template; set it to false" in found[IN_CHATS]
+
+
+def test_a_given_expert_that_no_task_asks_needs_no_template(values, tmp_path):
+    values["tasks"] = {"own": {"heldout": "text", "domain": "letters"}}
+    values["task_evaluation"] = {"chat_template": True, "models": ["dume"]}
+    del values["statistics"]["count"]
+    for name, domain in values["domains"].items():
+        domain |= {part: {"files": [str(tmp_path / f"{name}-{part}.txt")]} for part in PARTS}
+        for part in PARTS:
+            (tmp_path / f"{name}-{part}.txt").write_text(f"{name} {part} says more\n" * 30)
+    (tmp_path / "numbers" / "chat_template.jinja").unlink()
+    assert AutoTokenizer.from_pretrained(tmp_path / "numbers").chat_template is None
+    check(validate(values), tmp_path / "models")
+    values["task_evaluation"]["models"] = None
+    assert f"{tmp_path / 'numbers'} has no" in said(values, tmp_path)[IN_CHATS]
 
 
 def test_the_same_text_in_two_domains_is_refused(tmp_path):

@@ -220,6 +220,12 @@ def test_adam_s_short_memory_of_squares_counts():
     assert not list(reach_faults(SimoeUpcyclingConfig(), TrainingConfig(adam_beta2=0.999)))
 
 
+def test_a_training_that_ends_in_its_first_warm_up_step_is_refused_as_well():
+    (fault,) = reach_faults(SimoeUpcyclingConfig(), TrainingConfig(steps=1))
+    assert "0.00 at most in 1 steps" in fault.remedy
+    assert fault.remedy.endswith("give more steps")
+
+
 def test_batches_of_one_prompt_have_no_balance():
     balanced = SimoeUpcyclingConfig(balance=0.02)
     (fault,) = balance_faults(balanced, TrainingConfig(batch_size=1), "baselines.own.simoe")
