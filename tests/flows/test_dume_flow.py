@@ -1,5 +1,8 @@
 """The whole pipeline as a user runs it, on texts of a few kilobytes; and once more, disturbed.
 
+The model is joined in closed form: its head is fitted to all experts, and these are repaired twice,
+for the merged backbone and for what the solved routers send them.
+
 The second is killed in every phase, with secrets in its environment: a Ray worker while pieces run,
 and at the registration the flow itself, which is started again. `make test-faults` kills each of
 both, and the servers, in all of the phases.
@@ -29,9 +32,14 @@ from texts import pico_recipe, save_recipe, write_texts
 from infra.settings import read
 from infra.tracking.registry import Registry
 from tasks.recipes import load_recipe
+from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
 from upcycle_core.checkpoints.hashing import tree_digest
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.evaluation.text.pieces import evaluate_checkpoint
+from upcycle_core.evaluation.text.scores import Score
 
 DOMAINS = ("letters", "numbers")
+DOWN = "model.layers.1.mlp.down_proj.weight"
 KILLS = {
     "experts": kill_worker,
     "statistics": kill_worker,
@@ -67,6 +75,8 @@ def recipe(folder):
     values = pico_recipe(texts, domains=DOMAINS)
     values["domains"]["letters"]["elsewhere"] = {"files": ["{folder}/letters/elsewhere.txt"]}
     values["experts"]["training"]["steps"] = 25
+    values["experts"] |= {"repair": "down+head_target", "repair_tokens": "routed"}
+    values["backbone"] = {"merge": {"embeddings": "counts", "head": "fitted"}}
     values["compute"]["cpus"] = 2
     values["versions"] = {"remote": "remote"}
     return save_recipe(folder / "recipe.yaml", values)
@@ -109,6 +119,65 @@ def test_each_core_function_was_called_once_a_piece(project):
     assert calls["train"] == 3  # the seed, two experts
     assert calls["domain_statistics"] == 2 * 2 + 2  # two shards a text; letters has another text
     assert calls["assemble"] == 1
+
+
+def test_the_moe_is_made_of_repaired_experts(project):
+    assert (project.first_calls["repair_expert"], project.first_calls["repair_routed"]) == (2, 1)
+    moe = CheckpointReader(project.workspace / "model")
+    for index, domain in enumerate(DOMAINS):
+        expert, repaired, routed = (
+            CheckpointReader(project.workspace / kind / domain).tensor(DOWN)
+            for kind in ("experts", "repaired", "routed")
+        )
+        place = f"model.layers.1.block_sparse_moe.experts.{index}.w2.weight"
+        assert moe.tensor(place).equal(routed)
+        assert not expert.equal(repaired)
+        layers = json.loads((project.workspace / "routed" / domain / "repair.json").read_text())
+        assert repaired.equal(routed) == (layers[1]["lambda"] is None)
+    assert changed_by_routing(project)
+
+
+def changed_by_routing(project):
+    """Down projections that the second repair has moved."""
+    readers = {
+        domain: [CheckpointReader(project.workspace / k / domain) for k in ("repaired", "routed")]
+        for domain in DOMAINS
+    }
+    names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2)]
+    return [
+        (domain, name)
+        for domain, (before, after) in readers.items()
+        for name in names
+        if not before.tensor(name).equal(after.tensor(name))
+    ]
+
+
+def test_the_fitted_head_is_everybody_s_and_no_longer_the_embedding(project):
+    assert project.first_calls["fitted_head"] == 1
+    assert project.first_calls["final_moments"] == len(DOMAINS)
+    moe = CheckpointReader(project.workspace / "model")
+    heads = [
+        CheckpointReader(project.workspace / kind / domain).tensor(LM_HEAD)
+        for kind in ("repaired", "routed")
+        for domain in DOMAINS
+    ]
+    assert all(head.equal(moe.tensor(LM_HEAD)) for head in heads)
+    assert moe.config["tie_word_embeddings"] is False
+    assert not moe.tensor(LM_HEAD).equal(moe.tensor(EMBEDDING))
+    more = f"{heads[0].numel():,} parameters more"
+    assert f"the head is no longer the embedding: {more}" in project.done.stderr
+
+
+def test_the_oracle_is_the_repaired_expert(project):
+    measured = json.loads((project.workspace / "report/metrics.json").read_text())
+    config = load_recipe(project.recipe).evaluation
+    for domain in DOMAINS:
+        text = {domain: project.workspace / "corpora" / domain / "heldout"}
+        expected = evaluate_checkpoint(project.workspace / "routed" / domain, text, config=config)
+        (score,) = expected.values()
+        assert measured["perplexity"]["oracle"][domain] == pytest.approx(
+            Score.from_dict(score).perplexity, rel=1e-5
+        )
 
 
 def test_model_loads_with_stock_transformers(project):

@@ -1,7 +1,7 @@
-"""A model joined in closed form: built, grown, shrunk, restored; killed while it is repaired.
+"""A model joined in closed form: grown, shrunk, restored; killed while it is repaired.
 
 Its head is fitted to all experts. These are repaired twice: for the merged backbone, and for what
-the solved routers send them.
+the solved routers send them. `test_dume_flow` builds it.
 """
 
 import json
@@ -13,14 +13,9 @@ from project import Project
 from texts import pico_recipe, save_recipe, write_texts
 
 from tasks.recipes import load_recipe
-from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
-from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import InputError
-from upcycle_core.evaluation.text.pieces import evaluate_checkpoint
-from upcycle_core.evaluation.text.scores import Score
 
 OLD, NEW = ("letters", "numbers"), "colours"
-DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 class Repaired(Project):
@@ -42,73 +37,20 @@ def recipe_of(folder, texts, domains, **more):
 
 
 @pytest.fixture(scope="module")
-def joined(tmp_path_factory):
+def home(tmp_path_factory):
+    """Where nothing is built yet."""
     folder = tmp_path_factory.mktemp("joined")
     texts = write_texts(folder / "texts", domains=(*OLD, NEW))
     project = Repaired(folder, recipe_of(folder, texts, OLD))
     project.grown_recipe = recipe_of(folder, texts, (*OLD, NEW))
-    project.built = project.call("flows.dume", project.recipe)
-    project.first = project.digests()
     return project
 
 
-def test_the_moe_is_made_of_repaired_experts(joined):
-    assert (joined.built.calls["repair_expert"], joined.built.calls["repair_routed"]) == (2, 1)
-    moe = CheckpointReader(joined.workspace / "model")
-    for index, domain in enumerate(OLD):
-        expert, repaired, routed = (
-            CheckpointReader(joined.workspace / kind / domain).tensor(DOWN)
-            for kind in ("experts", "repaired", "routed")
-        )
-        place = f"model.layers.1.block_sparse_moe.experts.{index}.w2.weight"
-        assert moe.tensor(place).equal(routed)
-        assert not expert.equal(repaired)
-        layers = json.loads((joined.workspace / "routed" / domain / "repair.json").read_text())
-        assert repaired.equal(routed) == (layers[1]["lambda"] is None)
-    assert changed_by_routing(joined)
-
-
-def changed_by_routing(joined):
-    """Down projections that the second repair has moved."""
-    readers = {
-        domain: [CheckpointReader(joined.workspace / k / domain) for k in ("repaired", "routed")]
-        for domain in OLD
-    }
-    names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2)]
-    return [
-        (domain, name)
-        for domain, (before, after) in readers.items()
-        for name in names
-        if not before.tensor(name).equal(after.tensor(name))
-    ]
-
-
-def test_the_fitted_head_is_everybody_s_and_no_longer_the_embedding(joined):
-    assert joined.built.calls["fitted_head"] == 1
-    assert joined.built.calls["final_moments"] == len(OLD)
-    moe = CheckpointReader(joined.workspace / "model")
-    heads = [
-        CheckpointReader(joined.workspace / kind / domain).tensor(LM_HEAD)
-        for kind in ("repaired", "routed")
-        for domain in OLD
-    ]
-    assert all(head.equal(moe.tensor(LM_HEAD)) for head in heads)
-    assert moe.config["tie_word_embeddings"] is False
-    assert not moe.tensor(LM_HEAD).equal(moe.tensor(EMBEDDING))
-    more = f"{heads[0].numel():,} parameters more"
-    assert f"the head is no longer the embedding: {more}" in joined.built.stderr
-
-
-def test_the_oracle_is_the_repaired_expert(joined):
-    measured = json.loads((joined.workspace / "report/metrics.json").read_text())
-    config = load_recipe(joined.recipe).evaluation
-    for domain in OLD:
-        text = {domain: joined.workspace / "corpora" / domain / "heldout"}
-        expected = evaluate_checkpoint(joined.workspace / "routed" / domain, text, config=config)
-        (score,) = expected.values()
-        assert measured["perplexity"]["oracle"][domain] == pytest.approx(
-            Score.from_dict(score).perplexity, rel=1e-5
-        )
+@pytest.fixture(scope="module")
+def joined(home):
+    home.built = home.call("flows.dume", home.recipe)
+    home.first = home.digests()
+    return home
 
 
 @pytest.mark.faults
@@ -138,11 +80,11 @@ def test_life_goes_on_with_repaired_experts(joined):
     assert (joined.workspace / "repaired" / "letters" / "repair.json").exists()
 
 
-def test_too_little_text_is_refused_before_anything_is_computed(joined, tmp_path):
-    texts = joined.grown_recipe.parent / "texts"
+def test_too_little_text_is_refused_before_anything_is_computed(home, tmp_path):
+    texts = home.grown_recipe.parent / "texts"
     statistics = {"tokens": 90, "sequence_length": 32}
     recipe = recipe_of(tmp_path, texts, OLD, statistics=statistics)
-    said = joined.refused(recipe=recipe)
+    said = home.refused(recipe=recipe)
     assert "statistics.tokens = 90" in said
     assert "at least 96" in said
 
@@ -155,11 +97,11 @@ def test_too_little_text_is_refused_before_anything_is_computed(joined, tmp_path
         {"backbone": {"merge": {"embeddings": "counts"}}},
     ],
 )
-def test_other_methods_refuse_what_they_do_not_do(joined, tmp_path, change):
-    texts = joined.grown_recipe.parent / "texts"
+def test_other_methods_refuse_what_they_do_not_do(home, tmp_path, change):
+    texts = home.grown_recipe.parent / "texts"
     values = pico_recipe(texts, domains=OLD) | change | {"symphony": {}}
     recipe = save_recipe(tmp_path / "recipe.yaml", values)
-    said = joined.refused(recipe=recipe, module="flows.symphony")
+    said = home.refused(recipe=recipe, module="flows.symphony")
     assert "is done by dume alone" in said
 
 

@@ -205,8 +205,9 @@ def merge_adapter(adapter: Adapter, base: Path, out: Path) -> None:
     reader = CheckpointReader(base, field="base")
     config = dict(reader.config)
     head = {LM_HEAD, EMBEDDING} & {*adapter.low_rank, *adapter.replaced}
-    tied = bool(head) and LM_HEAD not in reader.tensors
-    sources = {name: name for name in reader.tensors} | ({LM_HEAD: EMBEDDING} if tied else {})
+    is_missing = bool(head) and LM_HEAD not in reader.tensors
+    is_parted = bool(head) and not _has_one_vocabulary(adapter)
+    sources = {name: name for name in reader.tensors} | ({LM_HEAD: EMBEDDING} if is_missing else {})
     raise_faults(_base_faults(adapter, reader, sources))
     if not adapter.adds and all(
         torch.equal(adapter.tensor(own), reader.tensor(sources[name]))
@@ -225,11 +226,12 @@ def merge_adapter(adapter: Adapter, base: Path, out: Path) -> None:
         own = adapter.replaced.get(name)
         return reader.tensors[sources[name]].shape if own is None else adapter.shape(own)
 
-    if tied and _has_one_vocabulary(adapter):
+    if is_missing and not is_parted:
         del sources[LM_HEAD]
     specs = [TensorSpec(n, shape(n), reader.tensors[sources[n]].dtype) for n in sorted(sources)]
     write_sharded(out, specs, produce, max_shard_bytes=MAX_SHARD_BYTES)
-    if tied and LM_HEAD in sources:
+    # Some store a tied head all the same; its name in the files says nothing about that.
+    if is_parted and config.get("tie_word_embeddings") is not False:
         config["tie_word_embeddings"] = False
     if EMBEDDING in sources and "vocab_size" in config:
         config["vocab_size"] = shape(EMBEDDING)[0]

@@ -73,9 +73,14 @@ def test_sums_are_fp32_whatever_the_base_is(tmp_path, base, dtype):
         assert torch.equal(ours[name], tensor), name
 
 
+@pytest.mark.parametrize("is_stored", [False, True])
 @pytest.mark.parametrize("touched", ["lm_head", "embed_tokens"])
-def test_a_tied_head_that_is_touched_is_tied_no_more(tmp_path, touched):
+def test_a_tied_head_that_is_touched_is_tied_no_more(tmp_path, touched, is_stored):
     base = save_pico(tmp_path / "base", tie_word_embeddings=True)
+    if is_stored:  # as some are published, beside the embedding
+        tensors = load_file(base / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     adapter, tuned = save_adapter(tmp_path / "adapter", base, target_modules=[touched, "q_proj"])
     merged(adapter, base, tmp_path / "out")
     assert not json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
