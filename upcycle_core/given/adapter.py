@@ -78,6 +78,7 @@ class Adapter:
 
     Attributes:
         base_name: The base that it names itself, a directory or hub id; None if it names none.
+        revision: The branch, tag or commit of that base on the hub; None for its newest.
         ranks: Its different ranks, ascending.
         low_rank: What is added, by the name of the base's tensor.
         replaced: Names of tensors in the adapter that take the place of the base's (``.weight`` and
@@ -94,6 +95,7 @@ class Adapter:
         self.config = _settings(directory)
         raise_faults(_setting_faults(self.config, directory))
         self.base_name: str | None = self.config.get("base_model_name_or_path") or None
+        self.revision: str | None = self.config.get("revision") or None
         self._file = _weights(directory)
         self.low_rank: dict[str, LowRank] = {}
         self.replaced: dict[str, str] = {}

@@ -77,7 +77,8 @@ def resolve_model(
     return _merged(directory, base, cache_dir, known) if is_adapter(directory) else directory
 
 
-def _directory(reference: str, cache_dir: Path) -> Path:
+def _directory(reference: str, cache_dir: Path, revision: str | None = None) -> Path:
+    """A directory as it is, or what the hub has of a repository (by default its newest)."""
     directory = _found(reference)
     if directory is not None and directory.is_dir():
         files = sorted(path.name for path in directory.glob(f"*{GGUF}"))
@@ -87,7 +88,9 @@ def _directory(reference: str, cache_dir: Path) -> Path:
         return directory
     fetched = _fetched(
         reference,
-        lambda: snapshot_download(reference, cache_dir=cache_dir, allow_patterns=list(WANTED)),
+        lambda: snapshot_download(
+            reference, revision=revision, cache_dir=cache_dir, allow_patterns=list(WANTED)
+        ),
     )
     if not any(fetched.glob("*.safetensors")):
         raise_faults(_pickles(reference))
@@ -179,7 +182,12 @@ def _base(adapter: Adapter, named: str | None, cache_dir: Path, known: KnownFile
     if reference is None:
         remedy = f"{ADAPTER_CONFIG} names no base; name it in seed_model.model"
         raise InputError(Fault("adapter", place, remedy))
-    base = _base_directory(reference, place, cache_dir, known)
+    revision = adapter.revision if named is None else None
+    base = _base_directory(reference, revision, place, cache_dir, known)
+    if named is not None and named == own and _is_hub_id(own) and adapter.revision:
+        remedy = f"is an adapter of {own} at revision {adapter.revision}, and the seed is its "
+        remedy += "newest: fetch that revision, and name its directory in seed_model.model"
+        raise InputError(Fault("adapter", place, remedy))
     if named is None or own is None or own == named:
         return base
     if Path(own).is_dir():
@@ -193,12 +201,17 @@ def _base(adapter: Adapter, named: str | None, cache_dir: Path, known: KnownFile
     return base
 
 
-def _base_directory(reference: str, place: str, cache_dir: Path, known: KnownFiles) -> Path:
+def _base_directory(
+    reference: str, revision: str | None, place: str, cache_dir: Path, known: KnownFiles
+) -> Path:
     try:
-        if not reference.endswith(GGUF) and is_adapter(_directory(reference, cache_dir)):
+        if reference.endswith(GGUF):
+            return resolve_model(reference, cache_dir, known=known)
+        directory = _directory(reference, cache_dir, revision)
+        if is_adapter(directory):
             remedy = f"its base {reference} is an adapter too; give the model that both are of"
             raise InputError(Fault("adapter", place, remedy))
-        return resolve_model(reference, cache_dir, known=known)
+        return directory
     except InputError as error:
         faults = (Fault("base of the adapter", f.value, f.remedy) for f in error.faults)
         raise InputError(*faults) from error

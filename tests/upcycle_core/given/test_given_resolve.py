@@ -11,7 +11,7 @@ from pico import save_pico
 
 from upcycle_core.errors import InputError
 from upcycle_core.given import resolve
-from upcycle_core.given.adapter import ADAPTER_CONFIG
+from upcycle_core.given.adapter import ADAPTER_CONFIG, Adapter, merge_adapter
 
 
 def test_a_directory_is_taken_as_it_is(tmp_path):
@@ -208,6 +208,23 @@ def test_an_adapter_of_another_base_than_the_seed_is_named(tmp_path, base, monke
     monkeypatch.setattr(resolve, "snapshot_download", lambda name, **_: str(base))
     with pytest.raises(InputError, match="an adapter of owner/one, and the seed is owner/two"):
         resolve.resolve_model(str(adapter), tmp_path / "cache", base="owner/two")
+
+
+def test_an_adapter_is_merged_into_the_revision_of_its_base(tmp_path, base, monkeypatch):
+    adapter, _ = save_adapter(tmp_path / "adapter", base)
+    change_json(adapter / ADAPTER_CONFIG, base_model_name_or_path="owner/one", revision="v1.0")
+    newest = save_pico(tmp_path / "newest", seed=1)
+    revisions = {"v1.0": str(base), None: str(newest)}
+    monkeypatch.setattr(
+        resolve, "snapshot_download", lambda name, *, revision, **_: revisions[revision]
+    )
+    found = resolve.resolve_model(str(adapter), tmp_path / "cache")
+    merge_adapter(Adapter(adapter), base, tmp_path / "wanted")
+    name = "model.safetensors"
+    assert (found / name).read_bytes() == (tmp_path / "wanted" / name).read_bytes()
+    with pytest.raises(InputError, match=r"at revision v1.0, and the seed is its newest: fetch"):
+        resolve.resolve_model(str(adapter), tmp_path / "cache", base="owner/one")
+    resolve.resolve_model(str(adapter), tmp_path / "cache", base=str(base))  # its user vouches
 
 
 def test_the_base_may_be_a_gguf_file_and_no_adapter(tmp_path, gguf_file):
