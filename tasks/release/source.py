@@ -157,6 +157,11 @@ class Source:
         return window is not None and window <= min(LONGEST_WINDOW, self._room - needed)
 
     @property
+    def layers(self) -> int:
+        """How many layers it has."""
+        return self._said.get("num_hidden_layers", 1)
+
+    @property
     def _said(self) -> dict[str, Any]:
         """Its configuration, of a DeRS model that of the dense one too."""
         return {**self.checkpoint.config.get("dense", {}), **self.checkpoint.config}

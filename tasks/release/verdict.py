@@ -208,7 +208,7 @@ def tolerance_of(form: str, model: Source) -> float:
 
     Each layer adds a sum that is rounded to 8 bits; such errors add up as a random walk does.
     """
-    steps = math.sqrt(model.checkpoint.config.get("num_hidden_layers", 1))
+    steps = math.sqrt(model.layers)
     rounded = TOLERANCES["bf16"] * steps
     if form == "bf16":
         return rounded

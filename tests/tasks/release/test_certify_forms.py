@@ -170,6 +170,10 @@ def test_rounding_grows_with_the_layers_and_adds_up(moe, tmp_path):
     assert tolerance_of("Q8_0", model) == pytest.approx(0.9)
     model.checkpoint.config["num_hidden_layers"] = 4
     assert tolerance_of("Q8_0", model) == 0.7
+    # DeRS: its configuration holds the dense one.
+    model.checkpoint.config["dense"] = {"num_hidden_layers": 36}
+    del model.checkpoint.config["num_hidden_layers"]
+    assert tolerance_of("bf16", model) == pytest.approx(0.6)
 
 
 def test_texts_are_held_against_ours(moe, tmp_path):
