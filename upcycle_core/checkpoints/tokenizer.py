@@ -10,7 +10,7 @@ from typing import Any
 
 from upcycle_core.checkpoints.copy import TEMPLATES
 from upcycle_core.checkpoints.writer import sync_directory, sync_file, write_json
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.errors import Fault, InputError, raise_faults
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -179,6 +179,11 @@ def tokenizer_files(directory: Path) -> list[Path]:
     return [*named, *sorted(templates)]
 
 
+def absence_faults(source: Path) -> list[Fault]:
+    """What is said of a directory that holds no tokenizer."""
+    return [] if tokenizer_files(source) else [_no_tokenizer(source)]
+
+
 def copy_tokenizer(source: Path, destination: Path) -> None:
     """Copy the tokenizer files of one directory to another, to the disk.
 
@@ -189,9 +194,8 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
     Raises:
         InputError: ``source`` holds none.
     """
+    raise_faults(absence_faults(source))
     names = tokenizer_files(source)
-    if not names:
-        raise InputError(_no_tokenizer(source))
     destination.mkdir(parents=True, exist_ok=True)
     for name in tokenizer_files(destination):
         if name not in names:

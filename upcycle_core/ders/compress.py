@@ -6,7 +6,7 @@ N experts, D deltas of a matrix (one more than N with a universal FFN), [O, I] a
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from upcycle_core.architectures.dense_of import experts_of, normalises
 from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.checkpoints.place import new_directory, place_faults
+from upcycle_core.checkpoints.tokenizer import absence_faults
 from upcycle_core.ders.codec import Codec, codec_of, ffn_bits, rank_of_energy
 from upcycle_core.ders.config import CodecConfig
 from upcycle_core.ders.decompose import Decomposed, ancestor_faults, cosine
@@ -72,8 +73,8 @@ def compress(
     """Write a stock MoE as one base and light deltas, in a form that runs as it is.
 
     W_base is the FFN of ``base``, or the mean of the experts; delta_i = W_i - W_base is encoded
-    (Eqs. 3 to 5). All else of the MoE is taken over unchanged. Weights are read three times, one
-    matrix of all experts at a time. ``out`` appears when it is complete.
+    (Eqs. 3 to 5). All else of the MoE is taken over unchanged. Weights are read three times, with
+    ``energy`` four times, one matrix of all experts at a time. ``out`` appears when it is complete.
 
     A Qwen2Moe's shared expert of zeros is left out. One that is used becomes a universal FFN and
     the last delta (the paper's appendix A), where it can: see ``ders.decompose.SHARED_GATE``.
@@ -93,17 +94,19 @@ def compress(
 
     Raises:
         InputError: Settings that cannot be, a rank above the matrices, a MoE or base that is not
-            supported, a base that is no ancestor of the experts, ``out`` in use.
+            supported or has no tokenizer, a base that is no ancestor of the experts, ``out`` in
+            use.
     """
     faults = [*config.faults("codec"), *place_faults(Path(out), moe, base)]
     try:
         source = Decomposed.open(Path(moe), None if base is None else Path(base))
     except InputError as error:
         raise InputError(*faults, *error.faults) from error
-    raise_faults([*faults, *_rank_faults(config, source)])
+    raise_faults([*faults, *_rank_faults(config, source), *absence_faults(Path(moe))])
     progress = progress or Silent()
-    cosines, ranks = _measure(source, config, progress)
+    cosines = _cosines(source, progress)
     raise_faults(ancestor_faults(source, cosines, minimum_cosine))
+    ranks = {} if config.energy is None else _ranks(source, config.energy, progress)
     work = _Work(source, config, ranks, seed)
     plan = work.plan()
     _write(Path(out), work, plan, max_shard_bytes=max_shard_bytes, progress=progress)
@@ -241,29 +244,33 @@ class _Work:
         return total
 
 
-def _measure(
-    source: Decomposed, config: CodecConfig, progress: Progress
-) -> tuple[dict[str, float], dict[str, int]]:
-    """Cosines of all experts to the base, and ranks where a share of energy decides them.
-
-    Returns:
-        "LAYER.EXPERT.MATRIX" to cosine, and "LAYER.MATRIX" to the largest rank an expert needs.
-    """
+def _cosines(source: Decomposed, progress: Progress) -> dict[str, float]:
+    """The cosine of each expert's matrix and the base's, by "LAYER.EXPERT.MATRIX"."""
     cosines: dict[str, float] = {}
-    ranks: dict[str, int] = {}
     progress.start("comparison with the base", source.layers * len(source.matrices), "matrices")
     for layer in range(source.layers):
         for matrix in source.matrices:
-            base_OI, rank = source.base(layer, matrix), 1
+            base_OI = source.base(layer, matrix)
             for expert in range(source.count):
                 weight_OI = source.weight(layer, expert, matrix)
-                alike = cosines[f"{layer}.{expert}.{matrix}"] = cosine(weight_OI, base_OI)
-                if config.energy is not None and isfinite(alike):
-                    rank = max(rank, rank_of_energy(weight_OI - base_OI, config.energy))
-            if config.energy is not None:
-                ranks[f"{layer}.{matrix}"] = rank
+                cosines[f"{layer}.{expert}.{matrix}"] = cosine(weight_OI, base_OI)
             progress.advance()
-    return cosines, ranks
+    return cosines
+
+
+def _ranks(source: Decomposed, energy: float, progress: Progress) -> dict[str, int]:
+    """The largest rank that an expert's share of energy needs, by "LAYER.MATRIX"."""
+    ranks: dict[str, int] = {}
+    progress.start("ranks of the deltas", source.layers * len(source.matrices), "matrices")
+    for layer in range(source.layers):
+        for matrix in source.matrices:
+            base_OI = source.base(layer, matrix)
+            ranks[f"{layer}.{matrix}"] = max(
+                rank_of_energy(source.weight(layer, expert, matrix) - base_OI, energy)
+                for expert in range(source.count)
+            )
+            progress.advance()
+    return ranks
 
 
 def _rank_faults(config: CodecConfig, source: Decomposed) -> list[Fault]:

@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import json
+import shutil
 import weakref
 
 import pytest
@@ -226,6 +227,16 @@ def test_a_base_that_is_no_ancestor_is_refused_with_its_lowest_cosine(grown, tmp
     assert f"{report.cosines[place]:.4f}" in message
     assert "lowest of 12" in message
     assert str(stranger) in message
+
+
+def test_no_rank_is_looked_for_before_base_and_tokenizer_are_known(grown, tmp_path, monkeypatch):
+    monkeypatch.setattr("upcycle_core.ders.compress.rank_of_energy", None)
+    stranger = save_pico(tmp_path / "stranger", seed=9, intermediate_size=64)
+    energy = CodecConfig(codec="low_rank", energy=0.9)
+    assert "is no ancestor" in refused(grown.model, tmp_path / "out", config=energy, base=stranger)
+    bare = shutil.copytree(grown.model, tmp_path / "bare", ignore=shutil.ignore_patterns("tok*"))
+    monkeypatch.setattr("upcycle_core.checkpoints.reader.CheckpointReader.tensor", None)
+    assert "holds no tokenizer" in refused(bare, tmp_path / "out", config=energy, base=grown.seed)
 
 
 def test_down_projections_that_a_repair_has_written_anew_are_no_strangers(tmp_path):
