@@ -74,7 +74,8 @@ def oracle_piece(
     """The piece: every domain's tokens through its own expert."""
     scores: Scores = {}
     for domain, expert in experts.items():
-        common["streamed"] = _folder(room, out, expert, common)
+        # A folder each: what a kill left of a later one outlives those that are scored again.
+        common["streamed"] = _folder(room, out.with_name(f"{out.name}.{domain}"), expert, common)
         text = {domain: corpora[domain]}
         scores |= evaluate_stitched(backbone, expert, text, progress=progress, **common)
     return scores

@@ -11,6 +11,7 @@ from tasks.dume.statistics import statistics_piece
 from tasks.scoring.evaluation import dense_piece, oracle_piece
 from tasks.scoring.room import room_of, scoring_folder
 from tests.pico import save_pico
+from upcycle_core.activations.walk import Walk
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.shards import write_split
@@ -103,6 +104,36 @@ def test_what_a_killed_piece_left_lies_beside_its_own_files(parts, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["law-0.partial.layers"]
     statistics_piece(out=out, progress=Names(), **arguments)
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_killed_oracle_goes_on_at_its_layer_of_a_later_domain(parts, tmp_path, monkeypatch):
+    through, passed, moments = Walk._through, [], [[0, 1, 0, 1]]  # the second domain's last layer
+
+    def killed(walk, index, visit):
+        passed.append(index)
+        if passed in moments:
+            moments.clear()
+            raise KeyboardInterrupt
+        return through(walk, index, visit)
+
+    monkeypatch.setattr(Walk, "_through", killed)
+    arguments = {
+        "out": tmp_path / "oracle.partial",
+        "progress": Names(),
+        "backbone": parts / "backbone",
+        "experts": {name: parts / name for name in "ab"},
+        "corpora": dict.fromkeys("ab", parts / "text"),
+        "config": EvaluationConfig(sequence_length=16, batch_size=2),
+        "device": "cpu",
+        "room": room("always"),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        oracle_piece(**arguments)
+    del passed[:]
+    found = oracle_piece(**arguments)
+    assert passed == [0, 1, 1]
+    assert found == oracle_piece(**{**arguments, "room": None})
+    assert not list(tmp_path.iterdir())
 
 
 def test_models_of_unknown_kinds_are_held(parts, tmp_path):
