@@ -73,6 +73,7 @@ def enter(address, **variables):
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=SECONDS)
 
 
+@pytest.mark.faults
 def test_a_ray_is_its_flows_alone_and_leaves_nothing(folder):
     process, address = hold(folder)
     try:

@@ -445,6 +445,7 @@ def test_a_pool_that_cannot_be_deployed_to_is_said_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.faults
 def test_a_recipe_whose_pool_was_deleted_does_not_move_to_this_machine(
     place, client, file, tmp_path
 ):
@@ -476,6 +477,7 @@ def test_a_deployment_holds_its_recipe_s_templates_to_the_letter(
     assert deployment.parameters["recipe"]["domains"]["letters"]["train"]["template"] == template
 
 
+@pytest.mark.faults
 def test_another_pool_of_processes_runs_flows_as_the_local_one_does(place, client, unusable, file):
     deploy(place, prefect_file=file, pool="processes")
     deployment = client.read_deployment_by_name("dume/demo")

@@ -19,6 +19,7 @@ def _open(place, barrier):
     open_database(place)
 
 
+@pytest.mark.faults
 def test_processes_that_create_the_database_at_once_do_not_break_it(tmp_path):
     place = settings.read({"UPCYCLE_HOME": str(tmp_path)})
     context = multiprocessing.get_context("spawn")
@@ -45,6 +46,7 @@ def _killed_when_it_is_migrated(place):
     open_database(place)
 
 
+@pytest.mark.faults
 def test_a_database_whose_making_was_killed_is_made_anew(tmp_path):
     place = settings.read({"UPCYCLE_HOME": str(tmp_path)})
     context = multiprocessing.get_context("spawn")

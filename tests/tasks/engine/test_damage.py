@@ -27,7 +27,7 @@ from tasks.living.lineage import modelled, save, with_lineage
 from tasks.recipes import load_recipe
 from upcycle_core.errors import InputError
 
-FLIPS = 400
+FLIPS = 200
 ARTIFACT = "experts/law"
 TEXTS = {
     "empty": b"",

@@ -325,6 +325,7 @@ def sliding(tmp_path_factory, tokenizer):
 NOT_TRIED = "not tried beyond its sliding window of 40 tokens"
 
 
+@pytest.mark.faults
 def test_a_window_that_is_obeyed_has_arrived(sliding, monkeypatch):
     monkeypatch.setattr(of_source, "LONGEST_WINDOW", 40)
     [row] = certify(sliding, readers=["transformers"], say=silent)

@@ -41,7 +41,7 @@ def rehearsed(monkeypatch):
     monkeypatch.setattr(estimate, "SMALL", 0)
 
 
-@pytest.mark.parametrize("way", ["regmean", "distilled"])
+@pytest.mark.parametrize("way", ["regmean", pytest.param("distilled", marks=pytest.mark.faults)])
 def test_merged_attention_needs_what_was_planned(parts, tmp_path, way):
     backbone, experts, corpora = parts
     settings = {"way": way, "config": CONFIG, "max_shard_bytes": 10**9}
@@ -65,6 +65,7 @@ def test_a_repair_needs_what_was_planned(parts, tmp_path, head):
     assert planned == pytest.approx(held, rel=0.2)
 
 
+@pytest.mark.faults
 def test_the_second_repair_needs_what_was_planned(parts, tmp_path):
     backbone, experts, corpora = parts
     settings = {"config": CONFIG, "max_shard_bytes": 10**9}
