@@ -1,4 +1,5 @@
 import pickle
+import tracemalloc
 from itertools import islice
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 
 from upcycle_core.corpora.batches import (
     SHORTEST_PARAGRAPH,
+    counted_tokens,
     fold_of,
     packed_sequences,
     paragraph_batches,
@@ -14,6 +16,7 @@ from upcycle_core.corpora.batches import (
     scored_tokens,
     shard_of,
 )
+from upcycle_core.corpora.chat_template import Encoded
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.seeded import permutation
 from upcycle_core.corpora.shards import write_split
@@ -303,3 +306,23 @@ def test_batches_count_responses_alone_where_these_are_asked_for(tmp_path):
         assert scored == sum(own[1:])
     for batch in paragraph_batches(corpus, pieces, 4, PAD):
         assert batch.counted is batch.attention_mask
+
+
+@pytest.mark.parametrize(("counted", "behind"), [(counted_tokens, 0), (scored_tokens, 1)])
+def test_responses_are_counted_in_less_memory_than_their_marks(tmp_path, counted, behind):
+    draw = np.random.default_rng(0)
+    marks = [draw.integers(0, 2, n).astype(bool).tolist() for n in (100_003, 60_000, 9, 140_001)]
+    chats = [Encoded([5] * len(own), len(own), responses=own) for own in marks]
+    write_split(tmp_path / "chats", chats, eos_id=EOS, vocabulary_size=2000)
+    corpus = TokenCorpus(tmp_path / "chats")
+    pieces = paragraphs(corpus, sequence_length=2048)
+    expected = [sum(marks[d][s + behind : s + n]) for d, s, n in pieces.rows.tolist()]
+    assert corpus.responses.any()  # mapped
+    tracemalloc.start()
+    try:
+        found = counted(corpus, pieces, "responses")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (found.dtype, found.tolist()) == (np.int64, expected)
+    assert peak < sum(map(len, marks))
