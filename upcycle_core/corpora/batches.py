@@ -393,7 +393,6 @@ def _of_responses(corpus: TokenCorpus, pieces: Paragraphs, *, behind: int) -> np
     # One by one: running sums would hold eight bytes of each token of the split.
     marks = corpus.responses
     counts = (
-        np.count_nonzero(marks[start:end])
-        for start, end in zip(first + behind, last, strict=True)
+        np.count_nonzero(marks[start:end]) for start, end in zip(first + behind, last, strict=True)
     )
     return np.fromiter(counts, dtype=np.int64, count=len(first))

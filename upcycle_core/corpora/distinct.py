@@ -31,10 +31,16 @@ class Document(NamedTuple):
 
 
 def normalised(text: str) -> str:
-    """``text`` without case, punctuation and white space; vowel signs and other marks stay."""
+    """``text`` without case, punctuation and white space; vowel signs and other marks stay, and a
+    letter with one is the same whether it is written as one character or two (NFC)."""
     if text.isascii():
         return NOT_LETTERS.sub("", text.lower())
-    return NOT_LETTERS.sub(_marks, text.lower().replace(DOTTED, "i"))
+    return NOT_LETTERS.sub(_marks, composed(text).lower().replace(DOTTED, "i"))
+
+
+def composed(text: str) -> str:
+    """``text`` in Unicode's normal form C: what looks the same is the same."""
+    return unicodedata.normalize("NFC", text)
 
 
 def _marks(between: re.Match[str]) -> str:
@@ -67,6 +73,12 @@ def likeness(text: str) -> bytes:
     """
     letters = NOT_LETTERS.sub("", text.lower())
     return hashlib.sha256((letters or text).encode()).digest()[:16]
+
+
+def apart_key(text: str) -> bytes:
+    """``likeness`` of texts that are held against each other and not drawn: whichever normal form
+    of Unicode each is in."""
+    return likeness(composed(text))
 
 
 def mostly_new(documents: Iterable[Document]) -> Iterator[Document]:

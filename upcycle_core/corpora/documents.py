@@ -7,7 +7,7 @@ from pathlib import Path
 
 from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.corpora.config import SPLITS, CorpusConfig, Domain, Source, Split
-from upcycle_core.corpora.distinct import Document, likeness
+from upcycle_core.corpora.distinct import Document, apart_key
 from upcycle_core.corpora.reader import read_documents
 from upcycle_core.corpora.seeded import permutation
 from upcycle_core.corpora.sources import read_source, source_files, source_fingerprint
@@ -98,7 +98,7 @@ def write_texts(
     selection = Selection()
     _add(selection, split, source, out, config=config, seed=seed, folder=folder)
     progress.advance()
-    others = {likeness(text) for path in apart_from for text in read_documents(path)}
+    others = {apart_key(text) for path in apart_from for text in read_documents(path)}
     selection.leave_out(split, others, "in a domain's text")
     raise_faults(replace(fault, field=name) for fault in selection.empty_splits(name))
     _write(selection, {split: source}, out, seed=seed, folder=folder)

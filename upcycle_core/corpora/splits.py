@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from upcycle_core.corpora.config import Split
 from upcycle_core.corpora.conversations import complete_text
-from upcycle_core.corpora.distinct import Document, content_key, likeness
+from upcycle_core.corpora.distinct import Document, apart_key, content_key, likeness
 from upcycle_core.corpora.seeded import permutation, place
 from upcycle_core.corpora.spool import Kept
 from upcycle_core.errors import Fault, raise_faults
@@ -163,20 +163,20 @@ class Selection:
         self.leave_out(split, _alike(self.splits.get(other, {})), f"in {other}")
 
     def leave_out(self, split: Split, others: Container[bytes], reason: str) -> None:
-        """Leave out of ``split`` the documents whose ``likeness`` is among ``others``."""
+        """Leave out of ``split`` the documents whose ``apart_key`` is among ``others``."""
         texts = self.splits.get(split, {})
-        for key in [key for key, document in texts.items() if likeness(document.text) in others]:
+        for key in [key for key, document in texts.items() if apart_key(document.text) in others]:
             del texts[key]
             self.left_out[split][reason] += 1
 
 
 def _alike(texts: Texts) -> set[bytes]:
-    return {likeness(document.text) for document in texts.values()}
+    return {apart_key(document.text) for document in texts.values()}
 
 
 def _shared(texts: Texts, heldout: Texts, where: str) -> list[Fault]:
     held = _alike(heldout)
-    shared = [document for document in texts.values() if likeness(document.text) in held]
+    shared = [document for document in texts.values() if apart_key(document.text) in held]
     if not shared:
         return []
     remedy = (

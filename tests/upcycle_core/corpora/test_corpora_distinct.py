@@ -1,9 +1,16 @@
 import hashlib
 import re
+import unicodedata
 
 import numpy as np
 
-from upcycle_core.corpora.distinct import Document, content_key, likeness, mostly_new
+from upcycle_core.corpora.distinct import (
+    Document,
+    apart_key,
+    content_key,
+    likeness,
+    mostly_new,
+)
 from upcycle_core.corpora.seeded import permutation
 
 
@@ -17,6 +24,14 @@ def test_vowel_signs_tell_words_apart():
     for one, other in (("काम", "कम"), ("किला", "कला"), ("มา", "มี"), ("ปู่", "ปู้")):
         assert content_key(one) != content_key(other)
     assert content_key("काम, कम!") == content_key("काम  कम")
+
+
+def test_a_letter_and_its_mark_may_be_one_character_or_two():
+    for text in ("Tiếng Việt là ngôn ngữ", "한국어는 대한민국의", "Grüße, İstanbul"):
+        one, two = (unicodedata.normalize(form, text) for form in ("NFC", "NFD"))
+        assert one != two
+        assert content_key(one) == content_key(two)
+        assert apart_key(one) == apart_key(two) == likeness(one)
 
 
 def test_text_without_letters_is_what_it_is():

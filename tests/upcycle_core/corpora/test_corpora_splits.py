@@ -1,3 +1,5 @@
+from unicodedata import normalize
+
 from upcycle_core.corpora.distinct import Document
 from upcycle_core.corpora.splits import Selection
 
@@ -119,3 +121,12 @@ def test_one_document_at_least_is_set_aside_for_good():
     selection.set_aside_for_good("heldout", 1e-9, seed=0)
     assert len(selection.splits["heldout"]) == 1
     assert len(selection.splits["train"]) == 2
+
+
+def test_held_out_text_in_another_normal_form_is_not_trained_on():
+    texts = ["Tiếng Việt là ngôn ngữ", "한국어는 대한민국의 공용어", "something else"]
+    selection = selection_of([Document(normalize("NFD", text), "train") for text in texts])
+    held = [Document(normalize("NFC", text), "heldout") for text in texts[:2]]
+    selection.add("heldout", held, max_bytes=None, min_characters=1)
+    selection.separate("domains.law")
+    assert [document.text for document in selection.splits["train"].values()] == texts[2:]
