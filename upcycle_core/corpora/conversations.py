@@ -4,9 +4,12 @@ A record is one of::
 
     {"prompt": "...", "response": "..."}
     {"instruction": "...", "input": "...", "output": "..."}
+    {"instruction": "...", "context": "...", "response": "..."}
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
-Messages may hold what chat templates read beside these (``EXTRAS``), and a record ``tools``.
+Messages may hold what chat templates read beside these (``EXTRAS``), and a record ``tools``. One
+of a prompt may hold a system message (``system``) and earlier turns (``history``, a list of
+[question, answer]).
 """
 
 import json
@@ -19,7 +22,12 @@ from upcycle_core.errors import Fault, InputError
 
 PROMPT_FIELDS = ("prompt", "instruction")
 RESPONSE_FIELDS = ("response", "output", "completion", "answer")
-FIELDS = ("messages", "tools", *PROMPT_FIELDS, "input", *RESPONSE_FIELDS)
+MATERIAL_FIELDS = ("input", "context")
+"""What a prompt is about, which stands behind it."""
+BEFORE_FIELDS = ("system", "history")
+"""What stands before a prompt."""
+PARTS = (*BEFORE_FIELDS, *PROMPT_FIELDS, *MATERIAL_FIELDS, *RESPONSE_FIELDS)
+FIELDS = ("messages", "tools", *PARTS)
 THOUGHTS = ("reasoning_content", "thinking")
 """Of a message: what its writer thought, by the two names that templates have for it."""
 THOUGHT = "</think>"
@@ -59,8 +67,8 @@ class Conversation(NamedTuple):
 def read_conversations(files: Sequence[Path]) -> list[Conversation]:
     """Read .jsonl and .parquet files of instructions, in order.
 
-    A prompt and what stands in ``input`` are one message, an empty line between them. What follows
-    the last response of a conversation is left out.
+    A prompt and what stands in ``input`` or ``context`` are one message, an empty line between
+    them. What follows the last response of a conversation is left out.
 
     Raises:
         InputError: A file cannot be read, holds no record, or a record has no prompt or response;
@@ -141,11 +149,11 @@ def _parts(message: Message) -> Iterator[str]:
 def messages_of(row: dict[str, Any], place: str) -> list[Message]:
     """The conversation that a record is; ``place`` is named in errors.
 
-    A system message that says nothing is none, nor is an ``input`` of blanks.
+    A system message that says nothing is none, nor is an ``input`` or a ``context`` of blanks.
 
     Raises:
         Unanswered: A response is empty.
-        InputError: It has no prompt or response, or not as text.
+        InputError: It has no prompt or response, or not as text; or an ``input`` and a ``context``.
     """
     if "messages" in row:
         said = _conversation(row["messages"], place)
@@ -157,9 +165,23 @@ def messages_of(row: dict[str, Any], place: str) -> list[Message]:
     except InputError as error:
         is_empty = all(_is_blank(row.get(name)) for name in RESPONSE_FIELDS)
         raise (Unanswered(*error.faults) if is_empty else error) from None
-    if _holds(row, "input"):
-        prompt = f"{prompt}\n\n{_text(row, 'input', place)}"
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+    if material := [name for name in MATERIAL_FIELDS if _holds(row, name)]:
+        prompt = f"{prompt}\n\n{_text(row, _only(row, material, place), place)}"
+    asked = {"role": "user", "content": prompt}
+    return [*_before(row, place), asked, {"role": "assistant", "content": response}]
+
+
+def _before(row: dict[str, Any], place: str) -> Iterator[Message]:
+    """The system message and the earlier turns that a record holds beside its prompt."""
+    if _holds(row, "system"):
+        yield {"role": "system", "content": _text(row, "system", place)}
+    turns = row["history"] if _holds(row, "history") else []
+    if not isinstance(turns, list) or not all(isinstance(t, list) and len(t) == 2 for t in turns):
+        remedy = "must be a list of [question, answer]; mend it or take it out"
+        raise InputError(Fault(f"{place}, history", _start(turns), remedy))
+    for i, turn in enumerate(turns):
+        for role, said in zip(("user", "assistant"), turn, strict=True):
+            yield _message({"role": role, "content": said}, f"{place}, history[{i}]")
 
 
 def _conversation(messages: Any, place: str) -> list[Message]:

@@ -199,6 +199,23 @@ def test_chats_are_read_in_every_form_of_a_record(tmp_path):
     assert places == [f"{tmp_path}/a.jsonl, line 1", f"{tmp_path}/a.jsonl, line 2"]
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_chat_has_the_context_the_system_message_and_the_earlier_turns(tmp_path, ending):
+    """Dolly's records, and what LLaMA-Factory writes beside a prompt."""
+    dolly = {"instruction": "Who?", "context": "Ann sang.", "response": "Ann", "category": "qa"}
+    factory = {"instruction": "a", "output": "b", "system": "Be kind.", "history": [["c", "d"]]}
+    file = tmp_path / f"a.{ending}"
+    jsonl(file, [dolly, factory])
+    if ending == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist([dict.fromkeys(factory) | dolly]), file)
+        (tmp_path / "b").mkdir()
+        parquet.write_table(pyarrow.Table.from_pylist([factory]), tmp_path / "b" / "b.parquet")
+    source = Source(files=(str(tmp_path / f"**/*.{ending}"),), form="chat")
+    assert faults(source) == []
+    texts = {document.text for document in read_source(source, seed=0, folder=None)}
+    assert texts == {"Who?\n\nAnn sang.\n\nAnn", "Be kind.\n\nc\n\nd\n\na\n\nb"}
+
+
 @pytest.mark.parametrize(
     ("settings", "row", "says"),
     [

@@ -58,6 +58,9 @@ def files(*paths, **settings):
         ({"prompt": "a", "answer": "b", "answers": ["b", "c"]}, "a", ("b", "c")),
         ({"instruction": "a", "input": "x", "output": "b"}, "a\n\nx", ("b",)),
         ({"instruction": "a", "input": " \n", "output": "b"}, "a", ("b",)),
+        ({"instruction": "a", "context": "x", "response": "b"}, "a\n\nx", ("b",)),
+        ({"instruction": "a", "context": "", "input": "x", "output": "b"}, "a\n\nx", ("b",)),
+        ({"prompt": "a", "response": "b", "system": " ", "history": []}, "a", ("b",)),
         ({"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "a"},
                        {"role": "assistant", "content": "b"}]}, "a", ("b",)),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -93,11 +96,34 @@ def test_labels_of_a_record_come_before_the_source_s(tmp_path):
         ({"prompt": "a", "response": "b", "task": "\ud83d"}, r"line 1, task = '\ud83d': must be"),
         ({"prompt": "a", "response": "b", "references": ["\ud83d"]}, "line 1, references = "),
         ({"text": "a"}, "line 1, prompt = ['text']: the record has none of"),
+        ({"prompt": "a", "input": "x", "context": "y", "response": "b"},
+         "line 1, input = ['prompt', 'input', 'context', 'response']: the record has both input "
+         "and context; "),
+        ({"prompt": "a", "context": {"title": "x"}, "response": "b"}, "line 1, context = {'title'"),
+        ({"prompt": "a", "system": 3, "response": "b"}, "line 1, system = 3: must be text"),
+        ({"prompt": "a", "history": "hi", "response": "b"}, "line 1, history = 'hi': must be a "
+         "list of [question, answer]; mend it or take it out"),
+        ({"prompt": "a", "history": [["hi"]], "response": "b"}, "line 1, history = [['hi']]: must"),
+        ({"prompt": "a", "history": [["hi", "yo"], ["so", 3]], "response": "b"},
+         "line 1, history[1], content = 3: must be text"),
     ],
-)
+)  # fmt: skip
 def test_a_faulty_record_is_named_with_file_line_and_field(tmp_path, record, message):
     (found,) = read(files(jsonl(tmp_path / "a.jsonl", record)))
     assert found.startswith(f"{tmp_path}/a.jsonl, {message}")
+
+
+def test_a_system_message_and_earlier_turns_stand_before_the_prompt(tmp_path):
+    """Right answers of the prompt are none of the first turn, which models are judged by."""
+    before = {"system": "be kind", "history": [["hi", "yo"]]}
+    row = {**before, "prompt": "a", "answer": ["b", "c"]}
+    said = [("system", "be kind"), ("user", "hi"), ("assistant", "yo")]
+    said += [("user", "a"), ("assistant", "b")]
+    as_messages = {"messages": [{"role": role, "content": text} for role, text in said]}
+    found, expected = read(files(jsonl(tmp_path / "a.jsonl", row, as_messages)))
+    assert found == expected
+    assert [message["content"] for message in found.messages] == [text for _, text in said]
+    assert found.references == ("yo",)
 
 
 EMPTY_ANSWERS = {

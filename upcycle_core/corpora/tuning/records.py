@@ -96,6 +96,8 @@ def _record(row: Mapping[str, Any], place: str, name: str, source: InstructionSo
         row["answer"] = answers[0] if answers else None
     messages = messages_of(row, place)
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    if "messages" not in row and first + 1 < len(messages):
+        answers = ()  # to the prompt, and the first turn is what models are judged by
     response = messages[first]["content"]
     if not response:
         remedy = "the first response calls a function and says nothing, and answers are compared "
