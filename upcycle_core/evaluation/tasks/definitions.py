@@ -95,7 +95,7 @@ def write_task(
     try:
         if task.heldout is not None:
             rows = heldout_items(texts(), kind=task.heldout, count=task.items, seed=seed)
-            config = heldout_definition(task.heldout) | _rows(rows, out)
+            config = heldout_definition(task.heldout, rows) | _rows(rows, out)
         elif task.superni is not None:
             config = superni_definition() | _rows(_superni_items(task, folder), out)
         elif task.definition is not None:

@@ -1,7 +1,7 @@
 """Tasks that any held-out text gives: a base model of any size is scored without a benchmark."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ _CHOICES = 4
 _PASSAGE = 300  # characters at most; at least four fifths of it
 _CONTINUATION = 60  # characters
 _TEXT = 2000  # characters at most; at least a tenth of it
+_WORD_TOKENS = 8  # of an answer at least; words of English have fewer
 
 # A passage starts and ends with whole words. Its continuation starts with the white space, because
 # tokenizers attach a space to the word that follows it.
@@ -37,8 +38,7 @@ def heldout_items(
     - ``continuation``: about 300 characters and four continuations of 60 characters, the true one
       and three from other documents. Chance is 25 %.
     - ``last_word``: about 300 characters and the word after them, which occurred in them before: it
-      can be read off the context, as in LAMBADA (arXiv 1606.06031). Its 3 to 16 characters fit
-      into few tokens.
+      can be read off the context, as in LAMBADA (arXiv 1606.06031). It has 3 to 16 characters.
     - ``text``: up to 2000 characters, scored by their likelihood.
 
     Documents give items in turn, so that few come from each. Passages do not overlap, and none
@@ -68,8 +68,12 @@ def heldout_items(
     return items
 
 
-def heldout_definition(kind: HeldoutKind) -> dict[str, Any]:
+def heldout_definition(kind: HeldoutKind, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """How lm-evaluation-harness asks and scores the items of a kind.
+
+    Args:
+        kind: What is asked.
+        items: All of them; the longest word decides how much a model may write.
 
     Returns:
         Fields of its task configuration, without those that name the task and its data.
@@ -93,7 +97,11 @@ def heldout_definition(kind: HeldoutKind) -> dict[str, Any]:
             "doc_to_text": "prompt",
             "doc_to_target": "answer",
             "target_delimiter": " ",
-            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "do_sample": False},
+            "generation_kwargs": {
+                "until": ["\n"],
+                "max_gen_toks": _word_tokens([item["answer"] for item in items]),
+                "do_sample": False,
+            },
             "filter_list": [
                 {"name": "first-word", "filter": [first_word, {"function": "take_first"}]}
             ],
@@ -110,6 +118,12 @@ def heldout_definition(kind: HeldoutKind) -> dict[str, Any]:
         ],
         "num_fewshot": 0,
     }
+
+
+def _word_tokens(words: Iterable[str]) -> int:
+    """Tokens that hold each of ``words``: outside ASCII a byte may be one, and the blank before."""
+    others = (word for word in words if not word.isascii())
+    return max([_WORD_TOKENS, *(len(word.encode()) + 1 for word in others)])
 
 
 def _metric(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def evaluated(model: Any, kind: Any, rows: list[dict[str, Any]], tmp_path) -> di
     path = tmp_path / "items.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
-        **heldout_definition(kind),
+        **heldout_definition(kind, rows),
         "task": kind,
         "dataset_path": "json",
         "dataset_kwargs": {
@@ -57,7 +58,7 @@ def reader():
 
         def generate_until(self, requests):
             self.asked = [request.args for request in requests]
-            return [rest(context)[:30] for context, _ in self.asked]
+            return [written(*args) for args in self.asked]
 
     return Reader()
 
@@ -69,6 +70,12 @@ def known(context: str, continuation: str) -> bool:
 def rest(context: str) -> str:
     (text,) = (text for text in TEXTS if context in text)
     return text[text.index(context) + len(context) :]
+
+
+def written(context: str, settings: dict[str, Any]) -> str:
+    """The text as a tokenizer of bytes has it: a token each, or four letters of ASCII."""
+    text, size = rest(context), settings["max_gen_toks"]
+    return text[: 4 * size] if text.isascii() else text.encode()[:size].decode(errors="ignore")
 
 
 def test_who_knows_the_text_chooses_right(reader, tmp_path):
@@ -98,6 +105,27 @@ def test_the_first_word_of_an_answer_counts(reader, tmp_path):
     assert all(not context[-1].isspace() for context, _ in reader.asked)
     wrong = [{**row, "answer": row["answer"] + "x"} for row in rows[:1]] + rows[1:]
     assert evaluated(reader, "last_word", wrong, tmp_path)["exact_match,first-word"] == 0.75
+
+
+@pytest.mark.parametrize("word", ["правительство", "대한민국", "naïveté"])
+def test_no_right_word_is_cut_where_each_of_its_bytes_is_a_token(
+    reader, tmp_path, monkeypatch, word
+):
+    text = f"{word} " + "и все были дома, " * 16 + f"{word} "
+    rows = [{"id": "0", "prompt": text.rsplit(" ", 2)[0], "answer": word}]
+    monkeypatch.setattr(sys.modules[__name__], "TEXTS", [text])
+    assert evaluated(reader, "last_word", rows, tmp_path)["exact_match,first-word"] == 1.0
+
+
+@pytest.mark.parametrize("words", [["letter"], ["a" * 16, "b" * 3], ["café", "straightforward"]])
+def test_words_of_ascii_are_asked_as_they_ever_were(words):
+    """Scores that a recipe has hang on the definition."""
+    rows = [{"id": word, "prompt": "Once", "answer": word} for word in words]
+    found = heldout_definition("last_word", rows)
+    asked = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
+    assert found["generation_kwargs"] == asked
+    (by,) = found["filter_list"]
+    assert by["filter"][0]["regex_pattern"] == r"^\s*(\w+)"
 
 
 def test_likelihood_is_per_byte_of_the_text(reader, tmp_path):
