@@ -1,8 +1,11 @@
 """Tasks that any held-out text gives: a base model of any size is scored without a benchmark."""
 
 import re
+import sys
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, zip_longest
+from functools import cache
+from itertools import groupby, islice, zip_longest
 from typing import Any, NamedTuple
 
 from upcycle_core.corpora.seeded import permutation
@@ -18,9 +21,19 @@ _WORD_TOKENS = 8  # of an answer at least; words of English have fewer
 # A passage starts and ends with whole words. Its continuation starts with the white space, because
 # tokenizers attach a space to the word that follows it.
 _CONTINUED = re.compile(rf"(?<!\S)(\S.{{238,{_PASSAGE - 2}}}\S)(\s.{{{_CONTINUATION - 1}}})", re.S)
-_NEXT_WORD = re.compile(r"(?<=\S) (\w{3,16})(?!\w)")
 _WORD_START = re.compile(r"(?<!\S)\S")
 _CHUNK = re.compile(rf"(?<!\S)\S.{{198,{_TEXT - 2}}}\S(?!\S)", re.S)
+
+_UNBROKEN = 16
+"""Characters a word on average, above which text has nearly no blanks: Chinese, Japanese, Thai."""
+_UNSPACED = (
+    "which needs words set apart by blanks, and here are few; use kind 'text', which needs a line "
+    f"break every {_TEXT} characters, or a task of your own (definition)"
+)
+_UNLINED = (
+    f"which is cut at blanks and line breaks, and here are few; break lines every {_TEXT} "
+    "characters or more often, or use a task of your own (definition)"
+)
 
 
 class _Passage(NamedTuple):
@@ -58,13 +71,19 @@ def heldout_items(
     Raises:
         InputError: The text gives fewer items.
     """
-    documents = [list(_PASSAGES[kind](index, text)) for index, text in enumerate(texts)]
+    documents, characters, words = [], 0, 0
+    for index, text in enumerate(texts):
+        documents.append(list(_PASSAGES[kind](index, text)))
+        characters, words = characters + len(text), words + len(text.split())
     passages = _in_turn(documents, kind, seed)
     made = (_item(kind, passage, passages, seed) for passage in passages)
     items = list(islice((item for item in made if item is not None), count))
     if len(items) < count:
-        remedy = f"the held-out text gives {len(items)} items of kind {kind!r}; ask for fewer"
-        raise InputError(Fault("items", count, f"{remedy}, or give more or longer documents"))
+        remedy = "; ask for fewer, or give more or longer documents"
+        if characters > _UNBROKEN * words:
+            remedy = f", {_UNLINED if kind == 'text' else _UNSPACED}"
+        remedy = f"the held-out text gives {len(items)} items of kind {kind!r}{remedy}"
+        raise InputError(Fault("items", count, remedy))
     return items
 
 
@@ -91,7 +110,10 @@ def heldout_definition(kind: HeldoutKind, items: Sequence[Mapping[str, Any]]) ->
             "num_fewshot": 0,
         }
     if kind == "last_word":
-        first_word = {"function": "regex", "regex_pattern": r"^\s*(\w+)"}
+        words = [item["answer"] for item in items]
+        is_plain = all(re.fullmatch(r"\w+", word) for word in words)
+        pattern = r"^\s*(\w+)" if is_plain else rf"^\s*(\w[{_letters()}]*)"
+        first_word = {"function": "regex", "regex_pattern": pattern}
         return {
             "output_type": "generate_until",
             "doc_to_text": "prompt",
@@ -99,7 +121,7 @@ def heldout_definition(kind: HeldoutKind, items: Sequence[Mapping[str, Any]]) ->
             "target_delimiter": " ",
             "generation_kwargs": {
                 "until": ["\n"],
-                "max_gen_toks": _word_tokens([item["answer"] for item in items]),
+                "max_gen_toks": _word_tokens(words),
                 "do_sample": False,
             },
             "filter_list": [
@@ -154,14 +176,29 @@ def _continued(document: int, text: str) -> Iterator[_Passage]:
             yield _Passage(document, match.start(), match[1], following)
 
 
+@cache
+def _letters() -> str:
+    """What words consist of, as a regular expression's class: ``\\w``, vowel signs and accents.
+
+    What says how a symbol is drawn is no accent.
+    """
+    marks = [n for n in range(sys.maxunicode + 1) if unicodedata.category(chr(n)) in ("Mn", "Mc")]
+    marks = [n for n in marks if "VARIATION SELECTOR" not in unicodedata.name(chr(n))]
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(marks), lambda place: place[1] - place[0])
+    ]
+    return r"\w" + "".join(f"{chr(run[0])}-{chr(run[-1])}" for run in runs)
+
+
 def _repeating(document: int, text: str) -> Iterator[_Passage]:
-    end = 0
-    for match in _NEXT_WORD.finditer(text):
+    end, letters = 0, _letters()
+    for match in re.finditer(rf"(?<=\S) (\w[{letters}]{{2,15}})(?![{letters}])", text):
         first = _WORD_START.search(text, max(end, match.start() - _PASSAGE), match.start())
         if first is None or match.start() - first.start() < 4 * _PASSAGE // 5:
             continue
         passage = text[first.start() : match.start()]
-        if match[1] in re.findall(r"\w+", passage):
+        if match[1] in re.findall(rf"\w[{letters}]*", passage):
             yield _Passage(document, first.start(), passage, match[1])
             end = match.end()
 

@@ -2,6 +2,7 @@ import itertools
 import math
 import random
 import re
+import unicodedata
 from collections import Counter
 
 import pytest
@@ -98,6 +99,44 @@ def test_the_last_word_follows_the_passage_and_occurred_in_it():
 
 
 ONCE = ["".join(letters) for letters in itertools.product("abcdefg", repeat=4)]
+
+
+HINDI = ["सरकार", "शिक्षा", "पहली", "किताबें", "दुनिया", "विद्यालय"]
+
+
+def test_vowel_signs_are_letters():
+    draw = random.Random(0)
+    text = " ".join(draw.choices(HINDI, k=400))
+    items = heldout_items([text], kind="last_word", count=5, seed=0)
+    assert {item["answer"] for item in items} <= {*HINDI}
+    decomposed = unicodedata.normalize("NFD", text.replace("पहली", "naïveté"))
+    found = heldout_items([decomposed], kind="last_word", count=7, seed=1)
+    assert {item["answer"] for item in found} <= {*HINDI, unicodedata.normalize("NFD", "naïveté")}
+
+
+def test_marks_of_symbols_are_no_letters():
+    """Items of a text with emojis are those that they ever were."""
+    text = " ".join(["\u2764\ufe0faab", *ONCE[:54], "aab\ufe0f"])
+    (item,) = heldout_items([text], kind="last_word", count=1, seed=0)
+    assert item["answer"] == "aab"
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("continuation", "needs words set apart by blanks, and here are few; use kind 'text'"),
+        ("last_word", "needs words set apart by blanks, and here are few; use kind 'text'"),
+        ("text", "is cut at blanks and line breaks, and here are few; break lines"),
+    ],
+)
+def test_text_without_blanks_is_told(kind, says):
+    chinese = "河水又一次漫过草地和通往磨坊的路。" * 300
+    with pytest.raises(InputError, match=f"gives 0 items of kind '{kind}', which {says}"):
+        heldout_items([chinese] * 3, kind=kind, count=1, seed=0)
+    with pytest.raises(InputError, match="ask for fewer, or give more or longer documents"):
+        heldout_items(["Once more the river rose."], kind=kind, count=1, seed=0)
+    lines = [f"{index}{chinese[:500]}\n" * 8 for index in range(3)]
+    assert len(heldout_items(lines, kind="text", count=3, seed=0)) == 3
 
 
 def test_words_that_come_once_are_not_asked_for():

@@ -107,7 +107,7 @@ def test_the_first_word_of_an_answer_counts(reader, tmp_path):
     assert evaluated(reader, "last_word", wrong, tmp_path)["exact_match,first-word"] == 0.75
 
 
-@pytest.mark.parametrize("word", ["правительство", "대한민국", "naïveté"])
+@pytest.mark.parametrize("word", ["правительство", "대한민국", "naïveté", "विद्यालय"])
 def test_no_right_word_is_cut_where_each_of_its_bytes_is_a_token(
     reader, tmp_path, monkeypatch, word
 ):
@@ -126,6 +126,12 @@ def test_words_of_ascii_are_asked_as_they_ever_were(words):
     assert found["generation_kwargs"] == asked
     (by,) = found["filter_list"]
     assert by["filter"][0]["regex_pattern"] == r"^\s*(\w+)"
+
+
+def test_a_word_that_goes_on_with_a_vowel_sign_is_another(reader, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "TEXTS", ["समय समया", "पहली पहली"])
+    rows = [{"id": word, "prompt": word, "answer": word} for word in ("समय", "पहली")]
+    assert evaluated(reader, "last_word", rows, tmp_path)["exact_match,first-word"] == 0.5
 
 
 def test_likelihood_is_per_byte_of_the_text(reader, tmp_path):
