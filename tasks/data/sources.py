@@ -31,8 +31,16 @@ from upcycle_core.backbone.write import weights_type
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.load import DTYPES
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.tokenizer import TokenIds, check_tokenizer, manners, token_ids
+from upcycle_core.checkpoints.tokenizer import (
+    TokenIds,
+    check_tokenizer,
+    load_tokenizer,
+    manners,
+    token_ids,
+)
 from upcycle_core.corpora.chat_template import chat_template_of
+from upcycle_core.corpora.encoding import bos_faults
+from upcycle_core.corpora.shards import end_faults
 from upcycle_core.corpora.sources import (
     first_chats,
     source_fingerprint,
@@ -199,11 +207,23 @@ def outside_faults(recipe: Recipe, cache: Path, *, lengths: Iterable[str] = ON_T
     name = SEED if recipe.trains_seed else speaker(recipe)
     if found or name is None:
         return found
-    return list(chat_faults(recipe, [_read_by(recipe, name, cache)], cache))
+    reader = _read_by(recipe, name, cache)
+    model = None if reader is None else given_models(recipe)[reader]
+    return [*_mark_faults(recipe, reader, cache)] or list(chat_faults(recipe, [model], cache))
+
+
+def _mark_faults(recipe: Recipe, name: str | None, cache: Path) -> Iterator[Fault]:
+    """What the tokenizer that reads the texts lacks to begin and to end them."""
+    if name is None or not named_texts(recipe):
+        return
+    tokenizer = load_tokenizer(given_model(recipe, given_models(recipe)[name], cache))
+    field = "seed_model.model" if name == SEED else f"domains.{name}.expert"
+    yield from end_faults(tokenizer, field=field)
+    yield from bos_faults(tokenizer, recipe.corpus.bos, name=f"the tokenizer of {field}")
 
 
 def _read_by(recipe: Recipe, name: str, cache: Path) -> str | None:
-    """The model whose tokenizer reads the texts; None where it is trained here.
+    """Whose tokenizer reads the texts, domain or seed; None where it is trained here.
 
     That of ``name``, or the one with more tokens that its backbone gets: see ``common_forms``.
     """
@@ -212,7 +232,7 @@ def _read_by(recipe: Recipe, name: str, cache: Path) -> str | None:
         return None
     tokens = {n: token_ids(given_model(recipe, model, cache)) for n, model in models.items()}
     holder = holder_of(tokens)
-    return models[name if tokens[name].ids == tokens[holder].ids else holder]
+    return name if tokens[name].ids == tokens[holder].ids else holder
 
 
 def chat_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> Iterator[Fault]:

@@ -27,6 +27,7 @@ from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.form import common_forms
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import TokenIds, load_tokenizer
+from upcycle_core.corpora.encoding import bos_faults
 from upcycle_core.corpora.shards import end_faults
 from upcycle_core.corpora.sources import source_fingerprint
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -78,7 +79,7 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
             given[f"domains.{name}.origin.model"] = domain.origin.model
     readers, tokens, faults = opened_models(recipe, given, cache)
     if not faults:
-        faults += _end_faults(readers)
+        faults += _mark_faults(recipe, readers)
     ready = [f"domains.{n}.expert" for n, domain in recipe.domains.items() if domain.expert]
     one_rope = section(recipe).rope == "same"
     faults += compare_strangers(readers, tokens, ready=ready, one_rope=one_rope)
@@ -94,11 +95,13 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     return faults
 
 
-def _end_faults(readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:
-    """Where a model that training goes on from cannot tell documents apart."""
+def _mark_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:
+    """Where a model cannot begin texts, or one that training goes on from cannot end them."""
     for field, reader in readers.items():
+        tokenizer = load_tokenizer(reader.directory)
+        yield from bos_faults(tokenizer, recipe.corpus.bos, name=f"the tokenizer of {field}")
         if field.endswith(".origin.model"):
-            yield from end_faults(load_tokenizer(reader.directory), field=field)
+            yield from end_faults(tokenizer, field=field)
 
 
 def _response_faults(recipe: Recipe, tokens: Mapping[str, TokenIds]) -> Iterator[Fault]:

@@ -10,7 +10,7 @@ from upcycle_core.corpora.chat_template import ChatTemplate, Encoded
 from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.conversations import Conversation
 from upcycle_core.corpora.spool import in_groups
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.progress import Progress, Silent
 
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 20
@@ -82,10 +82,16 @@ def prefix_ids(tokenizer: PreTrainedTokenizerBase, bos: Bos) -> list[int]:
         whole, (plain,) = tokenizer("a", verbose=False)["input_ids"], _plain(tokenizer, ["a"])
         starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
         return list(whole[: next(starts, 0)])
-    if tokenizer.bos_token_id is None:
-        remedy = "the tokenizer has no beginning-of-sequence token; use auto or never"
-        raise InputError(Fault("corpus.bos", bos, remedy))
+    raise_faults(bos_faults(tokenizer, bos))
     return [tokenizer.bos_token_id]
+
+
+def bos_faults(tokenizer: Any, bos: Bos, *, name: str = "the tokenizer") -> list[Fault]:
+    """What keeps a loaded tokenizer from beginning texts so; ``name`` is what people call it."""
+    if bos != "always" or tokenizer.bos_token_id is not None:
+        return []
+    remedy = f"{name} has no beginning-of-sequence token; use auto or never"
+    return [Fault("corpus.bos", bos, remedy)]
 
 
 def asked(tokenizer: Any, prompt: str, *, bos: Bos = "auto", chat: bool = False) -> list[int]:

@@ -15,6 +15,7 @@ from tests.tasks.data.test_texts import chats
 from upcycle_core.backbone.form import common_forms
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import token_ids
+from upcycle_core.corpora.config import Source
 
 SPACED = CHATML.replace("<|im_end|>", " <|im_end|>")
 
@@ -89,6 +90,56 @@ def test_who_added_tokens_rules_template_and_all(tmp_path, models):
     (models["law"] / "chat_template.jinja").unlink()
     refused = outside_faults(recipe, tmp_path / "cache")
     assert "chat_template = None: the tokenizer has none" in str(refused[0])
+
+
+def without(directory, role):
+    """Take a token's role out of all that a tokenizer says."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (path := directory / name).is_file():
+            settings = json.loads(path.read_text())
+            settings.pop(role, None)
+            path.write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("in_chats", [True, False])
+def test_what_the_reading_tokenizer_lacks_is_said_before_text_is_read(tmp_path, models, in_chats):
+    """Reading real corpora takes hours; who does not read them may lack it."""
+    always = {"corpus": {"bos": "always", "min_characters": 1}}
+    without(models["base"], "eos_token")
+    without(models["base"], "bos_token")
+    recipe = recipe_of(tmp_path, models, **always)
+    if not in_chats:
+        (tmp_path / "a.txt").write_text("some text")
+        (tmp_path / "b.txt").write_text("other text")
+        text = {p: Source(files=(str(tmp_path / f"{p[0]}.txt"),)) for p in ("a", "b")}
+        parts = {"calibration": text["a"], "heldout": text["b"]}
+        domains = {"code": replace(recipe.domains["code"], **parts)}
+        recipe = replace(recipe, domains=domains)
+    assert outside_faults(recipe, tmp_path / "cache") == []
+    without(models["code"], "eos_token")
+    (fault,) = outside_faults(recipe, tmp_path / "cache")
+    assert (fault.field, fault.value) == ("domains.code.expert", str(models["code"]))
+    assert "no end-of-sequence token to put between documents; set its eos_token" in fault.remedy
+    without(models["code"], "bos_token")
+    _, fault = outside_faults(recipe, tmp_path / "cache")
+    assert (fault.field, fault.value) == ("corpus.bos", "always")
+    assert fault.remedy == (
+        "the tokenizer of domains.code.expert has no beginning-of-sequence token; use auto or never"
+    )
+    (_,) = outside_faults(recipe_of(tmp_path, models), tmp_path / "cache")
+
+
+def test_the_seed_s_tokenizer_is_named_where_it_reads(tmp_path, models):
+    (tmp_path / "train.txt").write_text("some text\n")
+    own = {"train": {"files": [str(tmp_path / "train.txt")]}}
+    short = {"training": {"sequence_length": 64}}
+    domains = {"law": own, "music": own}
+    recipe = recipe_of(tmp_path, models, experts=short, domains=domains)
+    recipe = replace(recipe, domains={"law": recipe.domains["law"]})
+    assert outside_faults(recipe, tmp_path / "cache") == []
+    without(models["base"], "eos_token")
+    (fault,) = outside_faults(recipe, tmp_path / "cache")
+    assert fault.field == "seed_model.model"
 
 
 def test_what_other_tokenizers_do_otherwise_is_said(models):

@@ -100,6 +100,22 @@ def test_training_goes_on_from_no_model_without_an_end_token(models, tmp_path):
     assert "set its eos_token" in found["domains.law.origin.model"]
 
 
+def test_each_model_without_a_token_to_begin_texts_with_is_named(models, tmp_path):
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (path := models / "law" / name).is_file():
+            settings = json.loads(path.read_text())
+            settings.pop("bos_token", None)
+            path.write_text(json.dumps(settings))
+    values = recipe_of(models)
+    check(validate(values), tmp_path / "models")
+    values["corpus"] = {"bos": "always"}
+    found = faults_of(values, tmp_path / "models")
+    assert found == {
+        "corpus.bos": "the tokenizer of domains.law.expert has no beginning-of-sequence token; "
+        "use auto or never"
+    }
+
+
 def test_other_merge_rules_ask_whose_segmentation_the_result_has(models, tmp_path):
     for name, text in (("one", NATURE), ("other", CODE)):
         byte_level(tmp_path / f"{name}.tokenizer", text, merges=20)
