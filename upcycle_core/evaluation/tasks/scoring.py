@@ -9,7 +9,9 @@ from upcycle_core.evaluation.tasks.config import CodeConfig
 from upcycle_core.evaluation.tasks.rouge import rouge_l
 from upcycle_core.evaluation.tasks.sandbox import Limits, run_program
 
-OWN_KEYS = ("program", "rouge_l", "contains", "category")
+SCORED_BY = ("program", "rouge_l", "contains")
+"""Of ``OWN_KEYS`` those that say how an answer is scored."""
+OWN_KEYS = (*SCORED_BY, "category")
 """What a definition may say beyond the harness's own keys: a template of the program to run, the
 field that holds references, the field that holds the names of which an answer has to hold one, the
 field that names an item's category."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.evaluation.tasks.config import CodeConfig
 from upcycle_core.evaluation.tasks.definitions import SETTINGS
-from upcycle_core.evaluation.tasks.scoring import OWN_KEYS, fields_read, own_scoring
+from upcycle_core.evaluation.tasks.scoring import OWN_KEYS, SCORED_BY, fields_read, own_scoring
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -141,14 +141,16 @@ class HarnessTask:
         from lm_eval.api.registry import METRIC_REGISTRY
         from lm_eval.api.task import ConfigurableTask
 
-        parts = []
+        parts, is_ours = [], bool({*self.extra} & {*SCORED_BY})
         for task in self.tasks.values():
-            if type(task) is not ConfigurableTask or callable(task.config.process_results):
+            if type(task) is not ConfigurableTask:
+                return {}
+            if callable(task.config.process_results) and not is_ours:
                 return {}
             metrics, filters = task.aggregation(), [one.name for one in task._filters]
             if any(entry.get("hf_evaluate") for entry in task.config.metric_list or ()):
                 return {}
-            if any(metric not in METRIC_REGISTRY for metric in metrics):
+            if any(metric not in METRIC_REGISTRY for metric in metrics) and not is_ours:
                 return {}
             names = [*metrics, *(f"{metric},{name}" for metric in metrics for name in filters)]
             parts.append(dict.fromkeys(names))

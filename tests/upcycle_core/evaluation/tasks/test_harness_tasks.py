@@ -246,6 +246,27 @@ def test_a_metric_without_scores_of_items_is_said_before_any_model_is_scored(tmp
     assert load(write(tmp_path / "asked", definition=other, metric="exact_match")).tasks
 
 
+@pytest.mark.parametrize(
+    ("keys", "only"),
+    [
+        ({"rouge_l": "answer"}, "rouge_l"),
+        ({"contains": "answer"}, "contains"),
+        ({"program": "{{response}}"}, "pass@1"),
+    ],
+)
+def test_a_metric_of_ours_that_a_task_lacks_is_said_before_any_model_is_scored(
+    tmp_path, keys, only
+):
+    task = save_task(tmp_path, **keys)
+    for metric in ("exact_match", f"{only},strict"):
+        with pytest.raises(InputError) as found:
+            load(write(tmp_path / metric / "own", definition=task, metric=metric))
+        said = f"tasks.own.metric = '{metric}': the task has {only},none"
+        assert str(found.value) == said
+    for metric in (None, only, f"{only},none"):
+        assert load(write(tmp_path / f"of-{metric}", definition=task, metric=metric)).tasks
+
+
 def test_a_metric_of_a_function_is_known_by_its_results_alone(tmp_path):
     scores = "def scores(document, results):\n    return {'bleu': 1.0}\n"
     (tmp_path / "source").mkdir()
