@@ -1,6 +1,7 @@
 """Texts and chats as token ids: one way for statistics, perplexity, training, tasks and answers."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from tokenizers import processors
@@ -8,13 +9,15 @@ from transformers import PreTrainedTokenizerBase
 
 from upcycle_core.corpora.chat_template import ChatTemplate, Encoded
 from upcycle_core.corpora.config import Bos
-from upcycle_core.corpora.conversations import Conversation
+from upcycle_core.corpora.conversations import FAULTS_SHOWN, Conversation
 from upcycle_core.corpora.spool import in_groups
-from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.progress import Progress, Silent
 
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 20
 """Tokenised in one call: enough to keep all threads busy, and some 50 bytes a character."""
+ROLES_SHOWN, LETTERS_SHOWN = 6, 60
+"""Of a chat by which it can be found."""
 
 
 def encoded(
@@ -36,10 +39,11 @@ def encoded(
         progress: Told of each document.
 
     Raises:
-        InputError: ``always``, and the tokenizer has no such token; a chat that cannot be written,
-            see ``ChatTemplate``.
+        InputError: ``always``, and the tokenizer has no such token; chats that cannot be written,
+            see ``ChatTemplate``: the first few, after all others.
     """
     progress = progress or Silent()
+    faults, refused, total = list[Fault](), 0, 0
     prefix = prefix_ids(tokenizer, bos)
     template = ChatTemplate(tokenizer, prefix=prefix if bos == "always" else ())
     for batch in in_groups(
@@ -50,13 +54,39 @@ def encoded(
     ):
         texts = [document for document in batch if isinstance(document, str)]
         plain = iter(_plain(tokenizer, texts) if texts else [])
+        total += len(batch)
         for document in batch:
             progress.advance()
             if isinstance(document, str):
                 ids = [*prefix, *next(plain)]
                 yield Encoded(ids, len(document.encode()), prefix=len(prefix))
+                continue
+            try:
+                written = template.document(document)
+            except InputError as error:
+                refused += 1
+                faults += _as_it_begins(document, error) if refused <= FAULTS_SHOWN else []
             else:
-                yield template.document(document)
+                yield written
+    if refused > FAULTS_SHOWN:
+        more = f"{refused - FAULTS_SHOWN} more of {total} documents"
+        faults.append(Fault("chat_template", more, "they are refused too; change or remove them"))
+    raise_faults(faults)
+
+
+def _as_it_begins(chat: Conversation, error: InputError) -> list[Fault]:
+    """What is wrong with a chat, by which it is found in files whose places it does not tell.
+
+    Raises:
+        InputError: It is wrong with the tokenizer, whatever the chat.
+    """
+    if any(fault.value != chat.place for fault in error.faults):
+        raise error
+    roles = [message["role"] for message in chat.messages]
+    more = ["..."] if len(roles) > ROLES_SHOWN else []
+    said = next((m["content"] for m in chat.messages if m["role"] != "system"), "")
+    begins = f'({", ".join(roles[:ROLES_SHOWN] + more)}) that begins "{said[:LETTERS_SHOWN]}"'
+    return [replace(fault, value=f"{chat.place} {begins}") for fault in error.faults]
 
 
 def _plain(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:

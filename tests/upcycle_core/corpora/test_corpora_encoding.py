@@ -247,7 +247,7 @@ def test_a_template_that_drops_a_role_is_refused(tmp_path):
     )
     chat = conversation("be kind", "hi", "yo", roles=("system", "user", "assistant"))
     said = refused(tmp_path, template, conversation("a", "b"), chat)
-    assert "chat_template = 'here': " in said
+    assert "chat_template = 'here (system, user, assistant) that begins \"hi\"': " in said
     assert "leaves out what the role 'system' says" in said
 
 
@@ -261,7 +261,7 @@ def test_a_template_that_shortens_what_is_said_is_not_one_that_drops_it(tmp_path
 
 def test_a_template_that_refuses_is_named_with_its_reason(tmp_path):
     said = refused(tmp_path, "{{ raise_exception('no system here') }}", conversation("a", "b"))
-    assert "chat_template = 'here': the tokenizer's chat template refuses it (no system" in said
+    assert "that begins \"a\"': the tokenizer's chat template refuses it (no system" in said
     broken = "{% for m in messages %}{{ m['content'] + 1 }}{% endfor %}"
     said = refused(tmp_path / "broken", broken, conversation("a", "b"))
     assert "refuses it (can only concatenate str" in said

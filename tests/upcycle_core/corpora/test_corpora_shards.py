@@ -3,10 +3,13 @@ import json
 import pickle
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.chat import CHATML, save_chat_tokenizer
 from tests.pico import save_pico_tokenizer
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source
 from upcycle_core.corpora.documents import write_documents
@@ -112,6 +115,54 @@ def test_ids_beyond_the_number_of_tokens_are_written(documents, tmp_path):
     )
     write_encoded(tmp_path / "split", documents / "train.parquet", gapped)
     assert TokenCorpus(tmp_path / "split").tokens.max() == 70_000
+
+
+ALTERNATING = (
+    "{% for message in messages if message['role'] != 'system' %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+)
+
+
+def chat(said, *, roles=("system", "user", "assistant")):
+    text = {"system": "Be kind.", "user": said, "assistant": "so"}
+    return [{"role": role, "content": text[role]} for role in roles]
+
+
+@pytest.mark.parametrize("wrong", [1, 5, 9])
+def test_chats_that_the_template_refuses_are_told_together_as_they_begin(tmp_path, wrong):
+    directory = save_chat_tokenizer(tmp_path / "model", "chatml", template=ALTERNATING + CHATML)
+    twice = ("system", "user", "user", "assistant")
+    chats = [chat(f"fine {n}") for n in range(300)]
+    chats += [chat(f"bad {n}\n\x1b" + "x" * 99, roles=twice) for n in range(wrong)]
+    chats += [chat("fine again")]
+    table = {"text": [""] * len(chats), "messages": [json.dumps(one) for one in chats]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "train.parquet")
+    encoder = AutoTokenizer.from_pretrained(directory)
+    with pytest.raises(InputError) as error:
+        write_encoded(tmp_path / "split", tmp_path / "train.parquet", encoder)
+    first, *others = map(str, error.value.faults)
+    begin = "bad 0\\n\\x1b" + "x" * (60 - len("bad 0\n\x1b"))
+    assert first == (
+        f"chat_template = 'train.parquet, chat 301 (system, user, user, assistant) that begins "
+        f"\"{begin}\"': the tokenizer's chat template refuses it (roles must alternate); change "
+        "or remove it"
+    )
+    assert len(others) == min(wrong, 6) - 1
+    if wrong > 5:
+        more = f"chat_template = '4 more of {len(chats)} documents': they are refused too; "
+        assert others[-1] == f"{more}change or remove them"
+
+
+def test_a_tokenizer_without_a_template_is_told_once(tmp_path):
+    directory = save_chat_tokenizer(tmp_path / "model", "chatml", template=None)
+    table = {"text": ["", ""], "messages": [json.dumps(chat("a")), json.dumps(chat("b"))]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "train.parquet")
+    encoder = AutoTokenizer.from_pretrained(directory)
+    with pytest.raises(InputError) as error:
+        write_encoded(tmp_path / "split", tmp_path / "train.parquet", encoder)
+    (fault,) = error.value.faults
+    assert (fault.field, fault.value) == ("chat_template", None)
 
 
 def test_a_tokenizer_without_an_end_token_is_refused(documents, tmp_path):
