@@ -94,8 +94,7 @@ def compress(
 
     Raises:
         InputError: Settings that cannot be, a rank above the matrices, a MoE or base that is not
-            supported or has no tokenizer, a base that is no ancestor of the experts, ``out`` in
-            use.
+            supported, no tokenizer, a base that is no ancestor of the experts, ``out`` in use.
     """
     faults = [*config.faults("codec"), *place_faults(Path(out), moe, base)]
     try:
@@ -104,8 +103,7 @@ def compress(
         raise InputError(*faults, *error.faults) from error
     raise_faults([*faults, *_rank_faults(config, source), *absence_faults(Path(moe))])
     progress = progress or Silent()
-    cosines = _cosines(source, progress)
-    raise_faults(ancestor_faults(source, cosines, minimum_cosine))
+    cosines = _of_an_ancestor(source, minimum_cosine, progress)
     ranks = {} if config.energy is None else _ranks(source, config.energy, progress)
     work = _Work(source, config, ranks, seed)
     plan = work.plan()
@@ -244,8 +242,12 @@ class _Work:
         return total
 
 
-def _cosines(source: Decomposed, progress: Progress) -> dict[str, float]:
-    """The cosine of each expert's matrix and the base's, by "LAYER.EXPERT.MATRIX"."""
+def _of_an_ancestor(source: Decomposed, minimum: float, progress: Progress) -> dict[str, float]:
+    """The cosine of each expert's matrix and the base's, by "LAYER.EXPERT.MATRIX".
+
+    Raises:
+        InputError: The base is no ancestor of the experts.
+    """
     cosines: dict[str, float] = {}
     progress.start("comparison with the base", source.layers * len(source.matrices), "matrices")
     for layer in range(source.layers):
@@ -255,6 +257,7 @@ def _cosines(source: Decomposed, progress: Progress) -> dict[str, float]:
                 weight_OI = source.weight(layer, expert, matrix)
                 cosines[f"{layer}.{expert}.{matrix}"] = cosine(weight_OI, base_OI)
             progress.advance()
+    raise_faults(ancestor_faults(source, cosines, minimum))
     return cosines
 
 
