@@ -24,6 +24,16 @@ def known_files(recipe: Recipe, cache: Path) -> KnownFiles:
     return KnownFiles(cache / FILE, verify=recipe.verify, near=near)
 
 
+def given_models(recipe: Recipe) -> dict[str, str]:
+    """{domain or seed: the model that is given for it}."""
+    models = {
+        name: domain.expert or (domain.origin.model if domain.origin is not None else None)
+        for name, domain in recipe.domains.items()
+    }
+    models[SEED] = recipe.seed_model.model
+    return {name: model for name, model in models.items() if model}
+
+
 def given_model(recipe: Recipe, reference: str, cache: Path) -> Path:
     """Return the directory of a model: config.json, safetensors and the tokenizer.
 

@@ -12,7 +12,7 @@ from infra.recipe.checks import responses_asked
 from infra.recipe.schema import Recipe
 from tasks.data.adapters import given_adapter_faults
 from tasks.data.fits import rank_faults, repair_faults, type_faults, weight_faults
-from tasks.data.given import given_model, given_type, known_files
+from tasks.data.given import given_model, given_models, given_type, known_files
 from tasks.data.lengths import position_faults
 from tasks.data.licences import FILE as LICENCES
 from tasks.data.licences import licence_faults, stated_licences
@@ -147,16 +147,6 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
         if unread := family_of(config).unread(config):
             said = ", ".join(unread)
             run.session.log(f"{name}: nothing reads {said} of its config.json: left out")
-
-
-def given_models(recipe: Recipe) -> dict[str, str]:
-    """{domain or seed: the model that is given for it}."""
-    models = {
-        name: domain.expert or (domain.origin.model if domain.origin is not None else None)
-        for name, domain in recipe.domains.items()
-    }
-    models[SEED] = recipe.seed_model.model
-    return {name: model for name, model in models.items() if model}
 
 
 def _ruling(

@@ -1,15 +1,18 @@
 """Stage ``task_sets``: every task of the recipe made whole on disk, its data beside it."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from infra.recipe.schema import Recipe
+from tasks.data.given import given_model, given_models
 from tasks.engine.sources import CODE
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.checkpoints.hashing import sha256_file
+from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.reader import read_documents
-from upcycle_core.errors import Fault
+from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.tasks.config import CodeConfig, EvaluationTask
 from upcycle_core.evaluation.tasks.definitions import (
     runs_programs,
@@ -45,7 +48,20 @@ def task_sets(run: StageRun) -> None:
         folder=task_folder(run.recipe),
         seed=run.recipe.seed,
         code=run.recipe.task_evaluation.code,
+        positions=task_positions(run.recipe, run.models),
     )
+
+
+def task_positions(recipe: Recipe, cache: Path) -> int | None:
+    """The fewest of any model that is scored, as far as they are known before there is one."""
+    if recipe.trains_seed:
+        return recipe.seed_model.shape.max_positions
+    known = []
+    for model in given_models(recipe).values():
+        with suppress(InputError):  # of what is not needed any more, and is not there
+            reader = CheckpointReader(given_model(recipe, model, cache))
+            known.append(reader.config.get("max_position_embeddings"))
+    return min((length for length in known if isinstance(length, int)), default=None)
 
 
 def write_task_sets(
@@ -57,8 +73,10 @@ def write_task_sets(
     folder: Path | None,
     seed: int,
     code: CodeConfig,
+    positions: int | None = None,
 ) -> None:
-    """The piece: all tasks. Each is loaded once, so that missing data are found here."""
+    """The piece: all tasks. Each is loaded once, so that missing data are found here, and answers
+    that leave no room for a prompt in ``positions``."""
     from upcycle_core.evaluation.tasks.tasks import check_tasks  # imports the harness: seconds
 
     progress.start("making tasks", len(tasks), "tasks")
@@ -67,7 +85,7 @@ def write_task_sets(
         texts = tuple if own is None else partial(read_documents, own)
         write_task(task, out / name, folder=folder, root=CODE, seed=seed, texts=texts)
         progress.advance(1)
-    check_tasks({name: out / name for name in tasks}, code=code)
+    check_tasks({name: out / name for name in tasks}, code=code, positions=positions)
 
 
 def task_folder(recipe: Recipe) -> Path | None:

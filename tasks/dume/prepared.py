@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from infra.recipe.schema import Recipe
-from tasks.data.given import given_model, known_files
-from tasks.data.sources import given_models
+from tasks.data.given import given_model, given_models, known_files
 from tasks.dume.checks import CROSS_VALIDATED
 from tasks.dume.files import calibration_splits
 from tasks.engine.stage import Session

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.data.task_sets import task_fingerprint, task_set_faults
+from tasks.data.task_sets import task_fingerprint, task_positions, task_set_faults
 from tasks.engine.sources import CODE
 from tasks.recipes import load_recipe
+from tests.pico import save_pico
 
 
 @pytest.fixture
@@ -39,6 +40,17 @@ def test_the_fingerprint_follows_data_and_definition(recipe, tmp_path, file):
     after = task_fingerprint(recipe(), "sums")
     assert after.keys() == before.keys()
     assert len({*after.items()} - {*before.items()}) == 1
+
+
+def test_positions_are_known_before_there_is_a_model(recipe, tmp_path):
+    assert task_positions(recipe("seed_model.shape.max_positions=777"), tmp_path) == 777
+    long, short = (
+        save_pico(tmp_path / f"{n}", max_position_embeddings=n, seed=n) for n in (300, 200)
+    )
+    given = recipe(f"seed_model.model={long}", f"domains.python.expert={short}")
+    assert task_positions(given, tmp_path / "models") == 200
+    gone = recipe(f"seed_model.model={long}", "domains.python.expert=/gone")
+    assert task_positions(gone, tmp_path / "models") == 300
 
 
 def test_programs_need_leave(recipe):

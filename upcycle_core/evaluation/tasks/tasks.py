@@ -192,19 +192,29 @@ def _own_examples(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"fewshot_split": config.get("test_split")}
 
 
-def check_tasks(task_sets: Mapping[str, Path], *, code: CodeConfig) -> None:
+def check_tasks(
+    task_sets: Mapping[str, Path], *, code: CodeConfig, positions: int | None = None
+) -> None:
     """Load every task once, without any model.
 
+    Args:
+        task_sets: {task: what ``definitions.write_task`` wrote}.
+        code: Whether programs may run.
+        positions: Of the models that will be asked; None if they are not known.
+
     Raises:
-        InputError: With the faults of all tasks: data that are missing, names that do not exist.
+        InputError: With the faults of all tasks: data that are missing, names that do not exist,
+            answers that leave no room for a prompt.
     """
     faults: list[Fault] = []
     with tempfile.TemporaryDirectory() as cache:
         for name, path in task_sets.items():
             try:
-                HarnessTask(name, path, code=code, cache=Path(cache))
+                task = HarnessTask(name, path, code=code, cache=Path(cache))
             except InputError as error:
                 faults += error.faults
+            else:
+                faults += [] if positions is None else task.room_faults(positions)
     raise_faults(faults)
 
 

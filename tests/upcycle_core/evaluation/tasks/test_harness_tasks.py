@@ -204,7 +204,9 @@ def test_all_tasks_are_tried_and_all_faults_told(tmp_path):
         "hub": write(tmp_path / "hub", harness="gsm9k"),
         "many": write(tmp_path / "many", definition=save_task(tmp_path), shots=7),
     }
-    check_tasks({"good": sets["good"]}, code=CodeConfig())
+    check_tasks({"good": sets["good"]}, code=CodeConfig(), positions=7)
+    with pytest.raises(InputError, match=r"^tasks.good.max_new_tokens = 6: no room for a prompt"):
+        check_tasks({"good": sets["good"]}, code=CodeConfig(), positions=6)
     with pytest.raises(InputError) as error:
         check_tasks(sets, code=CodeConfig())
     fields = [fault.field for fault in error.value.faults]
