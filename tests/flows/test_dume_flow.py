@@ -390,7 +390,7 @@ def test_version_of_a_killed_flow_is_registered_once_and_whole(project, killed, 
         [version] = registry.versions("upcycle-pico")
         assert set(version.aliases) == {"challenger", "champion"}
         copy = registry.download(version.reference, tmp_path / str(number))
-        copies.append(tree_digest(copy))
+        copies.append(tree_digest(copy, exclude=["MLmodel"]))  # holds the time and the run
     assert copies[0] == copies[1]
 
 
@@ -433,7 +433,9 @@ def test_dvc_makes_the_same_bytes_and_the_flow_finds_them_up_to_date(project):
 def test_damaged_artifact_is_made_again(project):
     before = project.digests()
     weights = project.workspace / "model" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    content = weights.read_bytes()
+    weights.unlink()  # the registered version shares its bytes
+    weights.write_bytes(content[:-1] + b"x")
     project.flow()
     assert project.calls()["assemble"] == 1
     assert project.digests() == before
