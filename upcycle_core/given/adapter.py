@@ -95,7 +95,8 @@ class Adapter:
         self.config = _settings(directory)
         raise_faults(_setting_faults(self.config, directory))
         self.base_name: str | None = self.config.get("base_model_name_or_path") or None
-        self.revision: str | None = self.config.get("revision") or None
+        revision = self.config.get("revision")
+        self.revision: str | None = revision if revision not in ("", "main") else None
         self._file = _weights(directory)
         self.low_rank: dict[str, LowRank] = {}
         self.replaced: dict[str, str] = {}

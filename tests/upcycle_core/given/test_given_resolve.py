@@ -225,6 +225,8 @@ def test_an_adapter_is_merged_into_the_revision_of_its_base(tmp_path, base, monk
     with pytest.raises(InputError, match=r"at revision v1.0, and the seed is its newest: fetch"):
         resolve.resolve_model(str(adapter), tmp_path / "cache", base="owner/one")
     resolve.resolve_model(str(adapter), tmp_path / "cache", base=str(base))  # its user vouches
+    change_json(adapter / ADAPTER_CONFIG, revision="main")  # the newest by its name
+    resolve.resolve_model(str(adapter), tmp_path / "cache", base="owner/one")
 
 
 def test_the_base_may_be_a_gguf_file_and_no_adapter(tmp_path, gguf_file):
