@@ -19,7 +19,7 @@ MODEL ?= $(REAL)
 # The same variable names what is served and talked to, which has another default.
 SERVED = $(if $(filter command line environment,$(origin MODEL)),$(MODEL),upcycle-demo@champion)
 
-.PHONY: help env chat demo demo-real demo-symphony demo-ders demo-simoe compare evaluate readers certify serve test test-faults compiled bench up deploy undeploy down status lint
+.PHONY: help env chat demo demo-real demo-symphony demo-ders demo-simoe compare evaluate readers certify serve test test-faults test-gpu compiled bench up deploy undeploy down status lint
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
@@ -81,10 +81,13 @@ serve: env ## Serve a registered model on loopback, the champion of the moment (
 	@$(RUN) -m flows.serve $(SERVED) $(OPTIONS)
 
 test: compiled ## The tests
-	$(RUN) -m pytest -m 'not faults'
+	$(RUN) -m pytest -m 'not faults and not gpu'
 
 test-faults: compiled readers ## The long tests: flows killed, files damaged, every reader asked
 	$(RUN) -m pytest -m faults
+
+test-gpu: env ## What a GPU computes, against the CPU
+	$(RUN) -m pytest -m gpu tests/gpu
 
 # Where Python is told to write no bytecode, each of the hundreds of processes that tests start would
 # compile all modules anew.

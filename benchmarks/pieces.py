@@ -44,6 +44,11 @@ from upcycle_core.training.trainer import train as train_whole
 EXPERTS = ("one", "other")
 LENGTH, BATCH, TOKENS, STEPS = 512, 2, 8_192, 2
 SHARD = 10**10
+CHECKPOINTS = "checkpoints"
+"""Folder of the trainings'; it may lie on another disk."""
+NARROW = "moments in bf16"
+METHODS = ("full", "ffn", "lora", f"full, {NARROW}", f"ffn, {NARROW}")
+"""Of an expert's training."""
 GROUP = 2
 """Layers that a comparison of models counts at a time."""
 OBJECTIVE = MoEObjective(trainable=("experts", "backbone"))
@@ -66,10 +71,12 @@ def settings(precision: Any) -> tuple[StatisticsConfig, EvaluationConfig]:
     )
 
 
-def training(method: Any, precision: Any) -> ExpertTrainingConfig:
-    """Of an expert, too short to learn."""
+def training(method: str, precision: Any) -> ExpertTrainingConfig:
+    """Of an expert, too short to learn; a method may be followed by ``, NARROW``."""
+    trained: Any = method.removesuffix(f", {NARROW}")
     return ExpertTrainingConfig(
-        method=method,
+        method=trained,
+        optimizer_state="bf16" if method.endswith(NARROW) else "fp32",
         steps=STEPS,
         batch_size=BATCH,
         sequence_length=LENGTH,
@@ -126,29 +133,30 @@ def _packed(folder: Path) -> PackedSequences:
     return packed_sequences(text, sequence_length=LENGTH, count=STEPS * BATCH, seed=0)
 
 
-def train(folder: Path, precision: str, method: str) -> None:
+def train(folder: Path, precision: str, device: str, *, method: str) -> None:
     """An expert."""
     config = training(method, precision)
     rows = _packed(folder)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         out = Path(name)
-        common: dict[str, Any] = {"progress": Silent(), "seed": 0, "device": "cpu"}
+        common: dict[str, Any] = {"progress": Silent(), "seed": 0, "device": device}
         train_expert(
             *(folder / "one", rows, out / "out"),
             config=config,
-            checkpoints=out / "checkpoints",
+            checkpoints=folder / CHECKPOINTS / str(os.getpid()),
             **common,
         )
 
 
-def statistics(folder: Path, precision: str) -> None:
+def statistics(folder: Path, precision: str, device: str) -> None:
     """One domain's, as one shard."""
     config, _ = settings(precision)
     parts = (folder / "backbone", folder / "one", folder / "text")
-    domain_statistics(*parts, folder / "statistics.safetensors", config=config, shard=0)
+    out = folder / "statistics.safetensors"
+    domain_statistics(*parts, out, config=config, shard=0, device=device)
 
 
-def repair(folder: Path, precision: str) -> None:
+def repair(folder: Path, precision: str, device: str) -> None:
     """One expert's, with the head's target."""
     config, _ = settings(precision)
     with tempfile.TemporaryDirectory(dir=folder) as out:
@@ -157,29 +165,30 @@ def repair(folder: Path, precision: str) -> None:
             repair="down+head_target",
             config=config,
             max_shard_bytes=SHARD,
+            device=device,
         )
 
 
-def evaluation(folder: Path, precision: str, model: str) -> None:
+def evaluation(folder: Path, precision: str, device: str, *, model: str) -> None:
     """A model's perplexity."""
     _, config = settings(precision)
     evaluate_checkpoint(
         folder / model,
         {"text": folder / "text"},
         config=config,
-        device="cpu",
+        device=device,
         progress=Silent(),
     )
 
 
-def averaging(folder: Path, precision: str) -> None:
+def averaging(folder: Path, precision: str, device: str) -> None:
     """Of both experts, whole."""
     with tempfile.TemporaryDirectory(dir=folder) as out:
         readers = [CheckpointReader(folder / name) for name in EXPERTS]
         write_average(readers, Path(out), max_shard_bytes=SHARD)
 
 
-def pairs(folder: Path, precision: str) -> None:
+def pairs(folder: Path, precision: str, device: str) -> None:
     """Two models over the same text, a group of layers."""
     with tempfile.TemporaryDirectory(dir=folder) as out:
         first, second = (folder / name for name in EXPERTS)
@@ -190,37 +199,39 @@ def pairs(folder: Path, precision: str) -> None:
             Path(out) / "sums.safetensors",
             config=comparing(precision),
             layers=range(GROUP),
+            device=device,
         )
 
 
-def similarity(folder: Path, precision: str) -> None:
+def similarity(folder: Path, precision: str, device: str) -> None:
     """The experts of the MoE, by what they put out."""
-    moe_similarity(folder / "moe", [folder / "text"], EXPERTS, config=likeness(precision))
+    config = likeness(precision)
+    moe_similarity(folder / "moe", [folder / "text"], EXPERTS, config=config, device=device)
 
 
-def storing(folder: Path, precision: str, codec: str) -> None:
+def storing(folder: Path, precision: str, device: str, *, codec: str) -> None:
     """The experts' deltas from their mean."""
     with tempfile.TemporaryDirectory(dir=folder) as out:
         compress(folder / "moe", Path(out) / "stored", config=CODECS[codec], minimum_cosine=-1)
 
 
-def train_moe(folder: Path, precision: str) -> None:
+def train_moe(folder: Path, precision: str, device: str) -> None:
     """All of the MoE."""
     config = whole(precision)
     rows = _packed(folder)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         out = Path(name)
-        common: dict[str, Any] = {"progress": Silent(), "seed": 0, "device": "cpu"}
+        common: dict[str, Any] = {"progress": Silent(), "seed": 0, "device": device}
         train_whole(
             *(folder / "moe", rows, out / "out"),
             config=config,
             objective=OBJECTIVE,
-            checkpoints=out / "checkpoints",
+            checkpoints=folder / CHECKPOINTS / str(os.getpid()),
             **common,
         )
 
 
-def train_sparse(folder: Path, precision: str) -> None:
+def train_sparse(folder: Path, precision: str, device: str) -> None:
     """A SIMoE, and what it writes at its end."""
     config = whole(precision)
     rows = InstructionRows(
@@ -232,20 +243,18 @@ def train_sparse(folder: Path, precision: str) -> None:
     )
     with tempfile.TemporaryDirectory(dir=folder) as name:
         out = Path(name)
-        common: dict[str, Any] = {"progress": Silent(), "seed": 0, "device": "cpu"}
+        common: dict[str, Any] = {"progress": Silent(), "seed": 0, "device": device}
         train_simoe(
             *(folder / "one", rows, out / "out"),
             config=config,
             simoe=SIMOE,
-            checkpoints=out / "checkpoints",
+            checkpoints=folder / CHECKPOINTS / str(os.getpid()),
             **common,
         )
 
 
-PIECES: Mapping[str, Callable[[Path, str], None]] = {
-    "train full": partial(train, method="full"),
-    "train ffn": partial(train, method="ffn"),
-    "train lora": partial(train, method="lora"),
+PIECES: Mapping[str, Callable[[Path, str, str], None]] = {
+    **{f"train {method}": partial(train, method=method) for method in METHODS},
     "statistics": statistics,
     "repair": repair,
     "evaluation": partial(evaluation, model="one"),
@@ -257,6 +266,11 @@ PIECES: Mapping[str, Callable[[Path, str], None]] = {
     "comparison of experts": similarity,
     **{f"DeRS, {name}": partial(storing, codec=name) for name in CODECS},
 }
+"""By name: what a piece does with the models in a folder, in a precision, on a device."""
+ON_A_GPU = [kind for kind in PIECES if kind != "averaging" and not kind.startswith("DeRS")]
+"""Those that use one."""
+ALONE = {*(f"train {method}" for method in METHODS), "train SIMoE", "evaluation"}
+"""Those of one dense model."""
 
 
 def keep_few_kernels() -> None:
@@ -265,26 +279,26 @@ def keep_few_kernels() -> None:
         os.environ.setdefault(name, DEFAULTS[name])
 
 
-def plan(kind: str, shape: Shape, precision: str) -> int:
+def plan(kind: str, shape: Shape, precision: str, device: str) -> int:
     """The same, from the shape."""
     collected, scored = settings(precision)
+    where: dict[str, Any] = {"device": device}
     if kind == "train MoE":
-        return mixture_training_bytes(
-            shape, whole(precision), experts=2, top_k=1, trainable=OBJECTIVE.trainable
-        )
+        counts: dict[str, Any] = {"experts": 2, "top_k": 1, "trainable": OBJECTIVE.trainable}
+        return mixture_training_bytes(shape, whole(precision), **counts, **where)
     if kind == "train SIMoE":
-        return simoe_training_bytes(shape, whole(precision), SIMOE)
+        return simoe_training_bytes(shape, whole(precision), SIMOE, **where)
     if kind.startswith("train"):
-        return training_bytes(shape, training(kind.split()[1], precision))
+        return training_bytes(shape, training(kind.removeprefix("train "), precision), **where)
     known: dict[str, Callable[[], int]] = {
-        "statistics": lambda: memory.statistics_bytes(shape, collected),
-        "repair": lambda: memory.repair_bytes(shape, collected, TOKENS, head=True),
-        "evaluation": lambda: memory.evaluation_bytes(shape, scored),
-        "evaluation of the MoE": lambda: memory.evaluation_bytes(shape, scored, experts=2),
+        "statistics": lambda: memory.statistics_bytes(shape, collected, **where),
+        "repair": lambda: memory.repair_bytes(shape, collected, TOKENS, head=True, **where),
+        "evaluation": lambda: memory.evaluation_bytes(shape, scored, **where),
+        "evaluation of the MoE": lambda: memory.evaluation_bytes(shape, scored, experts=2, **where),
         "averaging": lambda: memory.averaging_bytes(shape),
-        "comparison of models": lambda: alignment.pairs_bytes(shape, comparing(precision)),
+        "comparison of models": lambda: alignment.pairs_bytes(shape, comparing(precision), **where),
         "comparison of experts": lambda: alignment.similarity_bytes(
-            shape, likeness(precision), 2, experts=2
+            shape, likeness(precision), 2, experts=2, **where
         ),
         **{
             f"DeRS, {name}": partial(compressing_bytes, shape, codec, 2)

@@ -63,7 +63,9 @@ def repair_bytes(
     sums = HALVES * FP64 * shape.inner * (shape.inner + shape.hidden)
     solving = 2 * FP64 * shape.inner * (shape.inner + shape.hidden)
     embedding = size * shape.vocabulary * shape.hidden
-    heads = 2 * FP32 * shape.vocabulary * shape.hidden if head else 0
+    heads = 0
+    if head and device == "cpu":  # a GPU is sent some rows at a time
+        heads = 2 * FP32 * shape.vocabulary * shape.hidden
     if head:  # the sums of the other target, both targets' solutions, of all text and of halves
         sums += (HALVES + 2 * (1 + HALVES)) * FP64 * shape.inner * shape.hidden
         heads += LOGITS * FP32 * min(tokens, LOGITS_AT_ONCE) * shape.vocabulary

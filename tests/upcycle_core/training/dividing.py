@@ -48,8 +48,7 @@ def train_any(folder, model, name, **options):
         folder / name,
         seed=0,
         checkpoints=folder / f"{name}-checkpoints",
-        device="cpu",
-        **options,
+        **{"device": "cpu", **options},
     )
 
 

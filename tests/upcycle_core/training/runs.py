@@ -65,7 +65,7 @@ def settings(**changes):
 
 
 def run(folder, model, name="out", *, config=None, rows=None, seed=0, progress=None, **options):
-    """Train ``model`` on the CPU into ``folder / name``."""
+    """Train ``model`` into ``folder / name``; on the CPU, if no ``device`` is named."""
     config = config or settings()
     needed = config.steps * config.batch_size * config.gradient_accumulation
     return train(
@@ -76,8 +76,7 @@ def run(folder, model, name="out", *, config=None, rows=None, seed=0, progress=N
         seed=seed,
         checkpoints=folder / f"{name}-checkpoints",
         progress=progress or Silent(),
-        device="cpu",
-        **options,
+        **{"device": "cpu", **options},
     )
 
 

@@ -179,8 +179,8 @@ def test_a_score_that_is_no_mean_over_items_has_no_difference_of_means():
     """A short text that one model finds hard is little of the whole, and half of the items."""
     nats, lengths = {"dume": (1.0, 8.0), "champion": (1.5, 2.0)}, (1000, 10)
     whole = {
-        row: math.exp(math.fsum(n * size for n, size in zip(own, lengths, strict=True)) / 1010)
-        for row, own in nats.items()
+        name: math.exp(math.fsum(n * size for n, size in zip(own, lengths, strict=True)) / 1010)
+        for name, own in nats.items()
     }
     assert whole["dume"] < whole["champion"]
     given = evaluation(
