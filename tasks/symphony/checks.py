@@ -70,8 +70,9 @@ def unused_faults(recipe: Recipe) -> Iterator[Fault]:
     for name, domain in recipe.domains.items():
         if domain.origin is not None:
             yield Fault(f"domains.{name}.origin", domain.origin, remedy)
-    if recipe.post_training is not None:
-        yield Fault("post_training", "given", remedy)
+    for field in ("post_training", "similarity"):
+        if getattr(recipe, field) is not None:
+            yield Fault(field, "given", remedy)
     for name in recipe.outside:
         yield Fault(f"outside.{name}", "given", remedy)
     for name, row in recipe.baselines.items():

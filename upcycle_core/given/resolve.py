@@ -52,6 +52,8 @@ CONVERTED = "converted"
 """Folder of the cache for what was made of other forms."""
 CONVERSION = 4
 """Raised when the same file is to become another checkpoint."""
+MERGING = 2
+"""Raised when the same adapter is to become another one."""
 
 
 def resolve_model(
@@ -165,7 +167,8 @@ def _of_gguf(path: Path, cache_dir: Path, known: KnownFiles) -> Path:
 def _merged(directory: Path, base: str | None, cache_dir: Path, known: KnownFiles) -> Path:
     adapter = Adapter(directory)
     into = _base(adapter, base, cache_dir, known)
-    parts = {"adapter": _digests(directory, known), "base": _digests(into, known)}
+    digests = {"adapter": _digests(directory, known), "base": _digests(into, known)}
+    parts = {"merging": MERGING, **digests}
     return make_once(
         _place(cache_dir, parts), lambda partial: merge_adapter(adapter, into, partial)
     )

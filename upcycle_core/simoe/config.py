@@ -52,7 +52,7 @@ class SimoeUpcyclingConfig:
     reopen: bool = False
     """Whether a gate that is zero still hears from the likelihood, by the slope that it has without
     the clamp: it may come back, and lambda closes another for it (not in the paper)."""
-    mask_learning_rate: float = field(default=5e-3, metadata={"gt": 0})
+    mask_learning_rate: float = field(default=1e-2, metadata={"gt": 0})
     """Adam's learning rate of log phi, on the schedule of the others."""
     router_learning_rate: float | None = field(default=None, metadata={"gt": 0})
     """Adam's learning rate of the router; that of the deltas by default."""

@@ -197,11 +197,12 @@ def test_all_faults_come_in_one_message():
 
 
 def test_without_a_symphony_section_its_fields_are_no_use():
-    values = {**VALID, "symphony": None}
+    values = {**VALID, "symphony": None, "similarity": {}}
     assert {
         "domains.code.origin",
         "domains.law.origin",
         "post_training",
+        "similarity",
         "outside.medicine",
         "baselines.paper.method",
     } <= fields_of(values)
