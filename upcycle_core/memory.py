@@ -1,5 +1,6 @@
-"""How much memory there is, of the machine or of the container that this process is confined to."""
+"""Memory and cores that there are, of the machine or of the container around this process."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,18 +31,39 @@ def free_memory() -> int:
     return max(0, min([psutil.virtual_memory().available, *free]))
 
 
-def _groups() -> Iterator[Path]:
-    """Folders of this process's control groups and of those around them."""
+def cores() -> int:
+    """Cores that this process and its neighbours may use together; a share of one is one."""
+    quotas = (quota for folder in _groups("cpu") for quota in _quotas(folder))
+    there = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        there = len(os.sched_getaffinity(0))
+    return max(1, int(min([there, *quotas])))
+
+
+def _groups(kind: str = "memory") -> Iterator[Path]:
+    """Folders of this process's control groups of a kind and of those around them."""
     yield GROUPS
-    yield GROUPS / "memory"
+    yield GROUPS / kind
     for line in OWN.read_text().splitlines() if OWN.exists() else ():
         _, kinds, path = line.split(":", 2)
-        if kinds not in ("", "memory"):
+        if kinds and kind not in kinds.split(","):
             continue
-        place = (GROUPS / kinds if kinds else GROUPS) / path.lstrip("/")
-        while place not in (GROUPS, GROUPS / "memory"):
+        root = GROUPS / kinds if kinds else GROUPS
+        place = root / path.lstrip("/")
+        while place not in (root, GROUPS):
             yield place
             place = place.parent
+
+
+def _quotas(folder: Path) -> Iterator[float]:
+    """The limit of a folder, where it has one, in cores; by control groups of both versions."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        parts = (_number(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        quota, period = (str(part or "max") for part in parts)
+    if quota.isdigit() and period.isdigit():
+        yield int(quota) / int(period)
 
 
 def _limits(folder: Path) -> Iterator[tuple[int, int]]:

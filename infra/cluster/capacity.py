@@ -1,11 +1,11 @@
 """Whether the machines of a Ray have room for a piece: Ray itself would wait for ever."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from infra.recipe.resources import ComputeConfig, Resources
 from upcycle_core.errors import Fault
+from upcycle_core.memory import cores
 
 EPSILON = 1e-9
 """Shares of a GPU are decimal fractions."""
@@ -20,7 +20,7 @@ BROUGHT = ("node:", ACCELERATOR)
 
 def machine(cpus: int | None) -> dict[str, float]:
     """What is known of a Ray on this machine before it runs."""
-    return {"CPU": float(cpus or os.cpu_count() or 1)}
+    return {"CPU": float(cpus or cores())}
 
 
 def requested(resources: Resources) -> dict[str, float]:

@@ -34,6 +34,7 @@ from infra.recipe.resources import ComputeConfig, Resources
 from infra.services.stopping import handlers_kept
 from infra.settings import Settings, environment_of, ray_token
 from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.memory import cores
 
 # What ends up on the machines of a cluster, and so what pieces can import there: nothing else that
 # lies in the checkout is looked at. The rules are those of .gitignore files; `!/.` is the checkout.
@@ -46,6 +47,8 @@ PIECE_VARIABLES = (
     "MPLBACKEND",
     "LRU_CACHE_CAPACITY",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+    # Heeded where a piece's owner is: of a client (ray://), that is a process beside the head.
+    "RAY_task_oom_retries",
     "TOKENIZERS_PARALLELISM",
 )
 PROBE_SECONDS = 10.0
@@ -122,7 +125,7 @@ def _local(
         try:
             servers = few_servers() if dashboard is None else nullcontext()
             with handlers_kept(), servers:  # at SIGTERM Ray would end before its pieces
-                context: Any = ray.init(address="local", num_cpus=cpus, **quiet, **own)
+                context: Any = ray.init(address="local", num_cpus=cpus or cores(), **quiet, **own)
             _SERVERS[:] = [p for p in psutil.Process().children() if p.name() in SERVERS]
             sessions.claim(settings.ray_sessions)
             if dashboard is not None:

@@ -1,7 +1,6 @@
 """How much memory a process needs at its peak, and how much there is."""
 
 import gc
-import os
 import re
 import threading
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch
 
 from infra.recipe.resources import Streamed
 from upcycle_core.allocator import trim
-from upcycle_core.memory import total_memory
+from upcycle_core.memory import cores, total_memory
 
 SAMPLE_SECONDS = 0.05
 LEFT_BYTES = 64 * 2**20
@@ -56,7 +55,7 @@ class Room:
         there = machine_memory(device) or 0
         if device != "cpu":
             return needed() <= GPU_SHARE * there * min(1.0, self.gpus)
-        places = max(1, (self.machine_cpus or os.cpu_count() or 1) // self.cpus)
+        places = max(1, (self.machine_cpus or cores()) // self.cpus)
         if self.memory is not None:
             places = max(1, min(places, there // self.memory))
         return places * (needed() + held_bytes()) <= there

@@ -37,6 +37,10 @@ FULL_SAID = re.compile(
 """What libraries say of them that pass on no error of the system."""
 
 
+NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV}
+"""What file systems without hard links say."""
+
+
 class Held(InputError):
     """Another process is at work in the workspace."""
 
@@ -330,10 +334,14 @@ def _is_full_disk(error: BaseException) -> bool:
 
 
 def take(source: Path, target: Path) -> None:
-    """Move the content of ``source`` into the directory ``target``; a file moves itself.
+    """Bring the content of ``source`` into the directory ``target``; a file brings itself.
 
-    A kill on the way leaves no half of ``source`` that a finished piece could be taken for.
+    As hard links where there are any: the piece is finished still if what comes after it fails.
+    Else it is moved, and a kill on the way leaves no half of ``source`` that a finished piece could
+    be taken for.
     """
+    if _linked(source, target):
+        return
     if source.is_file():
         shutil.move(source, target / source.name)
         return
@@ -344,6 +352,28 @@ def take(source: Path, target: Path) -> None:
         if entry.name != PROVENANCE:
             shutil.move(entry, target / entry.name)
     shutil.rmtree(leaving)
+
+
+def _linked(source: Path, target: Path) -> bool:
+    """Whether all that is in ``source`` is in ``target`` as well now; else nothing is."""
+    if source.is_file():
+        parts = {source.name: source}
+    else:
+        parts = {str(p.relative_to(source)): p for p in sorted(source.rglob("*"))}
+        parts.pop(PROVENANCE, None)
+    probe = target / ".link"
+    for name, part in parts.items():
+        if part.is_dir() and not part.is_symlink():
+            continue
+        try:
+            os.link(part, probe, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in NO_LINKS:
+                return False
+            raise
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        probe.rename(target / name)
+    return True
 
 
 def _flat(artifact: str) -> str:

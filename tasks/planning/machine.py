@@ -1,6 +1,5 @@
 """The machine that a plan is for: this one, or one that the user describes."""
 
-import os
 import re
 import shutil
 from dataclasses import dataclass, replace
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from infra.cluster.memory import machine_memory
 from upcycle_core.errors import Fault, InputError
+from upcycle_core.memory import cores
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
@@ -45,7 +45,7 @@ class Machine:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return cls(
             memory=machine_memory(device="cpu") or 0,
-            cpus=cpus or os.cpu_count() or 1,
+            cpus=cpus or cores(),
             disk=shutil.disk_usage(there).free,
             gpus=gpus,
             gpu_memory=(machine_memory(device="cuda") or 0) if gpus else 0,

@@ -95,7 +95,7 @@ class Plan:
     def gpu_memory(self) -> int:
         """Bytes of one GPU's memory at the peak; 0 where none is asked for."""
         held = (
-            row.memory * max(1, int(1 / row.resources.gpus))
+            row.memory * row.on_a_gpu(self.machine)
             for row in self.rows
             if row.resources.gpus
         )

@@ -127,6 +127,10 @@ class Planned:
             places = min(places, machine.memory // self.resources.memory)
         return max(1, min(self.pieces // self.rounds, places // self.workers))
 
+    def on_a_gpu(self, machine: Machine) -> int:
+        """Pieces and workers that share one GPU there; Ray fills one before the next."""
+        return max(1, min(int(1 / self.resources.gpus), self.at_once(machine) * self.workers))
+
     def fitted(self, machine: Machine, base: int) -> "Planned":
         """The row with what its pieces will hold: the model, or one layer where that is too much.
 
@@ -157,7 +161,7 @@ class Planned:
         if self.resources.gpus:
             needed, there = self.memory, int(GPU_SHARE * machine.gpu_memory)
             where = "of GPU memory"
-            together = max(1, int(1 / self.resources.gpus))
+            together = self.on_a_gpu(machine)
             if not machine.gpus:
                 asked = f"{self.resources.gpus:g}"
                 yield Fault(f"compute.{self.kind}.gpus", asked, "there is no GPU; give 0")
@@ -178,6 +182,8 @@ class Planned:
         elif fewer >= self.workers and not self.resources.gpus:
             remedies.append(f"compute.{self.kind}.memory = {needed}")
             remedies.append(f"compute.{self.kind}.cpus = {-(-machine.cpus // fewer)}")
+        if self.resources.gpus and fewer:  # fewer share one
+            remedies.append(f"compute.{self.kind}.gpus = {1 / fewer:g}")
         where = f"compute.{self.kind}"
         yield Fault(where, said, " or ".join(remedies) or "use a larger machine")
 

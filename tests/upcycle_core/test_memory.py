@@ -57,3 +57,33 @@ def test_control_groups_of_the_first_version_count_too(groups):
 def test_a_machine_without_control_groups_has_its_own_memory(groups):
     (groups / "own").unlink()
     assert memory.free_memory() == 40 * GB
+
+
+@pytest.fixture
+def many_cores(groups, monkeypatch):
+    monkeypatch.setattr(memory.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(memory.os, "sched_getaffinity", lambda _: set(range(48)))
+    return groups
+
+
+def test_without_a_quota_cores_are_those_that_may_be_used(many_cores):
+    (many_cores / "cpu.max").write_text("max 100000\n")
+    assert memory.cores() == 48
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(250_000, 2), (50_000, 1), (9_999_999, 48)])
+def test_a_container_s_quota_counts(many_cores, quota, cores):
+    own = many_cores / "a.slice" / "b.service"
+    own.mkdir(parents=True)
+    (own / "cpu.max").write_text(f"{quota} 100000\n")
+    assert memory.cores() == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("400000", 4), ("-1", 48)])
+def test_quotas_of_the_first_version_count_too(many_cores, quota, cores):
+    (many_cores / "own").write_text("5:cpu,cpuacct:/docker/1\n9:memory:/docker/1\n")
+    folder = many_cores / "cpu,cpuacct" / "docker" / "1"
+    folder.mkdir(parents=True)
+    (folder / "cpu.cfs_quota_us").write_text(quota)
+    (folder / "cpu.cfs_period_us").write_text("100000")
+    assert memory.cores() == cores

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from upcycle_core.memory import cores
 from upcycle_core.precision import arithmetic
 
 Arithmetic = Literal["auto", "fp32", "bf16", "fp64"]
@@ -87,7 +88,7 @@ def identity() -> dict[str, Any]:
     except OSError:  # no Linux
         found = None
     name = found[1].strip() if found else platform.processor() or platform.machine()
-    return {"processor": name, "cores": os.cpu_count() or 1, "torch": torch.__version__}
+    return {"processor": name, "cores": cores(), "torch": torch.__version__}
 
 
 def measure(folder: Path) -> Rates:
@@ -97,9 +98,8 @@ def measure(folder: Path) -> Rates:
         folder: On the disk that is measured; nothing stays there.
     """
     threads = torch.get_num_threads()
-    cores = os.cpu_count() or 1
     try:
-        torch.set_num_threads(cores)
+        torch.set_num_threads(cores())
         everyone = {name: _products(dtype) for name, dtype in _TYPES.items()}
         torch.set_num_threads(1)
         one = {name: _products(dtype) for name, dtype in _TYPES.items()}

@@ -62,6 +62,7 @@ def ranks(*, out, progress):
 """
 DRIVER = """
 import json, sys
+import psutil
 from infra import settings
 
 place = settings.configure()
@@ -93,6 +94,11 @@ try:
         found = run(shard(0), shard(1), Piece(name="where", function=where))["where"].result
         if "together" in what:
             found["ranks"] = run(Piece(name="ranks", function=ranks, workers=2))["ranks"].result
+            found["retries"] = [
+                process.environ().get("RAY_task_oom_retries")
+                for process in psutil.process_iter(["cmdline"])
+                if "--mode=specific-server" in (process.info["cmdline"] or ())
+            ]
         for asked in ({"cpus": 3}, {"gpus": 1}):
             try:
                 run(Piece(name="much", function=where), **asked)
@@ -148,7 +154,8 @@ machines.shutdown()
 def started(folder: Path, *, cpus: int = 2):
     """A Ray head that knows nothing of the checkout; its address and that for clients."""
     port, client, agent = free_port(), free_port(), free_port()
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "UPCYCLE_"))}
+    ours = ("PYTHON", "UPCYCLE_", "RAY_task_")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     environment = {
         **inherited,
         # Ray's sockets want a short path, and who looks for a Ray "anywhere" should not find this.
@@ -299,7 +306,9 @@ def test_a_client_of_the_head_and_pieces_of_several_workers(head, checkout, inpu
     drive(checkout, inputs, folder / "local", address="local", home=folder / "home")
     out, home = folder / "client", folder / "home"
     done = drive(checkout, inputs, out, "together", address=client, home=home)
-    assert json.loads(done.stdout)["ranks"] == [0, 1]
+    found = json.loads(done.stdout)
+    assert found["ranks"] == [0, 1]
+    assert found["retries"] == ["2"]  # of pieces that run out of memory; without a limit otherwise
     assert shards_of(folder / "client") == shards_of(folder / "local")
 
 

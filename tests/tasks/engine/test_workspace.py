@@ -1,15 +1,17 @@
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from ray.exceptions import RayTaskError
 from safetensors import SafetensorError
 
 from flows import restore
-from tasks.engine.workspace import RESTORING, Held, Workspace, disk_faults, take
+from tasks.engine.workspace import PROVENANCE, RESTORING, Held, Workspace, disk_faults, take
 from upcycle_core.errors import InputError
 
 
@@ -290,6 +292,30 @@ def test_other_errors_pass_through(tmp_path):
         raise PermissionError(errno.EACCES, "no")
 
 
+def no_links(*_args, **_more):
+    raise OSError(errno.EOPNOTSUPP, "no links")
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_what_was_taken_is_there_for_the_next_attempt(tmp_path, is_file):
+    """Between the end of a piece of hours and its publishing MLflow may go, or a kill come."""
+    source, target = tmp_path / "piece", tmp_path / "out"
+    target.mkdir()
+    if is_file:
+        source.write_text("b")
+    else:
+        (source / "below").mkdir(parents=True)
+        (source / "below" / "piece").write_text("b")
+        (source / PROVENANCE).write_text("{}")
+    for _ in range(2):
+        take(source, target)
+        files = [p.relative_to(target) for p in target.rglob("*") if p.is_file()]
+        assert files == [Path("piece" if is_file else "below/piece")]
+        assert (target / files[0]).read_text() == "b"
+        shutil.rmtree(target)
+        target.mkdir()
+
+
 def test_a_kill_while_files_are_taken_leaves_no_half_of_them(tmp_path, monkeypatch):
     """A piece counts as finished while its folder is there: it must not be there half-empty."""
     source, target = tmp_path / "piece", tmp_path / "out"
@@ -301,6 +327,7 @@ def test_a_kill_while_files_are_taken_leaves_no_half_of_them(tmp_path, monkeypat
     def killed(entry, place):
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("tasks.engine.workspace.os.link", no_links)
     with monkeypatch.context() as patch:
         patch.setattr("tasks.engine.workspace.shutil.move", killed)
         with pytest.raises(KeyboardInterrupt):

@@ -252,6 +252,22 @@ def test_a_gpu_is_asked_for_what_it_holds(tmp_path, llama):
     assert none["compute.statistics.gpus"] == ("1", "there is no GPU; give 0")
 
 
+def test_a_gpu_is_shared_by_those_that_run_at_once(tmp_path, llama):
+    compute = {"statistics": GPU, "evaluation": {**HELD, "gpus": 0.5}}
+    common = {"memory": 64 * 10**9, "disk": 10**13, "gpus": 1, "gpu_memory": 80 * 10**9}
+    several, one = (Machine(**common, cpus=cpus) for cpus in (16, 1))
+    said, remedy = faults(made(tmp_path, llama, machine=several, compute=compute))[
+        "compute.evaluation"
+    ]
+    assert "2 x 62.7 GB of GPU memory" in said
+    assert "compute.evaluation.gpus = 1" in remedy
+    alone = {**compute, "evaluation": {**compute["evaluation"], "gpus": 1}}
+    assert not faults(made(tmp_path, llama, machine=several, compute=alone))
+    plan = made(tmp_path, llama, machine=one, compute=compute)
+    assert not faults(plan)  # there is one core: one piece after the other
+    assert plan.gpu_memory < 80 * 10**9
+
+
 def test_a_seed_that_does_not_fit_is_not_told_of_experts(tmp_path, llama):
     small = Machine(memory=10**9, cpus=8, disk=10**13)
     found = faults(made(tmp_path, llama, ready=False, machine=small, seed_model={}))
