@@ -144,6 +144,7 @@ def test_what_three_models_cost_is_what_the_code_makes():
             32 * inner * (inner + hidden)
             + w * 200_000 * (2 * hidden + inner)
             + 2 * w * dense / layers
+            + 64 * inner * hidden
             + 8 * config["vocab_size"] * hidden
             for w in (2, 4)
         ],

@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 
+from infra.cluster.worker import WorkerLost
 from upcycle_core.errors import Fault, InputError
 
 WAIT_SECONDS = 0.5
@@ -20,6 +21,7 @@ LOST = (
 KILLED = {
     ray.exceptions.OutOfMemoryError: "ran out of memory",
     ray.exceptions.WorkerCrashedError: "was killed, as the system does where memory runs out",
+    WorkerLost: "lost a worker, as where memory runs out,",
 }
 """What ended a task's process each time that it was begun anew."""
 
@@ -33,6 +35,11 @@ def get(reference: ray.ObjectRef, name: str) -> Any:
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, WorkerLost):
+            remedy = f"{KILLED[WorkerLost]} each time that it was begun; let workers divide the "
+            remedy += "model (sharding: full), make batches or sequences smaller, or use machines "
+            remedy += "with more memory; what is finished is kept"
+            raise InputError(Fault("compute", name, remedy)) from None
         raise (error.cause if isinstance(error.cause, InputError) else error) from None
     except (ray.exceptions.OutOfMemoryError, ray.exceptions.WorkerCrashedError) as error:
         remedy = f"{KILLED[type(error)]} each time that it was begun; let fewer pieces run at once "

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from infra.recipe.schema import Recipe
 from upcycle_core.architectures.families import family_of
+from upcycle_core.architectures.family import LM_HEAD
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.ders import checks
 from upcycle_core.dume.checks import check_repairable, fewest_tokens
@@ -21,6 +22,22 @@ def repair_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> It
         check_repairable(family_of(reader.config), reader.config, enough, field)
     except InputError as error:
         yield from error.faults
+
+
+def head_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:
+    """A head that is to be merged by counts, of models that have none beside their embedding."""
+    merge = recipe.backbone.merge
+    if merge.head != "counts" or merge.embeddings == "counts" or recipe.lineage is not None:
+        return
+    if readers:
+        config = next(iter(readers.values())).config
+        is_tied = LM_HEAD not in family_of(config).tensors(config, ffn=False)
+    else:
+        is_tied = recipe.seed_model.shape.tie_embeddings
+    if is_tied:
+        remedy = "the head is the embedding, which is merged by backbone.merge.embeddings: set "
+        remedy += "that to counts, and remove this"
+        yield Fault("backbone.merge.head", merge.head, remedy)
 
 
 def type_faults(recipe: Recipe) -> Iterator[Fault]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from infra.recipe.checks import responses_asked
 from infra.recipe.schema import Recipe
 from tasks.data.adapters import given_adapter_faults
-from tasks.data.fits import rank_faults, repair_faults, type_faults, weight_faults
+from tasks.data.fits import head_faults, rank_faults, repair_faults, type_faults, weight_faults
 from tasks.data.given import given_model, given_models, given_type, known_files
 from tasks.data.lengths import position_faults
 from tasks.data.licences import FILE as LICENCES
@@ -287,6 +287,7 @@ def model_faults(recipe: Recipe, cache: Path, *, lengths: Iterable[str] = ON_TEX
     faults += given_adapter_faults(recipe, [r for n, r in readers.items() if n not in ready])
     faults += type_faults(recipe)
     if not faults:
+        faults += head_faults(recipe, readers)
         faults += repair_faults(recipe, readers)
         faults += rank_faults(recipe, readers)
         faults += weight_faults(recipe, readers)

@@ -131,7 +131,9 @@ def _router_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
         kept=texts * FP32 * shape.layers * domains * shape.hidden,
         read=texts * domains * file,
         flops=texts * shape.layers * shape.hidden**3,
-        memory=memory.solving_bytes(shape, domains),
+        memory=memory.solving_bytes(
+            shape, config, cross_validates=recipe.router.ridge_lambda == "cross-validate"
+        ),
     )
     if recipe.router.solve != "sequential":
         return row

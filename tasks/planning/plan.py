@@ -94,11 +94,7 @@ class Plan:
     @property
     def gpu_memory(self) -> int:
         """Bytes of one GPU's memory at the peak; 0 where none is asked for."""
-        held = (
-            row.memory * row.on_a_gpu(self.machine)
-            for row in self.rows
-            if row.resources.gpus
-        )
+        held = (row.memory * row.on_a_gpu(self.machine) for row in self.rows if row.resources.gpus)
         return max(held, default=0)
 
     def faults(self, *, is_local: bool = True) -> Iterator[Fault]:

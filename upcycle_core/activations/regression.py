@@ -21,6 +21,8 @@ from upcycle_core.errors import Fault, InputError
 HALVES = 2
 LAMBDAS = (1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 """Candidates of lambda, in mean diagonals of sum a a^T; none of them may be chosen either."""
+ROUNDED = 1e-9
+"""A share of the drift that is nothing."""
 SKETCH = 32
 """Random directions of the drift that lambda is judged on."""
 
@@ -116,8 +118,10 @@ def _left(sums: DriftSums, change: float, of_begun: float) -> float:
     drift = float(sums.drift_H.sum())
     if sum(len(r_NH) for _, r_NH in sums.begun) == sums.tokens:
         return 1 + change / drift
-    drift -= sum(float(r_NH.double().square().sum()) for _, r_NH in sums.begun)
-    return 1 + (change - of_begun) / drift
+    begun = sum(float(r_NH.double().square().sum()) for _, r_NH in sums.begun)
+    if drift - begun <= ROUNDED * drift:  # nothing but first tokens has any
+        return 1 + change / drift
+    return 1 + (change - of_begun) / (drift - begun)
 
 
 def unseen_solutions(sums: Sequence[DriftSums], factor: float | None) -> list[Tensor]:

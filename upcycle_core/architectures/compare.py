@@ -319,8 +319,9 @@ def _has_length(*configs: Mapping) -> bool:
 
 
 def computed(value: object) -> object:
-    """A number as the model computes with it: in fp32."""
+    """A number as the model computes with it: in fp32; a rope without its kind's older name."""
     if isinstance(value, Mapping):
-        return {name: computed(item) for name, item in value.items()}
+        older = {"type"} if "rope_type" in value else set()  # of transformers before 4.43
+        return {name: computed(value[name]) for name in value if name not in older}
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return torch.tensor(value, dtype=torch.float32).item() if is_number else value

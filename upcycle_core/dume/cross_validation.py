@@ -49,7 +49,8 @@ def held_out_losses(
 ) -> list[float]:
     """Held-out squared error a token of each lambda in ``grid``, at one layer.
 
-    The equations a fold is judged on and those it is solved from are added up apart.
+    The equations a fold is judged on and those it is solved from are added up apart, and one of
+    them is held at a time.
 
     Raises:
         InputError: fewer than two folds hold tokens, of all domains or of one.
@@ -61,29 +62,45 @@ def held_out_losses(
             statistics, layer, domain_weights=domain_weights, window=window, folds=chosen
         )
 
-    held_out = {fold: summed([fold]) for fold in folds}
-    filled = [fold for fold in folds if held_out[fold].counts_D.sum() > 0]
+    weights = domain_weights or {}
+    counts_FD = torch.tensor(
+        [
+            [
+                weights.get(name, 1.0) * own.count(layer, folds=[fold], window=window)
+                for name, own in statistics.items()
+            ]
+            for fold in folds
+        ],
+        dtype=torch.float64,
+    )
+    filled = [fold for fold in folds if counts_FD[fold].sum() > 0]
     if len(filled) < 2:
         remedy = f"{len(filled)} of {len(folds)} folds hold tokens: give more calibration documents"
         raise InputError(Fault("router.ridge_lambda", "cross-validate", remedy))
-    counts_FD = torch.stack([held_out[fold].counts_D for fold in folds])
     shares = (counts_FD > 0).sum(0).tolist()
     if alone := [name for name, own in zip(statistics, shares, strict=True) if own == 1]:
         remedy = f"all tokens of {', '.join(alone)} lie in one fold, as those of one document do, "
         remedy += "and are judged by routers that have seen none of them: give it as several "
         remedy += "documents, or name a number"
         raise InputError(Fault("router.ridge_lambda", "cross-validate", remedy))
-    tokens = sum(float(held_out[fold].counts_D.sum()) for fold in filled)
+    tokens = sum(float(counts_FD[fold].sum()) for fold in filled)
     losses = [0.0] * len(grid)
     for fold in filled:
         rest = summed([other for other in filled if other != fold])
-        for index, ridge_lambda in enumerate(grid):
-            try:
-                error = squared_error(ridge(rest, ridge_lambda, layer=layer), held_out[fold])
-            except NotPositiveDefinite:
-                error = math.inf
+        solved = [_solved(rest, ridge_lambda, layer) for ridge_lambda in grid]
+        del rest
+        held_out = summed([fold])
+        for index, weights_HD in enumerate(solved):
+            error = math.inf if weights_HD is None else squared_error(weights_HD, held_out)
             losses[index] += error / tokens
     return losses
+
+
+def _solved(equations: NormalEquations, ridge_lambda: float, layer: int) -> Tensor | None:
+    try:
+        return ridge(equations, ridge_lambda, layer=layer)
+    except NotPositiveDefinite:
+        return None
 
 
 def cross_validate(

@@ -62,6 +62,14 @@ class Statistics:
             tensors = {name: tensor[cells] for name, tensor in tensors.items()}
         return Moments.from_tensors(tensors, prefix)
 
+    def count(
+        self, layer: int, *, folds: Sequence[int] | None = None, window: int | None = None
+    ) -> int:
+        """The tokens of ``moments`` alone: n_d."""
+        cells = self.layout.cells(folds=folds, window=window)
+        with safe_open(self.path, "pt") as file:
+            return int(file.get_tensor(f"{layer}.counts")[cells].sum())
+
 
 def save_statistics(path: Path, layout: Layout, moments: Mapping[int, Moments]) -> None:
     """Write a statistics file, whole or not at all; equal numbers give equal bytes."""

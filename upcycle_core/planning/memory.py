@@ -297,10 +297,22 @@ def fitted_head_bytes(shape: Shape, config: StatisticsConfig, tokens: int, *, ex
     return max(fitting + rows, states)
 
 
-def solving_bytes(shape: Shape, experts: int) -> int:
-    """Of solving one layer's routers: every domain's triangle, their sum, and its factor."""
-    matrix = FP64 * shape.hidden**2
-    return experts * FP64 * triangle_size(shape.hidden) + 3 * matrix + _index(shape)
+def solving_bytes(shape: Shape, config: StatisticsConfig, *, cross_validates: bool = False) -> int:
+    """Of solving one layer's routers: a domain's triangle and square, the sum of all, its factor.
+
+    Files of sums are mapped; what is left of one without a fold is copied.
+
+    Args:
+        shape: Any of the experts.
+        config: What is kept apart.
+        cross_validates: Whether lambda is found over folds.
+    """
+    triangle, matrices = FP64 * triangle_size(shape.hidden), 4
+    copied = 0
+    if cross_validates:
+        copied = (config.parts - 1) * (len(config.position_buckets) + 1)
+        matrices += 1
+    return (1 + copied) * triangle + matrices * FP64 * shape.hidden**2 + _index(shape)
 
 
 def _index(shape: Shape) -> int:

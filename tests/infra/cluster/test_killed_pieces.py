@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -22,8 +23,9 @@ from infra.recipe.resources import Resources
 import test_killed_pieces
 folder = Path(sys.argv[1])
 function = getattr(test_killed_pieces, sys.argv[2])
-with cluster(settings, 1, folder):
-    piece = Piece(name="big", function=function, arguments={"log": folder / "log"})
+workers, arguments = int(sys.argv[3]), {"log": folder / "log"}
+with cluster(settings, workers, folder):
+    piece = Piece(name="big", function=function, arguments=arguments, workers=workers)
     run_pieces([piece], directory=folder / "pieces", resources=Resources(), label="report")
 """
 
@@ -42,25 +44,36 @@ def shot_piece(*, out, progress, log):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def half_shot_piece(*, out, progress, log):
+    """One worker of two is killed; the other waits for it."""
+    if os.environ["RANK"] == "1":
+        shot_piece(out=out, progress=progress, log=log)
+    time.sleep(600)
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("piece", "times", "said"),
+    ("piece", "workers", "times", "said"),
     [
-        ("greedy_piece", 3, "ran out of memory each time that it was begun; let fewer pieces"),
-        ("shot_piece", 4, "was killed, as the system does where memory runs out each time"),
+        ("greedy_piece", 1, 3, "ran out of memory each time that it was begun; let fewer pieces"),
+        ("shot_piece", 1, 4, "was killed, as the system does where memory runs out each time"),
+        ("half_shot_piece", 2, 4, "lost a worker, as where memory runs out, each time"),
     ],
 )
-def test_a_piece_that_is_killed_each_time_is_given_up_and_named(tmp_path, piece, times, said):
+def test_a_piece_that_is_killed_each_time_is_given_up_and_named(
+    tmp_path, piece, workers, times, said
+):
     memory = psutil.virtual_memory()
     share = (memory.total - memory.available + MARGIN) / memory.total
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
         "UPCYCLE_HOME": str(tmp_path / "home"),
-        "RAY_memory_usage_threshold": f"{share:.4f}",  # of the machine's memory, all programs'
     }
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), piece]
-    ended = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=180)
+    if piece == "greedy_piece":  # of the machine's memory, all programs'
+        environment["RAY_memory_usage_threshold"] = f"{share:.4f}"
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), piece, str(workers)]
+    ended = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=500)
     assert ended.returncode
     assert f"compute = 'report:big': {said}" in ended.stderr.splitlines()[-1]
     assert (tmp_path / "log").read_text() == times * "begun\n"

@@ -57,6 +57,26 @@ def test_the_smallest_of_the_given_models_counts(values, tmp_path):
     assert said(values, tmp_path) == []
 
 
+def test_a_tied_head_is_not_merged_by_itself(values, tmp_path):
+    def refused(**merge):
+        recipe = validate({**values, "backbone": {"merge": merge}})
+        found = sources.model_faults(recipe, tmp_path / "models")
+        return [fault.field for fault in found]
+
+    assert refused(head="counts") == []  # it has a head of its own
+    for seed, name in enumerate(("seed", *DOMAINS)):
+        save_pico(tmp_path / name, seed=seed, tie_word_embeddings=True, **EXPERT)
+    assert refused(head="counts") == ["backbone.merge.head"]
+    assert refused(head="counts", embeddings="counts") == []
+    for domain in values["domains"].values():
+        del domain["expert"]
+    values["experts"] = {"training": {**TRAINING, "steps": 5, "sequence_length": 32}}
+    values["seed_model"] = {"training": TRAINING, "shape": {"tie_embeddings": True}}
+    assert refused(head="counts") == ["backbone.merge.head"]
+    values["seed_model"]["shape"] = {"tie_embeddings": False}
+    assert refused(head="counts") == []
+
+
 def test_what_was_made_with_its_lengths_goes_on_with_them(values, tmp_path):
     values["statistics"]["sequence_length"] = 65
     recipe = validate(values)

@@ -63,3 +63,16 @@ def test_the_share_that_is_left_is_of_tokens_that_are_not_first(firsts):
     expected = float(after[told].square().sum() / r_TH[told].square().sum())
     assert left == pytest.approx(expected, rel=1e-9)
     assert (left == plain[1]) == (firsts != 1)
+
+
+def test_drift_of_first_tokens_alone_has_a_share_as_well():
+    draw = torch.Generator().manual_seed(0)
+    weight, sums = torch.randn(3, 4, generator=draw), []
+    for _ in range(2):
+        a = torch.randn(50, 4, generator=draw)
+        first = torch.arange(50) < 25
+        a[~first] = 0
+        sums.append(DriftSums.zeros(4, 3, "cpu"))
+        sums[-1].add(a, a @ weight.T, first)
+    _, left, _ = solve_drift(sums, 0, "field")
+    assert 0 <= left < 0.5

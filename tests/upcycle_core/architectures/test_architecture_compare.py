@@ -198,6 +198,13 @@ def test_a_length_is_part_of_the_rope_only_where_frequencies_follow_from_it(
     assert list(strangers(law, code)) == (where if refused else [])
 
 
+def test_the_rope_of_older_transformers_is_the_same(tmp_path):
+    new, old = ({key: "linear", "factor": 2.0} for key in ("rope_type", "type"))
+    law = configured(save_pico(tmp_path / "law"), tmp_path / "new", rope_parameters=new)
+    code = configured(save_pico(tmp_path / "code", seed=1), tmp_path / "old", rope_parameters=old)
+    assert faults(law, code) == {}
+
+
 def test_numbers_are_compared_as_the_model_computes_with_them(tmp_path):
     law = save_pico(tmp_path / "law", rms_norm_eps=1e-5)
     code = save_pico(tmp_path / "code", seed=1, rms_norm_eps=9.999999747378752e-06)

@@ -6,13 +6,17 @@ import torch
 from test_planning_rehearsal import peak
 
 from tests.pico import save_pico
+from upcycle_core.activations.moments import Moments
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.dume.attention import merge_attention
-from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.dume.collect import Layout
+from upcycle_core.dume.config import RouterConfig, StatisticsConfig
 from upcycle_core.dume.repair import repair_expert
 from upcycle_core.dume.routed import repair_routed
+from upcycle_core.dume.router import solve_routers
+from upcycle_core.dume.statistics import Statistics, save_statistics
 from upcycle_core.planning import estimate, memory
 from upcycle_core.planning.shape import Shape
 
@@ -62,6 +66,23 @@ def test_a_repair_needs_what_was_planned(parts, tmp_path, head):
     held = peak(lambda: repair_expert(*call, repair=repair, **settings))
     shape, tokens = Shape.of(experts["d0"]), DOCUMENTS * LENGTH
     planned = memory.repair_bytes(shape, CONFIG, tokens, head=head)
+    assert planned == pytest.approx(held, rel=0.2)
+
+
+@pytest.mark.parametrize(("domains", "folds"), [(2, 1), (6, 1), (3, 4)])
+def test_solving_needs_what_was_planned(tmp_path, domains, folds):
+    config = RouterConfig(ridge_lambda="cross-validate" if folds > 1 else 0.1)
+    draw, files = torch.Generator().manual_seed(0), {}
+    for number in range(domains):
+        sums = Moments(SIZES["hidden_size"], cells=folds)
+        for fold in range(folds):
+            sums.update(torch.randn(400, SIZES["hidden_size"], generator=draw), cell=fold)
+        layout = Layout(SIZES["hidden_size"], (0,), folds)
+        save_statistics(tmp_path / str(number), layout, {0: sums})
+        files[str(number)] = Statistics.load(tmp_path / str(number))
+    held = peak(lambda: solve_routers(files, config=config))
+    shape = Shape.of(save_pico(tmp_path / "model", **SIZES))
+    planned = memory.solving_bytes(shape, StatisticsConfig(folds=folds), cross_validates=folds > 1)
     assert planned == pytest.approx(held, rel=0.2)
 
 
