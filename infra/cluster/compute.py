@@ -51,6 +51,9 @@ PIECE_VARIABLES = (
     "RAY_task_oom_retries",
     "TOKENIZERS_PARALLELISM",
 )
+# What a user may have set for datasets that pieces open. A token is no word for a runtime
+# environment, which Ray shows.
+HUB_VARIABLES = ("HF_ENDPOINT", "HF_HUB_OFFLINE")
 PROBE_SECONDS = 10.0
 ROOM_SECONDS = 120.0
 """How long a piece may wait for a machine that is gone and may come back."""
@@ -151,7 +154,10 @@ def _connect(settings: Settings, code: Path, quiet: Mapping[str, Any]) -> None:
                 runtime_env={
                     "working_dir": str(code),
                     "excludes": EXCLUDED,
-                    "env_vars": {name: found[name] for name in PIECE_VARIABLES},
+                    "env_vars": {
+                        **{name: found[name] for name in PIECE_VARIABLES},
+                        **{name: found[name] for name in HUB_VARIABLES if name in found},
+                    },
                 },
                 **quiet,
             )

@@ -235,8 +235,8 @@ def _fields(source: Source) -> tuple[list[str], str]:
 
 
 def _stream(source: Source, *, seed: int, folder: Path | None) -> Iterator[Document]:
-    rows = _open_dataset(source, folder).shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
     try:
+        rows = _open_dataset(source, folder).shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         for row in rows:
             try:
                 document = _of_row(row, source, "a row", str(source.dataset))
@@ -246,6 +246,17 @@ def _stream(source: Source, *, seed: int, folder: Path | None) -> Iterator[Docum
             yield document
     except ValueError as error:
         raise InputError(Fault("dataset", source.dataset, str(error))) from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of this machine's disk
+            raise
+        remedy = f"{_unopened(error)} of the machine that reads it, and HF_TOKEN there"
+        raise InputError(Fault("dataset", source.dataset, remedy)) from error
+
+
+def _unopened(error: Exception) -> str:
+    """What is to be looked at: a hub, a cache, a file system, each answers in its own way."""
+    reason = f"{type(error).__name__}: {error}"
+    return f"it cannot be opened ({reason}); check name, subset, split, revision and network"
 
 
 def _open_dataset(source: Source, folder: Path | None):
@@ -280,10 +291,7 @@ def _dataset_faults(source: Source, field: str, folder: Path | None) -> list[Fau
     except ValueError as error:
         return [Fault(field, source.dataset, str(error))]
     except Exception as error:
-        # A hub, a cache, a file system: each answers in its own way.
-        reason = f"{type(error).__name__}: {error}"
-        remedy = f"it cannot be opened ({reason}); check name, subset, split, revision and network"
-        return [Fault(field, source.dataset, remedy)]
+        return [Fault(field, source.dataset, _unopened(error))]
     return []
 
 

@@ -51,6 +51,7 @@ def where(*, out, progress):
         "modules": [module.__file__ for module in modules],
         "python_path": os.environ.get("PYTHONPATH", ""),
         "plots": os.environ["MPLBACKEND"],
+        "hub": os.environ["HF_HUB_OFFLINE"],
     }
 
 def ranks(*, out, progress):
@@ -154,7 +155,7 @@ machines.shutdown()
 def started(folder: Path, *, cpus: int = 2):
     """A Ray head that knows nothing of the checkout; its address and that for clients."""
     port, client, agent = free_port(), free_port(), free_port()
-    ours = ("PYTHON", "UPCYCLE_", "RAY_task_")
+    ours = ("PYTHON", "UPCYCLE_", "RAY_task_", "HF_")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     environment = {
         **inherited,
@@ -258,6 +259,7 @@ def test_the_same_pieces_make_the_same_bytes_there_with_nothing_but_the_code_sen
     assert sum(path.stat().st_size for path in sent.rglob("*.py")) < 10 * 2**20
     assert str(checkout) not in found["python_path"]
     assert found["plots"] == "Agg"
+    assert found["hub"] == "1"  # as it is set here
     cpus, gpus = found["refused"]
     assert "compute cpus = 3: Ray has 2 in all" in cpus
     assert "compute gpus = 1: Ray has 0 in all" in gpus

@@ -312,6 +312,12 @@ def test_the_first_faults_of_a_file_are_named_together(tmp_path, monkeypatch):
     assert found[5][2] == "more of its records are faulty too"
 
 
+def test_a_dataset_that_is_there_for_the_flow_alone_is_named_by_the_machine_that_reads(tmp_path):
+    source = Source(dataset=str(tmp_path / "gone"), split="train")
+    with pytest.raises(InputError, match=r"dataset = '.*gone': it cannot be opened .*HF_TOKEN"):
+        texts(source)
+
+
 def test_a_row_of_a_stream_is_named_by_how_it_begins(tmp_path):
     (tmp_path / "data").mkdir()
     rows = [{"text": f"text {number}", "id": number} for number in range(5)]
