@@ -44,7 +44,7 @@ def main() -> None:
         def by_steps(self: Any, tokenizer: Any) -> str:
             try:
                 return by_hash(self, tokenizer)
-            except NotImplementedError:
+            except NotImplementedError:  # it knows tokenizers by the hash of what they make
                 return name
 
         base.TextModel.get_vocab_base_pre = by_steps
