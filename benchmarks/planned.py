@@ -73,6 +73,8 @@ def main() -> None:
     parser.add_argument("--precision", default="auto")
     options = parser.parse_args()
     kinds = options.kinds or [*(PIECES if options.device == "cpu" else ON_A_GPU)]
+    if options.kinds is None and 2 * SIZES[options.size]["inner"] > TOKENS:
+        kinds.remove("repair")  # it regresses on more text
     keep_few_kernels()
     found: dict[str, dict[str, float]] = {}
     rows, failed = [], {}

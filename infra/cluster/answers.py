@@ -36,7 +36,8 @@ def get(reference: ray.ObjectRef, name: str) -> Any:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, WorkerLost):
-            remedy = f"{KILLED[WorkerLost]} each time that it was begun; let workers divide the "
+            remedy = f"{KILLED[WorkerLost]} each time that it was begun "
+            remedy += f"({brief(error.cause)}); let workers divide the "
             remedy += "model (sharding: full), make batches or sequences smaller, or use machines "
             remedy += "with more memory; what is finished is kept"
             raise InputError(Fault("compute", name, remedy)) from None

@@ -226,7 +226,8 @@ class Stage:
                     made = {artifact: session.workspace.digest(artifact)}
                     recorder.log_params({"outputs": made})
                 session.whole.add(artifact)
-                shutil.rmtree(run.pieces_directory, ignore_errors=True)
+                with session.workspace.linking([artifact]):  # its files may be the pieces' as well
+                    shutil.rmtree(run.pieces_directory, ignore_errors=True)
             except BaseException:
                 shutil.rmtree(out, ignore_errors=True)
                 raise

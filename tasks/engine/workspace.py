@@ -37,8 +37,13 @@ FULL_SAID = re.compile(
 """What libraries say of them that pass on no error of the system."""
 
 
-NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV}
-"""What file systems without hard links say."""
+LINKING = ".linking"
+"""In an artifact that is made, while a piece's files are linked into it."""
+NO_LINKS = {
+    *(errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP),
+    *(errno.EXDEV, errno.EMLINK, errno.EINVAL),
+}
+"""What file systems say that have no hard links, none of such files, or no more of them."""
 
 
 class Held(InputError):
@@ -265,7 +270,8 @@ class Workspace:
         for folder in list(self.pieces.glob("*")):
             stage = folder / STAGE
             if made is None or not stage.is_file() or stage.read_text() in made:
-                freed += sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+                files = [f.stat() for f in folder.rglob("*") if f.is_file()]
+                freed += sum(status.st_size for status in files if status.st_nlink == 1)
                 shutil.rmtree(folder, ignore_errors=True)
         return freed
 
@@ -356,23 +362,25 @@ def take(source: Path, target: Path) -> None:
 
 def _linked(source: Path, target: Path) -> bool:
     """Whether all that is in ``source`` is in ``target`` as well now; else nothing is."""
-    if source.is_file():
-        parts = {source.name: source}
-    else:
-        parts = {str(p.relative_to(source)): p for p in sorted(source.rglob("*"))}
-        parts.pop(PROVENANCE, None)
-    probe = target / ".link"
-    for name, part in parts.items():
-        if part.is_dir() and not part.is_symlink():
-            continue
-        try:
-            os.link(part, probe, follow_symlinks=False)
-        except OSError as error:
-            if error.errno in NO_LINKS:
-                return False
-            raise
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        probe.rename(target / name)
+    aside = target / LINKING
+    aside.mkdir()
+    try:
+        if source.is_file():
+            os.link(source, aside / source.name)
+        for entry in sorted(source.rglob("*")):
+            place = aside / entry.relative_to(source)
+            if entry.is_dir() and not entry.is_symlink():
+                place.mkdir()
+            elif entry != source / PROVENANCE:
+                os.link(entry, place, follow_symlinks=False)
+    except OSError as error:
+        shutil.rmtree(aside)
+        if error.errno in NO_LINKS:
+            return False
+        raise
+    for entry in aside.iterdir():
+        entry.rename(target / entry.name)
+    aside.rmdir()
     return True
 
 

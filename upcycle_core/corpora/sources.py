@@ -1,5 +1,6 @@
 """Where text comes from: files, a Hugging Face dataset, or the Python installation itself."""
 
+import errno
 import glob
 import hashlib
 import json
@@ -27,6 +28,8 @@ from upcycle_core.corpora.seeded import permutation
 from upcycle_core.corpora.spool import Kept, Spool
 from upcycle_core.errors import Fault, InputError
 
+OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+"""Errors of the system that no dataset is to blame for."""
 FOLDER = "{folder}"
 """Stands for the folder parameter in ``files`` and ``dataset``."""
 ROW_SHOWN = 60
@@ -247,16 +250,16 @@ def _stream(source: Source, *, seed: int, folder: Path | None) -> Iterator[Docum
     except ValueError as error:
         raise InputError(Fault("dataset", source.dataset, str(error))) from error
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of this machine's disk
+        if isinstance(error, OSError) and error.errno in OF_A_DISK:
             raise
-        remedy = f"{_unopened(error)} of the machine that reads it, and HF_TOKEN there"
+        remedy = f"{_unread(error)} of the machine that reads it, and HF_TOKEN there"
         raise InputError(Fault("dataset", source.dataset, remedy)) from error
 
 
-def _unopened(error: Exception) -> str:
+def _unread(error: Exception) -> str:
     """What is to be looked at: a hub, a cache, a file system, each answers in its own way."""
     reason = f"{type(error).__name__}: {error}"
-    return f"it cannot be opened ({reason}); check name, subset, split, revision and network"
+    return f"it cannot be read ({reason}); check name, subset, split, revision and network"
 
 
 def _open_dataset(source: Source, folder: Path | None):
@@ -291,7 +294,7 @@ def _dataset_faults(source: Source, field: str, folder: Path | None) -> list[Fau
     except ValueError as error:
         return [Fault(field, source.dataset, str(error))]
     except Exception as error:
-        return [Fault(field, source.dataset, _unopened(error))]
+        return [Fault(field, source.dataset, _unread(error))]
     return []
 
 

@@ -15,7 +15,7 @@ from infra.versioning.known import Recorded
 from infra.versioning.versions import Versions
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session, Stage
-from tasks.engine.workspace import Workspace
+from tasks.engine.workspace import Workspace, take
 from tasks.recipes import load_recipe
 from upcycle_core.errors import InputError
 
@@ -29,21 +29,29 @@ def make(run):
     (run.out / "config").write_text("whole")
 
 
+def make_of_a_piece(run):
+    piece = run.pieces_directory / "whole"
+    piece.mkdir(parents=True)
+    (piece / "weights").write_text(TEXT)
+    (run.out / "config").write_text("whole")
+    take(piece, run.out)
+
+
 STAGE = Stage(
     make,
     "model",
     inputs=lambda recipe, item: (),
     params=(),
 )
-
-
+TAKING = replace(STAGE, function=make_of_a_piece)
 READER = replace(STAGE, function=make, out="report", inputs=lambda recipe, item: ["model/weights"])
 
 
 class Life:
     """A workspace with one stage, and what a flow does about it."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, stage=STAGE):
+        self.stage = stage
         self.workspace = Workspace(folder / "demo")
         self.versions = Versions(self.workspace.root)
         self.versions.prepare(pipeline=PIPELINE, params="")
@@ -54,7 +62,7 @@ class Life:
 
     def run(self):
         with self.workspace.lock("test"):
-            ran = STAGE.ensure(self.session)
+            ran = self.stage.ensure(self.session)
             if LABEL not in self.record.known():
                 with self.workspace.linking(["model"]):
                     self.versions.commit([LABEL])
@@ -68,8 +76,8 @@ class Life:
 
 
 @pytest.fixture
-def life(tmp_path):
-    made = Life(tmp_path)
+def life(tmp_path, request):
+    made = Life(tmp_path, getattr(request, "param", STAGE))
     assert made.run()
     return made
 
@@ -79,8 +87,10 @@ def test_a_published_file_is_on_the_disk_once(life):
     assert not life.run()
 
 
+@pytest.mark.parametrize("life", [STAGE, TAKING], indirect=True, ids=["made", "taken"])
 def test_what_is_up_to_date_is_not_read(life, monkeypatch):
-    """Not in a later process either, though DVC has linked to it; but where all is verified."""
+    """Not in a later process either, though DVC has linked to it, and a piece that is gone had; but
+    where all is verified."""
     read = []
 
     def sha256(opened):
@@ -90,10 +100,10 @@ def test_what_is_up_to_date_is_not_read(life, monkeypatch):
     monkeypatch.setattr("upcycle_core.checkpoints.known._sha256", sha256)
     recipe, quiet = life.session.recipe, {"log": lambda text: None}
     later = Session(recipe, Workspace(life.workspace.root), **quiet)
-    assert not STAGE.ensure(later)
+    assert not life.stage.ensure(later)
     assert life.weights not in map(Path, read)
     later = Session(replace(recipe, verify="always"), Workspace(life.workspace.root), **quiet)
-    assert not STAGE.ensure(later)
+    assert not life.stage.ensure(later)
     assert life.weights in map(Path, read)
 
 

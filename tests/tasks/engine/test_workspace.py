@@ -316,6 +316,25 @@ def test_what_was_taken_is_there_for_the_next_attempt(tmp_path, is_file):
         target.mkdir()
 
 
+def test_files_that_cannot_all_be_linked_are_moved_whole(tmp_path, monkeypatch):
+    source, target = tmp_path / "piece", tmp_path / "out"
+    (source / "below").mkdir(parents=True)
+    target.mkdir()
+    for name in ("a", "b"):
+        (source / "below" / name).write_text(name)
+    link, made = os.link, []
+
+    def once(*args, **more):
+        if made:
+            raise OSError(errno.EMLINK, "no more")
+        made.append(link(*args, **more))
+
+    monkeypatch.setattr("tasks.engine.workspace.os.link", once)
+    take(source, target)
+    files = sorted(str(p.relative_to(target)) for p in target.rglob("*"))
+    assert files == ["below", "below/a", "below/b"]
+
+
 def test_a_kill_while_files_are_taken_leaves_no_half_of_them(tmp_path, monkeypatch):
     """A piece counts as finished while its folder is there: it must not be there half-empty."""
     source, target = tmp_path / "piece", tmp_path / "out"

@@ -124,7 +124,7 @@ def test_a_good_source_has_no_fault(folder):
         (Source(harvest="cpp", files=("a.txt",)), "domains.law.train", "exactly one of"),
         (Source(files=("{folder}/a.txt",)), "domains.law.train.files", "give the folder"),
         (Source(dataset="{folder}/a"), "domains.law.train.dataset", "give the folder"),
-        (Source(dataset="/no/such/dataset"), "domains.law.train.dataset", "cannot be opened"),
+        (Source(dataset="/no/such/dataset"), "domains.law.train.dataset", "cannot be read"),
         (Source(files=("*.nothing",)), "domains.law.train.files", "there is no such file"),
     ],
 )
@@ -314,7 +314,7 @@ def test_the_first_faults_of_a_file_are_named_together(tmp_path, monkeypatch):
 
 def test_a_dataset_that_is_there_for_the_flow_alone_is_named_by_the_machine_that_reads(tmp_path):
     source = Source(dataset=str(tmp_path / "gone"), split="train")
-    with pytest.raises(InputError, match=r"dataset = '.*gone': it cannot be opened .*HF_TOKEN"):
+    with pytest.raises(InputError, match=r"dataset = '.*gone': it cannot be read .*HF_TOKEN"):
         texts(source)
 
 
