@@ -184,7 +184,7 @@ def test_the_table_of_simoe_has_the_numbers_of_its_files():
 
 
 def test_the_table_of_a_real_model_tuned_has_the_numbers_of_its_files():
-    folders = [RESULTS / "simoe" / f"simoe-real{end}" for end in ("", "-1")]
+    folders = [RESULTS / "simoe" / f"simoe-real{end}" for end in ("", "-1", "-2")]
     seeds = [json.loads((f / "metrics.json").read_text())["rows"] for f in folders]
     # What is the recipe's model since was a row beside it in the first seed's run.
     later, seeds[0]["simoe"] = seeds[0]["simoe"], seeds[0]["simoe-early"]
