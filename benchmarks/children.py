@@ -67,7 +67,8 @@ def measure_child(
         wall = time.perf_counter() - start
         said = child.stderr.read() if child.stderr else ""
     if child.returncode:
-        raise RuntimeError(f"{' '.join(command)[:200]} failed:\n{said[-2000:]}")
+        ended = f"failed ({child.returncode}; a signal if below 0)"  # a killed one says nothing
+        raise RuntimeError(f"{' '.join(command)[:200]} {ended}:\n{said[-2000:]}")
     return ChildFigures(wall, usage.ru_utime + usage.ru_stime, peak)
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tests.upcycle_core.dume.test_dume_repair import EXACT, merged, related, write_corpus
 from upcycle_core.dume.attention import merge_attention
 from upcycle_core.dume.repair import repair_expert
@@ -13,7 +15,8 @@ from upcycle_core.evaluation.text.pieces import Variant, evaluate_checkpoint, ev
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.moe.random import random_routers
 
-PRECISIONS = ("fp32", "bf16")
+TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
+"""By precision."""
 SIZE = 10**9
 
 
@@ -63,3 +66,12 @@ def calls(root, out, named, corpora, precision, *, device):
             scores = [score["nll"] for score in row["scores"].values()]
             figures[f"{name} {place is None}"] = scores
     return figures
+
+
+def assert_alike(there, here, precision):
+    """Of two devices, that figures are the same."""
+    assert there.keys() == here.keys()
+    for name, figures in there.items():
+        assert figures == pytest.approx(here[name], rel=TOLERANCE[precision]), name
+        if name.endswith("True"):  # held or streamed is the same on either
+            assert figures == pytest.approx(there[name.replace("True", "False")], rel=1e-6), name

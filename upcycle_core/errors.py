@@ -1,8 +1,11 @@
 """Errors for people: which field, which value, what to do; all faults of a check in one message."""
 
+import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""No room on the disk, in the user's share of it, or in the largest file that is allowed."""
 LONGEST = 300
 """Characters of a value that an error shows."""
 

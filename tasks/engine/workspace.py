@@ -19,15 +19,13 @@ from infra.durable import sync, sync_tree, write_atomically
 from infra.permissions import permission_faults
 from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
 from upcycle_core.checkpoints.known import FILE, KnownFiles
-from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.errors import FULL, Fault, InputError, raise_faults
 
 PROVENANCE = "provenance.json"
 STAGE = ".stage"
 """In a folder of pieces: whose they are."""
 RESTORING = ".restoring"
 """In a workspace while a version is brought back into it."""
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""No room on the disk, in the user's share of it, or in the largest file that is allowed."""
 FULL_SAID = re.compile(
     rf"os error ({'|'.join(map(str, sorted(FULL)))})\b"  # safetensors, tokenizers
     r"|unexpected pos \d+ vs|PytorchStreamWriter failed writing"  # torch

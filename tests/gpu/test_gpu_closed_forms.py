@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.closed_forms import PRECISIONS, calls, made
+from tests.closed_forms import TOLERANCE, assert_alike, calls, made
 from tests.upcycle_core.dume.test_dume_repair import write_corpus
 from tests.upcycle_core.moe.joined import join
-from tests.upcycle_core.symphony.test_symphony_moments import stranger, texts  # noqa: F401
+from tests.upcycle_core.symphony.test_symphony_moments import stranger, texts  # noqa: F401  (a fixture)
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.evaluation.similarity.config import SimilarityConfig
 from upcycle_core.evaluation.similarity.measure import moe_similarity
@@ -18,7 +18,6 @@ from upcycle_core.symphony.config import CalibrationConfig
 from upcycle_core.symphony.moments import collect_moments
 
 pytestmark = pytest.mark.gpu
-TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
 DEVICES = ("cuda", "cpu")
 
 
@@ -32,16 +31,12 @@ def models(root):
     return made(root)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", TOLERANCE)
 def test_a_gpu_s_figures_are_the_cpu_s(tmp_path, root, models, precision):
     there, here = (
         calls(root, tmp_path / device, *models, precision, device=device) for device in DEVICES
     )
-    assert there.keys() == here.keys()
-    for name, figures in there.items():
-        assert figures == pytest.approx(here[name], rel=TOLERANCE[precision]), name
-        if name.endswith("True"):  # held or streamed is the same on either
-            assert figures == pytest.approx(there[name.replace("True", "False")], rel=1e-6), name
+    assert_alike(there, here, precision)
 
 
 def test_logits_of_a_moe(tmp_path):
@@ -54,7 +49,7 @@ def test_logits_of_a_moe(tmp_path):
 
 
 @pytest.mark.parametrize("features", ["fp32", "bf16"])
-def test_sums_of_two_models(tmp_path, texts, features):  # noqa: F811
+def test_sums_of_two_models(tmp_path, texts, features):  # noqa: F811  (the fixture)
     pair = [stranger(tmp_path / str(seed), "llama", seed) for seed in (0, 1)]
     size = {"tokens": 70, "sequence_length": 24, "batch_size": 4, "layers": 1}
     config = CalibrationConfig(features=features, precision="fp32", **size)

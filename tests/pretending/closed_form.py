@@ -11,7 +11,7 @@ import torch
 from transformers.utils import logging
 
 from tests.pretending.gpu import pretended_gpu  # isort: skip  (before what it changes)
-from tests.closed_forms import PRECISIONS, calls, made
+from tests.closed_forms import TOLERANCE, calls, made
 
 
 def main(root: Path) -> None:
@@ -19,7 +19,7 @@ def main(root: Path) -> None:
     logging.disable_progress_bar()
     named, corpora = made(root)
     found = {}
-    for precision in PRECISIONS:
+    for precision in TOLERANCE:
         with pretended_gpu() as device:
             found[precision, "gpu"] = calls(
                 root, root / precision, named, corpora, precision, device=device

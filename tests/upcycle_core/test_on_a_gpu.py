@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.closed_forms import TOLERANCE, assert_alike
+
 ROOT = Path(__file__).resolve().parents[2]
-TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +24,4 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_a_gpu_s_figures_are_the_cpu_s(found, precision):
-    there, here = found[f"{precision} gpu"], found[f"{precision} cpu"]
-    assert there.keys() == here.keys()
-    for name, figures in there.items():
-        assert figures == pytest.approx(here[name], rel=TOLERANCE[precision]), name
-        if name.endswith("True"):  # held or streamed is the same on either
-            assert figures == pytest.approx(there[name.replace("True", "False")], rel=1e-6), name
+    assert_alike(found[f"{precision} gpu"], found[f"{precision} cpu"], precision)

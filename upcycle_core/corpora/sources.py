@@ -26,9 +26,9 @@ from upcycle_core.corpora.harvest import MissingPackage, harvest_documents, harv
 from upcycle_core.corpora.readers import checked_text, encodable, file_rows, read_txt
 from upcycle_core.corpora.seeded import permutation
 from upcycle_core.corpora.spool import Kept, Spool
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.errors import FULL, Fault, InputError
 
-OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+OF_A_DISK = {*FULL, errno.EIO, errno.EROFS}
 """Errors of the system that no dataset is to blame for."""
 FOLDER = "{folder}"
 """Stands for the folder parameter in ``files`` and ``dataset``."""
