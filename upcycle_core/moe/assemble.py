@@ -29,7 +29,8 @@ def assemble(
 ) -> None:
     """Write the MoE checkpoint that a stock architecture of transformers loads.
 
-    No tensor is held longer than it takes to write it. Weights keep the experts' type.
+    No tensor is held longer than it takes to write it. Weights have the type of
+    what is shared, which must hold the experts' exactly.
 
     Args:
         experts: Domain to its expert's checkpoint; the order is the order of the experts.

@@ -78,8 +78,12 @@ class Parts:
             return self.shared[0].tensor(name)
         return average_tensors(self.shared, name)
 
+    def own_tensor(self, reader: CheckpointReader, name: str) -> torch.Tensor:
+        """An expert's tensor; a seed given in bf16 is as exact in the fp32 of trained experts."""
+        return reader.tensor(name).to(self.dtype)
+
     def faults(self) -> list[Fault]:
-        """What speaks against joining them: tensors that do not fit, types that differ."""
+        """What speaks against joining them: tensors that do not fit, types that hold less."""
         faults = []
         if self.shared[0] not in self.experts:
             faults += tensor_faults(self.shared[0], self.family, self.shared[0].field, ffn=False)
@@ -88,8 +92,9 @@ class Parts:
             # A backbone brings its own embedding: the experts' may be of another vocabulary.
             config = with_vocabulary_of(self.config, reader.config) if apart else self.config
             faults += tensor_faults(reader, self.family, reader.field, config=config)
-            if weights_type(reader) != self.dtype:
-                remedy = f"weights are {weights_type(reader)}, the backbone's {self.dtype}; "
+            own = weights_type(reader)
+            if torch.promote_types(own, self.dtype) != self.dtype:
+                remedy = f"weights are {own}, the backbone's {self.dtype}, which cannot hold them; "
                 remedy += "save both in one type"
                 faults.append(Fault(reader.field, str(reader.directory), remedy))
         return faults
@@ -127,7 +132,7 @@ def _moe_layer(parts: Parts, layer: int, router_HD: torch.Tensor, edit: Edit | N
     for index, reader in enumerate(parts.experts):
         names = zip(kinds, family.ffn(layer), target.expert_ffn(layer, index), strict=True)
         for part, old, new in names:
-            source = partial(reader.tensor, old)
+            source = partial(parts.own_tensor, reader, old)
             if edit is not None:
                 source = partial(_edited, edit, (layer, index, part), source, dtype)
             plan[new] = reader.tensors[old].shape, dtype, source

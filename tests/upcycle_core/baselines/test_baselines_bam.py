@@ -311,6 +311,12 @@ def test_the_seed_is_one_more_expert(experts, tmp_path):
     name = "model.layers.0.self_attn.{}q_proj.weight"
     assert torch.equal(ours[name.format("experts.3.")], own[name.format("")])
     assert len(load_causal_lm(tmp_path / "moe").model.layers[0].self_attn.experts) == 4
+    half = load_causal_lm(seed).to(torch.bfloat16)
+    half.save_pretrained(tmp_path / "half")
+    write_bam(with_seed(experts, tmp_path / "half"), tmp_path / "of-half", top_k=2, **COMMON)
+    ours, own = weights_of(tmp_path / "of-half"), half.state_dict()
+    assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
+    assert torch.equal(ours[name.format("experts.3.")], own[name.format("")].float())
 
 
 def test_what_cannot_be_a_bam_is_refused_before_anything_is_written(experts, tmp_path):

@@ -99,6 +99,22 @@ def test_the_seed_is_one_more_expert_and_part_of_the_mean(tmp_path):
     assert [tuple(router.weight.shape) for router in routers] == [(4, 32)] * 2
 
 
+def test_a_seed_in_bf16_is_an_expert_among_those_that_training_left_in_fp32(tmp_path):
+    experts = dense_models(tmp_path)
+    whole = save_pico(tmp_path / "whole", seed=9, intermediate_size=64)
+    half = load_causal_lm(whole).to(torch.bfloat16)
+    half.save_pretrained(tmp_path / "half")
+    write_mixture(with_seed(experts, tmp_path / "half"), tmp_path / "moe", top_k=2, **COMMON)
+    found, own = weights_of(tmp_path / "moe"), dict(half.named_parameters())
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    last = found["model.layers.1.block_sparse_moe.experts.3.w1.weight"]
+    assert torch.equal(last, own["model.layers.1.mlp.gate_proj.weight"].float())
+    dense = [weights_of(path) for path in experts.values()]
+    name = "model.layers.0.self_attn.k_proj.weight"
+    expected = average([*(m[name] for m in dense), own[name].detach().float()])
+    torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=1e-6)
+
+
 def test_the_router_seed_decides_the_routers_and_nothing_else(tmp_path):
     experts = dense_models(tmp_path)
     for name, seed in (("one", 1), ("again", 1), ("two", 2)):

@@ -274,16 +274,31 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_experts_and_backbone_must_be_of_one_type(tmp_path):
+def in_half(source, out):
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(out)
+    return out
+
+
+def test_a_narrower_expert_is_as_exact_in_the_type_of_the_rest(tmp_path):
     joined = join(tmp_path)
-    half = tmp_path / "half"
-    AutoModelForCausalLM.from_pretrained(
-        joined.experts["domain0"], dtype=torch.bfloat16
-    ).save_pretrained(half)
-    with pytest.raises(InputError, match=r"weights are torch\.bfloat16, the backbone's"):
+    half = in_half(joined.experts["domain0"], tmp_path / "half")
+    experts, out = {**joined.experts, "domain0": half}, tmp_path / "out"
+    assemble(experts, joined.backbone, joined.routers, out, top_k=1, max_shard_bytes=10**9)
+    found, own = weights_of(out), weights_of(half)
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    expert = found["model.layers.1.block_sparse_moe.experts.0.w2.weight"]
+    assert torch.equal(expert, own["model.layers.1.mlp.down_proj.weight"].float())
+
+
+def test_a_backbone_whose_type_cannot_hold_the_experts_is_refused(tmp_path):
+    joined = join(tmp_path)
+    backbone = in_half(joined.experts["domain0"], tmp_path / "half")
+    with pytest.raises(
+        InputError, match=r"weights are torch\.float32, the backbone's torch\.bfloat16"
+    ):
         assemble(
-            {**joined.experts, "domain0": half},
-            joined.backbone,
+            joined.experts,
+            backbone,
             joined.routers,
             tmp_path / "out",
             top_k=1,
