@@ -5,6 +5,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -22,7 +23,11 @@ from upcycle_core.errors import Fault, raise_faults
 Section = TypeVar("Section")
 ADDABLE = ("baselines", "tasks", "task_evaluation", "compression")
 """What files beside a recipe add to it."""
-
+ASKING = (
+    *("symphony", "post_training", "similarity", "simoe", "compression"),
+    *(f"baselines.*.{name}" for name in ("symphony", "simoe", "ders")),
+)
+"""Sections that ask for something by being there: with nothing under it, one has its defaults."""
 
 Checks = Callable[[Recipe], Iterable[Fault]]
 BOUNDS = {
@@ -101,7 +106,7 @@ def _values(path: Path) -> dict[str, Any]:
         remedy = f"cannot be read ({error}); name a YAML file in UTF-8"
         raise_faults([Fault("recipe", str(path), remedy)])
     try:
-        values = read_yaml(text, str(path))
+        values = read_yaml(text, str(path), sections=ASKING)
     except yaml.YAMLError as error:
         raise_faults([Fault("recipe", str(path), f"not YAML ({error}); correct it")])
     if not isinstance(values, dict):
@@ -194,8 +199,11 @@ def _override(values: Any, override: str) -> None:
         values = values.setdefault(part, {})
         if not isinstance(values, dict):
             raise_faults([Fault("--set", override, f"{part} is no section; write {part}=VALUE")])
+    if not text.strip() and any(fnmatchcase(key, section) for section in ASKING):
+        remedy = f"says nothing; write {key}={{}} for its defaults, or {key}=null for none"
+        raise_faults([Fault("--set", override, remedy)])
     try:
-        values[last] = read_yaml(text, override, key)
+        values[last] = read_yaml(text, override, key, sections=ASKING)
     except yaml.YAMLError as error:
         raise_faults([Fault("--set", override, f"the value is not YAML ({error}); correct it")])
 

@@ -1,6 +1,7 @@
 """The YAML of recipes: what a loader would drop, or drown in, without a word is a fault."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import yaml
@@ -13,15 +14,19 @@ VALUES = 100_000
 DEPTH = 50
 """Most levels of a text; an alias to what holds it has no end."""
 MERGE = "tag:yaml.org,2002:merge"
+NOTHING = "tag:yaml.org,2002:null"
+MAPPING = "tag:yaml.org,2002:map"
 
 
-def read_yaml(text: str, source: str, key: str = "") -> Any:
+def read_yaml(text: str, source: str, key: str = "", *, sections: Sequence[str] = ()) -> Any:
     """Plain values of a YAML text.
 
     Args:
         text: One document; nothing in it can run code.
         source: Where it stands, for people: a file, or a setting.
         key: The dotted key of the recipe that the values are for; all of it by default.
+        sections: Dotted keys, `*` for any name, that mean `{}` where nothing is written under them.
+            `null` stays none.
 
     Raises:
         InputError: A key stands twice in a mapping, and one of the two would be lost.
@@ -31,6 +36,8 @@ def read_yaml(text: str, source: str, key: str = "") -> Any:
     try:
         root = loader.get_single_node()
         duplicates = [] if root is None else list(_duplicates(root, source, key))
+        if root is not None and sections and not duplicates:
+            _fill(root, key, sections)
         values = None if root is None or duplicates else loader.construct_document(root)
     except RecursionError:
         raise yaml.YAMLError("nested too deep") from None
@@ -40,6 +47,17 @@ def read_yaml(text: str, source: str, key: str = "") -> Any:
         loader.dispose()
     raise_faults(duplicates)
     return _unshared(values)
+
+
+def _fill(root: Node, key: str, sections: Sequence[str]) -> None:
+    """Put an empty mapping where nothing at all is written under one of ``sections``."""
+    for where, mapping in _mappings(root, key):
+        for number, (name, value) in enumerate(mapping.value):
+            is_empty = value.tag == NOTHING and not value.value
+            field = _below(where, name)
+            if is_empty and any(fnmatchcase(field, section) for section in sections):
+                filled = MappingNode(MAPPING, [], value.start_mark, value.end_mark)
+                mapping.value[number] = (name, filled)
 
 
 def _duplicates(root: Node, source: str, key: str) -> Iterator[Fault]:

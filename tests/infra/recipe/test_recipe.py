@@ -10,8 +10,10 @@ import yaml
 from texts import pico_recipe, save_recipe
 
 from infra.recipe.paths import with_folder
+from infra.recipe.reading import ASKING
 from infra.recipe.schema import Recipe, recipe_digest, recipe_yaml, resolve
 from tasks.recipes import load_recipe, validate
+from upcycle_core.baselines.config import Baseline
 from upcycle_core.config import RULES
 from upcycle_core.corpora.config import Origin
 from upcycle_core.errors import InputError
@@ -54,6 +56,41 @@ def test_unknown_key_deep_in_a_domain_is_named(values):
 @pytest.mark.parametrize("method", ["symphony", "simoe"])
 def test_a_method_without_its_section_is_told_so(values, method):
     assert f"{method} = None: says how" in message({**values, "method": method})
+
+
+@pytest.mark.parametrize("method", ["symphony", "simoe"])
+def test_a_method_s_section_with_nothing_under_it_asks_for_the_method(tmp_path, method):
+    """`symphony:` alone made a model of DUME's."""
+    shipped = yaml.safe_load(Path("recipes", f"{method}.yaml").read_text())
+    unfit = (method, "tuning", "baselines")  # they go with what stands under it there
+    values = {key: own for key, own in shipped.items() if key not in unfit} | {"folder": "texts"}
+    for domain in values["domains"].values():
+        domain.pop("origin", None)
+    values |= {"tuning": {"training": {"sequence_length": 512}}} if method == "simoe" else {}
+    path = save_recipe(tmp_path / "recipe.yaml", values)
+    path.write_text(f"{path.read_text()}{method}:\n  # all as it is by default\n")
+    read = load_recipe(path)
+    assert read.method == method
+    assert read == load_recipe(path, [f"{method}={{}}"])
+    with pytest.raises(InputError, match=f"{method}={{}} for its defaults, or {method}=null for"):
+        load_recipe(path, [f"{method}="])
+
+
+def test_a_section_that_is_null_asks_for_nothing(values, tmp_path):
+    """As recipes with all defaults written out say it."""
+    path = save_recipe(tmp_path / "recipe.yaml", {**values, "symphony": None})
+    assert "symphony: null" in path.read_text()
+    assert load_recipe(path).method == "dume"
+
+
+def test_every_section_that_asks_by_being_there_is_known():
+    def optional(kind):
+        hints = ((name, get_args(hint)) for name, hint in get_type_hints(kind).items())
+        return {n for n, of in hints if type(None) in of and any(map(is_dataclass, of))}
+
+    rows = optional(Baseline) - {"lora"}  # `tuned` asks for it
+    known = optional(Recipe) - {"lineage"}  # which flows write
+    assert set(ASKING) == known | {f"baselines.*.{name}" for name in rows}
 
 
 def test_a_method_that_contradicts_a_section_is_refused(values):

@@ -113,6 +113,15 @@ def test_anchors_and_merge_keys_mean_what_they_meant():
     assert read_yaml("", "file") is None
 
 
+def test_a_section_with_nothing_under_it_has_its_defaults():
+    text = "a:\nb:\n  one: &none\n  two: {a: }\nc: {x: null, y: ~, z: ''}\nd: *none\n"
+    found = read_yaml(text, "file", sections=["a", "b.*.a", "c.*", "b.one"])
+    none = {"x": None, "y": None, "z": ""}
+    assert found == {"a": {}, "b": {"one": {}, "two": {"a": {}}}, "c": none, "d": None}
+    assert read_yaml("two: {a: }", "file", "b", sections=["b.*.a"]) == {"two": {"a": {}}}
+    assert read_yaml(text, "file") == yaml.safe_load(text)
+
+
 def test_a_setting_changes_one_of_the_rows_that_share_an_anchor():
     def batches(*changes):
         rows = [Path("recipes/ablations.yaml")]
