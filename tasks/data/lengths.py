@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from infra.recipe.schema import Recipe
 from tasks.engine.params import value_at
 from upcycle_core.errors import Fault, InputError
+from upcycle_core.symphony.config import SymphonyConfig
 
 if TYPE_CHECKING:  # recipes are judged before torch is imported
     from upcycle_core.checkpoints.reader import CheckpointReader
@@ -21,6 +22,11 @@ def read_lengths(recipe: Recipe, sections: Iterable[str]) -> dict[str, int]:
     lengths = {where: value_at(recipe, f"{where}.sequence_length") for where in sections}
     rows = {f"baselines.{name}.training": row for name, row in recipe.baselines.items()}
     lengths |= {w: row.training.sequence_length for w, row in rows.items() if row.trains}
+    for name, row in recipe.baselines.items():
+        own = row.symphony or SymphonyConfig()
+        if row.method == "symphony" and own.alignment.uses_activations:
+            where = f"baselines.{name}.symphony.calibration"
+            lengths[where] = own.calibration.sequence_length
     if "experts.training" in lengths and recipe.trains_experts and recipe.experts.continued:
         lengths["experts.continued"] = recipe.experts.continued.sequence_length
     return lengths

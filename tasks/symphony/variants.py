@@ -78,7 +78,7 @@ def trains_shape(recipe: Recipe) -> bool:
 def lengths(recipe: Recipe) -> Iterator[str]:
     """Sections whose ``sequence_length`` models must have positions for."""
     yield from ("experts.training", "evaluation", "symphony.calibration")
-    if section(recipe).router == "ridge":
+    if solves_routers(recipe):
         yield "statistics"
     if recipe.post_training is not None:
         yield "post_training.training"

@@ -113,6 +113,25 @@ def test_models_that_share_no_seed_are_read_by_lengths_of_their_own(values, tmp_
     assert found == [too_long("symphony.calibration", 128)]
 
 
+def test_rows_that_share_no_seed_have_lengths_of_their_own(values, tmp_path):
+    del values["statistics"]
+    short = {"calibration": {"sequence_length": 64}}
+    values |= {"symphony": short, "seed_model": {}}
+
+    def of_row(**own):
+        row = {"method": "symphony", "training": {**TRAINING, "steps": 5}, **own}
+        found = said({**values, "baselines": {"own": row}}, tmp_path, strangers.model_faults)
+        return [line.partition(":")[0] for line in found]
+
+    where = "baselines.own.symphony.calibration.sequence_length"
+    assert of_row(symphony={"calibration": {"sequence_length": 65}}) == [f"{where} = 65"]
+    assert of_row() == [f"{where} = 1024"]  # all as it is by default
+    assert of_row(symphony=short) == []
+    assert of_row(symphony={"alignment": {"neurons": "none"}}) == []  # which reads none
+    ridge = of_row(symphony={**short, "router": "ridge"})
+    assert ridge == ["statistics.sequence_length = 1024"]
+
+
 def test_positions_are_those_that_a_model_says(tmp_path):
     config = {"model_type": "qwen2", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
     config |= {"num_hidden_layers": 1, "num_attention_heads": 1}
