@@ -44,7 +44,7 @@ def _counted(recipe: Recipe) -> list[str]:
     ]
 
 
-def _regressed(recipe: Recipe) -> list[str]:
+def regressed(recipe: Recipe) -> list[str]:
     """Texts that attention or head is fitted on, in the order of the experts."""
     merge = recipe.backbone.merge
     if merge.attention == "average" and merge.head != "fitted":
@@ -54,11 +54,11 @@ def _regressed(recipe: Recipe) -> list[str]:
 
 def _inputs(recipe: Recipe, item: str) -> list[str]:
     experts = [f"experts/{name}" for name in averaged(recipe)]
-    return list(dict.fromkeys([*experts, *_counted(recipe), *_regressed(recipe)]))
+    return list(dict.fromkeys([*experts, *_counted(recipe), *regressed(recipe)]))
 
 
 def _params(recipe: Recipe, item: str) -> list[str]:
-    regression = regression_keys() if _regressed(recipe) else ()
+    regression = regression_keys() if regressed(recipe) else ()
     return ["moe.max_shard_bytes", *backbone_keys(recipe), *merge_keys(recipe), *regression]
 
 
@@ -80,12 +80,12 @@ def backbone(run: StageRun) -> None:
     states = run.run(read, "statistics") if read else {}
     added: int = run.run_one(
         merge_piece,
-        "statistics" if _regressed(recipe) else "assembly",
+        "statistics" if regressed(recipe) else "assembly",
         uses_gpu=recipe.backbone.merge.attention != "average",  # a head is fitted on the CPU
         experts=[run.path(f"experts/{name}") for name in averaged(recipe)],
         merge=recipe.backbone.merge,
         counted=[run.path(text) for text in _counted(recipe)],
-        regressed=[run.path(text) for text in _regressed(recipe)],
+        regressed=[run.path(text) for text in regressed(recipe)],
         moments=[states[piece.name].path for piece in read],
         max_shard_bytes=recipe.moe.max_shard_bytes,
         **common,

@@ -6,6 +6,7 @@ import numpy as np
 
 from infra.recipe.schema import Recipe
 from tasks.data.given import given_model, given_models, known_files
+from tasks.dume.backbone import regressed
 from tasks.dume.checks import CROSS_VALIDATED
 from tasks.dume.files import calibration_splits
 from tasks.engine.stage import Session
@@ -13,11 +14,13 @@ from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.batches import counted_tokens, fold_of, paragraphs
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.dume.checks import fewest_tokens
+from upcycle_core.dume.repair import UNDIVIDED, halves_of
 from upcycle_core.errors import Fault, InputError
 
 
 def text_faults(session: Session) -> Iterator[Fault]:
-    """What calibration text lacks for repairs and for a cross-validated lambda, of all domains.
+    """What calibration text lacks for repairs, for a merge that is fitted to it and for a
+    cross-validated lambda, of all domains.
 
     Args:
         session: Whose ``corpora`` are there.
@@ -25,22 +28,27 @@ def text_faults(session: Session) -> Iterator[Fault]:
     recipe = session.recipe
     repairs = recipe.experts.repair != "none"
     needed = fewest_tokens(_shape(session)) if repairs else 0
+    fitted = () if "backbone" in recipe.pinned else regressed(recipe)
     for domain in recipe.domains:
         for split in calibration_splits(recipe, domain):
             repaired_on = needed if split == "calibration" else 0
-            if repaired_on or recipe.router.ridge_lambda == CROSS_VALIDATED:
-                yield from _faults(session, domain, split, repaired_on)
+            is_divided = repaired_on > 0 or f"corpora/{domain}/{split}" in fitted
+            if is_divided or recipe.router.ridge_lambda == CROSS_VALIDATED:
+                yield from _faults(session, domain, split, repaired_on, is_divided)
 
 
 def fold_faults(session: Session) -> Iterator[Fault]:
     """What calibration text lacks for a cross-validated lambda, of all domains."""
     if session.recipe.router.ridge_lambda == CROSS_VALIDATED:
         for domain in session.recipe.domains:
-            yield from _faults(session, domain, "calibration", 0)
+            yield from _faults(session, domain, "calibration")
 
 
-def _faults(session: Session, domain: str, split: str, needed: int) -> Iterator[Fault]:
-    """The same of one text, where a repair needs so many tokens."""
+def _faults(
+    session: Session, domain: str, split: str, needed: int = 0, is_divided: bool = False
+) -> Iterator[Fault]:
+    """The same of one text, where a repair needs so many tokens, and what is solved on one half of
+    it is judged on the other."""
     recipe = session.recipe
     corpus = TokenCorpus(session.workspace.path(f"corpora/{domain}/{split}"))
     try:
@@ -52,6 +60,8 @@ def _faults(session: Session, domain: str, split: str, needed: int) -> Iterator[
     if count < needed:
         remedy = f"experts.repair needs at least {needed:,} that are counted: give more text, or "
         yield Fault(field, f"{count:,} tokens", f"{remedy}repair none")
+    elif is_divided and halves_of(documents, tokens) is None:
+        yield Fault(field, f"{count:,} tokens", UNDIVIDED)
     if recipe.router.ridge_lambda == CROSS_VALIDATED:
         folds = recipe.statistics.parts
         filled = np.unique(fold_of(documents[tokens > 0], folds))

@@ -16,6 +16,7 @@ from upcycle_core.errors import InputError
 DOMAINS = ("letters", "numbers")
 REPAIRED = {"experts": {"repair": "down"}}
 CHOSEN = {"router": {"ridge_lambda": "cross-validate"}}
+DIVIDED = [REPAIRED, {"backbone": {"merge": {"attention": "regmean"}}}]
 ENOUGH = [48, 48]
 """Lengths of documents: two tokens for each of 48 activations."""
 
@@ -68,6 +69,22 @@ def test_text_that_falls_short_is_said_before_the_seed_is_trained(started, lengt
 @pytest.mark.parametrize("changes", [REPAIRED, CHOSEN, REPAIRED | CHOSEN, {}])
 def test_text_that_is_enough_passes(started, changes):
     session = started([ENOUGH, ENOUGH] if changes else [[9], [9]], changes)
+    session.ensure(seed)
+    session.close()
+
+
+@pytest.mark.parametrize("changes", DIVIDED)
+def test_text_of_one_paragraph_is_said_before_the_seed_is_trained(started, changes):
+    """What is solved on one half of it is judged on the other."""
+    session = started([[99], [99, 9]], changes, sequence_length=128)
+    with pytest.raises(InputError, match=r"letters\.calibration = '99 tokens': .* one paragraph"):
+        session.ensure(seed)
+    session.close()
+
+
+@pytest.mark.parametrize("changes", DIVIDED)
+def test_a_document_of_two_paragraphs_passes(started, changes):
+    session = started([[99], [99]], changes, sequence_length=64)
     session.ensure(seed)
     session.close()
 

@@ -41,7 +41,13 @@ from upcycle_core.backbone.stitch import stitched_reader
 from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.writer import write_json
-from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs
+from upcycle_core.corpora.batches import (
+    Batch,
+    counted_tokens,
+    fold_of,
+    paragraph_batches,
+    paragraphs,
+)
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.dume.checks import check_repairable
 from upcycle_core.dume.config import StatisticsConfig
@@ -57,6 +63,10 @@ REPORT = "repair.json"
 LEAST_SHARE = 0.25
 """Of what is counted, in the smaller half of the documents: a lambda that is judged on less, or
 solved on less, is none for the text."""
+UNDIVIDED = (
+    "all that is counted stands in one paragraph, and what is solved on one half is judged on the "
+    "other; give more text, or a shorter statistics.sequence_length"
+)
 JUDGED_TOKENS = 512
 """Tokens of the calibration text whose logits decide between the last layer's targets."""
 LOGITS_AT_ONCE = 64
@@ -152,11 +162,29 @@ def _plan(
     }
 
 
-def calibration_batches(corpus: Path, config: StatisticsConfig) -> list[Batch]:
-    """What ``config`` reads of a split; each batch is of one half of its documents.
+def halves_of(documents: np.ndarray, counted: np.ndarray) -> np.ndarray | None:
+    """The half of a text that each paragraph belongs to, [N] int64: that of its document.
 
     Where less than ``LEAST_SHARE`` of what is counted stands in one half, as with a single long
     document, halves are those of the paragraphs in their order.
+
+    Args:
+        documents: The document of each paragraph, [N] int64.
+        counted: Its tokens that are counted, [N] int64.
+
+    Returns:
+        None where one of these too has nothing that is counted.
+    """
+    places = np.arange(len(documents)) * HALVES // max(1, len(documents))
+    for halves, least in ((fold_of(documents, HALVES), LEAST_SHARE), (places, 0.0)):
+        tokens = np.bincount(halves, weights=counted, minlength=HALVES)
+        if tokens.min() >= max(1, least * tokens.sum()):
+            return halves
+    return None
+
+
+def calibration_batches(corpus: Path, config: StatisticsConfig) -> list[Batch]:
+    """What ``config`` reads of a split; each batch is of one of ``halves_of`` it.
 
     Raises:
         InputError: One paragraph alone holds what is counted.
@@ -168,20 +196,12 @@ def calibration_batches(corpus: Path, config: StatisticsConfig) -> list[Batch]:
         max_tokens=config.tokens,
         window=config.window,
     )
-    places = np.arange(len(pieces.rows)) * HALVES // max(1, len(pieces.rows))
-    for folds, least in ((HALVES, LEAST_SHARE), (places, 0.0)):
-        size, count = config.batch_size, config.count
-        batches = list(paragraph_batches(tokens, pieces, size, folds=folds, count=count))
-        counted = [0] * HALVES
-        for batch in batches:
-            counted[batch.fold] += int(batch.counted.sum())
-        if min(counted) >= max(1, least * sum(counted)):
-            return batches
-    remedy = (
-        "all that is counted stands in one paragraph, and what is solved on one half is judged "
-    )
-    remedy += "on the other; give more text, or a shorter statistics.sequence_length"
-    raise InputError(Fault("corpus", str(corpus), remedy))
+    counted = counted_tokens(tokens, pieces, config.count)
+    halves = halves_of(pieces.rows[:, 0], counted)
+    if halves is None:
+        raise InputError(Fault("corpus", str(corpus), UNDIVIDED))
+    size, count = config.batch_size, config.count
+    return list(paragraph_batches(tokens, pieces, size, folds=halves, count=count))
 
 
 def _repaired(
