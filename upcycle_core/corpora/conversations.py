@@ -7,8 +7,8 @@ A record is one of::
     {"instruction": "...", "context": "...", "response": "..."}
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
-Messages may hold what chat templates read beside these (``EXTRAS``), and a record ``tools``. One
-of a prompt may hold a system message (``system``) and earlier turns (``history``, a list of
+Messages may hold what chat templates read beside these (``EXTRAS``), and a record ``tools`` and a
+system message (``system``). One of a prompt may hold earlier turns (``history``, a list of
 [question, answer]).
 """
 
@@ -153,10 +153,12 @@ def messages_of(row: dict[str, Any], place: str) -> list[Message]:
 
     Raises:
         Unanswered: A response is empty.
-        InputError: It has no prompt or response, or not as text; or an ``input`` and a ``context``.
+        InputError: It has no prompt or response, or not as text; an ``input`` and a ``context``;
+            or something beside messages that has no place among them.
     """
     if "messages" in row:
-        said = _conversation(row["messages"], place)
+        said = _with_system(row, _conversation(row["messages"], place), place)
+        _check_beside(row, said, place)
         tools = _objects(row, "tools", place)
         return [said[0] | {"tools": tools}, *said[1:]] if tools else said
     prompt = _text(row, _only(row, PROMPT_FIELDS, place), place)
@@ -182,6 +184,41 @@ def _before(row: dict[str, Any], place: str) -> Iterator[Message]:
     for i, turn in enumerate(turns):
         for role, said in zip(("user", "assistant"), turn, strict=True):
             yield _message({"role": role, "content": said}, f"{place}, history[{i}]")
+
+
+def _with_system(row: dict[str, Any], said: list[Message], place: str) -> list[Message]:
+    """The messages behind the system message that a record holds beside them."""
+    if not _holds(row, "system"):
+        return said
+    system = {"role": "system", "content": _text(row, "system", place)}
+    own = [message["content"] for message in said if message["role"] == "system"]
+    if not own:
+        return [system, *said]
+    if own[0].strip() != system["content"].strip():
+        remedy = "stands beside messages that have another system message; keep one of them"
+        raise InputError(Fault(f"{place}, system", _start(row["system"]), remedy))
+    return said
+
+
+def _check_beside(row: dict[str, Any], said: list[Message], place: str) -> None:
+    """Refuse what stands beside messages and in none of them: to which it belongs is not said."""
+    beside = [name for name in (*MATERIAL_FIELDS, "history") if _holds(row, name)]
+    whole = joined(said) if beside else ""
+    for name in beside:
+        texts = list(_leaves(row[name]))
+        if all(isinstance(text, str) and text.strip() in whole for text in texts):
+            continue
+        remedy = "stands beside messages and in none of them, and to which it belongs is not said; "
+        remedy += "write it into that one, or take it out"
+        raise InputError(Fault(f"{place}, {name}", _start(row[name]), remedy))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What a list holds, and the lists in it."""
+    for part in value if isinstance(value, list) else ():
+        yield from _leaves(part)
+    if not isinstance(value, list):
+        yield value
 
 
 def _conversation(messages: Any, place: str) -> list[Message]:

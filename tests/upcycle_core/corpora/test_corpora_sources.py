@@ -7,6 +7,7 @@ import pytest
 
 from upcycle_core.corpora import harvest, sources
 from upcycle_core.corpora.config import Source
+from upcycle_core.corpora.conversations import messages_of, place_rows
 from upcycle_core.corpora.sources import (
     first_chats,
     read_source,
@@ -15,6 +16,10 @@ from upcycle_core.corpora.sources import (
     source_fingerprint,
 )
 from upcycle_core.errors import InputError
+
+KIND = {"role": "system", "content": "Be kind."}
+SAID = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ann"}]
+BESIDE = {"messages": [KIND, *SAID]}
 
 
 def texts(source, *, seed=0, folder=None):
@@ -216,6 +221,28 @@ def test_a_chat_has_the_context_the_system_message_and_the_earlier_turns(tmp_pat
     assert texts == {"Who?\n\nAnn sang.\n\nAnn", "Be kind.\n\nc\n\nd\n\na\n\nb"}
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_system_message_may_stand_beside_messages(tmp_path, ending):
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    rows = [
+        {"messages": SAID, "system": "Be kind.", "context": "", "history": []},
+        {"messages": [KIND, *SAID], "system": "Be kind.\n", "context": "Who?"},
+        {"messages": SAID, "system": " ", "history": [["Who?", "Ann"]], "tools": tools},
+        {"messages": SAID, "system": "Be kind.", "tools": tools},
+    ]
+    file = tmp_path / f"a.{ending}"
+    jsonl(file, rows)
+    if ending == "parquet":
+        columns = dict.fromkeys(name for row in rows for name in row)
+        parquet.write_table(pyarrow.Table.from_pylist([columns | row for row in rows]), file)
+    found = [messages_of(row, place) for place, row in place_rows(file)]
+    assert found[:2] == [[KIND, *SAID]] * 2
+    assert found[2:] == [
+        [SAID[0] | {"tools": tools}, SAID[1]],
+        [KIND | {"tools": tools}, *SAID],
+    ]
+
+
 @pytest.mark.parametrize(
     ("settings", "row", "says"),
     [
@@ -228,6 +255,14 @@ def test_a_chat_has_the_context_the_system_message_and_the_earlier_turns(tmp_pat
             {"messages": [{"role": "user", "content": "x"}]},
             "a response (role assistant) must follow some prompt",
         ),
+        ({"form": "chat"}, BESIDE | {"system": "Be fast."}, "line 1, system = 'Be fast.': stands"),
+        ({"form": "chat"}, BESIDE | {"system": 3}, "line 1, system = 3: must be text"),
+        (
+            {"form": "chat"},
+            BESIDE | {"context": "He sang."},
+            "line 1, context = 'He sang.': stands",
+        ),
+        ({"form": "chat"}, BESIDE | {"history": [["c", "d"]]}, "line 1, history = "),
         ({"form": "chat"}, {"prompt": "\ud800", "response": "x"}, "half a surrogate pair"),
     ],
 )
