@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.responses import DeploymentResponse
 
 DEFAULT, MAKER = "recipes/demo.yaml", "flows/dume.py:dume"
+ANY_MAKER = "flows/make.py:make"
 NO_NOTICE = "none"
 GIVEN = ("image", "image_pull_policy")
 """What a deployment is told of its pool's variables."""
@@ -151,10 +152,14 @@ def offered(
 
 
 def _maker(deployments: Sequence[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
-    """The deployment whose flow makes the recipe's model: it is called as its section is."""
+    """The deployment whose flow makes the recipe's model: it is called as its section is, or as its
+    method; a method without a flow of its own is made by ``flows.make``."""
     own = {Path(d["entrypoint"].partition(":")[0]).stem: d for d in deployments}
     asked = [d for flow, d in own.items() if getattr(recipe, flow, None) is not None]
-    return asked[0] if asked else own["dume"]
+    if asked or recipe.method in ("", *own):
+        return asked[0] if asked else own[recipe.method or "dume"]
+    made = {"entrypoint": ANY_MAKER, "tags": [recipe.method]}
+    return {**own["dume"], **made, "description": f"{{name}}: a model made by {recipe.method}."}
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The files of `infra/services/deploy`, each checked by the schema of the program that reads it."""
 
 import importlib
+import inspect
 import json
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import cli as ray_command
 
+from flows.make import make
 from infra.recipe.reading import load_recipe as load_as_it_is
 from infra.recipe.schema import resolve
 from infra.services import deployments as module
@@ -193,6 +195,27 @@ def test_a_recipe_of_one_s_own_is_offered_with_the_flow_that_makes_its_model(rec
     assert made["parameters"]["recipe"] == resolve(read)
     assert made["name"] == read.name
     assert not {"dume", "symphony", "simoe"} & {tag for each in others for tag in each["tags"]}
+
+
+def test_a_method_without_a_section_is_offered_with_the_flow_that_makes_any(tmp_path):
+    """As that of docs/adding-a-method.md; one with a deployment of its own has that."""
+    path = tmp_path / "soup.yaml"
+    nightly = (REPOSITORY / "recipes" / "nightly.yaml").read_text()
+    path.write_text(f"{nightly}\nmethod: soup\n")
+    [made, *others] = offered(deployments(), path, ["folder=/texts", "name=mine"])
+    assert (made["entrypoint"], made["name"]) == ("flows/make.py:make", "mine")
+    assert made["parameters"]["recipe"]["method"] == "soup"
+    assert made["tags"] == ["soup", "recipe:mine"]
+    assert made["description"] == "mine: a model made by soup."
+    assert all("dume" not in each["tags"] for each in others)
+    given = inspect.signature(make.fn).parameters.keys()
+    assert made["parameters"].keys() <= given
+    own = {**deployments()[0], "entrypoint": "flows/soup.py:soup"}
+    own["parameters"] = {"recipe": "recipes/symphony.yaml"}
+    found = list(offered([*deployments(), own], path, ["folder=/texts"]))
+    assert [each["entrypoint"] for each in found].index("flows/soup.py:soup") == 0
+    assert found[0]["parameters"]["recipe"]["method"] == "soup"
+    assert len(found) == 1 + len(others)
 
 
 def test_the_comparison_is_offered_with_its_rows_and_their_budget():
