@@ -6,7 +6,7 @@ from typing import Any
 
 from infra.recipe.schema import Recipe, TuningConfig
 from upcycle_core.baselines.config import Baseline
-from upcycle_core.dume.config import RouterConfig
+from upcycle_core.dume.config import MoEConfig, RouterConfig
 from upcycle_core.evaluation.tasks.config import TaskEvaluationConfig
 from upcycle_core.symphony.config import PostTrainingConfig
 from upcycle_core.training.config import (
@@ -107,11 +107,18 @@ def is_trained(recipe: Recipe, domain: str) -> bool:
 
 
 def expert_keys(recipe: Recipe, domain: str) -> Iterator[str]:
-    """Of an expert of DUME's: given, trained from the seed, or continued."""
+    """Of an expert of DUME's: given, trained from the seed, or continued.
+
+    A given one may be written anew, to fit the others; the size of its files came later, and
+    decides nothing where it is the default. A given seed keeps its files whatever that size is:
+    experts that were trained from it would be trained again, to the same weights.
+    """
     yield f"domains.{domain}.expert"
     if is_trained(recipe, domain):
         continued = domain in recipe.parents and recipe.experts.continued is not None
         yield from ("seed", "experts.continued" if continued else "experts.training")
+    elif recipe.moe.max_shard_bytes != MoEConfig().max_shard_bytes:
+        yield "moe.max_shard_bytes"
 
 
 def merge_keys(recipe: Recipe) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Given models are read by several stages, maybe hours apart: all read what was looked at."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,34 @@ def test_joined_strangers_have_the_type_in_which_training_ends(tmp_path):
     values["domains"]["numbers"]["origin"] = numbers
     faults = strange.model_faults(validate(values), tmp_path / "models")
     assert [fault.field for fault in faults] == ["experts.dtype"]
+
+
+SHARD = 20_000
+
+
+@pytest.mark.parametrize("stage", [experts.experts, strangers.experts], ids=["dume", "symphony"])
+def test_a_given_expert_that_is_written_anew_gets_files_of_the_size_that_is_asked_for(
+    tmp_path, stage
+):
+    flow = Flow(tmp_path, experts={"dtype": "bf16"})
+    looked.sources.ensure(flow.session)
+    assert stage.ensure(flow.session, "letters")
+    expert = flow.session.workspace.path("experts/letters")
+    assert [file.name for file in expert.glob("*.safetensors")] == ["model.safetensors"]
+    # What is recorded of a model with the default, as an earlier release has: nothing else decides.
+    assert not [key for key in stage.keys(flow.session.recipe, "letters") if "shard" in key]
+    moe = replace(flow.session.recipe.moe, max_shard_bytes=SHARD)
+    flow.session.recipe = replace(flow.session.recipe, moe=moe)
+    assert stage.ensure(flow.session, "letters")
+    sizes = [file.stat().st_size for file in expert.glob("*.safetensors")]
+    assert len(sizes) > 1
+    assert not stage.ensure(flow.session, "letters")
+
+
+def test_the_size_of_files_trains_no_expert_again(tmp_path):
+    before = validate(pico_recipe(tmp_path))
+    given = replace(before.seed_model, model="/models/seed")
+    for recipe in (before, replace(before, seed_model=given)):
+        after = replace(recipe, moe=replace(recipe.moe, max_shard_bytes=SHARD))
+        for stage, item in ((experts.experts, "letters"), (seed.seed, "")):
+            assert stage.values(recipe, item) == stage.values(after, item)
