@@ -73,7 +73,7 @@ def registered(reference: str, settings: Settings) -> Registered:
     """
     registry = Registry(settings)
     version = registry.referenced(_named(reference))
-    directory = registry.place(version.reference)
+    directory = copies.in_place(version, registry)
     if directory is None:
         directory = copies.checkpoint(version, registry, settings)
     recipe = yaml.safe_load(registry.text(version, "recipe.yaml") or "{}")

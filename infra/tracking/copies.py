@@ -1,7 +1,8 @@
-"""Copies of registered versions whose files lie elsewhere, for the commands that read them.
+"""Files of registered versions, for the commands that read them: where they lie, or else copies.
 
-Who reads a copy holds it, until it lets go of it or its process ends. What nobody holds may be
-removed, but for the versions of each model that were read last.
+Who reads them holds them, until it lets go of them or its process ends. Copies that nobody holds
+may be removed, but for the versions of each model that were read last. What lies in its place is
+held by its folder: of processes of another machine nobody here knows.
 """
 
 import fcntl
@@ -9,7 +10,8 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -25,7 +27,42 @@ HELD = ".held"
 """Ends the name of a file beside a copy that its readers share, and that says when it was read."""
 NAME = re.compile(r"(?P<version>(?P<model>.+)-\d+)-[0-9a-f]{12}(\.files)?")
 _held: dict[Path, TextIO] = {}
-"""What this process reads."""
+"""Copies that this process reads."""
+_in_place: dict[tuple[str, int], int] = {}
+"""{model and number: open folder} of versions that it reads where they lie."""
+
+
+def in_place(version: Version, registry: Registry) -> Path | None:
+    """Where a version's files lie on this machine, held from now on; None where they do not.
+
+    Raises:
+        InputError: There is no such version, or it was deleted meanwhile.
+    """
+    place, key = registry.place(version.reference), (version.name, version.number)
+    if place is None or key in _in_place:
+        return place
+    with suppress(FileNotFoundError):  # deleted since, which is said below
+        folder = os.open(place, os.O_RDONLY)
+        _in_place[key] = folder
+        fcntl.flock(folder, fcntl.LOCK_SH)
+    return registry.place(version.reference)
+
+
+@contextmanager
+def unread(folder: Path) -> Iterator[bool]:
+    """Whether no process of this machine reads a version's files in ``folder``, their place.
+
+    Where none does, none begins to before the block ends.
+    """
+    try:
+        opened = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        yield _is_ours(opened)
+    finally:
+        os.close(opened)
 
 
 def checkpoint(version: Version, registry: Registry, settings: Settings) -> Path:
@@ -61,6 +98,9 @@ def keep(name: str, numbers: Collection[int]) -> None:
     for place in [*_held]:
         if _parts(place)["version"] not in versions:
             _held.pop(place).close()
+    for model, number in [*_in_place]:
+        if model != name or number not in numbers:
+            os.close(_in_place.pop((model, number)))
 
 
 def unused(settings: Settings) -> list[Path]:
@@ -128,23 +168,25 @@ def _is_named(file: TextIO, mark: Path) -> bool:
 def _is_held(place: Path) -> bool:
     try:
         with _mark(place).open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return not _is_ours(file.fileno())
     except FileNotFoundError:
         return False
+
+
+def _is_ours(file: int) -> bool:
+    """Whether nobody else holds an open file or folder; it is ours then, until it is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
-    return False
+        return False
+    return True
 
 
 def _remove(place: Path) -> None:
     """Remove a copy unless somebody holds it by now; killed in between, it is none any more."""
     mark = _mark(place)
     with mark.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        if not _is_named(file, mark):
+        if not _is_ours(file.fileno()) or not _is_named(file, mark):
             return
         partial = place.with_name(f"{place.name}{PARTIAL}")
         shutil.rmtree(partial, ignore_errors=True)

@@ -4,7 +4,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from mlflow.entities.model_registry import ModelVersion
 
 from infra.recipe.schema import KeepConfig
 from infra.settings import Settings
+from infra.tracking.copies import unread
 from infra.tracking.locations import local_folder
 from infra.tracking.private import delete_files, deletion
 from infra.tracking.records import Version
@@ -77,9 +78,10 @@ class Records:
 
         A version that any alias points at stays, the one before the champion, one that a recipe of
         the home names by its number, one whose model somebody has registered or promoted under
-        another name in MLflow, and one whose files are lost: what it needs cannot be told. So does
-        every run that made a version that stays or measured its model, with its parent and
-        children, and what has not ended. Runs of an experiment that somebody has renamed stay.
+        another name in MLflow, one that a process of this machine, a server say, reads where it
+        lies, and one whose files are lost: what it needs cannot be told. So does every run that
+        made a version that stays or measured its model, with its parent and children, and what has
+        not ended. Runs of an experiment that somebody has renamed stay.
 
         Args:
             keep: How much stays.
@@ -104,8 +106,8 @@ class Records:
                 if v.aliases or v.number in before or v.is_lost or v.reference in asked
             ]
             spare = [v for v in mine if v not in named][: -keep.versions]
-            gone += spare
-            kept += [v for v in mine if v not in spare]
+            gone += [v for v in spare if not self._is_read(v)]
+            kept += [v for v in mine if v not in gone]
         going = {(v.name, v.number) for v in gone}
         held = {model for v, model in stored if (v.name, int(v.version)) not in going}
         kept += [v for v in gone if v.model_id in held]
@@ -134,16 +136,17 @@ class Records:
         return self._files(self._client.get_run(run_id).info.artifact_uri or "")
 
     def delete_version(self, version: Version) -> bool:
-        """Delete ``version`` for good, not if an alias points at it by now; and its model, unless
-        another version has the same."""
-        with self._registry.alone(version.name):
-            now = self._client.get_model_version(version.name, str(version.number))
-            if now.aliases:
-                return False
-            self._client.delete_model_version(version.name, str(version.number))
-        if version.model_id not in {model for _, model in self._stored()}:
-            self.delete_model(version.model_id)
-        return True
+        """Delete ``version`` for good, not if an alias points at it or a process reads it by now;
+        and its model, unless another version has the same."""
+        with self._unread(version) as is_free:
+            with self._registry.alone(version.name):
+                now = self._client.get_model_version(version.name, str(version.number))
+                if now.aliases or not is_free:
+                    return False
+                self._client.delete_model_version(version.name, str(version.number))
+            if version.model_id not in {model for _, model in self._stored()}:
+                self.delete_model(version.model_id)
+            return True
 
     def delete_model(self, model_id: str) -> None:
         """Delete a stored model and its files for good."""
@@ -154,6 +157,16 @@ class Records:
         """Delete a run and its files for good."""
         self._remove_files(self._client.get_run(run_id).info.artifact_uri or "")
         self._delete(run_id, "run", self._client.delete_run)
+
+    def _is_read(self, version: Version) -> bool:
+        with self._unread(version) as is_free:
+            return not is_free
+
+    def _unread(self, version: Version) -> AbstractContextManager[bool]:
+        """Whether nobody reads a version's files, where they lie here."""
+        location = self._client.get_logged_model(version.model_id).artifact_location
+        folder = local_folder(location, self._settings)
+        return nullcontext(True) if folder is None else unread(folder)
 
     def _stored(self) -> list[tuple[ModelVersion, str | None]]:
         """Every version that is registered, whoever did so, and the id of its model."""

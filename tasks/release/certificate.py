@@ -7,6 +7,7 @@ from pathlib import Path
 
 from infra.readers.reader import READERS
 from infra.temporary import owned_folder
+from infra.tracking.copies import in_place
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
 from tasks.data.licences import CARD
@@ -107,7 +108,7 @@ def with_certificate(markdown: str, title: str, rows: Sequence[Row]) -> str:
 @contextmanager
 def version_files(registry: Registry, version: Version) -> Iterator[Path]:
     """All files of a version: where they lie, or a copy for a while."""
-    here = registry.place(version.reference)
+    here = in_place(version, registry)
     if here is not None:
         yield here
         return

@@ -119,13 +119,13 @@ def _files_of(
 ) -> tuple[Path, Path]:
     """Where a version's checkpoint lies on this machine, and the folder that its engine opens.
 
-    MLflow's opens all of the files, which a checkpoint is a part of. It is not told the version
-    instead: it would look for files of a home without a server in vain, and copy those that a
-    server has at each start.
+    Both are held. MLflow's opens all of the files, which a checkpoint is a part of. It is not told
+    the version instead: it would look for files of a home without a server in vain, and copy those
+    that a server has at each start.
     """
     from infra.tracking import copies  # MLflow, torch: a parser reads engines' names
 
-    here = registry.place(version.reference)
+    here = copies.in_place(version, registry)
     if here is None and choice.name != "mlflow":
         here = copies.checkpoint(version, registry, settings)
     if here is not None:

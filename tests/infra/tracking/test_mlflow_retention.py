@@ -1,5 +1,7 @@
 """Which MLflow runs and versions may go, on a real database."""
 
+import subprocess
+import sys
 from threading import Thread
 
 import pytest
@@ -10,6 +12,7 @@ from mlflow.entities import ViewType
 from infra import settings
 from infra.cluster.calls import heeding
 from infra.recipe.schema import KeepConfig
+from infra.tracking import copies
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
 from infra.tracking.retention import Records
@@ -17,6 +20,15 @@ from infra.tracking.runs import Tracker
 from upcycle_core.errors import Fault, InputError
 
 ONE = KeepConfig(versions=1, runs=1)
+READER = """
+import sys
+from infra.settings import read
+from infra.tracking import copies
+from infra.tracking.registry import Registry
+registry = Registry(read({"UPCYCLE_HOME": sys.argv[1]}))
+print(copies.in_place(registry.referenced(sys.argv[2]), registry), flush=True)
+sys.stdin.read()
+"""
 
 
 class Place:
@@ -96,6 +108,26 @@ def test_versions_of_other_names_of_the_same_flows_are_counted_by_name(place):
     assert {v.reference for v in place.past().kept} == {
         v.reference for v in (main[0], main[2], other[1])
     }
+
+
+def test_a_version_that_another_process_reads_stays_with_its_model_until_that_ends(place):
+    read, late, _newest = [place.version(place.run()) for _ in range(3)]
+    command = [sys.executable, "-c", READER, str(place.settings.home), read.reference]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as reader:
+        folder = reader.stdout.readline().strip()
+        assert folder == str(place.registry.place(read.reference))
+        past = place.past()
+        assert [v.reference for v in past.versions] == [late.reference]
+        assert read.reference in [v.reference for v in past.kept]
+        assert past.models == ()
+        assert place.records().delete_version(read) is False  # it began after the look
+        assert place.registry.place(read.reference) is not None
+        reader.stdin.close()
+    assert [v.number for v in place.past().versions] == [1, 2]
+    assert place.records().delete_version(read) is True
+    with pytest.raises(InputError, match="not in the registry"):
+        copies.in_place(read, place.registry)
 
 
 def test_a_neighbour_s_versions_are_left_alone(place):

@@ -15,7 +15,9 @@ from infra.serving import engine as module
 from infra.serving.engine import Engine, Launch
 from infra.settings import DEFAULTS, read
 from infra.tracking import copies
-from infra.tracking.records import Version
+from infra.tracking.records import Registration, Version
+from infra.tracking.registry import Registry
+from infra.tracking.runs import Tracker
 from tasks.serving.engines import EngineChoice, _command, launcher
 
 
@@ -103,6 +105,35 @@ def test_copies_of_versions_that_a_server_has_left_behind_are_removed(tmp_path):
     assert {path.name.split("-")[1] for path in models.iterdir()} == {"4", "5"}
     launch(4)
     assert registry.downloads == len(numbers)  # to go back fetches nothing
+
+
+def test_a_version_that_is_served_where_it_lies_is_held_until_the_server_has_left_it(tmp_path):
+    settings = read({"UPCYCLE_HOME": str(tmp_path / "home")})
+    registry, source = Registry(settings), tmp_path / "source"
+    source.mkdir()
+    for file in ("config.json", "tokenizer.json", "model.safetensors"):
+        (source / file).write_text("{}")
+    with Tracker(settings, "moe").start_run("flow") as run:
+        for _ in range(2):
+            registry.register("moe", source, Registration(), run=run)
+    choice = EngineChoice("transformers", "cpu", "fp32")
+    launch = launcher(settings, registry, "moe", choice, folder=tmp_path / "served")
+    places = [registry.place(f"models:/moe/{number}") for number in (1, 2)]
+
+    def are_held():
+        for place in places:
+            with copies.unread(place) as is_free:
+                yield not is_free
+
+    assert list(are_held()) == [False, False]
+    launch(1)
+    launch(1)
+    assert list(are_held()) == [True, False]
+    launch(2)
+    assert list(are_held()) == [True, True]
+    copies.keep("moe", {2})
+    assert list(are_held()) == [False, True]
+    copies.keep("moe", ())
 
 
 def test_an_engine_s_log_goes_on_until_it_is_large(tmp_path, monkeypatch):
