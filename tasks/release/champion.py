@@ -137,7 +137,8 @@ class Champion:
         """Take its files, and hold them against the hashes that they were registered with.
 
         Raises:
-            InputError: They are gone, or are not those that were registered.
+            InputError: They are gone, or are not those that were registered, or it is champion no
+                more.
         """
         remedy = "; nothing can be judged beside it: make the one before it champion "
         remedy += f"(flows.rollback {self.version.name}) and run the same command again; or take "
@@ -145,8 +146,11 @@ class Champion:
         remedy += "alias champion there to the version that it names"
         try:
             self.registry.lend(self.version.reference, self.directory)
-        except InputError as error:
+        except (InputError, FileNotFoundError) as error:  # or deleted while they are copied
             said = f"its files cannot be had ({error})"
+            if self.registry.pointed(self.version.name, CHAMPION) != self.version.number:
+                said = "was champion when it was to be judged beside, and is none any more"
+                remedy = "; nothing was registered: run the same command again, which looks anew"
             raise InputError(Fault(CHAMPION, self.version.reference, said + remedy)) from error
         if changed := changed_files(self.directory, self.version.tags.get(MODEL_TAG)):
             shutil.rmtree(self.directory)

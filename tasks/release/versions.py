@@ -115,7 +115,7 @@ def _with_aliases(registry: Registry, version: Version) -> Version:
     if version.tags[PENDING_TAG] == "champion" and "champion" not in version.aliases:
         before = registry.pointed(version.name, "champion")
         tag = "none" if before is None else str(before)
-        if before is not None and version.tags.get(BESIDE_TAG, tag) != tag:
+        if version.tags.get(BESIDE_TAG, tag) != tag:
             return _refused(registry, version, *_of_another(before, version.tags[BESIDE_TAG]))
         registry.set_tags(version, {PREVIOUS_TAG: tag})
         registry.set_alias(version, "champion")
@@ -144,10 +144,11 @@ def settled(registry: Registry, version: Version, refusal: tuple[str, str] | Non
         return _with_aliases(registry, _current(registry, version))
 
 
-def _of_another(champion: int, beside: str) -> tuple[str, str]:
-    """Why a version is refused that was judged before the champion changed."""
+def _of_another(champion: int | None, beside: str) -> tuple[str, str]:
+    """Why a version is refused that was judged before the champion changed, or was deleted."""
     than = "none" if beside == "none" else f"version {beside}"
-    why = f"version {champion} is champion now, and it was judged when {than} was"
+    now = "none" if champion is None else f"version {champion}"
+    why = f"{now} is champion now, and it was judged when {than} was"
     remedy = "set the alias in MLflow (make up) if it is to be champion all the same"
     return "the champion changed meanwhile", f"{why}; {remedy}"
 

@@ -113,6 +113,26 @@ def test_files_that_are_not_as_registered_are_named_before_they_are_judged(
         shutil.copytree(whole, files)
 
 
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_one_that_is_none_any_more_when_it_is_to_be_scored_is_said_so(
+    tmp_path, session, registry, is_deleted
+):
+    register(tmp_path, registry, session, "another")
+    name = session.recipe.registered_name
+    with standing_champion(session, registry) as champion:
+        if is_deleted:
+            registry._client.delete_model_version(name, "1")
+        else:  # rolled back, and its files went with tidy
+            shutil.rmtree(champion_files(registry))
+            registry._client.delete_registered_model_alias(name, "champion")
+        with pytest.raises(InputError, match=r"is none any more; .* run the same command again"):
+            champion.run(Piece.of("champion", pytest.fail), "mark")
+    assert not champion.directory.exists()
+    assert len(registry.versions(name)) == (0 if is_deleted else 1)
+    with standing_champion(session, registry) as found:
+        assert found is None
+
+
 def test_the_same_number_of_another_registered_model_is_another_champion(
     tmp_path, session, registry, monkeypatch
 ):

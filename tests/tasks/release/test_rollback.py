@@ -212,6 +212,23 @@ def test_who_was_judged_beside_another_champion_is_none(registry, name, register
         assert registry.description(found).startswith("refused: the champion changed meanwhile. A")
 
 
+def test_who_was_judged_beside_a_champion_that_was_deleted_meanwhile_is_none(
+    settings, registry, name, register
+):
+    """As where it was deleted before: a person sets the alias."""
+    made = Registration(marks={PENDING_TAG: "champion"})
+    with_aliases(registry, register(made))
+    waiting = register(replace(made, tags={OUTCOME_TAG: "promoted", BESIDE_TAG: "1"}))
+    MlflowClient(settings.mlflow_tracking_uri).delete_model_version(name, "1")
+    found = with_aliases(registry, waiting)
+    assert registry.pointed(name, "champion") is None
+    assert found.aliases == ("challenger",)
+    assert PENDING_TAG not in found.tags
+    assert found.tags[OUTCOME_TAG] == "refused: the champion changed meanwhile"
+    why = "none is champion now, and it was judged when version 1 was; set the alias in MLflow"
+    assert why in found.tags[DECISION_TAG]
+
+
 def test_a_rollback_waits_for_a_promotion_at_work(settings, registry, name, register, monkeypatch):
     """Or the promotion would undo it: it has seen the champion before."""
     made = Registration(marks={PENDING_TAG: "champion"})
