@@ -15,7 +15,8 @@ from prefect import flow
 from prefect.runtime import deployment
 from prefect.states import Completed, State
 
-from flows.making.builds import build, built
+from flows.making.building import built
+from flows.making.builds import build
 from flows.making.change import begin_change, domain_faults, finish_change, unfinished
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow

@@ -12,12 +12,16 @@ from flows.running.naming import words_of
 from flows.running.session import FlowSession, open_session
 from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import FORMS
+from tasks.engine.stage import Stage
+from tasks.living.freshness import outdated
 from tasks.living.lineage import forget
-from tasks.methods import scored_models, stages_of
+from tasks.methods import COMPARISON, TASKS, own_models, scored_models, stages_of
 from tasks.release.champion import standing_champion
+from tasks.release.comparable import champion_faults
 from tasks.release.register import register
 from tasks.release.task_table import task_table
-from tasks.release.versions import Outcome
+from tasks.release.versions import MODEL_TAG, Outcome, newest
+from upcycle_core.errors import raise_faults
 
 Build = Callable[..., Outcome]
 """What brings a session's model up to date and registers it; see ``build_stages``."""
@@ -60,9 +64,40 @@ def build_stages(
     """
     for stage in stages_of(session.recipe):
         session.ensure(stage, only=looked_at(session, changed) if stage.by_text else None)
+        if stage.name == "corpora":
+            check_champion(session)
     also(session)
     session.finish()
     return publish(session, list(scored_models(session.recipe)))
+
+
+def check_champion(session: FlowSession) -> None:
+    """See that a new model can be judged beside the champion, before one is made.
+
+    Args:
+        session: Its corpora are up to date.
+
+    Raises:
+        InputError: Something is to be made, or registered, and the champion's tokenizer cannot
+            read what both are judged on.
+    """
+    faults = list(champion_faults(session.stages, session.registry))
+    if not faults:
+        return
+    recipe = session.recipe
+    known = newest(session.registry.versions(recipe.registered_name), recipe=recipe.name)
+    is_known = known is not None and session.workspace.has_digest(
+        "model", known.tags.get(MODEL_TAG)
+    )
+    if not is_known or outdated(session.stages, built(recipe)):
+        raise_faults(faults)
+
+
+def built(recipe: Recipe) -> dict[Stage, list[str]]:
+    """What a build brings up to date, beside rows to compare with: stages, and their items."""
+    found = {s: s.items(recipe) for s in stages_of(recipe) if s not in COMPARISON.stages()}
+    _, task_scores, _ = TASKS.stages()
+    return found | ({task_scores: own_models(recipe)} if task_scores in found else {})
 
 
 def looked_at(session: FlowSession, changed: Collection[str] | None) -> Collection[str] | None:

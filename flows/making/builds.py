@@ -8,8 +8,7 @@ from flows.making.building import Build, build_stages
 from flows.running.command_line import SUMMARY
 from flows.running.session import FlowSession
 from infra.recipe.schema import Recipe
-from tasks.engine.stage import Stage
-from tasks.methods import COMPARISON, COMPRESSION, METHODS, TASKS, own_models, stages_of
+from tasks.methods import COMPRESSION, METHODS
 from tasks.release.versions import Outcome
 
 BUILDS: Mapping[str, Build] = MappingProxyType({"dume": dume.build, "simoe": simoe.build})
@@ -41,10 +40,3 @@ def build(session: FlowSession, *, changed: Collection[str] | None = None) -> Ou
 def whole(recipe: Recipe) -> Build:
     """What makes all of a recipe, rows to compare with included."""
     return simoe.build if METHODS[recipe.method].has_labels else build_stages
-
-
-def built(recipe: Recipe) -> dict[Stage, list[str]]:
-    """What ``build`` brings up to date, beside rows to compare with: stages, and their items."""
-    found = {s: s.items(recipe) for s in stages_of(recipe) if s not in COMPARISON.stages()}
-    _, task_scores, _ = TASKS.stages()
-    return found | ({task_scores: own_models(recipe)} if task_scores in found else {})

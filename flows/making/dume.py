@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from flows.making.building import looked_at, publish
+from flows.making.building import check_champion, looked_at, publish
 from flows.running.session import FlowSession
 from tasks.data.corpora import corpora
 from tasks.data.documents import documents
@@ -36,6 +36,7 @@ def build(
         session.ensure(TASKS.stages()[0])
     session.ensure(tokenizer)
     session.ensure(corpora, only=changed)
+    check_champion(session)
     session.ensure(seed_text)
     session.ensure(seed)
     session.ensure(parents)
