@@ -17,7 +17,7 @@ from prefect.states import Completed, State
 
 from flows.making.building import built
 from flows.making.builds import build
-from flows.making.change import begin_change, domain_faults, finish_change, unfinished
+from flows.making.change import begin_change, domain_faults, finish_change, going_on
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
 from flows.running.naming import completed, name_run, title_of_day, words_of
@@ -99,7 +99,7 @@ def _is_up_to_date(recipe: Recipe, workspace: Workspace) -> bool:
     session = Session(with_lineage(recipe, workspace), workspace, log=lambda text: None)
     check_built_upon(session)
     if (
-        unfinished(workspace) is not None
+        going_on(recipe, workspace) is not None
         or news(session).any
         or outdated(session, built(session.recipe))
     ):
@@ -116,9 +116,9 @@ def _is_up_to_date(recipe: Recipe, workspace: Workspace) -> bool:
 def _learn(session: FlowSession) -> Outcome:
     """Continue the experts that have new text, and build the model."""
     begun = begin(session.recipe, session.workspace)
-    going_on = unfinished(session.workspace)
+    stopped = going_on(session.recipe, session.workspace)
     what = " ".join(["retrain", *news(session.stages).domains])
-    change = begin_change(session, what if going_on is None else going_on.what, begun)
+    change = begin_change(session, what if stopped is None else stopped.what, begun)
     session.adopt(begun)
     for stage in life_of(session.recipe).reads:
         session.ensure(stage)

@@ -6,7 +6,7 @@ still knows them when it is run again.
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -50,17 +50,19 @@ class Change:
         before: {domain: perplexity} of the model before it.
         texts: {domain: digest} of the held-out text that it was measured on, and {file: digest} of
             ``QUESTIONS``.
+        waiting: ``grow law`` that was stopped before, and that this change does not end.
     """
 
     what: str
     before: Mapping[str, float]
     texts: Mapping[str, str] = field(default_factory=dict)
+    waiting: Sequence[str] = ()
 
     @property
     def coming(self) -> tuple[str, ...]:
-        """The domain that is being added, if one is."""
-        kind, _, domain = self.what.partition(" ")
-        return (domain,) if kind == "grow" else ()
+        """The domains whose adding has not ended."""
+        changes = (what.partition(" ") for what in (self.what, *self.waiting))
+        return tuple(domain for kind, _, domain in changes if kind == "grow")
 
 
 def begin_change(session: FlowSession, what: str, begun: Recipe) -> Change:
@@ -79,9 +81,27 @@ def begin_change(session: FlowSession, what: str, begun: Recipe) -> Change:
     path = session.workspace.root / UNFINISHED
     change = unfinished(session.workspace)
     if change is None or change.what != what:
-        change = Change(what, _scores(session), _texts(session))
+        coming = () if change is None else change.coming
+        known = life_of(begun).modelled(session.workspace)
+        waiting = [f"grow {d}" for d in coming if d not in known and what != f"grow {d}"]
+        change = Change(what, _scores(session), _texts(session), waiting)
         write_atomically(path, json.dumps(sealed(asdict(change)), indent=1))
     return change
+
+
+def going_on(recipe: Recipe, workspace: Workspace) -> Change | None:
+    """The change that was not finished, if a night of this recipe is to finish it.
+
+    The model is what the change makes of it already, or is to learn: a domain that it lacks still
+    waits for ``flows.grow``, one that it has still for ``flows.shrink``.
+    """
+    change = unfinished(workspace)
+    if change is None:
+        return None
+    kind, _, domain = change.what.partition(" ")
+    is_there = domain in life_of(recipe).modelled(workspace)
+    is_to_come = kind == "grow" and not is_there
+    return None if is_to_come or (kind == "shrink" and is_there) else change
 
 
 def unfinished(workspace: Workspace) -> Change | None:
@@ -123,7 +143,18 @@ def finish_change(
     path = session.workspace.root / SUMMARY
     heading = f"{change.what}: {life.measure}"
     path.write_text(f"{path.read_text()}\n{terminal([Section(heading, [table, Notes(notes)])])}")
-    (session.workspace.root / UNFINISHED).unlink(missing_ok=True)
+    _forget(session, change)
+
+
+def _forget(session: FlowSession, change: Change) -> None:
+    """Remember no change any more, but for one that waits, of the model as it is now."""
+    path = session.workspace.root / UNFINISHED
+    if not change.waiting:
+        path.unlink(missing_ok=True)
+        return
+    *waiting, what = change.waiting
+    left = Change(what, _scores(session), _texts(session), waiting)
+    write_atomically(path, json.dumps(sealed(asdict(left)), indent=1))
 
 
 def other_texts(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:

@@ -112,6 +112,8 @@ def with_parents(
         if name not in known:  # left by a growing that did not end: it begins at the seed again
             parents.pop(name, None)
             continue
+        if name not in parents and (parent := _recorded_parent(workspace, name, made_from)):
+            parents[name] = parent
         if domain.expert is not None or digest is None or not texts:
             continue
         if not all(workspace.has_digest(text, made_from[text]) for text in texts):
@@ -129,6 +131,14 @@ def with_parents(
 def _read(text: str, made_from: Mapping[str, str]) -> str | None:
     """What an expert is recorded to have read of ``text``: an earlier version named all around."""
     return next((within for within in enclosing(text) if within in made_from), None)
+
+
+def _recorded_parent(workspace: Workspace, domain: str, made_from: Mapping[str, str]) -> str | None:
+    """What an expert was continued from, where a shrinking that did not end has forgotten it."""
+    artifact = f"parents/{domain}"
+    if artifact not in made_from or not workspace.has_digest(artifact, made_from[artifact]):
+        return None
+    return (workspace.record(artifact) or {}).get("params", {}).get(f"lineage.parents.{domain}")
 
 
 def check_built_upon(session: Session) -> None:

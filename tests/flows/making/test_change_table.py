@@ -11,9 +11,12 @@ from flows.making.change import (
     begin_change,
     change_table,
     domain_faults,
+    finish_change,
+    going_on,
     other_texts,
     unfinished,
 )
+from flows.running.command_line import SUMMARY
 from infra.recipe.schema import Lineage
 from tasks.engine.workspace import Workspace
 from tasks.recipes import validate
@@ -67,6 +70,92 @@ def test_a_change_upon_what_is_not_there_leaves_nothing_behind(tmp_path):
     # Both in one message; a seed's text, which this recipe has none of, is not asked for.
     assert [fault.value for fault in said.value.faults] == ["tokenizer", "backbone"]
     assert unfinished(workspace) is None
+
+
+class Grown:
+    """A session on a workspace whose model has two domains, while a third one came."""
+
+    def __init__(self, folder):
+        self.workspace = Workspace(folder / "home" / "pico")
+        self.recipe = replace(
+            validate(pico_recipe(folder, domains=("letters", "numbers"))), lineage=Lineage()
+        )
+        self.stages = SimpleNamespace(log=print)
+        self.run = SimpleNamespace(
+            set_tags=print, log_metrics=print, log_text=lambda text, file: None
+        )
+        self.began = 0.0
+        (self.workspace.root / SUMMARY).parent.mkdir(parents=True)
+        (self.workspace.root / SUMMARY).write_text("")
+        self.publish("letters", "numbers")
+
+    def publish(self, *domains):
+        for artifact, files in (("model", {}), ("report", {"metrics.json": self.scores(domains)})):
+            staged = self.workspace.stage(artifact)
+            for file, text in files.items():
+                (staged / file).write_text(text)
+            inputs = {f"experts/{domain}": "0" for domain in domains}
+            self.workspace.publish(staged, artifact, {"inputs": inputs})
+
+    @staticmethod
+    def scores(domains):
+        return json.dumps({"perplexity": {"dume": dict.fromkeys(domains, float(len(domains)))}})
+
+    def night(self):
+        """What ``flows.retrain`` makes of a change that was stopped."""
+        stopped = going_on(self.recipe, self.workspace)
+        what = "retrain letters" if stopped is None else stopped.what
+        change = begin_change(self, what, self.recipe)
+        return change
+
+    def end(self, change):
+        version = SimpleNamespace(reference="models:/upcycle-pico/2")
+        finish_change(self, change, SimpleNamespace(version=version, verdict="as it was"))
+
+
+@pytest.fixture
+def grown(tmp_path, monkeypatch):
+    monkeypatch.setattr("flows.making.change.create_markdown_artifact", lambda **options: None)
+    return Grown(tmp_path)
+
+
+def test_a_night_does_not_end_the_growing_of_a_domain_that_the_model_lacks(grown):
+    """Its expert may have been trained for hours; flows.tidy leaves what is coming."""
+    begin_change(grown, "grow colours", grown.recipe)
+    assert going_on(grown.recipe, grown.workspace) is None  # a night without news has none to do
+    night = grown.night()
+    assert night.what == "retrain letters"
+    assert unfinished(grown.workspace).coming == ("colours",)  # the night may be killed as well
+    assert grown.night() == night
+    grown.end(night)
+    left = unfinished(grown.workspace)
+    assert (left.what, left.coming) == ("grow colours", ("colours",))
+    other = begin_change(grown, "grow law", grown.recipe)
+    assert other.coming == ("law", "colours")
+    assert begin_change(grown, "grow colours", grown.recipe).coming == ("colours", "law")
+    grown.publish("letters", "numbers", "colours", "law")  # killed before they were registered
+    assert grown.night().what == "grow colours"
+    grown.end(unfinished(grown.workspace))
+    grown.end(grown.night())
+    assert unfinished(grown.workspace) is None
+
+
+def test_a_growing_that_waited_is_of_the_model_that_a_night_has_made(grown):
+    begin_change(grown, "grow colours", grown.recipe)
+    night = grown.night()
+    metrics = grown.workspace.path("report") / "metrics.json"
+    metrics.write_text(json.dumps({"perplexity": {"dume": {"letters": 7.0}}}))
+    grown.end(night)
+    assert begin_change(grown, "grow colours", grown.recipe).before == {"letters": 7.0}
+
+
+def test_a_night_does_not_end_the_shrinking_by_a_domain_that_the_model_has(grown):
+    begin_change(grown, "shrink numbers", grown.recipe)
+    assert going_on(grown.recipe, grown.workspace) is None
+    assert grown.night().what == "retrain letters"
+    begin_change(grown, "shrink numbers", grown.recipe)
+    grown.publish("letters")
+    assert grown.night().what == "shrink numbers"
 
 
 def test_of_two_new_domains_each_is_not_told_to_let_the_other_join_first():

@@ -162,6 +162,28 @@ def test_where_the_champion_s_expert_is_gone_none_is_continued(recipe, workspace
     assert others == {"letters": "rolled back too"}  # no champion knew letters
 
 
+def test_a_parent_that_a_stopped_shrinking_has_forgotten_is_known_again(recipe, workspace):
+    """Else the expert would be trained again, from the seed."""
+    params = {"lineage.parents.letters": "the first"}
+    parent = {"parents/letters": publish(workspace, "parents/letters", params=params)}
+    text = {"corpora/letters/train": workspace.digest("corpora/letters/train")}
+    digest = publish(workspace, "experts/letters", "continued", **parent, **text)
+    experts = {f"experts/{domain}": workspace.digest(f"experts/{domain}") for domain in DOMAINS}
+    publish(workspace, "backbone", **experts)
+    publish(workspace, "model", **experts)
+    begun = begin(recipe, workspace)
+    named = replace(begun, lineage=replace(begun.lineage, parents={"letters": "the first"}))
+    left = {name: own for name, own in named.domains.items() if name != "letters"}
+    save(named.lineage, workspace)
+    save(with_lineage(replace(recipe, domains=left), workspace).lineage, workspace)  # and killed
+    again = begin(recipe, workspace)
+    assert with_parents(again, workspace, led={}).parents == {"letters": "the first"}
+    write_corpus(workspace, "letters", "new")
+    for led, parent in ((digest, digest), ("the first", "the first")):
+        led_experts = {"letters": {led}}
+        assert with_parents(again, workspace, led=led_experts).parents == {"letters": parent}
+
+
 def test_text_that_was_taken_back_leaves_the_expert_as_it_was(recipe, workspace):
     begun = begin(recipe, workspace)
     own = workspace.digest("experts/letters")
