@@ -52,13 +52,31 @@ from infra import settings  # noqa: E402  (the environment comes first)
 settings.configure()
 
 import torch  # noqa: E402  (the same)
+from xdist.scheduler import LoadFileScheduling  # noqa: E402  (the same)
 
 torch.set_num_threads(1)
+
+TOGETHER = ("tests/upcycle_core/evaluation/tasks",)
+"""Folders whose files are one worker's: each process reads the harness's thousands of files once,
+for ten seconds, and trains the model that adds once, for as long."""
+
+
+class Scheduling(LoadFileScheduling):
+    """A worker has all tests of a file, or of a folder of ``TOGETHER``."""
+
+    def _split_scope(self, nodeid):
+        file = super()._split_scope(nodeid)
+        folder = file.rpartition("/")[0]
+        return folder if folder in TOGETHER else file
 
 
 def pytest_xdist_auto_num_workers():
     """One more than there are CPUs: a flow's test works half of its time and waits the other."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish():

@@ -34,7 +34,7 @@ from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.prune import save_pruned
 from upcycle_core.simoe.upcycle import upcycle_in_memory
 
-VERSIONS, CLIENTS, EACH = 3, 4, 50
+VERSIONS, CLIENTS, EACH = 3, 4, 20
 
 
 class Place:
@@ -101,7 +101,7 @@ def asking(server, stop, number):
         answers.append((begun, prompt, server.ask(prompt, stream=turn % 3 == 0)))
         if is_last:
             return answers
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 def test_champions_change_and_no_request_is_lost_or_cut(place, server):
