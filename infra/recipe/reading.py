@@ -23,11 +23,8 @@ from upcycle_core.errors import Fault, raise_faults
 Section = TypeVar("Section")
 ADDABLE = ("baselines", "tasks", "task_evaluation", "compression")
 """What files beside a recipe add to it."""
-ASKING = (
-    *("symphony", "post_training", "similarity", "simoe", "compression"),
-    *(f"baselines.*.{name}" for name in ("symphony", "simoe", "ders")),
-)
-"""Sections that ask for something by being there: with nothing under it, one has its defaults."""
+ASKING = ("symphony", "simoe", *(f"baselines.*.{name}" for name in ("symphony", "simoe", "ders")))
+"""Sections that ask for a method by being there: with nothing under it, one has its defaults."""
 
 Checks = Callable[[Recipe], Iterable[Fault]]
 BOUNDS = {

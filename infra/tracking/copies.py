@@ -28,8 +28,8 @@ HELD = ".held"
 NAME = re.compile(r"(?P<version>(?P<model>.+)-\d+)-[0-9a-f]{12}(\.files)?")
 _held: dict[Path, TextIO] = {}
 """Copies that this process reads."""
-_in_place: dict[tuple[str, int], int] = {}
-"""{model and number: open folder} of versions that it reads where they lie."""
+_in_place: dict[tuple[str, int, Path], int] = {}
+"""{model, number and place: open folder} of versions that it reads where they lie."""
 
 
 def in_place(version: Version, registry: Registry) -> Path | None:
@@ -38,13 +38,17 @@ def in_place(version: Version, registry: Registry) -> Path | None:
     Raises:
         InputError: There is no such version, or it was deleted meanwhile.
     """
-    place, key = registry.place(version.reference), (version.name, version.number)
-    if place is None or key in _in_place:
+    place = registry.place(version.reference)
+    if place is None or (version.name, version.number, place) in _in_place:
         return place
-    with suppress(FileNotFoundError):  # deleted since, which is said below
+    with suppress(OSError):  # deleted since, which is said below; or not ours to hold
         folder = os.open(place, os.O_RDONLY)
-        _in_place[key] = folder
-        fcntl.flock(folder, fcntl.LOCK_SH)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_SH)
+        except OSError:  # a file system without locks
+            os.close(folder)
+            raise
+        _in_place[version.name, version.number, place] = folder
     return registry.place(version.reference)
 
 
@@ -56,7 +60,7 @@ def unread(folder: Path) -> Iterator[bool]:
     """
     try:
         opened = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
+    except OSError:  # gone, or not ours to hold
         yield True
         return
     try:
@@ -98,9 +102,9 @@ def keep(name: str, numbers: Collection[int]) -> None:
     for place in [*_held]:
         if _parts(place)["version"] not in versions:
             _held.pop(place).close()
-    for model, number in [*_in_place]:
-        if model != name or number not in numbers:
-            os.close(_in_place.pop((model, number)))
+    for key in [*_in_place]:
+        if key[0] != name or key[1] not in numbers:
+            os.close(_in_place.pop(key))
 
 
 def unused(settings: Settings) -> list[Path]:
@@ -174,11 +178,14 @@ def _is_held(place: Path) -> bool:
 
 
 def _is_ours(file: int) -> bool:
-    """Whether nobody else holds an open file or folder; it is ours then, until it is closed."""
+    """Whether nobody else holds an open file or folder; it is ours then, until it is closed.
+
+    Where a file system has no locks nobody can hold anything.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
     return True
 
 

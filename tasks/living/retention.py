@@ -8,7 +8,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,14 +101,16 @@ def spares(
     past = records.past(recipe.keep, names, recipe=recipe.name, ways_back=ways_back)
     yield from _artifacts(domains, workspace, disk)
     yield from _pieces(workspace, disk)
-    yield from _models(past, records, registry, recipe.keep, disk)
-    yield from _runs(past, records, recipe.keep, disk)
+    refused: list[str] = []
+    yield from _models(past, records, registry, recipe.keep, disk, refused)
+    yield from _unless(refused, _runs(past, records, recipe.keep, disk))
     named = [out for version in past.kept for out in _of_version(version, registry)]
     if past.is_unknown:
         unknown = "DVC cache: stays as it is: none of the versions of %s says that %s made it"
         _logger.warning(unknown, recipe.registered_name, recipe.name)
         return
-    yield from _cache(domains, workspace, named, recipe.versions.remote, disk)
+    left = _cache(domains, workspace, named, recipe.versions.remote, disk)
+    yield from _unless(refused, left)
 
 
 def has_left(artifact: str, domains: Iterable[str]) -> bool:
@@ -165,12 +167,20 @@ def _pieces(workspace: Workspace, disk: Disk) -> Iterator[Spare]:
 
 
 def _models(
-    past: Past, records: Records, registry: Registry, keep: KeepConfig, disk: Disk
+    past: Past,
+    records: Records,
+    registry: Registry,
+    keep: KeepConfig,
+    disk: Disk,
+    refused: list[str],
 ) -> Iterator[Spare]:
+    """Versions and stored models; ``refused`` hears of what stays by now."""
+
     def free(version: Version) -> None:
         # That it was rolled back outlives it. An earlier release has written it nowhere else.
         remember(registry, version.name, registry.versions(version.name))
-        records.delete_version(version)
+        if not records.delete_version(version):
+            refused.append(version.reference)
 
     for version in past.versions:
         yield Spare(
@@ -188,6 +198,20 @@ def _models(
             disk.freed(records.model_files(model)),
             partial(records.delete_model, model),
         )
+
+
+def _unless(refused: Sequence[str], found: Iterable[Spare]) -> Iterator[Spare]:
+    """What goes only if every version went that was to go: one that stays needs it."""
+
+    def free(spare: Spare) -> None:
+        if refused:
+            stays = "%s: stays this time; an alias points at %s by now, or a process reads it"
+            _logger.warning(stays, spare.what, ", ".join(refused))
+        else:
+            spare.free()
+
+    for spare in found:
+        yield replace(spare, free=partial(free, spare))
 
 
 def _runs(past: Past, records: Records, keep: KeepConfig, disk: Disk) -> Iterator[Spare]:

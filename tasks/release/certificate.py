@@ -107,7 +107,7 @@ def with_certificate(markdown: str, title: str, rows: Sequence[Row]) -> str:
 
 @contextmanager
 def version_files(registry: Registry, version: Version) -> Iterator[Path]:
-    """All files of a version: where they lie, or a copy for a while."""
+    """All files of a version: where they lie, held from now on, or a copy for a while."""
     here = in_place(version, registry)
     if here is not None:
         yield here

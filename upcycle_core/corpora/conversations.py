@@ -154,11 +154,10 @@ def messages_of(row: dict[str, Any], place: str) -> list[Message]:
     Raises:
         Unanswered: A response is empty.
         InputError: It has no prompt or response, or not as text; an ``input`` and a ``context``;
-            or something beside messages that has no place among them.
+            or two system messages.
     """
     if "messages" in row:
         said = _with_system(row, _conversation(row["messages"], place), place)
-        _check_beside(row, said, place)
         tools = _objects(row, "tools", place)
         return [said[0] | {"tools": tools}, *said[1:]] if tools else said
     prompt = _text(row, _only(row, PROMPT_FIELDS, place), place)
@@ -198,27 +197,6 @@ def _with_system(row: dict[str, Any], said: list[Message], place: str) -> list[M
         remedy = "stands beside messages that have another system message; keep one of them"
         raise InputError(Fault(f"{place}, system", _start(row["system"]), remedy))
     return said
-
-
-def _check_beside(row: dict[str, Any], said: list[Message], place: str) -> None:
-    """Refuse what stands beside messages and in none of them: to which it belongs is not said."""
-    beside = [name for name in (*MATERIAL_FIELDS, "history") if _holds(row, name)]
-    whole = joined(said) if beside else ""
-    for name in beside:
-        texts = list(_leaves(row[name]))
-        if all(isinstance(text, str) and text.strip() in whole for text in texts):
-            continue
-        remedy = "stands beside messages and in none of them, and to which it belongs is not said; "
-        remedy += "write it into that one, or take it out"
-        raise InputError(Fault(f"{place}, {name}", _start(row[name]), remedy))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """What a list holds, and the lists in it."""
-    for part in value if isinstance(value, list) else ():
-        yield from _leaves(part)
-    if not isinstance(value, list):
-        yield value
 
 
 def _conversation(messages: Any, place: str) -> list[Message]:

@@ -303,16 +303,20 @@ def test_a_model_whose_registration_was_killed_goes_but_not_during_a_run(life):
         client.get_logged_model(model.model_id)
 
 
-def test_a_version_that_gets_an_alias_meanwhile_stays(life):
+def test_a_version_that_gets_an_alias_meanwhile_stays_with_what_it_needs(life, tmp_path, caplog):
     found = [s for s in life.spares() if s.what.startswith(f"models:/{NAME}/")]
     assert not found  # version 3 is the newest without an alias
     life.registry.set_alias(life.registry.versions(NAME)[0], "challenger")
     life.recipe = replace(life.recipe, keep=KeepConfig(versions=1, runs=1))
-    [spare] = [s for s in life.spares() if s.what.startswith(f"models:/{NAME}/")]
-    assert spare.what == f"models:/{NAME}/3"
+    found = life.spares()
+    assert [s.what for s in found] == [f"models:/{NAME}/3", "MLflow runs", "DVC cache"]
     life.registry.set_alias(life.registry.versions(NAME)[1], "mine")
-    spare.free()
+    for spare in found:
+        spare.free()
     assert life.numbers() == [1, 3, 4]
+    assert life.runs[3] <= life.listed()
+    assert life.restored(3, tmp_path)["experts/letters"] == "3"
+    assert f"DVC cache: stays this time; an alias points at models:/{NAME}/3 by now" in caplog.text
 
 
 def test_that_a_version_was_rolled_back_outlives_it(life):
@@ -333,7 +337,7 @@ def test_that_a_version_was_rolled_back_outlives_it(life):
     past = replace(
         records.past(life.recipe.keep, [NAME], recipe="pico", ways_back=ways_back), models=()
     )
-    for spare in _models(past, records, life.registry, life.recipe.keep, Disk()):
+    for spare in _models(past, records, life.registry, life.recipe.keep, Disk(), []):
         spare.free()
     assert bad.number not in life.numbers()
     assert withdrawn_experts(life.registry, NAME, held) == {"letters": bad.number}

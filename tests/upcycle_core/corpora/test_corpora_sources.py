@@ -257,12 +257,6 @@ def test_a_system_message_may_stand_beside_messages(tmp_path, ending):
         ),
         ({"form": "chat"}, BESIDE | {"system": "Be fast."}, "line 1, system = 'Be fast.': stands"),
         ({"form": "chat"}, BESIDE | {"system": 3}, "line 1, system = 3: must be text"),
-        (
-            {"form": "chat"},
-            BESIDE | {"context": "He sang."},
-            "line 1, context = 'He sang.': stands",
-        ),
-        ({"form": "chat"}, BESIDE | {"history": [["c", "d"]]}, "line 1, history = "),
         ({"form": "chat"}, {"prompt": "\ud800", "response": "x"}, "half a surrogate pair"),
     ],
 )
