@@ -192,11 +192,12 @@ def test_the_table_of_a_real_model_tuned_has_the_numbers_of_its_files():
     lines = [
         line
         for line in text.splitlines()
-        if line.startswith(("| Pre", "| Full", "| LoRA", "| **SIM", "| SIM"))
+        if line.startswith(("| Pre", "| Full", "| LoRA", "| **SIM", "| SIM", "| Spa", "| BTX"))
     ]
     printed = [[cell.strip("* ") for cell in line.split("|")[2:-1]] for line in lines]
     order = ("seed", "full-finetune", "frozen-embeddings", "lora", "simoe")
     rows = [[seed[row] for seed in seeds] for row in order] + [[later]]
+    rows += [[seeds[1][row]] for row in ("sparse-upcycling", "btx")]
     expected = []
     for row in rows:
         sizes = [
