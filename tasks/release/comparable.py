@@ -9,7 +9,11 @@ from infra.tracking.registry import Registry
 from tasks.engine.stage import Session
 from tasks.methods import scored_models
 from tasks.release.versions import MODEL_TAG
-from upcycle_core.checkpoints.tokenizer import load_tokenizer, vocabulary_fingerprint
+from upcycle_core.checkpoints.tokenizer import (
+    check_tokenizer,
+    load_tokenizer,
+    vocabulary_fingerprint,
+)
 from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.conversations import Conversation
 from upcycle_core.corpora.encoding import bos_faults, encoded
@@ -36,11 +40,11 @@ def champion_faults(session: Session, registry: Registry) -> Iterator[Fault]:
         files = workspace.path("model") if is_here else registry.place(champion.reference)
         if files is None:
             return
-        own = vocabulary_fingerprint(workspace.path("tokenizer"))
-        is_stranger = vocabulary_fingerprint(files) != own
-        tokenizer = load_tokenizer(files)
-    except Exception:  # the tokenizers library raises no narrower class
+        check_tokenizer(files)
+    except InputError:
         return
+    own = vocabulary_fingerprint(workspace.path("tokenizer"))
+    is_stranger, tokenizer = vocabulary_fingerprint(files) != own, load_tokenizer(files)
     name, has_tasks = f"the champion, {champion.reference},", recipe.method in _scored(session)
     if has_tasks and recipe.task_evaluation.chat_template and tokenizer.chat_template is None:
         remedy = f"the tokenizer of {name} has no chat template; set it to false"
@@ -81,6 +85,6 @@ def _refused_chats(session: Session, tokenizer: Any) -> Iterator[Fault]:
 
 def _chats(file: Path, parts: Mapping[int, int]) -> Iterator[Conversation]:
     """Those of a file's documents that are scored and are chats."""
-    for place, document in enumerate(islice(read_chats(file), max(parts) + 1)):
+    for place, document in enumerate(islice(read_chats(file), max(parts, default=-1) + 1)):
         if place in parts and isinstance(document, Conversation):
             yield document

@@ -113,6 +113,12 @@ def test_what_another_tokenizer_cannot_read_is_told(made):
     assert made.faults() == []
 
 
+def test_a_champion_whose_tokenizer_cannot_be_loaded_is_told_of_when_it_is_scored(made):
+    files = made.champion()
+    (files / "tokenizer.json").write_text("{}")
+    assert made.faults() == []
+
+
 def test_of_the_same_tokenizer_nothing_is_told(made):
     files = made.champion("chatml", template=REFUSES)
     without_bos(files)
