@@ -59,9 +59,10 @@ DELTAS = {
     "low-rank": DersUpcyclingConfig(codec="low_rank", rank=4, layers="every-other"),
 }
 """What each is trained with; those in ``folder`` beside them go on from others' checkpoints."""
-ROUNDED = {"narrow": 1e-3, "low-rank": 1e-3}
-"""How far losses come apart where sums have another order: moments are in bf16, or Adam makes whole
-steps of gradients that are nearly zero, those of a factor whose other one is zero."""
+ROUNDED = {"narrow": 1e-3, "low-rank": 5e-3}
+"""How far losses and norms come apart where sums have another order, which differs between kinds of
+CPUs too: moments are in bf16, or Adam makes whole steps of gradients that are nearly zero, those of
+a factor whose other one is zero."""
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """One task of a recipe as the harness holds it: loaded with its data, before any model."""
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -79,7 +80,8 @@ class HarnessTask:
 
         config: dict[str, Any] = {}
         if self.settings["definition"] is not None:
-            config = load_yaml(directory / self.settings["definition"], resolve_func=True)
+            with _no_bytecode():
+                config = load_yaml(directory / self.settings["definition"], resolve_func=True)
         config = {**config, **self.settings["config"], "task": self.name}
         if "dataset_kwargs" in self.settings["config"]:
             config["dataset_kwargs"] = _placed(config["dataset_kwargs"], directory, cache)
@@ -236,6 +238,16 @@ def _load_named(name: str, harness: str) -> Any:
         raise InputError(Fault(where, harness, RUNS_PROGRAMS))
     with _data_of(name, harness):
         return manager.load([harness])
+
+
+@contextmanager
+def _no_bytecode() -> Iterator[None]:
+    """A definition's functions are imported from where it lies, whose files are known by hash."""
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = before
 
 
 @contextmanager

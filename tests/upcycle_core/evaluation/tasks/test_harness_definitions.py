@@ -1,6 +1,7 @@
 """Tasks made whole on disk: nothing outside their directory counts afterwards."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -182,7 +183,8 @@ def moved(folder: Path, out: Path) -> Path:
     return Path(shutil.move(out, out.parent / "elsewhere" / out.name))
 
 
-def test_a_definition_needs_nothing_that_it_came_from(source, tmp_path):
+def test_a_definition_needs_nothing_that_it_came_from(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # as it is where nobody has set it
     task = {"definition": str(source / "own" / "task.yaml")}
     assert not task_faults(EvaluationTask(**task), "tasks.t", folder=source, root=Path("/"))
     out = moved(source, write(tmp_path / "sums", folder=source, shots=1, **task))
