@@ -38,7 +38,7 @@ ONLY_IN = {
         "infra/tracking/runs.py",
         "infra/tracking/served.py",
     },
-    "dvc": {"infra/versioning/commit.py"},
+    "dvc": {"infra/versioning/dvc_command.py"},
     "lm_eval": {
         "upcycle_core/evaluation/tasks/adapter.py",
         "upcycle_core/evaluation/tasks/tasks.py",
@@ -53,6 +53,8 @@ PRIVATE_IN = {
 }
 # What is run as a command, in the only room that may.
 COMMANDS = {"dvc": "infra/versioning/", "git": "infra/versioning/"}
+DVC = {"str(COMMAND)": "dvc"}
+"""How its command is written where it is run."""
 LIBRARY_NEVER = {"prefect", "ray", "mlflow", "dvc", "pydantic", "yaml"}
 # The harness's task definitions are YAML.
 READS_YAML = "upcycle_core/evaluation/tasks/definitions.py"
@@ -197,7 +199,8 @@ def commands_in(file: Path) -> dict[str, int]:
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.List | ast.Tuple) and node.elts:
             words = [ast.unparse(word).strip("'\"") for word in node.elts]
-            module = words[2] if words[1:2] == ["-m"] and len(words) > 2 else None
+            by_name = words[1:2] in (["-m"], ["-P"]) and len(words) > 2
+            module = DVC.get(words[2], words[2]) if by_name else None
             places |= {words[0]: node.lineno} | ({module: node.lineno} if module else {})
         elif isinstance(node, ast.Call) and dotted(node.func) in {"os.system", "subprocess.run"}:
             text = ast.unparse(node.args[0]).strip("'\"") if node.args else ""

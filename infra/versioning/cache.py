@@ -25,8 +25,8 @@ DAMAGED = re.compile(r"file is not a database|database disk image is malformed")
 REMOVING = re.compile(r"^Removing (/.*)$", re.MULTILINE)
 CONFIG = '[core]\n    no_scm = True\n    analytics = false\n    site_cache_dir = "{site}"\n'
 CACHE = '[cache]\n    dir = "{cache}"\n'
-COMMIT = Path(__file__).with_name("commit.py")
-"""DVC's command but for when it writes the lock."""
+COMMAND = Path(__file__).with_name("dvc_command.py")
+"""DVC's, but for when it reads and writes a project's files."""
 DELETE_LOCK = "delete it: the next run writes it again, from what is published"
 """What to do about a dvc.lock that is damaged."""
 # Ten times as fast, where there is one: locks have thousands of lines.
@@ -104,7 +104,7 @@ def _is_dvc(pid: int) -> bool:
         words = psutil.Process(pid).cmdline()
     except (psutil.Error, ValueError):
         return False
-    return bool({"dvc", COMMIT.name} & {Path(word).name for word in words})
+    return bool({"dvc", COMMAND.name} & {Path(word).name for word in words})
 
 
 def _inode(file: Path) -> tuple[int, int]:
@@ -169,9 +169,7 @@ def run_dvc(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
     What it remembers, it finds out again.
     """
-    command = [sys.executable, "-m", "dvc", *arguments]
-    if arguments[0] == "commit":
-        command[1:3] = ["-P", str(COMMIT)]
+    command = [sys.executable, "-P", str(COMMAND), *arguments]
     variables = dvc_environment(folder)
     done = run_program(command, folder=folder, environment=variables)
     if done.returncode != 0 and DAMAGED.search(done.stderr + done.stdout):

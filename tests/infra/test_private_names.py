@@ -18,7 +18,7 @@ PACKAGES = {
     "infra/tracking/private.py": "mlflow",
     "infra/cluster/private.py": "ray",
     "infra/cluster/servers.py": "ray",
-    "infra/versioning/commit.py": "dvc",
+    "infra/versioning/dvc_command.py": "dvc",
 }
 """{module of ours: whose names it uses}."""
 MODULES = sorted(PACKAGES)

@@ -17,13 +17,14 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from dvc.config_schema import REMOTE_SCHEMAS
 from dvc.fs import known_implementations as SCHEMES
+from dvc.utils.serialize import _yaml
 
 from infra import settings
 from infra.cluster.calls import heeding
 from infra.versioning import remote as remote_module
 from infra.versioning import versions as module
 from infra.versioning.cache import remove_left_lock
-from infra.versioning.commit import dump_whole
+from infra.versioning.dvc_command import ReadOnce, dump_whole
 from infra.versioning.versions import NAMED, PACKAGES, Versions, remote_faults
 from upcycle_core.errors import Fault, InputError
 
@@ -466,6 +467,35 @@ def test_a_lock_is_written_beside_and_put_in_its_place(tmp_path):
         dump_whole(lock, {}, killed)
     assert lock.read_text() == whole
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_text_of_a_project_is_read_once_however_often_it_is_changed():
+    read: list[str] = []
+
+    def parse(text, path, typ="safe"):
+        read.append(text)
+        return _yaml.parse_yaml(text, path, typ=typ)
+
+    once = ReadOnce(parse)
+    once("a: [1]", "dvc.yaml")["a"].append(2)
+    assert once("a: [1]", "params.yaml") == {"a": [1]}
+    assert once("a: [3]", "dvc.yaml") == {"a": [3]}
+    assert read == ["a: [1]", "a: [3]"]
+    kept = once("a: 1  # why\n", "dvc.yaml", typ="rt")
+    assert "# why" in _yaml.dumps_yaml(kept)
+
+
+VALUES = [1e-5, 3e-4, 0.1, 1e16, -0.0, 1.0, float("inf"), 10**20, "12e34", "0123", "1_000", "1.0"]
+VALUES += [None, True, "yes", "~", "", "a: b", "two\nlines", "é", "x " * 100, "2020-01-01", [], {}]
+
+
+def test_a_lock_that_was_read_once_is_written_as_dvc_writes_it():
+    text = _yaml.dumps_yaml({"schema": "2.0", "stages": {"a": {"params": dict(enumerate(VALUES))}}})
+    theirs = _yaml.parse_yaml_for_update(text, "dvc.lock")
+    ours = ReadOnce(_yaml.parse_yaml)(text, "dvc.lock", typ="rt")
+    for lock in (theirs, ours):
+        lock["stages"]["b"] = {"params": dict(enumerate(VALUES)), "outs": [{"md5": "1e5"}]}
+    assert _yaml.dumps_yaml(ours) == _yaml.dumps_yaml(theirs)
 
 
 def test_a_stage_that_a_cut_lock_has_no_outputs_of_is_recorded_again(tmp_path):

@@ -1,18 +1,19 @@
-"""``dvc commit`` of several stages that writes dvc.lock once. Checked with DVC 3.67.
+"""DVC's command, for projects of many stages. Checked with DVC 3.67.
 
-    python -P infra/versioning/commit.py commit --force STAGE ...
+    python -P infra/versioning/dvc_command.py commit --force STAGE ...
 
-DVC reads and writes the whole lock for each stage that it is told to commit, in Python alone: a
-second for a hundred kilobytes, and a lock grows with its stages. Here what it would write is kept
-until the last one. And DVC writes over the lock: what a kill or Ctrl-C leaves of it is YAML too, in
-which stages are missing and the last has no outputs. Here a whole one takes its place. All else is
-DVC's own command. ``USES`` is as in ``infra.tracking.private``.
+DVC reads and writes the whole lock for each stage that it is told of, in Python alone: a second for
+a hundred kilobytes, and a lock grows with its stages. Here a text is read once, and what DVC would
+write of stages is kept until the last one. And DVC writes over the lock: what a kill or Ctrl-C
+leaves of it is YAML too, in which stages are missing and the last has no outputs. Here a whole one
+takes its place. All else is DVC's own. ``USES`` is as in ``infra.tracking.private``.
 """
 
 import os
+import pickle
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from dvc.cli import main
 from dvc.commands.commit import CmdCommit
 from dvc.dvcfile import ProjectFile
 from dvc.repo import lock_repo
-from dvc.utils.serialize import _common
+from dvc.utils import strictyaml
+from dvc.utils.serialize import _common, _yaml
 
 USES = {
     "dvc.cli:main": "the command",
@@ -30,10 +32,15 @@ USES = {
     "dvc.dvcfile:ProjectFile": "is dvc.yaml with its lock",
     "dvc.dvcfile:ProjectFile.dump_stages": "writes stages into the lock",
     "dvc.utils.serialize:_common": "holds how files of a project are written",
+    "dvc.utils.serialize:_yaml": "holds how they are read",
+    "dvc.utils.serialize._yaml:parse_yaml": "reads a text, known by that name to the next one too",
+    "dvc.utils:strictyaml": "holds how those are read that have a schema",
+    "dvc.utils.strictyaml:parse_yaml": "reads dvc.yaml and dvc.lock",
     "dvc.utils.serialize._common:_dump_data": "writes a YAML file",
     "dvc.repo:lock_repo": "holds the project from the first stage to the lock's end",
 }
 """{module:name: what it is for}."""
+LOCK = "dvc.lock"
 _commit_each = CmdCommit.run
 
 
@@ -74,7 +81,30 @@ def dump_whole(path: Any, data: Any, dumper: Any, fs: Any = None, **options: Any
     partial.replace(target)
 
 
+class ReadOnce:
+    """``parse_yaml`` that reads a text once: DVC reads the whole project anew for each stage.
+
+    And the lock is read without its comments, which it has none of, where it is written anew: a
+    tenth of the time.
+    """
+
+    def __init__(self, parse: Callable[..., Any]) -> None:
+        self._parse = parse
+        self._known: dict[str, bytes] = {}
+
+    def __call__(self, text: str, path: Any, typ: str = "safe") -> Any:
+        """What ``text`` holds; the caller may change it."""
+        if typ != "safe" and Path(path).name != LOCK:
+            return self._parse(text, path, typ=typ)
+        if text not in self._known:
+            self._known[text] = pickle.dumps(self._parse(text, path))
+        return pickle.loads(self._known[text])
+
+
 if __name__ == "__main__":
+    readers: Any = (_yaml, strictyaml)
+    for reader in readers:
+        reader.parse_yaml = ReadOnce(reader.parse_yaml)
     kind: Any = CmdCommit
     kind.run = commit_together
     writers: Any = _common
