@@ -10,10 +10,13 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from databases import with_database
 from prefect_server import prefect_server
+
+from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 600
@@ -60,7 +63,11 @@ class Project:
         }
         if not self.own_server:
             own["PREFECT_API_URL"] = prefect_server()
-        return {**os.environ, **own, **more}
+        every = {**os.environ, **own, **more}
+        # What is watched as it is imported has to be imported anew.
+        if not self.own_server and "UPCYCLE_TEST_READS" not in every:
+            every["UPCYCLE_TEST_WARM"] = warm.address()
+        return every
 
     def flow(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """``python -m flows.dume RECIPE ...``, or another flow."""
@@ -86,14 +93,11 @@ class Project:
         """Any command; its output is shown if it fails."""
         if not self.own_server:
             with_database(self.home)
-        done = subprocess.run(
-            command,
-            cwd=cwd,
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-        )
+        given: Any = {"cwd": cwd, "env": self.environment(), "timeout": TIMEOUT}
+        if "UPCYCLE_TEST_WARM" in given["env"] and command[0] == sys.executable:
+            done = warm.run(command[1:], **given)
+        else:
+            done = subprocess.run(command, capture_output=True, text=True, **given)
         if check and done.returncode != 0:
             raise AssertionError(f"{command} failed\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
         return done

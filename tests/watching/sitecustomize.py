@@ -6,6 +6,7 @@ counted are calls and not lines of a log.
 ``UPCYCLE_TEST_CALLS``: file that each watched call adds its name to.
 ``UPCYCLE_TEST_READS``: file that each look into weights adds a line to: the process's program, the
 file of weights, and how it was read; headers are none.
+``UPCYCLE_TEST_WARM``: socket of the process that Ray's workers are forked from, see ``warm.py``.
 ``UPCYCLE_TEST_PAUSE``: ``WHAT:N`` stops a piece for good once its progress on WHAT passes N; the
 file ``UPCYCLE_TEST_CALLS.paused`` then appears.
 """
@@ -131,6 +132,33 @@ class NotedTensors:
         return self.file.get_tensor(name)
 
 
+def fork_worker(command):
+    """Let a worker of Ray's be forked; until it ends, this process stands for it.
+
+    Ray would start Python for what the worker's environment needs, and once more for the worker.
+    """
+    import json
+    import socket
+
+    names = ("--serialized-runtime-env-context=", "--language=")
+    values = [next((w.removeprefix(n) for w in command if w.startswith(n)), None) for n in names]
+    context = json.loads(values[0] or "{}")
+    if values[1] != "PYTHON" or context.get("py_executable", sys.executable) != sys.executable:
+        return
+    sys.path.append(os.path.join(os.path.dirname(__file__), os.pardir))
+    from warm import ask
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(os.environ["UPCYCLE_TEST_WARM"])
+        worker = [word for word in command[1:] if not word.startswith(names)]
+        env = {**os.environ, **context.get("env_vars", {})}
+        code = ask(server, worker, cwd=os.getcwd(), env=env, outputs=(sys.stdout, sys.stderr))
+    os._exit(code & 0xFF)
+
+
+WORKER = os.path.join("ray", "_private", "workers", "setup_worker.py")
+if "UPCYCLE_TEST_WARM" in os.environ and sys.orig_argv[1:] and sys.orig_argv[1].endswith(WORKER):
+    fork_worker(sys.orig_argv[1:])
 if "UPCYCLE_TEST_READS" in os.environ:
     import safetensors
 

@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import traceback
 from dataclasses import replace
 from functools import partial
@@ -16,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import distributed
 
+from tests import warm
 from tests.pico import save_pico
 from tests.upcycle_core.training.runs import AnswerRows, Recorder, settings
 from upcycle_core.checkpoints.load import load_causal_lm
@@ -30,7 +29,6 @@ from upcycle_core.simoe.upcycle import upcycle_in_memory
 from upcycle_core.training import causal_trainer
 from upcycle_core.training.checkpoints import newest_complete
 
-ROOT = Path(__file__).parents[3]
 CONFIG = settings(steps=16, checkpoint_steps=3, log_steps=5, gradient_accumulation=2)
 SIMOE = SimoeUpcyclingConfig(
     experts=3, mask_learning_rate=0.6, router_learning_rate=1e-2, multiplier_learning_rate=2.0
@@ -162,7 +160,7 @@ def in_one_process(folder, calls):
         "from pathlib import Path; from tests.upcycle_core.simoe import test_train_simoe as t;"
         f"folder = Path({str(folder)!r}); {calls}"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+    warm.call(script)
     return folder
 
 

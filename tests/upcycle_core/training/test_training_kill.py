@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
 
+from tests import warm
 from tests.pico import VOCABULARY, save_pico
 from tests.upcycle_core.moe.joined import join
 from tests.upcycle_core.training.runs import AnswerRows
@@ -21,7 +20,6 @@ from upcycle_core.progress import Silent
 from upcycle_core.training import causal_trainer, checkpoints, trainer
 from upcycle_core.training.config import MoEObjective, TrainingConfig
 
-ROOT = Path(__file__).parents[3]
 LENGTH = 16
 CONFIG = TrainingConfig(
     steps=9,
@@ -253,7 +251,7 @@ def _run(parent: Path, chosen: str) -> Path:
         "from pathlib import Path; from tests.upcycle_core.training import test_training_kill as t;"
         f"[t.run_all(Path({str(parent)!r}) / name, {chosen!r}) for name in t.DEATHS]"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+    warm.call(script)
     return parent
 
 

@@ -7,8 +7,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +15,9 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+from tests import warm
 from tests.upcycle_core.training.runs import Recorder, run
 from upcycle_core.errors import InputError
-
-ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,7 @@ def together(folder: Path, *groups: Group) -> None:
     script = (
         "import sys; from tests.upcycle_core.training import together as t; t.main(sys.argv[1])"
     )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", script, str(plan)]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    warm.call(script, str(plan), OMP_NUM_THREADS="1")
 
 
 def said(folder: Path, name: str, rank: int = 0):
