@@ -87,6 +87,7 @@ def pytest_collection_finish():
 
 
 def pytest_unconfigure():
-    if "prefect_server" in sys.modules:
-        sys.modules["prefect_server"].stop()
+    for name in ("prefect_server", "tests.warm"):
+        if name in sys.modules:
+            sys.modules[name].stop()
     shutil.rmtree(SESSION, ignore_errors=True)

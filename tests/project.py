@@ -63,11 +63,7 @@ class Project:
         }
         if not self.own_server:
             own["PREFECT_API_URL"] = prefect_server()
-        every = {**os.environ, **own, **more}
-        # What is watched as it is imported has to be imported anew.
-        if not self.own_server and "UPCYCLE_TEST_READS" not in every:
-            every["UPCYCLE_TEST_WARM"] = warm.address()
-        return every
+        return {**os.environ, **own, **more}
 
     def flow(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """``python -m flows.dume RECIPE ...``, or another flow."""
@@ -93,11 +89,14 @@ class Project:
         """Any command; its output is shown if it fails."""
         if not self.own_server:
             with_database(self.home)
-        given: Any = {"cwd": cwd, "env": self.environment(), "timeout": TIMEOUT}
-        if "UPCYCLE_TEST_WARM" in given["env"] and command[0] == sys.executable:
-            done = warm.run(command[1:], **given)
-        else:
+        env = self.environment()
+        given: Any = {"cwd": cwd, "env": env, "timeout": TIMEOUT}
+        # What is watched as it is imported has to be imported anew.
+        if self.own_server or "UPCYCLE_TEST_READS" in env or command[0] != sys.executable:
             done = subprocess.run(command, capture_output=True, text=True, **given)
+        else:
+            env["UPCYCLE_TEST_WARM"] = warm.address()
+            done = warm.run(command[1:], **given)
         if check and done.returncode != 0:
             raise AssertionError(f"{command} failed\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
         return done

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ from tests import warm
 
 SAYS = """
 import json, os, sys
-here = {"argv": sys.argv, "cwd": os.getcwd(), "path": sys.path, "input": sys.stdin.read()}
+here = {"argv": sys.argv, "words": sys.orig_argv, "cwd": os.getcwd(), "path": sys.path}
+here |= {"input": sys.stdin.read()}
 here |= {"name": __name__, "watched": "sitecustomize" in sys.modules}
 ours = ("upcycle_core", "infra", "tasks", "flows", "tests", "prefect", "ray")
 here["ours"] = sorted(name for name in sys.modules if name.partition(".")[0] in ours)
@@ -23,12 +25,20 @@ print("to people", file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("kind", ["-c", "-m", "file"])
+@pytest.mark.parametrize("kind", ["-c", "-m", "-m of a package", "file"])
 def test_it_is_what_python_starts(tmp_path, kind):
     (tmp_path / "says.py").write_text(SAYS)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import sys; print(sys.argv, sys.orig_argv)")
+    (tmp_path / "package" / "says.py").write_text(SAYS)
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "sitecustomize.py").write_text("import sys; sys.path.append('mine')")
-    command = {"-c": ["-c", SAYS], "-m": ["-m", "says"], "file": [str(tmp_path / "says.py")]}[kind]
+    command = {
+        "-c": ["-c", SAYS],
+        "-m": ["-m", "says"],
+        "-m of a package": ["-m", "package.says"],
+        "file": [str(tmp_path / "says.py")],
+    }[kind]
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "path"), "OURS": "1"}
     given = {"cwd": tmp_path, "env": env, "timeout": 60}
     cold = subprocess.run(
@@ -39,7 +49,10 @@ def test_it_is_what_python_starts(tmp_path, kind):
         **given,
     )
     done = warm.run([*command, "a b"], **given)
-    told, expected = (json.loads(p.stdout) for p in (done, cold))
+    *before, text = done.stdout.splitlines()
+    *expected_before, expected_text = cold.stdout.splitlines()
+    assert before == expected_before
+    told, expected = json.loads(text), json.loads(expected_text)
     assert told["path"] == [str(tmp_path) if p == "" else p for p in expected["path"]]
     assert {**told, "path": 0} == {**expected, "path": 0}
     assert (done.stderr, done.returncode) == (cold.stderr, cold.returncode) == ("to people\n", 0)
@@ -60,8 +73,17 @@ def test_how_it_ends_is_said(tmp_path):
 def test_what_takes_too_long_is_killed(tmp_path):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     with pytest.raises(subprocess.TimeoutExpired) as raised:
-        warm.run(["-c", code], cwd=tmp_path, env=dict(os.environ), timeout=2)
+        warm.run(["-c", code], cwd=tmp_path, env=dict(os.environ), timeout=10)
     deadline = time.monotonic() + 30
     while psutil.pid_exists(int(raised.value.output)):
         assert time.monotonic() < deadline, "it is still there"
         time.sleep(0.05)
+
+
+def test_who_asks_and_goes_away_ends_nothing(tmp_path):
+    for said in (b"", b"00000100", b"00000004{..}", b"no number"):
+        with socket.socket(socket.AF_UNIX) as server:
+            server.connect(warm.address())
+            server.sendall(said)
+    given = {"cwd": tmp_path, "env": dict(os.environ), "timeout": 60}
+    assert warm.run(["-c", "print('there')"], **given).stdout == "there\n"

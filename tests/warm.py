@@ -1,14 +1,18 @@
 """Processes forked from one that has imported what all of them import, for seconds of a CPU each.
 
-Such a process is one of ``python -m MODULE ...``, ``-c CODE ...`` or ``FILE ...`` in all else: it
-has the environment, folder and output that were asked for, imports ``sitecustomize`` from its own
-path, and ends as Python ends. Nothing of ours is imported before, nor what reads the environment as
-it is imported: Prefect and Ray. Ray's workers ask by ``watching/sitecustomize.py``.
+Such a process is one of ``python -m MODULE ...``, ``-c CODE ...`` or ``FILE ...``: it has the
+words, environment, folder and output that were asked for, imports ``sitecustomize`` from its own
+path, and ends as Python ends. Ray's workers ask by ``watching/sitecustomize.py``.
+
+Nothing of ours is imported before, nor Prefect and Ray, which read the environment as they are
+imported. What reads it earlier is as in the process of tests: libraries of threads, the folder of
+models from a hub, the seed of hashes.
 """
 
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -39,24 +43,34 @@ IMPORTED = (
 )
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 600
-_address: list[str] = []
+WAIT_SECONDS = 10
+_running: list[tuple[subprocess.Popen, str]] = []
 _starting = threading.Lock()
 
 
 def address() -> str:
     """The socket of the process that others are forked from; the first call starts it.
 
-    It ends with the process that has asked for it.
+    It ends, and all that was forked, with the process that has asked for it.
     """
     with _starting:
-        if not _address:
+        if not _running:
             path = os.path.join(tempfile.mkdtemp(), "warm")
-            server = subprocess.Popen(
-                [sys.executable, __file__, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
-            assert server.stdout.read(1), "the process that others are forked from has ended"
-            _address.append(path)
-    return _address[0]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            _running.append((subprocess.Popen([sys.executable, __file__, path], **pipes), path))
+        server, path = _running[0]
+        ready = os.path.exists(path) or server.stdout.read(1)
+    assert ready, "the process that others are forked from has ended"
+    return path
+
+
+def stop() -> None:
+    """End it, if it was started."""
+    while _running:
+        server, _ = _running.pop()
+        server.stdin.close()
+        server.wait()
+        server.stdout.close()
 
 
 def call(code: str, *arguments: str, **variables: str) -> None:
@@ -69,7 +83,7 @@ def call(code: str, *arguments: str, **variables: str) -> None:
 def run(
     command: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """``python COMMAND``, as by ``subprocess.run``, with what it wrote.
+    """``python COMMAND``, as by ``subprocess.run``, with what it wrote until it ended.
 
     Args:
         command: ``-m`` or ``-c`` and what it is followed by, or a file, and arguments.
@@ -99,17 +113,35 @@ def ask(
     env: Mapping[str, str],
     outputs: tuple[TextIO, TextIO],
 ) -> int:
-    """Let a process be forked, and wait until it has ended; returns its exit code."""
-    request = json.dumps({"command": [*command], "cwd": cwd, "env": dict(env)}).encode()
+    """Let a process be forked, and wait until it has ended; it is killed where nobody waits.
+
+    Args:
+        server: Connected to the socket.
+        command: As for ``run``.
+        cwd: As for ``run``.
+        env: As for ``run``.
+        outputs: What it writes to.
+
+    Returns:
+        Its exit code, or the signal that ended it as a negative number.
+
+    Raises:
+        ConnectionError: The process that others are forked from has ended.
+    """
+    blocked = [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+    asked = {"command": [*command], "cwd": cwd, "env": dict(env), "blocked": blocked}
+    request = json.dumps(asked).encode()
     descriptors = [file.fileno() for file in outputs]
     socket.send_fds(server, [f"{len(request):08d}".encode()], descriptors)
     server.sendall(request)
-    return int(server.recv(16))
+    if not (answer := server.recv(16)):
+        raise ConnectionError("the process that others are forked from has ended")
+    return int(answer)
 
 
 def _said(file: TextIO) -> str:
-    file.seek(0)
-    return file.read()
+    # Whoever still writes has the same place in the file: it is not moved.
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
 
 
 class Forking:
@@ -131,12 +163,19 @@ class Forking:
             self._selector.register(file, selectors.EVENT_READ)
 
     def serve(self) -> dict[str, Any] | None:
-        """Fork until standard input ends; returns what a process that was forked has to run."""
+        """Fork until standard input ends, and then end what was forked.
+
+        Returns:
+            In a process that was forked: what it has to run.
+        """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started it
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waking.fileno())
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is sys.stdin:
+                    for pid in self._children:
+                        os.kill(pid, signal.SIGKILL)
                     return None
                 if key.fileobj is self._woken:
                     self._woken.recv(4096)
@@ -148,9 +187,18 @@ class Forking:
 
     def _fork(self) -> dict[str, Any] | None:
         client, _ = self._listener.accept()
-        length, outputs, _, _ = socket.recv_fds(client, 8, 2)
-        request = json.loads(client.recv(int(length), socket.MSG_WAITALL))
-        if (pid := os.fork()) == 0:
+        client.settimeout(WAIT_SECONDS)
+        outputs: list[int] = []
+        try:
+            length, outputs, _, _ = socket.recv_fds(client, 8, 2)
+            request = json.loads(client.recv(int(length), socket.MSG_WAITALL))
+            pid = os.fork()
+        except (OSError, ValueError):  # who asked is gone, or has not said all
+            client.close()
+            for file in outputs:
+                os.close(file)
+            return None
+        if pid == 0:
             self._leave(client)
             for number, file in enumerate(outputs, 1):
                 os.dup2(file, number)
@@ -164,6 +212,7 @@ class Forking:
     def _leave(self, client: socket.socket) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         self._selector.close()
         others = self._children.values()
         for own in (client, self._listener, self._woken, self._waking, *others):
@@ -178,31 +227,39 @@ class Forking:
             if pid == 0:
                 return
             client = self._children.pop(pid)
-            self._selector.unregister(client)
-            with contextlib.suppress(OSError):  # who gave up does not listen
+            with contextlib.suppress(KeyError):  # who waited has gone
+                self._selector.unregister(client)
+            with contextlib.suppress(OSError):
                 client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
             client.close()
 
     def _gave_up(self, client: Any) -> None:
+        self._selector.unregister(client)
         for pid, own in self._children.items():
             if own is client:
                 os.kill(pid, signal.SIGKILL)
 
 
 def become(request: Mapping[str, Any]) -> None:
-    """Be the process that was asked for, as if Python had just been started for it."""
+    """Be the process that was asked for, as if Python had just been started for it.
+
+    Args:
+        request: What ``ask`` sent.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     command = request["command"]
+    sys.orig_argv[:] = [sys.executable, *command]
     named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = os.getcwd() if command[0] in ("-m", "-c") else os.path.dirname(command[0])
     sys.path[:] = [first, *named, *sys.path]
     sys.modules.pop("sitecustomize", None)
-    with contextlib.suppress(ModuleNotFoundError):
+    if importlib.util.find_spec("sitecustomize") is not None:
         importlib.import_module("sitecustomize")
     if command[0] == "-m":
-        sys.argv[:] = command[1:]
+        sys.argv[:] = [command[0], *command[2:]]  # while the module is looked for
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     elif command[0] == "-c":
         sys.argv[:] = [command[0], *command[2:]]

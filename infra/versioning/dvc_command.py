@@ -14,6 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ USES = {
     "dvc.dvcfile:ProjectFile.dump_stages": "writes stages into the lock",
     "dvc.utils.serialize:_common": "holds how files of a project are written",
     "dvc.utils.serialize:_yaml": "holds how they are read",
-    "dvc.utils.serialize._yaml:parse_yaml": "reads a text, known by that name to the next one too",
-    "dvc.utils:strictyaml": "holds how those are read that have a schema",
-    "dvc.utils.strictyaml:parse_yaml": "reads dvc.yaml and dvc.lock",
+    "dvc.utils.serialize._yaml:parse_yaml": "reads a text",
+    "dvc.utils:strictyaml": "holds how those are read that have a schema, and what is wrong in one",
+    "dvc.utils.strictyaml:parse_yaml": "the same function, under a name of its own",
+    "dvc.utils.strictyaml:parse_yaml_for_update": "reads one again, to say where it is wrong",
     "dvc.utils.serialize._common:_dump_data": "writes a YAML file",
     "dvc.repo:lock_repo": "holds the project from the first stage to the lock's end",
 }
@@ -109,8 +111,10 @@ def _copy(value: Any) -> Any:
 
 if __name__ == "__main__":
     readers: Any = (_yaml, strictyaml)
+    parse, once = _yaml.parse_yaml, ReadOnce(_yaml.parse_yaml)
     for reader in readers:
-        reader.parse_yaml = ReadOnce(reader.parse_yaml)
+        reader.parse_yaml = once
+    readers[1].parse_yaml_for_update = partial(parse, typ="rt")  # it says where a fault is
     kind: Any = CmdCommit
     kind.run = commit_together
     writers: Any = _common

@@ -135,24 +135,36 @@ class NotedTensors:
 def fork_worker(command):
     """Let a worker of Ray's be forked; until it ends, this process stands for it.
 
-    Ray would start Python for what the worker's environment needs, and once more for the worker.
+    Ray would start Python for what the worker's environment needs, and once more for the worker; as
+    it does where the environment has more than variables.
     """
     import json
     import socket
 
     names = ("--serialized-runtime-env-context=", "--language=")
     values = [next((w.removeprefix(n) for w in command if w.startswith(n)), None) for n in names]
+    worker = [word for word in command[1:] if not word.startswith(names)]
     context = json.loads(values[0] or "{}")
-    if values[1] != "PYTHON" or context.get("py_executable", sys.executable) != sys.executable:
+    variables = context.get("env_vars", {})
+    if (
+        values[1] != "PYTHON"
+        or worker[0].startswith("-")
+        or context.get("py_executable", sys.executable) != sys.executable
+        or context.get("command_prefix")
+        or context.get("override_worker_entrypoint")
+        or "$" in "".join(variables.values())
+    ):
         return
     sys.path.append(os.path.join(os.path.dirname(__file__), os.pardir))
     from warm import ask
 
+    env, outputs = {**os.environ, **variables}, (sys.stdout, sys.stderr)
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(os.environ["UPCYCLE_TEST_WARM"])
-        worker = [word for word in command[1:] if not word.startswith(names)]
-        env = {**os.environ, **context.get("env_vars", {})}
-        code = ask(server, worker, cwd=os.getcwd(), env=env, outputs=(sys.stdout, sys.stderr))
+        try:
+            code = ask(server, worker, cwd=os.getcwd(), env=env, outputs=outputs)
+        except OSError:  # it may have been forked: there must not be another
+            code = 1
     os._exit(code & 0xFF)
 
 

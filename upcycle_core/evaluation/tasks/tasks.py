@@ -242,7 +242,10 @@ def _load_named(name: str, harness: str) -> Any:
 
 @contextmanager
 def _no_bytecode() -> Iterator[None]:
-    """A definition's functions are imported from where it lies, whose files are known by hash."""
+    """A definition's functions are imported from where it lies, whose files are known by hash.
+
+    Of the whole process: not for several threads.
+    """
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         yield
