@@ -56,8 +56,9 @@ def address() -> str:
     with _starting:
         if not _running:
             path = os.path.join(tempfile.mkdtemp(), "warm")
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            _running.append((subprocess.Popen([sys.executable, __file__, path], **pipes), path))
+            own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            given = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": own}
+            _running.append((subprocess.Popen([sys.executable, __file__, path], **given), path))
         server, path = _running[0]
         ready = os.path.exists(path) or server.stdout.read(1)
     assert ready, "the process that others are forked from has ended"
