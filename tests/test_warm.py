@@ -90,3 +90,10 @@ def test_who_asks_and_goes_away_ends_nothing(tmp_path):
             server.sendall(said)
     given = {"cwd": tmp_path, "env": dict(os.environ), "timeout": 60}
     assert warm.run(["-c", "print('there')"], **given).stdout == "there\n"
+
+
+def test_an_environment_may_be_large(tmp_path):
+    env = {**os.environ, **{f"LARGE_{n}": "x" * 100_000 for n in range(20)}}
+    code = "import os; print(sum(map(len, os.environ.values())) > 2_000_000)"
+    done = warm.run(["-c", code], cwd=tmp_path, env=env, timeout=60)
+    assert done.stdout == "True\n"

@@ -192,7 +192,8 @@ class Forking:
         outputs: list[int] = []
         try:
             length, outputs, _, _ = socket.recv_fds(client, 8, 2)
-            request = json.loads(client.recv(int(length), socket.MSG_WAITALL))
+            with client.makefile("rb") as stream:
+                request = json.loads(stream.read(int(length)))
             pid = os.fork()
         except (OSError, ValueError):  # who asked is gone, or has not said all
             client.close()
@@ -228,14 +229,17 @@ class Forking:
             if pid == 0:
                 return
             client = self._children.pop(pid)
-            with contextlib.suppress(KeyError):  # who waited has gone
-                self._selector.unregister(client)
-            with contextlib.suppress(OSError):
+            self._forget(client)
+            with contextlib.suppress(OSError):  # nobody waits any more
                 client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
             client.close()
 
+    def _forget(self, client: Any) -> None:
+        with contextlib.suppress(KeyError, ValueError):  # it is forgotten already, or closed too
+            self._selector.unregister(client)
+
     def _gave_up(self, client: Any) -> None:
-        self._selector.unregister(client)
+        self._forget(client)
         for pid, own in self._children.items():
             if own is client:
                 os.kill(pid, signal.SIGKILL)
