@@ -197,7 +197,7 @@ def test_the_table_of_a_real_model_tuned_has_the_numbers_of_its_files():
     printed = [[cell.strip("* ") for cell in line.split("|")[2:-1]] for line in lines]
     order = ("seed", "full-finetune", "frozen-embeddings", "lora", "simoe")
     rows = [[seed[row] for seed in seeds] for row in order] + [[later]]
-    rows += [[seeds[1][row]] for row in ("sparse-upcycling", "btx")]
+    rows += [[seed[row] for seed in seeds[1:]] for row in ("sparse-upcycling", "btx")]
     expected = []
     for row in rows:
         sizes = [
