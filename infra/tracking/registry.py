@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from infra.tracking.runs import (
     MODEL_SCHEME,
     PARAM_LENGTH,
     Run,
+    aliases_of,
     if_there,
     is_copy,
     milliseconds,
@@ -95,7 +96,7 @@ class Registry:
         # What links the model's page to its version.
         link = json.dumps([{"name": name, "version": int(created.version)}])
         self._client.set_logged_model_tags(model_id, {"mlflow.modelVersions": link})
-        return self._version(created)
+        return self._now(created)
 
     def alone(self, name: str) -> AbstractContextManager[None]:
         """Let one command of this home at a time look at a registered model's versions and change
@@ -147,7 +148,8 @@ class Registry:
 
     def find(self, name: str, alias: str) -> Version | None:
         """Return the version that ``alias`` points at, or ``None`` if there is none."""
-        return next((v for v in self.versions(name) if alias in v.aliases), None)
+        found = if_there(partial(self._client.get_model_version_by_alias, name, alias))
+        return None if found is None else self._now(found)
 
     def pointed(self, name: str, alias: str) -> int | None:
         """The number of the version that ``alias`` points at now; None if there is none.
@@ -165,7 +167,9 @@ class Registry:
         if "'" in name:  # which would end the name in MLflow's query
             return []
         found = self._client.search_model_versions(f"name = '{name}'")
-        return sorted((self._version(v) for v in found), key=lambda version: version.number)
+        aliases = aliases_of(self._client, name)  # which a search does not return
+        versions = (self._version(v, aliases.get(int(v.version), ())) for v in found)
+        return sorted(versions, key=lambda version: version.number)
 
     def text(self, version: Version, file: str) -> str | None:
         """What is kept beside the checkpoint as ``file`` (``dvc.lock``); None if nothing is.
@@ -361,9 +365,11 @@ class Registry:
             self._client.log_model_artifacts(model_id, str(folder), PROVENANCE_FOLDER)
         sync_files(self._client.get_logged_model(model_id).artifact_location, self._settings)
 
-    def _version(self, found: ModelVersion) -> Version:
-        # A search does not return the aliases.
-        entity = self._client.get_model_version(found.name, str(found.version))
+    def _now(self, version: ModelVersion) -> Version:
+        entity = self._client.get_model_version(version.name, str(version.version))
+        return self._version(entity, entity.aliases)
+
+    def _version(self, entity: ModelVersion, aliases: Iterable[str]) -> Version:
         model_id = model_id_of(self._client, entity)
         call = partial(self._client.get_logged_model, model_id or "")
         model = None if model_id is None else if_there(call)
@@ -373,7 +379,7 @@ class Registry:
             run_id=entity.run_id or "",
             model_id=model.model_id if model else "",
             description=entity.description or "",
-            aliases=tuple(entity.aliases),
+            aliases=tuple(aliases),
             tags=dict(entity.tags),
             params=dict(model.params) if model else {},
             metrics={metric.key: metric.value for metric in (model and model.metrics) or ()},

@@ -373,6 +373,15 @@ def model_id_of(client: MlflowClient, version: ModelVersion) -> str | None:
     return named and named["model"]
 
 
+def aliases_of(client: MlflowClient, name: str) -> dict[int, list[str]]:
+    """{number of a version: aliases that point at it}, of a registered model; none of one gone."""
+    model = if_there(lambda: client.get_registered_model(name))
+    found: dict[int, list[str]] = {}
+    for alias, number in (model.aliases if model else {}).items():
+        found.setdefault(int(number), []).append(alias)
+    return found
+
+
 def is_copy(version: ModelVersion) -> bool:
     """Whether a version was made of one of another registered model, in MLflow."""
     source = version.source or ""
