@@ -59,8 +59,6 @@ class LayerStream:
     def __init__(
         self, directory: Path, read: Read | None, *, dtype: torch.dtype, device: str = "cpu"
     ) -> None:
-        from accelerate import init_empty_weights  # slow to import
-
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
@@ -69,11 +67,12 @@ class LayerStream:
         if config.model_type in STOCK_MOES:
             precision: Literal["fp32", "bf16"] = "bf16" if dtype == torch.bfloat16 else "fp32"
             options["experts_implementation"] = choose_experts_implementation(device, precision)
-        with init_empty_weights(include_buffers=False):
+        with torch.device("meta"):
             self.model = kind._from_config(config, dtype=dtype, **options).eval()
         self._wide = frozenset(self.model._keep_in_fp32_modules_strict or ())
         """Parts of names that the stock class keeps in fp32."""
-        self.model.rotary_emb.to(device)
+        # Its angles are in no file.
+        self.model.rotary_emb = type(self.model.rotary_emb)(config=config).to(device)
         self.model.requires_grad_(False)
         self._norm, self.model.norm = self.model.norm, nn.Identity()
         for layer in self.model.layers:

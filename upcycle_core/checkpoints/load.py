@@ -90,10 +90,8 @@ def _load_stock_moe(
     directory: Path, config: PreTrainedConfig, dtype: torch.dtype, options: Mapping[str, Any]
 ) -> "tuple[PreTrainedModel, Mapping]":
     """The model, its experts put together once, and what ``output_loading_info`` said."""
-    from accelerate import init_empty_weights  # slow to import
-
     kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with init_empty_weights(include_buffers=False):
+    with torch.device("meta"):
         empty = kind._from_config(config, dtype=dtype)
     reader = CheckpointReader(directory, field="checkpoint")
     stock = StockTensors(reader, empty)
