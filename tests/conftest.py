@@ -51,6 +51,7 @@ from infra import settings  # noqa: E402  (the environment comes first)
 
 settings.configure()
 
+import pytest  # noqa: E402  (the same)
 import torch  # noqa: E402  (the same)
 from xdist.scheduler import LoadFileScheduling  # noqa: E402  (the same)
 
@@ -80,8 +81,19 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_finish():
-    """What was imported stays: to look through it for garbage takes 0.4 s each time, and what the
-    tests call does so often."""
+    _keep()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        _keep()
+
+
+def _keep():
+    """What was imported stays, and what a file's tests have left: to look through all of it for
+    garbage takes 0.4 s, and trainings and plans do so each time."""
     gc.collect()
     gc.freeze()
 

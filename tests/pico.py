@@ -1,6 +1,9 @@
 """Tiny random checkpoints that go through everything in seconds."""
 
+import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -25,6 +28,7 @@ CONFIGS = {
     "ernie4_5": Ernie4_5Config,
 }
 VOCABULARY = 96
+_made: dict[str, tuple[Path, torch.Tensor]] = {}
 
 
 def pico_config(family: str = "llama", **overrides) -> PretrainedConfig:
@@ -63,7 +67,20 @@ def save_pico_tokenizer(directory: Path, size: int = VOCABULARY) -> Path:
 
 
 def save_pico(directory: Path, family: str = "llama", *, seed: int = 0, **overrides) -> Path:
-    """Write a random checkpoint with its tokenizer; large weights tell models apart."""
+    """Write a random checkpoint with its tokenizer; large weights tell models apart.
+
+    What was written once is copied after that, and torch's generator is where it was then.
+    """
+    key = f"{family} {seed} {sorted(overrides.items())}"
+    if key not in _made:
+        made = _save_pico(Path(tempfile.mkdtemp()), family, seed, overrides)
+        _made[key] = made, torch.get_rng_state()
+    made, state = _made[key]
+    torch.set_rng_state(state)
+    return shutil.copytree(made, directory, copy_function=shutil.copyfile, dirs_exist_ok=True)
+
+
+def _save_pico(directory: Path, family: str, seed: int, overrides: dict[str, Any]) -> Path:
     torch.manual_seed(seed)
     config = pico_config(family, **overrides)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -73,5 +90,4 @@ def save_pico(directory: Path, family: str = "llama", *, seed: int = 0, **overri
             offset = 1.0 if "norm" in name else 0.0
             parameter.copy_(offset + scale * torch.randn_like(parameter))
     model.save_pretrained(directory)
-    save_pico_tokenizer(directory, config.vocab_size)
-    return directory
+    return save_pico_tokenizer(directory, config.vocab_size)

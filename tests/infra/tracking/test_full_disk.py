@@ -3,10 +3,10 @@
 import errno
 
 import pytest
+from databases import home_with_database
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from infra import settings
 from infra.tracking import registry as module
 from infra.tracking.locations import local_folder
 from infra.tracking.records import Registration
@@ -22,7 +22,7 @@ def no_room(*_, **__):
 
 @pytest.fixture
 def place(tmp_path):
-    return settings.read({"UPCYCLE_HOME": str(tmp_path / "home")})
+    return home_with_database(tmp_path / "home")
 
 
 def test_what_ended_a_run_is_said_though_its_end_cannot_be(place, monkeypatch):

@@ -6,10 +6,10 @@ from threading import Thread
 
 import pytest
 import yaml
+from databases import home_with_database
 from mlflow import MlflowClient
 from mlflow.entities import ViewType
 
-from infra import settings
 from infra.cluster.calls import heeding
 from infra.recipe.schema import KeepConfig
 from infra.tracking import copies
@@ -35,7 +35,7 @@ class Place:
     """An experiment and a registered model of one name, in a database that tests share."""
 
     def __init__(self, home, name):
-        self.settings = settings.read({"UPCYCLE_HOME": str(home)})
+        self.settings = home_with_database(home)
         self.name = name
         self.tracker = Tracker(self.settings, name)
         self.registry = Registry(self.settings)

@@ -12,13 +12,14 @@ import mlflow
 import pytest
 import torch
 import yaml
+from databases import home_with_database
 from disk import shares_blocks
 from mlflow import MlflowClient
 from pico import save_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra import durable, settings
+from infra import durable
 from infra.tracking import locations
 from infra.tracking import registry as registry_module
 from infra.tracking.records import ROOM, DatasetRecord, Registration, flatten, with_room
@@ -31,7 +32,7 @@ from upcycle_core.errors import InputError
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return settings.read({"UPCYCLE_HOME": str(tmp_path_factory.mktemp("home"))})
+    return home_with_database(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(scope="module")

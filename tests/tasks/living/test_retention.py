@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from databases import home_with_database
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from project import ROOT, Project
 from texts import pico_recipe, save_recipe
 
-from infra import settings
 from infra.recipe.schema import KeepConfig, recipe_yaml
 from infra.tracking.locations import local_folder
 from infra.tracking.records import Registration, Version
@@ -81,7 +81,7 @@ class Life:
     """
 
     def __init__(self, home):
-        self.place = settings.read({"UPCYCLE_HOME": str(home)})
+        self.place = home_with_database(home)
         keep = KeepConfig(versions=1, runs=1, flow_runs=1)
         self.recipe = replace(validate(pico_recipe(home, domains=HERE)), keep=keep)
         self.before = replace(validate(pico_recipe(home)), keep=keep)

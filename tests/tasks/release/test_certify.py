@@ -9,10 +9,10 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from databases import home_with_database
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from infra import settings
 from infra.readers.reader import PROGRAMS, READERS, Reader
 from infra.tracking.records import Registration, with_room
 from infra.tracking.registry import Registry
@@ -183,7 +183,7 @@ def test_every_fault_is_caught_in_every_reader(request, tmp_path, damage, reader
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return settings.read({"UPCYCLE_HOME": str(tmp_path_factory.mktemp("home"))})
+    return home_with_database(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(scope="module")

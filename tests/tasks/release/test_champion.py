@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from databases import home_with_database
 
 from infra.cluster.pieces import Piece
 from infra.settings import read
@@ -32,7 +33,7 @@ def session(tmp_path):
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory):
     """A home whose database has its tables, which take seconds to make."""
-    place = read({"UPCYCLE_HOME": str(tmp_path_factory.mktemp("empty") / "home")})
+    place = home_with_database(tmp_path_factory.mktemp("empty") / "home")
     open_database(place)
     return place.home
 

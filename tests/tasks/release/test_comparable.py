@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 from chat import save_chat_tokenizer
+from databases import home_with_database
 from texts import pico_recipe
 
 from flows.making import dume
 from flows.making.building import build_stages, check_champion
-from infra.settings import read
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
@@ -37,7 +37,7 @@ class Night:
     """A workspace with the corpora of one domain, and a champion in a registry."""
 
     def __init__(self, folder):
-        self.settings = read({"UPCYCLE_HOME": str(folder / "home")})
+        self.settings = home_with_database(folder / "home")
         self.registry, self.folder = Registry(self.settings), folder
         self.workspace = Workspace(folder / "home" / "pico")
         self.recipe = validate(pico_recipe(folder, domains=("letters", "numbers")))

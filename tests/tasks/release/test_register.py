@@ -5,9 +5,9 @@ import re
 from dataclasses import replace
 
 import pytest
+from databases import home_with_database
 from mlflow import MlflowClient
 
-from infra.settings import read
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
 from infra.versioning.versions import Versions
@@ -33,7 +33,7 @@ DOMAINS = ("cpp", "python")
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    return read({"UPCYCLE_HOME": str(tmp_path_factory.mktemp("home"))})
+    return home_with_database(tmp_path_factory.mktemp("home"))
 
 
 class Nights:

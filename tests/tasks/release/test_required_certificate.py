@@ -5,6 +5,7 @@ from dataclasses import replace
 from threading import Thread
 
 import pytest
+from databases import home_with_database
 
 from flows.certify import main
 from infra import settings
@@ -59,7 +60,7 @@ answer(transformers.__version__, ask_transformers.ask)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return settings.read({"UPCYCLE_HOME": str(tmp_path_factory.mktemp("home"))})
+    return home_with_database(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(scope="module")

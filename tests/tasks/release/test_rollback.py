@@ -7,9 +7,9 @@ from functools import partial
 from threading import Thread
 
 import pytest
+from databases import home_with_database
 from mlflow import MlflowClient
 
-from infra.settings import read
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
@@ -52,7 +52,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def settings(home):
-    return read({"UPCYCLE_HOME": str(home)})
+    return home_with_database(home)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 from click.testing import CliRunner
+from databases import home_with_database
 
 from infra.serving import engine as module
 from infra.serving.engine import Engine, Launch
@@ -108,7 +109,7 @@ def test_copies_of_versions_that_a_server_has_left_behind_are_removed(tmp_path):
 
 
 def test_a_version_that_is_served_where_it_lies_is_held_until_the_server_has_left_it(tmp_path):
-    settings = read({"UPCYCLE_HOME": str(tmp_path / "home")})
+    settings = home_with_database(tmp_path / "home")
     registry, source = Registry(settings), tmp_path / "source"
     source.mkdir()
     for file in ("config.json", "tokenizer.json", "model.safetensors"):

@@ -23,6 +23,8 @@ def karcher(tensors: list[Tensor], weights: list[float]) -> tuple[Tensor, Tensor
             for w, a, u in zip(weights, angles, units, strict=True)
         )
         mean = mean * step.norm().cos() + step * torch.sinc(step.norm() / torch.pi)
+        if step.norm() < 1e-15:
+            break
     total = sum(w * a / a.tan() for w, a in zip(weights, angles, strict=True))
     parts = zip(weights, angles, tensors, strict=True)
     return mean, sum(w * a / a.sin() / total * v for w, a, v in parts)
