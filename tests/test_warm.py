@@ -97,3 +97,31 @@ def test_an_environment_may_be_large(tmp_path):
     code = "import os; print(sum(map(len, os.environ.values())) > 2_000_000)"
     done = warm.run(["-c", code], cwd=tmp_path, env=env, timeout=60)
     assert done.stdout == "True\n"
+
+
+WORKERS = """
+import json, os, sys, psutil, ray
+
+def seen():
+    return "mlflow.genai" in sys.modules, psutil.Process().ppid(), os.environ.get("OURS")
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+try:
+    task, own = ray.remote(seen), {"env_vars": {"OURS": "1"}}
+    tasks = [task.remote(), task.options(runtime_env=own).remote()]
+    print(json.dumps([ray.get(one) for one in tasks]))
+finally:
+    ray.shutdown()
+"""
+
+
+def test_rays_workers_are_forked_too(tmp_path):
+    """Those that Ray starts as they are, and those that it prepares an environment for."""
+    watching = str(warm.ROOT / "tests" / "watching")
+    env = {**os.environ, "PYTHONPATH": watching, "UPCYCLE_TEST_WARM": warm.address()}
+    done = warm.run(["-c", WORKERS], cwd=tmp_path, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(done.stdout.splitlines()[-1])
+    [parent] = {first[1], second[1]}
+    assert str(warm.ROOT / "tests" / "warm.py") in psutil.Process(parent).cmdline()
+    assert [first[::2], second[::2]] == [[True, None], [True, "1"]]

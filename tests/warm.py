@@ -30,7 +30,14 @@ from typing import Any, TextIO
 
 IMPORTED = (
     "mlflow.genai",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "matplotlib.backends.backend_agg",
     "transformers.trainer",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.integrations.hub_kernels",
+    "torch.distributed.tensor",
     "scipy.linalg",
     "sqlalchemy.ext.asyncio",
     "fastapi",

@@ -135,41 +135,47 @@ class NotedTensors:
 def fork_worker(command):
     """Let a worker of Ray's be forked; until it ends, this process stands for it.
 
-    Ray would start Python for what the worker's environment needs, and once more for the worker; as
-    it does where the environment has more than variables.
+    Where the worker's environment needs something, Ray starts Python for that, and once more for
+    the worker; as it does here where the environment needs more than variables.
     """
     import json
     import socket
 
-    names = ("--serialized-runtime-env-context=", "--language=")
-    values = [next((w.removeprefix(n) for w in command if w.startswith(n)), None) for n in names]
-    worker = [word for word in command[1:] if not word.startswith(names)]
-    context = json.loads(values[0] or "{}")
-    variables = context.get("env_vars", {})
-    if (
-        values[1] != "PYTHON"
-        or worker[0].startswith("-")
-        or context.get("py_executable", sys.executable) != sys.executable
-        or context.get("command_prefix")
-        or context.get("override_worker_entrypoint")
-        or "$" in "".join(variables.values())
-    ):
-        return
+    variables = {}
+    if command[0].endswith(SETUP):
+        names = ("--serialized-runtime-env-context=", "--language=")
+        values = [
+            next((w.removeprefix(n) for w in command if w.startswith(n)), None) for n in names
+        ]
+        command = [word for word in command[1:] if not word.startswith(names)]
+        context = json.loads(values[0] or "{}")
+        variables = context.get("env_vars", {})
+        if (
+            values[1] != "PYTHON"
+            or command[0].startswith("-")
+            or context.get("py_executable", sys.executable) != sys.executable
+            or context.get("command_prefix")
+            or context.get("override_worker_entrypoint")
+            or "$" in "".join(variables.values())
+        ):
+            return
     sys.path.append(os.path.join(os.path.dirname(__file__), os.pardir))
     from warm import ask
 
     env, outputs = {**os.environ, **variables}, (sys.stdout, sys.stderr)
     with socket.socket(socket.AF_UNIX) as server:
-        server.connect(os.environ["UPCYCLE_TEST_WARM"])
+        server.connect(env.pop("UPCYCLE_TEST_WARM"))  # what is forked asks for nobody
         try:
-            code = ask(server, worker, cwd=os.getcwd(), env=env, outputs=outputs)
+            code = ask(server, command, cwd=os.getcwd(), env=env, outputs=outputs)
         except OSError:  # it may have been forked: there must not be another
             code = 1
     os._exit(code & 0xFF)
 
 
-WORKER = os.path.join("ray", "_private", "workers", "setup_worker.py")
-if "UPCYCLE_TEST_WARM" in os.environ and sys.orig_argv[1:] and sys.orig_argv[1].endswith(WORKER):
+SETUP, WORKER = (
+    os.path.join("ray", "_private", "workers", f"{name}_worker.py") for name in ("setup", "default")
+)
+if "UPCYCLE_TEST_WARM" in os.environ and "".join(sys.orig_argv[1:2]).endswith((SETUP, WORKER)):
     fork_worker(sys.orig_argv[1:])
 if "UPCYCLE_TEST_READS" in os.environ:
     import safetensors
