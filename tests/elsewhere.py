@@ -1,7 +1,6 @@
 """An MLflow server over a home, and programs of another machine, which have its address alone."""
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from project import ROOT, TIMEOUT
 from infra import settings
 from infra.services import servers
 from infra.services.processes import find, launch, stop
+from tests import warm
 
 
 def home_with_port(home: Path) -> settings.Settings:
@@ -72,13 +72,6 @@ class Elsewhere:
 
     def run(self, *arguments: str, cwd: Path | None = None) -> str:
         """What Python says there, of a program or of a module of ours (then ``cwd`` is ROOT)."""
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=cwd or self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-        )
+        done = warm.run(arguments, cwd=cwd or self.folder, env=self.environment, timeout=TIMEOUT)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
         return done.stdout

@@ -25,7 +25,7 @@ print("to people", file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("kind", ["-c", "-m", "-m of a package", "file"])
+@pytest.mark.parametrize("kind", ["-c", "-m", "-m of a package", "file", "-P file"])
 def test_it_is_what_python_starts(tmp_path, kind):
     (tmp_path / "says.py").write_text(SAYS)
     (tmp_path / "package").mkdir()
@@ -38,6 +38,7 @@ def test_it_is_what_python_starts(tmp_path, kind):
         "-m": ["-m", "says"],
         "-m of a package": ["-m", "package.says"],
         "file": [str(tmp_path / "says.py")],
+        "-P file": ["-P", str(tmp_path / "says.py")],
     }[kind]
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "path"), "OURS": "1"}
     given = {"cwd": tmp_path, "env": env, "timeout": 60}

@@ -1,6 +1,6 @@
 """Processes forked from one that has imported what all of them import, for seconds of a CPU each.
 
-Such a process is one of ``python -m MODULE ...``, ``-c CODE ...`` or ``FILE ...``: it has the
+Such a process is one of ``python -m MODULE ...``, ``-c CODE ...`` or ``[-P] FILE ...``: it has the
 words, environment, folder and output that were asked for, imports ``sitecustomize`` from its own
 path, and ends as Python ends. Ray's workers ask by ``watching/sitecustomize.py``.
 
@@ -41,6 +41,8 @@ IMPORTED = (
     "scipy.linalg",
     "sqlalchemy.ext.asyncio",
     "fastapi",
+    "dvc.repo",
+    "dvc.cli.parser",
     "griffe",
     "httpx",
     "pendulum",
@@ -94,7 +96,8 @@ def run(
     """``python COMMAND``, as by ``subprocess.run``, with what it wrote until it ended.
 
     Args:
-        command: ``-m`` or ``-c`` and what it is followed by, or a file, and arguments.
+        command: ``-m`` or ``-c`` and what it is followed by, or a file, perhaps after ``-P``, and
+            arguments.
         cwd: The folder that it runs in.
         env: All of its environment.
         timeout: Seconds after which it is killed.
@@ -265,8 +268,12 @@ def become(request: Mapping[str, Any]) -> None:
     command = request["command"]
     sys.orig_argv[:] = [sys.executable, *command]
     named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    first = os.getcwd() if command[0] in ("-m", "-c") else os.path.dirname(command[0])
-    sys.path[:] = [first, *named, *sys.path]
+    if command[0] == "-P":
+        command, first = command[1:], []
+    else:
+        first = [os.getcwd() if command[0] in ("-m", "-c") else os.path.dirname(command[0])]
+    sys.path[:] = [*first, *named, *sys.path]
+    tempfile.tempdir = None
     sys.modules.pop("sitecustomize", None)
     if importlib.util.find_spec("sitecustomize") is not None:
         importlib.import_module("sitecustomize")

@@ -6,7 +6,8 @@ counted are calls and not lines of a log.
 ``UPCYCLE_TEST_CALLS``: file that each watched call adds its name to.
 ``UPCYCLE_TEST_READS``: file that each look into weights adds a line to: the process's program, the
 file of weights, and how it was read; headers are none.
-``UPCYCLE_TEST_WARM``: socket of the process that Ray's workers are forked from, see ``warm.py``.
+``UPCYCLE_TEST_WARM``: socket of the process that Ray's workers and DVC are forked from, see
+``warm.py``.
 ``UPCYCLE_TEST_PAUSE``: ``WHAT:N`` stops a piece for good once its progress on WHAT passes N; the
 file ``UPCYCLE_TEST_CALLS.paused`` then appears.
 """
@@ -132,15 +133,12 @@ class NotedTensors:
         return self.file.get_tensor(name)
 
 
-def fork_worker(command):
-    """Let a worker of Ray's be forked; until it ends, this process stands for it.
+def fork_instead(command):
+    """Let be forked what Python has been started for, and end as it ends: a worker of Ray's, DVC.
 
-    Where the worker's environment needs something, Ray starts Python for that, and once more for
+    Where a worker's environment needs something, Ray starts Python for that, and once more for
     the worker; as it does here where the environment needs more than variables.
     """
-    import json
-    import socket
-
     variables = {}
     if command[0].endswith(SETUP):
         names = ("--serialized-runtime-env-context=", "--language=")
@@ -175,8 +173,14 @@ def fork_worker(command):
 SETUP, WORKER = (
     os.path.join("ray", "_private", "workers", f"{name}_worker.py") for name in ("setup", "default")
 )
-if "UPCYCLE_TEST_WARM" in os.environ and "".join(sys.orig_argv[1:2]).endswith((SETUP, WORKER)):
-    fork_worker(sys.orig_argv[1:])
+DVC = os.path.join("infra", "versioning", "dvc_command.py")
+if "UPCYCLE_TEST_WARM" in os.environ:
+    import json
+    import socket
+
+    program = next((word for word in sys.orig_argv[1:] if word != "-P"), "")
+    if program.endswith((SETUP, WORKER, DVC)):
+        fork_instead(sys.orig_argv[1:])
 if "UPCYCLE_TEST_READS" in os.environ:
     import safetensors
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from infra.tracking.records import Registration, Version
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
 from tasks.serving.engines import EngineChoice, _command, launcher
+from tests import warm
 
 
 @pytest.mark.parametrize("value", [None, DEFAULTS["UVICORN_ACCESS_LOG"]])
@@ -41,7 +41,7 @@ def test_transformers_engine_logs_no_requests():
         "print(logging.getLogger('uvicorn.access').hasHandlers())\n"
         "print(logging.getLogger('uvicorn').hasHandlers())"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = warm.run(["-c", script], cwd=warm.ROOT, env=os.environ, timeout=warm.TIMEOUT)
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 
