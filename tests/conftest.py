@@ -62,6 +62,9 @@ TOGETHER = ("tests/upcycle_core/evaluation/tasks",)
 for ten seconds, and trains the model that adds once, for as long."""
 
 
+_begun = {}
+
+
 class Scheduling(LoadFileScheduling):
     """A worker has all tests of a file, or of a folder of ``TOGETHER``."""
 
@@ -80,22 +83,14 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-def pytest_collection_finish():
-    _keep()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item, nextitem):
-    yield
-    if nextitem is None or nextitem.path != item.path:
-        _keep()
-
-
-def _keep():
-    """What was imported stays, and what a file's tests have left: to look through all of it for
-    garbage takes 0.4 s, and trainings and plans do so each time."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    """What was imported stays, and what tests of earlier files have left: to look through all of
+    it for garbage takes 0.4 s, and trainings and plans do so each time."""
+    if item.path != _begun.get("file"):
+        _begun["file"] = item.path
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure():

@@ -29,7 +29,7 @@ def copy_tables(home: Path) -> None:
     """Put an empty database where a flow would make it, unless there is one."""
     place = home / "mlflow" / "mlflow.db"
     if not place.exists():
-        place.parent.mkdir(parents=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(_tables(), place)
 
 

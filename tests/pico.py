@@ -69,7 +69,7 @@ def save_pico_tokenizer(directory: Path, size: int = VOCABULARY) -> Path:
 def save_pico(directory: Path, family: str = "llama", *, seed: int = 0, **overrides) -> Path:
     """Write a random checkpoint with its tokenizer; large weights tell models apart.
 
-    What was written once is copied after that, and torch's generator is where it was then.
+    What was written once is copied after that, and torch's CPU generator is where it was then.
     """
     key = f"{family} {seed} {sorted(overrides.items())}"
     if key not in _made:

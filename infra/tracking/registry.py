@@ -96,7 +96,7 @@ class Registry:
         # What links the model's page to its version.
         link = json.dumps([{"name": name, "version": int(created.version)}])
         self._client.set_logged_model_tags(model_id, {"mlflow.modelVersions": link})
-        return self._now(created)
+        return self._version(created, created.aliases)
 
     def alone(self, name: str) -> AbstractContextManager[None]:
         """Let one command of this home at a time look at a registered model's versions and change
@@ -148,8 +148,8 @@ class Registry:
 
     def find(self, name: str, alias: str) -> Version | None:
         """Return the version that ``alias`` points at, or ``None`` if there is none."""
-        found = if_there(partial(self._client.get_model_version_by_alias, name, alias))
-        return None if found is None else self._now(found)
+        version = if_there(partial(self._client.get_model_version_by_alias, name, alias))
+        return None if version is None else self._version(version, version.aliases)
 
     def pointed(self, name: str, alias: str) -> int | None:
         """The number of the version that ``alias`` points at now; None if there is none.
@@ -166,8 +166,9 @@ class Registry:
         """Return every version of the registered model, oldest first; none of one there is not."""
         if "'" in name:  # which would end the name in MLflow's query
             return []
+        # A search returns none. They come first: one may move to a version that is made meanwhile.
+        aliases = aliases_of(self._client, name)
         found = self._client.search_model_versions(f"name = '{name}'")
-        aliases = aliases_of(self._client, name)  # which a search does not return
         versions = (self._version(v, aliases.get(int(v.version), ())) for v in found)
         return sorted(versions, key=lambda version: version.number)
 
@@ -364,10 +365,6 @@ class Registry:
                 (folder / file).write_bytes(data)
             self._client.log_model_artifacts(model_id, str(folder), PROVENANCE_FOLDER)
         sync_files(self._client.get_logged_model(model_id).artifact_location, self._settings)
-
-    def _now(self, version: ModelVersion) -> Version:
-        entity = self._client.get_model_version(version.name, str(version.version))
-        return self._version(entity, entity.aliases)
 
     def _version(self, entity: ModelVersion, aliases: Iterable[str]) -> Version:
         model_id = model_id_of(self._client, entity)

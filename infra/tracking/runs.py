@@ -376,10 +376,10 @@ def model_id_of(client: MlflowClient, version: ModelVersion) -> str | None:
 def aliases_of(client: MlflowClient, name: str) -> dict[int, list[str]]:
     """{number of a version: aliases that point at it}, of a registered model; none of one gone."""
     model = if_there(lambda: client.get_registered_model(name))
-    found: dict[int, list[str]] = {}
+    aliases: dict[int, list[str]] = {}
     for alias, number in (model.aliases if model else {}).items():
-        found.setdefault(int(number), []).append(alias)
-    return found
+        aliases.setdefault(int(number), []).append(alias)
+    return aliases
 
 
 def is_copy(version: ModelVersion) -> bool:

@@ -61,7 +61,7 @@ NAMES = [
 def check(module, name, use):
     package = PACKAGES[module]
     try:
-        pkgutil.resolve_name(name)
+        pkgutil.resolve_name(name.replace(":", "."))  # it may be a module
     except (ImportError, AttributeError) as error:
         facts = {"package": package, "name": name, "use": use, "error": error}
         facts |= {"version": version(package), "module": module, "tests": TESTS[package]}

@@ -136,6 +136,9 @@ class NotedTensors:
 def fork_instead(command):
     """Let be forked what Python has been started for, and end as it ends: a worker of Ray's, DVC.
 
+    Killed, it ends before what was forked does; and the command line of that is not its own. So
+    nothing that a test kills is forked.
+
     Where a worker's environment needs something, Ray starts Python for that, and once more for
     the worker; as it does here where the environment needs more than variables.
     """
@@ -156,6 +159,7 @@ def fork_instead(command):
             or context.get("override_worker_entrypoint")
             or "$" in "".join(variables.values())
         ):
+            del os.environ["UPCYCLE_TEST_WARM"]  # not the worker either, which Ray starts next
             return
     sys.path.append(os.path.join(os.path.dirname(__file__), os.pardir))
     from warm import ask

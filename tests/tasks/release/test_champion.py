@@ -32,7 +32,7 @@ def session(tmp_path):
 
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory):
-    """A home whose database has its tables, which take seconds to make."""
+    """A home that has an id, for all tests to copy."""
     place = home_with_database(tmp_path_factory.mktemp("empty") / "home")
     open_database(place)
     return place.home
