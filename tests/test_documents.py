@@ -165,7 +165,7 @@ def test_what_three_models_cost_is_what_the_code_makes():
 
 def test_the_table_of_simoe_has_the_numbers_of_its_files():
     rows = json.loads((RESULTS / "simoe" / "simoe" / "metrics.json").read_text())["rows"]
-    text = (RESULTS / "simoe.md").read_text().partition("## SmolLM2-135M")[0]
+    text = (RESULTS / "simoe.md").read_text().partition("## Ablations")[0]
     lines = [line for line in text.splitlines() if line.startswith("|") and "±" in line]
     printed = [
         [cell.strip("* ").split(" of ")[0] for cell in line.split("|")[4:7]] for line in lines
@@ -180,6 +180,29 @@ def test_the_table_of_simoe_has_the_numbers_of_its_files():
         scores = [rows[row][split]["exact_match"] for split in ("seen", "unseen")]
         said = [f"{100 * own['mean']:.1f} ± {100 * own['deviation']:.1f}" for own in scores]
         expected.append([f"{effective['mean']:.1f}" if effective else "", *said])
+    assert printed == expected
+
+
+def test_the_tables_of_what_simoe_is_made_of_have_the_numbers_of_their_files():
+    text = (RESULTS / "simoe.md").read_text().partition("## Ablations")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if re.match(r"\| [^-|]", line)]
+    printed = [[cell.strip("* ") for cell in line.split("|")[2:-1]] for line in lines]
+    orders = {
+        "simoe-ablations": "simoe ffn-only no-orthogonality no-sparsity token-routing",
+        "simoe-sweeps": "beta-0 simoe beta-5e-5 beta-5e-4 tau-0 tau-50 tau-90 union",
+    }
+    expected = []
+    for name, order in orders.items():
+        rows = json.loads((RESULTS / "simoe" / name / "metrics.json").read_text())["rows"]
+        for row in (rows[key] for key in order.split()):
+            sizes = [row[f"{kind}_parameters"]["mean"] for kind in ("total", "trained")]
+            own = [f"{size / 1e6:.2f} M" for size in sizes]
+            own.append(f"{row['effective_experts']['mean']:.1f} of 8")
+            for split in ("seen", "unseen"):
+                scores = [100 * run[split]["exact_match"] for run in row["runs"]]
+                own.append(f"{statistics.mean(scores):.1f}")
+                own[-1] += f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
+            expected.append(own)
     assert printed == expected
 
 
