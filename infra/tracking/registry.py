@@ -166,7 +166,7 @@ class Registry:
         """Return every version of the registered model, oldest first; none of one there is not."""
         if "'" in name:  # which would end the name in MLflow's query
             return []
-        # A search returns none. They come first: one may move to a version that is made meanwhile.
+        # Which a search leaves out. Read after it, one may point at a version it has not seen.
         aliases = aliases_of(self._client, name)
         found = self._client.search_model_versions(f"name = '{name}'")
         versions = (self._version(v, aliases.get(int(v.version), ())) for v in found)
