@@ -2,12 +2,13 @@
 
     python -m benchmarks.repair [--repeats N] [--tokens N] [--threads N] [--precision auto]
 
-Shape of SmolLM2-135M (``benchmarks.training_real``), random weights and tokens: neither changes the
-time. Each way is a process of its own, in turns: the statistics of one domain as one shard, and the
+Shape of SmolLM2-135M (``benchmarks.training_real``) and random weights, but such that there is
+something to repair, as between real experts: how many lambdas are tried follows from it. Embeddings
+share a direction, what two experts differ by is largely one linear map, and tokens are as rare as
+Zipf's law has them. Each way is a process of its own, in turns: the statistics of one domain as one shard, and the
 repair of its expert with the head's target, both with loading and writing; and the two parts of a
 head that is fitted to three experts, the moments of one domain's states, and the head itself, which
-is fitted once for all domains. Its tokens are as rare as Zipf's law has them, each domain's by a
-factor of their own. Memory is the peak of anonymous memory above that of the imports.
+is fitted once for all domains: each domain's tokens are rare by a factor of their own. Memory is the peak of anonymous memory above that of the imports.
 """
 
 import tempfile
@@ -37,6 +38,8 @@ from upcycle_core.dume.statistics import domain_statistics
 LENGTH, BATCH = 512, 4
 WAYS = ("statistics", "repair", "moments", "fitted head")
 EXPERTS = 3
+DIFFERENCE, NOISE = 0.1, 0.05
+"""Of the linear map by which two experts differ, and of what is drawn for each weight alone."""
 CALIBRATION = 200_000
 """Tokens that frequencies are counted from."""
 
@@ -69,11 +72,19 @@ def main() -> None:
 def make_models(folder: Path) -> None:
     """Two experts, and the backbone between them."""
     make_model(folder / "one")
-    with quiet_loading():
+    size = SHAPE["hidden_size"]
+    draw = torch.Generator().manual_seed(0)
+    turn_HH = DIFFERENCE * torch.randn(size, size, generator=draw) / size**0.5
+    with quiet_loading(), torch.no_grad():
         model: Any = AutoModelForCausalLM.from_pretrained(folder / "one", dtype=torch.float32)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight += 0.1 * weight.std() * torch.randn_like(weight)
+        embedding_VH = model.model.embed_tokens.weight
+        embedding_VH += embedding_VH.std() * torch.randn(size, generator=draw)
+        model.save_pretrained(folder / "one")
+        for weight in (weight for weight in model.parameters() if weight.dim() == 2):
+            noise = NOISE * weight.std() * torch.randn(weight.shape, generator=draw)
+            if weight.shape[1] == size:
+                weight += weight @ turn_HH
+            weight += noise
         model.save_pretrained(folder / "other")
     readers = [CheckpointReader(folder / name) for name in ("one", "other")]
     write_backbone(readers, folder / "backbone", max_shard_bytes=10**10)
@@ -83,9 +94,16 @@ def make_text(directory: Path, tokens: int) -> None:
     """Documents of a paragraph each."""
     generator = np.random.default_rng(0)
     count = -(-tokens // LENGTH)
-    size = SHAPE["vocab_size"]
-    texts = ((generator.integers(0, size, LENGTH).tolist(), LENGTH) for _ in range(count))
+    rarity_V = rarity().numpy()
+    share_V = rarity_V / rarity_V.sum()
+    size = len(share_V)
+    texts = ((generator.choice(size, LENGTH, p=share_V).tolist(), LENGTH) for _ in range(count))
     write_split(directory, texts, eos_id=0, vocabulary_size=size)
+
+
+def rarity() -> torch.Tensor:
+    """How often each token of the vocabulary is used beside the others, [V] fp64: Zipf's law."""
+    return 1 / (10 + torch.arange(SHAPE["vocab_size"], dtype=torch.float64))
 
 
 def statistics(folder: Path, config: StatisticsConfig) -> dict[str, float]:
@@ -100,13 +118,15 @@ def repair(folder: Path, config: StatisticsConfig) -> dict[str, float]:
     """The repair of one expert."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=folder) as out:
-        repair_expert(
+        said = repair_expert(
             *(folder / "backbone", folder / "one", folder / "text", Path(out)),
             repair="down+head_target",
             config=config,
             max_shard_bytes=10**10,
         )
-        return {"seconds": time.perf_counter() - started}
+        seconds = time.perf_counter() - started
+    factors = [layer["lambda"] for layer in said if layer["lambda"] is not None]
+    return {"seconds": seconds, "lambda": median(factors), "repaired": len(factors)}
 
 
 def moments(folder: Path, config: StatisticsConfig) -> dict[str, float]:
@@ -120,7 +140,7 @@ def head(folder: Path, config: StatisticsConfig) -> dict[str, float]:
     """A head fitted to all experts."""
     size, hidden = SHAPE["vocab_size"], SHAPE["hidden_size"]
     draw = torch.Generator().manual_seed(0)
-    rarity_V = 1 / (10 + torch.arange(size, dtype=torch.float64))
+    rarity_V = rarity()
     counts, heads, seconds = [], [], []
     shared = torch.randn(size, hidden, generator=draw)
     mixing = torch.randn(hidden, hidden, generator=draw) / hidden**0.5
@@ -150,7 +170,8 @@ def report(found: dict[str, list[dict[str, Any]]], tokens: int) -> None:
         rows.append([f"{way} / statistics", *own.values()])
         ratios |= {f"{way} {name}": ratio for name, ratio in own.items()}
     print_table(f"{tokens:,} tokens of a domain, medians", ["", "s", "MB"], rows)
-    print_result("repair", ratios, {**figures, "tokens": tokens, "shape": SHAPE})
+    chosen = {name: median([one[name] for one in found["repair"]]) for name in ("lambda", "repaired")}
+    print_result("repair", ratios, {**figures, **chosen, "tokens": tokens, "shape": SHAPE})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from upcycle_core.checkpoints.tensor_file import save_atomically
 
-BLOCK = 128
+BLOCK = 192
 """Rows of a product that are computed at once: what lies above its diagonal is left out."""
 
 
@@ -70,18 +70,25 @@ def _lower_blocks(
 
 
 def add_gram(gram_HH: Tensor, x_TH: Tensor) -> None:
-    """Add x^T x of one batch, in the features' own precision (DUME Eq. 5).
+    """Add x^T x of one batch, in the features' own precision (DUME Eq. 5), below the diagonal.
 
     Products of bf16 numbers are exact in fp32, so bf16 features lose nothing to their product's
     arithmetic as long as it is added up in fp32.
 
     Args:
-        gram_HH: fp64, added to in place.
+        gram_HH: fp64, added to in place. What lies above the diagonal is for ``mirror`` to fill.
         x_TH: fp32, fp64 or bf16 features.
     """
     for start, end, block_RC in _lower_blocks(*_product(x_TH)):
         gram_HH[start:end, :end] += block_RC
-        gram_HH[:start, start:end] += block_RC[:, :start].T
+
+
+@torch.inference_mode()
+def mirror(gram_HH: Tensor) -> None:
+    """Fill what ``add_gram`` has left above the diagonal, in place."""
+    for start in range(0, len(gram_HH), BLOCK):
+        end = start + BLOCK
+        gram_HH[:start, start:end] = gram_HH[start:end, :start].T
 
 
 def _sum_type(x_TH: Tensor) -> torch.dtype:

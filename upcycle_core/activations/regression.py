@@ -2,51 +2,55 @@
 
 The halves are different documents: lambda is chosen by what one's solution explains of the other.
 
-Shapes: T tokens, I features, H width of the drift.
+Shapes: T tokens, F of them first in their paragraphs, I features, H width of the drift, K directions
+of it, N targets.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-import numpy as np
 import torch
-from scipy import linalg
 from torch import Tensor
 
 from upcycle_core.activations.cross import batch_products
-from upcycle_core.activations.moments import add_gram
+from upcycle_core.activations.moments import add_gram, mirror
 from upcycle_core.errors import Fault, InputError
 
 HALVES = 2
 LAMBDAS = (1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 """Candidates of lambda, in mean diagonals of sum a a^T; none of them may be chosen either."""
-ROUNDED = 1e-9
+ROUNDED = 1e-5
 """A share of the drift that is nothing."""
 SKETCH = 32
-"""Random directions of the drift that lambda is judged on."""
+"""Most random directions of the drift that lambda and what is left are judged on: K."""
 
 
 @dataclass
 class DriftSums:
-    """What the regression needs of one half of the text."""
+    """What the regression needs of one half of the text, of one target of the drift or of several.
+
+    Targets stand side by side: H is all their columns.
+    """
 
     gram_II: Tensor
-    """sum a a^T, fp64."""
+    """sum a a^T, fp64; what lies above its diagonal is filled by ``solve_drift``."""
     cross_IH: Tensor
     """sum a r^T, fp64."""
-    drift_H: Tensor
-    """sum r^2, fp64."""
+    drift_NK: Tensor
+    """sum r^2 of each target on K directions, fp64."""
     tokens: int = 0
     begun: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """a [N, I] and r [N, H] of first tokens of paragraphs; the sums hold them as well."""
+    """a [F, I] and r [F, H] of first tokens of paragraphs; the sums hold them as well."""
 
     @classmethod
-    def zeros(cls, inner: int, hidden: int, device: str) -> "DriftSums":
+    def zeros(cls, inner: int, hidden: int, device: str, *, targets: int = 1) -> "DriftSums":
         def empty(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
-        return cls(empty(inner, inner), empty(inner, hidden), empty(hidden))
+        directions = min(SKETCH, hidden // targets)
+        return cls(empty(inner, inner), empty(inner, hidden), empty(targets, directions))
 
     def add(self, a_TI: Tensor, r_TH: Tensor, first_T: Tensor | None = None) -> None:
         """Count tokens; products in the features' own precision, as statistics are.
@@ -59,23 +63,43 @@ class DriftSums:
         if first_T is not None:
             self.begun.append((a_TI[first_T], r_TH[first_T]))
         add_gram(self.gram_II, a_TI)
-        if a_TI.dtype == torch.bfloat16 and not a_TI.is_cuda:
-            self.cross_IH += batch_products(a_TI, _multiplied(a_TI, r_TH))
+        rounded_TH = _multiplied(a_TI, r_TH)
+        if rounded_TH.dtype == a_TI.dtype:
+            self.cross_IH += batch_products(a_TI, rounded_TH)
         else:
             self.cross_IH += a_TI.T.to(r_TH.dtype) @ r_TH
-        self.drift_H += r_TH.double().square().sum(0)
+        for drift_K, own_TH in zip(
+            self.drift_NK, rounded_TH.to(r_TH.dtype).chunk(len(self.drift_NK), dim=1), strict=True
+        ):
+            on_TK = own_TH @ directions(own_TH.shape[1], r_TH.device).to(r_TH.dtype)
+            drift_K += on_TK.square().sum(0, dtype=torch.float64)
         self.tokens += len(a_TI)
 
-    def columns(self, chosen: slice) -> "DriftSums":
-        """The sums of some of the drift's columns."""
-        parts = (self.cross_IH[:, chosen], self.drift_H[chosen])
-        begun = [(a, r[:, chosen]) for a, r in self.begun]
+    def target(self, index: int) -> "DriftSums":
+        """The sums of one target."""
+        size = self.cross_IH.shape[1] // len(self.drift_NK)
+        own = slice(index * size, (index + 1) * size)
+        begun = [(a, r[:, own]) for a, r in self.begun]
+        parts = (self.cross_IH[:, own], self.drift_NK[index : index + 1])
         return DriftSums(self.gram_II, *parts, self.tokens, begun)
 
     def __add__(self, other: "DriftSums") -> "DriftSums":
         gram, cross = self.gram_II + other.gram_II, self.cross_IH + other.cross_IH
-        drift, tokens = self.drift_H + other.drift_H, self.tokens + other.tokens
+        drift, tokens = self.drift_NK + other.drift_NK, self.tokens + other.tokens
         return DriftSums(gram, cross, drift, tokens, self.begun + other.begun)
+
+
+@lru_cache(maxsize=4)
+def directions(hidden: int, device: torch.device) -> Tensor:
+    """K directions [H, K] fp64 on which a drift's square has its own as expectation.
+
+    The unit vectors where there are no more than ``SKETCH``.
+    """
+    if hidden <= SKETCH:
+        return torch.eye(hidden, dtype=torch.float64, device=device)
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (hidden, SKETCH), generator=generator).double() * 2 - 1
+    return (signs / math.sqrt(SKETCH)).to(device)
 
 
 def solve_drift(
@@ -97,28 +121,32 @@ def solve_drift(
     Raises:
         InputError: Activations are not finite.
     """
+    for half in sums:
+        mirror(half.gram_II)
     whole = sums[0] + sums[1]
-    if not (torch.isfinite(whole.gram_II).all() and torch.isfinite(whole.cross_IH).all()):
+    # A feature that is not finite shows in its own square.
+    parts = (whole.gram_II.diagonal(), whole.cross_IH)
+    if not all(torch.isfinite(part).all() for part in parts):
         remedy = f"layer {layer}'s activations hold NaN or infinity: check the expert's weights"
         raise InputError(Fault(field, math.nan, remedy))
-    changes: list[tuple[float, float]] = []
+    best, change = math.inf, (0.0, 0.0)  # an infinite lambda changes nothing
     for factor in LAMBDAS:  # where a smaller one is worse, those below it are worse still
-        changes.append(_held_out(sums, factor))
-        if changes[-1][0] > min(changes)[0]:
+        found = _held_out(sums, factor)
+        if not found[0] < change[0]:
             break
-    best = min(range(len(changes)), key=lambda index: changes[index][0])
-    if not changes[best][0] < 0:
+        best, change = factor, found
+    if math.isinf(best):
         return None, 1.0, torch.zeros_like(whole.cross_IH)
-    solution = _ridge(whole, LAMBDAS[best], whole.cross_IH)
-    return LAMBDAS[best], _left(whole, *changes[best]), solution
+    return best, _left(whole, *change), _ridge(whole, best, whole.cross_IH)
 
 
 def _left(sums: DriftSums, change: float, of_begun: float) -> float:
     """The share of the drift that is left, of tokens that are not first; of all if all are."""
-    drift = float(sums.drift_H.sum())
-    if sum(len(r_NH) for _, r_NH in sums.begun) == sums.tokens:
+    drift, begun = float(sums.drift_NK.sum()), 0.0
+    for a_FI, r_FH in sums.begun:
+        begun += float(_sketched(a_FI, r_FH).square().sum())
+    if sum(len(r_FH) for _, r_FH in sums.begun) == sums.tokens:
         return 1 + change / drift
-    begun = sum(float(r_NH.double().square().sum()) for _, r_NH in sums.begun)
     if drift - begun <= ROUNDED * drift:  # nothing but first tokens has any
         return 1 + change / drift
     return 1 + (change - of_begun) / (drift - begun)
@@ -136,28 +164,26 @@ def _held_out(sums: Sequence[DriftSums], factor: float) -> tuple[float, float]:
 
     Of all tokens, and of first ones alone.
 
-    ||r - dW a||^2 - ||r||^2 = tr(dW A dW^T) - 2 tr(dW B), on random directions of the drift, which
-    have its expectation.
+    ||r - dW a||^2 - ||r||^2 = tr(dW A dW^T) - 2 tr(dW B), on the drift's ``directions``.
     """
-    hidden = sums[0].cross_IH.shape[1]
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, (hidden, SKETCH), generator=generator).double() * 2 - 1
-    if hidden <= SKETCH:
-        signs = torch.eye(hidden, dtype=torch.float64) * math.sqrt(SKETCH)
-    signs = (signs / math.sqrt(SKETCH)).to(sums[0].cross_IH.device)
+    signs = directions(sums[0].cross_IH.shape[1], sums[0].cross_IH.device)
     change, of_begun = 0.0, 0.0
     for seen, unseen in (sums, sums[::-1]):
         try:
             solution = _ridge(seen, factor, seen.cross_IH @ signs)
-        except linalg.LinAlgError:
+        except torch.linalg.LinAlgError:
             return math.inf, math.inf
         quadratic = ((unseen.gram_II @ solution) * solution).sum()
         change += float(quadratic - 2 * ((unseen.cross_IH @ signs) * solution).sum())
-        for a_NI, r_NH in unseen.begun:
-            added = a_NI.double() @ solution
-            wanted = _multiplied(a_NI, r_NH).double() @ signs
-            of_begun += float((added * (added - 2 * wanted)).sum())
+        for a_FI, r_FH in unseen.begun:
+            added = a_FI.double() @ solution
+            of_begun += float((added * (added - 2 * _sketched(a_FI, r_FH))).sum())
     return change, of_begun
+
+
+def _sketched(a_TI: Tensor, r_TH: Tensor) -> Tensor:
+    """The drift on its ``directions``, [T, K] fp64."""
+    return _multiplied(a_TI, r_TH).double() @ directions(r_TH.shape[1], r_TH.device)
 
 
 def _multiplied(a_TI: Tensor, r_TH: Tensor) -> Tensor:
@@ -168,26 +194,15 @@ def _multiplied(a_TI: Tensor, r_TH: Tensor) -> Tensor:
 def _ridge(sums: DriftSums, factor: float, right: Tensor) -> Tensor:
     """(A + lambda I)^-1 ``right`` by Cholesky in fp64, lambda in mean diagonals of A.
 
-    On a GPU there, where it takes seconds that one thread would take minutes for.
-    """
-    if sums.gram_II.is_cuda:
-        return _solved_there(sums.gram_II, factor, right)
-    matrix = sums.gram_II.cpu().numpy().copy().T  # symmetric, and as LAPACK lays matrices out
-    matrix[np.diag_indices(len(matrix))] += factor * matrix.trace() / len(matrix)
-    lower = linalg.cho_factor(matrix, lower=True, overwrite_a=True, check_finite=False)
-    solution = linalg.cho_solve(lower, right.cpu().numpy(), check_finite=False)
-    return torch.from_numpy(solution).to(right.device)
-
-
-def _solved_there(gram_II: Tensor, factor: float, right: Tensor) -> Tensor:
-    """The same where the sums lie.
+    Where the sums lie: a GPU takes seconds that one thread would take minutes for.
 
     Raises:
         LinAlgError: A + lambda I is not positive definite.
     """
-    matrix = gram_II.clone()
+    matrix = sums.gram_II.clone().mT  # symmetric, and as LAPACK lays matrices out: one copy is all
     matrix.diagonal().add_(factor * matrix.diagonal().mean())
-    lower, info = torch.linalg.cholesky_ex(matrix)
+    info = torch.empty((), dtype=torch.int32, device=matrix.device)
+    torch.linalg.cholesky_ex(matrix, out=(matrix, info))
     if int(info):
-        raise linalg.LinAlgError("not positive definite")
-    return torch.cholesky_solve(right, lower)
+        raise torch.linalg.LinAlgError("not positive definite")
+    return torch.cholesky_solve(right, matrix)

@@ -25,7 +25,7 @@ import torch
 from scipy import linalg
 from torch import Tensor, nn
 
-from upcycle_core.activations.moments import add_gram
+from upcycle_core.activations.moments import add_gram, mirror
 from upcycle_core.activations.regression import HALVES, DriftSums, solve_drift
 from upcycle_core.activations.stream import LAYER, LayerStream, Passing
 from upcycle_core.architectures.families import family_of
@@ -232,6 +232,8 @@ def _regmean(domains: Sequence[_Domain], index: int, names: Mapping[str, str]) -
             add_gram(halves[text.half], text.taken(x_BSX))
 
         _pass(domain, index, "own", {}, {first: count})
+        for half in halves:
+            mirror(half)
         grams.append([half.cpu() for half in halves])
     return {
         name: _combined([domain.expert.tensor(name) for domain in domains], grams)

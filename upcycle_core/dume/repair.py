@@ -243,10 +243,9 @@ def _solved(
     """The target and its solution; of two targets the one that unseen text's logits are for."""
     if head is None:
         return "stream", solve_drift(sums, index, "experts.repair")
-    size = sums[0].cross_IH.shape[1] // 2
     solutions, unseen = {}, {}
-    for target, start in (("stream", 0), ("head", size)):
-        halves = [half.columns(slice(start, start + size)) for half in sums]
+    for number, target in enumerate(("stream", "head")):
+        halves = [half.target(number) for half in sums]
         solutions[target] = solve_drift(halves, index, "experts.repair")
         unseen[target] = unseen_solutions(halves, solutions[target][0])
     distances = head.distances(texts, unseen)
@@ -285,7 +284,8 @@ def _pass(
             drift = torch.cat([target - now_TH for target in targets], dim=1)
             if not sums:
                 shape = (a_TI.shape[-1], drift.shape[-1], str(a_TI.device))
-                sums = [DriftSums.zeros(*shape) for _ in range(HALVES)]
+                count = len(targets)
+                sums = [DriftSums.zeros(*shape, targets=count) for _ in range(HALVES)]
             is_first = text.rows % text.inner_BSI.shape[1] == 0
             sums[text.half].add(a_TI, drift, is_first)
     return sums

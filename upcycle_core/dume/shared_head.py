@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from upcycle_core.activations.moments import add_gram
+from upcycle_core.activations.moments import add_gram, mirror
 from upcycle_core.activations.stream import LayerStream
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.dume.config import StatisticsConfig
@@ -91,6 +91,7 @@ def final_moments(
             n_TH = norm(text.hidden_BSH).flatten(0, 1)[counted]
             add_gram(total, n_TH)
             rows += len(n_TH)
+    mirror(total)
     if not torch.isfinite(total).all():
         remedy = "its last states hold NaN or infinity on its calibration text: check its weights"
         raise InputError(Fault("expert", str(expert), remedy))

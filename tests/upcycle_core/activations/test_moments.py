@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from upcycle_core.activations.moments import Moments, add_gram, unpack_triangle
+from upcycle_core.activations.moments import Moments, add_gram, mirror, unpack_triangle
 
 SIZE = 12
 
@@ -97,7 +97,9 @@ def test_batches_are_added_up_in_fp64():
 def test_a_gram_keeps_the_features_precision(size, dtype, tolerance):
     x_TH = torch.randn(2000, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     gram_HH = torch.eye(size, dtype=torch.float64)
-    add_gram(gram_HH, x_TH)
+    for half_TH in x_TH.chunk(2):
+        add_gram(gram_HH, half_TH)
+        mirror(gram_HH)
     expected = torch.eye(size) + x_TH.double().T @ x_TH.double()
     assert (gram_HH - expected).abs().max() <= tolerance * expected.abs().max()
 
