@@ -5,10 +5,13 @@
 Shape of SmolLM2-135M (``benchmarks.training_real``) and random weights, but such that there is
 something to repair, as between real experts: how many lambdas are tried follows from it. Embeddings
 share a direction, what two experts differ by is largely one linear map, and tokens are as rare as
-Zipf's law has them. Each way is a process of its own, in turns: the statistics of one domain as one shard, and the
+Zipf's law has them.
+
+Each way is a process of its own, in turns: the statistics of one domain as one shard, and the
 repair of its expert with the head's target, both with loading and writing; and the two parts of a
 head that is fitted to three experts, the moments of one domain's states, and the head itself, which
-is fitted once for all domains: each domain's tokens are rare by a factor of their own. Memory is the peak of anonymous memory above that of the imports.
+is fitted once for all domains: each domain's tokens are rare by a factor of their own. Memory is
+the peak of anonymous memory above that of the imports.
 """
 
 import tempfile
@@ -170,7 +173,8 @@ def report(found: dict[str, list[dict[str, Any]]], tokens: int) -> None:
         rows.append([f"{way} / statistics", *own.values()])
         ratios |= {f"{way} {name}": ratio for name, ratio in own.items()}
     print_table(f"{tokens:,} tokens of a domain, medians", ["", "s", "MB"], rows)
-    chosen = {name: median([one[name] for one in found["repair"]]) for name in ("lambda", "repaired")}
+    repairs = found["repair"]
+    chosen = {name: median([one[name] for one in repairs]) for name in ("lambda", "repaired")}
     print_result("repair", ratios, {**figures, **chosen, "tokens": tokens, "shape": SHAPE})
 
 

@@ -22,6 +22,7 @@ from upcycle_core.dume.config import MoEConfig, RouterConfig, StatisticsConfig
 from upcycle_core.evaluation.similarity.config import SimilarityConfig
 from upcycle_core.evaluation.tasks.config import EvaluationTask, TaskEvaluationConfig
 from upcycle_core.evaluation.text.config import EvaluationConfig
+from upcycle_core.precision import Precision
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.symphony.config import PostTrainingConfig, SymphonyConfig
 from upcycle_core.training.config import ExpertsConfig, SeedConfig, TrainingConfig
@@ -92,6 +93,10 @@ class TuningConfig:
     """Longest answer, in tokens; Super-NaturalInstructions' 128 by default."""
     batch_size: int = field(default=32, metadata={"ge": 1})
     """Prompts that are answered together."""
+    precision: Precision = "fp32"
+    """Arithmetic that models answer in, and the type of their weights: in fp32 what a prompt is
+    answered together with decides nothing; bf16 needs half the memory, and is faster where the
+    machine multiplies it so (`auto`)."""
     least_exact_match: float | None = field(default=None, metadata={"ge": 0, "le": 1})
     """Exact match on the seen categories that `full-finetune` rows must reach, or the instructions
     are too hard for the model and no table is made; not asked by default."""

@@ -34,6 +34,7 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     answering = EvaluationConfig(
         sequence_length=tuning.training.sequence_length + tuning.max_new_tokens,
         batch_size=tuning.batch_size,
+        precision=tuning.precision,
     )
     count, resources = len(tuned(recipe)), recipe.compute.evaluation
     experts = max((row.experts(labels) for row in rows.values()), default=1)
@@ -51,7 +52,10 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         ),
         kind="evaluation",
         resources=resources,
-        remedies=["a smaller tuning.batch_size"],
+        remedies=[
+            "a smaller tuning.batch_size",
+            *(["tuning.precision = bf16"] if tuning.precision == "fp32" else []),
+        ],
     )
     scored = len(scored_models(recipe))
     yield Planned(

@@ -1,11 +1,11 @@
 """Stage ``answers``: what a model answers to instructions that were held out, and its structure."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.recipe.schema import Recipe
+from infra.recipe.schema import Recipe, TuningConfig
 from tasks.engine.artifacts import ANSWERS
 from tasks.engine.stage import StageRun, stage
 from tasks.scoring.architectures import register_architectures
@@ -23,13 +23,21 @@ from upcycle_core.evaluation.instructions.scores import (
     score_answers,
 )
 from upcycle_core.evaluation.instructions.structure import structure_of
+from upcycle_core.precision import Precision
 from upcycle_core.progress import Progress
+
+
+def _params(recipe: Recipe, _row: str) -> Iterator[str]:
+    """What came later decides nothing where it is the default."""
+    yield from ("tuning.max_new_tokens", "tuning.batch_size", "corpus.bos")
+    if recipe.tuning.precision != TuningConfig().precision:
+        yield "tuning.precision"
 
 
 @stage(
     "answers/{tuned}",
     lambda recipe, row: ["instructions", model_of(row)],
-    params=("tuning.max_new_tokens", "tuning.batch_size", "corpus.bos"),
+    params=_params,
     each=tuned,
 )
 def answers(run: StageRun) -> None:
@@ -47,6 +55,7 @@ def answer_arguments(recipe: Recipe, path: Callable[[str], Path]) -> dict[str, A
         "instructions": path("instructions"),
         "max_new_tokens": recipe.tuning.max_new_tokens,
         "batch_size": recipe.tuning.batch_size,
+        "precision": recipe.tuning.precision,
         "bos": recipe.corpus.bos,
         "device": recipe.compute.evaluation.device,
     }
@@ -60,14 +69,15 @@ def answers_piece(
     instructions: Path,
     max_new_tokens: int,
     batch_size: int,
+    precision: Precision,
     bos: Bos,
     device: str,
 ) -> None:
     """The piece: one model."""
     register_architectures()
     out.mkdir()
-    common: dict[str, Any] = {"batch_size": batch_size, "bos": bos, "device": device}
-    common["progress"] = progress
+    common: dict[str, Any] = {"batch_size": batch_size, "precision": precision, "bos": bos}
+    common |= {"device": device, "progress": progress}
     scores: dict[str, SplitScore] = {}
     rows: list[Mapping[str, Any]] = []
     for split in SPLITS:

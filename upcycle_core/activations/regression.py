@@ -2,8 +2,8 @@
 
 The halves are different documents: lambda is chosen by what one's solution explains of the other.
 
-Shapes: T tokens, F of them first in their paragraphs, I features, H width of the drift, K directions
-of it, N targets.
+Shapes: T tokens, F of them first in their paragraphs, I features, H width of the drift, K
+directions of it, N targets.
 """
 
 import math

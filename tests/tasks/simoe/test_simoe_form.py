@@ -70,3 +70,13 @@ def test_a_recipe_s_bos_is_that_of_tuning_and_judging():
     for stage, item in ((model, ""), (baselines, "dense"), (answers, "simoe")):
         assert stage.values(before, item) != stage.values(after, item)
     assert answer_arguments(after, lambda name: name)["bos"] == "always"
+
+
+def test_the_precision_of_answers_counts_where_it_is_not_the_default():
+    """Answers of before, in fp32, stay."""
+    values = copy.deepcopy(VALID)
+    values["tuning"] = values.get("tuning", {}) | {"precision": "bf16"}
+    before, after = validate(copy.deepcopy(VALID)), validate(values)
+    assert "tuning.precision" not in answers.values(before, "simoe")
+    assert answers.values(after, "simoe")["tuning.precision"] == "bf16"
+    assert answer_arguments(after, lambda name: name)["precision"] == "bf16"

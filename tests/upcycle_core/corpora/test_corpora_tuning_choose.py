@@ -46,6 +46,19 @@ def test_the_hash_of_seed_and_prompt_is_the_order(seed):
     assert choice.left_out["over max_per_task"] == 20
 
 
+def test_more_questions_of_unseen_tasks_take_nothing_from_training():
+    asked, held = [f"Q {i}" for i in range(50)], [f"u {i}" for i in range(70)]
+    records = {"s": plain(*asked) + plain(*held, category="u")}
+    settings = {"most": 20, "train_per_task": 12, "test_per_task": 8}
+    before = choose(records, config_of(**settings), seed=0)
+    more = choose(records, config_of(**settings, unseen_per_task=60), seed=0)
+    assert prompts_of(before.unseen) == slow_order(held, 0)[:8]
+    assert prompts_of(more.unseen) == slow_order(held, 0)[:60]
+    assert (more.train, more.seen) == (before.train, before.seen)
+    fewer = choose(records, config_of(**settings, unseen_per_task=3), seed=0)
+    assert prompts_of(fewer.unseen) == slow_order(held, 0)[:3]
+
+
 def test_what_was_trained_on_is_never_judged_by_as_data_grows():
     config, before = config_of(train_per_task=None), None
     for count in (1200, 1210, 2000):

@@ -72,7 +72,7 @@ def choose(
     choice, judged = Choice(), set[bytes]()
     unseen, seen = _tasks(records, config, choice.left_out, seed)
     for _, own in sorted(unseen.items()):
-        choice.unseen += choice.taken(choice.distinct(own), config.test_per_task)
+        choice.unseen += choice.taken(choice.distinct(own), config.unseen_questions)
         # Nothing of an unseen task is trained on under another name.
         choice.known |= {prompt_key(record.prompt) for record in own}
         judged |= {key for record in own for key in _questions(_before_response(record))}
@@ -128,11 +128,11 @@ def _tasks(
     unseen: dict[tuple[str, str], list[Record]] = {}
     seen: dict[tuple[str, str], list[Record]] = {}
     for name, own in records.items():
-        most = config.sources[name].max_per_task
         tasks: dict[tuple[str, str], list[Record]] = {}
         for record in own:
             tasks.setdefault((record.category, record.task), []).append(record)
         for (category, task), found in tasks.items():
+            most = config.most_per_task(name, category)
             drawn = sorted(found, key=lambda record: rank(record.prompt, seed))[:most]
             left_out[OVER] += len(found) - len(drawn)
             if category in config.unseen_categories:

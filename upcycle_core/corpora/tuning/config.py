@@ -53,7 +53,8 @@ class InstructionSource:
     max_records: int | None = field(default=None, metadata={"ge": 1})
     """Records of a dataset, in seeded order, after which reading ends; all by default."""
     max_per_task: int | None = field(default=None, metadata={"ge": 1})
-    """Most instances of a task that are used, drawn with the seed; all by default."""
+    """Most instances of a task that are used, drawn with the seed; all by default. Of a task of an
+    unseen category no fewer than ``unseen_per_task``."""
 
     def faults(self, name: str) -> list[Fault]:
         """What is wrong with it; ``name`` is the field's."""
@@ -115,6 +116,9 @@ class InstructionsConfig:
     """Most instances of a task that are trained on; all with null."""
     test_per_task: int = field(default=40, metadata={"ge": 1})
     """Held-out instances of a task, seen or unseen; of a seen task never more than half."""
+    unseen_per_task: int | None = field(default=None, metadata={"ge": 1})
+    """Held-out instances of a task of an unseen category, whatever `test_per_task` and a source's
+    `max_per_task` say; as `test_per_task` by default. They cost no instance to train on."""
     too_long: Literal["cut", "leave-out"] = "cut"
     """What becomes of an instance to train on that is longer than `sequence_length`: its prompt
     loses its beginning, where an instruction often stands, or it is left out. What models are
@@ -134,7 +138,20 @@ class InstructionsConfig:
         """Instances generated of each embedded family."""
         if self.generated_per_family is not None:
             return self.generated_per_family
-        return (self.train_per_task or 1000) + self.test_per_task
+        used = (self.train_per_task or 1000) + self.test_per_task
+        return max(used, self.unseen_per_task or 0)
+
+    @property
+    def unseen_questions(self) -> int:
+        """Most held-out instances of a task of an unseen category."""
+        return self.test_per_task if self.unseen_per_task is None else self.unseen_per_task
+
+    def most_per_task(self, source: str, category: str) -> int | None:
+        """Most instances of a task of this category that are taken of a source; None takes all."""
+        most = self.sources[source].max_per_task
+        if most is None or category not in self.unseen_categories:
+            return most
+        return max(most, self.unseen_per_task or 0)
 
     def faults(self, name: str) -> list[Fault]:
         """What is wrong with it, without reading any file; ``name`` is the field's."""
@@ -146,7 +163,7 @@ class InstructionsConfig:
         if not self.sources:
             remedy = "nothing to tune on; name one, such as {families: {generate: families}}"
             found.append(Fault(f"{name}.sources", {}, remedy))
-        counts = ("train_per_task", "test_per_task")
+        counts = ("train_per_task", "test_per_task", "unseen_per_task")
         found += _too_small(self, name, counts)
         found += _too_small(self, name, ("generated_per_family",), least=2)
         return [*found, *self._category_faults(name), *self._domain_faults(name)]

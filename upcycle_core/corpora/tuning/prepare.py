@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,8 @@ def _read(
     faults: list[Fault] = []
     left_out: Counter[str] = Counter()
     for name, source in sources.items():
-        per_family = config.per_family
-        found = list(read_records(name, source, folder=folder, seed=seed, per_family=per_family))
+        limits: Any = {"per_family": config.per_family, "most": partial(config.most_per_task, name)}
+        found = list(read_records(name, source, folder=folder, seed=seed, **limits))
         wrong = [one for one in found if isinstance(one, Fault)]
         records[name] = [
             one if one.id else one._replace(id=f"{name}-{number:06d}")

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,13 @@ SAMPLE = 20
 
 
 def read_records(
-    name: str, source: InstructionSource, *, folder: Path | None, seed: int, per_family: int
+    name: str,
+    source: InstructionSource,
+    *,
+    folder: Path | None,
+    seed: int,
+    per_family: int,
+    most: Callable[[str], int | None] | None = None,
 ) -> Iterator[Found]:
     """Every record of a source in its order, or what is wrong with it.
 
@@ -30,6 +36,8 @@ def read_records(
         folder: What ``{folder}`` stands for.
         seed: Decides what is generated, and the order of a dataset.
         per_family: Instances generated of each family.
+        most: Category to the most instances that are read of a published task file; by default
+            what the source says.
     """
     if source.generate is not None:
         for family in FAMILIES:
@@ -42,7 +50,8 @@ def read_records(
         return
     paths = list(_files(source.files, folder).values())
     if source.form == "superni":
-        yield from task_file_records(source, paths, _listed(source, folder), seed=seed)
+        most = most or (lambda category: source.max_per_task)
+        yield from task_file_records(source, paths, _listed(source, folder), seed=seed, most=most)
     elif source.form == "superni-rows":
         yield from row_records(source, paths, Path(_filled(str(source.definitions), folder)))
     else:

@@ -1,7 +1,7 @@
 """Super-NaturalInstructions: the published task files, and instances as JSON lines."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,16 @@ REMEDY_EMPTY = "must be text that is not empty; fill it or remove the instance"
 
 
 def task_file_records(
-    source: InstructionSource, paths: Iterable[Path], tasks: frozenset[str] | None, *, seed: int
+    source: InstructionSource,
+    paths: Iterable[Path],
+    tasks: frozenset[str] | None,
+    *,
+    seed: int,
+    most: Callable[[str], int | None],
 ) -> Iterator[Found]:
     """Instances of published task files; a file's name is its task, its first category the task's.
 
-    All instances are looked at, and prompts are written of those that ``max_per_task`` takes: a
+    All instances are looked at, and prompts are written of those that ``most`` takes: a
     task has thousands, and each prompt repeats definition and examples.
 
     Args:
@@ -30,7 +35,8 @@ def task_file_records(
         paths: One JSON a task: ``Definition``, ``Categories``, ``Positive Examples`` (``input`` and
             ``output`` each) and ``Instances`` (``input``, and ``output``, all right answers).
         tasks: Those to take; None takes all.
-        seed: Decides which instances ``max_per_task`` takes.
+        seed: Decides which instances ``most`` takes.
+        most: Category to the most instances of one of its tasks; None takes all.
     """
     for path in paths:
         if tasks is not None and path.stem not in tasks:
@@ -60,7 +66,7 @@ def task_file_records(
         own = (task, path.stem, category, source.domain)
         # As they are held out by, so that what is drawn no more was not the last to be trained on.
         ranks = [rank(_record(row, *own).prompt, seed) for row in rows]
-        drawn = sorted(range(len(rows)), key=ranks.__getitem__)[: source.max_per_task]
+        drawn = sorted(range(len(rows)), key=ranks.__getitem__)[: most(category)]
         for place in sorted(drawn):
             yield _record(rows[place], *own)
         if len(rows) > len(drawn):

@@ -23,6 +23,7 @@ from upcycle_core.evaluation.instructions.answers import (
     task_ids,
 )
 from upcycle_core.plain import Plain
+from upcycle_core.precision import Precision, weights_type
 from upcycle_core.progress import Progress, Silent
 
 By = Literal["task", "category"]
@@ -117,6 +118,7 @@ def expert_activations(
     *,
     by: By = "task",
     batch_size: int = 16,
+    precision: Precision = "fp32",
     device: str = "cpu",
     max_prompt_tokens: int | None = None,
     bos: Bos = "auto",
@@ -142,7 +144,8 @@ def expert_activations(
     """
     if not rows:
         raise InputError(Fault("rows", 0, "nothing to route; give at least one prompt"))
-    model: Any = load_causal_lm(model_dir, device=device)
+    dtype = weights_type(precision, device)
+    model: Any = load_causal_lm(model_dir, dtype=dtype, device=device)
     if not hasattr(model, "coefficients"):
         remedy = "it has no expert coefficients; give a SIMoE model"
         raise InputError(Fault("model", str(model_dir), remedy))

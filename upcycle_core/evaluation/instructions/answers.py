@@ -1,4 +1,4 @@
-"""Answers of a model to instructions: greedy, the same for any batch size.
+"""Answers of a model to instructions: greedy, and in fp32 the same for any batch size.
 
 B rows, S tokens of the longest prompt in the batch.
 """
@@ -22,6 +22,7 @@ from upcycle_core.corpora.conversations import without_thoughts
 from upcycle_core.corpora.encoding import answer_ends
 from upcycle_core.corpora.instructions import UNKNOWN_TASK, encode_prompt, response_opening
 from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.precision import Precision, chosen, weights_type
 from upcycle_core.progress import Progress, Silent
 
 Row = Mapping[str, Any]
@@ -72,6 +73,7 @@ def answer(
     *,
     max_new_tokens: int,
     batch_size: int = 16,
+    precision: Precision = "fp32",
     device: str = "cpu",
     max_prompt_tokens: int | None = None,
     bos: Bos = "auto",
@@ -79,8 +81,8 @@ def answer(
 ) -> Answers:
     """Answer every row's prompt: the likeliest token each time, up to the end token.
 
-    Prompts are written as in training, see ``corpora.instructions``. Weights and arithmetic are
-    fp32: what a row is batched with does not change its answer. The longest rows come first.
+    Prompts are written as in training, see ``corpora.instructions``. In fp32 what a row is batched
+    with does not change its answer. The longest rows come first.
 
     Args:
         model_dir: A causal checkpoint with its tokenizer. A package of its own architecture must be
@@ -88,6 +90,7 @@ def answer(
         rows: Each with ``prompt``; with ``task`` where a SIMoE model routes by task.
         max_new_tokens: Longest answer.
         batch_size: B.
+        precision: Of weights and arithmetic.
         device: Where the model runs.
         max_prompt_tokens: Longer prompts lose tokens from the left; by default what the model's
             context leaves beside an answer.
@@ -99,23 +102,17 @@ def answer(
             ``encode_prompt``).
     """
     raise_faults(_faults(rows, max_new_tokens, batch_size))
-    model: Any = load_causal_lm(model_dir, device=device)
+    dtype = weights_type(precision, device)
+    model: Any = load_causal_lm(model_dir, dtype=dtype, device=device)
     tokenizer: Any = load_tokenizer(model_dir)
     if max_prompt_tokens is None:
         max_prompt_tokens = _room(model.config, max_new_tokens)
     prompts = encode_prompts(tokenizer, rows, max_prompt_tokens=max_prompt_tokens, bos=bos)
     ends = answer_ends(tokenizer, model, chat=bool(tokenizer.chat_template))
     opening = response_opening(tokenizer) if tokenizer.chat_template else ""
-    # Sampling, penalties and the like that a checkpoint may ask for would not be greedy.
-    model.generation_config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        num_beams=1,
-        eos_token_id=ends,
-        pad_token_id=ends[0],
-    )
+    model.generation_config = _greedy(max_new_tokens, ends)
     texts, progress = [""] * len(rows), progress or Silent()
-    progress.start("answering", len(rows), "prompts")
+    progress.start(f"answering{chosen(precision, device)}", len(rows), "prompts")
     for batch in batches(prompts.ids, batch_size=batch_size, pad_id=ends[0], device=device):
         more = task_ids(model.config, [rows[place] for place in batch.places], device)
         with torch.inference_mode():
@@ -126,6 +123,17 @@ def answer(
             texts[place] = _said(tokenizer.decode(said, skip_special_tokens=True), opening)
         progress.advance(len(batch.places))
     return Answers(texts, prompts.truncated)
+
+
+def _greedy(max_new_tokens: int, ends: list[int]) -> GenerationConfig:
+    """Sampling, penalties and the like that a checkpoint may ask for would not be greedy."""
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        eos_token_id=ends,
+        pad_token_id=ends[0],
+    )
 
 
 def _said(text: str, opening: str) -> str:

@@ -98,8 +98,8 @@ def slow_answer(model, tokenizer, row: dict, ends: set[int], cut: int = 1000) ->
     return tokenizer.decode(said, skip_special_tokens=True).strip()
 
 
-def load(directory: Path):
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+def load(directory: Path, dtype=torch.float32):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     return model, AutoTokenizer.from_pretrained(directory)
 
 
@@ -112,6 +112,15 @@ def test_batches_say_what_a_loop_without_cache_and_padding_says(models, kind):
         found = answer(models[kind], rows(), max_new_tokens=NEW, batch_size=batch_size)
         assert found.texts == slow, batch_size
         assert found.truncated == 0
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "simoe"])
+def test_bf16_answers_are_those_of_a_model_in_bf16(models, kind):
+    """Prompts are answered one by one: what is answered together is rounded together."""
+    model, tokenizer = load(models[kind], torch.bfloat16)
+    slow = [slow_answer(model, tokenizer, row, {0}) for row in rows()]
+    found = answer(models[kind], rows(), max_new_tokens=NEW, batch_size=1, precision="bf16")
+    assert found.texts == slow
 
 
 def test_the_models_own_end_tokens_end_answers_and_nothing_else_of_its_settings_counts(
