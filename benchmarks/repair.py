@@ -129,7 +129,7 @@ def repair(folder: Path, config: StatisticsConfig) -> dict[str, float]:
         )
         seconds = time.perf_counter() - started
     factors = [layer["lambda"] for layer in said if layer["lambda"] is not None]
-    return {"seconds": seconds, "lambda": median(factors), "repaired": len(factors)}
+    return {"seconds": seconds, "lambda": median(factors or [0.0]), "repaired": len(factors)}
 
 
 def moments(folder: Path, config: StatisticsConfig) -> dict[str, float]:

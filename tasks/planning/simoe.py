@@ -13,6 +13,7 @@ from tasks.simoe.rows import SIMOE, section, tuned
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.planning import memory
+from upcycle_core.precision import Precision
 
 
 def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
@@ -31,31 +32,32 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     made = mixture_row("model", recipe, {SIMOE: own}, {SIMOE: shape}, kind="post_training")
     size = FP32 * pruned_parameters(shape, section(recipe))
     yield replace(made, registered=size)
-    answering = EvaluationConfig(
-        sequence_length=tuning.training.sequence_length + tuning.max_new_tokens,
-        batch_size=tuning.batch_size,
-        precision=tuning.precision,
-    )
     count, resources = len(tuned(recipe)), recipe.compute.evaluation
     experts = max((row.experts(labels) for row in rows.values()), default=1)
+
+    def held(precision: Precision) -> int:
+        answering = EvaluationConfig(
+            sequence_length=tuning.training.sequence_length + tuning.max_new_tokens,
+            batch_size=tuning.batch_size,
+            precision=precision,
+        )
+        device = resources.device
+        own = memory.evaluation_bytes(shape, answering, experts=max(1, experts), device=device)
+        return max(own, 2 * size)  # what is in it is looked at in fp32
+
+    remedies = ["a smaller tuning.batch_size"]
+    if held("bf16") < held(tuning.precision):
+        remedies.append("tuning.precision = bf16")
     yield Planned(
         "answers",
         count,
         count,
         read=count * size,
         flops=None,
-        memory=max(
-            memory.evaluation_bytes(
-                shape, answering, experts=max(1, experts), device=resources.device
-            ),
-            2 * size,
-        ),
+        memory=held(tuning.precision),
         kind="evaluation",
         resources=resources,
-        remedies=[
-            "a smaller tuning.batch_size",
-            *(["tuning.precision = bf16"] if tuning.precision == "fp32" else []),
-        ],
+        remedies=remedies,
     )
     scored = len(scored_models(recipe))
     yield Planned(

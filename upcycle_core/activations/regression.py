@@ -108,7 +108,7 @@ def solve_drift(
     """Solve for dW in r = dW a, with the lambda that serves the other half best.
 
     Args:
-        sums: Of both halves.
+        sums: Of both halves, of one target.
         layer: How an error names it.
         field: Of the recipe, which the error names.
 
@@ -129,15 +129,16 @@ def solve_drift(
     if not all(torch.isfinite(part).all() for part in parts):
         remedy = f"layer {layer}'s activations hold NaN or infinity: check the expert's weights"
         raise InputError(Fault(field, math.nan, remedy))
-    best, change = math.inf, (0.0, 0.0)  # an infinite lambda changes nothing
+    changes: list[tuple[float, float]] = []
     for factor in LAMBDAS:  # where a smaller one is worse, those below it are worse still
-        found = _held_out(sums, factor)
-        if not found[0] < change[0]:
+        changes.append(_held_out(sums, factor))
+        if changes[-1][0] > min(changes)[0]:
             break
-        best, change = factor, found
-    if math.isinf(best):
+    best = min(range(len(changes)), key=lambda index: changes[index][0])
+    if not changes[best][0] < 0:
         return None, 1.0, torch.zeros_like(whole.cross_IH)
-    return best, _left(whole, *change), _ridge(whole, best, whole.cross_IH)
+    solution = _ridge(whole, LAMBDAS[best], whole.cross_IH)
+    return LAMBDAS[best], _left(whole, *changes[best]), solution
 
 
 def _left(sums: DriftSums, change: float, of_begun: float) -> float:
@@ -149,11 +150,14 @@ def _left(sums: DriftSums, change: float, of_begun: float) -> float:
         return 1 + change / drift
     if drift - begun <= ROUNDED * drift:  # nothing but first tokens has any
         return 1 + change / drift
-    return 1 + (change - of_begun) / (drift - begun)
+    return max(0.0, 1 + (change - of_begun) / (drift - begun))
 
 
 def unseen_solutions(sums: Sequence[DriftSums], factor: float | None) -> list[Tensor]:
-    """For each half dW^T [I, H] as the other half alone solves for it; zero without a lambda."""
+    """For each half dW^T [I, H] as the other half alone solves for it; zero without a lambda.
+
+    Of sums that ``solve_drift`` has been given.
+    """
     if factor is None:
         return [torch.zeros_like(half.cross_IH) for half in sums]
     return [_ridge(other, factor, other.cross_IH) for other in sums[::-1]]
@@ -199,10 +203,13 @@ def _ridge(sums: DriftSums, factor: float, right: Tensor) -> Tensor:
     Raises:
         LinAlgError: A + lambda I is not positive definite.
     """
-    matrix = sums.gram_II.clone().mT  # symmetric, and as LAPACK lays matrices out: one copy is all
+    matrix = sums.gram_II.clone().mT  # symmetric, and as LAPACK lays matrices out
     matrix.diagonal().add_(factor * matrix.diagonal().mean())
     info = torch.empty((), dtype=torch.int32, device=matrix.device)
-    torch.linalg.cholesky_ex(matrix, out=(matrix, info))
+    # On a CPU in the place of the matrix: another square of I = 14,336 is 1.6 GB.
+    lower = torch.empty_like(matrix) if matrix.is_cuda else matrix
+    torch.linalg.cholesky_ex(matrix, out=(lower, info))
     if int(info):
         raise torch.linalg.LinAlgError("not positive definite")
-    return torch.cholesky_solve(right, matrix)
+    half = torch.linalg.solve_triangular(lower, right, upper=False)
+    return torch.linalg.solve_triangular(lower.mT, half, upper=True)

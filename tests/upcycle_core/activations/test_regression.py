@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from upcycle_core.activations.regression import DriftSums, _ridge, solve_drift
+from upcycle_core.activations.moments import BLOCK
+from upcycle_core.activations.regression import LAMBDAS, DriftSums, _held_out, _ridge, solve_drift
 
 
 def sums(features, drift):
@@ -87,3 +88,34 @@ def test_the_share_that_is_left_of_a_drift_of_few_directions(seed):
         ridge = gram + factor * gram.trace() / 6 * torch.eye(6).double()
         missed += float((r - a @ torch.linalg.solve(ridge, seen[0].T @ seen[1])).square().sum())
     assert left == pytest.approx(missed / float(r_TH.square().sum()), abs=0.01)
+
+
+def test_a_smaller_lambda_may_win_where_the_largest_does_harm():
+    """A feature that is large, and whose drift differs between halves, is what lambda = 1 fits."""
+    draw = torch.Generator().manual_seed(0)
+    true_IH, halves = torch.randn(20, 50, generator=draw).double(), []
+    for sign in (1, -1):
+        a_TI = torch.randn(400, 20, generator=draw).double()
+        a_TI[:, 0] *= 20
+        r_TH = a_TI[:, 1:] @ true_IH[1:]
+        r_TH += sign * 0.05 * torch.outer(a_TI[:, 0], true_IH[0])
+        halves.append(sums(a_TI, r_TH))
+    factor, left, _ = solve_drift(halves, 0, "field")
+    assert _held_out(halves, 1.0)[0] > 0 > _held_out(halves, 1e-2)[0]
+    assert factor in LAMBDAS[1:]
+    assert left < 0.5
+
+
+def test_sums_of_many_features_are_solved_whole():
+    """They are added up in blocks of rows, of which only those below the diagonal are computed."""
+    draw = torch.Generator().manual_seed(0)
+    size = 2 * BLOCK + 30
+    true_IH = torch.randn(size, 3, generator=draw).double()
+    texts = [torch.randn(3 * size, size, generator=draw).double() for _ in range(2)]
+    factor, left, found = solve_drift([sums(a, a @ true_IH) for a in texts], 0, "field")
+    a_TI = torch.cat(texts)
+    ridge = a_TI.T @ a_TI
+    ridge += factor * ridge.diagonal().mean() * torch.eye(size).double()
+    expected = torch.linalg.solve(ridge, a_TI.T @ (a_TI @ true_IH))
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    assert 0 <= left < 0.01

@@ -21,7 +21,7 @@ def test_the_embedded_families_need_nothing_else():
     assert faults_of() == []
     config = InstructionsConfig(sources={"a": FAMILIES})
     assert config.unseen_categories == UNSEEN
-    assert config.per_family == config.train_per_task + config.test_per_task
+    assert config.per_family("sign") == config.train_per_task + config.test_per_task
     assert faults_of(sources={"a": FAMILIES, "b": FILES}) == []
     assert faults_of(sources={"b": FILES}, unseen=()) == []
 
@@ -40,6 +40,7 @@ def test_the_embedded_families_need_nothing_else():
         ({"sources": {"b": FILES}}, "instructions.unseen = None", "categories to hold out"),
         ({"train_per_task": 0}, "instructions.train_per_task = 0", "at least 1"),
         ({"test_per_task": 0}, "instructions.test_per_task = 0", "at least 1"),
+        ({"unseen_per_task": 0}, "instructions.unseen_per_task = 0", "at least 1"),
         ({"generated_per_family": 1}, "instructions.generated_per_family = 1", "at least 2"),
         ({"domains": {"vowel": "a/b"}}, "instructions.domains.vowel = 'a/b'", "names a file"),
     ],

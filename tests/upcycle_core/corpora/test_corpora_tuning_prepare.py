@@ -317,3 +317,38 @@ def test_the_fingerprint_follows_the_content(records, tmp_path):
     (tmp_path / "list.txt").write_text("two\n")
     second = instruction_fingerprint(config, folder=tmp_path)
     assert [first[name] == second[name] for name in "afs"] == [True, True, False]
+
+
+@pytest.mark.parametrize("most", [None, 10])
+def test_more_questions_of_unseen_families_leave_training_as_it_is(tmp_path, most):
+    source = InstructionSource(generate="families", max_per_task=most)
+    before, after = (
+        prepared(
+            tmp_path / str(more),
+            InstructionsConfig(
+                sources={"f": source}, train_per_task=6, test_per_task=4, unseen_per_task=more
+            ),
+        )
+        for more in (None, 30)
+    )
+    assert after[:2] == before[:2]
+    counts = {
+        name: Counter(row["task"] for row in found[2])
+        for name, found in zip("ba", (before, after), strict=True)
+    }
+    assert set(counts["b"].values()) == {4}
+    assert set(counts["a"].values()) == {30}
+
+
+def test_more_questions_are_read_of_unseen_published_tasks(tmp_path):
+    for name, category in (("a", "Sums"), ("b", "Held out")):
+        rows = [{"input": f"{name} {i}", "output": ["x"]} for i in range(40)]
+        task = {"Definition": name, "Categories": [category], "Positive Examples": []}
+        (tmp_path / f"{name}.json").write_text(json.dumps({**task, "Instances": rows}))
+    source = InstructionSource(
+        files=(f"{tmp_path}/*.json",), form="superni", max_per_task=10, examples=0
+    )
+    settings = {"unseen": ("Held out",), "train_per_task": 6, "test_per_task": 4}
+    config = InstructionsConfig(sources={"s": source}, **settings, unseen_per_task=25)
+    train, seen, unseen, _ = prepared(tmp_path / "out", config)
+    assert [len(rows) for rows in (*train.values(), seen, unseen)] == [6, 4, 25]

@@ -34,7 +34,7 @@ PROMPT = (
 
 
 def read(source, *, folder=None, seed=0):
-    found = read_records("own", source, folder=folder, seed=seed, per_family=3)
+    found = read_records("own", source, folder=folder, seed=seed, per_family=lambda _family: 3)
     faults = (one.fault if isinstance(one, LeftOut) else one for one in found)
     return [str(one) if isinstance(one, Fault) else one for one in faults]
 
@@ -163,7 +163,7 @@ def test_a_system_message_that_holds_tools_stays_though_it_says_nothing(tmp_path
     instances = [{"input": "a", "output": ["", "b"]}, {"input": "c", "output": [""]}]
     (tmp_path / "a.json").write_text(json.dumps({**TASK, "Instances": instances}))
     task = files(tmp_path / "a.json", form="superni")
-    empty, record = read_records("own", task, folder=None, seed=0, per_family=3)
+    empty, record = read_records("own", task, folder=None, seed=0, per_family=lambda _family: 3)
     assert record.references == ("b",)
     assert (empty.reason, empty.records) == ("an empty answer", 1)
 
@@ -201,7 +201,9 @@ def test_instances_are_drawn_as_prompts_are_held_out(tmp_path, monkeypatch, seed
 
     def drawn(count):
         path.write_text(json.dumps({**TASK, "Instances": instances[:count]}))
-        *found, rest = read_records("own", source, folder=None, seed=seed, per_family=3)
+        *found, rest = read_records(
+            "own", source, folder=None, seed=seed, per_family=lambda _family: 3
+        )
         assert (rest.reason, rest.records) == ("over max_per_task", count - 8)
         prompts = [f"add: {asked}" for asked in inputs[:count]]
         by_hand = sorted(prompts, key=lambda asked: slow_rank(asked, seed))[:8]

@@ -118,7 +118,8 @@ class InstructionsConfig:
     """Held-out instances of a task, seen or unseen; of a seen task never more than half."""
     unseen_per_task: int | None = field(default=None, metadata={"ge": 1})
     """Held-out instances of a task of an unseen category, whatever `test_per_task` and a source's
-    `max_per_task` say; as `test_per_task` by default. They cost no instance to train on."""
+    `max_per_task` say; as `test_per_task` by default. They cost no instance to train on,
+    but for one that asks the same."""
     too_long: Literal["cut", "leave-out"] = "cut"
     """What becomes of an instance to train on that is longer than `sequence_length`: its prompt
     loses its beginning, where an instruction often stands, or it is left out. What models are
@@ -133,13 +134,13 @@ class InstructionsConfig:
         """Categories that training never sees."""
         return UNSEEN if self.unseen is None else self.unseen
 
-    @property
-    def per_family(self) -> int:
-        """Instances generated of each embedded family."""
+    def per_family(self, family: str) -> int:
+        """Instances generated of an embedded family."""
         if self.generated_per_family is not None:
             return self.generated_per_family
         used = (self.train_per_task or 1000) + self.test_per_task
-        return max(used, self.unseen_per_task or 0)
+        # More of a family that is trained on would be others.
+        return max(used, self.unseen_per_task or 0) if family in self.unseen_categories else used
 
     @property
     def unseen_questions(self) -> int:

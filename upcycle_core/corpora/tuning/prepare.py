@@ -164,8 +164,9 @@ def _read(
     faults: list[Fault] = []
     left_out: Counter[str] = Counter()
     for name, source in sources.items():
-        limits: Any = {"per_family": config.per_family, "most": partial(config.most_per_task, name)}
-        found = list(read_records(name, source, folder=folder, seed=seed, **limits))
+        most, per_family = partial(config.most_per_task, name), config.per_family
+        own = read_records(name, source, folder=folder, seed=seed, per_family=per_family, most=most)
+        found = list(own)
         wrong = [one for one in found if isinstance(one, Fault)]
         records[name] = [
             one if one.id else one._replace(id=f"{name}-{number:06d}")

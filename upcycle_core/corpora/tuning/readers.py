@@ -25,7 +25,7 @@ def read_records(
     *,
     folder: Path | None,
     seed: int,
-    per_family: int,
+    per_family: Callable[[str], int],
     most: Callable[[str], int | None] | None = None,
 ) -> Iterator[Found]:
     """Every record of a source in its order, or what is wrong with it.
@@ -35,13 +35,13 @@ def read_records(
         source: What to read; it has no fault of its own.
         folder: What ``{folder}`` stands for.
         seed: Decides what is generated, and the order of a dataset.
-        per_family: Instances generated of each family.
+        per_family: Family to the instances generated of it.
         most: Category to the most instances that are read of a published task file; by default
-            what the source says.
+            ``max_per_task`` of all.
     """
     if source.generate is not None:
         for family in FAMILIES:
-            for row in generate(family, per_family, seed):
+            for row in generate(family, per_family(family), seed):
                 known = {name: row[name] for name in ("task", "category", "domain", "prompt", "id")}
                 yield Record(**known, references=tuple(row["references"]))
         return
