@@ -22,7 +22,6 @@ from upcycle_core.dume.config import MoEConfig, RouterConfig, StatisticsConfig
 from upcycle_core.evaluation.similarity.config import SimilarityConfig
 from upcycle_core.evaluation.tasks.config import EvaluationTask, TaskEvaluationConfig
 from upcycle_core.evaluation.text.config import EvaluationConfig
-from upcycle_core.precision import Precision
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.symphony.config import PostTrainingConfig, SymphonyConfig
 from upcycle_core.training.config import ExpertsConfig, SeedConfig, TrainingConfig
@@ -93,7 +92,7 @@ class TuningConfig:
     """Longest answer, in tokens; Super-NaturalInstructions' 128 by default."""
     batch_size: int = field(default=32, metadata={"ge": 1})
     """Prompts that are answered together."""
-    precision: Precision = "fp32"
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Arithmetic that models answer in, and the type of their weights: in fp32 what a prompt is
     answered together with decides nothing; bf16 needs half the memory, and is faster where the
     machine multiplies it so (`auto`)."""
