@@ -52,7 +52,7 @@ def _categories(recipe: Recipe, sources: Mapping[str, InstructionSource]) -> set
         if source.generate is not None:
             found |= set(FAMILIES)
             continue
-        read = read_records(name, source, folder=folder, seed=0, per_family=lambda _family: 1)
+        read = read_records(name, source, config=recipe.instructions, folder=folder, seed=0)
         found |= {record.category for record in read if isinstance(record, Record)}
     return found or None
 

@@ -49,8 +49,8 @@ class DriftSums:
         def empty(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
-        directions = min(SKETCH, hidden // targets)
-        return cls(empty(inner, inner), empty(inner, hidden), empty(targets, directions))
+        drift_NK = empty(targets, min(SKETCH, hidden // targets))
+        return cls(empty(inner, inner), empty(inner, hidden), drift_NK)
 
     def add(self, a_TI: Tensor, r_TH: Tensor, first_T: Tensor | None = None) -> None:
         """Count tokens; products in the features' own precision, as statistics are.
@@ -146,10 +146,9 @@ def _left(sums: DriftSums, change: float, of_begun: float) -> float:
     drift, begun = float(sums.drift_NK.sum()), 0.0
     for a_FI, r_FH in sums.begun:
         begun += float(_sketched(a_FI, r_FH).square().sum())
-    if sum(len(r_FH) for _, r_FH in sums.begun) == sums.tokens:
-        return 1 + change / drift
-    if drift - begun <= ROUNDED * drift:  # nothing but first tokens has any
-        return 1 + change / drift
+    is_all_first = sum(len(r_FH) for _, r_FH in sums.begun) == sums.tokens
+    if is_all_first or drift - begun <= ROUNDED * drift:  # nothing but first tokens has any
+        of_begun = begun = 0.0
     return max(0.0, 1 + (change - of_begun) / (drift - begun))
 
 

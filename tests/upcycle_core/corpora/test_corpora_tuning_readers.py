@@ -16,6 +16,7 @@ from upcycle_core.corpora.tuning.records import LeftOut, Record
 from upcycle_core.errors import Fault
 from upcycle_core.evaluation.tasks.superni import superni_items
 
+CONFIG = InstructionsConfig(generated_per_family=3)
 TASK = {
     "Definition": ["Add two numbers", "never read"],
     "Categories": ["Sums", "Other"],
@@ -34,7 +35,7 @@ PROMPT = (
 
 
 def read(source, *, folder=None, seed=0):
-    found = read_records("own", source, folder=folder, seed=seed, per_family=lambda _family: 3)
+    found = read_records("own", source, folder=folder, seed=seed, config=CONFIG)
     faults = (one.fault if isinstance(one, LeftOut) else one for one in found)
     return [str(one) if isinstance(one, Fault) else one for one in faults]
 
@@ -163,7 +164,7 @@ def test_a_system_message_that_holds_tools_stays_though_it_says_nothing(tmp_path
     instances = [{"input": "a", "output": ["", "b"]}, {"input": "c", "output": [""]}]
     (tmp_path / "a.json").write_text(json.dumps({**TASK, "Instances": instances}))
     task = files(tmp_path / "a.json", form="superni")
-    empty, record = read_records("own", task, folder=None, seed=0, per_family=lambda _family: 3)
+    empty, record = read_records("own", task, folder=None, seed=0, config=CONFIG)
     assert record.references == ("b",)
     assert (empty.reason, empty.records) == ("an empty answer", 1)
 
@@ -201,9 +202,7 @@ def test_instances_are_drawn_as_prompts_are_held_out(tmp_path, monkeypatch, seed
 
     def drawn(count):
         path.write_text(json.dumps({**TASK, "Instances": instances[:count]}))
-        *found, rest = read_records(
-            "own", source, folder=None, seed=seed, per_family=lambda _family: 3
-        )
+        *found, rest = read_records("own", source, folder=None, seed=seed, config=CONFIG)
         assert (rest.reason, rest.records) == ("over max_per_task", count - 8)
         prompts = [f"add: {asked}" for asked in inputs[:count]]
         by_hand = sorted(prompts, key=lambda asked: slow_rank(asked, seed))[:8]

@@ -132,7 +132,7 @@ def _tasks(
         for record in own:
             tasks.setdefault((record.category, record.task), []).append(record)
         for (category, task), found in tasks.items():
-            most = config.most_per_task(name, category)
+            most = config.most_per_task(config.sources[name], category)
             drawn = sorted(found, key=lambda record: rank(record.prompt, seed))[:most]
             left_out[OVER] += len(found) - len(drawn)
             if category in config.unseen_categories:

@@ -147,9 +147,9 @@ class InstructionsConfig:
         """Most held-out instances of a task of an unseen category."""
         return self.test_per_task if self.unseen_per_task is None else self.unseen_per_task
 
-    def most_per_task(self, source: str, category: str) -> int | None:
+    def most_per_task(self, source: InstructionSource, category: str) -> int | None:
         """Most instances of a task of this category that are taken of a source; None takes all."""
-        most = self.sources[source].max_per_task
+        most = source.max_per_task
         if most is None or category not in self.unseen_categories:
             return most
         return max(most, self.unseen_per_task or 0)

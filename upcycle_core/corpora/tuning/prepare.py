@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +163,7 @@ def _read(
     faults: list[Fault] = []
     left_out: Counter[str] = Counter()
     for name, source in sources.items():
-        most, per_family = partial(config.most_per_task, name), config.per_family
-        own = read_records(name, source, folder=folder, seed=seed, per_family=per_family, most=most)
-        found = list(own)
+        found = list(read_records(name, source, config=config, folder=folder, seed=seed))
         wrong = [one for one in found if isinstance(one, Fault)]
         records[name] = [
             one if one.id else one._replace(id=f"{name}-{number:06d}")

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from upcycle_core.corpora.config import Source
 from upcycle_core.corpora.families.catalogue import FAMILIES, generate
 from upcycle_core.corpora.sources import FOLDER, SHUFFLE_BUFFER, source_files, source_fingerprint
-from upcycle_core.corpora.tuning.config import InstructionSource
+from upcycle_core.corpora.tuning.config import InstructionsConfig, InstructionSource
 from upcycle_core.corpora.tuning.records import Found, Record, checked, file_records
 from upcycle_core.corpora.tuning.superni import row_records, task_file_records
 from upcycle_core.errors import Fault
@@ -23,25 +24,22 @@ def read_records(
     name: str,
     source: InstructionSource,
     *,
+    config: InstructionsConfig,
     folder: Path | None,
     seed: int,
-    per_family: Callable[[str], int],
-    most: Callable[[str], int | None] | None = None,
 ) -> Iterator[Found]:
     """Every record of a source in its order, or what is wrong with it.
 
     Args:
         name: The source's.
         source: What to read; it has no fault of its own.
+        config: How many instances are generated of a family, or used of a published task.
         folder: What ``{folder}`` stands for.
         seed: Decides what is generated, and the order of a dataset.
-        per_family: Family to the instances generated of it.
-        most: Category to the most instances that are read of a published task file; by default
-            ``max_per_task`` of all.
     """
     if source.generate is not None:
         for family in FAMILIES:
-            for row in generate(family, per_family(family), seed):
+            for row in generate(family, config.per_family(family), seed):
                 known = {name: row[name] for name in ("task", "category", "domain", "prompt", "id")}
                 yield Record(**known, references=tuple(row["references"]))
         return
@@ -50,7 +48,7 @@ def read_records(
         return
     paths = list(_files(source.files, folder).values())
     if source.form == "superni":
-        most = most or (lambda category: source.max_per_task)
+        most = partial(config.most_per_task, source)
         yield from task_file_records(source, paths, _listed(source, folder), seed=seed, most=most)
     elif source.form == "superni-rows":
         yield from row_records(source, paths, Path(_filled(str(source.definitions), folder)))
