@@ -21,7 +21,7 @@ def cut(log: Path, *, beyond: int = LOG_BYTES) -> None:
     """Cut a log that is larger; its last part takes the place of what was kept beside it before.
 
     Who writes it goes on in the same file, if that is open to append. What is written between the
-    last look and the cut is lost.
+    last look and the cut is lost, and a line that is being written then may be broken.
 
     Args:
         log: It may be missing.
