@@ -36,6 +36,7 @@ from tasks.dume.backbone import averaged, backbone
 from tasks.dume.model import model
 from tasks.dume.repaired import repaired
 from tasks.dume.report import report
+from tasks.dume.routed import routed
 from tasks.dume.router import router
 from tasks.dume.statistics import statistics
 from tasks.engine.costs import read_cost
@@ -51,7 +52,7 @@ SHOWN = 3
 """Tokens that a sentence names."""
 FAR = 80.0
 """Of 100: below it, a domain's expert does not go with the backbone."""
-REBUILT = (backbone, repaired, statistics, router, model, report)
+REBUILT = (backbone, repaired, statistics, router, routed, model, report)
 """What is made again with a backbone of all domains."""
 
 
@@ -81,7 +82,7 @@ def grow(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
 def _grown(session: FlowSession, domain: str, rebuild: bool) -> State:
     grown = begin(session.recipe, session.workspace, new=[domain])
     begun = without_backbone(grown) if rebuild else grown
-    change = begin_change(session, f"grow {domain}", begun)
+    change = begin_change(session, f"grow {domain}", begun, rebuild=rebuild)
     session.adopt(begun)
     outcome = build(session, changed=[domain])
     notes = (
@@ -104,13 +105,14 @@ def far_off(recipe: Recipe, workspace: Workspace, domain: str) -> Iterator[str]:
     kept = metrics.get("normalised", {}).get("oracle", {}).get(domain)
     if kept is None or kept >= FAR:
         return
-    labels = [stage.label(item) for stage in REBUILT for item in stage.items(recipe)]
+    again = {stage: items for stage in REBUILT if (items := stage.items(recipe))}
+    labels = [stage.label(item) for stage, items in again.items() for item in items]
     costs = [cost for label in labels if (cost := read_cost(workspace, label)) is not None]
     price = sum(cost.core_seconds for cost in costs)
     yield (
         f"{domain} is far from this backbone: on it, its expert keeps {kept:.1f} of 100, however "
         f"well it is routed. To average it in: python -m flows.grow RECIPE {domain} --rebuild. "
-        f"That makes {', '.join(stage.name for stage in REBUILT)} again, of all domains: "
+        f"That makes {', '.join(stage.name for stage in again)} again, of all domains: "
         f"{price:.0f} core seconds the last time."
     )
 
@@ -147,8 +149,8 @@ def look(recipe: Recipe, workspace: Workspace, domain: str, *, rebuild: bool = F
         raise_faults([Fault("domain", domain, remedy)])
     is_at_work = change is not None and change.what == f"grow {domain}"
     if domain in known and not is_at_work and not rebuild:
-        remedy = "is in the model already; new text of it: python -m flows.retrain RECIPE; to "
-        remedy += "average it into the backbone: --rebuild"
+        remedy = "is in the model already; new text of it: python -m flows.retrain RECIPE"
+        remedy += "; to average it into the backbone: --rebuild" if life.averages else ""
         raise_faults([Fault("domain", domain, remedy)])
     raise_faults(domain_faults(life.section, given, {*known, domain}, joining=domain))
     check(recipe, workspace.root.parent / "models")

@@ -96,7 +96,9 @@ def look(recipe: Recipe, workspace: Workspace) -> str | None:
 
 def _is_up_to_date(recipe: Recipe, workspace: Workspace) -> bool:
     """Whether the registered model is what this recipe and what lies outside make."""
-    session = Session(with_lineage(recipe, workspace), workspace, log=lambda text: None)
+    recipe = with_lineage(recipe, workspace)
+    begun = recipe if recipe.lineage is None else begin(recipe, workspace)
+    session = Session(begun, workspace, log=lambda text: None)
     check_built_upon(session)
     if (
         going_on(recipe, workspace) is not None

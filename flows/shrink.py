@@ -8,7 +8,6 @@ With Symphony-MoE the others are joined again; with SIMoE it is a set of instruc
 and the same seed is tuned again.
 """
 
-import shutil
 import sys
 
 from prefect import flow
@@ -31,8 +30,9 @@ from flows.running.session import THREADS, FlowSession, open_session
 from flows.running.turn import turn
 from infra.recipe.schema import Recipe, resolve
 from infra.settings import configure
+from tasks.dume.backbone import averaged
 from tasks.engine.workspace import Workspace
-from tasks.living.lineage import begin, life_of, without_backbone
+from tasks.living.lineage import begin, life_of, with_lineage, without_backbone
 from tasks.methods import METHODS, every_stage
 from tasks.recipes import validate
 from upcycle_core.errors import Fault, raise_faults
@@ -62,11 +62,13 @@ def shrink(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
 def _shrunk(session: FlowSession, domain: str, rebuild: bool) -> State:
     shrunk = begin(session.recipe, session.workspace)
     begun = without_backbone(shrunk) if rebuild else shrunk
-    change = begin_change(session, f"shrink {domain}", begun)
+    change = begin_change(session, f"shrink {domain}", begun, rebuild=rebuild)
     session.adopt(begun)
     outcome = build(session, changed=[])
-    _remove(session.workspace, domain)
-    note = life_of(session.recipe).left(session.recipe, domain)
+    life = life_of(session.recipe)
+    if life.section == "domains":
+        _remove(session.workspace, domain)
+    note = life.left(session.recipe, domain)
     finish_change(session, change, outcome, notes=(note,))
     return session.completed(words_of(outcome), outcome.version.reference)
 
@@ -93,17 +95,19 @@ def look(recipe: Recipe, workspace: Workspace, domain: str, rebuild: bool = Fals
     if not known:
         remedy = f"holds no model; run {METHODS[recipe.method].flow}"
         raise_faults([Fault("workspace", str(workspace.root), remedy)])
-    if domain not in known and (change is None or change.what != f"shrink {domain}"):
+    is_at_work = change is not None and change.what == f"shrink {domain}"
+    is_averaged = rebuild and domain in averaged(with_lineage(recipe, workspace))
+    if domain not in known and not is_at_work and not is_averaged:
         remedy = f"is no {life.part} of the model; those are {', '.join(known)}"
         raise_faults([Fault("domain", domain, remedy)])
     raise_faults(domain_faults(life.section, life.parts(recipe), {*known} - {domain}))
 
 
 def _remove(workspace: Workspace, domain: str) -> None:
-    """Delete what was published for the domain alone."""
+    """Delete what was published for the domain alone, each whole."""
     for stage in every_stage():
-        if stage.by_domain:
-            shutil.rmtree(workspace.path(stage.artifact(domain)), ignore_errors=True)
+        if stage.by_domain and workspace.path(artifact := stage.artifact(domain)).exists():
+            workspace.take_away(artifact)
 
 
 @command

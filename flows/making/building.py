@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from prefect.states import State
 
+from flows.making.change import end_change
 from flows.pages.model import publish_artifacts, summary
 from flows.pages.tasks import publish_tasks
 from flows.running.command_line import SUMMARY
@@ -14,7 +15,7 @@ from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import FORMS
 from tasks.engine.stage import Stage
 from tasks.living.freshness import outdated
-from tasks.living.lineage import forget
+from tasks.living.lineage import forget, settle
 from tasks.methods import COMPARISON, TASKS, own_models, scored_models, stages_of
 from tasks.release.champion import standing_champion
 from tasks.release.comparable import champion_faults
@@ -46,6 +47,7 @@ def made(
             forget(session.workspace)
             session.adopt(replace(recipe, lineage=None))
         outcome = (build or build_stages)(session)
+        end_change(session)
         return session.completed(words_of(outcome), outcome.version.reference)
 
 
@@ -67,8 +69,16 @@ def build_stages(
         if stage.name == "corpora":
             check_champion(session)
     also(session)
-    session.finish()
+    finish(session)
     return publish(session, list(scored_models(session.recipe)))
+
+
+def finish(session: FlowSession) -> None:
+    """All stages are up to date: what was made anew is built upon from now on."""
+    settled = settle(session.recipe, session.workspace)
+    if settled != session.recipe:
+        session.adopt(settled)
+    session.finish()
 
 
 def check_champion(session: FlowSession) -> None:

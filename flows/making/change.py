@@ -7,7 +7,7 @@ still knows them when it is run again.
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
@@ -19,7 +19,7 @@ from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import INSTRUCTIONS
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace, fingerprint
-from tasks.living.lineage import check_built_upon, life_of
+from tasks.living.lineage import averaged_in, check_built_upon, life_of
 from tasks.methods import METHODS
 from tasks.release.versions import Outcome
 from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
@@ -51,12 +51,14 @@ class Change:
         texts: {domain: digest} of the held-out text that it was measured on, and {file: digest} of
             ``QUESTIONS``.
         waiting: ``grow law`` that was stopped before, and that this change does not end.
+        rebuild: Whether the backbone is averaged anew.
     """
 
     what: str
     before: Mapping[str, float]
     texts: Mapping[str, str] = field(default_factory=dict)
     waiting: Sequence[str] = ()
+    rebuild: bool = False
 
     @property
     def coming(self) -> tuple[str, ...]:
@@ -65,41 +67,58 @@ class Change:
         return tuple(domain for kind, _, domain in changes if kind == "grow")
 
 
-def begin_change(session: FlowSession, what: str, begun: Recipe) -> Change:
+def begin_change(
+    session: FlowSession, what: str, begun: Recipe, *, rebuild: bool = False
+) -> Change:
     """Remember the model's scores before it changes.
 
     Args:
         session: At work, on the recipe of before.
         what: As in ``Change``.
         begun: The recipe that the session is to adopt.
+        rebuild: As in ``Change``.
 
     Raises:
         InputError: It has none: the flow that built it did not end. Or what it is to be built upon
             is not what the recipe asks for.
     """
     check_built_upon(Session(begun, session.workspace, log=session.stages.log))
-    path = session.workspace.root / UNFINISHED
-    change = unfinished(session.workspace)
-    if change is None or change.what != what:
-        coming = () if change is None else change.coming
-        known = life_of(begun).modelled(session.workspace)
-        waiting = [f"grow {d}" for d in coming if d not in known and what != f"grow {d}"]
-        change = Change(what, _scores(session), _texts(session), waiting)
-        write_atomically(path, json.dumps(sealed(asdict(change)), indent=1))
+    known = unfinished(session.workspace)
+    if known is None or known.what != what:
+        waiting = [each for each in _waiting(begun, session.workspace) if each != what]
+        change = Change(what, _scores(session), _texts(session), waiting, rebuild)
+    else:
+        change = replace(known, rebuild=rebuild)
+    if change != known:
+        _write(session.workspace, change)
     return change
+
+
+def _waiting(recipe: Recipe, workspace: Workspace) -> list[str]:
+    """Growings that were stopped, of domains that the model still lacks."""
+    change, known = unfinished(workspace), life_of(recipe).modelled(workspace)
+    return [f"grow {d}" for d in (change.coming if change else ()) if d not in known]
+
+
+def _write(workspace: Workspace, change: Change) -> None:
+    write_atomically(workspace.root / UNFINISHED, json.dumps(sealed(asdict(change)), indent=1))
 
 
 def going_on(recipe: Recipe, workspace: Workspace) -> Change | None:
     """The change that was not finished, if a night of this recipe is to finish it.
 
     The model is what the change makes of it already, or is to learn: a domain that it lacks still
-    waits for ``flows.grow``, one that it has still for ``flows.shrink``.
+    waits for ``flows.grow``, one that it has still for ``flows.shrink``, and a backbone that was
+    to be averaged anew for either.
     """
     change = unfinished(workspace)
     if change is None:
         return None
     kind, _, domain = change.what.partition(" ")
     is_there = domain in life_of(recipe).modelled(workspace)
+    if change.rebuild:
+        is_averaged = domain in averaged_in(workspace)
+        is_there = is_there and is_averaged if kind == "grow" else is_there or is_averaged
     is_to_come = kind == "grow" and not is_there
     return None if is_to_come or (kind == "shrink" and is_there) else change
 
@@ -143,18 +162,22 @@ def finish_change(
     path = session.workspace.root / SUMMARY
     heading = f"{change.what}: {life.measure}"
     path.write_text(f"{path.read_text()}\n{terminal([Section(heading, [table, Notes(notes)])])}")
-    _forget(session, change)
+    _forget(session, change.waiting)
 
 
-def _forget(session: FlowSession, change: Change) -> None:
+def end_change(session: FlowSession) -> None:
+    """Remember no change of a model that has been made again as a whole, but what still waits."""
+    if METHODS[session.recipe.method].life is not None:
+        _forget(session, _waiting(session.recipe, session.workspace))
+
+
+def _forget(session: FlowSession, waiting: Sequence[str]) -> None:
     """Remember no change any more, but for one that waits, of the model as it is now."""
-    path = session.workspace.root / UNFINISHED
-    if not change.waiting:
-        path.unlink(missing_ok=True)
+    if not waiting:
+        (session.workspace.root / UNFINISHED).unlink(missing_ok=True)
         return
-    *waiting, what = change.waiting
-    left = Change(what, _scores(session), _texts(session), waiting)
-    write_atomically(path, json.dumps(sealed(asdict(left)), indent=1))
+    *others, what = waiting
+    _write(session.workspace, Change(what, _scores(session), _texts(session), others))
 
 
 def other_texts(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:

@@ -6,6 +6,7 @@ from tasks.data.asked import say_lacking
 from tasks.data.given import place_given
 from tasks.engine.artifacts import FORMS
 from tasks.engine.params import expert_keys, is_trained
+from tasks.engine.pinned import REBUILD
 from tasks.engine.stage import StageRun, stage
 from tasks.training import Texts, train_one, train_piece
 from upcycle_core.checkpoints.copy import copy_checkpoint
@@ -60,7 +61,6 @@ def parents(run: StageRun) -> None:
     expert, workspace = f"experts/{domain}", run.session.workspace
     if not workspace.has_digest(expert, named) or workspace.provenance(expert) is None:
         remedy = "is the expert that is continued, and it is not in the workspace as it was; bring "
-        remedy += "it back (dvc pull --force, or flows.restore), or build all anew: flows.dume "
-        remedy += "--rebuild"
+        remedy += f"it back (dvc pull --force, or flows.restore), {REBUILD}"
         raise InputError(Fault(f"lineage.parents.{domain}", named, remedy))
     near(copy_checkpoint, workspace.path(expert), run.out)

@@ -26,7 +26,7 @@ def _came(recipe: Recipe) -> str:
 def _left(recipe: Recipe, domain: str) -> str:
     if domain in averaged(recipe):
         note = f"The expert of {domain} is still in the backbone's average ({_listed(recipe)})"
-        return note + "; to take it out there too: flows.shrink --rebuild."
+        return f"{note}; to take it out there too: flows.shrink RECIPE {domain} --rebuild."
     return _came(recipe)
 
 

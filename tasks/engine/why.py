@@ -27,6 +27,7 @@ def differences(record: Mapping[str, Any], made_from: Mapping[str, Any]) -> list
     return [
         *_inputs(record, made_from),
         *_settings(record.get("params", {}), made_from["params"]),
+        *_exchanged(record.get("params", {}), made_from["params"]),
         *upgrades(record, made_from),
     ]
 
@@ -128,6 +129,20 @@ def _inputs(record: Mapping[str, Any], made_from: Mapping[str, Any]) -> Iterator
 def _settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     for key in sorted(before.keys() & now.keys()):
         yield from _changed(key, before[key], now[key])
+
+
+def _exchanged(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Sections whose settings stand in for another's, as a recipe's and not as the code's doing."""
+    gone = {tuple(key.split(".")[:2]) for key in before.keys() - now.keys() if "." in key}
+    found = set()
+    for key in now.keys() - before.keys():
+        root, _, rest = key.partition(".")
+        section, _, name = rest.partition(".")
+        for other in (other for of, other in gone if of == root and other != section):
+            with suppress(KeyError):
+                recorded_setting(before, f"{root}.{other}.{name}")
+                found.add(f"{root}.{section} decides in the place of {root}.{other}")
+    yield from sorted(found)
 
 
 def _changed(key: str, before: Any, now: Any) -> Iterator[str]:

@@ -148,6 +148,12 @@ class Workspace:
         staged.mkdir(parents=True)
         return staged
 
+    def take_away(self, artifact: str) -> None:
+        """Remove a published artifact, whole; the next lock clears away what a kill leaves."""
+        leaving = self.stage(artifact)
+        self.path(artifact).rename(leaving)
+        shutil.rmtree(leaving)
+
     def record(self, artifact: str) -> dict[str, Any] | None:
         """What was written beside ``artifact`` when it was published, whatever became of its files.
 

@@ -51,6 +51,9 @@ def with_lineage(recipe: Recipe, workspace: Workspace) -> Recipe:
 def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) -> Recipe:
     """The recipe with a lineage that pins what has been built, where it is not pinned yet.
 
+    A backbone that the workspace's model was not made with, as a rebuild that was stopped leaves
+    it, is not built upon.
+
     Args:
         recipe: At work.
         workspace: Where its model was built.
@@ -62,7 +65,7 @@ def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) ->
     life = life_of(recipe)
     recipe = with_lineage(recipe, workspace)
     lineage = recipe.lineage or Lineage()
-    wanted = life.pinned(recipe)
+    wanted = [name for name in life.pinned(recipe) if not _is_left(name, recipe, workspace)]
     found = {name: workspace.digest(name) for name in wanted if name not in lineage.pinned}
     remedy = f"has not been built; run {METHODS[recipe.method].flow} first"
     raise_faults(
@@ -80,6 +83,27 @@ def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) ->
     anchor = life.anchor(recipe, modelled(workspace))
     lineage = Lineage(pinned=pinned, backbone=backbone, parents=parents, anchor=anchor)
     return life.settled(replace(recipe, lineage=lineage))
+
+
+def _is_left(artifact: str, recipe: Recipe, workspace: Workspace) -> bool:
+    """Whether it lies there of a rebuild that did not come to a model."""
+    used = workspace.inputs("model").get(artifact)
+    is_beside = used is not None and not workspace.has_digest(artifact, used)
+    return recipe.lineage is not None and artifact not in recipe.pinned and is_beside
+
+
+def settle(recipe: Recipe, workspace: Workspace) -> Recipe:
+    """The recipe with the backbone pinned that its model was made with, after it was made anew."""
+    if recipe.lineage is None or "backbone" in recipe.pinned or not life_of(recipe).averages:
+        return recipe
+    return begin(recipe, workspace)
+
+
+def averaged_in(workspace: Workspace) -> tuple[str, ...]:
+    """Domains in the backbone of the workspace's model; none where another one has its place."""
+    used = workspace.inputs("model").get("backbone")
+    is_there = used is not None and workspace.has_digest("backbone", used)
+    return experts_in(workspace.inputs("backbone")) if is_there else ()
 
 
 def with_parents(

@@ -5,7 +5,6 @@ the next time finds the rest.
 """
 
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -143,15 +142,8 @@ def _artifacts(domains: Iterable[str], workspace: Workspace, disk: Disk) -> Iter
                 "its domain is no longer in the model",
                 1,
                 disk.freed(_files(directory)),
-                partial(_take_away, workspace, artifact),
+                partial(workspace.take_away, artifact),
             )
-
-
-def _take_away(workspace: Workspace, artifact: str) -> None:
-    """Remove a published artifact, whole: the next lock clears away what a kill leaves of it."""
-    leaving = workspace.stage(artifact)
-    workspace.path(artifact).rename(leaving)
-    shutil.rmtree(leaving)
 
 
 def _pieces(workspace: Workspace, disk: Disk) -> Iterator[Spare]:

@@ -308,10 +308,14 @@ def test_a_rebuild_takes_a_domain_into_the_backbone_and_out_again(life, shrunk):
     assert (done.calls["train"], done.calls["write_backbone"]) == (1, 1)
     assert done.calls["domain_statistics"] == 2 * 3
     assert "The backbone averages colours, letters, numbers." in done.stdout
-    done = life.call("flows.shrink", life.grown_recipe, NEW, "--rebuild")
+    assert set(life.lineage()["pinned"]) == {"backbone", "seed", "tokenizer"}
+    done = life.call("flows.shrink", life.grown_recipe, NEW)
+    assert f"flows.shrink RECIPE {NEW} --rebuild" in done.stdout
+    done = life.call("flows.shrink", life.recipe, NEW, "--rebuild")
     assert (done.calls["train"], done.calls["write_backbone"]) == (0, 1)
     assert done.calls["domain_statistics"] == 2 * 2
     assert "The backbone averages letters, numbers." in done.stdout
+    assert life.call("flows.retrain", life.recipe).stdout.count("nothing to do")
 
 
 @pytest.mark.faults

@@ -11,6 +11,7 @@ from flows.making.change import (
     begin_change,
     change_table,
     domain_faults,
+    end_change,
     finish_change,
     going_on,
     other_texts,
@@ -89,12 +90,15 @@ class Grown:
         (self.workspace.root / SUMMARY).write_text("")
         self.publish("letters", "numbers")
 
-    def publish(self, *domains):
+    def publish(self, *domains, averaged=()):
+        averages = {f"experts/{domain}": "0" for domain in averaged}
+        self.workspace.publish(self.workspace.stage("backbone"), "backbone", {"inputs": averages})
         for artifact, files in (("model", {}), ("report", {"metrics.json": self.scores(domains)})):
             staged = self.workspace.stage(artifact)
             for file, text in files.items():
                 (staged / file).write_text(text)
             inputs = {f"experts/{domain}": "0" for domain in domains}
+            inputs["backbone"] = self.workspace.digest("backbone")
             self.workspace.publish(staged, artifact, {"inputs": inputs})
 
     @staticmethod
@@ -156,6 +160,36 @@ def test_a_night_does_not_end_the_shrinking_by_a_domain_that_the_model_has(grown
     begin_change(grown, "shrink numbers", grown.recipe)
     grown.publish("letters")
     assert grown.night().what == "shrink numbers"
+
+
+def test_a_night_does_not_end_a_rebuild_that_has_not_averaged_anew(grown):
+    begin_change(grown, "grow numbers", grown.recipe, rebuild=True)
+    grown.publish("letters", "numbers", averaged=["letters"])
+    assert going_on(grown.recipe, grown.workspace) is None
+    grown.publish("letters", "numbers", averaged=["letters", "numbers"])
+    assert going_on(grown.recipe, grown.workspace).rebuild
+    begin_change(grown, "shrink colours", grown.recipe, rebuild=True)  # it had left without
+    grown.publish("letters", "numbers", averaged=["letters", "numbers", "colours"])
+    assert going_on(grown.recipe, grown.workspace) is None
+    grown.publish("letters", "numbers", averaged=["letters", "numbers"])
+    assert going_on(grown.recipe, grown.workspace).what == "shrink colours"
+    assert not begin_change(grown, "shrink colours", grown.recipe).rebuild
+    assert not unfinished(grown.workspace).rebuild
+
+
+def test_a_model_made_as_a_whole_leaves_no_change_but_what_waits(grown):
+    """Its scores before are of a model that is no more."""
+    begin_change(grown, "grow colours", grown.recipe)
+    grown.publish("letters")
+    end_change(grown)
+    left = unfinished(grown.workspace)
+    assert (left.what, left.before) == ("grow colours", {"letters": 1.0})
+    grown.publish("letters", "colours")
+    end_change(grown)
+    assert unfinished(grown.workspace) is None
+    begin_change(grown, "retrain letters", grown.recipe)
+    end_change(grown)
+    assert unfinished(grown.workspace) is None
 
 
 def test_of_two_new_domains_each_is_not_told_to_let_the_other_join_first():

@@ -4,7 +4,7 @@ import json
 import modulefinder
 import shutil
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
@@ -476,3 +476,26 @@ def test_why_says_what_would_run_and_runs_nothing(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "statistics@letters" in said
     assert "has not been made" in said
+
+
+@pytest.mark.parametrize("recorded", ["field by field", "as a section"])
+def test_settings_that_a_recipe_gives_for_others_are_no_upgrade(life, recorded):
+    """Else a model would be said to have been trained as no expert of it was."""
+    parents = Lineage(parents={"letters": "the first"})
+    own = replace(life.recipe, lineage=parents)
+    continued = replace(own.experts, continued=own.experts.training)
+    life.recipe = own
+    put(life, "sources", "letters.json", "first")
+    for artifact in ("corpora/letters", "seed", "parents/letters"):
+        put(life, artifact, "train", "first")
+    made_from = experts.made_from(life.session(), "letters")
+    if recorded == "as a section":
+        params = {k: v for k, v in made_from["params"].items() if "experts.training" not in k}
+        params["experts.training"] = asdict(own.experts.training)
+        made_from["params"] = params
+    record = {**made_from, "fingerprint": fingerprint(made_from)}
+    life.workspace.publish(life.workspace.stage("experts/letters"), "experts/letters", record)
+    assert experts.reasons(life.session(), "letters") == []
+    life.recipe = replace(own, experts=continued)
+    reason, *_ = experts.reasons(life.session(), "letters")
+    assert reason == "experts.continued decides in the place of experts.training"

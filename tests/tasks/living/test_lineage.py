@@ -18,10 +18,12 @@ from tasks.engine.workspace import Workspace
 from tasks.living.freshness import news
 from tasks.living.lineage import (
     FILE,
+    averaged_in,
     begin,
     check_built_upon,
     modelled,
     save,
+    settle,
     with_lineage,
     with_parents,
     without_backbone,
@@ -118,6 +120,27 @@ def test_a_backbone_made_again_averages_all_domains(recipe, workspace):
     rebuilt = without_backbone(begun)
     assert averaged(rebuilt) == tuple(grown.domains)
     assert set(rebuilt.pinned) == {"tokenizer", "seed"}
+
+
+def test_what_a_killed_rebuild_has_averaged_is_not_built_upon(recipe, workspace):
+    """The model lacks the domain that came, and its nights must not take up a backbone with it."""
+    grown = replace(recipe, domains={**recipe.domains, "colours": recipe.domains["letters"]})
+    save(without_backbone(begin(grown, workspace)).lineage, workspace)
+    assert averaged(begin(recipe, workspace)) == DOMAINS  # killed before it was averaged
+    assert averaged_in(workspace) == DOMAINS
+    inputs = {f"experts/{name}": workspace.digest(f"experts/{name}") for name in DOMAINS}
+    colours = publish(workspace, "experts/colours", "colours")
+    publish(workspace, "backbone", "of three", **inputs, **{"experts/colours": colours})
+    night = begin(recipe, workspace)
+    assert set(night.pinned) == {"tokenizer", "seed"}
+    assert averaged(night) == DOMAINS
+    assert averaged_in(workspace) == ()
+    publish(workspace, "backbone", "of two again", **inputs)
+    publish(workspace, "model", "again", **inputs, backbone=workspace.digest("backbone"))
+    settled = settle(night, workspace)
+    assert settled.pinned["backbone"] == workspace.digest("backbone")
+    assert averaged(settled) == DOMAINS
+    assert settle(settled, workspace) == settled
 
 
 def test_new_text_makes_the_expert_its_own_parent(recipe, workspace):
