@@ -1,7 +1,7 @@
 """Stages ``baselines`` and ``model``: one model tuned on the instructions; a row of their table."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,11 @@ DECIDING = (
 """What decides the model's training beside its inputs. How models answer does not."""
 KEPT = "training.checkpoint_steps"
 """Of a SIMoE it decides the result: the model that is kept is that of a checkpoint."""
+
+LEAST_CLOSED = 0.9
+"""Of tau: what lambda is to have closed before gates are closed for it."""
+MANY = 0.1
+"""Share of the instructions above which it is said that they were left out."""
 
 
 def _row_params(recipe: Recipe, name: str) -> Iterator[str]:
@@ -129,8 +134,27 @@ def tune_simoe(
         max_shard_bytes=run.recipe.moe.max_shard_bytes,
         device=run.device(kind),
     )
+    for warning in _warnings(json.loads((run.out / SUMMARY).read_text()), config):
+        run.session.log(f"{run.stage.label(run.item)}: {warning}")
     if run.recorder is not None:
         run.recorder.log_artifacts(run.out / TRAINING, TRAINING)
+
+
+def _warnings(summary: Mapping[str, Any], config: SimoeUpcyclingConfig) -> Iterator[str]:
+    """What its training came to and nobody would expect."""
+    found = summary["sparsity_unsettled"]
+    if found is not None and found < LEAST_CLOSED * config.tau:
+        yield (
+            f"lambda had closed {100 * found:.1f} % until the last tenth of the steps, of the "
+            f"{100 * config.tau:g} % that tau asks for; the rest was closed at once, whatever it "
+            "had learnt: raise multiplier_learning_rate, mask_learning_rate or steps"
+        )
+    left_out, given = summary["left_out"], summary["left_out"] + summary["records"]
+    if left_out > MANY * given:
+        yield (
+            f"{left_out:,} of {given:,} instructions are longer than "
+            "tuning.training.sequence_length and were left out (instructions.too_long)"
+        )
 
 
 def _experts(run: StageRun, labels: list[str]) -> dict[str, Path]:

@@ -1,7 +1,7 @@
 """Faults of SIMoE's settings beside those of its training, found without importing torch."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import NormalDist
 
 from upcycle_core.errors import Fault
@@ -12,6 +12,8 @@ _DISTANCE = 1.3458 + 1.5986
 """From the mean of the initial log phi to where a gate is zero."""
 _SLACK = 1.1
 """A gate's slope rises on its way, and with it the gradient, a little faster than lambda."""
+_EPSILON = 1e-8
+"""Adam's, as torch and transformers have it: gradients below it move a gate by less than a step."""
 
 
 def fit_faults(
@@ -34,7 +36,7 @@ def reach_faults(
     """
     if not simoe.is_constrained or not 0 < simoe.tau < 1:
         return
-    distance = _DISTANCE + simoe.initial_spread * NormalDist().inv_cdf(simoe.tau)
+    distance = _distance(simoe)
     reach = _SLACK * simoe.mask_learning_rate * _adam_steps(training, is_ramped=bool(simoe.closing))
     if reach < distance:
         enough = f"{1.5 * distance * simoe.mask_learning_rate / reach:.2g}, or " if reach else ""
@@ -44,6 +46,37 @@ def reach_faults(
             f"{simoe.tau:g} needs {distance:.2f}: give {enough}more steps"
         )
         yield Fault(f"{field}.mask_learning_rate", simoe.mask_learning_rate, remedy)
+
+
+def pull_faults(
+    simoe: SimoeUpcyclingConfig,
+    training: TrainingConfig,
+    gates: Sequence[tuple[int, int]],
+    field: str = "simoe",
+) -> Iterator[Fault]:
+    """A lambda whose pull is too small, at a model's size, to get gates to zero that it could.
+
+    Of the expected sparsity a gate has the share w / (M x all parameters), w parameters a gate:
+    that times lambda times P (1 - P) is its gradient, which Adam moves by a step only where it is
+    above epsilon. Looked at is the gate that decides: the heaviest have the largest gradients and
+    close first, and with it tau of the parameters are closed.
+
+    Args:
+        simoe, training, field: As for ``reach_faults``.
+        gates: Of each kind: parameters that a gate decides about, and gates of one expert.
+    """
+    if not simoe.is_constrained or not 0 < simoe.tau < 1 or not gates:
+        return
+    share = _deciding(gates, simoe.tau) / (simoe.experts * sum(w * count for w, count in gates))
+    distance = _distance(simoe)
+    moved = _SLACK * _pulled(simoe, training, share, epsilon=_EPSILON)
+    if moved < distance <= _SLACK * _pulled(simoe, training, share, epsilon=0.0):
+        remedy = (
+            f"of a model of this size pulls the gates that decide by {moved:.2f} at most in "
+            f"{training.steps} steps, tau = {simoe.tau:g} needs {distance:.2f}: lambda's gradients "
+            "are no more than Adam's epsilon too long; give e.g. ten times as much, or more steps"
+        )
+        yield Fault(f"{field}.multiplier_learning_rate", simoe.multiplier_learning_rate, remedy)
 
 
 def balance_faults(
@@ -57,6 +90,45 @@ def balance_faults(
         remedy = "is of a batch's mean coefficients, and with batches of one prompt each prompt "
         remedy += "would use all experts alike; use a batch_size of 2 or more, better 8, or 0"
         yield Fault(f"{field}.balance", simoe.balance, remedy)
+
+
+def _distance(simoe: SimoeUpcyclingConfig) -> float:
+    """How far log phi goes from where it starts until tau of the places are closed.
+
+    Of ``union`` a place is closed when the last of its gates is.
+    """
+    share = simoe.tau ** (1 / simoe.experts) if simoe.sparsity == "union" else simoe.tau
+    return _DISTANCE + simoe.initial_spread * NormalDist().inv_cdf(share)
+
+
+def _deciding(gates: Sequence[tuple[int, int]], tau: float) -> int:
+    """Parameters of the gate with which ``tau`` of all are closed, from the heaviest gates on."""
+    left = tau * sum(weights * count for weights, count in gates)
+    for weights, count in sorted(gates, reverse=True):
+        left -= weights * count
+        if left <= 0:
+            break
+    return weights
+
+
+def _pulled(
+    simoe: SimoeUpcyclingConfig, training: TrainingConfig, share: float, *, epsilon: float
+) -> float:
+    """How far a lambda that nothing holds takes log phi, on a gate's slope as it goes."""
+    first, second = training.adam_beta1, training.adam_beta2
+    distance = _distance(simoe)
+    mean = square = multiplier = moved = 0.0
+    for step in range(1, training.steps + 1):
+        open_share = 1 / (1 + math.exp(min(moved - distance, 0.0)))
+        gradient = multiplier * share * open_share * (1 - open_share)
+        mean = first * mean + (1 - first) * gradient
+        square = second * square + (1 - second) * gradient * gradient
+        root = math.sqrt(square / (1 - second**step))
+        taken = mean / (1 - first**step) / (root + epsilon) if root else 0.0
+        moved += _share_of_peak(training, step - 1) * simoe.mask_learning_rate * taken
+        ramp = 1.0 if simoe.closing is None else min(1.0, step / (simoe.closing * training.steps))
+        multiplier += simoe.multiplier_learning_rate * simoe.tau * ramp
+    return moved
 
 
 def _adam_steps(training: TrainingConfig, *, is_ramped: bool) -> float:

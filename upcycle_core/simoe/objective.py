@@ -91,6 +91,7 @@ class SimoeObjective:
         multiplier: lambda, 0 or more.
         use: Running mean of each expert's coefficients over steps, of sum one; 1 / M at the start.
         reached: Whether sparsity by use has been tau.
+        unsettled: Sparsity before gates were first closed to hold it; None until then.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class SimoeObjective:
         self.multiplier = 0.0
         self.use = [1 / config.experts] * config.experts
         self.reached = False
+        self.unsettled: float | None = None
         self._sparsity: Sparsity | None = None
         self._alpha: Tensor | None = None
         self._attended_BS: Tensor | None = None
@@ -183,15 +185,9 @@ class SimoeObjective:
         config = self._config
         tau = self.tau_at(step)
         self._follow_use()
-        if config.is_constrained:
-            settles = step > (1 - SETTLING) * self._training.steps
-            if config.reopen:
-                keep_near(self._model)
-            if settles or not config.reopen:
-                open_surplus(self._model, tau, config.sparsity, use_M=self._use_M)
-            if settles and (config.reopen or self.reached):
-                close_deficit(self._model, tau, config.sparsity, use_M=self._use_M)
         try:
+            if config.is_constrained:
+                self._hold(tau, settles=step > (1 - SETTLING) * self._training.steps)
             self._sparsity = realised_sparsity(self._model, self._use_M)
             if config.is_constrained:
                 found = getattr(self._sparsity, config.sparsity)
@@ -208,6 +204,18 @@ class SimoeObjective:
                 f"multiplier_learning_rate (now {config.multiplier_learning_rate:g}), and train "
                 "with an empty checkpoint directory."
             ) from None
+
+    def _hold(self, tau: float, *, settles: bool) -> None:
+        """Open the surplus, and towards the end close what is missing."""
+        config, use_M = self._config, self._use_M
+        if config.reopen:
+            keep_near(self._model)
+        if settles and self.unsettled is None:
+            self.unsettled = getattr(realised_sparsity(self._model, use_M), config.sparsity)
+        if settles or not config.reopen:
+            open_surplus(self._model, tau, config.sparsity, use_M=use_M)
+        if settles and (config.reopen or self.reached):
+            close_deficit(self._model, tau, config.sparsity, use_M=use_M)
 
     def tau_at(self, step: int) -> float:
         """What sparsity is asked for after a step."""
@@ -227,7 +235,7 @@ class SimoeObjective:
     def point(self) -> dict[str, float]:
         """As they are after the last step: ``lambda``, ``loss/orthogonality``, ``sparsity`` (in the
         way that tau is about), ``sparsity/mean``, ``sparsity/union``, ``sparsity/use`` where it
-        counts, ``sparsity/expected`` and ``overlap``."""
+        counts, ``sparsity/expected``, towards the end ``sparsity/unsettled``, and ``overlap``."""
         found = self._sparsity or realised_sparsity(self._model, self._use_M)
         values = {
             "loss/orthogonality": orthogonality(self._model, self._config).item(),
@@ -241,18 +249,23 @@ class SimoeObjective:
             values["lambda"] = self.multiplier
             values["sparsity"] = getattr(found, self._config.sparsity)
             values["sparsity/expected"] = self._expected().item()
+        if self.unsettled is not None:
+            values["sparsity/unsettled"] = self.unsettled
         return values
 
     def state(self) -> dict[str, Any]:
-        """lambda, and where it counts the use of experts and whether tau was reached by it."""
+        """lambda, where it counts the use of experts and whether tau was reached by it, and towards
+        the end ``unsettled``."""
         by_use = {"use": self.use, "reached": self.reached} if self._use_M else {}
-        return {"lambda": self.multiplier, **by_use}
+        settled = {} if self.unsettled is None else {"unsettled": self.unsettled}
+        return {"lambda": self.multiplier, **by_use, **settled}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on with a checkpoint's lambda and use."""
         self.multiplier = float(state["lambda"])
         self.use = list(state.get("use", self.use))
         self.reached = state.get("reached", self.reached)
+        self.unsettled = state.get("unsettled")
 
     def may_keep(self, point: Mapping[str, float]) -> bool:
         """Whether the constraint holds at a checkpoint."""

@@ -12,8 +12,9 @@ from torch.utils.data import Dataset
 from upcycle_core.checkpoints.writer import sync_directory
 from upcycle_core.errors import raise_faults
 from upcycle_core.progress import Progress
-from upcycle_core.simoe.checks import fit_faults
+from upcycle_core.simoe.checks import fit_faults, pull_faults
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
+from upcycle_core.simoe.model import gated_modules
 from upcycle_core.simoe.objective import SimoeObjective
 from upcycle_core.simoe.prune import MAX_SHARD_BYTES, save_pruned
 from upcycle_core.simoe.sparsity import overlap, realised_sparsity
@@ -36,6 +37,8 @@ class SimoeResult:
         sparsity_mean: Share of expert parameters there whose mask is exactly zero, over experts.
         sparsity_union: Share that no expert uses, which pruning removed.
         sparsity_use: As ``sparsity_mean``, experts counted by use; None where that is not followed.
+        sparsity_unsettled: What it was, in the way that tau is about, before the last tenth of the
+            steps, in which gates are closed that lambda has not; None if an earlier step is kept.
         overlap: Pairwise overlap of the masks there, M rows of M, Jaccard's index.
         multiplier: lambda after the last step.
         common: Share of the routing states' energy that all training prompts have in common; None
@@ -47,6 +50,7 @@ class SimoeResult:
     sparsity_mean: float
     sparsity_union: float
     sparsity_use: float | None
+    sparsity_unsettled: float | None
     overlap: tuple[tuple[float, ...], ...]
     multiplier: float
     common: float | None
@@ -84,7 +88,8 @@ def train_simoe(
         tasks, max_shard_bytes: Names, where routing goes by task; size of one safetensors file.
 
     Raises:
-        InputError: What does not fit, before weights are read; no checkpoint is sparse enough.
+        InputError: What does not fit, before weights are read; a lambda too small for the model's
+            size, before the first step; no checkpoint is sparse enough.
         FloatingPointError: Loss, gradient, mask or lambda is not finite.
     """
     raise_faults([*simoe.faults("simoe"), *fit_faults(simoe, config)])
@@ -93,6 +98,7 @@ def train_simoe(
 
     def load(device: str) -> Subject:
         network: Any = upcycle_in_memory(model, simoe, seed=seed, device=device, tasks=tasks)
+        raise_faults(pull_faults(simoe, config, _gates(network)))
         network.config.use_cache = shape.use_cache  # the Trainer does it too, but only if it trains
         common = standardise_states(network, dataset) if simoe.standardise else None
         write = partial(_write, network, model, out, max_shard_bytes)
@@ -112,6 +118,11 @@ def train_simoe(
         validation=validation,
     )
     return _result(found, *made[0], config)
+
+
+def _gates(network: Any) -> list[tuple[int, int]]:
+    """Of each layer: parameters that a gate decides about, and how many gates an expert has."""
+    return [(m.weights_per_gate, m.log_phi[0].numel()) for m in gated_modules(network).values()]
 
 
 def _record(
@@ -160,6 +171,7 @@ def _result(
         sparsity_mean=sparsity.mean,
         sparsity_union=sparsity.union,
         sparsity_use=_at(result.curves, "sparsity/use", kept),
+        sparsity_unsettled=_at(result.curves, "sparsity/unsettled", kept),
         overlap=tuple(map(tuple, overlap(subject.network).tolist())),
         multiplier=multipliers[-1] if multipliers else 0.0,
         common=common,

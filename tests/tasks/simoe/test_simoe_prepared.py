@@ -7,11 +7,12 @@ import pytest
 from pico import save_pico
 
 from tasks.recipes import validate
-from tasks.simoe.model import TRAIN, baselines, model
+from tasks.simoe.model import TRAIN, _warnings, baselines, model
 from tasks.simoe.prepared import prepared_faults
 from tasks.simoe.register import register_tuned
 from tests.tasks.simoe.test_simoe_faults import VALID, changed
 from upcycle_core.errors import InputError
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
 
 GATE = {"metric": "rouge_l_unseen", "tolerances": {"exact_match_seen": 1.0}}
 
@@ -71,6 +72,20 @@ def test_what_the_gate_does_not_ask_for_may_be_missing(tmp_path):
     assert not list(prepared_faults(validate(VALID), prepared(tmp_path, asked=["unseen"])))
 
 
+def test_tasks_of_one_name_in_two_categories_are_refused_where_routing_goes_by_name(tmp_path):
+    prepared(tmp_path)
+    row = {"task": "qa", "category": "Law"}
+    (tmp_path / "train" / "law.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "unseen.jsonl").write_text(json.dumps(row | {"category": "Tax"}) + "\n")
+    values = changed("simoe/routing", "task")
+    assert not list(prepared_faults(validate(VALID), tmp_path))
+    (fault,) = prepared_faults(validate(values), tmp_path)
+    assert (fault.field, fault.value) == ("simoe.routing", "task")
+    assert "the categories Law and Tax both have a task qa" in fault.remedy
+    (tmp_path / "unseen.jsonl").write_text(json.dumps(row) + "\n")
+    assert not list(prepared_faults(validate(values), tmp_path))
+
+
 def test_a_gate_that_was_changed_after_tuning_is_held_against_what_was_asked(tmp_path):
     prepared(tmp_path / "instructions", asked=["unseen"])
     score = {"exact_match": {"mean": 0.5}, "rouge_l": {"mean": 0.5}}
@@ -84,3 +99,14 @@ def test_a_gate_that_was_changed_after_tuning_is_held_against_what_was_asked(tmp
     registrar = SimpleNamespace(session=session, offered=lambda: None)
     with pytest.raises(InputError, match=r"registry\.gate = 'exact_match_seen'"):
         register_tuned(registrar, None)
+
+
+def test_what_a_training_came_to_and_nobody_expects_is_said():
+    usual = {"sparsity_unsettled": 0.7, "records": 95, "left_out": 5}
+    config = SimoeUpcyclingConfig(tau=0.75)
+    assert not list(_warnings(usual, config))
+    assert not list(_warnings(usual | {"sparsity_unsettled": None}, config))
+    (said,) = _warnings(usual | {"sparsity_unsettled": 0.25}, config)
+    assert "lambda had closed 25.0 % until the last tenth of the steps, of the 75 %" in said
+    (said,) = _warnings(usual | {"left_out": 1905}, config)
+    assert said.startswith("1,905 of 2,000 instructions are longer than")

@@ -9,7 +9,7 @@ from transformers import get_scheduler
 
 from tests.upcycle_core.simoe.grown import all_masks, grown, save_dense, upcycled
 from tests.upcycle_core.training.runs import settings
-from upcycle_core.simoe.checks import balance_faults, reach_faults
+from upcycle_core.simoe.checks import balance_faults, pull_faults, reach_faults
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.model import gated_modules
 from upcycle_core.simoe.objective import SimoeObjective, orthogonality
@@ -215,6 +215,60 @@ def test_how_far_masks_can_get_is_how_far_torch_s_adam_gets(schedule, beta2):
     simoe = SimoeUpcyclingConfig(mask_learning_rate=0.05)
     (fault,) = reach_faults(replace(simoe, initial_spread=9.0), config)
     assert f"moves log phi by {1.1 * gate.item():.2f} at most" in fault.remedy
+
+
+def test_of_union_a_place_closes_with_the_last_of_its_gates():
+    simoe = SimoeUpcyclingConfig(experts=8, tau=0.75, initial_spread=0.5, mask_learning_rate=1e-9)
+
+    def needed(sparsity):
+        (fault,) = reach_faults(replace(simoe, sparsity=sparsity), TrainingConfig())
+        return float(fault.remedy.partition("tau = 0.75 needs ")[2].partition(":")[0])
+
+    torch.manual_seed(0)
+    draws = 0.5 * torch.randn(200_000, 8, dtype=torch.float64)
+    for sparsity, starts in (("mean", draws[:, 0]), ("union", draws.amax(1))):
+        farthest = 1.3458 + 1.5986 + starts.quantile(0.75).item()
+        assert needed(sparsity) == pytest.approx(farthest, abs=0.02)
+
+
+GATES = [(3072, 8192), (8192, 3072), (8192, 3072), (3072, 3072), (3072, 3072), (1024, 6144)] * 28
+"""Of a model of 3 B parameters: what a gate decides about, and gates of an expert."""
+
+
+def test_how_far_lambda_pulls_is_how_far_torch_s_adam_goes_on_the_expected_sparsity():
+    """On the slope of one gate, of its share of the parameters, at each of its places."""
+    config = TrainingConfig(steps=80, warmup_steps=5, schedule="linear")
+    simoe = SimoeUpcyclingConfig(mask_learning_rate=0.15, multiplier_learning_rate=0.003)
+    whole = sum(weights * count for weights, count in GATES)
+    log_phi = torch.nn.Parameter(torch.tensor(1.3458, dtype=torch.float64))
+    start = simoe.initial_spread * torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.75))
+    adam = torch.optim.AdamW([log_phi], lr=0.15, betas=(0.9, 0.95), weight_decay=0)
+    scheduler = get_scheduler("linear", adam, num_warmup_steps=5, num_training_steps=80)
+    multiplier = 0.0
+    for _ in range(80):
+        adam.zero_grad()
+        is_open = torch.sigmoid(log_phi + start.double() + 1.5986)
+        (-multiplier * 3072 / (8 * whole) * (1 - is_open)).backward()
+        adam.step()
+        scheduler.step()
+        multiplier += 0.003 * 0.75
+    (fault,) = pull_faults(simoe, config, GATES)
+    moved = 1.1 * (1.3458 - log_phi.item())
+    assert f"pulls the gates that decide by {moved:.2f} at most in 80 steps" in fault.remedy
+
+
+def test_a_lambda_too_small_for_a_model_s_size_is_refused():
+    config = TrainingConfig(steps=80, warmup_steps=5, schedule="linear")
+    simoe = SimoeUpcyclingConfig(mask_learning_rate=0.15)
+    assert not list(reach_faults(simoe, config))  # of any size, its steps would be enough
+    assert [fault.field for fault in pull_faults(simoe, config, GATES)] == [
+        "simoe.multiplier_learning_rate"
+    ]
+    assert not list(pull_faults(replace(simoe, multiplier_learning_rate=0.3), config, GATES))
+    assert not list(pull_faults(SimoeUpcyclingConfig(), TrainingConfig(), GATES))
+    assert not list(pull_faults(replace(simoe, tau=0.0), config, GATES))
+    tiny = [(128, 128)] * 4
+    assert not list(pull_faults(simoe, config, tiny))
 
 
 def test_adam_s_short_memory_of_squares_counts():

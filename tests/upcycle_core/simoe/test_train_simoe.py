@@ -306,6 +306,23 @@ def test_a_constraint_that_is_never_met_is_an_error_and_the_checkpoints_stay(fol
     assert newest_complete(folder / "never" / "checkpoints").step == 16
 
 
+def test_a_lambda_that_cannot_pull_is_refused_before_the_first_step(folder):
+    with pytest.raises(InputError, match=r"simoe\.multiplier_learning_rate = 1e-09"):
+        call(folder / "pulled", simoe=replace(SIMOE, multiplier_learning_rate=1e-9))
+    assert not list((folder / "pulled").rglob("checkpoint-*"))
+
+
+def test_what_lambda_had_closed_before_the_rest_was_is_known(folder, monkeypatch):
+    """With a lambda that closes nothing, the last tenth of the steps closes all that tau asks."""
+    monkeypatch.setattr(train, "pull_faults", lambda *_: ())
+    lazy = replace(SIMOE, multiplier_learning_rate=1e-9, reopen=True, closing=0.4)
+    result = call(folder / "lazy", simoe=lazy)
+    assert result.sparsity_mean >= lazy.tau
+    assert result.sparsity_unsettled < 0.5
+    again = call(folder / "lazy", simoe=lazy)  # what was resumed knows it as well
+    assert again.sparsity_unsettled == result.sparsity_unsettled
+
+
 def test_the_last_checkpoint_that_is_sparse_enough_is_kept(folder, monkeypatch):
     may_keep = objective.SimoeObjective.may_keep
     monkeypatch.setattr(

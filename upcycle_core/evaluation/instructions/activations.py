@@ -61,12 +61,14 @@ class Use(Plain):
             task's mean coefficients are the same, log M where each has experts of its own.
         leading: The largest mean coefficient.
         unused: Experts that no task gives more than ``UNUSED``, from 1.
+        tasks: How many there are.
     """
 
     effective: float
     apart: float
     leading: float
     unused: tuple[int, ...]
+    tasks: int = 1
 
     @classmethod
     def of(cls, activations: Sequence[Activation]) -> "Use":
@@ -85,6 +87,7 @@ class Use(Plain):
             apart=_entropy(means) - within,
             leading=max(means),
             unused=tuple(n for n, column in enumerate(columns, 1) if max(column) <= UNUSED),
+            tasks=len(activations),
         )
 
     def warnings(self) -> list[str]:
@@ -95,6 +98,11 @@ class Use(Plain):
                 f"one expert has {100 * self.leading:.1f} % of the coefficients: it is no mixture; "
                 "what may help: docs/simoe.md, Choices"
             )
+        if self.leading <= COLLAPSED and self.tasks > 1 and self.apart < ALIKE:
+            found.append(
+                f"all {self.tasks} tasks use the experts alike, apart by {self.apart:.4f} nats: "
+                "the router tells none from another; what may help: docs/simoe.md, Choices"
+            )
         if self.unused:
             names = ", ".join(map(str, self.unused))
             found.append(f"no task uses the experts {names}; their parameters stay in the file")
@@ -103,6 +111,8 @@ class Use(Plain):
 
 COLLAPSED = 0.9
 """Mean coefficient of one expert above which the others do nothing."""
+ALIKE = 0.005
+"""Nats that tasks explain of the coefficients' entropy below which the router does not choose."""
 UNUSED = 0.01
 """Mean coefficient of a task up to which it does not use an expert."""
 

@@ -244,3 +244,9 @@ def test_one_expert_for_all_is_said_to_be_no_mixture():
     (said,) = found.warnings()
     assert "one expert has 94.0 % of the coefficients: it is no mixture" in said
     assert not Use.of([activation("a", 1, 0.5, 0.5)]).warnings()
+
+
+def test_a_router_that_gives_every_task_the_same_is_said_to_choose_nothing():
+    (said,) = Use.of([activation("a", 1, 0.5, 0.5), activation("b", 2, 0.51, 0.49)]).warnings()
+    assert "all 2 tasks use the experts alike, apart by 0.0000 nats" in said
+    assert not Use.of([activation("a", 1, 0.5, 0.5), activation("b", 2, 0.7, 0.3)]).warnings()
