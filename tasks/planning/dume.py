@@ -65,21 +65,17 @@ def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
 def _backbone_row(recipe: Recipe, subjects: Subjects, shape: Shape, kept: int) -> Planned:
     merge, config, domains = recipe.backbone.merge, recipe.statistics, subjects.domains
     tokens = tokens_of(config.tokens, subjects.calibration)
-    needed, flops, resources = memory.averaging_bytes(shape), 0, recipe.compute.assembly
-    if merge.head == "fitted":
-        needed = memory.fitted_head_bytes(shape, config, tokens, experts=domains)
-        flops = work.fitted_head_flops(shape, experts=domains)
-        resources = recipe.compute.statistics.without_gpus()
     row = Planned(
         "backbone",
         1,
         1,
         kept=kept,
         read=domains * kept,
-        flops=flops,
-        memory=needed,
-        resources=resources,
+        memory=memory.averaging_bytes(shape),
+        resources=recipe.compute.assembly,
     )
+    if merge.head == "fitted":
+        row = _with_fitted_head(recipe, row, shape, tokens, domains)
     if merge.attention == "average":
         return row
     of: dict[str, Any] = {"experts": domains, "distils": merge.attention == "distilled"}
@@ -89,13 +85,35 @@ def _backbone_row(recipe: Recipe, subjects: Subjects, shape: Shape, kept: int) -
     return replace(
         row,
         passing=kept,  # the average that it begins with
-        read=domains * shape.stored + kept,
-        flops=flops + passes or None,
+        read=(row.read if row.alone else 0) + domains * shape.stored + kept,
+        flops=(row.flops or 0) + passes or None,
         precision=config.precision,
-        memory=max(needed, held),
+        # Where pieces for a head came before, this one runs by itself.
+        memory=row.memory if row.alone and not resources.gpus else max(row.memory, held),
+        alone=max(row.alone, held) if row.alone and not resources.gpus else row.alone,
         kind="statistics",
         resources=resources,
         remedies=["fewer statistics.tokens", "backbone.merge.attention = average"],
+    )
+
+
+def _with_fitted_head(
+    recipe: Recipe, row: Planned, shape: Shape, tokens: int, domains: int
+) -> Planned:
+    """The backbone with a piece a domain for the states that its head is fitted on."""
+    config, resources = recipe.statistics, recipe.compute.statistics
+    passes = work.forward_flops(shape, tokens, config.sequence_length, head=False)
+    return replace(
+        row,
+        pieces=domains,
+        read=row.read + domains * shape.stored,
+        flops=work.fitted_head_flops(shape, experts=domains) + domains * passes,
+        precision=config.precision,
+        memory=memory.final_states_bytes(shape, config, tokens, device=resources.device),
+        alone=memory.fitted_head_bytes(shape, experts=domains),
+        kind="statistics",
+        resources=resources,
+        remedies=["fewer statistics.tokens", "backbone.merge.head = counts"],
     )
 
 
@@ -163,7 +181,8 @@ def _routed_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
     config, resources, domains = recipe.statistics, recipe.compute.statistics, subjects.domains
     tokens = tokens_of(config.tokens, subjects.calibration)
     head = recipe.experts.repair == "down+head_target"
-    flops = work.forward_flops(shape, tokens, config.sequence_length, head=False)
+    # teachers once, the routed model twice
+    flops = work.repair_flops(shape, tokens, config.sequence_length, passes=3)
     return Planned(
         "routed",
         1,
@@ -171,7 +190,7 @@ def _routed_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
         kept=domains * shape.stored,
         passing=domains * shape.itemsize * shape.ffns // 3,  # down projections
         read=3 * domains * shape.stored,
-        flops=3 * domains * flops or None,  # teachers once, the routed model twice
+        flops=domains * flops or None,
         precision=config.precision,
         memory=memory.routed_repair_bytes(
             shape, config, tokens, experts=domains, head=head, device=resources.device
@@ -188,13 +207,13 @@ def _repaired_row(
     config, device, domains = recipe.statistics, recipe.compute.statistics.device, subjects.domains
     tokens = tokens_of(recipe.statistics.tokens, subjects.calibration)
     head = recipe.experts.repair == "down+head_target"
-    flops = work.forward_flops(shape, tokens, config.sequence_length, head=False)
+    flops = work.repair_flops(shape, tokens, config.sequence_length)
     return Planned(
         "repaired",
         pieces=domains,
         kept=domains * shape.stored,
         read=2 * domains * shape.stored,
-        flops=2 * domains * flops,
+        flops=domains * flops,
         precision=config.precision,
         memory=memory.repair_bytes(shape, config, tokens, head=head, device=device),
         remedies=["fewer statistics.tokens", "experts.repair = none"],

@@ -85,11 +85,12 @@ class Plan:
     @property
     def memory(self) -> int:
         """Bytes of memory at the peak, of all pieces that run side by side."""
-        return max(
+        together = (
             (self.base + row.memory) * row.at_once(self.machine) * row.workers
             for row in self.rows
             if not row.resources.gpus
         )
+        return max(*together, *(self.base + row.alone for row in self.rows if row.alone))
 
     @property
     def gpu_memory(self) -> int:

@@ -30,6 +30,7 @@ class Planned:
         flops: Floating-point operations of all pieces; None where that is not known.
         precision: What they are computed in.
         memory: Bytes of one piece at its peak, the interpreter left out; 0: next to nothing.
+        alone: Bytes of main memory of one more piece, which runs by itself; 0: there is none.
         streamed: The same of a piece that goes layer by layer; None where it cannot, or must not.
         resources: What a piece reserves.
         kind: Of its resources, as in ``compute.KIND``.
@@ -52,6 +53,7 @@ class Planned:
     flops: int | None = 0
     precision: Arithmetic = "fp32"
     memory: int = 0
+    alone: int = 0
     streamed: int | None = None
     resources: Resources = field(default_factory=Resources)
     kind: str = "assembly"
@@ -158,6 +160,10 @@ class Planned:
         """
         if self.is_done or not self.memory:
             return
+        if self.alone and self.alone + base > machine.memory:
+            said = f"{self.stage}: {gigabytes(self.alone + base)} of memory, there are "
+            said += gigabytes(machine.memory)
+            yield Fault(f"compute.{self.kind}", said, "use a larger machine")
         if self.resources.gpus:
             needed, there = self.memory, int(GPU_SHARE * machine.gpu_memory)
             where = "of GPU memory"

@@ -279,22 +279,34 @@ def averaging_bytes(shape: Shape) -> int:
     return CHUNK * (FP32 + FP32 + shape.itemsize)
 
 
-def fitted_head_bytes(shape: Shape, config: StatisticsConfig, tokens: int, *, experts: int) -> int:
-    """Of a head fitted to so many experts: it and some rows' systems, or one expert's states.
+def fitted_head_bytes(shape: Shape, *, experts: int) -> int:
+    """Of a head fitted to so many experts: it, and some rows' systems.
 
     Args:
         shape: The dense model.
-        config: The precision of the pass that states come from.
-        tokens: Calibration tokens, padding included.
         experts: D.
     """
     matrix = FP64 * shape.hidden**2
     fitting = FP32 * shape.vocabulary * shape.hidden + (3 * experts + 6) * matrix
-    rows = 10 * FP64 * min(ROWS_AT_ONCE, shape.vocabulary) * shape.hidden
-    size = weights_type(config.precision, "cpu").itemsize
-    layer = (shape.whole - shape.ends) // shape.layers
-    states = size * (tokens * shape.hidden + max(layer, shape.vocabulary * shape.hidden)) + matrix
-    return max(fitting + rows, states)
+    return fitting + 10 * FP64 * min(ROWS_AT_ONCE, shape.vocabulary) * shape.hidden
+
+
+def final_states_bytes(
+    shape: Shape, config: StatisticsConfig, tokens: int, *, device: str = "cpu"
+) -> int:
+    """Of the second moment of what one expert's head reads: its text's states, through a layer.
+
+    Args:
+        shape: The dense model.
+        config: Batches and precision.
+        tokens: Calibration tokens, padding included.
+        device: Where it runs.
+    """
+    size = weights_type(config.precision, device).itemsize
+    layer = size * (shape.whole - shape.ends) // shape.layers
+    embedding = size * shape.vocabulary * shape.hidden
+    working = max(layer + _activations(shape, config, device), embedding)
+    return size * tokens * shape.hidden + working + FP64 * shape.hidden**2
 
 
 def solving_bytes(shape: Shape, config: StatisticsConfig, *, cross_validates: bool = False) -> int:

@@ -13,6 +13,8 @@ PRODUCT = 2
 FITTING_STEPS = 20
 """Of conjugate gradients a round of a fitted head, as the demo's took."""
 FP64_TO_FP32 = 2
+LAMBDAS_TRIED = 2
+"""Of a repaired layer, from the largest on; more where the second is better."""
 
 
 def forward_flops(
@@ -63,6 +65,27 @@ def fitted_head_flops(shape: Shape, *, experts: int) -> int:
     """
     step = PRODUCT * shape.vocabulary * shape.hidden**2 * (experts + 1)
     return FP64_TO_FP32 * ROUNDS * FITTING_STEPS * step
+
+
+def repair_flops(shape: Shape, tokens: int, length: int, *, passes: int = 2) -> int:
+    """Of the repair of one expert: passes over its text, each layer's sums, and their systems.
+
+    The sums are of what down projections read, a a^T and a r^T. Systems are factorised in fp64,
+    which counts twice here, of both halves for each lambda that is tried, and once of the whole.
+
+    Args:
+        shape: The dense model.
+        tokens: T; 0 where that is not known, and nothing is.
+        length: S.
+        passes: Through either model.
+    """
+    if not tokens:
+        return 0
+    inner, hidden = shape.inner, shape.hidden
+    sums = PRODUCT * tokens * (inner**2 // 2 + inner * hidden)
+    factors = (2 * LAMBDAS_TRIED + 1) * (inner**3 // 3 + PRODUCT * inner**2 * hidden)
+    own = shape.layers * (sums + FP64_TO_FP32 * factors)
+    return passes * forward_flops(shape, tokens, length, head=False) + own
 
 
 def merged_attention_flops(

@@ -74,8 +74,7 @@ def train_simoe(
 ) -> SimoeResult:
     """Upcycle a dense model, train its experts, prune them.
 
-    After a kill the same call goes on bit for bit; after the end it only writes ``out`` again.
-    The last checkpoint as sparse as tau is kept (``config.keep`` = best: the best).
+    After a kill the same call goes on bit for bit; ``config.keep`` is of what is as sparse as tau.
 
     Args:
         model: Dense checkpoint with its tokenizer.
@@ -88,8 +87,7 @@ def train_simoe(
         tasks, max_shard_bytes: Names, where routing goes by task; size of one safetensors file.
 
     Raises:
-        InputError: What does not fit, before weights are read; a lambda too small for the model's
-            size, before the first step; no checkpoint is sparse enough.
+        InputError: What does not fit, before the first step; no checkpoint is sparse enough.
         FloatingPointError: Loss, gradient, mask or lambda is not finite.
     """
     raise_faults([*simoe.faults("simoe"), *fit_faults(simoe, config)])
@@ -99,7 +97,7 @@ def train_simoe(
     def load(device: str) -> Subject:
         network: Any = upcycle_in_memory(model, simoe, seed=seed, device=device, tasks=tasks)
         raise_faults(pull_faults(simoe, config, _gates(network)))
-        network.config.use_cache = shape.use_cache  # the Trainer does it too, but only if it trains
+        network.config.use_cache = shape.use_cache  # the Trainer does it only if it trains
         common = standardise_states(network, dataset) if simoe.standardise else None
         write = partial(_write, network, model, out, max_shard_bytes)
         made[:] = [(_subject(network, SimoeObjective(network, simoe, config), write), common)]

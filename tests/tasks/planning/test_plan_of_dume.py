@@ -83,6 +83,28 @@ def test_experts_that_are_repaired_twice_are_kept_twice(tmp_path, llama):
     assert "experts.repair_tokens = own" in refused(small)["routed: 1"]
 
 
+def test_states_before_a_fitted_head_are_a_piece_a_domain(tmp_path, llama):
+    """On the device of statistics, as many at once as it takes; the head itself is fitted alone."""
+    repair = {"repair": "down+head_target"}
+    merged = {"backbone": {"merge": {"embeddings": "counts", "head": "fitted"}}, "experts": repair}
+    merged["statistics"] = STATISTICS
+    found = made(tmp_path, llama, **merged)
+    backbone = rows(found)["backbone"]
+    assert (backbone.pieces, backbone.at_once(found.machine)) == (5, 5)
+    assert backbone.memory > 2 * TOKENS * HIDDEN
+    passes = 5 * work.forward_flops(Shape.of(llama), TOKENS, 1024, head=False)
+    assert backbone.flops > passes + work.fitted_head_flops(Shape.of(llama), experts=1)
+    small = made(tmp_path, llama, machine=SMALL, **merged)
+    assert "fewer statistics.tokens" in refused(small)["backbone: 5"]
+    gpu = Machine(memory=24 * 10**9, cpus=8, disk=10**13, gpus=1, gpu_memory=2 * 10**9)
+    asked = {**merged, "compute": {"statistics": {"gpus": 1}}}
+    assert "backbone: 1" in refused(made(tmp_path, llama, machine=gpu, **asked))
+    tiny = Machine(memory=10**9, cpus=1, disk=10**13)
+    alone = made(tmp_path, llama, machine=tiny, **merged).faults()
+    assert "use a larger machine" in [fault.remedy for fault in alone]
+    assert rows(found)["repaired"].flops > 2 * passes  # and products and systems
+
+
 @pytest.mark.parametrize("way", ["regmean", "distilled"])
 def test_attention_by_regression_holds_all_domains_text(tmp_path, llama, way):
     merged = {"backbone": {"merge": {"attention": way}}, "statistics": STATISTICS}

@@ -1,9 +1,12 @@
 """Planned memory of what is regressed on calibration text, against what torch counts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from test_planning_rehearsal import peak
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.pico import save_pico
 from upcycle_core.activations.moments import Moments
@@ -16,8 +19,9 @@ from upcycle_core.dume.config import RouterConfig, StatisticsConfig
 from upcycle_core.dume.repair import repair_expert
 from upcycle_core.dume.routed import repair_routed
 from upcycle_core.dume.router import solve_routers
+from upcycle_core.dume.shared_head import final_moments
 from upcycle_core.dume.statistics import Statistics, save_statistics
-from upcycle_core.planning import estimate, memory
+from upcycle_core.planning import estimate, memory, work
 from upcycle_core.planning.shape import Shape
 
 DOMAINS, DOCUMENTS, LENGTH = 3, 160, 64
@@ -67,6 +71,30 @@ def test_a_repair_needs_what_was_planned(parts, tmp_path, head):
     shape, tokens = Shape.of(experts["d0"]), DOCUMENTS * LENGTH
     planned = memory.repair_bytes(shape, CONFIG, tokens, head=head)
     assert planned == pytest.approx(held, rel=0.2)
+
+
+def test_a_fitted_head_and_the_states_before_it_need_what_was_planned(parts, tmp_path):
+    _, experts, corpora = parts
+    shape, tokens = Shape.of(experts["d0"]), DOCUMENTS * LENGTH
+    call = (experts["d0"], corpora["d0"])
+    held = peak(lambda: final_moments(*call, config=CONFIG))
+    planned = memory.final_states_bytes(shape, CONFIG, tokens)
+    assert planned == pytest.approx(held, rel=0.2)
+    longer = replace(CONFIG, batch_size=80)  # what a batch holds on its way through a layer
+    held = peak(lambda: final_moments(*call, config=longer))
+    assert memory.final_states_bytes(shape, longer, tokens) == pytest.approx(held, rel=0.2)
+
+
+def test_a_repair_s_operations_are_those_that_torch_counts(parts, tmp_path):
+    """Passes and sums; what factorises and solves, torch does not count."""
+    backbone, experts, corpora = parts
+    call = (backbone, experts["d0"], corpora["d0"], tmp_path / "out")
+    with FlopCounterMode(display=False) as counted:
+        repair_expert(*call, repair="down", config=CONFIG, max_shard_bytes=10**9)
+    shape, tokens = Shape.of(experts["d0"]), DOCUMENTS * LENGTH
+    planned = work.repair_flops(shape, tokens, LENGTH)
+    factors = shape.layers * 2 * 5 * (shape.inner**3 // 3 + 2 * shape.inner**2 * shape.hidden)
+    assert planned - factors == pytest.approx(counted.get_total_flops(), rel=0.15)
 
 
 @pytest.mark.parametrize(("domains", "folds"), [(2, 1), (6, 1), (3, 4)])
