@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import httpx
 
+from infra.recipe.names import masked
 from infra.serving.engine import AbandonedError, Engine, EngineError, Launch
 from infra.serving.pulse import Pulse
 from infra.serving.trouble import Troubles
@@ -296,7 +297,8 @@ class Follower:
         engine = None
         try:
             launch = await asyncio.to_thread(self._launch, number)
-            if self.current is not None and not await self._fits(launch):
+            fits = self.current is None or await self._fits(launch)
+            if not fits and self.current is not None:  # it may have died meanwhile
                 LOG.warning("version %d starts in place of the old one; requests wait", number)
                 self._made_way_for = number
                 await self._take_away("instead")
@@ -304,9 +306,11 @@ class Follower:
             self._engines.add(engine)
             await engine.start(on_end=self._changed.set)
             await engine.wait_until_ready(self.patience.start, wanted=lambda: self.wanted == asked)
-        except BaseException:
+        except BaseException as error:
             if engine is not None:
-                self._spawn(self._end(engine))
+                ending = self._spawn(self._end(engine))
+                if self.current is None and isinstance(error, Exception):
+                    await asyncio.wait([ending])  # the next one needs its memory
             self.state = "serving" if self.current else "waiting"
             raise
         if self.current is not None:
@@ -378,6 +382,7 @@ class Follower:
 
     def _report(self, what: int | str, message: str) -> None:
         """Remember a failure for the status; log it the first time."""
+        message = masked(message)  # MLflow's errors quote its address, with a password
         when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         self.last_failure = {"when": when, "of": what, "message": message}
         first_line = message.split("\n", 1)[0]

@@ -132,7 +132,7 @@ def _settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
 
 
 def _exchanged(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Sections whose settings stand in for another's, as a recipe's and not as the code's doing."""
+    """Sections whose other values stand in for another's: a recipe's doing, and not the code's."""
     gone = {tuple(key.split(".")[:2]) for key in before.keys() - now.keys() if "." in key}
     found = set()
     for key in now.keys() - before.keys():
@@ -140,8 +140,8 @@ def _exchanged(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[st
         section, _, name = rest.partition(".")
         for other in (other for of, other in gone if of == root and other != section):
             with suppress(KeyError):
-                recorded_setting(before, f"{root}.{other}.{name}")
-                found.add(f"{root}.{section} decides in the place of {root}.{other}")
+                if recorded_setting(before, f"{root}.{other}.{name}") != now[key]:
+                    found.add(f"{root}.{section} decides in the place of {root}.{other}")
     yield from sorted(found)
 
 

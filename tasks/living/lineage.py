@@ -66,6 +66,8 @@ def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) ->
     recipe = with_lineage(recipe, workspace)
     lineage = recipe.lineage or Lineage()
     wanted = [name for name in life.pinned(recipe) if not _is_left(name, recipe, workspace)]
+    if len(wanted) < len(life.pinned(recipe)):  # all domains are averaged, as in a rebuild
+        recipe = replace(recipe, backbone=replace(recipe.backbone, experts=None))
     found = {name: workspace.digest(name) for name in wanted if name not in lineage.pinned}
     remedy = f"has not been built; run {METHODS[recipe.method].flow} first"
     raise_faults(

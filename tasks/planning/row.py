@@ -30,7 +30,8 @@ class Planned:
         flops: Floating-point operations of all pieces; None where that is not known.
         precision: What they are computed in.
         memory: Bytes of one piece at its peak, the interpreter left out; 0: next to nothing.
-        alone: Bytes of main memory of one more piece, which runs by itself; 0: there is none.
+        alone: Bytes of one more piece, which runs by itself on CPUs; 0: there is none.
+        alone_flops: What that computes, in fp32.
         streamed: The same of a piece that goes layer by layer; None where it cannot, or must not.
         resources: What a piece reserves.
         kind: Of its resources, as in ``compute.KIND``.
@@ -54,6 +55,7 @@ class Planned:
     precision: Arithmetic = "fp32"
     memory: int = 0
     alone: int = 0
+    alone_flops: int = 0
     streamed: int | None = None
     resources: Resources = field(default_factory=Resources)
     kind: str = "assembly"
@@ -118,7 +120,10 @@ class Planned:
             speed = rates.products(self.precision, busy, machine.cpus)
         if not speed or not rates.read or not rates.write:
             return None
-        return self.flops / speed + self.read / rates.read + self.writes / rates.write
+        seconds = self.flops / speed + self.read / rates.read + self.writes / rates.write
+        if self.alone_flops:
+            seconds += self.alone_flops / rates.products("fp32", self.resources.cpus, machine.cpus)
+        return seconds
 
     def at_once(self, machine: Machine) -> int:
         """Pieces that run side by side there; all workers of one are on the one machine."""

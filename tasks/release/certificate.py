@@ -1,9 +1,10 @@
 """A version's certificate: what readers made of it, kept with it and shown on its page."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from infra.readers.reader import READERS
 from infra.temporary import owned_folder
@@ -116,8 +117,14 @@ def version_files(registry: Registry, version: Version) -> Iterator[Path]:
         yield registry.download(version.reference, folder / "version")
 
 
-def refusal(rows: Sequence[Row]) -> tuple[str, str] | None:
+def refusal(
+    rows: Sequence[Row], absent: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, str] | None:
     """Why a version whose certificate is required is no champion, in a few words and in full.
+
+    Args:
+        rows: What readers said.
+        absent: Readers that the recipe names and are not installed, and why they are not there.
 
     Returns:
         None if it arrived: in one reader at least, and failed in none.
@@ -126,6 +133,10 @@ def refusal(rows: Sequence[Row]) -> tuple[str, str] | None:
     if failed:
         short = f"did not arrive in {', '.join(dict.fromkeys(row.name for row in failed))}"
         return short, f"{short} ({'; '.join(f'{row.name}: {row.why}' for row in failed)})"
+    if absent:
+        short = f"{', '.join(absent)} could not be asked"
+        whys = "; ".join(f"{name}: {why}" for name, why in absent.items())
+        return short, f"{short} ({whys}; or name other registry.readers)"
     if any(row.verdict == "arrived" for row in rows):
         return None
     whys = "; ".join(f"{row.name}: {row.why}" for row in rows) or "none is asked"

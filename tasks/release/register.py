@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.readers.reader import at_hand
+from infra.readers.reader import READERS, at_hand
 from infra.recipe.schema import recipe_digest, recipe_yaml, resolve
 from infra.tracking.records import Registration, Version
 from infra.tracking.registry import Registry
@@ -68,9 +68,11 @@ class Registrar:
         """
         recipe, digests = self.session.recipe, self.session.workspace.digests("model")
         known = offered(self.registry, recipe.registered_name, digests, recipe=recipe.name)
-        if known is None:
-            return None
-        tags, asked = known.version.tags, recipe.registry.certificate
+        return None if known is None else self.ended(known)
+
+    def ended(self, known: Outcome) -> Outcome:
+        """A registered version's outcome, with the certificate that a kill may have left out."""
+        tags, asked = known.version.tags, self.session.recipe.registry.certificate
         if PENDING_TAG not in tags and (CERTIFICATE_TAG in tags or asked == "none"):
             return known
         version = self._certify(known.version)
@@ -179,15 +181,16 @@ class Registrar:
         if not waits and self.registry.place(version.reference) is None:
             _logger.info("no certificate of %s: its files are elsewhere", version.reference)
             return version
-        asked = self.session.recipe.registry.readers or at_hand()
-        readers = [name for name in at_hand() if name in asked]
+        named = self.session.recipe.registry.readers or ()
+        readers = list(named or at_hand())
         with version_files(self.registry, version) as files:
             say = self.session.log
             rows = certify_version(self.registry, version, files, readers=readers, say=say)
         for row in rows:
             if row.verdict == "failed":
                 _logger.error("%s did not arrive in %s: %s", version.reference, row.name, row.why)
-        return settled(self.registry, version, refusal(rows)) if waits else version
+        absent = {name: why for name in named if (why := READERS[name].missing) is not None}
+        return settled(self.registry, version, refusal(rows, absent)) if waits else version
 
 
 def register(

@@ -9,7 +9,7 @@ from infra.recipe.schema import Recipe, TuningConfig
 from tasks.engine.artifacts import ANSWERS
 from tasks.engine.stage import StageRun, stage
 from tasks.scoring.architectures import register_architectures
-from tasks.simoe.rows import model_of, tuned
+from tasks.simoe.rows import model_of, section, tuned
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.config import Bos
@@ -45,7 +45,10 @@ def answers(run: StageRun) -> None:
     arguments = answer_arguments(run.recipe, run.path)
     run.run_one(answers_piece, "evaluation", **arguments, model=run.path(model_of(run.item)))
     use = json.loads((run.out / ANSWERS).read_text()).get("use")
-    for warning in Use.from_dict(use).warnings() if use else ():
+    row = run.recipe.baselines.get(run.item)
+    config = (row and row.simoe) or section(run.recipe)
+    by_token = config.routing == "token"
+    for warning in Use.from_dict(use).warnings(by_token=by_token) if use else ():
         run.session.log(f"{run.item}: {warning}")
 
 

@@ -1,7 +1,8 @@
 """Stages ``baselines`` and ``model``: one model tuned on the instructions; a row of their table."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,7 @@ DECIDING = (
 KEPT = "training.checkpoint_steps"
 """Of a SIMoE it decides the result: the model that is kept is that of a checkpoint."""
 
-LEAST_CLOSED = 0.9
+LEAST_CLOSED = 0.8
 """Of tau: what lambda is to have closed before gates are closed for it."""
 MANY = 0.1
 """Share of the instructions above which it is said that they were left out."""
@@ -134,7 +135,8 @@ def tune_simoe(
         max_shard_bytes=run.recipe.moe.max_shard_bytes,
         device=run.device(kind),
     )
-    for warning in _warnings(json.loads((run.out / SUMMARY).read_text()), config):
+    summary = json.loads((run.out / SUMMARY).read_text())
+    for warning in (*_warnings(summary, config), *_shared_names(config, _files(_prepared(run)))):
         run.session.log(f"{run.stage.label(run.item)}: {warning}")
     if run.recorder is not None:
         run.recorder.log_artifacts(run.out / TRAINING, TRAINING)
@@ -155,6 +157,20 @@ def _warnings(summary: Mapping[str, Any], config: SimoeUpcyclingConfig) -> Itera
             f"{left_out:,} of {given:,} instructions are longer than "
             "tuning.training.sequence_length and were left out (instructions.too_long)"
         )
+
+
+def _shared_names(config: SimoeUpcyclingConfig, files: Sequence[Path]) -> Iterator[str]:
+    """Tasks of two categories that coefficients by task take for one."""
+    if config.routing != "task":
+        return
+    categories: dict[str, set[str]] = defaultdict(set)
+    for file in files:
+        with file.open(encoding="utf-8") as lines:
+            for row in map(json.loads, lines):
+                categories[row["task"]].add(row["category"])
+    for task, own in sorted(categories.items()):
+        if len(own) > 1:
+            yield f"the task {task} is in {' and '.join(sorted(own))}, and has one mixture in all"
 
 
 def _experts(run: StageRun, labels: list[str]) -> dict[str, Path]:

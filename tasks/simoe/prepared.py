@@ -1,7 +1,5 @@
 """What prepared instructions lack for what a recipe asks of them, before a model is tuned."""
 
-import json
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,20 +7,17 @@ from infra.recipe.schema import Recipe
 from tasks.simoe.checks import FIGURES
 from tasks.simoe.labels import label_faults, labels_of
 from tasks.simoe.limit import held_to_limit
-from tasks.simoe.rows import section
 from upcycle_core.errors import Fault
 
 
 def prepared_faults(recipe: Recipe, instructions: Path) -> Iterator[Fault]:
-    """Labels that are too few for BTX; names that two tasks share where routing goes by them;
-    figures of the gate, and a limit, without any question.
+    """Labels that are too few for BTX; figures of the gate, and a limit, without any question.
 
     Args:
         recipe: Checked.
         instructions: What the stage of that name has made.
     """
     yield from label_faults(recipe, labels_of(instructions))
-    yield from _name_faults(recipe, instructions)
     least = recipe.tuning.least_exact_match
     if least is not None and held_to_limit(recipe) and _is_empty(instructions, "seen"):
         remedy = f"{_none('seen')}; leave it out, or give tasks more instances"
@@ -32,26 +27,6 @@ def prepared_faults(recipe: Recipe, instructions: Path) -> Iterator[Fault]:
         if figure in FIGURES and _is_empty(instructions, split):
             remedy = f"{_none(split)}; name another figure, or give tasks more instances"
             yield Fault("registry.gate", figure, remedy)
-
-
-def _name_faults(recipe: Recipe, instructions: Path) -> Iterator[Fault]:
-    """Tasks that coefficients by task would take for one."""
-    by_task = {"simoe": section(recipe)} | {
-        f"baselines.{name}.simoe": row.simoe for name, row in recipe.baselines.items() if row.simoe
-    }
-    fields = [f"{where}.routing" for where, own in by_task.items() if own.routing == "task"]
-    if not fields:
-        return
-    categories: dict[str, set[str]] = defaultdict(set)
-    for file in (*sorted((instructions / "train").iterdir()), instructions / "unseen.jsonl"):
-        with file.open(encoding="utf-8") as lines:
-            for row in map(json.loads, lines):
-                categories[row["task"]].add(row["category"])
-    for task, own in sorted(categories.items()):
-        if len(own) > 1:
-            remedy = f"the categories {' and '.join(sorted(own))} both have a task {task}, and it "
-            remedy += "would have one mixture: call one of them otherwise, or use instance"
-            yield from (Fault(field, "task", remedy) for field in fields)
 
 
 def _is_empty(instructions: Path, split: str) -> bool:

@@ -613,6 +613,64 @@ def test_without_room_a_version_that_failed_is_tried_after_growing_pauses(preten
     asyncio.run(run())
 
 
+def test_without_room_the_next_engine_waits_until_the_one_that_failed_has_ended(
+    pretended, monkeypatch
+):
+    """It would find the memory taken, and its version be blamed."""
+    alive, most, stop = set(), [], following.Engine.stop
+
+    async def slow(self):
+        await asyncio.sleep(0.2)
+        alive.discard(self)
+        await stop(self)
+
+    start = following.Engine.start
+
+    async def counted(self, *, on_end):
+        alive.add(self)
+        most.append(len(alive))
+        await start(self, on_end=on_end)
+
+    monkeypatch.setattr(following.Engine, "stop", slow)
+    monkeypatch.setattr(following.Engine, "start", counted)
+    pretended.broken.add(2)
+
+    async def run():
+        alias = [1]
+        async with followed(pretended, alias, swap="instead") as follower:
+            alias[0] = 2
+            while pretended.starts != [1, 2, 1] or follower.current is None:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert most == [1, 1, 1]
+
+
+def test_an_address_of_the_registry_is_shown_without_its_password(pretended, caplog):
+    fails = []
+
+    def wanted():
+        if not fails:
+            return 1
+        raise OSError("API request to http://us:sesame@registry:5000/api failed")
+
+    async def run():
+        follower = Follower(wanted, pretended.launch, patience=Patience(), swap="beside")
+        await follower.begin()
+        fails.append(1)
+        try:
+            async with asyncio.timeout(SECONDS):
+                while follower.status()["last_failure"] is None:
+                    await asyncio.sleep(0.01)
+        finally:
+            await follower.end()
+        return follower.status()["last_failure"]["message"]
+
+    said = asyncio.run(run())
+    assert "http://us:***@registry:5000" in said
+    assert "sesame" not in caplog.text
+
+
 def test_room_is_that_of_the_memory():
     assert has_room(0)
     assert not has_room(psutil.virtual_memory().total)

@@ -10,8 +10,11 @@ from upcycle_core.training.config import TrainingConfig
 
 _DISTANCE = 1.3458 + 1.5986
 """From the mean of the initial log phi to where a gate is zero."""
+_TEMPERATURE = 2 / 3
 _SLACK = 1.1
 """A gate's slope rises on its way, and with it the gradient, a little faster than lambda."""
+_LEEWAY = 1.5
+"""The text's own gradients, which nobody knows beforehand, may help gates on their way."""
 _EPSILON = 1e-8
 """Adam's, as torch and transformers have it: gradients below it move a gate by less than a step."""
 
@@ -57,24 +60,29 @@ def pull_faults(
     """A lambda whose pull is too small, at a model's size, to get gates to zero that it could.
 
     Of the expected sparsity a gate has the share w / (M x all parameters), w parameters a gate:
-    that times lambda times P (1 - P) is its gradient, which Adam moves by a step only where it is
-    above epsilon. Looked at is the gate that decides: the heaviest have the largest gradients and
-    close first, and with it tau of the parameters are closed.
+    that times lambda times P (1 - P) is its gradient, and beta pulls with 2 z / layers times its
+    slope where masks are to have length one. Adam moves a gate by a step only where both are above
+    epsilon. Looked at is the gate that decides: the heaviest have the largest gradients and close
+    first, and with it tau of the parameters are closed.
 
     Args:
         simoe, training, field: As for ``reach_faults``.
-        gates: Of each kind: parameters that a gate decides about, and gates of one expert.
+        gates: Of each layer: parameters that a gate decides about, and gates of one expert.
     """
     if not simoe.is_constrained or not 0 < simoe.tau < 1 or not gates:
         return
     share = _deciding(gates, simoe.tau) / (simoe.experts * sum(w * count for w, count in gates))
+    length = simoe.beta / len(gates) if simoe.orthogonality == "full" else 0.0
     distance = _distance(simoe)
-    moved = _SLACK * _pulled(simoe, training, share, epsilon=_EPSILON)
-    if moved < distance <= _SLACK * _pulled(simoe, training, share, epsilon=0.0):
+    moved, free = (
+        _LEEWAY * _pulled(simoe, training, share, length=length, epsilon=epsilon)
+        for epsilon in (_EPSILON, 0.0)
+    )
+    if moved < distance <= free:
         remedy = (
-            f"of a model of this size pulls the gates that decide by {moved:.2f} at most in "
+            f"at this model's size pulls the gates that decide by about {moved / _LEEWAY:.2f} in "
             f"{training.steps} steps, tau = {simoe.tau:g} needs {distance:.2f}: lambda's gradients "
-            "are no more than Adam's epsilon too long; give e.g. ten times as much, or more steps"
+            "are below Adam's epsilon too long; give e.g. ten times as much, or more steps"
         )
         yield Fault(f"{field}.multiplier_learning_rate", simoe.multiplier_learning_rate, remedy)
 
@@ -112,15 +120,32 @@ def _deciding(gates: Sequence[tuple[int, int]], tau: float) -> int:
 
 
 def _pulled(
-    simoe: SimoeUpcyclingConfig, training: TrainingConfig, share: float, *, epsilon: float
+    simoe: SimoeUpcyclingConfig,
+    training: TrainingConfig,
+    share: float,
+    *,
+    length: float,
+    epsilon: float,
 ) -> float:
-    """How far a lambda that nothing holds takes log phi, on a gate's slope as it goes."""
+    """How far a lambda that nothing holds takes log phi, on a gate's slopes as it goes.
+
+    Args:
+        simoe, training: As for ``reach_faults``.
+        share: Of the gate, of the expected sparsity.
+        length: beta of one layer, where it pulls at a mask's length; else 0.
+        epsilon: Adam's.
+    """
     first, second = training.adam_beta1, training.adam_beta2
     distance = _distance(simoe)
     mean = square = multiplier = moved = 0.0
     for step in range(1, training.steps + 1):
-        open_share = 1 / (1 + math.exp(min(moved - distance, 0.0)))
+        left = max(distance - moved, 0.0)
+        open_share = 1 / (1 + math.exp(-left))
         gradient = multiplier * share * open_share * (1 - open_share)
+        # Of the stretched sigmoid, from -0.1 to 1.1: it is zero at a log phi of -1.5986.
+        sigmoid = 1 / (1 + math.exp((1.5986 - left) / _TEMPERATURE))
+        gate, slope = 1.2 * sigmoid - 0.1, 1.2 / _TEMPERATURE * sigmoid * (1 - sigmoid)
+        gradient += 2 * length * max(0.0, gate) * slope
         mean = first * mean + (1 - first) * gradient
         square = second * square + (1 - second) * gradient * gradient
         root = math.sqrt(square / (1 - second**step))

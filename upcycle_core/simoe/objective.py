@@ -91,7 +91,7 @@ class SimoeObjective:
         multiplier: lambda, 0 or more.
         use: Running mean of each expert's coefficients over steps, of sum one; 1 / M at the start.
         reached: Whether sparsity by use has been tau.
-        unsettled: Sparsity before gates were first closed to hold it; None until then.
+        unsettled: Sparsity before gates were first closed for what lambda had not; None until then.
     """
 
     def __init__(
@@ -210,11 +210,11 @@ class SimoeObjective:
         config, use_M = self._config, self._use_M
         if config.reopen:
             keep_near(self._model)
-        if settles and self.unsettled is None:
-            self.unsettled = getattr(realised_sparsity(self._model, use_M), config.sparsity)
         if settles or not config.reopen:
             open_surplus(self._model, tau, config.sparsity, use_M=use_M)
         if settles and (config.reopen or self.reached):
+            if self.unsettled is None:
+                self.unsettled = getattr(realised_sparsity(self._model, use_M), config.sparsity)
             close_deficit(self._model, tau, config.sparsity, use_M=use_M)
 
     def tau_at(self, step: int) -> float:

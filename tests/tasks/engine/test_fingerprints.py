@@ -483,7 +483,7 @@ def test_settings_that_a_recipe_gives_for_others_are_no_upgrade(life, recorded):
     """Else a model would be said to have been trained as no expert of it was."""
     parents = Lineage(parents={"letters": "the first"})
     own = replace(life.recipe, lineage=parents)
-    continued = replace(own.experts, continued=own.experts.training)
+    slower = replace(own.experts.training, learning_rate=own.experts.training.learning_rate / 2)
     life.recipe = own
     put(life, "sources", "letters.json", "first")
     for artifact in ("corpora/letters", "seed", "parents/letters"):
@@ -496,6 +496,8 @@ def test_settings_that_a_recipe_gives_for_others_are_no_upgrade(life, recorded):
     record = {**made_from, "fingerprint": fingerprint(made_from)}
     life.workspace.publish(life.workspace.stage("experts/letters"), "experts/letters", record)
     assert experts.reasons(life.session(), "letters") == []
-    life.recipe = replace(own, experts=continued)
+    for settings, runs in ((own.experts.training, False), (slower, True)):
+        life.recipe = replace(own, experts=replace(own.experts, continued=settings))
+        assert bool(experts.reasons(life.session(), "letters")) == runs
     reason, *_ = experts.reasons(life.session(), "letters")
     assert reason == "experts.continued decides in the place of experts.training"

@@ -1,16 +1,20 @@
 """What DUME's stages need where a recipe asks for more than the paper does."""
 
+from dataclasses import replace
+
 import pytest
 from test_plan import DOMAINS, FFNS, HIDDEN, LAYERS, WHOLE, made, rows
 
 from tasks.planning.machine import Machine
 from upcycle_core.planning import work
+from upcycle_core.planning.rates import Rates
 from upcycle_core.planning.shape import Shape
 
 MODEL = 2 * (WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN)
 TOKENS = 200_000
 STATISTICS = {"precision": "bf16", "batch_size": 4, "tokens": TOKENS, "shards": 2}
 SCORED = {"tokens": 4096, "sequence_length": 1024, "random_routing_seeds": [0]}
+RATES = ("fp32", "bf16", "fp32_one", "bf16_one", "memory", "read", "write")
 SMALL = Machine(memory=16 * 10**9, cpus=8, disk=10**13)
 
 
@@ -93,7 +97,12 @@ def test_states_before_a_fitted_head_are_a_piece_a_domain(tmp_path, llama):
     assert (backbone.pieces, backbone.at_once(found.machine)) == (5, 5)
     assert backbone.memory > 2 * TOKENS * HIDDEN
     passes = 5 * work.forward_flops(Shape.of(llama), TOKENS, 1024, head=False)
-    assert backbone.flops > passes + work.fitted_head_flops(Shape.of(llama), experts=1)
+    assert backbone.flops == passes
+    assert backbone.alone_flops == work.fitted_head_flops(Shape.of(llama), experts=5)
+    rates = Rates(**dict.fromkeys(RATES, 1e12), gpu_fp32=1e14, gpu_bf16=1e15)
+    on_a_gpu = replace(backbone, resources=replace(backbone.resources, gpus=1.0))
+    for row in (backbone, on_a_gpu):  # on however fast a GPU
+        assert row.seconds(found.machine, rates) > backbone.alone_flops / 1e12
     small = made(tmp_path, llama, machine=SMALL, **merged)
     assert "fewer statistics.tokens" in refused(small)["backbone: 5"]
     gpu = Machine(memory=24 * 10**9, cpus=8, disk=10**13, gpus=1, gpu_memory=2 * 10**9)

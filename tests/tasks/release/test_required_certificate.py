@@ -227,6 +227,14 @@ def test_one_reader_that_fails_is_enough_and_none_that_arrives_too(rows, short):
         assert all(row.why in found[1] for row in asked)
 
 
+def test_a_reader_that_the_recipe_names_and_that_is_not_there_is_no_arrival():
+    absent = {"vllm": "not installed: make readers (vllm)"}
+    short, full = refusal([ARRIVED], absent)
+    assert short == "vllm could not be asked"
+    assert "make readers (vllm)" in full
+    assert refusal([ARRIVED, FAILED], absent)[0] == "did not arrive in vllm"
+
+
 @pytest.fixture
 def champions(registry, run, name, tmp_path):
     """Registers versions that become champion, one after the other; returns the last."""

@@ -7,7 +7,7 @@ import pytest
 from pico import save_pico
 
 from tasks.recipes import validate
-from tasks.simoe.model import TRAIN, _warnings, baselines, model
+from tasks.simoe.model import TRAIN, _shared_names, _warnings, baselines, model
 from tasks.simoe.prepared import prepared_faults
 from tasks.simoe.register import register_tuned
 from tests.tasks.simoe.test_simoe_faults import VALID, changed
@@ -72,20 +72,6 @@ def test_what_the_gate_does_not_ask_for_may_be_missing(tmp_path):
     assert not list(prepared_faults(validate(VALID), prepared(tmp_path, asked=["unseen"])))
 
 
-def test_tasks_of_one_name_in_two_categories_are_refused_where_routing_goes_by_name(tmp_path):
-    prepared(tmp_path)
-    row = {"task": "qa", "category": "Law"}
-    (tmp_path / "train" / "law.jsonl").write_text(json.dumps(row) + "\n")
-    (tmp_path / "unseen.jsonl").write_text(json.dumps(row | {"category": "Tax"}) + "\n")
-    values = changed("simoe/routing", "task")
-    assert not list(prepared_faults(validate(VALID), tmp_path))
-    (fault,) = prepared_faults(validate(values), tmp_path)
-    assert (fault.field, fault.value) == ("simoe.routing", "task")
-    assert "the categories Law and Tax both have a task qa" in fault.remedy
-    (tmp_path / "unseen.jsonl").write_text(json.dumps(row) + "\n")
-    assert not list(prepared_faults(validate(values), tmp_path))
-
-
 def test_a_gate_that_was_changed_after_tuning_is_held_against_what_was_asked(tmp_path):
     prepared(tmp_path / "instructions", asked=["unseen"])
     score = {"exact_match": {"mean": 0.5}, "rouge_l": {"mean": 0.5}}
@@ -110,3 +96,14 @@ def test_what_a_training_came_to_and_nobody_expects_is_said():
     assert "lambda had closed 25.0 % until the last tenth of the steps, of the 75 %" in said
     (said,) = _warnings(usual | {"left_out": 1905}, config)
     assert said.startswith("1,905 of 2,000 instructions are longer than")
+
+
+def test_a_task_of_two_categories_is_said_to_have_one_mixture_where_routing_goes_by_task(tmp_path):
+    files = [tmp_path / "law.jsonl", tmp_path / "tax.jsonl"]
+    for file, category in zip(files, ("Law", "Tax"), strict=True):
+        file.write_text(json.dumps({"task": "qa", "category": category}) + "\n")
+    by_task = SimoeUpcyclingConfig(routing="task")
+    (said,) = _shared_names(by_task, files)
+    assert said == "the task qa is in Law and Tax, and has one mixture in all"
+    assert not list(_shared_names(SimoeUpcyclingConfig(), files))
+    assert not list(_shared_names(by_task, files[:1]))

@@ -308,7 +308,7 @@ def test_a_constraint_that_is_never_met_is_an_error_and_the_checkpoints_stay(fol
 
 def test_a_lambda_that_cannot_pull_is_refused_before_the_first_step(folder):
     with pytest.raises(InputError, match=r"simoe\.multiplier_learning_rate = 1e-09"):
-        call(folder / "pulled", simoe=replace(SIMOE, multiplier_learning_rate=1e-9))
+        call(folder / "pulled", simoe=replace(SIMOE, multiplier_learning_rate=1e-9, beta=0.0))
     assert not list((folder / "pulled").rglob("checkpoint-*"))
 
 
@@ -371,6 +371,7 @@ def test_gradients_of_masks_and_of_the_others_are_clipped_apart(folder, monkeypa
         own = folder / f"clipped-{name}"
         monkeypatch.setattr(objective.SimoeObjective, "may_keep", lambda *_: True)
         monkeypatch.setattr(train, "fit_faults", lambda *_: ())
+        monkeypatch.setattr(train, "pull_faults", lambda *_: ())
         monkeypatch.setattr(torch.optim.AdamW, "step", _plain_descent)
         result = call(own, config=config, simoe=simoe)
         weights = load_file(own / "checkpoints/checkpoint-2/model.safetensors")

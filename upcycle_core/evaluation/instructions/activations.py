@@ -90,15 +90,19 @@ class Use(Plain):
             tasks=len(activations),
         )
 
-    def warnings(self) -> list[str]:
-        """What is no mixture, and what may be done about it."""
+    def warnings(self, *, by_token: bool = False) -> list[str]:
+        """What is no mixture, and what may be done about it.
+
+        Args:
+            by_token: Whether each token has a mixture of its own; tasks' means then say nothing.
+        """
         found = []
         if self.leading > COLLAPSED:
             found.append(
                 f"one expert has {100 * self.leading:.1f} % of the coefficients: it is no mixture; "
                 "what may help: docs/simoe.md, Choices"
             )
-        if self.leading <= COLLAPSED and self.tasks > 1 and self.apart < ALIKE:
+        if not by_token and self.leading <= COLLAPSED and self.tasks > 1 and self.apart < ALIKE:
             found.append(
                 f"all {self.tasks} tasks use the experts alike, apart by {self.apart:.4f} nats: "
                 "the router tells none from another; what may help: docs/simoe.md, Choices"
