@@ -297,8 +297,7 @@ class Follower:
         engine = None
         try:
             launch = await asyncio.to_thread(self._launch, number)
-            fits = self.current is None or await self._fits(launch)
-            if not fits and self.current is not None:  # it may have died meanwhile
+            if self.current and not await self._fits(launch) and self.current:  # it may have died
                 LOG.warning("version %d starts in place of the old one; requests wait", number)
                 self._made_way_for = number
                 await self._take_away("instead")
@@ -307,11 +306,10 @@ class Follower:
             await engine.start(on_end=self._changed.set)
             await engine.wait_until_ready(self.patience.start, wanted=lambda: self.wanted == asked)
         except BaseException as error:
-            if engine is not None:
-                ending = self._spawn(self._end(engine))
-                if self.current is None and isinstance(error, Exception):
-                    await asyncio.wait([ending])  # the next one needs its memory
+            ending = engine and self._spawn(self._end(engine))
             self.state = "serving" if self.current else "waiting"
+            if ending and not self.current and isinstance(error, Exception):
+                await asyncio.wait([ending])  # the next one needs its memory
             raise
         if self.current is not None:
             self._take_away("beside")
@@ -381,9 +379,8 @@ class Follower:
         self._report(number, message)
 
     def _report(self, what: int | str, message: str) -> None:
-        """Remember a failure for the status; log it the first time."""
-        message = masked(message)  # MLflow's errors quote its address, with a password
-        when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        """Remember a failure for the status, without passwords; log it the first time."""
+        when, message = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"), masked(message)
         self.last_failure = {"when": when, "of": what, "message": message}
         first_line = message.split("\n", 1)[0]
         if self._said.get(what) != first_line:

@@ -129,7 +129,8 @@ def _deltas(row: Baseline, shape: Shape, experts: int) -> int | None:
     if row.ders is None:
         return None
     codec = CodecConfig(codec=row.ders.codec, drop_rate=row.ders.drop_rate, rank=row.ders.rank)
-    return compressed_bytes(shape, codec, experts) // shape.itemsize
+    deltas = compressed_bytes(shape, codec, experts + (row.ders.universal == "delta"))
+    return deltas // shape.itemsize + (shape.ffns if row.ders.universal == "own" else 0)
 
 
 def _size(row: Baseline, shape: Shape, domains: int) -> int:

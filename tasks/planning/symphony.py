@@ -8,6 +8,7 @@ from infra.recipe.schema import Recipe
 from tasks.planning.joined import mixture_row, scoring_row
 from tasks.planning.parts import FP32, Subjects, experts_row, joined, text_rows, tokens_of
 from tasks.planning.row import Planned
+from tasks.symphony.compared import looked_at
 from tasks.symphony.variants import (
     SYMPHONY,
     chosen_of,
@@ -197,7 +198,7 @@ def _similarity_row(recipe: Recipe, subjects: Subjects, own: Shape, union: Shape
     dense = alignment.similarity_bytes(own, config, 2, **common)
     mixed = alignment.similarity_bytes(union, config, domains, experts=domains, **common)
     pairs = domains * (domains - 1) // 2
-    merged = 1 + (recipe.post_training is not None)
+    merged = sum(1 for _ in looked_at(recipe))
     widths = [{"neurons": own.inner, "outputs": own.hidden}[r] for r in config.representations]
     tokens = domains * tokens_of(config.tokens, subjects.calibration)
     flops = [

@@ -189,7 +189,8 @@ class Registrar:
         for row in rows:
             if row.verdict == "failed":
                 _logger.error("%s did not arrive in %s: %s", version.reference, row.name, row.why)
-        absent = {name: why for name in named if (why := READERS[name].missing) is not None}
+        missing = ((str(name), READERS[name].missing) for name in named)
+        absent = {name: why for name, why in missing if why is not None}
         return settled(self.registry, version, refusal(rows, absent)) if waits else version
 
 

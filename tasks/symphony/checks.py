@@ -162,19 +162,20 @@ def is_given(domain: Domain) -> bool:
 
 
 def _vocabulary_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Tokenizers that are trained here and will cut text by different rules."""
+    """Tokenizers that will cut text by different rules: of several that are trained here, or one of
+    a domain's own beside a given model's. Given ones are compared where they lie."""
     if section(recipe).segmentation is not None:
         return
-    kinds = set()
+    kinds, is_own = set(), False
     for name, domain in recipe.domains.items():
+        if is_given(domain):
+            continue
         origin = domain.origin
-        if domain.expert is None and (origin is None or origin.model is None):
-            own = origin is not None and origin.vocabulary_size is not None
-            mixture = (
-                tuple(sorted((origin.mixture or {name: 1.0}).items())) if own and origin else ()
-            )
-            kinds.add((origin.vocabulary_size if origin else None, mixture))
-    if len(kinds) > 1:
+        own = origin is not None and origin.vocabulary_size is not None
+        mixture = tuple(sorted((origin.mixture or {name: 1.0}).items())) if own and origin else ()
+        kinds.add((origin.vocabulary_size if origin else None, mixture))
+        is_own |= own
+    if len(kinds) > 1 or (is_own and any(map(is_given, recipe.domains.values()))):
         remedy = "the models cut text by different rules; name the domain whose tokenizer the "
         remedy += f"result uses: one of {list(recipe.domains)}"
         yield Fault("symphony.segmentation", None, remedy)
@@ -187,6 +188,9 @@ def _post_training_faults(recipe: Recipe) -> Iterator[Fault]:
     yield from training_faults(post.training, f"{where}.training")
     yield from objective_faults(post.objective, f"{where}.objective")
     yield from warmup_faults(f"{where}.training", post.training)
+    if "shared_base" in post.objective.trainable:
+        remedy = "experts of strangers have no shared base; remove it"
+        yield Fault(f"{where}.objective.trainable", "shared_base", remedy)
     if recipe.moe.top_k == 1 and {"router", "all"} & set(post.objective.trainable):
         remedy = "a renormalised top-1 weight is always 1, so the text's loss gives the router no "
         remedy += "gradient; use moe.top_k >= 2 (the paper's 2)"

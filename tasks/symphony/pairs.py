@@ -4,8 +4,9 @@ Pieces are (model, group of layers): one set of sums each, to which every domain
 place. Variants that compare the same models on the same text share them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
@@ -89,7 +90,17 @@ def pairs(run: StageRun) -> None:
         for group in groups
     ]
     done = run.run(pieces, "alignment")
+    asked, read = config.calibration.tokens, _read([found.result for found in done.values()])
+    if read < asked:
+        said = f"symphony.calibration.tokens asks for {asked:,} of each text, and the shortest "
+        said += f"lends {read:,}: so many are read of each ({', '.join(texts)})"
+        run.session.log(f"{run.stage.label(run.item)}: {said}")
     for name in strangers_of(recipe, config):
         (run.out / name).mkdir()
         for group, target in zip(groups, moment_files(run.out, name, groups), strict=True):
             done[f"{name}-{group[0]:04d}"].path.rename(target)
+
+
+def _read(found: Sequence[Mapping[str, Any]]) -> int:
+    """Tokens of each text, the least of all pieces."""
+    return min(count for counts in found for count in counts["tokens"].values())

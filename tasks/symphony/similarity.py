@@ -9,7 +9,7 @@ from typing import Any
 from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
 from tasks.engine.stage import StageRun, each, stage
-from tasks.symphony.variants import SYMPHONY, chosen_of, variants
+from tasks.symphony.compared import looked_at
 from upcycle_core.corpora.config import Bos
 from upcycle_core.evaluation.similarity.config import SimilarityConfig
 from upcycle_core.evaluation.similarity.measure import (
@@ -20,48 +20,15 @@ from upcycle_core.evaluation.similarity.measure import (
 from upcycle_core.evaluation.similarity.report import write_report
 from upcycle_core.evaluation.similarity.results import Stage
 from upcycle_core.progress import Progress
-from upcycle_core.symphony.config import AlignmentConfig, CalibrationConfig
+from upcycle_core.symphony.config import CalibrationConfig
 from upcycle_core.symphony.texts import paired_texts
-
-STATES = {"before": "before post-training", "after": "after post-training"}
-
-
-def compared(recipe: Recipe) -> dict[str, str]:
-    """{variant: what the page calls its experts}: the first of each kind of alignment."""
-    found: dict[str, str] = {}
-    for name, variant in variants(recipe).items():
-        title = _title(variant.alignment)
-        whole = len(chosen_of(recipe, variant)) == len(recipe.domains)
-        if whole and title not in found.values():
-            found[name] = title
-    return {name: found[name] for name in sorted(found, key=lambda n: len(found[n]))}
-
-
-def _title(alignment: AlignmentConfig) -> str:
-    parts = {
-        "neurons": alignment.neurons != "none",
-        "residual": alignment.residual != "none",
-        "heads": alignment.heads != "none",
-    }
-    named = [part for part, is_on in parts.items() if is_on]
-    return f"aligned {' + '.join(named)}" if named else "unaligned"
-
-
-def _models(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """Key, title and artifact of every MoE that is looked at."""
-    for name, title in compared(recipe).items():
-        yield f"{name}.before", f"{title}, {STATES['before']}", f"starts/{name}"
-        if name != SYMPHONY:
-            yield f"{name}.after", f"{title}, {STATES['after']}", f"baselines/{name}"
-        elif recipe.post_training is not None:
-            yield f"{name}.after", f"{title}, {STATES['after']}", "model"
 
 
 def _inputs(recipe: Recipe, item: str) -> Iterator[str]:
     calibration = ("documents/{domain}/calibration.parquet", "corpora/{domain}/calibration")
     for pattern in ("experts/{domain}", *calibration):
         yield from each(recipe, pattern)
-    yield from (artifact for _, _, artifact in _models(recipe))
+    yield from (artifact for _, _, artifact in looked_at(recipe))
 
 
 @stage(
@@ -91,12 +58,12 @@ def similarity(run: StageRun) -> None:
     moe = {"corpora": corpora, "names": list(recipe.domains), **common}
     pieces += [
         Piece.of(key, moe_piece, model=run.path(artifact), **moe)
-        for key, _, artifact in _models(recipe)
+        for key, _, artifact in looked_at(recipe)
     ]
     done = {name: _pairs(piece.result) for name, piece in run.run(pieces, "evaluation").items()}
     dense = [pair for name in combinations(recipe.domains, 2) for pair in done[".".join(name)]]
     stages = {"dense": Stage(title="original dense models", inputs="own", pairs=dense)}
-    for key, title, _ in _models(recipe):
+    for key, title, _ in looked_at(recipe):
         stages[key] = Stage(title=title, inputs="shared", pairs=done[key])
     write_report(stages, run.out)
 

@@ -89,9 +89,11 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     faults += _response_faults(recipe, tokens)
     if trains_shape(recipe):
         faults += _shape_faults(recipe, readers)
-    elif not faults:
-        models = dict(zip(recipe.domains, (r.directory for r in readers.values()), strict=True))
-        faults += segmentation_faults(models, section(recipe).segmentation)
+    names = [name for name, domain in recipe.domains.items() if is_given(domain)]
+    rules = section(recipe).segmentation
+    if not faults and names and (len(names) == len(recipe.domains) or rules in names):
+        models = dict(zip(names, (r.directory for r in readers.values()), strict=True))
+        faults += segmentation_faults(models, rules)
     return faults
 
 

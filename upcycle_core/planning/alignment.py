@@ -39,7 +39,8 @@ def pairs_bytes(shape: Shape, config: CalibrationConfig, *, device: str = "cpu")
     """
     layers = min(config.layers, shape.layers)
     tokens = config.batch_size * config.sequence_length
-    kept = layers * (shape.inner + shape.heads_width) + 2 * shape.hidden
+    # All paths of the first model are held until the second has run.
+    kept = layers * (shape.inner + shape.heads_width + 2 * shape.hidden) + shape.hidden
     features = FEATURES[config.features] * tokens * kept
     batch = (config.batch_size, config.sequence_length)
     active = activations_bytes(shape, batch, config.precision, device)

@@ -188,6 +188,16 @@ def test_a_model_that_is_trained_here_may_stand_beside_a_given_one_of_its_shape(
     check(validate(beside), tmp_path / "models")
 
 
+def test_a_tokenizer_of_its_own_beside_a_given_model_s_asks_whose_rules_count(beside, tmp_path):
+    """After training there would be no more to be done about it."""
+    beside["domains"]["law"]["origin"] = {"vocabulary_size": 300}
+    check(validate(beside), tmp_path / "models")
+    del beside["symphony"]["segmentation"]
+    with pytest.raises(InputError) as error:
+        validate(beside)
+    assert [fault.field for fault in error.value.faults] == ["symphony.segmentation"]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "attribute"),
     [

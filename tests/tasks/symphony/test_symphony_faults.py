@@ -98,6 +98,11 @@ def test_a_valid_recipe_has_no_fault():
         ("domains.law.origin.model", "models/law", "domains.law.origin.initialisation"),
         ("domains.law.elsewhere", TEXT, "domains.law.elsewhere"),
         ("domains.law.origin.vocabulary_size", 400, "symphony.segmentation"),
+        (
+            "post_training.objective.trainable",
+            ["router", "shared_base"],
+            "post_training.objective.trainable",
+        ),
         ("experts.training.method", "lora", "experts.training.method"),
         ("symphony.anchor", "tax", "symphony.anchor"),
         ("symphony.models", ["law"], "symphony.models"),
