@@ -274,7 +274,7 @@ def _damaged_inputs(session: Session, label: str, inputs: Iterable[str]) -> Iter
             continue
         if workspace.provenance(artifact) is None:
             remedy = "is not as it was published; bring it back (dvc pull --force in the "
-            remedy += "workspace), or have it made again by the flow of the recipe's method"
+            remedy += "workspace), or have it made again: flows.dume, or the recipe's own flow"
             yield Fault(f"{label} needs", artifact, remedy)
         else:
             session.whole.add(artifact)

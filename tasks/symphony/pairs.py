@@ -90,10 +90,7 @@ def pairs(run: StageRun) -> None:
         for group in groups
     ]
     done = run.run(pieces, "alignment")
-    asked, read = config.calibration.tokens, _read([found.result for found in done.values()])
-    if read < asked:
-        said = f"symphony.calibration.tokens asks for {asked:,} of each text, and the shortest "
-        said += f"lends {read:,}: so many are read of each ({', '.join(texts)})"
+    for said in _lacking(config.calibration.tokens, [found.result for found in done.values()]):
         run.session.log(f"{run.stage.label(run.item)}: {said}")
     for name in strangers_of(recipe, config):
         (run.out / name).mkdir()
@@ -101,6 +98,17 @@ def pairs(run: StageRun) -> None:
             done[f"{name}-{group[0]:04d}"].path.rename(target)
 
 
-def _read(found: Sequence[Mapping[str, Any]]) -> int:
-    """Tokens of each text, the least of all pieces."""
-    return min(count for counts in found for count in counts["tokens"].values())
+def _lacking(asked: int, found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What to say where the shortest text has fewer tokens than are asked for.
+
+    Args:
+        asked: Of each text.
+        found: What pieces returned: ``tokens`` by text.
+    """
+    read = min(count for counts in found for count in counts["tokens"].values())
+    if read < asked:
+        texts = ", ".join(found[0]["tokens"])
+        yield (
+            f"symphony.calibration.tokens asks for {asked:,} of each text, and the shortest has "
+            f"{read:,}: so many are read of each ({texts})"
+        )

@@ -1,7 +1,6 @@
 """Models that share no seed, joined as a user joins them, on texts of a few kilobytes."""
 
 import json
-import re
 import sys
 
 import pytest
@@ -94,14 +93,6 @@ def test_the_table_has_every_row_before_and_after(project, metrics):
         assert (row["own_expert"] is None) == (name in dense | {"bam", "dense"})
     for text in ("This recipe", "BAM", "colours, trained", "make up"):
         assert text in project.done.stdout
-
-
-def test_how_little_the_shortest_text_lends_to_all_is_said(project):
-    assert re.search(
-        r"pairs \S+: symphony.calibration.tokens asks for [\d,]+ of each text, and the shortest "
-        r"lends [\d,]+: so many are read of each \(letters, numbers\)",
-        project.done.stdout + project.done.stderr,
-    )
 
 
 def test_neurons_in_another_order_change_no_row(metrics):

@@ -18,6 +18,7 @@ from tasks.release.card import of_experts
 from tasks.symphony.experts import experts
 from tasks.symphony.model import baselines as stage
 from tasks.symphony.model import model
+from tasks.symphony.pairs import _lacking
 from tasks.symphony.variants import anchor_of, chosen_of, pairings, section, variants
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
@@ -329,3 +330,10 @@ def test_a_version_names_the_domains_whose_models_are_its_experts():
     assert of_experts(validate(VALID)) == "Symphony-MoE Mixture-of-Experts of code, law, physics"
     some = validate(changed("symphony.models", ["physics", "law"]))
     assert of_experts(some) == "Symphony-MoE Mixture-of-Experts of law, physics"
+
+
+def test_how_little_the_shortest_text_lends_to_all_is_said():
+    (said,) = _lacking(100_000, [{"tokens": {"law": 600, "code": 600}}])
+    assert "asks for 100,000 of each text, and the shortest has 600: so many are" in said
+    assert said.endswith("(law, code)")
+    assert not list(_lacking(600, [{"tokens": {"law": 600, "code": 600}}]))
