@@ -8,7 +8,7 @@ from torch import Tensor
 from tasks.dume.files import solved_on_paths
 from tasks.dume.statistics import in_shards
 from tasks.engine.stage import StageRun
-from upcycle_core.dume.router import choose_lambda, save_routers, solve_routers, solve_sequentially
+from upcycle_core.dume.router import save_routers, solve_routers, solve_sequentially
 from upcycle_core.dume.router_reader import RouterSolution
 from upcycle_core.dume.sequential import sequential_statistics
 from upcycle_core.dume.statistics import Statistics
@@ -28,7 +28,8 @@ def solve_layer_by_layer(
     """
     joint = {name: Statistics.load(path) for name, path in statistics.items()}
     config = run.recipe.router
-    moe = _assembled(run, split, solve_routers(joint, config=config))
+    first = solve_routers(joint, config=config)
+    moe = _assembled(run, split, first)
 
     def gather(layer: int, routers: Mapping[int, Tensor]) -> dict[str, Statistics]:
         return _layer_statistics(run, split, moe, layer, routers)
@@ -36,7 +37,7 @@ def solve_layer_by_layer(
     solution = solve_sequentially(
         next(iter(joint.values())).layout.layers,
         gather,
-        choice=choose_lambda(joint, config=config),
+        choice=first.choice,
         config=config,
     )
     save_routers(solution, out)

@@ -171,8 +171,23 @@ def _trained(row: Baseline, shape: Shape, domains: int) -> int:
         part = {"full": shape.whole, "layers": shape.linear, "ffn": shape.ffns, "lora": 0}
         return part[row.tuned]
     if row.ders is not None:
-        return _size(row, shape, domains)
+        return _trained_deltas(row, shape, domains)
     return trained_of(shape, experts, row.objective.trainable) + _attention(row, shape, experts)
+
+
+def _trained_deltas(row: Baseline, shape: Shape, domains: int) -> int:
+    """Of a model whose experts are deltas of a shared base."""
+    size, experts = _size(row, shape, domains), row.experts(domains)
+    routers = shape.layers * experts * shape.hidden
+    backbone = shape.mixture(experts) - experts * shape.ffns - routers
+    parts = {
+        "router": routers,
+        "shared_base": shape.ffns,
+        "backbone": backbone,
+        "experts": size - backbone - routers - shape.ffns,
+        "all": size,
+    }
+    return min(size, sum(parts.get(group, 0) for group in dict.fromkeys(row.objective.trainable)))
 
 
 def _memory(row: Baseline, shape: Shape, domains: int, resources: Resources) -> int:
@@ -196,7 +211,8 @@ def _step(row: Baseline, shape: Shape, domains: int, resources: Resources) -> in
         **common,
     )
     beside = _size(row, shape, domains) - shape.mixture(experts)
-    return needed + 4 * FP32 * beside // divided
+    learns = _trained(row, shape, domains) - trained_of(shape, experts, row.objective.trainable)
+    return needed + FP32 * (beside + 3 * learns) // divided
 
 
 def scoring_row(stage: str, recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:

@@ -166,6 +166,28 @@ def test_every_row_of_a_comparison_that_runs_has_checkpoints(tmp_path, llama):
         assert rows(found)["baselines"].holding(there) == cpus * CHECKPOINTS * 12 * whole
 
 
+def test_what_deltas_are_trained_of_is_planned(tmp_path, llama):
+    """A universal FFN of its own is a whole FFN more; what is frozen has no moments."""
+    training = {"steps": 10, "warmup_steps": 0, "batch_size": 1, "sequence_length": 16}
+
+    def planned(universal, trainable):
+        ders = {"codec": "low_rank", "rank": 4, "universal": universal, "combine": "sum"}
+        row = {"method": "ders", "copies": 4, "top_k": 1, "training": training, "ders": ders}
+        rival = {**row, "objective": {"trainable": trainable, "balance_coefficient": 0.01}}
+        seed = {"model": str(llama)}
+        return rows(made(tmp_path, llama, baselines={"rival": rival}, seed_model=seed))["baselines"]
+
+    none, own, delta = (planned(how, ["all"]) for how in ("none", "own", "delta"))
+    assert own.kept - none.kept == 4 * FFNS
+    assert 0 < delta.kept - none.kept < 0.01 * 4 * FFNS
+    assert own.memory - none.memory == pytest.approx(16 * FFNS)
+    assert own.memory > 16 * (WHOLE + FFNS)
+    router = planned("own", ["router"])
+    assert 4 * (WHOLE + FFNS) < router.memory < own.memory - 11 * (WHOLE + FFNS)
+    based = planned("own", ["router", "shared_base"])
+    assert based.memory - router.memory == pytest.approx(12 * FFNS, rel=0.01)
+
+
 def test_the_best_checkpoint_lies_beside_the_newest_two(tmp_path, llama):
     best = FEW | {"keep": "best", "evaluation_steps": 4, "checkpoint_steps": 2}
     row = {"method": "btx", "training": best}
