@@ -64,12 +64,16 @@ def newest_complete(checkpoints: Path) -> Checkpoint | None:
     return next((found for found in map(_whole, reversed(_marked(checkpoints))) if found), None)
 
 
-def discard_incomplete(checkpoints: Path) -> None:
+def discard_incomplete(checkpoints: Path, *, one_is_kept: bool = True) -> None:
     """Delete what a kill or a disk left behind: checkpoints that are not whole.
 
-    Those after one that a disk has cut off go too: it may be the best, which none of them replaces.
+    Args:
+        checkpoints: Directory of one training's checkpoints.
+        one_is_kept: Whether a training may end with another than its last. Those after one that a
+            disk has cut off go too then: it may be the best, which none of them replaces.
     """
-    whole = set(takewhile(_whole, _marked(checkpoints)))
+    marked = _marked(checkpoints)
+    whole = set(takewhile(_whole, marked) if one_is_kept else filter(_whole, marked))
     for directory in set(checkpoints.glob(f"{PREFIX}*")) - whole:
         shutil.rmtree(directory)
 

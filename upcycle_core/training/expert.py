@@ -119,7 +119,8 @@ def add_adapter(network: "PreTrainedModel", settings: LoraSettings, *, seed: int
     from peft import LoraConfig, get_peft_model  # slow to import
 
     names = {name.rpartition(".")[2] for name, m in network.named_modules() if _is_linear(m)}
-    unknown = sorted(set(settings.modules) - names)
+    # As peft reads them: self_attn.q_proj as well.
+    unknown = sorted(name for name in settings.modules if name.rpartition(".")[2] not in names)
     if unknown:
         remedy = f"no linear layer is called so; choose among {', '.join(sorted(names))}"
         raise InputError(Fault("experts.training.lora.modules", unknown, remedy))
@@ -192,7 +193,8 @@ def _write_merged(tuned: Any, source: Path, out: Path) -> None:
     """Write the adapter, and what it makes of the checkpoint that it was trained on."""
     from peft import get_peft_model_state_dict
 
-    state = get_peft_model_state_dict(tuned)
+    # Else a head with an adapter comes along as it was trained beside: frozen, and rounded.
+    state = get_peft_model_state_dict(tuned, save_embedding_layers=False)
     tensors = {n: workers.whole(t.detach()).cpu().contiguous() for n, t in state.items()}
     if workers.rank() != 0:
         return

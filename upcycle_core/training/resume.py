@@ -32,7 +32,8 @@ def checkpoint_to_resume(checkpoints: Path, record: Mapping[str, Any]) -> Checkp
         InputError: The checkpoint is of another training; every difference is listed.
     """
     if workers.rank() == 0:
-        discard_incomplete(checkpoints)
+        one_is_kept = record["config"]["keep"] == "best" or bool(record["extension"])
+        discard_incomplete(checkpoints, one_is_kept=one_is_kept)
     workers.wait()
     found = newest_complete(checkpoints)
     others = list(differences(found.record, record)) if found else []

@@ -64,6 +64,14 @@ def test_what_a_disk_has_cut_off_does_not_count_nor_what_came_after(tmp_path, da
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
+def test_where_the_last_is_kept_an_older_one_that_is_damaged_takes_no_other_along(tmp_path):
+    for step in (2, 4, 6):
+        _fill(tmp_path, step, marked=True)
+    (tmp_path / "checkpoint-2" / "weights").write_bytes(b"")
+    discard_incomplete(tmp_path, one_is_kept=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-6"}
+
+
 def test_a_training_ends_with_its_last_checkpoint_whatever_became_of_older_ones(tmp_path):
     for step in (2, 4, 6):
         _fill(tmp_path, step, marked=True)

@@ -79,6 +79,19 @@ def test_lora_is_published_merged_with_the_adapter_beside(tmp_path, model):
     assert str(tmp_path) not in (tmp_path / "out" / "adapter" / "adapter_config.json").read_text()
 
 
+def test_a_head_with_an_adapter_keeps_its_weights_as_they_were(tmp_path, model):
+    """It is frozen in bf16 beside its adapter, and what is merged into is the model's fp32."""
+    lora = LoraSettings(rank=2, alpha=3, modules=("self_attn.q_proj", "lm_head"))
+    trained(model, tmp_path / "out", method="lora", precision="bf16", lora=lora)
+    tensors = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    assert all(".lora_" in name for name in tensors)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").merge_and_unload()
+    after = weights(tmp_path / "out")
+    for name, tensor in merged.state_dict().items():
+        assert torch.equal(after[name], tensor), name
+
+
 def test_lora_learns(tmp_path, model):
     result = trained(model, tmp_path / "out", method="lora", steps=30, learning_rate=0.02)
     losses = [point["loss"] for point in result.curves if "loss" in point]
