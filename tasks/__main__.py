@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
                 return 0
             stage = stages[name]
             session = Session(recipe, workspace, log=lambda text: print(text, flush=True))
-            items = rest or stage.items(recipe)
+            items = chosen_items(stage.name, list(stage.items(recipe)), rest)
             if asks_why:
                 print("\n".join(explained(session, stages_of(recipe), stage, items)))
                 return 0
@@ -70,6 +70,21 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def chosen_items(name: str, there: list[str], asked: list[str]) -> list[str]:
+    """The items of a stage that are asked for; all by default.
+
+    Raises:
+        InputError: It has no such item.
+    """
+    for item in asked:
+        if item not in there:
+            from upcycle_core.errors import Fault, InputError
+
+            remedy = f"is no item of {name}; those are {', '.join(there) or 'none'}"
+            raise InputError(Fault("stage", item, remedy))
+    return asked or there
 
 
 def recipe_of(workspace):

@@ -37,7 +37,7 @@ from tasks.engine.sources import CODE
 from tasks.engine.stage import Session, Stage
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import check_built_upon, save, with_lineage, with_parents
-from tasks.methods import METHODS
+from tasks.methods import METHODS, stages_of
 from tasks.pipeline import dvc_yaml, params_yaml
 from tasks.release.register import Registrar
 from tasks.release.versions import compressed_name, led_experts
@@ -179,7 +179,15 @@ class FlowSession:
         self._commits.append(self._committer.submit(self._commit, published))
 
     def finish(self) -> None:
-        """Wait until DVC has recorded everything; push where the recipe names a remote."""
+        """Wait until DVC has recorded everything; push where the recipe names a remote.
+
+        Also what a flow that was stopped has published of domains that this one did not look at:
+        the model is made of it.
+        """
+        for stage in stages_of(self.recipe):
+            for item in stage.items(self.recipe) if stage.by_domain else ():
+                if self.workspace.record(artifact := stage.artifact(item)) is not None:
+                    self._published[stage.label(item)] = artifact
         self._submit_commit()
         for commit in self._commits:
             commit.result()

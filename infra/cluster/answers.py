@@ -83,10 +83,12 @@ def call(
 
 @contextmanager
 def loss_named() -> Iterator[None]:
-    """Say in a line that Ray is gone, whoever notices."""
+    """Say in a line that Ray is gone, whoever notices; Ray's client calls it a lost connection."""
     try:
         yield
-    except LOST as error:
+    except (*LOST, ConnectionError) as error:
+        if isinstance(error, ray.exceptions.RayTaskError):  # a task's own, to whatever it asked
+            raise
         raise InputError(loss(brief(error))) from None
 
 

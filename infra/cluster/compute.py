@@ -11,7 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -276,9 +276,11 @@ def run_pieces(
                 raise_faults(lacking)
     finally:
         for reference in waiting:
-            ray.cancel(reference, force=True)
+            with suppress(OSError):  # what ended it counts; Ray's client may have lost Ray
+                ray.cancel(reference, force=True)
         for piece in pieces:
-            _release(_workers_folder(directory, piece.name))
+            with suppress(OSError):  # or workers that end still write there
+                _release(_workers_folder(directory, piece.name))
     watch()
     return {piece.name: read_done(directory, piece.name) for piece in pieces}
 

@@ -155,6 +155,20 @@ def test_what_a_lost_lock_named_is_recorded_again(tmp_path):
     assert commits() == []
 
 
+def test_what_a_stopped_flow_published_of_other_domains_is_recorded_before_a_version_is(tmp_path):
+    """A grow looks at its own domain alone, and joins what is there of the others."""
+    recipe, workspace, versions = published(tmp_path)
+    for name in ("experts/python", "documents/python"):
+        staged = workspace.stage(name)
+        (staged / "file").write_text(name)
+        workspace.publish(staged, name, {})
+    stages = Session(recipe, workspace, log=print)
+    session = FlowSession(None, stages, run=None, registry=None, versions=versions)
+    session.finish()
+    session.close()
+    assert set(versions.commits) == {"experts@python", "documents@python"}
+
+
 def test_a_commit_records_what_was_published_before_it_was_submitted(tmp_path):
     """What comes later is the next one's: no two threads share a dict."""
     recipe, workspace, versions = published(tmp_path)

@@ -8,9 +8,11 @@ from threading import Timer
 
 import psutil
 import pytest
+import ray
 from project import ROOT
 
 from infra.cluster import calls
+from infra.cluster.answers import loss_named
 from infra.cluster.calls import heeding, made_there, near, run_program
 from infra.cluster.compute import cluster
 from infra.settings import read
@@ -109,3 +111,12 @@ def wait_until(true, seconds=30):
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_client_s_lost_connection_is_ray_s_end_and_a_task_s_own_is_not():
+    said = r"is gone .*GRPC connection failed.*same command again"
+    with pytest.raises(InputError, match=said), loss_named():
+        raise ConnectionError("GRPC connection failed")
+    own = ray.exceptions.RayTaskError("piece", "the hub is away", ConnectionError("away"))
+    with pytest.raises(ConnectionError, match="the hub is away"), loss_named():
+        raise own.as_instanceof_cause()
