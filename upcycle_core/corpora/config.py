@@ -134,8 +134,8 @@ class CorpusConfig:
     """Share of the training bytes set aside for statistics where no calibration text is named."""
     heldout_share: float = field(default=0.05, metadata={"gt": 0, "lt": 1})
     """Share of the training text set aside for evaluation where no held-out text is named: of the
-    bytes of a harvest, else of the documents, on average. What has been training text stays it,
-    once there are many documents, none larger than that share of all: 100 or more by default."""
+    bytes of a harvest, else of the documents, on average. Of documents, what has been training text
+    stays it, once there are many, none larger than that share of all: 100 or more by default."""
     min_characters: int = field(default=64, metadata={"ge": 1})
     """Shorter documents are left out."""
     bos: Bos = "auto"

@@ -1,6 +1,7 @@
 """What the recipe asks for and the text or the models do not have is said."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +9,16 @@ from pico import save_pico
 from texts import pico_recipe, save_recipe, write_texts
 
 from flows.dume import main
+from infra.recipe.schema import Lineage
 from tasks.data.asked import say_lacking
+from tasks.data.documents import drawn_anew
 from tasks.data.sources import sources
 from tasks.engine.artifacts import FORMS
+from tasks.engine.sources import CODE
 from tasks.engine.stage_run import Session, StageRun
 from tasks.engine.workspace import Workspace
-from tasks.recipes import validate
+from tasks.recipes import load_recipe, validate
+from upcycle_core.corpora.config import Source
 from upcycle_core.corpora.shards import write_split
 
 DOMAINS = ("letters", "numbers")
@@ -28,6 +33,20 @@ def said():
 def run(said):
     session = SimpleNamespace(log=said.append)
     return SimpleNamespace(session=session, item="law", stage=SimpleNamespace(label="{}".format))
+
+
+def test_a_harvest_drawn_anew_for_a_model_that_goes_on_is_said():
+    recipe = load_recipe(CODE / "recipes" / "demo.yaml")
+    assert not list(drawn_anew(recipe, "python"))
+    begun = replace(recipe, lineage=Lineage())
+    (said,) = drawn_anew(begun, "python")
+    assert said.endswith("domains.python.heldout")
+    own = replace(begun.domains["python"], heldout=Source(files=("held.txt",)))
+    named = replace(begun, domains={**begun.domains, "python": own})
+    assert not list(drawn_anew(named, "python"))
+    texts = replace(own, train=Source(files=("train.txt",)), heldout=None)
+    grows = replace(begun, domains={**begun.domains, "python": texts})
+    assert not list(drawn_anew(grows, "python"))  # for good, each document by itself
 
 
 def test_a_corpus_with_fewer_tokens_than_asked_for_is_said(run, said, tmp_path):
