@@ -15,7 +15,7 @@ from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import FORMS
 from tasks.engine.stage import Stage
 from tasks.living.freshness import outdated
-from tasks.living.lineage import forget, settle
+from tasks.living.lineage import forget
 from tasks.methods import COMPARISON, TASKS, own_models, scored_models, stages_of
 from tasks.release.champion import standing_champion
 from tasks.release.comparable import champion_faults
@@ -69,16 +69,8 @@ def build_stages(
         if stage.name == "corpora":
             check_champion(session)
     also(session)
-    finish(session)
-    return publish(session, list(scored_models(session.recipe)))
-
-
-def finish(session: FlowSession) -> None:
-    """All stages are up to date: what was made anew is built upon from now on."""
-    settled = settle(session.recipe, session.workspace)
-    if settled != session.recipe:
-        session.adopt(settled)
     session.finish()
+    return publish(session, list(scored_models(session.recipe)))
 
 
 def check_champion(session: FlowSession) -> None:

@@ -115,12 +115,13 @@ def going_on(recipe: Recipe, workspace: Workspace) -> Change | None:
     if change is None:
         return None
     kind, _, domain = change.what.partition(" ")
-    is_there = domain in life_of(recipe).modelled(workspace)
-    if change.rebuild:
-        is_averaged = domain in averaged_in(workspace)
-        is_there = is_there and is_averaged if kind == "grow" else is_there or is_averaged
-    is_to_come = kind == "grow" and not is_there
-    return None if is_to_come or (kind == "shrink" and is_there) else change
+    has = domain in life_of(recipe).modelled(workspace)
+    averages = domain in averaged_in(workspace)
+    is_done = {
+        "grow": has and (averages or not change.rebuild),
+        "shrink": not has and not (averages and change.rebuild),
+    }
+    return change if is_done.get(kind, True) else None
 
 
 def unfinished(workspace: Workspace) -> Change | None:

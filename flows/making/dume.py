@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from flows.making.building import check_champion, finish, looked_at, publish
+from flows.making.building import check_champion, looked_at, publish
 from flows.running.session import FlowSession
 from tasks.data.corpora import corpora
 from tasks.data.documents import documents
@@ -54,5 +54,5 @@ def build(
         session.ensure(task_scores, only=own)
         session.ensure(task_routing)
     also(session)
-    finish(session)
+    session.finish()
     return publish(session, own)

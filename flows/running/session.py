@@ -36,7 +36,13 @@ from tasks.engine.reporting import Recorder
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session, Stage
 from tasks.engine.workspace import Workspace
-from tasks.living.lineage import check_built_upon, save, with_lineage, with_parents
+from tasks.living.lineage import (
+    check_built_upon,
+    save,
+    settle,
+    with_lineage,
+    with_parents,
+)
 from tasks.methods import METHODS, stages_of
 from tasks.pipeline import dvc_yaml, params_yaml
 from tasks.release.register import Registrar
@@ -179,11 +185,14 @@ class FlowSession:
         self._commits.append(self._committer.submit(self._commit, published))
 
     def finish(self) -> None:
-        """Wait until DVC has recorded everything; push where the recipe names a remote.
+        """All is made: build upon it from now on, let DVC record it, push where a remote is named.
 
-        Also what a flow that was stopped has published of domains that this one did not look at:
-        the model is made of it.
+        Recorded is also what a flow that was stopped has published of domains that this one did not
+        look at: the model is made of it.
         """
+        settled = settle(self.recipe, self.workspace)
+        if settled != self.recipe:
+            self.adopt(settled)
         for stage in stages_of(self.recipe):
             for item in stage.items(self.recipe) if stage.by_domain else ():
                 if self.workspace.record(artifact := stage.artifact(item)) is not None:

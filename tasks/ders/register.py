@@ -37,7 +37,7 @@ def register_compressed(registrar: Registrar) -> Outcome | None:
     name = compressed_name(recipe)
     known = offered(registrar.registry, name, {digest}, recipe=recipe.name, compressed=True)
     if known is not None:
-        return registrar.ended(known)
+        return registrar.certified(known)
     metrics = json.loads((folder / REPORT / "metrics.json").read_text())
     sweep = metrics["sweeps"][row_title(recipe, section(recipe).models[0])]
     point = sweep["points"][sweep["chosen"]]

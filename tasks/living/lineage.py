@@ -64,10 +64,11 @@ def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) ->
     """
     life = life_of(recipe)
     recipe = with_lineage(recipe, workspace)
+    wanted = list(life.pinned(recipe))
+    if recipe.lineage is not None and "backbone" not in recipe.pinned and _is_other(workspace):
+        recipe = without_backbone(recipe)
+        wanted.remove("backbone")
     lineage = recipe.lineage or Lineage()
-    wanted = [name for name in life.pinned(recipe) if not _is_left(name, recipe, workspace)]
-    if len(wanted) < len(life.pinned(recipe)):  # all domains are averaged, as in a rebuild
-        recipe = replace(recipe, backbone=replace(recipe.backbone, experts=None))
     found = {name: workspace.digest(name) for name in wanted if name not in lineage.pinned}
     remedy = f"has not been built; run {METHODS[recipe.method].flow} first"
     raise_faults(
@@ -87,13 +88,6 @@ def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) ->
     return life.settled(replace(recipe, lineage=lineage))
 
 
-def _is_left(artifact: str, recipe: Recipe, workspace: Workspace) -> bool:
-    """Whether it lies there of a rebuild that did not come to a model."""
-    used = workspace.inputs("model").get(artifact)
-    is_beside = used is not None and not workspace.has_digest(artifact, used)
-    return recipe.lineage is not None and artifact not in recipe.pinned and is_beside
-
-
 def settle(recipe: Recipe, workspace: Workspace) -> Recipe:
     """The recipe with the backbone pinned that its model was made with, after it was made anew."""
     if recipe.lineage is None or "backbone" in recipe.pinned or not life_of(recipe).averages:
@@ -103,9 +97,13 @@ def settle(recipe: Recipe, workspace: Workspace) -> Recipe:
 
 def averaged_in(workspace: Workspace) -> tuple[str, ...]:
     """Domains in the backbone of the workspace's model; none where another one has its place."""
+    return () if _is_other(workspace) else experts_in(workspace.inputs("backbone"))
+
+
+def _is_other(workspace: Workspace) -> bool:
+    """Whether another backbone has the place of the model's."""
     used = workspace.inputs("model").get("backbone")
-    is_there = used is not None and workspace.has_digest("backbone", used)
-    return experts_in(workspace.inputs("backbone")) if is_there else ()
+    return used is not None and not workspace.has_digest("backbone", used)
 
 
 def with_parents(

@@ -90,7 +90,8 @@ class Plan:
             for row in self.rows
             if not row.resources.gpus
         )
-        return max(*together, *(self.base + row.alone for row in self.rows if row.alone))
+        alone = (self.base + row.alone for row in self.rows if row.alone)
+        return max([*together, *alone])
 
     @property
     def gpu_memory(self) -> int:

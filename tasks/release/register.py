@@ -68,9 +68,9 @@ class Registrar:
         """
         recipe, digests = self.session.recipe, self.session.workspace.digests("model")
         known = offered(self.registry, recipe.registered_name, digests, recipe=recipe.name)
-        return None if known is None else self.ended(known)
+        return None if known is None else self.certified(known)
 
-    def ended(self, known: Outcome) -> Outcome:
+    def certified(self, known: Outcome) -> Outcome:
         """A registered version's outcome, with the certificate that a kill may have left out."""
         tags, asked = known.version.tags, self.session.recipe.registry.certificate
         if PENDING_TAG not in tags and (CERTIFICATE_TAG in tags or asked == "none"):

@@ -37,8 +37,8 @@ class SimoeResult:
         sparsity_mean: Share of expert parameters there whose mask is exactly zero, over experts.
         sparsity_union: Share that no expert uses, which pruning removed.
         sparsity_use: As ``sparsity_mean``, experts counted by use; None where that is not followed.
-        sparsity_unsettled: What it was, in the way that tau is about, before gates were closed for
-            what lambda had not, in the last tenth of the steps; None where none had to be, by then.
+        sparsity_unsettled: What it was, in the way that tau is about, before the last tenth of the
+            steps closed what lambda had not; None if lambda alone closes, or one before is kept.
         overlap: Pairwise overlap of the masks there, M rows of M, Jaccard's index.
         multiplier: lambda after the last step.
         common: Share of the routing states' energy that all training prompts have in common; None
@@ -74,7 +74,7 @@ def train_simoe(
 ) -> SimoeResult:
     """Upcycle a dense model, train its experts, prune them.
 
-    After a kill the same call goes on bit for bit; ``config.keep`` is of what is as sparse as tau.
+    After a kill it goes on bit for bit. The last checkpoint as sparse as tau is kept, or the best.
 
     Args:
         model: Dense checkpoint with its tokenizer.
