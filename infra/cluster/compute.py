@@ -55,7 +55,7 @@ PIECE_VARIABLES = (
 # environment, which Ray shows.
 HUB_VARIABLES = ("HF_ENDPOINT", "HF_HUB_OFFLINE")
 PROBE_SECONDS = 10.0
-ROOM_SECONDS = 120.0
+ROOM_SECONDS = 300.0
 """How long a piece may wait for a machine that is gone and may come back."""
 
 AGAIN: Mapping[str, Any] = {"max_retries": 3, "retry_exceptions": [WorkerLost]}
@@ -234,8 +234,13 @@ def run_pieces(
     resources: Resources,
     label: str,
     watch: Callable[[], None] = lambda: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Done]:
     """Run what is not finished, wherever Ray has room, and wait for all.
+
+    A machine that is away may come back (a reboot, a spot instance): where none is left that has
+    room, that is said and waited for, ``ROOM_SECONDS`` long. That a recipe asks for more than there
+    is was seen by ``check_room`` before work began.
 
     Args:
         pieces: What to run; those whose result stands in ``directory`` are not run again.
@@ -243,16 +248,17 @@ def run_pieces(
         resources: What Ray reserves for each, or for each of its workers.
         label: Prefix of the Ray task's name.
         watch: Called about twice a second while pieces run.
+        log: Told when pieces begin to wait for a machine.
 
     Returns:
         Finished pieces by name, in the order given.
 
     Raises:
-        InputError: If Ray has no machine for ``resources``, or is gone; or what a piece raised.
+        InputError: If Ray has had no machine for ``resources`` for that long, or is gone; or what a
+            piece raised.
     """
     directory.mkdir(parents=True, exist_ok=True)
     workers = max((piece.workers for piece in pieces), default=1)
-    raise_faults(_lacking(resources, workers))
     left = {
         f"{label}:{piece.name}": piece for piece in pieces if not is_finished(directory, piece.name)
     }
@@ -262,7 +268,7 @@ def run_pieces(
     }
     waiting = list(names)
     try:
-        had_room = time.monotonic()
+        had_room, is_told = time.monotonic(), False
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=REPORT_SECONDS)
             watch()
@@ -271,9 +277,12 @@ def run_pieces(
                 get(reference, names[reference])
             lacking = _lacking(resources, workers)
             if not lacking:
-                had_room = time.monotonic()
+                had_room, is_told = time.monotonic(), False
             elif time.monotonic() - had_room > ROOM_SECONDS:
                 raise_faults(lacking)
+            elif not is_told:
+                is_told = True
+                log(f"{label} waits up to {ROOM_SECONDS:.0f} s for a machine: {lacking[0]}")
     finally:
         for reference in waiting:
             with suppress(OSError):  # what ended it counts; Ray's client may have lost Ray

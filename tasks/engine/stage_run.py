@@ -191,6 +191,7 @@ class StageRun:
             resources=resources,
             label=label,
             watch=look,
+            log=self.session.log,
         )
         watch(final=True)
         spans = self.session.spent.setdefault(self.stage.name, [])

@@ -129,6 +129,7 @@ class Champion:
             resources=self.session.recipe.compute.evaluation,
             label="register",
             watch=look,
+            log=self.session.log,
         )
         watch(final=True)
         return done[piece.name]

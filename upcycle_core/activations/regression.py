@@ -125,10 +125,7 @@ def solve_drift(
         mirror(half.gram_II)
     whole = sums[0] + sums[1]
     # A feature that is not finite shows in its own square.
-    parts = (whole.gram_II.diagonal(), whole.cross_IH)
-    if not all(torch.isfinite(part).all() for part in parts):
-        remedy = f"layer {layer}'s activations hold NaN or infinity: check the expert's weights"
-        raise InputError(Fault(field, math.nan, remedy))
+    check_finite([whole.gram_II.diagonal(), whole.cross_IH], layer, field)
     changes: list[tuple[float, float]] = []
     for factor in LAMBDAS:  # where a smaller one is worse, those below it are worse still
         changes.append(_held_out(sums, factor))
@@ -139,6 +136,22 @@ def solve_drift(
         return None, 1.0, torch.zeros_like(whole.cross_IH)
     solution = _ridge(whole, LAMBDAS[best], whole.cross_IH)
     return LAMBDAS[best], _left(whole, *changes[best]), solution
+
+
+def check_finite(sums: Sequence[Tensor], layer: int, field: str) -> None:
+    """Look at sums over a layer's activations before anything is solved with them.
+
+    Args:
+        sums: Any of them.
+        layer: How an error names it.
+        field: Of the recipe, which the error names.
+
+    Raises:
+        InputError: One holds NaN or infinity.
+    """
+    if not all(torch.isfinite(part).all() for part in sums):
+        remedy = f"layer {layer}'s activations hold NaN or infinity: check the expert's weights"
+        raise InputError(Fault(field, math.nan, remedy))
 
 
 def _left(sums: DriftSums, change: float, of_begun: float) -> float:

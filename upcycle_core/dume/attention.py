@@ -26,7 +26,7 @@ from scipy import linalg
 from torch import Tensor, nn
 
 from upcycle_core.activations.moments import add_gram, mirror
-from upcycle_core.activations.regression import HALVES, DriftSums, solve_drift
+from upcycle_core.activations.regression import HALVES, DriftSums, check_finite, solve_drift
 from upcycle_core.activations.stream import LAYER, LayerStream, Passing
 from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.stitch import stitched_reader
@@ -39,6 +39,7 @@ from upcycle_core.precision import weights_type as type_in
 from upcycle_core.progress import Progress, Silent
 
 Way = Literal["regmean", "distilled"]
+FIELD = "backbone.merge.attention"
 PARTS = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
 """What one regression gives; what comes later reads what the earlier ones made."""
 ALPHAS = (0.0, 0.5, 0.9, 0.99)
@@ -234,6 +235,7 @@ def _regmean(domains: Sequence[_Domain], index: int, names: Mapping[str, str]) -
         _pass(domain, index, "own", {}, {first: count})
         for half in halves:
             mirror(half)
+        check_finite(halves, index, FIELD)
         grams.append([half.cpu() for half in halves])
     return {
         name: _combined([domain.expert.tensor(name) for domain in domains], grams)
@@ -296,6 +298,6 @@ def _distilled(
     found = {}
     for matrix, name in names.items():
         average = shared.tensor(name)
-        _, _, change_XY = solve_drift(sums[matrix], index, "backbone.merge.attention")
+        _, _, change_XY = solve_drift(sums[matrix], index, FIELD)
         found[name] = (average.double() + change_XY.T.cpu()).to(average.dtype)
     return found

@@ -217,7 +217,18 @@ def _solved(
         z = residual @ inverse
         before, product = product, (residual * z).sum(1, keepdim=True)
         direction = z + product / before.clamp_min(SMALLEST) * direction
-    return x
+    return _finished(left, weights_DR, wanted_RH, x, residual.norm(dim=1) > bound)
+
+
+def _finished(
+    left: Sequence[Tensor], weights_DR: Tensor, wanted_RH: Tensor, x_RH: Tensor, open_R: Tensor
+) -> Tensor:
+    """Rows that conjugate gradients have not solved, by a factor of each one's own system."""
+    for row in open_R.nonzero().flatten().tolist():
+        system = sum(w * m for w, m in zip(weights_DR[:, row], left, strict=True))
+        factor = torch.linalg.cholesky(system)
+        x_RH[row] = torch.cholesky_solve(wanted_RH[row, :, None], factor).flatten()
+    return x_RH
 
 
 def _sum(weights_DR: Tensor, parts: Iterable[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -70,6 +71,7 @@ place = settings.configure()
 
 from pathlib import Path
 
+from infra.cluster import compute
 from infra.cluster.compute import cluster, run_pieces
 from infra.cluster.pieces import Piece
 from infra.recipe.resources import Resources
@@ -88,6 +90,7 @@ def shard(i):
     arguments = {**paths, "config": config, "device": "cpu", "shard": i}
     return Piece(name=f"shard-{i}", function=domain_statistics, arguments=arguments)
 
+compute.ROOM_SECONDS = 1
 inputs, pieces_folder, what = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[4:]
 refused = []
 try:
@@ -110,43 +113,54 @@ except InputError as error:
     sys.exit(str(error))
 """
 
-# One CPU here, two there; the second machine is lost while a piece that needs both computes.
+# One CPU here, two there; the second machine is lost while a piece that needs both computes, and
+# comes back, as another one, when what is asked next has waited for it.
 LOST_MACHINE = """
 import dataclasses, sys
 from infra import settings
 
 place = settings.configure()
 
+from functools import partial
 from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
 from infra.cluster import compute
 from infra.recipe.resources import Resources
-from tasks.probe import sleep
+from tasks.probe import sleep, where
 from upcycle_core.errors import InputError
 
 compute.ROOM_SECONDS = 2
 folder = Path(sys.argv[2])
 here = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100_000_000}
 machines = Cluster(initialize_head=True, head_node_args=here)
-there = [machines.add_node(num_cpus=2, object_store_memory=100_000_000)]
+add = partial(machines.add_node, num_cpus=2, object_store_memory=100_000_000)
+there = [add()]
 
 def lose():
     if there and (folder / "long.lock").exists():
         machines.remove_node(there.pop(), allow_graceful=False)
 
-def run(name, cpus):
-    piece, needs = compute.Piece(name=name, function=sleep), Resources(cpus=cpus)
+def say(text):
+    print(text, flush=True)
+    if text.startswith("short"):
+        add()
+
+def run(label, function, cpus):
+    piece, needs = compute.Piece(name=label, function=function), Resources(cpus=cpus)
+    how = {"directory": folder, "resources": needs, "label": label, "watch": lose, "log": say}
     try:
-        compute.run_pieces([piece], directory=folder, resources=needs, label="test", watch=lose)
+        print(f"{label} done:", len(compute.run_pieces([piece], **how)), flush=True)
     except InputError as error:
         print(error, flush=True)
 
 place = dataclasses.replace(place, ray_address=machines.address)
 with compute.cluster(place, None, Path.cwd()):
-    run("large", 3)
-    run("long", 2)
+    run("large", sleep, 3)
+    run("long", sleep, 2)
+    compute.ROOM_SECONDS = 60
+    run("short", where, 2)
 machines.shutdown()
 """
 
@@ -315,13 +329,20 @@ def test_a_client_of_the_head_and_pieces_of_several_workers(head, checkout, inpu
 
 
 @pytest.mark.faults
-def test_a_piece_whose_machine_is_lost_ends_with_what_it_needs(checkout, tmp_path):
+def test_a_piece_whose_machine_is_lost_waits_and_ends_with_what_it_needs(checkout, tmp_path):
     home = tmp_path / "home"
     done = drive(checkout, "", tmp_path, address="local", home=home, script=LOST_MACHINE)
     # Ray says where it listens.
-    large, lost = [line for line in done.stdout.splitlines() if line.startswith("compute")]
-    assert "compute cpus = 3: Ray has 3 in all, but no machine more than 2" in large
-    assert "compute cpus = 2: Ray has 1 in all" in lost
+    said = [line for line in done.stdout.splitlines() if line.startswith(("compute", *"ls"))]
+    large, lost = "Ray has 3 in all, but no machine more than 2", "Ray has 1 in all"
+    assert [re.split(", and |; ", line)[0] for line in said] == [
+        f"large waits up to 2 s for a machine: compute cpus = 3: {large}",
+        f"compute cpus = 3: {large}",
+        f"long waits up to 2 s for a machine: compute cpus = 2: {lost}",
+        f"compute cpus = 2: {lost}",
+        f"short waits up to 60 s for a machine: compute cpus = 2: {lost}",
+        "short done: 1",
+    ], done.stderr
 
 
 class OnCluster(Project):

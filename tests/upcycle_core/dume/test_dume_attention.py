@@ -173,7 +173,7 @@ def test_attention_of_identical_experts_stays(way, corpora, tmp_path):
         torch.testing.assert_close(made.tensor(name), before.tensor(name), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("way", ["distilled"])
+@pytest.mark.parametrize("way", ["regmean", "distilled"])
 def test_activations_that_are_not_finite_are_named(way, corpora, tmp_path):
     experts = related(tmp_path)
     model = load_causal_lm(experts[0])

@@ -59,10 +59,12 @@ def moments_of(states: Tensor) -> list[Tensor]:
     return [n.T @ n / len(n) for n in states]
 
 
-@pytest.mark.parametrize("at_once", [7, 1 << 13])
+@pytest.mark.parametrize(("at_once", "steps"), [(7, 100), (1 << 13, 100), (1 << 13, 3)])
 @pytest.mark.parametrize("rounds", [1, 4])
-def test_every_row_is_least_squares_on_logits(problem, rounds, at_once, monkeypatch):
+def test_every_row_is_least_squares_on_logits(problem, rounds, at_once, steps, monkeypatch):
+    """Whether conjugate gradients arrive (here they need a step a dimension, six) or not."""
     monkeypatch.setattr("upcycle_core.dume.shared_head.ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr("upcycle_core.dume.shared_head.STEPS", steps)
     heads, weights, states = problem
     found = fitted_head(list(heads), weights, moments_of(states), rounds=rounds)
     expected = slow_head(heads, weights, states, rounds)
