@@ -6,7 +6,7 @@ bit what the whole model makes of it.
 Shapes: B paragraphs a batch, S tokens a paragraph, H hidden size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,13 +51,20 @@ class LayerStream:
             together when it is their turn.
         dtype: Type that they get.
         device: Where they go.
+        beside: Other checkpoints that ``read`` takes weights of.
 
     Attributes:
         model: The stock class's instance, its weights on no device but those of the layer at work.
     """
 
     def __init__(
-        self, directory: Path, read: Read | None, *, dtype: torch.dtype, device: str = "cpu"
+        self,
+        directory: Path,
+        read: Read | None,
+        *,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        beside: Sequence[Path] = (),
     ) -> None:
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -79,6 +86,13 @@ class LayerStream:
             layer.forward = _unchanged
         self._read = read or self._reading_moe(directory, dtype)
         self.dtype, self.device = dtype, device
+        self._sources = [Path(directory), *map(Path, beside)]
+
+    @property
+    def stamp(self) -> list[list[Any]]:
+        """Name, size and time of change of each file of weights: other files are other weights."""
+        files = [f for source in self._sources for f in sorted(source.glob("*.safetensors"))]
+        return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
     def _reading_moe(self, directory: Path, dtype: torch.dtype) -> Read:
         reader = CheckpointReader(directory, field="model")

@@ -7,6 +7,7 @@ recorded; the same call goes on behind it.
 Shapes: B paragraphs a batch, S tokens a paragraph, H hidden size.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -46,6 +47,15 @@ Visit = Callable[[int, nn.Module, Through], Any]
 returns what is to be recorded, as JSON holds it. Files that it writes are on the disk by then."""
 
 
+def _digest(batches: Sequence[Text]) -> str:
+    """sha256 of token ids and masks."""
+    found = hashlib.sha256()
+    for batch in batches:
+        for tensor in (batch.ids_BS, batch.mask_BS):
+            found.update(b"" if tensor is None else tensor.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
 class Walk:
     """The way of all batches through all layers.
 
@@ -53,7 +63,8 @@ class Walk:
         stream: The decoder.
         batches: In any order, by number.
         folder: Where files lie meanwhile.
-        key: What passes through what, as JSON holds it: another walk's files are left aside.
+        key: What else decides the way, as JSON holds it: the files of another walk, of other texts
+            or of other weights are left aside.
         needs_end: Whether what leaves the last layer is wanted.
     """
 
@@ -71,6 +82,8 @@ class Walk:
         self._mark = {
             "key": json.loads(json.dumps(key)),
             "batches": [list(batch.ids_BS.shape) for batch in batches],
+            "texts": _digest(batches),
+            "weights": stream.stamp,
             "layers": stream.layers,
             "dtype": str(stream.dtype),
         }

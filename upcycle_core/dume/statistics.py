@@ -144,7 +144,7 @@ def domain_statistics(
     if streamed is not None:
         shared, own = open_stitched(backbone, expert)
         read = stitched_reader(family_of(shared.config), own, shared)
-        stream = LayerStream(backbone, read, dtype=dtype, device=device)
+        stream = LayerStream(backbone, read, dtype=dtype, device=device, beside=[expert])
         batches, _ = shard_batches(corpus, config, shard)
         common: dict[str, Any] = {"folder": streamed, "progress": progress, "what": what}
         stream_statistics(stream, list(batches), out, config=config, **common)

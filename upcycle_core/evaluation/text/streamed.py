@@ -6,6 +6,7 @@ scored, and all texts, go through a layer while it is there.
 Shapes: N scored tokens, H hidden size, V vocabulary, D experts, L layers.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -133,7 +134,7 @@ class Streaming:
         shared, own = open_stitched(backbone, expert)
         read = stitched_reader(family_of(shared.config), own, shared)
         dtype = weights_type(config.precision, device)
-        stream = LayerStream(backbone, read, dtype=dtype, device=device)
+        stream = LayerStream(backbone, read, dtype=dtype, device=device, beside=[expert])
         return cls(stream, folder, str(expert))
 
     def plain(
@@ -161,7 +162,7 @@ class Streaming:
 
         texts = {domain: corpora[domain] for domain in experts}
         ways = {"": {domain: forced(expert) for domain, expert in experts.items()}}
-        return _scores(self._scored(texts, ways, config, progress)[""])
+        return _scores(self._scored(texts, ways, config, progress, key=experts)[""])
 
     def variants(
         self,
@@ -172,7 +173,8 @@ class Streaming:
     ) -> dict[str, dict[str, Any]]:
         """The MoE with several routers or several k, with what routers chose."""
         ways = {name: dict.fromkeys(corpora, self._routed(v)) for name, v in variants.items()}
-        passed = self._scored(corpora, ways, config, progress)
+        key = {name: [_digest(v.routers), v.top_k] for name, v in variants.items()}
+        passed = self._scored(corpora, ways, config, progress, key=key)
         return {
             name: {
                 "scores": _scores(own),
@@ -202,16 +204,27 @@ class Streaming:
         ways: Mapping[str, Mapping[str, Way]],
         config: EvaluationConfig,
         progress: Progress | None,
+        *,
+        key: Any = None,
     ) -> dict[str, dict[str, Streamed]]:
         what = f"evaluating {', '.join(corpora)}{chosen(config.precision, self._stream.device)}"
         common: dict[str, Any] = {"folder": self._folder, "name": self._name, "what": what}
         return score_streamed(
-            self._stream, corpora, ways, config=config, progress=progress, **common
+            self._stream, corpora, ways, config=config, progress=progress, key=key, **common
         )
 
 
 def _scores(passed: Mapping[str, Streamed]) -> Scores:
     return {domain: found.score.to_dict() for domain, found in passed.items()}
+
+
+def _digest(routers: Mapping[int, Tensor]) -> str:
+    """sha256 of routers {layer: W [H, D]}."""
+    found = hashlib.sha256()
+    for layer, router_HD in sorted(routers.items()):
+        found.update(f"{layer} {router_HD.dtype}".encode())
+        found.update(router_HD.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def score_streamed(
@@ -222,6 +235,7 @@ def score_streamed(
     config: EvaluationConfig,
     folder: Path,
     name: str,
+    key: Any = None,
     progress: Progress | None = None,
     what: str = "evaluating",
 ) -> dict[str, dict[str, Streamed]]:
@@ -234,6 +248,7 @@ def score_streamed(
         config: How texts are cut and how much of them is scored.
         folder: Where hidden states lie meanwhile; a call that was killed goes on at its layer.
         name: How errors name the model.
+        key: What ``ways`` are made of, as JSON holds it: a killed call of others does not go on.
         progress: Told of tokens, each through a layer.
         what: How progress names this.
 
@@ -263,7 +278,7 @@ def score_streamed(
         return counts
 
     passing = [Text(batch.input_ids, batch.attention_mask) for batch in batches]
-    walk = Walk(stream, passing, folder, key=[name, courses])
+    walk = Walk(stream, passing, folder, key=[name, courses, key])
     counts = walk.go(visit)
     losses = _losses(stream, walk, batches, name)
     found: dict[str, dict[str, Streamed]] = {variant: {} for variant in ways}

@@ -1,10 +1,12 @@
 """Scores and routing layer by layer are those of the model that is held, to the last bit."""
 
+import shutil
 from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.pico import save_pico
 from upcycle_core.architectures.families import FAMILIES
@@ -109,6 +111,50 @@ def test_a_killed_scoring_goes_on_at_its_layer(built, corpora, tmp_path):
     again = Watching()
     assert evaluate_moe(moe, {"saved": Variant()}, corpora, progress=again, **common) == whole
     assert again.passed == 4  # batches of the second layer
+
+
+def write_texts(folder: Path, seed: int) -> dict[str, Path]:
+    """One text of six documents, whose lengths do not depend on the seed."""
+    generator = np.random.default_rng(seed)
+    texts = [(generator.integers(2, 96, n), n) for n in (30, 9, 17, 24, 8, 12)]
+    write_split(folder, texts, eos_id=0, vocabulary_size=96)
+    return {"law": folder}
+
+
+def other_routers(moe: Path, text: Path) -> dict[str, Variant]:
+    return {"saved": Variant(routers=random_routers(2, 32, 2, seed=3))}
+
+
+def other_k(moe: Path, text: Path) -> dict[str, Variant]:
+    return {"saved": Variant(top_k=2)}
+
+
+def other_weights(moe: Path, text: Path) -> dict[str, Variant]:
+    [file] = moe.glob("*.safetensors")
+    tensors = load_file(file)
+    name = "model.layers.0.input_layernorm.weight"
+    save_file(tensors | {name: 2 * tensors[name]}, file, {"format": "pt"})
+    return {"saved": Variant()}
+
+
+def other_text(moe: Path, text: Path) -> dict[str, Variant]:
+    shutil.rmtree(text)
+    write_texts(text, seed=8)
+    return {"saved": Variant()}
+
+
+@pytest.mark.parametrize("change", [other_routers, other_k, other_weights, other_text])
+def test_what_lies_there_of_another_call_is_left_aside(change, built, tmp_path):
+    """Though the places and all shapes are the same."""
+    moe = shutil.copytree(built("llama") / "moe", tmp_path / "moe")
+    (moe / "checksums.json").unlink(missing_ok=True)  # the weights are changed on purpose
+    common = {"config": config(), "streamed": tmp_path / "folder"}
+    text = write_texts(tmp_path / "text", seed=7)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_moe(moe, {"saved": Variant()}, text, progress=Watching(3), **common)
+    variants = change(moe, tmp_path / "text")
+    found = evaluate_moe(moe, variants, text, **common)
+    assert found == evaluate_moe(moe, variants, text, config=config())
 
 
 def test_another_model_does_not_take_what_was_left(built, corpora, tmp_path):
