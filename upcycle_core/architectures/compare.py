@@ -40,6 +40,8 @@ OF_ONE_SHAPE = (
 )
 # Types of rope whose frequencies follow from max_position_embeddings.
 _ROPES_OF_A_LENGTH = ("dynamic", "longrope")
+# What transformers takes where a type of rope says nothing, or null.
+_ROPE_DEFAULTS: Mapping[object, Mapping[str, float]] = {"yarn": {"beta_fast": 32, "beta_slow": 1}}
 
 
 def compare_experts(
@@ -319,9 +321,12 @@ def _has_length(*configs: Mapping) -> bool:
 
 
 def computed(value: object) -> object:
-    """A number as the model computes with it: in fp32; a rope without its kind's older name."""
+    """A number as the model computes with it: in fp32; a rope without its kind's older name, and
+    with what its kind has where nothing, or null, is said."""
     if isinstance(value, Mapping):
         older = {"type"} if "rope_type" in value else set()  # of transformers before 4.43
-        return {name: computed(value[name]) for name in value if name not in older}
+        said = {name: own for name, own in value.items() if own is not None and name not in older}
+        whole = {**_ROPE_DEFAULTS.get(value.get("rope_type"), {}), **said}
+        return {name: computed(own) for name, own in whole.items()}
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return torch.tensor(value, dtype=torch.float32).item() if is_number else value

@@ -59,7 +59,8 @@ class InstructionRows(Dataset):
         count: Rows in all: steps x batch size x gradient accumulation.
         seed: Decides the order.
         tasks: Names of tasks: each row then says which of them its record's field ``task`` is.
-        cuts: Whether a conversation that is too long loses its beginning; else it is left out.
+        cuts: Whether a conversation that is too long loses its beginning, but for a
+            beginning-of-sequence token; else it is left out.
         bos: Whether a beginning-of-sequence token stands before each, as for ``encoding.encoded``.
 
     Attributes:
@@ -106,11 +107,12 @@ class InstructionRows(Dataset):
         def kept() -> Iterator[_Encoded]:
             for conversation in conversations:
                 row = encoder.encode(conversation)
-                needed = _response_length(row) + 1 if cuts else len(row.ids)
+                lead = encoder.lead(row.ids)
+                needed = lead + 1 + _response_length(row) if cuts else len(row.ids)
                 fits.append(needed <= sequence_length)
                 if fits[-1]:
                     self.cut += len(row.ids) > sequence_length
-                    yield _end_of(row, sequence_length)
+                    yield _end_of(row, sequence_length, lead)
 
         lengths, self._tokens = _mapped(kept())
         if not lengths:
@@ -191,7 +193,8 @@ def encode_prompt(
     Args:
         tokenizer: Directory of its files, or what it has loaded.
         prompt: The record's: what a user says, or what all say before the response.
-        max_tokens: A longer prompt loses tokens from the left, as in training.
+        max_tokens: A longer prompt loses tokens from the left, as in training; a
+            beginning-of-sequence token stays.
         bos: As the rows'.
 
     Raises:
@@ -200,9 +203,10 @@ def encode_prompt(
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     response = {"role": "assistant", "content": STAND_IN}
     chat = Conversation([*asked, response], asked[-1]["content"][:40])
-    row = _Encoder(tokenizer, bos).encode(chat)
+    encoder = _Encoder(tokenizer, bos)
+    row = encoder.encode(chat)
     ids = row.ids[: row.loss.index(True)]
-    kept = ids if max_tokens is None else ids[-max_tokens:]
+    kept = ids if max_tokens is None else _end(ids, max_tokens, encoder.lead(ids))
     return Prompt(kept, len(ids) - len(kept))
 
 
@@ -250,11 +254,16 @@ def _response_length(row: _Encoded) -> int:
     return next((i for i, loss in enumerate(reversed(row.loss)) if not loss), len(row.loss))
 
 
-def _end_of(row: _Encoded, length: int) -> _Encoded:
+def _end(items: list[Any], length: int, lead: int) -> list[Any]:
+    """The last of them, behind the ``lead`` that stay."""
+    return items if len(items) <= length else items[:lead] + items[len(items) - length + lead :]
+
+
+def _end_of(row: _Encoded, length: int, lead: int) -> _Encoded:
     """Its last tokens; what is left of a response whose prompt is gone has no loss."""
-    ids, loss = row.ids[-length:], row.loss[-length:]
+    ids, loss = _end(row.ids, length, lead), _end(row.loss, length, lead)
     if len(ids) < len(row.ids):
-        gone = loss.index(False)
+        gone = loss.index(False, lead)
         loss = [False] * gone + loss[gone:]
     return _Encoded(ids, loss)
 
@@ -295,6 +304,12 @@ class _Encoder:
         prefix = prefix_ids(self.tokenizer, bos) if bos == "always" else ()
         plain = None if self.tokenizer.chat_template else plain_template(self.tokenizer, bos)
         self.template = ChatTemplate(self.tokenizer, prefix=prefix, template=plain)
+
+    def lead(self, ids: list[int]) -> int:
+        """How many tokens the first position keeps: 1 where a sequence begins with its own token,
+        on which attention rests."""
+        begins = self.tokenizer.bos_token_id
+        return int(begins is not None and ids[:1] == [begins])
 
     def encode(self, conversation: Conversation) -> _Encoded:
         """Tokens up to the end of the last response."""

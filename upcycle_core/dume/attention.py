@@ -48,12 +48,13 @@ ALPHAS = (0.0, 0.5, 0.9, 0.99)
 
 @dataclass
 class _Text:
-    """A batch of a domain on its way through its expert, and through the merged model."""
+    """A batch of a domain on its way through its expert, and, if that is read, through the merged
+    model."""
 
     half: int
     rows: Tensor
     own: Passing
-    merged: Passing
+    merged: Passing | None
 
     def taken(self, x: Tensor) -> Tensor:
         """The counted rows of a batch."""
@@ -101,7 +102,7 @@ def merge_attention(
     shared = CheckpointReader(backbone, field="backbone")
     family = family_of(shared.config)
     domains = [
-        _opened(shared, path, corpus, config, device)
+        _opened(shared, path, corpus, way, config, device)
         for path, corpus in zip(experts, corpora, strict=True)
     ]
     layers = _merged(shared, domains, way)
@@ -141,7 +142,12 @@ def _names(layers: int) -> set[str]:
 
 
 def _opened(
-    shared: CheckpointReader, path: Path, corpus: Path, config: StatisticsConfig, device: str
+    shared: CheckpointReader,
+    path: Path,
+    corpus: Path,
+    way: Way,
+    config: StatisticsConfig,
+    device: str,
 ) -> _Domain:
     expert = CheckpointReader(path, field="expert")
     batches = calibration_batches(corpus, config)
@@ -152,9 +158,10 @@ def _opened(
         for tensor in (expert.tensor, read)
     )
     ids = [batch.input_ids for batch in batches]
+    begun = merged.start(ids) if way == "distilled" else [None] * len(ids)
     texts = [
         _Text(batch.fold, batch.counted.bool().flatten().nonzero().flatten().to(device), *pair)
-        for batch, *pair in zip(batches, own.start(ids), merged.start(ids), strict=True)
+        for batch, *pair in zip(batches, own.start(ids), begun, strict=True)
     ]
     return _Domain(expert, own, merged, texts)
 
@@ -178,7 +185,7 @@ def _merged(
             if way == "distilled":
                 new = _pass(domain, index, "merged", made)
                 for text, hidden in zip(domain.texts, new, strict=True):
-                    text.merged.hidden_BSH = hidden
+                    text.merged = Passing(hidden)
         yield made
 
 

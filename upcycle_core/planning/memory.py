@@ -111,7 +111,8 @@ def merged_attention_bytes(
     distils: bool,
     device: str = "cpu",
 ) -> int:
-    """Of an attention merged by regression: all domains' states in two models each, a layer's sums.
+    """Of an attention merged by regression: all domains' states, in two models each where the
+    merged model's are read, and a layer's sums.
 
     Args:
         shape: The dense model.
@@ -123,7 +124,7 @@ def merged_attention_bytes(
     """
     size = weights_type(config.precision, device).itemsize
     layer = (shape.whole - shape.ends) // shape.layers
-    states = (2 * experts + 1) * size * tokens * shape.hidden
+    states = ((2 if distils else 1) * experts + 1) * size * tokens * shape.hidden
     read = max(shape.hidden, shape.heads_width)
     if not distils:  # each expert's halves, two sums of them, and a system
         sums = (experts * (HALVES + 2) + 3) * FP64 * read**2

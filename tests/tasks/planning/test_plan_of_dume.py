@@ -118,7 +118,7 @@ def test_states_before_a_fitted_head_are_a_piece_a_domain(tmp_path, llama):
 def test_attention_by_regression_holds_all_domains_text(tmp_path, llama, way):
     merged = {"backbone": {"merge": {"attention": way}}, "statistics": STATISTICS}
     backbone = rows(made(tmp_path, llama, **merged))["backbone"]
-    states = 2 * 5 * 2 * TOKENS * HIDDEN
+    states = {"regmean": 1, "distilled": 2}[way] * 5 * 2 * TOKENS * HIDDEN
     assert states < backbone.memory < 2 * states
     passes = {"regmean": 3, "distilled": 6}[way]
     forward = work.forward_flops(Shape.of(llama), TOKENS, 1024, head=False)

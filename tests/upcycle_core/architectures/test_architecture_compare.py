@@ -205,6 +205,19 @@ def test_the_rope_of_older_transformers_is_the_same(tmp_path):
     assert faults(law, code) == {}
 
 
+@pytest.mark.parametrize(
+    "more", [{"attention_factor": None}, {"beta_fast": 32, "beta_slow": 1.0}, {"truncate": None}]
+)
+def test_a_rope_that_says_what_is_so_anyway_is_the_same(more, tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+    law = configured(save_pico(tmp_path / "law"), tmp_path / "short", rope_parameters=yarn)
+    code = save_pico(tmp_path / "code", seed=1)
+    same = configured(code, tmp_path / "same", rope_parameters=yarn | more)
+    other = configured(code, tmp_path / "other", rope_parameters=yarn | {"beta_fast": 16})
+    assert faults(law, same) == {}
+    assert list(faults(law, other)) == ["experts.other.config.rope_parameters"]
+
+
 def test_numbers_are_compared_as_the_model_computes_with_them(tmp_path):
     law = save_pico(tmp_path / "law", rms_norm_eps=1e-5)
     code = save_pico(tmp_path / "code", seed=1, rms_norm_eps=9.999999747378752e-06)

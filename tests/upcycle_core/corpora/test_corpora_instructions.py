@@ -208,6 +208,26 @@ def test_long_prompts_lose_their_left_and_long_responses_are_left_out(tmp_path, 
     assert sorted(sum(label != -100 for label in row["labels"]) for row in found) == [5, 9]
 
 
+def test_a_beginning_of_sequence_token_stays_where_a_prompt_is_cut(tmp_path, tokenizer):
+    """Attention rests on it, in training and in answering."""
+    with_template(tokenizer, "{{ bos_token }}" + TURNS)
+    file = jsonl(
+        tmp_path / "a.jsonl",
+        {"prompt": "abcdefgh", "response": "1234"},
+        {"prompt": "abc", "response": "12345678901"},  # fits beside one token of its prompt
+        {"prompt": "abc", "response": "123456789012"},  # would take the first token's place
+    )
+    rows, found = rows_of(file, tokenizer, 14, count=2)
+    assert (rows.records, rows.cut, rows.left_out) == (2, 2, 1)
+    expected = ["~fgh~ [a]1234~", "~]12345678901~"]
+    assert sorted(row["input_ids"] for row in found) == sorted(map(ids_of, expected))
+    whole = encode_prompt(tokenizer, "abcdefgh")
+    for length in (1, 2, 9):
+        end = whole.ids[len(whole.ids) - length + 1 :]
+        kept = encode_prompt(tokenizer, "abcdefgh", max_tokens=length)
+        assert kept == ([END, *end], len(whole.ids) - length)
+
+
 @pytest.mark.parametrize("count", [1, 3, 4, 8])
 def test_tokens_are_counted_without_padding(tmp_path, tokenizer, count):
     records = [{"prompt": "q" * n, "response": "a"} for n in (1, 4, 9)]
