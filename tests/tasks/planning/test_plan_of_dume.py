@@ -123,7 +123,7 @@ def test_attention_by_regression_holds_all_domains_text(tmp_path, llama, way):
     passes = {"regmean": 3, "distilled": 6}[way]
     forward = work.forward_flops(Shape.of(llama), TOKENS, 1024, head=False)
     assert backbone.flops == passes * 5 * forward
-    small = made(tmp_path, llama, machine=SMALL, **merged)
+    small = made(tmp_path, llama, machine=replace(SMALL, memory=states), **merged)
     assert "backbone.merge.attention = average" in refused(small)["backbone: 1"]
     gpu = Machine(memory=24 * 10**9, cpus=8, disk=10**13, gpus=1, gpu_memory=80 * 10**9)
     asked = {**merged, "compute": {"statistics": {"gpus": 1}}}
