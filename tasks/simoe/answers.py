@@ -25,6 +25,7 @@ from upcycle_core.evaluation.instructions.scores import (
 from upcycle_core.evaluation.instructions.structure import structure_of
 from upcycle_core.precision import Precision
 from upcycle_core.progress import Progress
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
 
 
 def _params(recipe: Recipe, _row: str) -> Iterator[str]:
@@ -46,7 +47,7 @@ def answers(run: StageRun) -> None:
     run.run_one(answers_piece, "evaluation", **arguments, model=run.path(model_of(run.item)))
     use = json.loads((run.out / ANSWERS).read_text()).get("use")
     row = run.recipe.baselines.get(run.item)
-    config = (row and row.simoe) or section(run.recipe)
+    config = section(run.recipe) if row is None else row.simoe or SimoeUpcyclingConfig()
     by_token = config.routing == "token"
     for warning in Use.from_dict(use).warnings(by_token=by_token) if use else ():
         run.session.log(f"{run.item}: {warning}")

@@ -26,7 +26,7 @@ from tasks.training import (
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.plain_chat import form_in_words
-from upcycle_core.errors import InputError, raise_faults
+from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.progress import Progress
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.training.config import TrainingConfig
@@ -52,6 +52,8 @@ KEPT = "training.checkpoint_steps"
 
 LEAST_CLOSED = 0.8
 """Of tau: what lambda is to have closed before gates are closed for it."""
+MOSTLY = 0.5
+"""Common energy of a router's states from which on it is said what helps."""
 MANY = 0.1
 """Share of the instructions above which it is said that they were left out."""
 
@@ -117,10 +119,13 @@ def tune_simoe(
     """Write a SIMoE's checkpoint into ``run.out``, with what its training came to.
 
     Raises:
-        InputError: Experts of a head that the seed does not have; masks that did not close.
+        InputError: Experts of a head that the seed does not have; one task, where routing goes by
+            task; masks that did not close.
     """
     if config.lm_head and is_tied(run.path("seed")):
         raise InputError(tied_head("simoe"))
+    for warning in _of_tasks(config, _files(_prepared(run))):
+        run.session.log(f"{run.stage.label(run.item)}: {warning}")
     train_one(
         run,
         simoe_piece,
@@ -136,7 +141,7 @@ def tune_simoe(
         device=run.device(kind),
     )
     summary = json.loads((run.out / SUMMARY).read_text())
-    for warning in (*_warnings(summary, config), *_shared_names(config, _files(_prepared(run)))):
+    for warning in _warnings(summary, config):
         run.session.log(f"{run.stage.label(run.item)}: {warning}")
     if run.recorder is not None:
         run.recorder.log_artifacts(run.out / TRAINING, TRAINING)
@@ -144,6 +149,16 @@ def tune_simoe(
 
 def _warnings(summary: Mapping[str, Any], config: SimoeUpcyclingConfig) -> Iterator[str]:
     """What its training came to and nobody would expect."""
+    common = summary["common"]
+    if common is not None and config.routing == "instance":
+        share = f"{100 * common:.1f} % of what the router reads is common to all prompts"
+        if config.standardise:
+            yield f"{share}, and is taken away"
+        elif common > MOSTLY:
+            yield (
+                f"{share} and tells it nothing: one expert may win them all; what helps is "
+                "simoe.standardise: true (docs/simoe.md, Choices)"
+            )
     found = summary["sparsity_unsettled"]
     if found is not None and found < LEAST_CLOSED * config.tau:
         yield (
@@ -159,17 +174,29 @@ def _warnings(summary: Mapping[str, Any], config: SimoeUpcyclingConfig) -> Itera
         )
 
 
-def _shared_names(config: SimoeUpcyclingConfig, files: Sequence[Path]) -> Iterator[str]:
-    """Tasks of two categories that coefficients by task take for one."""
-    if config.routing != "task":
-        return
+def _of_tasks(config: SimoeUpcyclingConfig, files: Sequence[Path]) -> Iterator[str]:
+    """One task alone, and tasks of two categories that coefficients by task take for one.
+
+    Raises:
+        InputError: One task, where routing goes by task.
+    """
     categories: dict[str, set[str]] = defaultdict(set)
     for file in files:
         with file.open(encoding="utf-8") as lines:
             for row in map(json.loads, lines):
                 categories[row["task"]].add(row["category"])
+    if len(categories) == 1:
+        (task,) = categories
+        what = f"all instructions are of one task, {task}"
+        if config.routing == "task":
+            remedy = f"{what}: nothing is to be routed; choose instance, or name tasks in the files"
+            raise InputError(Fault("simoe.routing", config.routing, remedy))
+        yield (
+            f"{what}: no table can say whether the router tells kinds of prompts apart; name their "
+            "kinds in the files' field `task`"
+        )
     for task, own in sorted(categories.items()):
-        if len(own) > 1:
+        if config.routing == "task" and len(own) > 1:
             yield f"the task {task} is in {' and '.join(sorted(own))}, and has one mixture in all"
 
 

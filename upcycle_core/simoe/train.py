@@ -11,15 +11,16 @@ from torch.utils.data import Dataset
 
 from upcycle_core.checkpoints.writer import sync_directory
 from upcycle_core.errors import raise_faults
-from upcycle_core.progress import Progress
+from upcycle_core.progress import Progress, Silent
 from upcycle_core.simoe.checks import fit_faults, pull_faults
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.model import gated_modules
 from upcycle_core.simoe.objective import SimoeObjective
 from upcycle_core.simoe.prune import MAX_SHARD_BYTES, save_pruned
 from upcycle_core.simoe.sparsity import overlap, realised_sparsity
-from upcycle_core.simoe.standardise import standardise_states
+from upcycle_core.simoe.standardise import common_states
 from upcycle_core.simoe.upcycle import upcycle_in_memory
+from upcycle_core.training import workers
 from upcycle_core.training.arguments import checked_shape
 from upcycle_core.training.config import TrainingConfig
 from upcycle_core.training.groups import Trainable
@@ -42,7 +43,7 @@ class SimoeResult:
         overlap: Pairwise overlap of the masks there, M rows of M, Jaccard's index.
         multiplier: lambda after the last step.
         common: Share of the routing states' energy that all training prompts have in common; None
-            where the router does not take it away.
+            where routing goes by task.
     """
 
     training: TrainingResult
@@ -98,7 +99,8 @@ def train_simoe(
         network: Any = upcycle_in_memory(model, simoe, seed=seed, device=device, tasks=tasks)
         raise_faults(pull_faults(simoe, config, _gates(network)))
         network.config.use_cache = shape.use_cache  # the Trainer does it only if it trains
-        common = standardise_states(network, dataset) if simoe.standardise else None
+        told = progress if workers.rank() == 0 else Silent()
+        common = _common(network, dataset, config, told)
         write = partial(_write, network, model, out, max_shard_bytes)
         made[:] = [(_subject(network, SimoeObjective(network, simoe, config), write), common)]
         return made[0][0]
@@ -116,6 +118,15 @@ def train_simoe(
         validation=validation,
     )
     return _result(found, *made[0], config)
+
+
+def _common(
+    network: Any, dataset: Dataset, config: TrainingConfig, progress: Progress
+) -> float | None:
+    """Of a router that reads states, how much of them tells it nothing."""
+    if network.config.routing == "task":
+        return None
+    return common_states(network, dataset, batch_size=config.batch_size, progress=progress)
 
 
 def _gates(network: Any) -> list[tuple[int, int]]:

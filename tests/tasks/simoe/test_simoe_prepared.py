@@ -7,7 +7,7 @@ import pytest
 from pico import save_pico
 
 from tasks.recipes import validate
-from tasks.simoe.model import TRAIN, _shared_names, _warnings, baselines, model
+from tasks.simoe.model import TRAIN, _of_tasks, _warnings, baselines, model
 from tasks.simoe.prepared import prepared_faults
 from tasks.simoe.register import register_tuned
 from tests.tasks.simoe.test_simoe_faults import VALID, changed
@@ -88,7 +88,7 @@ def test_a_gate_that_was_changed_after_tuning_is_held_against_what_was_asked(tmp
 
 
 def test_what_a_training_came_to_and_nobody_expects_is_said():
-    usual = {"sparsity_unsettled": 0.7, "records": 95, "left_out": 5}
+    usual = {"sparsity_unsettled": 0.7, "records": 95, "left_out": 5, "common": None}
     config = SimoeUpcyclingConfig(tau=0.75)
     assert not list(_warnings(usual, config))
     assert not list(_warnings(usual | {"sparsity_unsettled": None}, config))
@@ -98,12 +98,32 @@ def test_what_a_training_came_to_and_nobody_expects_is_said():
     assert said.startswith("1,905 of 2,000 instructions are longer than")
 
 
+def test_what_prompts_have_in_common_is_said_with_its_share():
+    usual = {"sparsity_unsettled": None, "records": 95, "left_out": 5, "common": 0.934}
+    (said,) = _warnings(usual, SimoeUpcyclingConfig(standardise=True))
+    assert said == "93.4 % of what the router reads is common to all prompts, and is taken away"
+    (said,) = _warnings(usual, SimoeUpcyclingConfig())
+    assert said.startswith("93.4 % of what the router reads is common to all prompts and tells it")
+    assert "simoe.standardise: true" in said
+    assert not list(_warnings(usual | {"common": 0.3}, SimoeUpcyclingConfig()))
+
+
 def test_a_task_of_two_categories_is_said_to_have_one_mixture_where_routing_goes_by_task(tmp_path):
     files = [tmp_path / "law.jsonl", tmp_path / "tax.jsonl"]
+    more = json.dumps({"task": "sum", "category": "Law"}) + "\n"
     for file, category in zip(files, ("Law", "Tax"), strict=True):
-        file.write_text(json.dumps({"task": "qa", "category": category}) + "\n")
+        file.write_text(json.dumps({"task": "qa", "category": category}) + "\n" + more)
     by_task = SimoeUpcyclingConfig(routing="task")
-    (said,) = _shared_names(by_task, files)
+    (said,) = _of_tasks(by_task, files)
     assert said == "the task qa is in Law and Tax, and has one mixture in all"
-    assert not list(_shared_names(SimoeUpcyclingConfig(), files))
-    assert not list(_shared_names(by_task, files[:1]))
+    assert not list(_of_tasks(SimoeUpcyclingConfig(), files))
+    assert not list(_of_tasks(by_task, files[:1]))
+
+
+def test_instructions_of_one_task_are_said_before_the_training_or_refused(tmp_path):
+    file = tmp_path / "law.jsonl"
+    file.write_text(2 * (json.dumps({"task": "qa", "category": "Law"}) + "\n"))
+    (said,) = _of_tasks(SimoeUpcyclingConfig(), [file])
+    assert said.startswith("all instructions are of one task, qa: no table can say whether the")
+    with pytest.raises(InputError, match=r"simoe\.routing = 'task': all instructions are of one"):
+        list(_of_tasks(SimoeUpcyclingConfig(routing="task"), [file]))

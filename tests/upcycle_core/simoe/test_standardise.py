@@ -7,8 +7,10 @@ from tests.upcycle_core.simoe.grown import grow, save_dense, upcycled
 from tests.upcycle_core.training.runs import AnswerRows
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.errors import InputError
+from upcycle_core.progress import Silent
+from upcycle_core.simoe import standardise
 from upcycle_core.simoe.prune import prune
-from upcycle_core.simoe.standardise import standardise_states
+from upcycle_core.simoe.standardise import common_states
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def slow_states(dense, rows, routing):
 def test_mean_and_deviation_are_those_of_the_prompts(dense, routing):
     rows = AnswerRows(21)
     model = upcycled(dense, experts=3, standardise=True, routing=routing)
-    common = standardise_states(model, rows)
+    common = common_states(model, rows)
     states = slow_states(dense, rows, routing)
     mean, deviation = states.mean(0), states.std(0, correction=0)
     torch.testing.assert_close(model.router.state_mean.double(), mean, atol=1e-5, rtol=1e-4)
@@ -46,10 +48,51 @@ def test_mean_and_deviation_are_those_of_the_prompts(dense, routing):
     assert common == pytest.approx(wanted.item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_without_standardising_the_share_is_told_alone(dense, batch_size):
+    rows = AnswerRows(21)
+    model = upcycled(dense, experts=3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    told = Told()
+    common = common_states(model, rows, batch_size=batch_size, progress=told)
+    states = slow_states(dense, rows, "instance")
+    wanted = states.mean(0).square().sum() / states.square().sum(1).mean()
+    assert common == pytest.approx(wanted.item(), rel=1e-4)
+    assert (told.prompts, told.shown) == (21, {"common": common})
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize(("batch_size", "at_once"), [(1, 2), (3, 3), (64, 16)])
+def test_no_more_is_read_at_once_than_the_training_holds(dense, monkeypatch, batch_size, at_once):
+    """But few tokens: there two rows of them."""
+    rows = AnswerRows(21)
+    monkeypatch.setattr(standardise, "_TOKENS", 2 * len(rows[0]["input_ids"]) + 1)
+    sizes, model = [], upcycled(dense, experts=3)
+    monkeypatch.setattr(
+        type(model),
+        "coefficients",
+        lambda self, input_ids, **_: sizes.append(len(input_ids)) or self.router(torch.ones(1, 32)),
+    )
+    common_states(model, rows, batch_size=batch_size)
+    assert set(sizes[:-1]) == {at_once}
+    assert sum(sizes) == 21
+
+
+class Told(Silent):
+    """What progress was told."""
+
+    prompts, shown = 0, {}
+
+    def advance(self, amount=1, **shown):
+        self.prompts += amount
+        self.shown = shown
+
+
 def test_the_router_reads_what_is_left(dense):
     rows = AnswerRows(21)
     model = grow(upcycled(dense, experts=3, standardise=True))
-    standardise_states(model, rows)
+    common_states(model, rows)
     state = torch.randn(5, 32)
     inner = (state - model.router.state_mean) / model.router.state_deviation
     plain = grow(upcycled(dense, experts=3))
@@ -58,7 +101,7 @@ def test_the_router_reads_what_is_left(dense):
 
 def test_it_is_saved_with_the_pruned_model(dense, tmp_path):
     model = grow(upcycled(dense, experts=3, standardise=True))
-    standardise_states(model, AnswerRows(21))
+    common_states(model, AnswerRows(21))
     prune(model).save_pretrained(tmp_path / "out")
     loaded = load_causal_lm(tmp_path / "out")
     batch = torch.randint(2, 90, (3, 8))
@@ -81,4 +124,4 @@ class SamePrompts(AnswerRows):
 def test_a_state_that_is_the_same_for_every_prompt_is_refused(dense):
     model = upcycled(dense, experts=3, standardise=True)
     with pytest.raises(InputError, match=r"simoe\.standardise = True: .*same state for every"):
-        standardise_states(model, SamePrompts(9))
+        common_states(model, SamePrompts(9))
