@@ -27,6 +27,8 @@ from upcycle_core.evaluation.text.scores import mean_and_deviation
 Rows = Mapping[str, Any]
 """{row: everything about it}: what ``results.metrics`` gives."""
 NAMES: dict[Metric, str] = {"exact_match": "exact match", "rouge_l": "ROUGE-L"}
+USE = {"Effective experts": ("effective_experts", 1), "Tasks apart": ("tasks_apart", 2)}
+"""Columns of how prompts use experts, with their digits."""
 ACROSS = 14
 """More categories than this stand below each other, models beside each other."""
 CAPTION = (
@@ -34,7 +36,8 @@ CAPTION = (
     " Unseen: categories that training did not have. Marked: the best model. Parameters: of the"
     " saved model without its masks; by density: the pre-trained model's and the masks' mean "
     "density times the experts' (the paper's count); trained: those that training changes. "
-    "Effective experts: exp of the entropy of the mean coefficients; one is no mixture."
+    "Effective experts: exp of the entropy of the mean coefficients; one is no mixture. Tasks "
+    "apart: how much of that entropy tasks explain, in nats; 0 where all use the experts alike."
 )
 STRUCTURE = (
     "Share of expert parameters whose mask is not zero, by layer type and by depth (Fig. 4 of "
@@ -70,7 +73,7 @@ def write_instruction_report(
          "rows": {row: {
             "title", "groups": [...],
             "total_parameters", "trained_parameters", "density_parameters": S or null,
-            "effective_experts": S or null,
+            "effective_experts": S or null, "tasks_apart": S or null,
             "seen", "unseen": null or {
                 "exact_match": S, "rouge_l": S,       means over categories
                 "count": instances, "truncated": prompts that were cut, the most of any seed,
@@ -175,13 +178,10 @@ def _group_table(rows: Rows) -> Table:
         title: {row: amount(own[name]["mean"]) for row, own in rows.items() if own[name]}
         for title, name in counts.items()
     }
-    effective = {
-        row: own["effective_experts"]["mean"]
-        for row, own in rows.items()
-        if own["effective_experts"]
-    }
-    if effective:
-        columns["Effective experts"] = {row: f"{value:.1f}" for row, value in effective.items()}
+    for title, (name, digits) in USE.items():
+        used = {row: own[name]["mean"] for row, own in rows.items() if own[name]}
+        if used:
+            columns[title] = {row: f"{value:.{digits}f}" for row, value in used.items()}
     for split in SPLITS:
         for metric in METRICS:
             scores = {name: row[split][metric] for name, row in rows.items() if row[split]}

@@ -9,7 +9,13 @@ from upcycle_core.evaluation.instructions.scores import METRICS, SPLITS, Split, 
 from upcycle_core.evaluation.text.scores import mean_and_deviation
 from upcycle_core.plain import Plain
 
-COUNTS = ("total_parameters", "trained_parameters", "density_parameters", "effective_experts")
+COUNTS = (
+    "total_parameters",
+    "trained_parameters",
+    "density_parameters",
+    "effective_experts",
+    "tasks_apart",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +30,8 @@ class Run(Plain):
         density_parameters: The paper's way of counting SIMoE: the pre-trained model's and the mean
             density of the masks times the delta's. None for other models.
         effective_experts: exp(H(mean coefficients)) of a SIMoE, 1 to M. None for other models.
+        tasks_apart: Of that entropy, the nats that tasks explain: 0 where all use the experts
+            alike. None for other models.
     """
 
     total_parameters: int
@@ -32,6 +40,7 @@ class Run(Plain):
     seen: SplitScore | None = None
     density_parameters: int | None = None
     effective_experts: float | None = None
+    tasks_apart: float | None = None
     written = (*COUNTS, *SPLITS)
 
 

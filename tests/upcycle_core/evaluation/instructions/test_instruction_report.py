@@ -112,6 +112,23 @@ def test_several_seeds_are_mean_and_deviation_and_come_back_from_json():
     assert "over 2 seeds" in text
 
 
+def test_how_prompts_use_experts_stands_beside_the_parameters():
+    """Effective experts alone make a router that gives all prompts the same look best."""
+    use = {"effective_experts": 7.96, "tasks_apart": 0.004}
+    rows = {
+        "full": Row(title="Full", runs=(run((0.2,), (0.7,)),)),
+        "simoe": Row(title="SIMoE", runs=(run((0.6,), (0.5,), **use),)),
+    }
+    rows = results.metrics(InstructionEvaluation(rows=rows))
+    assert rows["simoe"]["tasks_apart"] == {"mean": 0.004, "deviation": 0.0}
+    table = sections(rows)[0].blocks[0]
+    assert table.header[3:5] == ["Effective experts", "Tasks apart"]
+    assert [[text_of(cell) for cell in row[3:5]] for row in table.rows] == [
+        ["–", "–"],
+        ["8.0", "0.00"],
+    ]
+
+
 def test_runs_of_other_rows_do_not_go_together():
     other = evaluation()
     other = replace(other, rows={"simoe": other.rows["simoe"]})
