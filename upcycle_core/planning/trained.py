@@ -11,12 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from upcycle_core.planning import estimate, rehearsal
 from upcycle_core.planning.shape import Shape
-from upcycle_core.precision import arithmetic
+from upcycle_core.precision import DTYPES, arithmetic
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.training.config import Group, TrainingConfig
 from upcycle_core.training.workers import divided_dimension
 
-FP32, MOMENTS, MASK = 4, 2, 4
+FP32, BF16, MOMENTS, MASK = 4, 2, 2, 4
 STATES = FP32 * (1 + MOMENTS)
 """Bytes that AdamW and a gradient add to a trained parameter in fp32."""
 
@@ -108,7 +108,8 @@ def simoe_training_bytes(
 ) -> int:
     """Bytes at the peak of a SIMoE's training: a step, or what is written at its end.
 
-    At the end the pruned model is made beside the trained one, whose moments are still there.
+    At the end the pruned deltas are made beside the trained ones, whose moments are still there;
+    what was pre-trained is there in fp32, beside bf16 where it was held so.
 
     Args:
         shape: Of the dense model, which stays as it is.
@@ -118,8 +119,9 @@ def simoe_training_bytes(
     """
     gated = gated_parameters(shape, simoe)
     trained = gated + gate_parameters(shape, simoe)
-    weights = FP32 * (shape.whole + trained)
-    at_the_end = weights + FP32 * MOMENTS * trained + FP32 * (shape.whole + gated)
+    at_the_end = FP32 * (shape.whole + trained) + FP32 * MOMENTS * trained + FP32 * gated
+    if arithmetic(config.precision, device) == "bf16":
+        at_the_end += BF16 * gated
     bound = estimate.training_bytes(shape, config, device=device)
     if bound > estimate.SMALL:
         bound = _rehearsed(shape, config, simoe, device)
@@ -132,7 +134,7 @@ def _rehearsed(
     shape: Shape, config: TrainingConfig, simoe: SimoeUpcyclingConfig, device: str
 ) -> int:
     from upcycle_core.simoe.model import SimoeForCausalLM
-    from upcycle_core.simoe.upcycle import simoe_config
+    from upcycle_core.simoe.upcycle import narrow_base, simoe_config
 
     bf16 = arithmetic(config.precision, device) == "bf16"
 
@@ -140,6 +142,7 @@ def _rehearsed(
         with FakeTensorMode(), rehearsal.Held() as held:
             dense = rehearsal.model_config(shape.config, layers)
             network = SimoeForCausalLM(simoe_config(dense, simoe))
+            narrow_base(network, DTYPES["bf16" if bf16 else "fp32"])
             network.train()
             if config.gradient_checkpointing:
                 network.gradient_checkpointing_enable({"use_reentrant": False})

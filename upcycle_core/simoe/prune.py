@@ -4,6 +4,7 @@ M experts, I inputs, O outputs, n inputs that are left.
 """
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -40,11 +41,17 @@ def prune(model: Model) -> Model:
         The pruned model, in evaluation mode, on the same device; it shares no memory with
         ``model``. Masks are numbers now, no longer trained.
     """
+    return _pruned(model, [])
+
+
+def _pruned(model: Model, shared: Iterable[Tensor]) -> Model:
+    """The same, which shares some tensors with ``model``."""
     if model.config.kept is not None:
         return model
     modules = gated_modules(model)
     replaced = [tensor for module in modules.values() for tensor in (module.delta, module.log_phi)]
-    pruned = copy.deepcopy(model, {id(tensor): tensor for tensor in replaced})  # not copied
+    kept = {id(tensor): tensor for tensor in (*replaced, *shared)}
+    pruned = copy.deepcopy(model, kept)  # but for those
     pruned.config.kept = {}
     for name, module in modules.items():
         masks = module.masks().float()
@@ -91,8 +98,11 @@ def save_pruned(
     raise_faults(place_faults(out, source))
     with new_directory(out) as folder:
         copy_tokenizer(source, folder)
-        with quiet_loading():
-            prune(model).save_pretrained(folder, max_shard_size=max_shard_bytes)
+        bases = (
+            own for module in gated_modules(model).values() for own in module.base.parameters()
+        )
+        with quiet_loading(), torch.no_grad():
+            _pruned(model, bases).save_pretrained(folder, max_shard_size=max_shard_bytes)
         name_chat_end(folder)
         for path in folder.iterdir():
             if path.is_file():  # a folder of templates is copied to the disk

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from upcycle_core.checkpoints.writer import sync_directory
 from upcycle_core.errors import raise_faults
+from upcycle_core.precision import DTYPES, arithmetic
 from upcycle_core.progress import Progress, Silent
 from upcycle_core.simoe.checks import fit_faults, pull_faults
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
@@ -19,7 +20,7 @@ from upcycle_core.simoe.objective import SimoeObjective
 from upcycle_core.simoe.prune import MAX_SHARD_BYTES, save_pruned
 from upcycle_core.simoe.sparsity import overlap, realised_sparsity
 from upcycle_core.simoe.standardise import common_states
-from upcycle_core.simoe.upcycle import upcycle_in_memory
+from upcycle_core.simoe.upcycle import narrow_base, restore_base, upcycle_in_memory
 from upcycle_core.training import workers
 from upcycle_core.training.arguments import checked_shape
 from upcycle_core.training.config import TrainingConfig
@@ -75,7 +76,9 @@ def train_simoe(
 ) -> SimoeResult:
     """Upcycle a dense model, train its experts, prune them.
 
-    After a kill it goes on bit for bit. The last checkpoint as sparse as tau is kept, or the best.
+    After a kill it goes on bit for bit. In bf16 arithmetic the pre-trained linear layers are held
+    in bf16, and what is written of them is what was given, to the bit. The last checkpoint as
+    sparse as tau is kept, or the best.
 
     Args:
         model: Dense checkpoint with its tokenizer.
@@ -101,6 +104,7 @@ def train_simoe(
         network.config.use_cache = shape.use_cache  # the Trainer does it only if it trains
         told = progress if workers.rank() == 0 else Silent()
         common = _common(network, dataset, config, told)
+        narrow_base(network, DTYPES[arithmetic(config.precision, device)])
         write = partial(_write, network, model, out, max_shard_bytes)
         made[:] = [(_subject(network, SimoeObjective(network, simoe, config), write), common)]
         return made[0][0]
@@ -157,6 +161,7 @@ def _write(network: Any, source: Path, out: Path, max_shard_bytes: int) -> None:
     """Prune and write, over what an earlier call wrote."""
     unfinished = out.with_name(f"{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
+    restore_base(network, source)
     save_pruned(network, source, unfinished, max_shard_bytes=max_shard_bytes)
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(unfinished.iterdir()):

@@ -1,11 +1,11 @@
 """SIMoE upcycling (arXiv 2506.12597): a dense model whose layers may grow experts, to train."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
 
 from upcycle_core.checkpoints.load import check_loading, load_causal_lm, quiet_loading
@@ -20,6 +20,7 @@ from upcycle_core.simoe.model import (
     gated_modules,
 )
 from upcycle_core.simoe.model.gates_simoe import draw_log_phi, median
+from upcycle_core.simoe.model.layers_simoe import SimoeLinear
 from upcycle_core.simoe.model.routing_simoe import ROUTER_STD
 
 
@@ -79,6 +80,43 @@ def upcycle_in_memory(
     assert all(name.rpartition(".")[2] in grown for name in missing), missing
     model.generation_config = source.generation_config
     return model.to(device).eval()
+
+
+def narrow_base(model: Any, dtype: torch.dtype) -> None:
+    """Hold pre-trained linear layers in the type that they are multiplied in, which rounds them so
+    at each step: every number stays what it was.
+
+    The head stays, for the loss reads it as it is; so does an encoder-decoder, where T5 takes what
+    goes into some layers to their weights' type.
+
+    Args:
+        model: Upcycled; changed in place.
+        dtype: Of the training's arithmetic.
+    """
+    for _, base in () if model.config.is_encoder_decoder else _linear_bases(model):
+        base.weight.data = base.weight.data.to(dtype)
+
+
+def restore_base(model: Any, dense: Path) -> None:
+    """Put back what ``narrow_base`` has rounded, in fp32 on the CPU: to be written.
+
+    Args:
+        model: Trained; changed in place.
+        dense: What it was made from.
+    """
+    bases = [(n, base) for n, base in _linear_bases(model) if base.weight.dtype != torch.float32]
+    if bases:
+        state = _load_dense(Path(dense)).state_dict()
+        for name, base in bases:
+            whole = state[f"{name.removeprefix('model.')}.weight"]
+            base.weight = nn.Parameter(whole, requires_grad=False)
+
+
+def _linear_bases(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The pre-trained linear layers with experts, but the head, by their modules' names."""
+    for name, module in gated_modules(model).items():
+        if isinstance(module, SimoeLinear) and module is not model.get_output_embeddings():
+            yield name, module.base
 
 
 def simoe_config(

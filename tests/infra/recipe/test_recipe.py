@@ -468,6 +468,7 @@ SHIPPED_WITH = {
     "simoe-sweeps.yaml": "simoe",
     "simoe-parameter-masks.yaml": "simoe",
     "simoe-real-rivals.yaml": "simoe-real",
+    "simoe-real-tunings.yaml": "simoe-real",
 }
 """The recipe that a file is made for, where another one than the paper's."""
 
