@@ -3,13 +3,14 @@
 import json
 import math
 import re
+import shlex
 import statistics
 from pathlib import Path
 
 import pytest
 from transformers import MistralConfig
 
-from flows.running.arguments import ARGUMENTS, parser_of
+from flows.running.arguments import ARGUMENTS, load, parser_of
 from infra.recipe.reading import load_recipe
 from upcycle_core.activations.moments import triangle_size
 from upcycle_core.architectures.families import family_of
@@ -33,6 +34,10 @@ RECIPES = [
 ]
 
 
+HEADED = sorted(ROOT.glob("recipes/**/*.yaml"))
+FLOW = re.compile(r"python -m flows\.(\w+)((?: [^`\n]*)?)")
+CHANGES = re.compile(r"--set [^\s`]+")
+CONTINUED = re.compile(r"\\\n[#\s]*")
 MADE = re.compile(r"^`((?:\w+/)+\w+\.\w+)`:$", re.MULTILINE)
 """Files whose text a page gives."""
 
@@ -97,6 +102,36 @@ def test_commands_exist(document):
                 options = " ".join(f'"{word}"' for word in words)
             for flag in FLAG.findall(arguments):
                 assert f'"{flag}"' in source + options, f"python -m {module} {flag}"
+
+
+def commands_of(document: Path) -> list[tuple[str, list[str]]]:
+    """A page's flows and their words, or those of a recipe's comments.
+
+    A comment's changes that stand without a command are of the one above, or of the recipe itself.
+    """
+    if document.suffix == ".md":
+        code = CONTINUED.sub(" ", "\n".join(code_of(document)))
+        named = [(name, words) for name, words in FLOW.findall(code) if ".yaml" in words]
+        return [(name, shlex.split(words, comments=True)) for name, words in named]
+    lines = CONTINUED.sub(" ", document.read_text()).splitlines()
+    last, found = ("plan", [name_of(document)]), []
+    for line in (line.strip(" #") for line in lines if line.lstrip().startswith("#")):
+        if command := FLOW.search(line):
+            last = (command[1], shlex.split(command[2]))
+            found.append(last)
+        elif changes := CHANGES.findall(line):
+            found.append((last[0], [*last[1], *shlex.split(" ".join(changes))]))
+    return found
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *HEADED], ids=name_of)
+def test_commands_are_taken(document):
+    """Every key that a command changes exists, and the recipe that comes of it is not refused."""
+    made = MADE.findall(document.read_text())
+    for command, words in commands_of(document):
+        files = {word for word in words if word.endswith(".yaml")}.difference(made)
+        if files and "RECIPE" not in words and all(f.startswith("recipes/") for f in files):
+            load(parser_of(command).parse_args(words))
 
 
 @pytest.mark.parametrize(("document", "text"), RECIPES, ids=[name_of(d) for d, _ in RECIPES])
