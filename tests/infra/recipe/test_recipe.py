@@ -469,6 +469,8 @@ SHIPPED_WITH = {
     "simoe-parameter-masks.yaml": "simoe",
     "simoe-real-rivals.yaml": "simoe-real",
     "simoe-real-tunings.yaml": "simoe-real",
+    "symphony-baselines.yaml": "paper/symphony",
+    "symphony-bam.yaml": "paper/symphony",
 }
 """The recipe that a file is made for, where another one than the paper's."""
 
@@ -489,6 +491,15 @@ def test_every_shipped_file_of_baselines_or_tasks_is_valid(path):
     recipe = load_recipe(Path(f"recipes/{name}.yaml"), ["folder=/data", *own], added=[path])
     for key in ("baselines", "tasks"):
         assert set(values.get(key, {})) <= set(getattr(recipe, key))
+
+
+def test_rivals_of_the_paper_s_symphony_are_trained_as_it_is():
+    rivals = [Path(f"recipes/paper/symphony-{name}.yaml") for name in ("baselines", "bam")]
+    recipe = load_recipe(Path("recipes/paper/symphony.yaml"), ["folder=/data"], added=rivals)
+    assert set(recipe.baselines) == {"btx", "bam", "drop-upcycling"}
+    for row in recipe.baselines.values():
+        assert row.training == recipe.post_training.training
+        assert (row.objective, row.top_k) == (recipe.post_training.objective, recipe.moe.top_k)
 
 
 def test_settings_reach_the_rows_of_other_files():
