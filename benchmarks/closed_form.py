@@ -4,8 +4,9 @@
 
 Every row is a run of ``flows.dume`` in one workspace (``NAME-closed-form``, of the demo's recipe by
 default): experts are trained once, and only what a row changes is made again. Percent of each
-domain's dense expert, mean of domains, of the oracle, DUME at k = 1 and at k = 2; tokens that
-routers send to their own domain's expert.
+domain's dense expert, mean of domains, of the oracle, DUME at k = 1 and at k = 2; what the backbone
+costs (100 - oracle) and the routers (oracle - DUME); tokens that routers send to their own domain's
+expert; DUME's perplexity, the geometric mean of domains, which no weak expert makes better.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 from infra import settings as environment
 from tasks.recipes import load_recipe
@@ -66,6 +68,9 @@ PAPER = (
     *("evaluation.sweep_window=[]", "evaluation.random_routing_seeds=[0]"),
 )
 COLUMNS = ("Oracle", "DUME", "k = 2", "Agreement", "Worst domain")
+"""What every row has in a file."""
+PERPLEXITY, GAPS = "Perplexity", ("Backbone gap", "Router gap")
+SHOWN = (*COLUMNS[:3], *GAPS, *COLUMNS[3:], PERPLEXITY)
 
 
 def main() -> None:
@@ -96,7 +101,8 @@ def main() -> None:
 
 
 def measured(recipe: Path, changes: Sequence[str], workspace: Path) -> dict[str, float]:
-    """A row's figures, of a flow that brings the workspace to it.
+    """A row's figures, of a flow that brings the workspace to it. Those of k = 2 are the row's own
+    routers with another k, solved layer by layer or at once.
 
     Raises:
         RuntimeError: The flow failed.
@@ -115,16 +121,25 @@ def measured(recipe: Path, changes: Sequence[str], workspace: Path) -> dict[str,
         100 * metrics["routing"]["agreement"],
         min(metrics["normalised"]["dume"].values()),
     )
-    return dict(zip(COLUMNS, figures, strict=True))
+    absolute = {PERPLEXITY: geometric_mean(metrics["perplexity"]["dume"].values())}
+    return {**dict(zip(COLUMNS, figures, strict=True)), **absolute}
 
 
 def table(found: Mapping[str, Mapping[str, float]]) -> str:
-    """The rows as Markdown; of a router that was solved layer by layer no k = 2 is published."""
-    lines = ["", f"| | {' | '.join(COLUMNS)} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
-    for row, figures in found.items():
-        cells = " | ".join(f"{figures[c]:.2f}" if c in figures else "–" for c in COLUMNS)
+    """The rows as Markdown, with the two gaps; a dash where a file of before lacks a figure."""
+    rows = {row: {**figures, **gaps(figures)} for row, figures in found.items()}
+    columns = [name for name in SHOWN if any(name in figures for figures in rows.values())]
+    lines = ["", f"| | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
+    for row, figures in rows.items():
+        cells = " | ".join(f"{figures[c]:.2f}" if c in figures else "–" for c in columns)
         lines.append(f"| {row} | {cells} |")
     return "\n".join(lines)
+
+
+def gaps(figures: Mapping[str, float]) -> dict[str, float]:
+    """What the backbone and the routers cost, in points."""
+    backbone, router = 100 - figures["Oracle"], figures["Oracle"] - figures["DUME"]
+    return dict(zip(GAPS, (backbone, router), strict=True))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from transformers import MistralConfig
 
+from benchmarks import closed_form
 from flows.running.arguments import ARGUMENTS, load, parser_of
 from infra.recipe.reading import load_recipe
 from upcycle_core.activations.moments import triangle_size
 from upcycle_core.architectures.families import family_of
 from upcycle_core.dume.collect import Layout
 from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.evaluation.text.results import gaps
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -290,3 +292,58 @@ def test_what_k_costs_is_said_with_the_numbers_of_the_sweep():
     assert f"At k = 2 it has {k[2]} without finetuning" in text
     [plus] = re.findall(r"^\| DUME\+ .*$", text, re.MULTILINE)
     assert plus.split("|")[7].strip().startswith(k[2])
+
+
+JOINED = {
+    "## The demo": ["demo", "demo-head", "demo-equation-4"],
+    "## Five real domains": ["five-domains", "five-domains-head", "five-domains-long"],
+    "## SmolLM2-135M": ["smollm2", None, "smollm2-million"],
+    "## Other regressions": [None],
+    "## A second repair": ["routed"],
+}
+"""The page's sections, and the file of each of their tables; None where the page alone has it."""
+
+
+def rows_of(text: str, head: str) -> list[list[list[str]]]:
+    """The cells of each table that begins with ``head``, line by line."""
+    tables = re.findall(rf"^{re.escape(head)}.*\n\| ---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    lines = [table.splitlines() for table in tables]
+    return [[[c.strip() for c in line.split("|")[1:-1]] for line in table] for table in lines]
+
+
+@pytest.mark.parametrize("section", JOINED)
+def test_the_tables_of_joining_in_closed_form_have_the_numbers_of_their_files(section):
+    text = (RESULTS / "closed-form.md").read_text()
+    [part] = re.findall(rf"^{section}.*?(?=^## )", text, re.MULTILINE | re.DOTALL)
+    for name, rows in zip(JOINED[section], rows_of(part, "| | Oracle "), strict=True):
+        found = json.loads((RESULTS / "closed-form" / f"{name}.json").read_text()) if name else {}
+        found, seed = found.get("five-domains-long", found), ""
+        for label, *cells in rows:
+            seed = label[: label.index(": ") + 2] if label.startswith("seed ") else seed
+            oracle, dume, _, backbone, router = (float(c) for c in (*cells[:2], "0", *cells[3:5]))
+            assert (backbone, router) == pytest.approx((100 - oracle, oracle - dume), abs=0.0101)
+            if name:
+                row = found[label if label.startswith("seed ") else seed + label]
+                figures = {**row, **closed_form.gaps(row)}
+                shown = [c for c in closed_form.SHOWN if c != closed_form.PERPLEXITY]
+                said = [f"{figures[c]:.2f}" if c in figures else "–" for c in shown]
+                assert cells == said[: len(cells)]
+
+
+@pytest.mark.parametrize("name", ["demo-comparison", "five-domains-comparison", "five-domains"])
+def test_gaps_and_perplexities_are_those_of_the_page_s_file(name):
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    text = (RESULTS / f"{name}.md").read_text()
+    scores = found.get("normalised") or {r: own["scores"] for r, own in found["rows"].items()}
+    means = {r: own["average"] for r, own in scores.items() if "average" in own}
+    [said] = gaps({r: m["mean"] if isinstance(m, dict) else m[0] for r, m in means.items()})
+    assert said in text
+    runs = [
+        run.get("perplexity") or {row: own["perplexity"] for row, own in run.items()}
+        for run in found["runs"]
+    ]
+    [rows] = rows_of(text.partition("\n## Perplexity\n")[2].partition("\n## ")[0], "| Method ")
+    assert [cells for _, *cells in rows] == [
+        [f"{statistics.mean(run[row][d] for run in runs):.2f}" for d in own]
+        for row, own in runs[0].items()
+    ]
