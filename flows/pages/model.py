@@ -14,6 +14,7 @@ from prefect.artifacts import (
     create_table_artifact,
 )
 
+from flows.pages import joining
 from flows.running.datasets import corpora_of
 from flows.running.naming import words_of
 from flows.running.session import FlowSession
@@ -55,6 +56,7 @@ def publish_artifacts(session: FlowSession, outcome: Outcome) -> None:
         **{f"perplexity/{domain}": value for domain, value in perplexity.items()},
         "share_of_time/router": timings["stages"].get("router", 0.0) / timings["wall"],
         "share_of_time/overhead": 1 - timings["pieces"] / timings["wall"],
+        **{f"core_seconds/{part}": seconds for part, seconds in joined(session).items()},
     }
     name, scores = session.recipe.name, _scores(metrics)
     publish_outcome(session, outcome, figures, corpora_of(session.workspace, session.recipe))
@@ -64,6 +66,11 @@ def publish_artifacts(session: FlowSession, outcome: Outcome) -> None:
         description="The version, champion or not and why.",
     )
     publish_table(f"{name}-scores", scores, "Perplexity, 100: the domain's own expert.")
+
+
+def joined(session: FlowSession) -> dict[str, float]:
+    """{part of joining: core seconds}; of a method that joins nothing in closed form none."""
+    return joining.core_seconds(session.recipe, session.workspace)
 
 
 def publish_outcome(
@@ -89,7 +96,8 @@ def publish_outcome(
     figures = {name: value for name, value in figures.items() if name not in logged}
     run.log_metrics({**figures, **{f"seconds/{name}": value for name, value in seconds.items()}})
     write_json(session.workspace.root / "timings.json", timings)
-    log_report(session, session.workspace.path("report"), "report", outcome.version)
+    cost = joining.sentence(joined(session))
+    log_report(session, session.workspace.path("report"), "report", outcome.version, cost=cost)
     run.log_text((session.workspace.root / "params.yaml").read_text(), "recipe.yaml")
     run.log_text(session.versions.lock_text(), "dvc.lock")
     run.log_inputs(datasets)
@@ -98,21 +106,34 @@ def publish_outcome(
     report = session.workspace.path("report")
     words = words_of(outcome)
     came = f"**{words[0].upper()}{words[1:]}** (`{version}`: {outcome.verdict})"
-    lines = (came, session.link, (report / MARKDOWN).read_text())
+    lines = (came, session.link, (report / MARKDOWN).read_text(), cost)
     run.describe("\n\n".join(filter(None, lines)))
     publish_pictures(session.recipe.name, sorted(report.glob("*.png")))
     publish_links(session, outcome.version)
 
 
 def log_report(
-    session: "FlowSession", folder: Path, name: str, version: Version | None = None
+    session: "FlowSession",
+    folder: Path,
+    name: str,
+    version: Version | None = None,
+    *,
+    cost: str = "",
 ) -> None:
-    """Log a report's files to MLflow; its page says there what an artifact may not depend on."""
+    """Log a report's files to MLflow; its page says there what an artifact may not depend on.
+
+    Args:
+        session: The flow at work.
+        folder: The report.
+        name: Of its folder in MLflow.
+        version: That it is of.
+        cost: A sentence on what it took.
+    """
     session.run.log_artifacts(folder, name)
     commit, _, modified = code_version(CODE).partition("-")
     words = f"commit {commit[:10]}{', modified' if modified else ''}"
     facts = [*([version.reference] if version else []), date.today().isoformat(), words]
-    session.run.log_text(stamped((folder / PAGE).read_text(), facts), f"{name}/{PAGE}")
+    session.run.log_text(stamped((folder / PAGE).read_text(), facts, cost), f"{name}/{PAGE}")
 
 
 def publish_table(key: str, table: Table, description: str) -> None:
@@ -201,6 +222,8 @@ def _page(session: FlowSession, outcome: Outcome) -> str:
 `{version.reference}` {links}
 
 {version.description}
+
+{joining.sentence(joined(session))}
 """
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from flows.pages import joining
 from flows.pages.comparison import comparison_section
 from flows.pages.page import Command, write_page
 from infra.recipe.schema import Recipe
@@ -38,6 +39,7 @@ def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
     count = len(seeds)
     runs = [json.loads((own / "report" / "metrics.json").read_text()) for own in workspaces]
     costs = [_core_seconds(recipe, Workspace(own)) for own in workspaces]
+    joined = [joining.core_seconds(recipe, Workspace(own)) for own in workspaces]
     scores = across_runs([_with_average(run) for run in runs])
     sweeps = {p: _sweep_mean(runs, p) for p in SWEEPS if p in runs[0]["sweeps"]}
     agreement = mean_and_deviation([run["routing"]["agreement"] for run in runs])
@@ -50,7 +52,7 @@ def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
         _table(recipe, scores, count),
         *gaps({row: mean for row, (mean, _) in whole.items()}),
         Figure(f"{name}/scores", "Normalised averages", draw),
-        _costs(agreement, costs, count),
+        f"{_costs(agreement, costs, count)} {joining.sentence(*joined)}".strip(),
     ]
     pictures = [Section(SWEEPS[p], [_sweep(recipe, scores, p, sweeps[p])]) for p in sweeps]
     write_page(
@@ -75,6 +77,7 @@ def write_seeds(command: Command, workspaces: Sequence[Path]) -> None:
             "routing_agreement": {"mean": agreement[0], "deviation": agreement[1]},
             "sweeps": sweeps,
             "core_seconds": [own and sum(own.values()) for own in costs],
+            "core_seconds_joining": joined,
             "machine": {"system": platform.platform(), "python": platform.python_version()},
             "runs": runs,
         },

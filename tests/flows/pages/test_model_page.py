@@ -35,5 +35,7 @@ def test_the_logged_page_names_version_date_and_commit_and_the_artifact_does_not
     words = r"models:/demo/3 · \d{4}-\d\d-\d\d · commit ([0-9a-f]{10}(, modified)?|unknown)"
     assert re.search(f"<title>demo: scores · {words}</title>", page)
     assert re.search(f'</h1>\n<p class="note">{words}</p>', page)
-    log_report(SimpleNamespace(run=run), tmp_path, "report")
-    assert "models:/" not in run.files["report/report.html"]
+    log_report(SimpleNamespace(run=run), tmp_path, "report", cost="It took 3 < 4 s.")
+    page = run.files["report/report.html"]
+    assert "models:/" not in page
+    assert page.count('</p>\n<p class="note">It took 3 &lt; 4 s.</p>') == 1

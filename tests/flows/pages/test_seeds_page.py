@@ -91,6 +91,15 @@ def test_what_a_model_took_is_said_whichever_runs_made_it(tmp_path):
     assert "a model took 10, – core minutes" in (tmp_path / "again" / "pico.md").read_text()
 
 
+def test_what_joining_took_stands_beside_the_scores(tmp_path):
+    """Whoever trained the experts."""
+    text = page(tmp_path, 1.0, 3.0)
+    words = "Joining took, in core seconds, mean of 2 runs: statistics 0.0, routers 6.0."
+    assert f"core minutes, evaluation included. {words}\n" in text
+    kept = json.loads((tmp_path / "out" / "pico.json").read_text())
+    assert kept["core_seconds_joining"] == [{"statistics": 0.0, "routers": 6.0}] * 2
+
+
 def test_what_given_experts_took_is_unknown(tmp_path):
     page(tmp_path, 1.0)
     given = {name: {**domain, "expert": "/models/x"} for name, domain in RECIPE["domains"].items()}

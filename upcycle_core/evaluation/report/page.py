@@ -69,16 +69,18 @@ def html_page(report: Report, folder: Path) -> str:
     )
 
 
-def stamped(page: str, facts: Sequence[str]) -> str:
+def stamped(page: str, facts: Sequence[str], cost: str = "") -> str:
     """A page with what its artifact may not depend on: version, date and commit, under the title.
 
     Args:
         page: What ``html_page`` gave.
         facts: What is said, in order.
+        cost: A sentence on what it took, below them.
     """
     words = escape(" · ".join(facts))
     page = page.replace("</title>", f" · {words}</title>", 1)
-    return page.replace("</h1>", f'</h1>\n<p class="note">{words}</p>', 1)
+    below = f'\n<p class="note">{escape(cost)}</p>' if cost else ""
+    return page.replace("</h1>", f'</h1>\n<p class="note">{words}</p>{below}', 1)
 
 
 def _text(block: Block, level: int, folder: Path) -> str:
