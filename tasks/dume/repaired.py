@@ -11,6 +11,7 @@ from typing import Any
 from infra.recipe.schema import Recipe
 from tasks.engine.params import regression_keys, repair_keys
 from tasks.engine.stage import StageRun, stage
+from upcycle_core.dume.checks import more_tokens
 from upcycle_core.dume.repair import repair_expert
 from upcycle_core.progress import Progress
 
@@ -30,7 +31,7 @@ def _params(recipe: Recipe, domain: str) -> Iterator[str]:
     each=lambda recipe: recipe.domains if recipe.experts.repair != "none" else (),
 )
 def repaired(run: StageRun) -> None:
-    """Write the checkpoint, and ``repair.json``: lambda of each layer and what it leaves."""
+    """Write the checkpoint, and ``repair.json``: each layer's lambda, tokens and what is left."""
     layers = run.run_one(
         repair_piece,
         "statistics",
@@ -44,7 +45,11 @@ def repaired(run: StageRun) -> None:
     )
     left = [layer["drift"] for layer in layers]
     mean = 100 * sum(left) / len(left)
-    run.session.log(f"{run.domain}: the repair leaves {mean:.0f} % of the drift, mean of layers")
+    words = f"the repair leaves {mean:.0f} % of the drift, mean of layers"
+    each = f"{layers[0]['tokens_a_neuron']:.0f} calibration tokens a neuron"
+    run.session.log(f"{run.domain}: {words}, by {each}")
+    if more := more_tokens(layers):
+        run.session.log(f"{run.domain}: {more}")
 
 
 def repair_piece(*, out: Path, progress: Progress, **arguments: Any) -> list[dict[str, Any]]:

@@ -118,7 +118,8 @@ def repair_expert(
     Returns:
         Of each layer ``lambda`` (of the mean diagonal; None: not repaired), ``drift``, the share
         of the drift, judged on text that the regression has not seen, that is left of tokens that
-        are not a paragraph's first, and ``target``, "stream" or "head".
+        are not a paragraph's first, ``target``, "stream" or "head", ``tokens`` that the regression
+        had, and ``tokens_a_neuron``, for each inner activation.
 
     Raises:
         InputError: Norms stand behind the FFNs; there are too few tokens, or activations are not
@@ -226,7 +227,9 @@ def _repaired(
         last_head = head if index == layers - 1 else None
         sums = _pass(streams, texts, index, head=last_head)
         target, (factor, left, delta_IH) = _solved(sums, texts, index, last_head)
-        said.append({"layer": index, "lambda": factor, "drift": left, "target": target})
+        tokens = sum(half.tokens for half in sums)
+        counts = {"tokens": tokens, "tokens_a_neuron": tokens / down_HI.shape[1]}
+        said.append({"layer": index, "lambda": factor, "drift": left, "target": target, **counts})
         repaired_HI = (down_HI.double() + delta_IH.T.cpu()).to(down_HI.dtype)
         change_HI = (repaired_HI.float() - down_HI.float()).to(device)
         for text in texts:

@@ -302,6 +302,10 @@ def test_what_chance_explains_is_not_repaired(tmp_path):
     report = json.loads((out / REPORT).read_text())
     assert [layer["layer"] for layer in report] == [0, 1]
     assert [(layer["lambda"], layer["drift"]) for layer in report] == [(None, 1)] * 2
+    tokens = len(TokenCorpus(corpus).tokens)
+    neurons = CheckpointReader(experts[0]).config["intermediate_size"]
+    counted = [(layer["tokens"], layer["tokens_a_neuron"]) for layer in report]
+    assert counted == [(tokens, tokens / neurons)] * 2
     found, expected = CheckpointReader(out), CheckpointReader(experts[0])
     for layer in range(2):
         name = f"model.layers.{layer}.mlp.down_proj.weight"
