@@ -10,6 +10,7 @@ a set of instructions that is added, and the same seed is tuned again.
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 from prefect import flow
 from prefect.states import State
@@ -75,13 +76,19 @@ def grow(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
     # the workspace nor waits for it is taken for dead.
     with turn(workspace, "the flow grow", recipe):
         look(recipe, workspace, domain, rebuild=rebuild)
-        with open_session("grow", recipe, is_held=True) as session:
+        how = partial(begun_with, domain=domain, rebuild=rebuild)
+        with open_session("grow", recipe, is_held=True, begun=how) as session:
             return _grown(session, domain, rebuild)
 
 
+def begun_with(recipe: Recipe, workspace: Workspace, *, domain: str, rebuild: bool) -> Recipe:
+    """The recipe with the lineage of its model, which a domain joins."""
+    grown = begin(recipe, workspace, new=[domain])
+    return without_backbone(grown) if rebuild else grown
+
+
 def _grown(session: FlowSession, domain: str, rebuild: bool) -> State:
-    grown = begin(session.recipe, session.workspace, new=[domain])
-    begun = without_backbone(grown) if rebuild else grown
+    begun = begun_with(session.recipe, session.workspace, domain=domain, rebuild=rebuild)
     change = begin_change(session, f"grow {domain}", begun, rebuild=rebuild)
     session.adopt(begun)
     outcome = build(session, changed=[domain])
@@ -165,6 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
         look=lambda recipe, workspace: look(
             recipe, workspace, chosen.domain, rebuild=chosen.rebuild
         ),
+        begun=partial(begun_with, domain=chosen.domain, rebuild=chosen.rebuild),
         run=lambda recipe: grow(recipe, chosen.domain, chosen.rebuild),
     )
     print(DEPLOYED.format(chosen.recipe))

@@ -15,6 +15,7 @@ from flows.making.building import made
 from flows.making.builds import whole
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
+from flows.running.planned import anew_if
 from flows.running.refused import in_a_line
 from flows.running.session import THREADS
 from infra.recipe.schema import Recipe, resolve
@@ -41,7 +42,9 @@ def make(recipe: Recipe, rebuild: bool = False) -> State:
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow on recipe files."""
     chosen = parser_of("make").parse_args(arguments)
-    run_flow(load(chosen), lambda recipe: make(recipe, chosen.rebuild))
+    run_flow(
+        load(chosen), lambda recipe: make(recipe, chosen.rebuild), begun=anew_if(chosen.rebuild)
+    )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from flows.running.arguments import load, parser_of
 from flows.running.command_line import command
 from infra import settings as environment
 from infra.cluster.memory import held_bytes
+from tasks.engine.workspace import Workspace
+from tasks.living.lineage import with_lineage
 from tasks.planning.machine import Machine
 from tasks.planning.plan import plan
 from tasks.planning.speed import given_rates, measured_rates
@@ -38,6 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
         rates: Rates | None = given_rates(chosen.rates, machine.cpus)
     else:
         rates = measured_rates(home, again=chosen.measure) if is_here else None
+    recipe = with_lineage(recipe, Workspace(home / recipe.name))
     made = plan(recipe, home, machine, base=base, rates=rates)
     print(made.table())
     print(made.places())

@@ -61,7 +61,7 @@ def retrain(recipe: Recipe) -> State:
                 title = title_of_day(recipe.name)
                 name_run(title, tags=(recipe.name,))
                 return completed(title, NOTHING, name="Nothing to do")
-            with open_session("retrain", recipe, is_held=True) as session:
+            with open_session("retrain", recipe, is_held=True, begun=begin) as session:
                 outcome = _learn(session)
                 return session.completed(words_of(outcome), outcome.version.reference)
     except Held as held:
@@ -135,7 +135,7 @@ def _learn(session: FlowSession) -> Outcome:
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow."""
     recipe = load(parser_of("retrain").parse_args(arguments))
-    run_flow(recipe, retrain, look=look)
+    run_flow(recipe, retrain, look=look, begun=begin)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from flows.pages.model import folder_faults
 from flows.pages.page import Command
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow, with_seed
+from flows.running.planned import anew_if
 from flows.running.refused import in_a_line
 from flows.running.session import THREADS
 from infra import settings as environment
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
     runs = [with_seed(recipe, seed) for seed in chosen.seeds or ()] or [recipe]
     for run in runs:
-        run_flow(run, lambda recipe: simoe(recipe, chosen.rebuild))
+        run_flow(run, lambda recipe: simoe(recipe, chosen.rebuild), begun=anew_if(chosen.rebuild))
     if chosen.out is not None:
         made = Command.of("simoe", recipe, chosen)
         write_instructions(made, [home / run.name for run in runs])

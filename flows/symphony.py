@@ -14,6 +14,7 @@ from prefect.states import State
 from flows.making.building import made
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
+from flows.running.planned import anew_if
 from flows.running.refused import in_a_line
 from flows.running.session import THREADS
 from infra.recipe.schema import Recipe, resolve
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser_of("symphony").parse_args(arguments)
     recipe = load(chosen)
     raise_faults(_faults(recipe))
-    run_flow(recipe, lambda recipe: symphony(recipe, chosen.rebuild))
+    run_flow(recipe, lambda recipe: symphony(recipe, chosen.rebuild), begun=anew_if(chosen.rebuild))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from tasks.engine.workspace import Workspace
+from tasks.living.lineage import with_lineage
 from tasks.methods import stages_of
 from tasks.planning.machine import Machine
 from tasks.planning.plan import plan
@@ -17,6 +19,7 @@ def kept(recipe: Path, home: Path, *added: Path) -> dict[str, tuple[int, int]]:
     Tokenizers, curves and records are left out: beside pico models they are large.
     """
     loaded = load_recipe(recipe, added=added)
+    loaded = with_lineage(loaded, Workspace(home / loaded.name))
     made = plan(loaded, home, ROOMY, base=0)
     assert all(row.is_done for row in made.rows)
     found = {}

@@ -10,6 +10,7 @@ from flows.pages.model import publish_artifacts, summary
 from flows.pages.tasks import publish_tasks
 from flows.running.command_line import SUMMARY
 from flows.running.naming import words_of
+from flows.running.planned import anew_if
 from flows.running.session import FlowSession, open_session
 from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import FORMS
@@ -42,7 +43,7 @@ def made(
     Returns:
         The registered version, ``models:/NAME/NUMBER``.
     """
-    with open_session(flow_name, recipe) as session:
+    with open_session(flow_name, recipe, begun=anew_if(rebuild)) as session:
         if rebuild:
             forget(session.workspace)
             session.adopt(replace(recipe, lineage=None))

@@ -16,7 +16,7 @@ import httpx
 from prefect.settings import PREFECT_API_URL
 
 from flows.running.own_server import start_server
-from flows.running.planned import say_plan
+from flows.running.planned import Begun, say_plan
 from flows.running.turn import turn
 from infra import settings as environment
 from infra.cluster.capacity import compute_faults, machine
@@ -27,6 +27,7 @@ from infra.services.processes import read_records
 from infra.services.stopping import run_command, run_stoppable
 from tasks.engine.sources import CODE
 from tasks.engine.workspace import Workspace
+from tasks.living.lineage import with_lineage
 from tasks.recipes import check
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -114,6 +115,7 @@ def run_flow(
     run: Callable[[Recipe], Result],
     *,
     look: Callable[[Recipe, Workspace], str | None] | None = None,
+    begun: Begun = with_lineage,
     shown: str | None = SUMMARY,
 ) -> Result | None:
     """Look at the recipe, run the flow and print what it left.
@@ -124,6 +126,7 @@ def run_flow(
         look: Raises ``InputError`` with every fault of what is asked for; returns what to say where
             there is nothing to run. By default what the recipe names outside the workspace is
             looked at, before there is one.
+        begun: The recipe that the flow will build, which is planned.
         shown: The file of the workspace that is printed; None for none.
 
     Returns:
@@ -141,14 +144,14 @@ def run_flow(
     if look is None:
         with _beside_models(recipe, settings, workspace):
             check(recipe, settings.home / "models")
-        say_plan(recipe, settings, print)
+        say_plan(begun(recipe, workspace), settings, print)
     with turn(workspace, "the start of a flow", recipe):
         said = None if look is None else look(recipe, workspace)
     if said is not None:
         print(said)
         return None
     if look is not None:
-        say_plan(recipe, settings, print)
+        say_plan(begun(recipe, workspace), settings, print)
     reach_server(settings)
     result = run(recipe)
     if shown is not None:

@@ -5,10 +5,20 @@ from collections.abc import Callable
 from infra.cluster.memory import held_bytes
 from infra.recipe.schema import Recipe
 from infra.settings import Settings
+from tasks.engine.workspace import Workspace
+from tasks.living.lineage import with_lineage
 from tasks.planning.machine import Machine
 from tasks.planning.plan import plan
 from tasks.planning.speed import known_rates
 from upcycle_core.errors import InputError, raise_faults
+
+Begun = Callable[[Recipe, Workspace], Recipe]
+"""From what a recipe says to what a flow will build of it."""
+
+
+def anew_if(rebuild: bool) -> Begun:
+    """What a flow builds that makes a whole model: with its lineage, unless it makes all anew."""
+    return (lambda recipe, workspace: recipe) if rebuild else with_lineage
 
 
 def say_plan(recipe: Recipe, settings: Settings, say: Callable[[str], object]) -> None:
@@ -18,7 +28,7 @@ def say_plan(recipe: Recipe, settings: Settings, say: Callable[[str], object]) -
     nothing is said. Of a cluster the machines are not asked, but its disk is.
 
     Args:
-        recipe: What is about to be made.
+        recipe: What is about to be made, with its lineage.
         settings: Where it is kept, and where it runs.
         say: Takes the line.
 

@@ -17,7 +17,7 @@ from prefect.utilities.annotations import quote
 from flows.running.datasets import read_by
 from flows.running.interrupted import close_interrupted
 from flows.running.naming import completed, link_runs, name_run, title_of_day
-from flows.running.planned import say_plan
+from flows.running.planned import Begun, say_plan
 from flows.running.progress import ProgressArtifacts
 from flows.running.refused import in_a_line
 from flows.running.turn import live, log, turn
@@ -255,7 +255,9 @@ class FlowSession:
 
 
 @contextmanager
-def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> Iterator[FlowSession]:
+def open_session(
+    flow_name: str, recipe: Recipe, *, is_held: bool = False, begun: Begun = with_lineage
+) -> Iterator[FlowSession]:
     """Hold the workspace, start Ray, open the MLflow run; put everything away afterwards.
 
     The recipe goes on with the lineage of the workspace's model, where that has one.
@@ -264,6 +266,7 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
         flow_name: The flow's.
         recipe: Its recipe.
         is_held: Whether this process holds the workspace already.
+        begun: The recipe that the flow will build, which is planned.
 
     Raises:
         Held: If another flow holds the workspace for longer than the recipe waits.
@@ -277,7 +280,7 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
         close_interrupted(workspace, recipe.registered_name, compressed_name(recipe))
         recipe = with_lineage(recipe, workspace)
         if deployment.id is not None:  # a command has said it before there was a run
-            say_plan(recipe, settings, log)
+            say_plan(begun(recipe, workspace), settings, log)
         versions = _versions(recipe, workspace)
         title = title_of_day(recipe.name)
         name_run(title, tags=(recipe.name,))
@@ -293,13 +296,8 @@ def open_session(flow_name: str, recipe: Recipe, *, is_held: bool = False) -> It
             link = link_runs(settings, recipe.name, run)
             run.describe(link)
             progress = ProgressArtifacts(recipe.name)
-            session = Session(
-                recipe,
-                workspace,
-                log=log,
-                record=_recording(tracker, run, workspace),
-                show=progress,
-            )
+            record = _recording(tracker, run, workspace)
+            session = Session(recipe, workspace, log=log, record=record, show=progress)
             flow_session = FlowSession(
                 settings,
                 session,

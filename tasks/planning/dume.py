@@ -12,6 +12,7 @@ from tasks.planning.parts import (
     Subjects,
     experts_row,
     joined,
+    parents_row,
     seed_row,
     text_rows,
     tokens_of,
@@ -32,6 +33,7 @@ def _training_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     seed = seed_row(recipe, subjects.shape)
     if seed is not None:
         yield seed
+    yield parents_row(recipe, subjects.shape)
     yield experts_row(recipe, subjects.shape)
 
 

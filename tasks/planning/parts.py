@@ -85,6 +85,13 @@ def seed_row(recipe: Recipe, shape: Shape) -> Planned | None:
     return None
 
 
+def parents_row(recipe: Recipe, shape: Shape) -> Planned:
+    """Copies of the experts that others are continued from."""
+    count = len(recipe.parents)
+    kept = count * joined(recipe, shape).stored
+    return Planned("parents", count, count, kept=kept, read=kept)
+
+
 def experts_row(recipe: Recipe, shape: Shape) -> Planned:
     """Experts that are trained here, and those that are ready."""
     domains, form = len(recipe.domains), as_given(recipe, shape)

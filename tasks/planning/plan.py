@@ -7,12 +7,12 @@ from types import MappingProxyType
 
 from infra.recipe.schema import Recipe
 from tasks.engine.method import Addition
-from tasks.engine.stage import Stage
-from tasks.engine.workspace import Workspace
 from tasks.methods import COMPARISON, COMPRESSION, TASKS, stages_of
 from tasks.planning.ders import comparison_rows, compression_rows
 from tasks.planning.dume import dume_rows
 from tasks.planning.machine import Machine
+from tasks.planning.made import RecordedWorkspace, learning, made_before
+from tasks.planning.outside import changed_outside
 from tasks.planning.parts import Subjects, as_given
 from tasks.planning.row import Planned, duration, gigabytes
 from tasks.planning.scored import task_rows
@@ -200,7 +200,7 @@ def plan(
     """What a recipe needs, before anything of it is made.
 
     Args:
-        recipe: Checked.
+        recipe: Checked; with its lineage, where a model goes on.
         home: Where workspaces are.
         machine: Where it is to run.
         base: Bytes of a process that computes nothing yet.
@@ -212,13 +212,16 @@ def plan(
     if recipe.method not in ROWS:
         remedy = f"only recipes of {', '.join(ROWS)} can be planned so far"
         raise InputError(Fault("method", recipe.method, remedy))
+    workspace = RecordedWorkspace(home / recipe.name)
+    changed = set(changed_outside(recipe, workspace))
+    recipe = learning(recipe, workspace, changed)
+    made = made_before(recipe, workspace, changed)
     subjects = subjects_of(recipe, home / "models")
     shape = as_given(recipe, subjects.shape)
     found = {row.stage: row for row in ROWS[recipe.method](recipe, subjects)}
     for addition, rows in ADDED:
         if addition.asked(recipe):
             found = {row.stage: row for row in rows(recipe, subjects)} | found
-    workspace = Workspace(home / recipe.name)
     # Weights that get another type are written anew.
     links = _links(recipe, home) if shape == subjects.shape else {}
     ordered = []
@@ -226,10 +229,9 @@ def plan(
         items = len(stage.items(recipe))
         row = found.get(stage.name, Planned(stage.name, items, items))
         if items:
-            made = _made(stage, recipe, workspace)
             linked = links.get(stage.name, 0) * shape.stored
-            row = replace(row, items=items, made=made, in_parts=stage.in_parts, linked=linked)
-            ordered.append(row.fitted(machine, base))
+            row = replace(row, items=items, made=made[stage.name], linked=linked)
+            ordered.append(replace(row, in_parts=stage.in_parts).fitted(machine, base))
     return Plan(ordered, machine, base, 1 + _is_beside(recipe), rates)
 
 
@@ -257,8 +259,3 @@ def _is_near(model: Path, home: Path) -> bool:
     """Whether a model is a checkpoint on the disk where the home is, or is to be."""
     there = next(place for place in (home, *home.parents) if place.exists())
     return (model / CONFIG).is_file() and model.stat().st_dev == there.stat().st_dev
-
-
-def _made(stage: Stage, recipe: Recipe, workspace: Workspace) -> int:
-    """How many of a stage's artifacts are there, whatever made them."""
-    return sum(workspace.record(stage.artifact(item)) is not None for item in stage.items(recipe))

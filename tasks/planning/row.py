@@ -37,7 +37,7 @@ class Planned:
         kind: Of its resources, as in ``compute.KIND``.
         remedies: What makes a piece smaller, beside fewer at once.
         linked: Bytes of what is kept that are the files of given models themselves.
-        made: How many of its items are there.
+        made: How many of its items are there, and are not made again.
         in_parts: Whether DVC's remote holds what it is made from in its place.
     """
 
@@ -66,7 +66,7 @@ class Planned:
 
     @property
     def is_done(self) -> bool:
-        """Whether all of it is there."""
+        """Whether all of it is there, and nothing of it is made again."""
         return self.made >= self.items
 
     @property

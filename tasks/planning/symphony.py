@@ -6,7 +6,15 @@ from typing import Any
 
 from infra.recipe.schema import Recipe
 from tasks.planning.joined import mixture_row, scoring_row
-from tasks.planning.parts import FP32, Subjects, experts_row, joined, text_rows, tokens_of
+from tasks.planning.parts import (
+    FP32,
+    Subjects,
+    experts_row,
+    joined,
+    parents_row,
+    text_rows,
+    tokens_of,
+)
 from tasks.planning.row import Planned
 from tasks.symphony.compared import looked_at
 from tasks.symphony.variants import (
@@ -28,6 +36,7 @@ def symphony_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     own = joined(recipe, subjects.shape)
     union = own.with_vocabulary(subjects.vocabulary or own.vocabulary)
     yield from text_rows(recipe, subjects)
+    yield parents_row(recipe, subjects.shape)
     yield experts_row(recipe, subjects.shape)
     copies = subjects.domains * union.stored
     yield Planned(

@@ -79,6 +79,15 @@ class KnownFiles:
             self._asked("DELETE FROM known WHERE key = ?", _key(status))
         return digest
 
+    def recalled(self, file: Path) -> str | None:
+        """The sha256 of a file that looks as when it was read; None where that is not known.
+
+        Of a small file it is that of what is there: it is read as fast.
+        """
+        status = file.stat()
+        small = status.st_size < SMALLEST
+        return _sha256_of(file) if small else self._recalled(status)
+
     def _digest(self, file: Path, size: int) -> str:
         return self.near(_sha256_of, file) if size >= SMALLEST else _sha256_of(file)
 

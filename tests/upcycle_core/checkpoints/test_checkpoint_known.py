@@ -74,6 +74,18 @@ def test_a_file_is_read_once(place):
     assert place.reads == 1
 
 
+def test_a_file_that_looks_otherwise_is_not_recalled(place):
+    known = KnownFiles(place.memory)
+    assert known.recalled(place.file) is None
+    digest = place.sha256()
+    assert known.recalled(place.file) == digest
+    place.flip()
+    assert known.recalled(place.file) is None
+    assert place.reads == 1
+    place.file.write_bytes(b"small")
+    assert known.recalled(place.file) == hashlib.sha256(b"small").hexdigest()
+
+
 def test_a_file_that_is_moved_is_known(place):
     place.sha256()
     place.file = place.file.rename(place.file.with_name("elsewhere"))

@@ -1,0 +1,109 @@
+"""What lies outside a workspace and is another than its stages have seen; no weight is read."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from infra.durable import read_json
+from infra.recipe.schema import Recipe
+from tasks.data.task_sets import task_fingerprint
+from tasks.data.texts import TEXTS
+from tasks.engine.artifacts import FORMS, INSTRUCTIONS, SEED
+from tasks.engine.workspace import Workspace, fingerprint
+from tasks.planning.subjects import CONFIG
+from upcycle_core.checkpoints.copy import belongs
+from upcycle_core.checkpoints.known import KnownFiles
+from upcycle_core.corpora.config import Source
+from upcycle_core.corpora.harvest import MissingPackage
+from upcycle_core.corpora.sources import source_files, source_fingerprint
+from upcycle_core.corpora.tuning.prepare import instruction_fingerprint
+from upcycle_core.errors import InputError
+
+Seen = Mapping[str, Any]
+"""What the stage ``sources`` has written of one name."""
+
+
+def changed_outside(recipe: Recipe, workspace: Workspace) -> Iterator[str]:
+    """Files of the stage ``sources`` that will be others, below the workspace.
+
+    What a recipe newly names is left out: the stages that read it see that by their settings. A
+    given model is another where its files do not look as when they were read. Those of a hub, of
+    the registry and in a form of their own are taken to be as they were.
+
+    Args:
+        recipe: What is to be made.
+        workspace: Its own.
+    """
+    # Whatever the recipe says of storage that lies about times: weights are not read here.
+    known, folder = KnownFiles(workspace.known.path), recipe.text_folder
+    for name in (*recipe.domains, SEED, *(f"outside/{name}" for name in recipe.outside)):
+        file = f"sources/{name}.json"
+        seen = read_json(workspace.path(file))
+        if seen is not None and (
+            any(_is_other_text(*pair, folder, known) for pair in _texts(recipe, name, seen))
+            or any(_is_other_model(*pair, known) for pair in _models(recipe, name, seen))
+        ):
+            yield file
+    yield from _other_sets(recipe, workspace)
+    settings = (workspace.record("sources") or {}).get("params", {})
+    if settings.get("experts.dtype", recipe.experts.dtype) != recipe.experts.dtype:
+        yield f"sources/{FORMS}"
+
+
+def _texts(recipe: Recipe, name: str, seen: Seen) -> Iterator[tuple[Seen, Source]]:
+    """What was seen of each text of a name, and the text."""
+    domain = recipe.domains.get(name)
+    parts = {part: getattr(domain, part) for part in TEXTS} if domain is not None else {}
+    yield from ((seen[part], own) for part, own in parts.items() if own and part in seen)
+    whole = recipe.seed_text if name == SEED else recipe.outside.get(name.rpartition("/")[2])
+    if domain is None and whole is not None:
+        yield seen, whole
+
+
+def _models(recipe: Recipe, name: str, seen: Seen) -> Iterator[tuple[Seen, str]]:
+    """What was seen of each model of a name, and the model."""
+    if (domain := recipe.domains.get(name)) is not None:
+        origin = None if domain.origin is None else domain.origin.model
+        parts = {"expert": domain.expert, "origin": origin}
+    else:
+        parts = {SEED: recipe.seed_model.model if name == SEED else None}
+    yield from ((seen[part], own) for part, own in parts.items() if own and part in seen)
+
+
+def _is_other_text(seen: Seen, source: Source, folder: Path | None, known: KnownFiles) -> bool:
+    try:
+        if source.harvest is not None:
+            return source_fingerprint(source, folder=folder) != seen
+        files = source_files(source, folder).items()
+        return {label: known.sha256(path) for label, path in files} != seen.get("files", {})
+    except (InputError, MissingPackage, OSError):  # said by who reads it
+        return True
+
+
+def _is_other_model(seen: Seen, reference: str, known: KnownFiles) -> bool:
+    """Whether files that may belong to a checkpoint do not look as they did; others are notes."""
+    folder = Path(reference).expanduser()
+    if not (folder / CONFIG).is_file():
+        return False
+    there = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*")}
+    names = {name for name in seen.keys() | there.keys() if belongs(name)}
+    if any(name not in there or name not in seen for name in names):
+        return True
+    return any(known.recalled(there[name]) != seen[name] for name in names)
+
+
+def _other_sets(recipe: Recipe, workspace: Workspace) -> Iterator[str]:
+    """Files of tasks and of instructions that will be others."""
+    now: dict[str, Any] = {}
+    try:
+        for name in recipe.tasks:
+            now[f"sources/tasks/{name}.json"] = task_fingerprint(recipe, name)
+        if recipe.instructions.sources:
+            read = instruction_fingerprint(recipe.instructions, folder=recipe.text_folder)
+            now[f"sources/{INSTRUCTIONS}.json"] = read
+    except (InputError, OSError):  # said by who reads them
+        return
+    for file, value in now.items():
+        seen = read_json(workspace.path(file))
+        if seen is not None and fingerprint(seen) != fingerprint(value):
+            yield file

@@ -1,0 +1,133 @@
+"""What a plan takes to be made: what its stages would not make again."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+from pico import save_pico
+from texts import pico_recipe, write_texts
+
+from tasks.data.sources import write_sources
+from tasks.engine.stage_run import Session, StageRun
+from tasks.engine.workspace import Workspace, enclosing, fingerprint
+from tasks.living.lineage import begin
+from tasks.methods import stages_of
+from tasks.planning.machine import Machine
+from tasks.planning.plan import plan
+from tasks.recipes import validate
+from upcycle_core.checkpoints.hashing import sha256_file
+from upcycle_core.checkpoints.known import KnownFiles
+
+ROOMY = Machine(memory=10**12, cpus=8, disk=10**13)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return write_texts(tmp_path / "texts")
+
+
+@pytest.fixture
+def values(texts):
+    return pico_recipe(texts)
+
+
+def published(recipe, home):
+    """A workspace in which each stage has published a file for each thing that is read of it."""
+    workspace = Workspace(home / recipe.name)
+    session = Session(recipe, workspace, log=lambda text: None)
+    pairs = [(stage, item) for stage in stages_of(recipe) for item in stage.items(recipe)]
+    read = {name for stage, item in pairs for name in stage.inputs(recipe, item)}
+    for stage, item in pairs:
+        artifact = stage.artifact(item)
+        out = workspace.stage(artifact)
+        if stage.always:
+            write_sources(StageRun(session, stage, item, out=out, mark="", recorder=None))
+        for name in read:
+            inside = out / name.removeprefix(f"{artifact}/")
+            if artifact in enclosing(name) and artifact != name and not inside.exists():
+                inside.parent.mkdir(parents=True, exist_ok=True)
+                inside.write_text(name)
+        (out / "made").write_text(artifact)
+        made_from = stage.made_from(session, item)
+        mark = fingerprint(made_from)
+        workspace.publish(out, artifact, {**made_from, "fingerprint": mark})
+    return workspace
+
+
+def again(recipe, home):
+    """{stage: how many of its items a plan takes to be to come}"""
+    rows = plan(recipe, home, ROOMY, base=0).rows
+    return {row.stage: row.items - row.made for row in rows if not row.is_done}
+
+
+def test_nothing_is_to_come_of_a_recipe_that_is_as_it_was(values, tmp_path):
+    recipe = validate(values)
+    published(recipe, tmp_path)
+    made = plan(recipe, tmp_path, ROOMY, base=0)
+    assert all(row.is_done for row in made.rows)
+    assert made.disk_to_come == 0
+
+
+def test_a_setting_has_what_it_decides_made_again_and_all_that_reads_it(values, tmp_path):
+    published(validate(values), tmp_path)
+    values["statistics"]["tokens"] = 100
+    found = again(validate(values), tmp_path)
+    assert found == {"statistics": 3, "router": 1, "model": 1, "report": 1}
+
+
+def test_what_reads_something_that_is_gone_is_not_done_either(values, tmp_path):
+    recipe = validate(values)
+    shutil.rmtree(published(recipe, tmp_path).path("backbone"))
+    found = again(recipe, tmp_path)
+    assert found == {"backbone": 1, "statistics": 3, "router": 1, "model": 1, "report": 1}
+
+
+def test_a_night_with_new_text_is_planned_as_what_it_makes(values, texts, tmp_path):
+    recipe = validate(values)
+    workspace = published(recipe, tmp_path)
+    night = begin(recipe, workspace)
+    assert again(night, tmp_path) == {}
+    with (texts / "letters" / "train.txt").open("a") as file:
+        file.write("omega")
+    assert again(night, tmp_path) == {
+        **dict.fromkeys(("sources", "documents", "corpora", "parents", "experts"), 1),
+        **dict.fromkeys(("statistics", "router", "model", "report"), 1),
+    }
+    made = plan(night, tmp_path, ROOMY, base=0)
+    rows = {row.stage: row for row in made.rows}
+    assert made.disk_to_come > rows["model"].kept + rows["experts"].kept / 3
+    small = replace(made, machine=replace(ROOMY, memory=1000, disk=1000))
+    assert {"disk", "compute.experts"} <= {fault.field for fault in small.faults()}
+
+
+def test_an_expert_that_goes_on_is_kept_beside_what_it_becomes(values, texts, tmp_path):
+    recipe = validate(values)
+    night = begin(recipe, published(recipe, tmp_path))
+    with (texts / "letters" / "train.txt").open("a") as file:
+        file.write("omega")
+    rows = {row.stage: row for row in plan(night, tmp_path, ROOMY, base=0).rows}
+    assert rows["parents"].kept == rows["experts"].kept / 3
+
+
+def test_another_given_model_is_seen_without_reading_it(values, tmp_path, monkeypatch):
+    monkeypatch.setattr("upcycle_core.checkpoints.known.SETTLED_NS", 0)
+    for domain, own in values["domains"].items():
+        save_pico(tmp_path / domain, seed=len(domain))
+        own["expert"] = str(tmp_path / domain)
+    recipe = validate(values)
+    published(recipe, tmp_path / "home")
+
+    def read(self, file, size):
+        assert file.suffix == ".txt", f"{file} is read"
+        return sha256_file(file)
+
+    monkeypatch.setattr(KnownFiles, "_digest", read)
+    assert again(recipe, tmp_path / "home") == {}
+    [weights] = (tmp_path / "letters").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    found = again(recipe, tmp_path / "home")
+    assert found == {
+        **dict.fromkeys(("sources", "documents", "corpora", "experts"), 1),
+        **dict.fromkeys(("backbone", "router", "model", "report"), 1),
+        "statistics": 3,
+    }
