@@ -33,7 +33,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the plan of a recipe file."""
     chosen = parser_of("plan").parse_args(arguments)
     recipe = load(chosen)
-    base, home = held_bytes(), environment.configure().home
+    base, settings = held_bytes(), environment.configure()
+    home = settings.home
     machine = Machine.here(home, recipe.compute.cpus).changed(chosen.machine)
     is_here = {change.partition("=")[0] for change in chosen.machine} <= {"disk", "memory"}
     if chosen.rates:
@@ -45,7 +46,9 @@ def main(arguments: list[str] | None = None) -> None:
     print(made.table())
     print(made.places())
     print(made.summary())
-    raise_faults(made.faults())
+    # Of a cluster that is named the machines are not known, unless they are described.
+    is_local = settings.ray_address == "local" or bool(chosen.machine)
+    raise_faults(made.faults(is_local=is_local))
 
 
 if __name__ == "__main__":

@@ -140,7 +140,8 @@ def run_flow(
     settings = environment.configure()
     workspace = Workspace(settings.home / recipe.name)
     if settings.ray_address == "local":
-        raise_faults(compute_faults(recipe.compute, [machine(recipe.compute.cpus)], only_cpus=True))
+        there = [machine(recipe.compute.cpus)]
+        raise_faults(compute_faults(recipe.compute, there, known=("CPU",)))
     if look is None:
         with _beside_models(recipe, settings, workspace):
             check(recipe, settings.home / "models")

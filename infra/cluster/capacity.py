@@ -1,6 +1,6 @@
 """Whether the machines of a Ray have room for a piece: Ray itself would wait for ever."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from infra.recipe.resources import ComputeConfig, Resources
@@ -37,21 +37,26 @@ def requested(resources: Resources) -> dict[str, float]:
 
 
 def compute_faults(
-    compute: ComputeConfig, machines: Sequence[Mapping[str, float]], *, only_cpus: bool = False
+    compute: ComputeConfig,
+    machines: Sequence[Mapping[str, float]],
+    *,
+    known: Collection[str] | None = None,
 ) -> Iterator[Fault]:
     """What a recipe asks for, kind by kind, and no machine can give: seen before work begins.
 
     Args:
         compute: The recipe's. Kinds that ask for nothing of their own are looked at when they run.
         machines: As of ``room_faults``.
-        only_cpus: Whether nothing else is looked at.
+        known: What of the machines is known, by Ray's names (``CPU``, ``GPU``), and nothing else is
+            looked at; all by default.
     """
     for field in fields(compute):
         asked = getattr(compute, field.name)
         if not isinstance(asked, Resources) or asked == type(asked)():
             continue
         workers = getattr(asked, "workers", 1)
-        asked = Resources(cpus=asked.cpus) if only_cpus else asked
+        if known is not None:
+            asked = Resources(cpus=asked.cpus, gpus=asked.gpus if "GPU" in known else 0)
         for fault in room_faults(asked, workers, machines):
             _, _, what = fault.field.partition(" ")
             where = ".".join(filter(None, ("compute", field.name, what)))

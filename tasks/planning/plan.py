@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from infra.cluster.capacity import compute_faults
+from infra.recipe.resources import ComputeConfig
 from infra.recipe.schema import Recipe
 from tasks.engine.method import Addition
 from tasks.methods import COMPARISON, COMPRESSION, TASKS, stages_of
@@ -48,6 +50,7 @@ class Plan:
         rows: A row a stage.
         machine: What there is.
         base: Bytes of memory of a process that computes nothing yet.
+        compute: What pieces ask for.
         copies: Times that what is pushed is kept: in the workspace, and in DVC's remote where that
             is a directory.
         rates: What a second brings there, where that is known.
@@ -56,6 +59,7 @@ class Plan:
     rows: Sequence[Planned]
     machine: Machine
     base: int
+    compute: ComputeConfig
     copies: int
     rates: Rates | None = None
 
@@ -105,8 +109,11 @@ class Plan:
         Args:
             is_local: Whether pieces run on this machine: a cluster's are not known.
         """
-        for row in self.rows if is_local else ():
-            yield from row.memory_faults(self.machine, self.base)
+        if is_local:
+            there = {"CPU": float(self.machine.cpus), "GPU": float(self.machine.gpus)}
+            yield from compute_faults(self.compute, [there], known=there)
+            for row in self.rows:
+                yield from row.memory_faults(self.machine, self.base)
         to_come = self._to_come(self.machine if is_local else None)
         if to_come > self.machine.disk:
             said = f"{gigabytes(to_come)} to come, {gigabytes(self.machine.disk)} free"
@@ -232,7 +239,7 @@ def plan(
             linked = links.get(stage.name, 0) * shape.stored
             row = replace(row, items=items, made=made[stage.name], linked=linked)
             ordered.append(replace(row, in_parts=stage.in_parts).fitted(machine, base))
-    return Plan(ordered, machine, base, 1 + _is_beside(recipe), rates)
+    return Plan(ordered, machine, base, recipe.compute, 1 + _is_beside(recipe), rates)
 
 
 def _is_beside(recipe: Recipe) -> bool:

@@ -315,7 +315,7 @@ def test_every_kind_that_asks_for_more_than_any_machine_has_is_named_before_work
         "compute.assembly.resources.ssd",
     }
     assert "Ray has 8 in all; ask for less" in faults["compute.experts.cpus"].remedy
-    before_ray = compute_faults(compute, [machine(8)], only_cpus=True)
+    before_ray = compute_faults(compute, [machine(8)], known=("CPU",))
     assert {f.field for f in before_ray} == {"compute.experts.cpus", "compute.baselines.cpus"}
     two = [{"CPU": 8.0}, {"CPU": 8.0}]
     [fault] = (f for f in compute_faults(compute, two) if f.field.startswith("compute.experts"))

@@ -271,7 +271,21 @@ def test_a_gpu_is_asked_for_what_it_holds(tmp_path, llama):
     found = faults(made(tmp_path, llama, machine=tight, compute=held))
     assert "62.7 GB of GPU memory, there are 59.8 GB to plan with" in found["compute.evaluation"][0]
     none = faults(made(tmp_path, llama, machine=Machine(**common), compute=compute))
-    assert none["compute.statistics.gpus"] == ("1", "there is no GPU; give 0")
+    lacking = ("1", "Ray has 0 in all; ask for less, or start Ray with more")
+    assert [none[f"compute.{kind}.gpus"] for kind in compute] == [lacking, lacking]
+
+
+def test_cores_and_gpus_that_the_machine_has_not_are_refused_with_all_else(tmp_path, llama):
+    compute = {"statistics": {"cpus": 12}, "experts": {"gpus": 1, "workers": 2}}
+    small = Machine(memory=10**9, cpus=8, disk=10**9, gpus=1, gpu_memory=10**9)
+    sections = {"compute": compute, "experts": {"training": FEW}}
+    found = made(tmp_path, llama, ready=False, machine=small, **sections)
+    said = {field: value for field, (value, _) in faults(found).items()}
+    assert (said["compute.statistics.cpus"], said["compute.experts.gpus"]) == ("12", "2")
+    assert {"disk", "compute.experts", "compute.statistics"} <= set(said)
+    assert {fault.field for fault in found.faults(is_local=False)} == {"disk"}
+    enough = replace(found, machine=replace(small, cpus=12, gpus=2))
+    assert not [field for field in faults(enough) if field.endswith((".cpus", ".gpus"))]
 
 
 def test_a_gpu_is_shared_by_those_that_run_at_once(tmp_path, llama):

@@ -1,0 +1,40 @@
+"""``python -m flows.plan``: which machine a plan is for, and what is refused there."""
+
+from dataclasses import replace
+
+import pytest
+import yaml
+from texts import pico_recipe, write_texts
+
+from flows.plan import main
+from infra import settings as environment
+
+
+@pytest.fixture
+def plan_of(tmp_path, monkeypatch, capsys):
+    """Plans a pico recipe that asks for more cores than any machine has; returns what is said."""
+    monkeypatch.setattr("flows.plan.measured_rates", lambda home, again: None)
+    values = pico_recipe(write_texts(tmp_path / "texts"))
+    values["compute"] = {"statistics": {"cpus": 5000}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+
+    def planned(*options, ray_address="local"):
+        settings = replace(environment.configure(), home=tmp_path, ray_address=ray_address)
+        monkeypatch.setattr(environment, "configure", lambda: settings)
+        code = main([str(tmp_path / "recipe.yaml"), *options])
+        return code, capsys.readouterr().err
+
+    return planned
+
+
+def test_cores_that_this_machine_has_not_are_refused(plan_of):
+    code, said = plan_of()
+    assert code == 2
+    assert "compute.statistics.cpus = 5000" in said
+
+
+def test_the_machines_of_a_cluster_are_not_known_unless_they_are_described(plan_of):
+    assert plan_of(ray_address="ray://there:1") == (0, "")
+    code, said = plan_of("--machine", "cpus=64", ray_address="ray://there:1")
+    assert code == 2
+    assert "Ray has 64 in all" in said
