@@ -4,8 +4,9 @@
 [--rates RATE=AMOUNT ...] [--measure]``
 
 From the models' headers, or their config.json alone: no weight is read. ``--machine memory=24GB
-cpus=2 gpus=1 gpu_memory=80GB disk=500GB`` plans for another machine than this one. What cannot be
-is refused (exit code 2), each with the setting that would make it possible.
+cpus=2 gpus=1 gpu_memory=80GB disk=500GB`` plans for another machine than this one
+(``remote_disk=2TB`` of a DVC remote that is a directory on another disk). What cannot be is refused
+(exit code 2), each with the setting that would make it possible.
 
 Times are scaled from what a second brings on this machine, which is measured in a few seconds, kept
 in the home folder and measured again when the machine or torch has changed, or by ``--measure``. Of
@@ -21,7 +22,7 @@ from infra import settings as environment
 from infra.cluster.memory import held_bytes
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import with_lineage
-from tasks.planning.machine import Machine
+from tasks.planning.machine import Machine, remote_directory
 from tasks.planning.plan import plan
 from tasks.planning.speed import given_rates, measured_rates
 from upcycle_core.errors import raise_faults
@@ -35,8 +36,10 @@ def main(arguments: list[str] | None = None) -> None:
     recipe = load(chosen)
     base, settings = held_bytes(), environment.configure()
     home = settings.home
-    machine = Machine.here(home, recipe.compute.cpus).changed(chosen.machine)
-    is_here = {change.partition("=")[0] for change in chosen.machine} <= {"disk", "memory"}
+    remote = remote_directory(recipe.versions.remote, home)
+    machine = Machine.here(home, recipe.compute.cpus, remote).changed(chosen.machine)
+    described = {change.partition("=")[0] for change in chosen.machine}
+    is_here = described <= {"disk", "memory", "remote_disk"}
     if chosen.rates:
         rates: Rates | None = given_rates(chosen.rates, machine.cpus)
     else:

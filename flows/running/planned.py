@@ -7,7 +7,7 @@ from infra.recipe.schema import Recipe
 from infra.settings import Settings
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import with_lineage
-from tasks.planning.machine import Machine
+from tasks.planning.machine import Machine, remote_directory
 from tasks.planning.plan import plan
 from tasks.planning.speed import known_rates
 from upcycle_core.errors import InputError, raise_faults
@@ -35,7 +35,8 @@ def say_plan(recipe: Recipe, settings: Settings, say: Callable[[str], object]) -
     Raises:
         InputError: With every limit that is exceeded, and the setting that helps.
     """
-    machine = Machine.here(settings.home, recipe.compute.cpus)
+    remote = remote_directory(recipe.versions.remote, settings.home)
+    machine = Machine.here(settings.home, recipe.compute.cpus, remote)
     rates = known_rates(settings.home)
     try:
         made = plan(recipe, settings.home, machine, base=held_bytes(), rates=rates)

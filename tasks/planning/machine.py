@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infra.cluster.memory import machine_memory
+from infra.versioning.versions import remote_of
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.memory import cores
 
@@ -23,6 +24,7 @@ class Machine:
         disk: Bytes free.
         gpus: How many.
         gpu_memory: Bytes of each.
+        remote_disk: Bytes free where DVC's remote is a directory on another disk; None elsewhere.
     """
 
     memory: int
@@ -30,25 +32,28 @@ class Machine:
     disk: int
     gpus: int = 0
     gpu_memory: int = 0
+    remote_disk: int | None = None
 
     @classmethod
-    def here(cls, home: Path, cpus: int | None) -> "Machine":
+    def here(cls, home: Path, cpus: int | None, remote: Path | None = None) -> "Machine":
         """This one.
 
         Args:
             home: Where workspaces are, or will be.
             cpus: As many as Ray is given; all by default.
+            remote: DVC's remote, where that is, or will be, a directory.
         """
         import torch
 
-        there = next(path for path in (home, *home.parents) if path.exists())
+        is_apart = remote is not None and device_of(remote) != device_of(home)
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return cls(
             memory=machine_memory(device="cpu") or 0,
             cpus=cpus or cores(),
-            disk=shutil.disk_usage(there).free,
+            disk=shutil.disk_usage(nearest(home)).free,
             gpus=gpus,
             gpu_memory=(machine_memory(device="cuda") or 0) if gpus else 0,
+            remote_disk=shutil.disk_usage(nearest(remote)).free if remote and is_apart else None,
         )
 
     def changed(self, changes: list[str]) -> "Machine":
@@ -70,6 +75,21 @@ class Machine:
         if faults:
             raise InputError(*faults)
         return machine
+
+
+def nearest(path: Path) -> Path:
+    """What is there of a path that is not there yet: itself, or the folder to begin it in."""
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def device_of(path: Path) -> int:
+    """The file system that holds a path, or will."""
+    return nearest(path).stat().st_dev
+
+
+def remote_directory(remote: str | None, home: Path) -> Path | None:
+    """The directory that DVC's remote is; None where it is something else, or there is none."""
+    return None if remote is None or "://" in remote else Path(remote_of(remote, home))
 
 
 def amount_of(text: str) -> float | None:

@@ -12,7 +12,7 @@ from tasks.engine.method import Addition
 from tasks.methods import COMPARISON, COMPRESSION, TASKS, stages_of
 from tasks.planning.ders import comparison_rows, compression_rows
 from tasks.planning.dume import dume_rows
-from tasks.planning.machine import Machine
+from tasks.planning.machine import Machine, device_of, remote_directory
 from tasks.planning.made import RecordedWorkspace, learning, made_before
 from tasks.planning.outside import changed_outside
 from tasks.planning.parts import Subjects, as_given
@@ -51,8 +51,8 @@ class Plan:
         machine: What there is.
         base: Bytes of memory of a process that computes nothing yet.
         compute: What pieces ask for.
-        copies: Times that what is pushed is kept: in the workspace, and in DVC's remote where that
-            is a directory.
+        copies: Times that what is pushed is kept on this disk: in the workspace, and in DVC's
+            remote where that is a directory beside it.
         rates: What a second brings there, where that is known.
     """
 
@@ -81,10 +81,12 @@ class Plan:
         for row in self.rows:
             kept += int((1 - row.made / row.items) * row.own)
             fullest = max(fullest, kept + row.holding(machine))
-        later = sum(
-            int((1 - row.made / row.items) * (self.copies - 1) * row.pushed) for row in self.rows
-        )
-        return max(fullest, kept + later)
+        return max(fullest, kept + (self.copies - 1) * self.pushed_to_come)
+
+    @property
+    def pushed_to_come(self) -> int:
+        """Bytes that DVC's remote lacks of what it will hold."""
+        return sum(int((1 - row.made / row.items) * row.pushed) for row in self.rows)
 
     @property
     def memory(self) -> int:
@@ -120,6 +122,10 @@ class Plan:
             remedy = "free some space, set UPCYCLE_HOME to a larger disk, or put DVC's remote "
             remedy += "elsewhere (versions.remote)"
             yield Fault("disk", said, remedy)
+        elsewhere = self.machine.remote_disk
+        if elsewhere is not None and self.pushed_to_come > elsewhere:
+            said = f"{gigabytes(self.pushed_to_come)} to come there, {gigabytes(elsewhere)} free"
+            yield Fault("versions.remote", said, "free some space on its disk, or name another")
 
     @property
     def seconds(self) -> float | None:
@@ -159,12 +165,15 @@ class Plan:
     def places(self) -> str:
         """Where bytes are kept, as Markdown."""
         own, linked = (sum(getattr(row, of) for row in self.rows) for of in ("own", "linked"))
-        remote = (self.copies - 1) * sum(row.pushed for row in self.rows)
+        remote = gigabytes(sum(row.pushed for row in self.rows))
+        if self.copies == 1:
+            apart = self.machine.remote_disk is not None
+            remote = f"{remote} on another disk" if apart else "not on this disk"
         places = {
             "workspace": gigabytes(own),
             **({"hard links to given models": gigabytes(linked)} if linked else {}),
             "DVC's cache": "hard links of the same",
-            "DVC's remote": gigabytes(remote) if remote else "not on this disk",
+            "DVC's remote": remote,
             "registry, an older version": gigabytes(sum(row.registered for row in self.rows)),
         }
         lines = [f"| {' | '.join(PLACES)} |", "| --- | ---: |"]
@@ -239,13 +248,9 @@ def plan(
             linked = links.get(stage.name, 0) * shape.stored
             row = replace(row, items=items, made=made[stage.name], linked=linked)
             ordered.append(replace(row, in_parts=stage.in_parts).fitted(machine, base))
-    return Plan(ordered, machine, base, recipe.compute, 1 + _is_beside(recipe), rates)
-
-
-def _is_beside(recipe: Recipe) -> bool:
-    """Whether DVC's remote is a directory, taken to be on the same disk."""
-    remote = recipe.versions.remote
-    return remote is not None and "://" not in remote
+    is_directory = remote_directory(recipe.versions.remote, home) is not None
+    copies = 1 + (is_directory and machine.remote_disk is None)
+    return Plan(ordered, machine, base, recipe.compute, copies, rates)
 
 
 def _links(recipe: Recipe, home: Path) -> Mapping[str, int]:
@@ -264,5 +269,4 @@ def _links(recipe: Recipe, home: Path) -> Mapping[str, int]:
 
 def _is_near(model: Path, home: Path) -> bool:
     """Whether a model is a checkpoint on the disk where the home is, or is to be."""
-    there = next(place for place in (home, *home.parents) if place.exists())
-    return (model / CONFIG).is_file() and model.stat().st_dev == there.stat().st_dev
+    return (model / CONFIG).is_file() and device_of(model) == device_of(home)

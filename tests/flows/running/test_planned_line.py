@@ -54,7 +54,7 @@ def test_nothing_is_said_of_what_cannot_be_planned(recipe, settings, monkeypatch
 
 def test_a_cluster_s_memory_is_not_this_machine_s(recipe, settings, monkeypatch):
     small = Machine(memory=1, cpus=2, disk=10**12)
-    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, home, cpus: small))
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *where: small))
     assert said_of(recipe, replace(settings, ray_address="ray://there:1"))
     with pytest.raises(InputError, match=r"compute\.evaluation"):
         said_of(recipe, settings)

@@ -8,7 +8,7 @@ import pytest
 from pico import pico_config
 
 from infra.recipe.resources import WorkerResources
-from tasks.planning.machine import Machine
+from tasks.planning.machine import Machine, remote_directory
 from tasks.planning.parts import CHECKPOINTS, training
 from tasks.planning.plan import plan
 from tasks.planning.row import gigabytes
@@ -97,6 +97,28 @@ def test_the_remote_has_another_copy_and_the_registry_shares_the_newest(tmp_path
     assert alone.disk == kept
     assert beside.disk == 2 * kept - model  # which is put together again from what is pushed
     assert f"| registry, an older version | {gigabytes(model)} |" in alone.places()
+
+
+def test_a_remote_on_another_disk_has_its_copies_there(tmp_path, llama, monkeypatch):
+    (tmp_path / "big").mkdir()
+    disks = {tmp_path / "big": 2}
+    monkeypatch.setattr("tasks.planning.machine.device_of", lambda path: disks.get(path, 1))
+
+    def planned(remote):
+        place = remote_directory(remote, tmp_path)
+        there = replace(Machine.here(tmp_path, 8, place), memory=10**12, disk=10**13)
+        return made(tmp_path, llama, machine=there, versions={"remote": remote})
+
+    alone, beside, apart = (planned(to) for to in (None, "remote", str(tmp_path / "big")))
+    assert beside.disk - alone.disk == apart.pushed_to_come > 0
+    assert (apart.disk, apart.disk_to_come) == (alone.disk, alone.disk_to_come)
+    assert f"| DVC's remote | {gigabytes(apart.pushed_to_come)} on another disk |" in apart.places()
+    need = apart.pushed_to_come
+    enough, full = (replace(apart.machine, remote_disk=free) for free in (need, need - 1))
+    assert not faults(replace(apart, machine=enough))
+    full = replace(apart, machine=full)
+    assert set(faults(full)) == {"versions.remote"}
+    assert {fault.field for fault in full.faults(is_local=False)} == {"versions.remote"}
 
 
 def test_linked_experts_are_on_the_disk_already(tmp_path, llama):
