@@ -35,6 +35,8 @@ class Room:
         gpus: GPUs that it reserves.
         machine_cpus: Cores that Ray was given; None for all there are.
         memory: Bytes that it reserves, as do those beside it; None for none.
+        pieces: How many there are with it, at most: no more run at once, however many cores there
+            are. None where that is not known.
     """
 
     streamed: Streamed
@@ -42,6 +44,7 @@ class Room:
     gpus: float
     machine_cpus: int | None
     memory: int | None = None
+    pieces: int | None = None
 
     def holds(self, needed: Callable[[], int], device: str) -> bool:
         """Whether the model is held: always, never, or where its share of the memory allows it.
@@ -58,6 +61,8 @@ class Room:
         places = max(1, (self.machine_cpus or cores()) // self.cpus)
         if self.memory is not None:
             places = max(1, min(places, there // self.memory))
+        if self.pieces is not None:
+            places = min(places, self.pieces)
         return places * (needed() + held_bytes()) <= there
 
 

@@ -9,6 +9,7 @@ from threading import Event
 from typing import Any, Protocol
 
 from infra.cluster.compute import run_pieces
+from infra.cluster.memory import Room
 from infra.cluster.pieces import Done, Piece
 from infra.cluster.progress import progress_file
 from infra.recipe.resources import Resources
@@ -35,6 +36,9 @@ class Declared(Protocol):
 
     def label(self, item: str) -> str:
         """Its name with its item."""
+
+    def items(self, recipe: Recipe) -> list[str]:
+        """What it runs for."""
 
 
 @dataclass
@@ -164,6 +168,8 @@ class StageRun:
         resources: Resources = getattr(self.recipe.compute, kind)
         if not uses_gpu:
             resources = resources.without_gpus()
+        most = len(pieces) * max(1, len(self.stage.items(self.recipe)))  # items run side by side
+        pieces = [_among(piece, most) for piece in pieces]
         parts = {p.name: self.remembered.known_parts(p) if p.each else {} for p in pieces}
         asked, pieces = pieces, self._unknown(pieces, parts)
         watch = PieceWatch(
@@ -251,3 +257,11 @@ class StageRun:
         """Where pieces of this kind compute."""
         resources: Resources = getattr(self.recipe.compute, kind)
         return resources.device
+
+
+def _among(piece: Piece, count: int) -> Piece:
+    """The piece; its room, where it has one, knows how many pieces there are at most."""
+    room = piece.arguments.get("room")
+    if not isinstance(room, Room):
+        return piece
+    return replace(piece, arguments={**piece.arguments, "room": replace(room, pieces=count)})

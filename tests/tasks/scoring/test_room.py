@@ -1,16 +1,26 @@
 """Pieces hold their model or go layer by layer, as the recipe and the memory say."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from infra.cluster import memory
 from infra.cluster.calls import made_there
 from infra.cluster.memory import Room
+from infra.cluster.pieces import Piece
 from infra.recipe.resources import ComputeConfig, PassResources
-from tasks.dume.statistics import statistics_piece
+from tasks.dume.report import report
+from tasks.dume.statistics import statistics, statistics_piece
+from tasks.engine.stage_run import Session, StageRun
+from tasks.engine.workspace import Workspace
+from tasks.planning.machine import Machine
+from tasks.planning.row import Planned
+from tasks.recipes import validate
 from tasks.scoring.evaluation import dense_piece, oracle_piece
 from tasks.scoring.room import room_of, scoring_folder
 from tests.pico import save_pico
+from tests.texts import pico_recipe
 from upcycle_core.activations.walk import Walk
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -55,8 +65,45 @@ def test_a_piece_may_use_its_share_of_the_memory(monkeypatch):
     assert room(cpus=4).holds(lambda: 900, "cpu")
     assert room(memory=1000).holds(lambda: 900, "cpu")  # nothing beside it
     assert not room(memory=400).holds(lambda: 401, "cpu")
+    assert room(cpus=1, pieces=2).holds(lambda: 400, "cpu")  # of 4 places 2 are free
+    assert not room(cpus=1, pieces=3).holds(lambda: 400, "cpu")
+    assert not room(pieces=9).holds(lambda: 401, "cpu")
     assert not room(gpus=0.5).holds(lambda: 461, "cuda")  # of 920: the rest is CUDA's own
     assert room(gpus=2.0).holds(lambda: 920, "cuda")
+
+
+@pytest.mark.parametrize("cpus", [1, 3])
+@pytest.mark.parametrize("reserved", [None, 300])
+@pytest.mark.parametrize("pieces", [1, 2, 7])
+def test_a_plan_says_of_a_piece_what_it_does(cpus, reserved, pieces, monkeypatch):
+    monkeypatch.setattr(memory, "machine_memory", lambda device: 1000)
+    monkeypatch.setattr(memory, "held_bytes", lambda: 100)
+    machine, own = Machine(memory=1000, cpus=8, disk=1), {"cpus": cpus, "memory": reserved}
+    place, held = room(machine_cpus=8, pieces=pieces, **own), []
+    for needed in range(20, 1000, 20):
+        row = Planned("report", 1, pieces, memory=needed, streamed=1)
+        row = replace(row, resources=PassResources(**own)).fitted(machine, 100)
+        assert (row.memory == needed) == place.holds(lambda size=needed: size, "cpu")
+        held.append(row.memory == needed)
+    assert len(set(held)) == 2
+
+
+def test_pieces_of_a_stage_know_how_many_they_are(tmp_path, monkeypatch):
+    recipe = validate(pico_recipe(tmp_path))
+    session = Session(recipe, Workspace(tmp_path / "home"), log=lambda text: None)
+    seen = []
+
+    def run_pieces(pieces, **how):
+        seen.extend(piece.arguments["room"].pieces for piece in pieces)
+        raise InterruptedError
+
+    monkeypatch.setattr("tasks.engine.stage_run.run_pieces", run_pieces)
+    for stage, item in ((statistics, "letters"), (report, "")):
+        run = StageRun(session, stage, item, out=tmp_path, mark="m", recorder=None)
+        pieces = [Piece.of(name, statistics_piece, room=room()) for name in "ab"]
+        with pytest.raises(InterruptedError):
+            run.run(pieces, "evaluation")
+    assert seen == [6, 6, 2, 2]  # three domains side by side, one report
 
 
 def test_a_cluster_s_machines_have_cores_of_their_own():
