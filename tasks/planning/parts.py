@@ -203,17 +203,18 @@ def joined(recipe: Recipe, shape: Shape) -> Shape:
     if configs:
         configs["experts.training"] = recipe.experts.training
     if any(config.method != "lora" for config in configs.values()):
-        return _in_type(shape, torch.float32)
+        return in_type(shape, torch.float32)
     return shape
 
 
 def as_given(recipe: Recipe, shape: Shape) -> Shape:
     """The shape in the type that given models get."""
     dtype = given_type(recipe)
-    return shape if dtype == "auto" else _in_type(shape, DTYPES[dtype])
+    return shape if dtype == "auto" else in_type(shape, DTYPES[dtype])
 
 
-def _in_type(shape: Shape, dtype: torch.dtype) -> Shape:
+def in_type(shape: Shape, dtype: torch.dtype) -> Shape:
+    """The shape of the same weights in another type."""
     return replace(shape, itemsize=dtype.itemsize, dtype=dtype)
 
 

@@ -23,6 +23,7 @@ from tasks.planning.subjects import CONFIG, subjects_of
 from tasks.planning.symphony import symphony_rows
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.planning.rates import Rates
+from upcycle_core.planning.shape import Shape
 
 Rows = Callable[[Recipe, Subjects], Iterable[Planned]]
 ROWS: Mapping[str, Rows] = MappingProxyType(
@@ -238,8 +239,7 @@ def plan(
     for addition, rows in ADDED:
         if addition.asked(recipe):
             found = {row.stage: row for row in rows(recipe, subjects)} | found
-    # Weights that get another type are written anew.
-    links = _links(recipe, home) if shape == subjects.shape else {}
+    links = _links(recipe, home, shape)
     ordered = []
     for stage in stages_of(recipe):
         items = len(stage.items(recipe))
@@ -253,8 +253,9 @@ def plan(
     return Plan(ordered, machine, base, recipe.compute, copies, rates)
 
 
-def _links(recipe: Recipe, home: Path) -> Mapping[str, int]:
-    """Stage to how many given models' own files it publishes: those on the disk of the home."""
+def _links(recipe: Recipe, home: Path, shape: Shape) -> Mapping[str, int]:
+    """Stage to how many given models' own files it publishes: those on the disk of the home, whose
+    weights get no other type."""
     if recipe.versions.given_weights != "link":
         return {}
     given = {
@@ -262,7 +263,10 @@ def _links(recipe: Recipe, home: Path) -> Mapping[str, int]:
         "experts": [domain.expert for domain in recipe.domains.values()],
     }
     return {
-        stage: sum(_is_near(Path(name).expanduser(), home) for name in names if name is not None)
+        stage: sum(
+            _is_near(path, home) and Shape.of(path).dtype == shape.dtype
+            for path in (Path(name).expanduser() for name in names if name is not None)
+        )
         for stage, names in given.items()
     }
 

@@ -1,15 +1,18 @@
 """What a recipe is about, from the headers of its models and the sizes of its files."""
 
+from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from infra.recipe.schema import Recipe
 from tasks.data.given import given_model
 from tasks.methods import METHODS
-from tasks.planning.parts import Subjects
+from tasks.planning.parts import Subjects, in_type
 from upcycle_core.corpora.config import Domain, Source
 from upcycle_core.corpora.sources import source_files
 from upcycle_core.errors import Fault, InputError
@@ -59,10 +62,20 @@ def _texts(recipe: Recipe, domain: Domain) -> dict[str, int]:
 
 def _shape(recipe: Recipe, cache: Path) -> Shape:
     experts = [d.expert for d in recipe.domains.values() if d.expert is not None]
-    reference = recipe.seed_model.model or next(iter(experts), None)
-    if reference is None or (recipe.trains_seed and not experts):
+    given = [*filter(None, [recipe.seed_model.model]), *experts]
+    if not given or (recipe.trains_seed and not experts):
         return _made_here(recipe)
-    return _given(recipe, reference, cache)
+    shapes = [_given(recipe, reference, cache) for reference in dict.fromkeys(given)]
+    return _in_one_type(shapes[0], shapes)
+
+
+def _in_one_type(shape: Shape, shapes: Sequence[Shape]) -> Shape:
+    """The shape in the narrowest type that holds all, as ``upcycle_core.backbone.form`` has it.
+
+    Tensors of several types in one model are held by fp32.
+    """
+    types = [own.dtype or torch.float32 for own in shapes]
+    return in_type(shape, reduce(torch.promote_types, types))
 
 
 def _shape_of_strangers(recipe: Recipe, cache: Path) -> Shape:
@@ -75,7 +88,7 @@ def _shape_of_strangers(recipe: Recipe, cache: Path) -> Shape:
         own = [d.origin and d.origin.vocabulary_size for d in recipe.domains.values()]
         largest = max(size or recipe.tokenizer.vocabulary_size for size in own)
         shapes.append(_made_here(recipe).with_vocabulary(largest))
-    return max(shapes, key=lambda shape: shape.vocabulary)
+    return _in_one_type(max(shapes, key=lambda shape: shape.vocabulary), shapes)
 
 
 def _union(recipe: Recipe, shape: Shape) -> int:

@@ -256,6 +256,32 @@ def test_given_experts_get_the_type_that_is_asked_for(tmp_path, llama, dtype, si
     assert of["experts"].linked == (5 * 2 * WHOLE if dtype == "auto" else 0)
 
 
+def test_given_models_are_planned_in_the_narrowest_type_that_holds_all(tmp_path, llama):
+    """That of the widest, whichever comes first; bf16 and fp16 are both held by fp32 alone."""
+    config, models = json.loads((llama / "config.json").read_text()), {}
+    for name in ("bfloat16", "float16", "float32"):
+        models[name] = tmp_path / name
+        models[name].mkdir()
+        (models[name] / "config.json").write_text(json.dumps(config | {"torch_dtype": name}))
+
+    def planned(seed, *types, **versions):
+        own = {
+            domain: {"train": {"files": ["text.txt"]}, "expert": str(models[name])}
+            for domain, name in zip(DOMAINS, types, strict=False)
+        }
+        seed = {"model": str(models[seed])} if seed else {}
+        sections = {"domains": own, "seed_model": seed, "versions": versions}
+        return rows(made(tmp_path, llama, **sections))
+
+    bf16, fp16, fp32 = models
+    for types, size in (((bf16, bf16), 2), ((bf16, fp32), 4), ((bf16, fp16), 4)):
+        assert planned(None, *types)["experts"].kept == 2 * size * WHOLE
+    found = planned(fp32, bf16, bf16, given_weights="link")
+    assert (found["seed"].kept, found["experts"].kept) == (4 * WHOLE, 2 * 4 * WHOLE)
+    assert (found["seed"].linked, found["experts"].linked) == (4 * WHOLE, 0)
+    assert planned(bf16, bf16, fp32)["seed"].kept == 4 * WHOLE
+
+
 def faults(found):
     return {fault.field: (str(fault.value), fault.remedy) for fault in found.faults()}
 
