@@ -24,11 +24,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from infra.cluster import sessions
 from infra.cluster.answers import brief, get, loss, loss_named
 from infra.cluster.calls import made_there
-from infra.cluster.capacity import compute_faults, room_faults
+from infra.cluster.capacity import compute_faults
 from infra.cluster.pieces import Done, Piece, finish, is_finished, read_done, remove
 from infra.cluster.progress import REPORT_SECONDS, progress_file
 from infra.cluster.servers import few_servers
 from infra.cluster.shared_storage import look, storage_fault, written_token
+from infra.cluster.waiting import Waiting, machines
 from infra.cluster.worker import GROUP_FILE, TRAIN_ENVIRONMENT, Performed, WorkerLost, perform
 from infra.recipe.resources import ComputeConfig, Resources
 from infra.services.stopping import handlers_kept
@@ -55,8 +56,6 @@ PIECE_VARIABLES = (
 # environment, which Ray shows.
 HUB_VARIABLES = ("HF_ENDPOINT", "HF_HUB_OFFLINE")
 PROBE_SECONDS = 10.0
-ROOM_SECONDS = 300.0
-"""How long a piece may wait for a machine that is gone and may come back."""
 
 AGAIN: Mapping[str, Any] = {"max_retries": 3, "retry_exceptions": [WorkerLost]}
 """When Ray runs a piece again."""
@@ -180,16 +179,16 @@ def _probe(address: str) -> None:
 
 def _check_machines(address: str, folder: Path) -> None:
     """Let every machine run our code, and look at a token file with it; all at once."""
-    machines = {node["NodeID"]: node["NodeManagerAddress"] for node in _machines()}
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in machines()}
     faults = []
     with written_token(folder) as token:
-        for node, reference in [(node, _ask(node).remote(token, node)) for node in machines]:
+        for node, reference in [(node, _ask(node).remote(token, node)) for node in addresses]:
             try:
                 hindrance = ray.get(reference)
-                fault = storage_fault(token, node, machines[node], hindrance)
+                fault = storage_fault(token, node, addresses[node], hindrance)
             except ray.exceptions.RayError as error:
                 remedy = (
-                    f"its node {machines[node]} cannot run our code ({brief(error)}); make the "
+                    f"its node {addresses[node]} cannot run our code ({brief(error)}); make the "
                     "environment of this checkout on every machine: make env"
                 )
                 fault = Fault("RAY_ADDRESS", address, remedy)
@@ -203,16 +202,12 @@ def check_room(compute: ComputeConfig) -> None:
     Raises:
         InputError: With every kind that asks for more than any machine has.
     """
-    raise_faults(compute_faults(compute, [node["Resources"] for node in _machines()]))
+    raise_faults(compute_faults(compute, [node["Resources"] for node in machines()]))
 
 
 def _ask(node: str) -> Any:
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(look).options(num_cpus=0, scheduling_strategy=there, name="storage")
-
-
-def _machines() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def _check_servers() -> None:
@@ -239,7 +234,7 @@ def run_pieces(
     """Run what is not finished, wherever Ray has room, and wait for all.
 
     A machine that is away may come back (a reboot, a spot instance): where none is left that has
-    room, that is said and waited for, ``ROOM_SECONDS`` long. That a recipe asks for more than there
+    room, that is said and waited for (``Waiting``). That a recipe asks for more than there
     is was seen by ``check_room`` before work began.
 
     Args:
@@ -268,21 +263,14 @@ def run_pieces(
     }
     waiting = list(names)
     try:
-        had_room, is_told = time.monotonic(), False
+        room = Waiting(resources, workers, label, log)
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=REPORT_SECONDS)
             watch()
             _check_servers()
             for reference in ready:
                 get(reference, names[reference])
-            lacking = _lacking(resources, workers)
-            if not lacking:
-                had_room, is_told = time.monotonic(), False
-            elif time.monotonic() - had_room > ROOM_SECONDS:
-                raise_faults(lacking)
-            elif not is_told:
-                is_told = True
-                log(f"{label} waits up to {ROOM_SECONDS:.0f} s for a machine: {lacking[0]}")
+            room.look()
     finally:
         for reference in waiting:
             with suppress(OSError):  # what ended it counts; Ray's client may have lost Ray
@@ -301,10 +289,6 @@ def placements() -> dict[str, list[str]]:
         if event["cat"].startswith("task::"):
             found.setdefault(event["tid"], []).append(event["cat"].removeprefix("task::"))
     return found
-
-
-def _lacking(resources: Resources, workers: int) -> list[Fault]:
-    return list(room_faults(resources, workers, [node["Resources"] for node in _machines()]))
 
 
 def _remote(piece: Piece, resources: Resources, name: str) -> Any:

@@ -71,7 +71,7 @@ place = settings.configure()
 
 from pathlib import Path
 
-from infra.cluster import compute
+from infra.cluster import waiting
 from infra.cluster.compute import cluster, run_pieces
 from infra.cluster.pieces import Piece
 from infra.recipe.resources import Resources
@@ -90,7 +90,7 @@ def shard(i):
     arguments = {**paths, "config": config, "device": "cpu", "shard": i}
     return Piece(name=f"shard-{i}", function=domain_statistics, arguments=arguments)
 
-compute.ROOM_SECONDS = 1
+waiting.ROOM_SECONDS = 1
 inputs, pieces_folder, what = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[4:]
 refused = []
 try:
@@ -126,12 +126,12 @@ from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
-from infra.cluster import compute
+from infra.cluster import compute, waiting
 from infra.recipe.resources import Resources
 from tasks.probe import sleep, where
 from upcycle_core.errors import InputError
 
-compute.ROOM_SECONDS = 2
+waiting.ROOM_SECONDS = 2
 folder = Path(sys.argv[2])
 here = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100_000_000}
 machines = Cluster(initialize_head=True, head_node_args=here)
@@ -159,7 +159,7 @@ place = dataclasses.replace(place, ray_address=machines.address)
 with compute.cluster(place, None, Path.cwd()):
     run("large", sleep, 3)
     run("long", sleep, 2)
-    compute.ROOM_SECONDS = 60
+    waiting.ROOM_SECONDS = 60
     run("short", where, 2)
 machines.shutdown()
 """
