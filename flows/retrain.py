@@ -33,7 +33,8 @@ from tasks.living.freshness import news, outdated
 from tasks.living.lineage import begin, check_built_upon, life_of, with_lineage
 from tasks.methods import METHODS
 from tasks.recipes import validate
-from tasks.release.versions import MODEL_TAG, PENDING_TAG, Outcome, newest, remember
+from tasks.release.history import PENDING_TAG, remember
+from tasks.release.versions import MODEL_TAG, Outcome, newest
 from upcycle_core.errors import Fault, raise_faults
 
 NOTHING = "nothing to do"

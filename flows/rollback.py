@@ -21,7 +21,7 @@ from flows.running.refused import in_a_line
 from flows.running.turn import live
 from infra.settings import configure
 from infra.tracking.registry import Registry
-from tasks.release.versions import champions, roll_back
+from tasks.release.history import champions, roll_back
 from upcycle_core.evaluation.report.numbers import slug
 
 

@@ -45,8 +45,9 @@ from tasks.living.lineage import (
 )
 from tasks.methods import METHODS, stages_of
 from tasks.pipeline import dvc_yaml, params_yaml
+from tasks.release.history import led_experts
 from tasks.release.register import Registrar
-from tasks.release.versions import compressed_name, led_experts
+from tasks.release.versions import compressed_name
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 # A killed flow leaves the Prefect server that it had brought along.

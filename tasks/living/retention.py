@@ -25,7 +25,8 @@ from infra.versioning.versions import remote_of
 from tasks.engine.workspace import PROVENANCE, Workspace
 from tasks.living.lineage import modelled
 from tasks.methods import every_stage
-from tasks.release.versions import compressed_name, remember, ways_back
+from tasks.release.history import remember, ways_back
+from tasks.release.versions import compressed_name
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.text.results import expert_row
 

@@ -13,8 +13,8 @@ from infra.tracking.records import Version
 from infra.tracking.registry import Registry
 from tasks.data.licences import CARD
 from tasks.release.certify import SECONDS, certify
+from tasks.release.history import roll_back
 from tasks.release.verdict import TOLERANCES, Row, as_json, as_table, rows_of
-from tasks.release.versions import roll_back
 from upcycle_core.errors import Fault, InputError
 
 FILE = "certificate.json"

@@ -17,7 +17,8 @@ from tasks.engine.remembered import Remembered
 from tasks.engine.reporting import PieceWatch
 from tasks.engine.stage import Session
 from tasks.engine.workspace import PROVENANCE, fingerprint
-from tasks.release.versions import MODEL_TAG, remember
+from tasks.release.history import remember
+from tasks.release.versions import MODEL_TAG
 from tasks.scoring.evaluation import champion_piece
 from tasks.scoring.room import room_of
 from tasks.scoring.task_scores import read_scores, score_model

@@ -23,21 +23,18 @@ from tasks.release.card import of_experts, pictures, version_card
 from tasks.release.certificate import CERTIFICATE_TAG, certify_version, refusal, version_files
 from tasks.release.champion import CHAMPION, Champion
 from tasks.release.gate import Decision, Figures, decide, figures, without
+from tasks.release.history import EXPERTS_TAG, PENDING_TAG, former_champion, withdrawn_experts
 from tasks.release.versions import (
     BESIDE_TAG,
     DECISION_TAG,
-    EXPERTS_TAG,
     IF_ARRIVED,
     MODEL_TAG,
     OUTCOME_TAG,
-    PENDING_TAG,
     Outcome,
     expert_digests,
-    former_champion,
     offered,
     settled,
     with_aliases,
-    withdrawn_experts,
 )
 from upcycle_core.evaluation.tasks.results import TaskEvaluation
 from upcycle_core.evaluation.text.results import expert_row

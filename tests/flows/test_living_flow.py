@@ -17,7 +17,7 @@ from infra.tracking.registry import Registry
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import FILE, with_lineage
 from tasks.recipes import load_recipe
-from tasks.release.versions import FORMER_TAG, PENDING_TAG
+from tasks.release.history import FORMER_TAG, PENDING_TAG
 from upcycle_core.checkpoints.hashing import tree_digest
 
 OLD, NEW = ("letters", "numbers"), "colours"

@@ -27,7 +27,7 @@ from infra.versioning.versions import Versions
 from tasks.engine.workspace import Workspace
 from tasks.living.retention import Disk, _cache, _models, _of_version, has_left, spares, table
 from tasks.recipes import validate
-from tasks.release.versions import (
+from tasks.release.history import (
     EXPERTS_TAG,
     PREVIOUS_TAG,
     ROLLED_BACK_TAG,

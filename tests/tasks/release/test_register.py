@@ -16,16 +16,9 @@ from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.recipes import load_recipe
 from tasks.release.champion import standing_champion
+from tasks.release.history import FORMER_TAG, PREVIOUS_TAG, WITHDRAWN_TAG, roll_back
 from tasks.release.register import Registrar, register
-from tasks.release.versions import (
-    BESIDE_TAG,
-    FORMER_TAG,
-    OUTCOME_TAG,
-    PREVIOUS_TAG,
-    WITHDRAWN_TAG,
-    offered,
-    roll_back,
-)
+from tasks.release.versions import BESIDE_TAG, OUTCOME_TAG, offered
 from upcycle_core.evaluation.text.results import expert_row
 
 DOMAINS = ("cpp", "python")

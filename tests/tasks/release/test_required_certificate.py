@@ -22,6 +22,7 @@ from tasks.release import certificate as of_certificate
 from tasks.release import register as of_register
 from tasks.release.certificate import certify_version, refusal, revoke, with_earlier
 from tasks.release.gate import Decision
+from tasks.release.history import PENDING_TAG, PREVIOUS_TAG, ROLLED_BACK_TAG
 from tasks.release.register import Registrar
 from tasks.release.verdict import Row
 from tasks.release.versions import (
@@ -29,9 +30,6 @@ from tasks.release.versions import (
     DECISION_TAG,
     IF_ARRIVED,
     OUTCOME_TAG,
-    PENDING_TAG,
-    PREVIOUS_TAG,
-    ROLLED_BACK_TAG,
     settled,
     with_aliases,
 )

@@ -18,27 +18,29 @@ from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.recipes import load_recipe
-from tasks.release import versions as module
-from tasks.release.versions import (
-    BESIDE_TAG,
-    DECISION_TAG,
+from tasks.release import history as module
+from tasks.release.history import (
     EXPERTS_TAG,
     FORMER_TAG,
-    MODEL_TAG,
-    OUTCOME_TAG,
     PENDING_TAG,
     PREVIOUS_TAG,
     ROLLED_BACK_TAG,
-    Outcome,
-    expert_digests,
     former_champion,
     led_experts,
-    offered,
     remember,
     roll_back,
     ways_back,
-    with_aliases,
     withdrawn_experts,
+)
+from tasks.release.versions import (
+    BESIDE_TAG,
+    DECISION_TAG,
+    MODEL_TAG,
+    OUTCOME_TAG,
+    Outcome,
+    expert_digests,
+    offered,
+    with_aliases,
 )
 from upcycle_core.errors import InputError
 

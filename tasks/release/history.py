@@ -1,0 +1,214 @@
+"""Who was champion when: the way back, and whose experts have led.
+
+What versions say of it, the registered model remembers: a version may be deleted.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from infra.tracking.records import Version
+from infra.tracking.registry import Registry
+from upcycle_core.errors import Fault, InputError
+
+PREVIOUS_TAG = "upcycle.previous_champion"
+"""Of a version that became champion: the number of the one before it, or ``none``."""
+ROLLED_BACK_TAG = "upcycle.rolled_back"
+"""Of a version that was champion and should not have been: why."""
+EXPERTS_TAG = "upcycle.experts"
+"""Of a version: the digests of its experts, {domain: the beginning of one}."""
+PENDING_TAG = "upcycle.pending"
+"""Of a version: the highest alias it is to get; gone when it has it."""
+FORMER_TAG = "upcycle.has_had_champion"
+"""Of a registered model: the number of the version that was champion last, if it is one or not."""
+WITHDRAWN_TAG = "upcycle.withdrawn."
+"""Of a registered model, with ``DOMAIN.DIGEST`` behind it: an expert that was in a champion, but in
+one that was rolled back alone; the number of that version."""
+
+
+def roll_back(
+    registry: Registry, name: str, reason: str, *, only: int | None = None
+) -> tuple[Version, Version]:
+    """Make the champion before the champion the champion again.
+
+    Args:
+        registry: The registry.
+        name: The registered model.
+        reason: Kept with the version that is taken back.
+        only: The number of the version to take back; by default, whichever is champion.
+
+    Returns:
+        The version that is champion no more, and the one that is.
+
+    Raises:
+        InputError: There is no such model, no champion, or none before it, or another version than
+            ``only`` is champion.
+    """
+    with registry.alone(name):
+        champion, before = champions(registry, name)
+        if only not in (None, champion.number):
+            remedy = f"is champion by now, not version {only}; nothing was changed"
+            raise InputError(Fault("champion", champion.reference, remedy))
+        if registry.pointed(name, "champion") != champion.number:  # of another home
+            remedy = "is champion no more since a moment ago; nothing was changed: run it again"
+            raise InputError(Fault("champion", champion.reference, remedy))
+        registry.set_tags(champion, {ROLLED_BACK_TAG: reason})
+        if PENDING_TAG in champion.tags:  # or the flow that a kill stopped would promote it again
+            registry.remove_tag(champion, PENDING_TAG)
+        after = [
+            replace(version, aliases=("champion",) if version.number == before.number else ())
+            for version in registry.versions(name)
+        ]
+        remember(registry, name, after)  # before the alias moves: a kill would leave it unsaid
+        registry.set_alias(before, "champion")
+        return champion, before
+
+
+def remember(registry: Registry, name: str, versions: Sequence[Version]) -> None:
+    """Keep with the registered model what its versions say of champions and rollbacks.
+
+    A version may be deleted: by hand in MLflow, or because others are newer. What it says must
+    not be forgotten with it.
+
+    Args:
+        registry: The registry.
+        name: The registered model.
+        versions: All that it has.
+    """
+    if not versions:
+        return
+    kept, led = registry.model_tags(name), _led(versions)
+    told = [v for v in versions if PREVIOUS_TAG in v.tags]
+    been = [str(v.number) for v in told if PENDING_TAG not in v.tags]  # or a kill came before
+    standing = [str(version.number) for version in versions if "champion" in version.aliases]
+    facts = {
+        f"{WITHDRAWN_TAG}{domain}.{digest}": str(number)
+        for (domain, digest), number in _withdrawn(versions).items()
+        if digest not in led.get(domain, ())
+    }
+    facts |= {FORMER_TAG: been[-1]} if been else {}
+    facts |= kept
+    facts |= {FORMER_TAG: standing[0]} if standing else {}
+    registry.set_model_tags(name, {k: v for k, v in facts.items() if kept.get(k) != v})
+
+
+def former_champion(registry: Registry, name: str) -> str | None:
+    """The number of the version that was champion last; None where there never was one.
+
+    Of versions that an earlier release made, ``remember`` has read it.
+    """
+    return registry.model_tags(name).get(FORMER_TAG)
+
+
+def champions(registry: Registry, name: str) -> tuple[Version, Version]:
+    """The champion of a registered model, and the one before it.
+
+    Raises:
+        InputError: There is no such model, no champion, or none before it, or the files of that
+            one are lost.
+    """
+    versions = {version.number: version for version in registry.versions(name)}
+    champion = next((v for v in versions.values() if "champion" in v.aliases), None)
+    if champion is None:
+        remedy = "is no registered model with a champion; see the names in MLflow (make up)"
+        raise InputError(Fault("name", name, remedy))
+    before = versions.get(_before(champion, versions.values()) or 0)
+    if before is None:
+        remedy = "has no champion before it that is still registered; nothing was changed. Set the "
+        remedy += "alias in MLflow (make up) if another version is to be it"
+        raise InputError(Fault("champion", champion.reference, remedy))
+    before.need_files()
+    return champion, before
+
+
+def ways_back(versions: Sequence[Version]) -> set[int]:
+    """The numbers of the versions that a rollback from any with an alias would lead to."""
+    found = {_before(version, versions) for version in versions if version.aliases}
+    return {number for number in found if number is not None}
+
+
+def _before(champion: Version, versions: Collection[Version]) -> int | None:
+    """The champion before: of one that a person made, the newest that has been one."""
+    own = [version for version in versions if PREVIOUS_TAG in version.tags and not version.is_copy]
+    if champion in own:
+        tag = champion.tags[PREVIOUS_TAG]
+        return int(tag) if tag.isdecimal() else None
+    been = [version.number for version in own if ROLLED_BACK_TAG not in version.tags]
+    return max(been, default=None)
+
+
+def led_experts(registry: Registry, name: str) -> dict[str, set[str]] | None:
+    """{domain: the beginnings of the digests of its experts that have been in a champion}.
+
+    That of now counts, by whomever it was made champion; one that was rolled back does not. None
+    where there is no version at all.
+    """
+    versions = registry.versions(name)
+    return _led(versions) if versions else None
+
+
+def withdrawn_experts(
+    registry: Registry, name: str, experts: Mapping[str, Collection[str]]
+) -> dict[str, int]:
+    """Those of ``experts`` that were in a champion, but in one that was rolled back alone.
+
+    Where the champion before it does not say what was in it, nobody can tell. What the registered
+    model remembers counts as what its versions say.
+
+    Args:
+        registry: The registry.
+        name: The registered model.
+        experts: {domain: the digests by which its expert has been known}.
+
+    Returns:
+        {domain: the number of the newest version that was rolled back with it}.
+    """
+    versions = registry.versions(name)
+    led = _led(versions)
+    known = {**_remembered(registry.model_tags(name)), **_withdrawn(versions)}
+    return {
+        domain: number
+        for (domain, digest), number in sorted(known.items(), key=lambda item: item[1])
+        if _is_any(experts.get(domain, ()), (digest,))
+        and not _is_any(experts[domain], led.get(domain, ()))
+    }
+
+
+def _withdrawn(versions: Sequence[Version]) -> dict[tuple[str, str], int]:
+    """{(domain, digest): the newest version that was rolled back with that expert}."""
+    telling = {str(version.number) for version in versions if EXPERTS_TAG in version.tags}
+    return {
+        (domain, digest): version.number
+        for version in versions
+        if ROLLED_BACK_TAG in version.tags and version.tags.get(PREVIOUS_TAG) in telling
+        for domain, digest in _experts_of(version).items()
+    }
+
+
+def _remembered(tags: Mapping[str, str]) -> dict[tuple[str, str], int]:
+    """The same, as tags of the registered model say it."""
+    found = {}
+    for key, number in tags.items():
+        domain, _, digest = key.removeprefix(WITHDRAWN_TAG).rpartition(".")
+        if key.startswith(WITHDRAWN_TAG) and number.isdecimal():
+            found[domain, digest] = int(number)
+    return found
+
+
+def _is_any(names: Collection[str], beginnings: Collection[str]) -> bool:
+    """Whether an artifact that is known by these names is one of those."""
+    return any(name.startswith(tuple(beginnings)) for name in names)
+
+
+def _experts_of(version: Version) -> dict[str, str]:
+    return json.loads(version.tags.get(EXPERTS_TAG, "{}"))
+
+
+def _led(versions: Sequence[Version]) -> dict[str, set[str]]:
+    led: dict[str, set[str]] = {}
+    for version in versions:
+        has_led = PREVIOUS_TAG in version.tags and ROLLED_BACK_TAG not in version.tags
+        if has_led or "champion" in version.aliases:
+            for domain, digest in _experts_of(version).items():
+                led.setdefault(domain, set()).add(digest)
+    return led
