@@ -78,8 +78,7 @@ def remember(registry: Registry, name: str, versions: Sequence[Version]) -> None
     if not versions:
         return
     kept, led = registry.model_tags(name), _led(versions)
-    told = [v for v in versions if PREVIOUS_TAG in v.tags]
-    been = [str(v.number) for v in told if PENDING_TAG not in v.tags]  # or a kill came before
+    been = [str(version.number) for version in versions if _has_been_champion(version)]
     standing = [str(version.number) for version in versions if "champion" in version.aliases]
     facts = {
         f"{WITHDRAWN_TAG}{domain}.{digest}": str(number)
@@ -133,8 +132,13 @@ def _before(champion: Version, versions: Collection[Version]) -> int | None:
     if champion in own:
         tag = champion.tags[PREVIOUS_TAG]
         return int(tag) if tag.isdecimal() else None
-    been = [version.number for version in own if ROLLED_BACK_TAG not in version.tags]
+    been = [v.number for v in own if _has_been_champion(v) and ROLLED_BACK_TAG not in v.tags]
     return max(been, default=None)
+
+
+def _has_been_champion(version: Version) -> bool:
+    """Whether it got the alias: a kill may have come before, when the one before it was named."""
+    return PREVIOUS_TAG in version.tags and PENDING_TAG not in version.tags
 
 
 def led_experts(registry: Registry, name: str) -> dict[str, set[str]] | None:
@@ -207,7 +211,7 @@ def _experts_of(version: Version) -> dict[str, str]:
 def _led(versions: Sequence[Version]) -> dict[str, set[str]]:
     led: dict[str, set[str]] = {}
     for version in versions:
-        has_led = PREVIOUS_TAG in version.tags and ROLLED_BACK_TAG not in version.tags
+        has_led = _has_been_champion(version) and ROLLED_BACK_TAG not in version.tags
         if has_led or "champion" in version.aliases:
             for domain, digest in _experts_of(version).items():
                 led.setdefault(domain, set()).add(digest)

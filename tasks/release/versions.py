@@ -142,17 +142,17 @@ def _of_another(champion: int | None, beside: str) -> tuple[str, str]:
 def _refused(registry: Registry, version: Version, short: str, full: str) -> Version:
     """A version that the gate let through, and that is no champion all the same."""
     outcome, reason = version.tags.get(OUTCOME_TAG, ""), version.tags.get(DECISION_TAG, "")
-    if reason.endswith(full):  # a kill came before the last call
-        registry.remove_tag(version, PENDING_TAG)
-        return _current(registry, version)
-    short, full = f"refused: {short}", f"{reason}; {full}"
-    page = registry.description(version)
-    page = page.replace(f"{outcome}. ", f"{short}. ", 1).replace(f"{reason}.", f"{full}.", 1)
-    registry.describe(version, page)
-    card = registry.text(version, CARD)
-    if card is not None:
-        registry.attach(version, {CARD: card.replace(f"{reason}.", f"{full}.", 1)})
-    registry.set_tags(version, {OUTCOME_TAG: short, DECISION_TAG: full})
+    if not reason.endswith(full):  # else a kill came before the last calls
+        short, full = f"refused: {short}", f"{reason}; {full}"
+        page = registry.description(version)
+        page = page.replace(f"{outcome}. ", f"{short}. ", 1).replace(f"{reason}.", f"{full}.", 1)
+        registry.describe(version, page)
+        card = registry.text(version, CARD)
+        if card is not None:
+            registry.attach(version, {CARD: card.replace(f"{reason}.", f"{full}.", 1)})
+        registry.set_tags(version, {OUTCOME_TAG: short, DECISION_TAG: full})
+    if PREVIOUS_TAG in version.tags:  # another kill came just before it was to be champion
+        registry.remove_tag(version, PREVIOUS_TAG)
     registry.remove_tag(version, PENDING_TAG)
     return _current(registry, version)
 

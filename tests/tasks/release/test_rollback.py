@@ -394,3 +394,24 @@ def test_a_registration_killed_between_its_steps_is_finished_by_the_next(
     assert registry.model_tags(name)[FORMER_TAG] == "2"
     assert PENDING_TAG not in done.tags
     assert len(registry.versions(name)) == 2
+
+
+def test_who_a_kill_kept_from_being_champion_and_is_refused_then_has_never_led(
+    registry, name, register
+):
+    """The call before the alias has named the champion before it already."""
+
+    def made(python, **tags):
+        experts = {EXPERTS_TAG: json.dumps({"python": python})}
+        return register(Registration(tags=experts | tags, marks={PENDING_TAG: "champion"}))
+
+    for python in ("first", "second"):
+        with_aliases(registry, made(python))
+    waiting = made("third", **{BESIDE_TAG: "2"})
+    registry.set_tags(waiting, {PREVIOUS_TAG: "2"})
+    assert led_experts(registry, name) == {"python": {"first", "second"}}
+    roll_back(registry, name, "it was worse")
+    found = with_aliases(registry, waiting)
+    assert found.tags[OUTCOME_TAG] == "refused: the champion changed meanwhile"
+    assert not {PENDING_TAG, PREVIOUS_TAG} & found.tags.keys()
+    assert led_experts(registry, name) == {"python": {"first"}}
