@@ -176,6 +176,8 @@ def _announce(parser: Parser) -> None:
 
 def _rollback(parser: Parser) -> None:
     parser.add_argument("name", help="the registered model")
+    about = "of the champion that is taken back: done again, no other follows it"
+    parser.add_argument("version", nargs="?", type=int, help=about)
     parser.add_argument("--because", default="", metavar="REASON", help="is kept with the version")
 
 

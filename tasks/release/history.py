@@ -38,13 +38,17 @@ def roll_back(
         only: The number of the version to take back; by default, whichever is champion.
 
     Returns:
-        The version that is champion no more, and the one that is.
+        The version that is champion no more, as it was before, and the one that is; the same where
+        ``only`` was taken back already: nothing is changed then.
 
     Raises:
         InputError: There is no such model, no champion, or none before it, or another version than
             ``only`` is champion.
     """
     with registry.alone(name):
+        done = taken_back(registry, name, only)
+        if done is not None:
+            return done
         champion, before = champions(registry, name)
         if only not in (None, champion.number):
             remedy = f"is champion by now, not version {only}; nothing was changed"
@@ -62,6 +66,20 @@ def roll_back(
         remember(registry, name, after)  # before the alias moves: a kill would leave it unsaid
         registry.set_alias(before, "champion")
         return champion, before
+
+
+def taken_back(registry: Registry, name: str, number: int | None) -> tuple[Version, Version] | None:
+    """A version that was rolled back and is champion no more, and who is; None of any other.
+
+    Args:
+        registry: The registry.
+        name: The registered model.
+        number: The version's.
+    """
+    versions = registry.versions(name)
+    left = next((v for v in versions if v.number == number and ROLLED_BACK_TAG in v.tags), None)
+    champion = next((v for v in versions if "champion" in v.aliases), None)
+    return None if left is None or champion in (None, left) else (left, champion)
 
 
 def remember(registry: Registry, name: str, versions: Sequence[Version]) -> None:

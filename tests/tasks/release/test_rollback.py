@@ -415,3 +415,23 @@ def test_who_a_kill_kept_from_being_champion_and_is_refused_then_has_never_led(
     assert found.tags[OUTCOME_TAG] == "refused: the champion changed meanwhile"
     assert not {PENDING_TAG, PREVIOUS_TAG} & found.tags.keys()
     assert led_experts(registry, name) == {"python": {"first"}}
+
+
+def test_a_rollback_of_a_named_version_that_is_repeated_takes_back_no_other(
+    registry, name, register
+):
+    """Two people at once; a command whose end nobody has seen."""
+    for _ in range(3):
+        with_aliases(registry, register(Registration(marks={PENDING_TAG: "champion"})))
+    for said in ("it was worse", "again"):
+        left, now = roll_back(registry, name, said, only=3)
+        assert (left.number, now.number) == (3, 2)
+        assert champion(registry, name) == 2
+    taken = {v.number: v.tags[ROLLED_BACK_TAG] for v in registry.versions(name) if is_taken(v)}
+    assert taken == {3: "it was worse"}
+    with pytest.raises(InputError, match="is champion by now, not version 1"):
+        roll_back(registry, name, "why", only=1)
+
+
+def is_taken(version):
+    return ROLLED_BACK_TAG in version.tags
