@@ -148,7 +148,8 @@ def revoke(registry: Registry, version: Version, rows: Sequence[Row]) -> list[Fa
 
     Only where the version's recipe requires a certificate, and it still is champion: readers take
     their time. A reader that crashed or gave no answer in time says nothing of the model, and takes
-    nothing from who is champion.
+    nothing from who is champion. The experts of a version that did not arrive are none the worse
+    for it: the next model may hold them.
 
     Returns:
         What became of the alias, for who asked.
@@ -160,7 +161,7 @@ def revoke(registry: Registry, version: Version, rows: Sequence[Row]) -> list[Fa
         return []
     try:
         reason = f"did not arrive in {', '.join(absent)}"
-        _, before = roll_back(registry, name, reason, only=number)
+        _, before = roll_back(registry, name, reason, only=number, withdraws=False)
     except InputError as error:
         return list(error.faults)
     return [Fault("champion", version.reference, f"is none any more; {before.reference} is")]

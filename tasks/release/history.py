@@ -15,6 +15,9 @@ PREVIOUS_TAG = "upcycle.previous_champion"
 """Of a version that became champion: the number of the one before it, or ``none``."""
 ROLLED_BACK_TAG = "upcycle.rolled_back"
 """Of a version that was champion and should not have been: why."""
+REVOKED_TAG = "upcycle.revoked"
+"""Of a version that was champion and is none any more, for it did not arrive in a reader: why. Its
+experts are none the worse for it."""
 EXPERTS_TAG = "upcycle.experts"
 """Of a version: the digests of its experts, {domain: the beginning of one}."""
 PENDING_TAG = "upcycle.pending"
@@ -27,7 +30,7 @@ one that was rolled back alone; the number of that version."""
 
 
 def roll_back(
-    registry: Registry, name: str, reason: str, *, only: int | None = None
+    registry: Registry, name: str, reason: str, *, only: int | None = None, withdraws: bool = True
 ) -> tuple[Version, Version]:
     """Make the champion before the champion the champion again.
 
@@ -36,6 +39,7 @@ def roll_back(
         name: The registered model.
         reason: Kept with the version that is taken back.
         only: The number of the version to take back; by default, whichever is champion.
+        withdraws: Whether its experts are taken back with it: not where a reader lost the model.
 
     Returns:
         The version that is champion no more, as it was before, and the one that is; the same where
@@ -56,7 +60,7 @@ def roll_back(
         if registry.pointed(name, "champion") != champion.number:  # of another home
             remedy = "is champion no more since a moment ago; nothing was changed: run it again"
             raise InputError(Fault("champion", champion.reference, remedy))
-        registry.set_tags(champion, {ROLLED_BACK_TAG: reason})
+        registry.set_tags(champion, {ROLLED_BACK_TAG if withdraws else REVOKED_TAG: reason})
         if PENDING_TAG in champion.tags:  # or the flow that a kill stopped would promote it again
             registry.remove_tag(champion, PENDING_TAG)
         after = [
@@ -150,8 +154,9 @@ def _before(champion: Version, versions: Collection[Version]) -> int | None:
     if champion in own:
         tag = champion.tags[PREVIOUS_TAG]
         return int(tag) if tag.isdecimal() else None
-    been = [v.number for v in own if _has_been_champion(v) and ROLLED_BACK_TAG not in v.tags]
-    return max(been, default=None)
+    been = [v for v in own if _has_been_champion(v)]
+    left = {ROLLED_BACK_TAG, REVOKED_TAG}
+    return max((v.number for v in been if not left & v.tags.keys()), default=None)
 
 
 def _has_been_champion(version: Version) -> bool:

@@ -22,7 +22,7 @@ from tasks.release import certificate as of_certificate
 from tasks.release import register as of_register
 from tasks.release.certificate import certify_version, refusal, revoke, with_earlier
 from tasks.release.gate import Decision
-from tasks.release.history import PENDING_TAG, PREVIOUS_TAG, ROLLED_BACK_TAG
+from tasks.release.history import PENDING_TAG, PREVIOUS_TAG, REVOKED_TAG, ROLLED_BACK_TAG
 from tasks.release.register import Registrar
 from tasks.release.verdict import Row
 from tasks.release.versions import (
@@ -261,7 +261,8 @@ def test_a_champion_that_is_lost_later_is_taken_back(
     if faults:
         assert f"is none any more; models:/{name}/1 is" in str(faults[0])
         [_, taken] = registry.versions(name)
-        assert taken.tags[ROLLED_BACK_TAG] == "did not arrive in vllm"
+        assert taken.tags[REVOKED_TAG] == "did not arrive in vllm"
+        assert ROLLED_BACK_TAG not in taken.tags
 
 
 def test_who_is_champion_by_the_time_that_readers_have_answered_stays_it(
@@ -275,7 +276,7 @@ def test_who_is_champion_by_the_time_that_readers_have_answered_stays_it(
     assert f"models:/{name}/2" in str(fault)
     assert "is champion by now, not version 1" in str(fault)
     assert registry.find(name, "champion").number == second.number
-    assert ROLLED_BACK_TAG not in registry.find(name, "champion").tags
+    assert not {ROLLED_BACK_TAG, REVOKED_TAG} & registry.find(name, "champion").tags.keys()
 
 
 def test_the_only_champion_stays_and_the_command_says_so(

@@ -24,7 +24,9 @@ from tasks.release.history import (
     FORMER_TAG,
     PENDING_TAG,
     PREVIOUS_TAG,
+    REVOKED_TAG,
     ROLLED_BACK_TAG,
+    WITHDRAWN_TAG,
     former_champion,
     led_experts,
     remember,
@@ -435,3 +437,21 @@ def test_a_rollback_of_a_named_version_that_is_repeated_takes_back_no_other(
 
 def is_taken(version):
     return ROLLED_BACK_TAG in version.tags
+
+
+def test_a_champion_that_did_not_arrive_takes_no_expert_with_it(registry, name, register):
+    """The reader may be at fault; the way back leads to another one all the same."""
+    for python in ("old", "new", "refused"):
+        tags = {EXPERTS_TAG: json.dumps({"python": python})}
+        mark = "challenger" if python == "refused" else "champion"
+        made = Registration(tags=tags, marks={PENDING_TAG: mark})
+        refused = with_aliases(registry, register(made))
+    roll_back(registry, name, "did not arrive in vllm", withdraws=False)
+    assert champion(registry, name) == 1
+    [_, revoked, _] = registry.versions(name)
+    assert revoked.tags[REVOKED_TAG] == "did not arrive in vllm"
+    assert withdrawn_experts(registry, name, {"python": ["new"]}) == {}
+    assert led_experts(registry, name) == {"python": {"old", "new"}}
+    assert not any(key.startswith(WITHDRAWN_TAG) for key in registry.model_tags(name))
+    registry.set_alias(refused, "champion")
+    assert roll_back(registry, name, "it was worse")[1].number == 1
