@@ -33,7 +33,7 @@ from tasks.living.freshness import news, outdated
 from tasks.living.lineage import begin, check_built_upon, life_of, with_lineage
 from tasks.methods import METHODS
 from tasks.recipes import validate
-from tasks.release.history import PENDING_TAG, remember
+from tasks.release.history import PENDING_TAG, catch_up
 from tasks.release.versions import MODEL_TAG, Outcome, newest
 from upcycle_core.errors import Fault, raise_faults
 
@@ -108,8 +108,7 @@ def _is_up_to_date(recipe: Recipe, workspace: Workspace) -> bool:
     ):
         return False
     registry, name = Registry(configure()), recipe.registered_name
-    versions = registry.versions(name)
-    remember(registry, name, versions)  # a champion that a person made, or an earlier release
+    versions = catch_up(registry, name)  # a champion that a person made, or an earlier release
     known = newest(versions, recipe=recipe.name)
     if known is None or PENDING_TAG in known.tags:
         return False

@@ -45,7 +45,7 @@ from tasks.living.lineage import (
 )
 from tasks.methods import METHODS, stages_of
 from tasks.pipeline import dvc_yaml, params_yaml
-from tasks.release.history import led_experts
+from tasks.release.history import catch_up, led_experts
 from tasks.release.register import Registrar
 from tasks.release.versions import compressed_name
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -143,7 +143,9 @@ class FlowSession:
         lineage, none is trained from what an earlier one was continued from."""
         if self.recipe.lineage is not None:
             check_built_upon(self.stages)
-            led = led_experts(self.registry, self.recipe.registered_name)
+            name = self.recipe.registered_name
+            catch_up(self.registry, name)  # the experts of one that a person took back do not lead
+            led = led_experts(self.registry, name)
             recipe = with_parents(self.recipe, self.workspace, led=led)
             if recipe != self.recipe:
                 self.adopt(recipe)

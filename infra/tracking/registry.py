@@ -132,6 +132,10 @@ class Registry:
         for key, value in tags.items():
             self._client.set_registered_model_tag(name, key, value)
 
+    def remove_model_tag(self, name: str, key: str) -> None:
+        """Remove a tag that a registered model itself has."""
+        self._client.delete_registered_model_tag(name, key)
+
     def describe(self, version: Version, markdown: str) -> None:
         """Set what the page of ``version`` shows on top."""
         update = partial(self._client.update_model_version, version.name, str(version.number))

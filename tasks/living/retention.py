@@ -25,7 +25,7 @@ from infra.versioning.versions import remote_of
 from tasks.engine.workspace import PROVENANCE, Workspace
 from tasks.living.lineage import modelled
 from tasks.methods import every_stage
-from tasks.release.history import remember, ways_back
+from tasks.release.history import catch_up, ways_back
 from tasks.release.versions import compressed_name
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.text.results import expert_row
@@ -171,7 +171,7 @@ def _models(
 
     def free(version: Version) -> None:
         # That it was rolled back outlives it. An earlier release has written it nowhere else.
-        remember(registry, version.name, registry.versions(version.name))
+        catch_up(registry, version.name)
         if not records.delete_version(version):
             refused.append(version.reference)
 

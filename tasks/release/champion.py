@@ -17,7 +17,7 @@ from tasks.engine.remembered import Remembered
 from tasks.engine.reporting import PieceWatch
 from tasks.engine.stage import Session
 from tasks.engine.workspace import PROVENANCE, fingerprint
-from tasks.release.history import remember
+from tasks.release.history import catch_up
 from tasks.release.versions import MODEL_TAG
 from tasks.scoring.evaluation import champion_piece
 from tasks.scoring.room import room_of
@@ -187,9 +187,7 @@ def changed_files(directory: Path, digest: str | None) -> list[str]:
 def standing_champion(session: Session, registry: Registry) -> Iterator[Champion | None]:
     """The champion, if there is one; its copy is gone afterwards."""
     name = session.recipe.registered_name
-    versions = registry.versions(name)
-    remember(registry, name, versions)
-    version = next((v for v in versions if "champion" in v.aliases), None)
+    version = next((v for v in catch_up(registry, name) if "champion" in v.aliases), None)
     directory = session.workspace.staging / "champion"
     shutil.rmtree(directory, ignore_errors=True)
     try:

@@ -4,6 +4,7 @@ What versions say of it, the registered model remembers: a version may be delete
 """
 
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +16,8 @@ PREVIOUS_TAG = "upcycle.previous_champion"
 """Of a version that became champion: the number of the one before it, or ``none``."""
 ROLLED_BACK_TAG = "upcycle.rolled_back"
 """Of a version that was champion and should not have been: why."""
+BY_HAND = "alias moved by hand to version "
+"""Begins that of one whose alias a person has moved back to an older version in MLflow."""
 REVOKED_TAG = "upcycle.revoked"
 """Of a version that was champion and is none any more, for it did not arrive in a reader: why. Its
 experts are none the worse for it."""
@@ -27,6 +30,7 @@ FORMER_TAG = "upcycle.has_had_champion"
 WITHDRAWN_TAG = "upcycle.withdrawn."
 """Of a registered model, with ``DOMAIN.DIGEST`` behind it: an expert that was in a champion, but in
 one that was rolled back alone; the number of that version."""
+_logger = logging.getLogger(__name__)
 
 
 def roll_back(
@@ -53,6 +57,7 @@ def roll_back(
         done = taken_back(registry, name, only)
         if done is not None:
             return done
+        heed_hands(registry, name)
         champion, before = champions(registry, name)
         if only not in (None, champion.number):
             remedy = f"is champion by now, not version {only}; nothing was changed"
@@ -60,9 +65,7 @@ def roll_back(
         if registry.pointed(name, "champion") != champion.number:  # of another home
             remedy = "is champion no more since a moment ago; nothing was changed: run it again"
             raise InputError(Fault("champion", champion.reference, remedy))
-        registry.set_tags(champion, {ROLLED_BACK_TAG if withdraws else REVOKED_TAG: reason})
-        if PENDING_TAG in champion.tags:  # or the flow that a kill stopped would promote it again
-            registry.remove_tag(champion, PENDING_TAG)
+        _take_back(registry, champion, {ROLLED_BACK_TAG if withdraws else REVOKED_TAG: reason})
         after = [
             replace(version, aliases=("champion",) if version.number == before.number else ())
             for version in registry.versions(name)
@@ -70,6 +73,13 @@ def roll_back(
         remember(registry, name, after)  # before the alias moves: a kill would leave it unsaid
         registry.set_alias(before, "champion")
         return champion, before
+
+
+def _take_back(registry: Registry, version: Version, why: Mapping[str, str]) -> None:
+    """Mark a version that was champion."""
+    if PENDING_TAG in version.tags:  # or the flow that a kill stopped would promote it again
+        registry.remove_tag(version, PENDING_TAG)
+    registry.set_tags(version, why)
 
 
 def taken_back(registry: Registry, name: str, number: int | None) -> tuple[Version, Version] | None:
@@ -84,6 +94,63 @@ def taken_back(registry: Registry, name: str, number: int | None) -> tuple[Versi
     left = next((v for v in versions if v.number == number and ROLLED_BACK_TAG in v.tags), None)
     champion = next((v for v in versions if "champion" in v.aliases), None)
     return None if left is None or champion in (None, left) else (left, champion)
+
+
+def catch_up(registry: Registry, name: str) -> list[Version]:
+    """Heed what people did to the alias ``champion`` in MLflow, and remember what versions say.
+
+    Where the alias was moved back to an older version, the champion that it was taken from counts
+    as rolled back, until the alias is moved to that one again.
+
+    Returns:
+        All versions of the registered model, oldest first.
+    """
+    with registry.alone(name):
+        return heed_hands(registry, name)
+
+
+def heed_hands(registry: Registry, name: str) -> list[Version]:
+    """As ``catch_up``, for who has the registered model alone already."""
+    former = former_champion(registry, name)  # first: of another home, whose flow moves the alias
+    versions = registry.versions(name)
+    champion = next((v for v in versions if "champion" in v.aliases), None)
+    if champion is not None:
+        left = _left_by_hand(champion, versions, former)
+        if left is not None:
+            why = f"{BY_HAND}{champion.number}"
+            said = "%s counts as rolled back: %s; move it there again if that version is good"
+            _logger.warning(said, left.reference, why)
+            _take_back(registry, left, {ROLLED_BACK_TAG: why})
+        is_back = champion.tags.get(ROLLED_BACK_TAG, "").startswith(BY_HAND)
+        if is_back:
+            _lift(registry, champion)
+        if left is not None or is_back:
+            versions = registry.versions(name)
+    remember(registry, name, versions)
+    return versions
+
+
+def _left_by_hand(
+    champion: Version, versions: Sequence[Version], former: str | None
+) -> Version | None:
+    """Who was champion last, if a person has given its alias to an older version.
+
+    What flows have taken back they have said, and whom they promote has a newer number, or names
+    that one as the champion before it.
+    """
+    left = next((v for v in versions if str(v.number) == former), None)
+    if left is None or left.number <= champion.number:
+        return None
+    is_said = bool({ROLLED_BACK_TAG, REVOKED_TAG} & left.tags.keys())
+    return None if is_said or champion.tags.get(PREVIOUS_TAG) == former else left
+
+
+def _lift(registry: Registry, version: Version) -> None:
+    """Let a version, and its experts, count again as they did before its alias was moved."""
+    for key, number in registry.model_tags(version.name).items():
+        if key.startswith(WITHDRAWN_TAG) and number == str(version.number):
+            registry.remove_model_tag(version.name, key)
+    registry.remove_tag(version, ROLLED_BACK_TAG)
 
 
 def remember(registry: Registry, name: str, versions: Sequence[Version]) -> None:
@@ -149,14 +216,18 @@ def ways_back(versions: Sequence[Version]) -> set[int]:
 
 
 def _before(champion: Version, versions: Collection[Version]) -> int | None:
-    """The champion before: of one that a person made, the newest that has been one."""
+    """The champion before: of one that a person made, the newest that has been one.
+
+    Whom the person took the alias from to give it to this one stood before it.
+    """
     own = [version for version in versions if PREVIOUS_TAG in version.tags and not version.is_copy]
     if champion in own:
         tag = champion.tags[PREVIOUS_TAG]
         return int(tag) if tag.isdecimal() else None
-    been = [v for v in own if _has_been_champion(v)]
-    left = {ROLLED_BACK_TAG, REVOKED_TAG}
-    return max((v.number for v in been if not left & v.tags.keys()), default=None)
+    been = [v for v in own if _has_been_champion(v) and REVOKED_TAG not in v.tags]
+    moved = f"{BY_HAND}{champion.number}"
+    free = [v.number for v in been if v.tags.get(ROLLED_BACK_TAG, moved) == moved]
+    return max(free, default=None)
 
 
 def _has_been_champion(version: Version) -> bool:

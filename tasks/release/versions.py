@@ -11,7 +11,7 @@ from infra.tracking.records import Version
 from infra.tracking.registry import Registry
 from tasks.data.licences import CARD
 from tasks.engine.stage import Session
-from tasks.release.history import PENDING_TAG, PREVIOUS_TAG, remember
+from tasks.release.history import PENDING_TAG, PREVIOUS_TAG, heed_hands
 
 MODEL_TAG = "upcycle.model"
 """Of a version: the digest of its files."""
@@ -105,7 +105,7 @@ def _with_aliases(registry: Registry, version: Version) -> Version:
             return _refused(registry, version, *_of_another(before, version.tags[BESIDE_TAG]))
         registry.set_tags(version, {PREVIOUS_TAG: tag})
         registry.set_alias(version, "champion")
-    remember(registry, version.name, registry.versions(version.name))
+    heed_hands(registry, version.name)
     registry.remove_tag(version, PENDING_TAG)
     return _current(registry, version)
 

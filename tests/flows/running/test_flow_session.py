@@ -67,7 +67,14 @@ def test_an_expert_with_new_text_goes_on_in_whatever_flow(asked, monkeypatch):
         calls.append(dict(recipe.parents))
         session.recipe = recipe
 
-    monkeypatch.setattr("flows.running.session.led_experts", lambda registry, name: {name: {"1"}})
+    looked = []
+    monkeypatch.setattr(
+        "flows.running.session.catch_up", lambda registry, name: looked.append(name)
+    )
+    monkeypatch.setattr(
+        "flows.running.session.led_experts",
+        lambda registry, name: {name: {"1"}} if looked else None,
+    )
     monkeypatch.setattr(
         "flows.running.session.with_parents",
         lambda recipe, workspace, *, led: named(recipe, led),
