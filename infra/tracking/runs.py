@@ -4,7 +4,6 @@ Every call names its run: MLflow's fluent interface keeps a current run per proc
 Prefect's threads would fight.
 """
 
-import fcntl
 import functools
 import json
 import logging
@@ -42,6 +41,7 @@ from infra.tracking.locations import (
     prepare_home,
     use_files,
 )
+from infra.tracking.locks import locked
 from infra.tracking.private import machine_watched
 from infra.tracking.records import DatasetRecord, flatten, key_of, with_room
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -239,8 +239,8 @@ def open_database(settings: Settings) -> MlflowClient:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     use_files(settings)
-    with (settings.mlflow_artifacts.parent / "database.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    waits = "waiting for another command that opens MLflow's database"
+    with locked(settings.mlflow_artifacts.parent / "database.lock", waits):
         try:
             prepare_home(settings)
             client = MlflowClient(settings.mlflow_tracking_uri, settings.mlflow_tracking_uri)
