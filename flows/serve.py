@@ -9,17 +9,19 @@ given to them. ``GET /upcycle`` says what runs.
 import argparse
 import functools
 import sys
+from collections.abc import Collection
 
 from flows.running.arguments import parser_of
 from flows.running.command_line import command
 from infra import settings as environment
+from infra.logs import bound_logs
 from infra.serving.engine import EngineError
 from infra.serving.follower import Follower, Patience, Swap
 from infra.serving.front import Naming
 from infra.serving.server import listen, serve
 from infra.tracking import copies
 from infra.tracking.registry import Registry
-from tasks.serving.engines import PATHS, EngineChoice, engine_faults, launcher
+from tasks.serving.engines import PATHS, EngineChoice, clear_folder, engine_faults, launcher
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 
@@ -41,13 +43,20 @@ def main(arguments: list[str] | None = None) -> None:
     registry = Registry(settings)
     registry.referenced(f"models:/{name}{'@' if at else '/'}{alias}")
     folder = settings.services / f"serve-{port}"
+    folder.mkdir(parents=True, exist_ok=True)
+    bound_logs(folder)
+
+    def keep(numbers: Collection[int]) -> None:
+        copies.keep(name, numbers)
+        clear_folder(folder, name, numbers)
+
     follow = functools.partial(
         Follower,
         (lambda: registry.pointed(name, alias)) if at else (lambda: int(alias)),
         launcher(settings, registry, name, choice, folder=folder),
         patience=Patience(chosen.hold, chosen.drain, chosen.start),
         swap=_swap(chosen.swap, choice),
-        keep=functools.partial(copies.keep, name),
+        keep=keep,
         clear=functools.partial(copies.remove_unused, settings),
     )
     print(f"Starting {choice.name}; logs in {folder}", flush=True)

@@ -5,7 +5,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,7 @@ OWN_TYPES = {"bam", "ders", "simoe"}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 BYTES = {"fp32": 4, "bf16": 2}
 TRIAL = "The"
+LOG_ENDING = re.compile(r"\.log(\.1)?$")
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def launcher(
         here, files = _files_of(version, registry, settings, choice)
         config = _config(version, here)
         raise_faults(_version_faults(version, files, config, choice))
-        served = folder / re.sub(r"[^\w.-]", "_", f"{name}-{number}")
+        served = folder / _served_as(name, number)
         _lay_out(here, served, config)
         port = free_port()
         inherited = environment_of(settings, HF_HUB_OFFLINE="1")
@@ -112,6 +114,28 @@ def launcher(
         )
 
     return launch
+
+
+def clear_folder(folder: Path, name: str, numbers: Collection[int]) -> None:
+    """Remove folders and logs of what a server serves no more; what cannot be removed stays.
+
+    Args:
+        folder: As of ``launcher``.
+        name: The registered model.
+        numbers: Its versions that stay.
+    """
+    kept = {_served_as(name, number) for number in numbers}
+    for log in folder.glob("*.log*"):
+        served = folder / LOG_ENDING.sub("", log.name)
+        if served.name not in kept:
+            shutil.rmtree(served, ignore_errors=True)
+            with suppress(OSError):
+                log.unlink()
+
+
+def _served_as(name: str, number: int) -> str:
+    """What an engine calls a version: a folder's name."""
+    return re.sub(r"[^\w.-]", "_", f"{name}-{number}")
 
 
 def _files_of(

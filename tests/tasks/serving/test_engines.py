@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import uvicorn
 from click.testing import CliRunner
 from databases import home_with_database
 
+from flows import serve as flow
+from infra import logs
 from infra.serving import engine as module
 from infra.serving.engine import Engine, Launch
 from infra.settings import DEFAULTS, read
@@ -18,7 +21,7 @@ from infra.tracking import copies
 from infra.tracking.records import Registration, Version
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
-from tasks.serving.engines import EngineChoice, _command, launcher
+from tasks.serving.engines import EngineChoice, _command, clear_folder, launcher
 from tests import warm
 
 
@@ -166,3 +169,39 @@ def test_an_engine_s_log_goes_on_until_it_is_large(tmp_path, monkeypatch):
     assert asyncio.run(run()) == "more\nmore"
     assert asyncio.run(run()) == "more"
     assert (tmp_path / "moe-1.log.1").read_text() == "more\nmore\n"
+
+
+def test_logs_and_folders_of_versions_that_are_served_no_more_are_removed(tmp_path):
+    """Those of another model too, which this port served before."""
+    for name in ("moe-1", "moe-2", "moe-12", "other-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        for ending in ("log", "log.1"):
+            (tmp_path / f"{name}.{ending}").write_text("said")
+    clear_folder(tmp_path, "moe", {2, 3})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["moe-2", "moe-2.log", "moe-2.log.1"]
+    clear_folder(tmp_path / "none", "moe", {2})
+
+
+def test_logs_of_engines_are_cut_as_they_grow(tmp_path, monkeypatch):
+    """While they are written, by engines that run for months."""
+    settings = home_with_database(tmp_path / "home")
+    monkeypatch.setattr(logs, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(flow.environment, "configure", lambda: settings)
+    monkeypatch.setattr(flow, "engine_faults", lambda choice: ())
+    monkeypatch.setattr(flow.Registry, "referenced", lambda *_: None)
+    sizes = []
+
+    def grow(follow, naming, listening):
+        listening.close()
+        [folder] = settings.services.glob("serve-*")
+        log = folder / "moe-1.log"
+        log.write_bytes(b"x" * (logs.LOG_BYTES + 1))
+        deadline = time.monotonic() + 30
+        while log.stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+        sizes.extend([log.stat().st_size, (folder / "moe-1.log.1").stat().st_size])
+
+    monkeypatch.setattr(flow, "serve", grow)
+    assert flow.main(["moe@champion", "--port", "0", "--device", "cpu"]) == 0
+    assert sizes == [0, logs.LOG_BYTES]
