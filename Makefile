@@ -111,7 +111,7 @@ undeploy: env ## Take the deployments of a recipe away (NAME=demo)
 down: env ## Stop what `make up` started
 	@$(RUN) -m infra.services down
 
-status: env ## Say what runs and where
+status: env ## Say what runs and where; fails where anything is down
 	@$(RUN) -m infra.services status
 
 lint: env ## Style and types

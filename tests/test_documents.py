@@ -94,7 +94,7 @@ def test_commands_exist(document):
             assert target in targets, f"make {target}"
         for module, arguments in MODULE.findall(code):
             path = ROOT / module.rstrip(".").replace(".", "/")
-            files = (path.with_suffix(".py"), path / "__main__.py", path / "servers.py")
+            files = (path.with_suffix(".py"), path / "__main__.py", path / "commands.py")
             source = "".join(file.read_text() for file in files if file.exists())
             assert source, f"python -m {module}"
             command = module.rstrip(".").removeprefix("flows.")

@@ -1,6 +1,6 @@
 """``python -m infra.services up|pool|deploy|undeploy|down|status``."""
 
-from infra.services.servers import main
+from infra.services.commands import main
 
 if __name__ == "__main__":
     main()

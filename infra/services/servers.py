@@ -1,24 +1,20 @@
-"""The servers and the worker: ``python -m infra.services up|pool|deploy|undeploy|down|status``.
+"""The servers and the worker of this machine.
 
 Everything listens on loopback only. What is started is remembered by process id and start time, and
 nothing else is ever stopped.
 """
 
-import argparse
 import fcntl
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from infra.permissions import permission_faults
 from infra.recipe.names import masked
-from infra.services.api import DeploymentError
-from infra.services.deployments import deploy, undeploy
-from infra.services.pools import HOME, LOCAL, create_pool
+from infra.services.pools import LOCAL
 from infra.services.ports import HOST, answers, is_free, worker_is_online
 from infra.services.processes import (
     ProcessRecord,
@@ -29,8 +25,8 @@ from infra.services.processes import (
     tail,
     write_records,
 )
-from infra.settings import REPOSITORY, Settings, configure, environment_of
-from upcycle_core.errors import Fault, InputError, raise_faults
+from infra.settings import REPOSITORY, Settings, environment_of
+from upcycle_core.errors import Fault, raise_faults
 
 START_SECONDS = 300.0
 STOP_SECONDS = 20.0
@@ -40,6 +36,9 @@ PAGES = {
     "prefect": ("Prefect", ""),
     "mlflow": ("MLflow", "/#/models?workflowType=machine_learning"),
 }
+
+
+HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
 
 
 class ServiceError(RuntimeError):
@@ -89,7 +88,7 @@ def up(settings: Settings) -> None:
             except BaseException:
                 _stop_all(settings)
                 raise
-        _print_running(settings)
+        _print_running(running(settings), settings)
 
 
 def down(settings: Settings) -> None:
@@ -104,20 +103,36 @@ def down(settings: Settings) -> None:
     print(f"Stopped {', '.join(names)}." if names else "Nothing is running.")
 
 
-def status(settings: Settings) -> None:
-    """Print what runs and where."""
-    if running(settings):
-        _print_running(settings)
-    elif faults := list(_elsewhere_faults(settings)):
-        print(faults[0])
-    else:
-        print("Nothing is running. Start it: make up")
+def status(settings: Settings) -> bool:
+    """Print what runs and where.
+
+    Returns:
+        Whether all that ``up`` starts runs here, and answers.
+    """
+    records = running(settings)
+    if records:
+        silent = list(_silent(records))
+        _print_running(records, settings, silent=silent)
+        return not silent and records.keys() >= {*PAGES, "worker"}
+    faults = list(_elsewhere_faults(settings))
+    print(faults[0] if faults else "Nothing is running. Start it: make up")
+    return False
 
 
 def running(settings: Settings) -> dict[str, ProcessRecord]:
     """Return what ``up`` started and still runs, by name."""
     records = read_records(settings.services_state)
     return {name: record for name, record in records.items() if find(record) is not None}
+
+
+def _silent(records: Mapping[str, ProcessRecord]) -> Iterator[str]:
+    """Names of what runs, and does not answer where it was started."""
+    for name, path in HEALTH.items():
+        if name in records and not answers(records[name].url + path):
+            yield name
+    server = records.get("prefect")
+    if server and "worker" in records and not worker_is_online(f"{server.url}/api", LOCAL):
+        yield "worker"
 
 
 def _elsewhere_faults(settings: Settings) -> Iterator[Fault]:
@@ -143,7 +158,7 @@ def _prefect(settings: Settings) -> Service:
     return Service(
         "prefect",
         ("-m", "prefect", "server", "start", *place),
-        lambda: answers(f"{url}/api/health"),
+        lambda: answers(url + HEALTH["prefect"]),
         url,
     )
 
@@ -156,7 +171,7 @@ def _mlflow(settings: Settings) -> Service:
     return Service(
         "mlflow",
         ("-m", "infra.tracking.asgi", "--logs", logs, "server", *place, *storage),
-        lambda: answers(f"{url}/health"),
+        lambda: answers(url + HEALTH["mlflow"]),
         url,
         {"MLFLOW_BACKEND_STORE_URI": settings.mlflow_tracking_uri},
     )
@@ -255,110 +270,15 @@ def _log(settings: Settings, name: str) -> Path:
     return settings.services / f"{name}.log"
 
 
-def _print_running(settings: Settings) -> None:
-    records = running(settings)
+def _print_running(
+    records: Mapping[str, ProcessRecord], settings: Settings, *, silent: Collection[str] = ()
+) -> None:
+    def said(name: str, words: str) -> str:
+        if name not in records:
+            return "not running"
+        return "runs, and does not answer" if name in silent else words
+
     print(f"Logs    {settings.services}")
-    print(f"Worker  {'ready for deployed flows' if 'worker' in records else 'not running'}")
+    print(f"Worker  {said('worker', 'ready for deployed flows')}")
     for name, (title, page) in PAGES.items():
-        print(f"{title:7} {records[name].url + page if name in records else 'not running'}")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Do what the command line says; end with a message and code 1 if that is not possible."""
-    parser = argparse.ArgumentParser(prog="python -m infra.services", description=__doc__)
-    commands = ["up", "pool", "deploy", "undeploy", "down", "status"]
-    parser.add_argument("command", choices=commands)
-    parser.add_argument(
-        "subject",
-        nargs="?",
-        metavar="RECIPE|NAME|TYPE",
-        help="deploy: a file in place of the embedded default; undeploy: the name of a recipe; "
-        "pool: docker or kubernetes",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="deploy: of the recipe; pool: a variable of its template, or env.NAME",
-    )
-    parser.add_argument(
-        "--notice", metavar="TYPE/NAME", help="deploy: the block that failed nights go to, or none"
-    )
-    parser.add_argument(
-        "--pool",
-        metavar="NAME",
-        help="deploy: the work pool that runs the flows; local: this machine",
-    )
-    parser.add_argument("--image", metavar="NAME:TAG", help="deploy and pool: what containers run")
-    parser.add_argument("--pull-policy", metavar="POLICY", help="deploy: when the image is pulled")
-    parser.add_argument("--name", help="pool: what it is called; its type unless given")
-    parser.add_argument("--home", metavar="PATH", help=f"pool: the volume's place; {HOME}")
-    chosen = parser.parse_args(arguments)
-    try:
-        with permission_faults("file"):
-            _do(configure(), chosen)
-    except (InputError, ServiceError, DeploymentError) as error:
-        sys.exit(str(error))
-
-
-def _do(settings: Settings, chosen: argparse.Namespace) -> None:
-    raise_faults(_misplaced(chosen))
-    if chosen.command == "deploy":
-        _deploy(settings, chosen)
-    elif chosen.command == "pool":
-        _pool(settings, chosen)
-    elif chosen.command == "undeploy":
-        _undeploy(settings, chosen.subject)
-    else:
-        {"up": up, "down": down, "status": status}[chosen.command](settings)
-
-
-OPTIONS = {
-    "deploy": {"set", "notice", "pool", "image", "pull_policy"},
-    "pool": {"set", "image", "name", "home"},
-}
-"""Which options a command takes."""
-
-
-def _misplaced(chosen: argparse.Namespace) -> Iterator[Fault]:
-    for option in sorted(set().union(*OPTIONS.values())):
-        value = getattr(chosen, option)
-        if value and option not in OPTIONS.get(chosen.command, ()):
-            takers = " and ".join(name for name, taken in OPTIONS.items() if option in taken)
-            remedy = f"{chosen.command} takes no such option; {takers} does"
-            yield Fault(f"--{option.replace('_', '-')}", value, remedy)
-
-
-def _deploy(settings: Settings, chosen: argparse.Namespace) -> None:
-    variables = {"image": chosen.image, "image_pull_policy": chosen.pull_policy}
-    names = deploy(
-        settings,
-        recipe=Path(chosen.subject) if chosen.subject else None,
-        changes=chosen.set,
-        notice=chosen.notice or None,
-        pool=chosen.pool or None,
-        job_variables={name: value for name, value in variables.items() if value},
-    )
-    for name in names:
-        print(f"Deployed {name}")
-    print("Run one:")
-    run = f"{sys.executable} -m prefect deployment run {names[0]}"
-    print(f"  PREFECT_API_URL={settings.prefect_api_url} {run}")
-
-
-def _pool(settings: Settings, chosen: argparse.Namespace) -> None:
-    changes = [*chosen.set, *([f"image={chosen.image}"] if chosen.image else [])]
-    kind, home = chosen.subject or "", chosen.home or HOME
-    name = create_pool(settings, kind, name=chosen.name, home=home, changes=changes)
-    print(f"Work pool {name}. Its worker, with the extra `{kind}` of pyproject.toml installed:")
-    worker = f"{sys.executable} -m prefect worker start --pool {name} --type {kind}"
-    print(f"  PREFECT_API_URL={settings.prefect_api_url} {worker}")
-    print(f"Flows that it runs: python -m infra.services deploy --pool {name}")
-
-
-def _undeploy(settings: Settings, recipe: str | None) -> None:
-    if recipe is None:
-        raise InputError(Fault("name", None, "say which recipe is deployed no more: its name"))
-    for name in undeploy(settings, recipe):
-        print(f"Deployed no more: {name}")
+        print(f"{title:7} {said(name, records[name].url + page if name in records else '')}")

@@ -9,7 +9,7 @@ import pytest
 from flows.running.command_line import command
 from infra import settings
 from infra.permissions import permission_faults
-from infra.services import servers
+from infra.services import commands
 from tasks.engine.workspace import Workspace
 from upcycle_core.errors import InputError
 
@@ -73,9 +73,9 @@ def test_make_down_ends_with_a_line_where_a_file_is_another_user_s(closed, monke
     def refused(place):
         raise PermissionError(errno.EACCES, "Permission denied", str(closed))
 
-    monkeypatch.setattr(servers, "down", refused)
+    monkeypatch.setattr(commands, "down", refused)
     with pytest.raises(SystemExit, match=r"^file = .*/closed': Permission denied; it belongs to "):
-        servers.main(["down"])
+        commands.main(["down"])
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from texts import pico_recipe, save_recipe
 from infra import settings
 from infra.recipe.reading import load_recipe
 from infra.recipe.schema import resolve
-from infra.services import pools, servers
+from infra.services import commands, pools
 from infra.services.deployments import PREFECT_FILE, deploy
 from infra.services.pools import create_pool, template_of
 from upcycle_core.errors import InputError
@@ -495,7 +495,7 @@ def test_the_command_makes_a_pool_and_says_how_its_worker_is_started(
     place, client, monkeypatch, capsys
 ):
     monkeypatch.setenv("PREFECT_API_URL", place.prefect_api_url)
-    servers.main(["pool", "docker", "--name", "mine", "--image", "a:1", "--set", "volume=/mnt"])
+    commands.main(["pool", "docker", "--name", "mine", "--image", "a:1", "--set", "volume=/mnt"])
     assert "prefect worker start --pool mine --type docker\n" in capsys.readouterr().out
     properties = client.read_work_pool("mine").base_job_template["variables"]["properties"]
     assert (properties["image"]["default"], properties["volume"]["default"]) == ("a:1", "/mnt")
@@ -513,7 +513,7 @@ def test_the_command_makes_a_pool_and_says_how_its_worker_is_started(
 def test_the_command_hands_on_pool_image_and_policy(place, unusable, monkeypatch, options, message):
     monkeypatch.setenv("PREFECT_API_URL", place.prefect_api_url)
     with pytest.raises(SystemExit) as refused:
-        servers.main(["deploy", *options])
+        commands.main(["deploy", *options])
     assert message in str(refused.value)
 
 
@@ -527,5 +527,5 @@ def test_the_command_hands_on_pool_image_and_policy(place, unusable, monkeypatch
 )
 def test_an_option_of_another_command_is_said(arguments, message):
     with pytest.raises(SystemExit) as refused:
-        servers.main(arguments)
+        commands.main(arguments)
     assert message in str(refused.value)

@@ -160,7 +160,7 @@ def test_servers_of_another_machine_are_left_alone(tmp_path, capsys):
     for command in (servers.up, servers.down):
         with pytest.raises(InputError, match="started on the machine node-7; use them there"):
             command(own)
-    servers.status(own)
+    assert not servers.status(own)
     assert "started on the machine node-7" in capsys.readouterr().out
     assert read_records(own.services_state) == {"prefect": there}
     write_records(
@@ -192,10 +192,9 @@ def test_starting_again_says_so_and_starts_nothing(environment, place, prefect, 
     models = f"{mlflow}/#/models?workflowType=machine_learning"
     assert again.stdout.splitlines()[-2:] == [f"Prefect {prefect}", f"MLflow  {models}"]
     assert read_records(place.services_state) == before
-    assert service("status", environment).stdout.splitlines()[-2:] == [
-        f"Prefect {prefect}",
-        f"MLflow  {models}",
-    ]
+    healthy = service("status", environment)
+    assert healthy.returncode == 0
+    assert healthy.stdout.splitlines()[-2:] == [f"Prefect {prefect}", f"MLflow  {models}"]
 
 
 def answer_to(url: str) -> tuple[int, str]:
@@ -438,6 +437,39 @@ def test_a_port_in_use_is_told_before_anything_starts(tmp_path):
     assert f"UPCYCLE_MLFLOW_PORT = {port}: in use" in refused.stderr
     assert "Traceback" not in refused.stderr
     assert [path.name for path in (tmp_path / "home" / "services").iterdir()] == ["lock"]
+
+
+def test_status_is_a_health_check(tmp_path, monkeypatch, capsys):
+    """A server whose process is there and that answers nobody is as bad as one that is gone."""
+    place = settings.read(environment_for(tmp_path / "home"))
+    process = launch(
+        (sys.executable, "-c", "import time; time.sleep(60)"),
+        log=tmp_path / "log",
+        directory=tmp_path,
+        environment={},
+        url="http://127.0.0.1:1",
+    )
+    monkeypatch.setattr(servers, "worker_is_online", lambda api, pool: True)
+    monkeypatch.setattr(servers, "answers", lambda url: True)
+    try:
+        all_of_it = dict.fromkeys(("prefect", "mlflow", "worker"), process)
+        write_records(place.services_state, all_of_it)
+        assert servers.status(place)
+        monkeypatch.setattr(servers, "answers", lambda url: not url.endswith(":1/health"))
+        assert not servers.status(place)
+        assert "MLflow  runs, and does not answer" in capsys.readouterr().out
+        monkeypatch.setattr(servers, "answers", lambda url: True)
+        write_records(place.services_state, {"prefect": process})
+        assert not servers.status(place)
+        assert "Worker  not running" in capsys.readouterr().out
+    finally:
+        psutil.Process(process.pid).kill()
+
+
+def test_status_of_what_is_down_is_code_1(tmp_path):
+    nothing = service("status", environment_for(tmp_path / "home"))
+    said = "Nothing is running. Start it: make up\n"
+    assert (nothing.returncode, nothing.stdout) == (1, said)
 
 
 def test_down_leaves_a_stranger_with_the_same_process_id_alone(tmp_path):
