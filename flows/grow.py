@@ -17,8 +17,8 @@ from prefect.states import State
 
 from flows.making.builds import build
 from flows.making.change import (
-    DEPLOYED,
     begin_change,
+    deploy_again,
     domain_faults,
     finish_change,
     rebuild_faults,
@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> None:
         begun=partial(begun_with, domain=chosen.domain, rebuild=chosen.rebuild),
         run=lambda recipe: grow(recipe, chosen.domain, chosen.rebuild),
     )
-    print(DEPLOYED.format(chosen.recipe))
+    print(deploy_again(chosen.recipe, chosen.add))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from prefect.states import State
 
 from flows.making.builds import build
 from flows.making.change import (
-    DEPLOYED,
     begin_change,
+    deploy_again,
     domain_faults,
     finish_change,
     rebuild_faults,
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
         run=lambda recipe: shrink(recipe, chosen.domain, chosen.rebuild),
     )
     print(f"If {chosen.recipe} still names {chosen.domain}, take it out there as well.")
-    print(DEPLOYED.format(chosen.recipe))
+    print(deploy_again(chosen.recipe, chosen.add))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
@@ -37,9 +38,6 @@ OTHER_QUESTIONS = "The {} questions are others: before and after are not of the 
 QUESTIONS = {f"{INSTRUCTIONS}/{split}.jsonl": split for split in ("seen", "unseen")}
 """Artifact's file to what the instructions in it are called, which models are judged by."""
 
-DEPLOYED = "Deployments hold the recipe as it was: if it is deployed, make deploy RECIPE={}."
-"""What to do after a domain came or left."""
-
 
 @dataclass(frozen=True)
 class Change:
@@ -65,6 +63,13 @@ class Change:
         """The domains whose adding has not ended."""
         changes = (what.partition(" ") for what in (self.what, *self.waiting))
         return tuple(domain for kind, _, domain in changes if kind == "grow")
+
+
+def deploy_again(recipe: Path, added: Sequence[Path]) -> str:
+    """What to do after a domain came or left, of a recipe and the files beside it."""
+    files = " ".join(map(str, (recipe, *added)))
+    again = f'make deploy RECIPE="{files}"' if added else f"make deploy RECIPE={files}"
+    return f"Deployments hold the recipe as it was: if it is deployed, {again}."
 
 
 def begin_change(

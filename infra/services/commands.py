@@ -23,11 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = ["up", "pool", "deploy", "undeploy", "down", "status"]
     parser.add_argument("command", choices=commands)
     parser.add_argument(
-        "subject",
-        nargs="?",
-        metavar="RECIPE|NAME|TYPE",
-        help="deploy: a file in place of the embedded default; undeploy: the name of a recipe; "
-        "pool: docker or kubernetes",
+        "subjects",
+        nargs="*",
+        metavar="RECIPE FILE ...|NAME|TYPE",
+        help="deploy: a recipe in place of the embedded default, and files of tasks or rows beside "
+        "it, as flows take them; undeploy: the name of a recipe; pool: docker or kubernetes",
     )
     parser.add_argument(
         "--set",
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pull-policy", metavar="POLICY", help="deploy: when the image is pulled")
     parser.add_argument("--name", help="pool: what it is called; its type unless given")
     parser.add_argument("--home", metavar="PATH", help=f"pool: the volume's place; {HOME}")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
     try:
         with permission_faults("file"):
             _do(configure(), chosen)
@@ -63,11 +63,16 @@ def _do(settings: Settings, chosen: argparse.Namespace) -> None:
     elif chosen.command == "pool":
         _pool(settings, chosen)
     elif chosen.command == "undeploy":
-        _undeploy(settings, chosen.subject)
+        _undeploy(settings, _subject(chosen))
     elif chosen.command == "status":
         sys.exit(0 if status(settings) else 1)
     else:
         {"up": up, "down": down}[chosen.command](settings)
+
+
+def _subject(chosen: argparse.Namespace) -> str | None:
+    """What a command that takes one word was given."""
+    return chosen.subjects[0] if chosen.subjects else None
 
 
 OPTIONS = {
@@ -75,9 +80,15 @@ OPTIONS = {
     "pool": {"set", "image", "name", "home"},
 }
 """Which options a command takes."""
+WORDS = {"undeploy": 1, "pool": 1, "up": 0, "down": 0, "status": 0}
+"""How many words a command takes at most; deploy takes any number of files."""
 
 
 def _misplaced(chosen: argparse.Namespace) -> Iterator[Fault]:
+    most = WORDS.get(chosen.command)
+    for word in chosen.subjects[most:] if most is not None else ():
+        remedy = f"{chosen.command} takes {'one word' if most else 'no words'}; leave it out"
+        yield Fault("arguments", word, remedy)
     for option in sorted(set().union(*OPTIONS.values())):
         value = getattr(chosen, option)
         if value and option not in OPTIONS.get(chosen.command, ()):
@@ -87,10 +98,12 @@ def _misplaced(chosen: argparse.Namespace) -> Iterator[Fault]:
 
 
 def _deploy(settings: Settings, chosen: argparse.Namespace) -> None:
+    recipe, *added = map(Path, chosen.subjects) if chosen.subjects else [None]
     variables = {"image": chosen.image, "image_pull_policy": chosen.pull_policy}
     names = deploy(
         settings,
-        recipe=Path(chosen.subject) if chosen.subject else None,
+        recipe=recipe,
+        added=added,
         changes=chosen.set,
         notice=chosen.notice or None,
         pool=chosen.pool or None,
@@ -105,7 +118,7 @@ def _deploy(settings: Settings, chosen: argparse.Namespace) -> None:
 
 def _pool(settings: Settings, chosen: argparse.Namespace) -> None:
     changes = [*chosen.set, *([f"image={chosen.image}"] if chosen.image else [])]
-    kind, home = chosen.subject or "", chosen.home or HOME
+    kind, home = _subject(chosen) or "", chosen.home or HOME
     name = create_pool(settings, kind, name=chosen.name, home=home, changes=changes)
     print(f"Work pool {name}. Its worker, with the extra `{kind}` of pyproject.toml installed:")
     worker = f"{sys.executable} -m prefect worker start --pool {name} --type {kind}"

@@ -47,6 +47,7 @@ def deploy(
     *,
     prefect_file: Path = PREFECT_FILE,
     recipe: Path | None = None,
+    added: Sequence[Path] = (),
     changes: Sequence[str] = (),
     notice: str | None = None,
     pool: str | None = None,
@@ -65,6 +66,7 @@ def deploy(
             ``{name}`` and ``{model}`` stand for the names of the recipe and its registered model,
             ``{notice}`` for ``notice``; what names that is left out without one.
         recipe: A recipe to deploy in place of the embedded default, where that is named.
+        added: Files of tasks or rows beside ``recipe``, as flows take them.
         changes: ``dotted.key=value`` settings of ``recipe``.
         notice: The block of Prefect, ``TYPE/NAME``, through which a failed night is told, or
             ``none``; by default what was said when the recipe was deployed before.
@@ -82,12 +84,12 @@ def deploy(
         DeploymentError: Prefect refused.
     """
     api = server_of(settings)
-    name = load_recipe(recipe or REPOSITORY / DEFAULT, changes).name
+    name = load_recipe(recipe or REPOSITORY / DEFAULT, changes, added=added).name
     notice, target = _chosen(api, name, Standing(notice, pool, job_variables))
     content = yaml.safe_load(prefect_file.read_text())
     told = [d for d in content["deployments"] if notice is not None or not _names_notice(d)]
     noted = [filled(each, {"{notice}": notice or ""}) for each in told]
-    own = [_moved(each, target) for each in offered(noted, recipe, changes)]
+    own = [_moved(each, target) for each in offered(noted, recipe, changes, added)]
     content["deployments"] = [_with_recipe(each, _apart) for each in own]
     checkout = str(REPOSITORY if target is None else target.checkout)
     ours = {"PYTHONPATH": str(REPOSITORY), "UPCYCLE_CHECKOUT": checkout}
@@ -129,11 +131,14 @@ def undeploy(settings: Settings, name: str) -> list[str]:
 
 
 def offered(
-    deployments: Sequence[dict[str, Any]], recipe: Path | None, changes: Sequence[str]
+    deployments: Sequence[dict[str, Any]],
+    recipe: Path | None,
+    changes: Sequence[str],
+    added: Sequence[Path] = (),
 ) -> Iterator[dict[str, Any]]:
     """Each with its resolved recipe and names; where one is given, those of the default alone, of
     which the first is what makes a model of such a recipe."""
-    default = load_recipe(recipe or REPOSITORY / DEFAULT, changes)
+    default = load_recipe(recipe or REPOSITORY / DEFAULT, changes, added=added)
     for deployment in deployments:
         if recipe is not None and deployment["entrypoint"] == MAKER:
             deployment = {**_maker(deployments, default), "parameters": deployment["parameters"]}

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from texts import pico_recipe
 from flows.making.change import (
     begin_change,
     change_table,
+    deploy_again,
     domain_faults,
     end_change,
     finish_change,
@@ -34,6 +36,12 @@ def test_every_domain_stands_before_and_after_the_change():
         "| new | – | 7.50 | – |",
         "| old | 5.00 | – | – |",
     ]
+
+
+def test_what_is_deployed_again_has_the_files_that_were_beside_the_recipe():
+    alone, beside = (deploy_again(Path("my.yaml"), added) for added in ([], [Path("tasks.yaml")]))
+    assert alone.endswith("make deploy RECIPE=my.yaml.")
+    assert beside.endswith('make deploy RECIPE="my.yaml tasks.yaml".')
 
 
 def test_other_questions_are_said_to_be_others(tmp_path):

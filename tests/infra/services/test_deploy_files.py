@@ -22,6 +22,7 @@ from ray.scripts.scripts import cli as ray_command
 from flows.make import make
 from infra.recipe.reading import load_recipe as load_as_it_is
 from infra.recipe.schema import resolve
+from infra.services import commands
 from infra.services import deployments as module
 from infra.services.deployments import deploy, offered
 from infra.services.pools import Pool
@@ -216,6 +217,43 @@ def test_a_method_without_a_section_is_offered_with_the_flow_that_makes_any(tmp_
     assert [each["entrypoint"] for each in found].index("flows/soup.py:soup") == 0
     assert found[0]["parameters"]["recipe"]["method"] == "soup"
     assert len(found) == 1 + len(others)
+
+
+def test_files_beside_the_recipe_come_along(tmp_path):
+    """A model that is judged on tasks or compressed by hand is so at night too."""
+    rows = tmp_path / "rows.yaml"
+    rows.write_text("tasks:\n  words: {heldout: last_word, domain: python, items: 7}\n")
+    path = REPOSITORY / "recipes" / "nightly.yaml"
+    compression = REPOSITORY / "recipes" / "compression.yaml"
+    found = list(offered(deployments(), path, ["folder=/texts"], [rows, compression]))
+    recipes = [each["parameters"]["recipe"] for each in found if "recipe" in each["parameters"]]
+    assert recipes
+    assert all(recipe["tasks"]["words"]["items"] == 7 for recipe in recipes)
+    assert all(recipe["compression"] for recipe in recipes)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["deploy", "a.yaml", "b.yaml", "c.yaml", "--notice", "mail/us"],
+        ["deploy", "--notice", "mail/us", "a.yaml", "b.yaml", "c.yaml"],
+    ],
+)
+def test_the_command_hands_on_the_files_beside_the_recipe(words, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(commands, "deploy", lambda s, **given: asked.update(given) or ["dume/a"])
+    commands.main(words)
+    assert asked["recipe"] == Path("a.yaml")
+    assert asked["added"] == [Path("b.yaml"), Path("c.yaml")]
+    assert asked["notice"] == "mail/us"
+
+
+@pytest.mark.parametrize("command", ["undeploy", "pool", "up", "status"])
+def test_a_word_too_many_is_said(command, monkeypatch):
+    for own in ("undeploy", "create_pool", "up", "status"):
+        monkeypatch.setattr(commands, own, lambda *given, **named: pytest.fail("done"))
+    with pytest.raises(SystemExit, match=f"'b.*{command} takes"):
+        commands.main([command, "a", "b"])
 
 
 def test_the_comparison_is_offered_with_its_rows_and_their_budget():
