@@ -101,9 +101,11 @@ bench: env ## Every benchmark that needs no argument
 up: env ## Start the Prefect server, the MLflow server and a worker on loopback
 	@$(RUN) -m infra.services up
 
-deploy: env ## Register the deployments, one of them nightly, with the Prefect server (RECIPE="my.yaml tasks.yaml" NOTICE=... POOL=... IMAGE=...)
+deploy: env ## Register the deployments, one of them nightly, with the Prefect server (RECIPE="my.yaml tasks.yaml" NOTICE=... SCHEDULE="0 5 * * *" TIMEZONE=... POOL=... IMAGE=...)
 	@$(RUN) -m infra.services deploy $(if $(filter command line environment,$(origin RECIPE)),$(RECIPE)) \
-	  $(if $(NOTICE),--notice $(NOTICE)) $(if $(POOL),--pool $(POOL)) $(if $(IMAGE),--image $(IMAGE))
+	  $(if $(NOTICE),--notice $(NOTICE)) \
+	  $(if $(SCHEDULE),--schedule "$(SCHEDULE)") $(if $(TIMEZONE),--timezone $(TIMEZONE)) \
+	  $(if $(POOL),--pool $(POOL)) $(if $(IMAGE),--image $(IMAGE))
 
 undeploy: env ## Take the deployments of a recipe away (NAME=demo)
 	@$(RUN) -m infra.services undeploy $(NAME)

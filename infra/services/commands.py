@@ -40,6 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--notice", metavar="TYPE/NAME", help="deploy: the block that failed nights go to, or none"
     )
     parser.add_argument(
+        "--schedule", metavar="CRON", help='deploy: when a night is; at first "0 3 * * *"'
+    )
+    parser.add_argument(
+        "--timezone", metavar="NAME", help="deploy: whose hours those are; at first UTC"
+    )
+    parser.add_argument(
         "--pool",
         metavar="NAME",
         help="deploy: the work pool that runs the flows; local: this machine",
@@ -76,7 +82,7 @@ def _subject(chosen: argparse.Namespace) -> str | None:
 
 
 OPTIONS = {
-    "deploy": {"set", "notice", "pool", "image", "pull_policy"},
+    "deploy": {"set", "notice", "schedule", "timezone", "pool", "image", "pull_policy"},
     "pool": {"set", "image", "name", "home"},
 }
 """Which options a command takes."""
@@ -98,15 +104,17 @@ def _misplaced(chosen: argparse.Namespace) -> Iterator[Fault]:
 
 
 def _deploy(settings: Settings, chosen: argparse.Namespace) -> None:
-    recipe, *added = map(Path, chosen.subjects) if chosen.subjects else [None]
+    files = [Path(subject) for subject in chosen.subjects]
     variables = {"image": chosen.image, "image_pull_policy": chosen.pull_policy}
     names = deploy(
         settings,
-        recipe=recipe,
-        added=added,
+        recipe=files[0] if files else None,
+        added=files[1:],
         changes=chosen.set,
         notice=chosen.notice or None,
         pool=chosen.pool or None,
+        schedule=chosen.schedule or None,
+        timezone=chosen.timezone or None,
         job_variables={name: value for name, value in variables.items() if value},
     )
     for name in names:

@@ -5,8 +5,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -16,22 +14,16 @@ import yaml
 from infra.recipe.reading import load_recipe
 from infra.recipe.schema import Recipe, resolve
 from infra.services.api import DeploymentError, asked, changed, filled, server_of
-from infra.services.pools import LOCAL, Pool, find_pool
+from infra.services.pools import Pool
+from infra.services.standing import TAG, Chosen, Standing, choose, deployed, recipe_tags
 from infra.settings import REPOSITORY, Settings, environment_of
-from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.errors import Fault, InputError
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
-    from prefect.client.schemas.responses import DeploymentResponse
 
 DEFAULT, MAKER = "recipes/demo.yaml", "flows/dume.py:dume"
 ANY_MAKER = "flows/make.py:make"
-NO_NOTICE = "none"
-GIVEN = ("image", "image_pull_policy")
-"""What a deployment is told of its pool's variables."""
-TAG = "recipe:"
-"""Before the recipe's name: the tag of its deployments, and of their runs."""
-PAGE = 200
 PREFECT_FILE = REPOSITORY / "infra" / "services" / "deploy" / "prefect.yaml"
 LIMITS = {
     "minimum": "at least {}",
@@ -52,6 +44,8 @@ def deploy(
     notice: str | None = None,
     pool: str | None = None,
     job_variables: Mapping[str, str] | None = None,
+    schedule: str | None = None,
+    timezone: str | None = None,
 ) -> list[str]:
     """Register the deployments of ``prefect_file`` with the server, under their recipe's name.
 
@@ -64,7 +58,8 @@ def deploy(
         settings: Where the server is.
         prefect_file: Deployments, in Prefect's format. Paths in it are seen from the checkout;
             ``{name}`` and ``{model}`` stand for the names of the recipe and its registered model,
-            ``{notice}`` for ``notice``; what names that is left out without one.
+            ``{notice}``, ``{schedule}`` and ``{timezone}`` for what is given here; what names a
+            notice is left out without one.
         recipe: A recipe to deploy in place of the embedded default, where that is named.
         added: Files of tasks or rows beside ``recipe``, as flows take them.
         changes: ``dotted.key=value`` settings of ``recipe``.
@@ -74,24 +69,28 @@ def deploy(
             first that of ``make up``.
         job_variables: What differs there from the pool's own defaults: ``image``,
             ``image_pull_policy``.
+        schedule: When a night is, as cron has it; by default as before, at first at three.
+        timezone: Whose hours those are, as the IANA calls it; likewise, at first UTC.
 
     Returns:
         Their names (``dume/demo``). A flow is named after its module.
 
     Raises:
-        InputError: There is no server, no such block or no such pool, the pool's template lacks
+        InputError: There is no server, no such block, pool or schedule, the pool's template lacks
             what flows need, or a recipe is faulty.
         DeploymentError: Prefect refused.
     """
     api = server_of(settings)
     name = load_recipe(recipe or REPOSITORY / DEFAULT, changes, added=added).name
-    notice, target = _chosen(api, name, Standing(notice, pool, job_variables))
+    told = Standing(notice, pool, job_variables, schedule, timezone)
+    chosen = choose(api, name, told)
     content = yaml.safe_load(prefect_file.read_text())
-    told = [d for d in content["deployments"] if notice is not None or not _names_notice(d)]
-    noted = [filled(each, {"{notice}": notice or ""}) for each in told]
-    own = [_moved(each, target) for each in offered(noted, recipe, changes, added)]
+    own = [
+        _moved(each, chosen.pool)
+        for each in offered(_said(content["deployments"], chosen), recipe, changes, added)
+    ]
     content["deployments"] = [_with_recipe(each, _apart) for each in own]
-    checkout = str(REPOSITORY if target is None else target.checkout)
+    checkout = str(REPOSITORY if chosen.pool is None else chosen.pool.checkout)
     ours = {"PYTHONPATH": str(REPOSITORY), "UPCYCLE_CHECKOUT": checkout}
     settings.services.mkdir(parents=True, exist_ok=True)
     prefect_deploy(content, settings, environment_of(settings, PREFECT_API_URL=api, **ours))
@@ -118,15 +117,15 @@ def undeploy(settings: Settings, name: str) -> list[str]:
         DeploymentError: Prefect refused.
     """
     with asked(server_of(settings)) as client:
-        deployed = _deployed(client)
-        names = [n for n, found in deployed.items() if TAG + name in _recipe_tags(found)]
+        found = deployed(client)
+        names = [full for full, own in found.items() if TAG + name in recipe_tags(own)]
         if not names:
-            tags = {tag for deployment in deployed.values() for tag in _recipe_tags(deployment)}
+            tags = {tag for deployment in found.values() for tag in recipe_tags(deployment)}
             known = ", ".join(sorted(tag.removeprefix(TAG) for tag in tags)) or "nothing"
             remedy = f"no recipe of this name is deployed; deployed: {known}"
             raise InputError(Fault("name", name, remedy))
         for full_name in names:
-            _remove(client, deployed[full_name].id)
+            _remove(client, found[full_name].id)
     return names
 
 
@@ -167,78 +166,6 @@ def _maker(deployments: Sequence[dict[str, Any]], recipe: Recipe) -> dict[str, A
     return {**own["dume"], **made, "description": f"{{name}}: a model made by {recipe.method}."}
 
 
-@dataclass
-class Standing:
-    """What was said of a recipe's deployments when they were deployed before.
-
-    Args:
-        notice: The block through which a failed night is told.
-        pool: The work pool that runs them; None for that of ``make up``.
-        job_variables: What differs there from the pool's defaults.
-        is_orphaned: Its pool, of containers, has been deleted since: Prefect forgets the name.
-    """
-
-    notice: str | None = None
-    pool: str | None = None
-    job_variables: Mapping[str, str] | None = None
-    is_orphaned: bool = False
-
-
-def _standing(api: str, name: str) -> Standing:
-    """Of the recipe of that name: whoever deploys it again need not say it again."""
-    found = Standing()
-    with asked(api) as client:
-        for full_name, deployment in _deployed(client).items():
-            if TAG + name not in _recipe_tags(deployment):
-                continue
-            if full_name.startswith("notice/"):
-                found.notice = deployment.parameters.get("block")
-            if deployment.work_pool_name not in (None, LOCAL):
-                found.pool = deployment.work_pool_name
-                variables = deployment.job_variables.items()
-                found.job_variables = {k: v for k, v in variables if k in GIVEN}
-            # What runs on this machine is told its home.
-            found.is_orphaned |= (
-                deployment.work_pool_name is None and "env" not in deployment.job_variables
-            )
-    return found
-
-
-def _chosen(api: str, name: str, told: Standing) -> tuple[str | None, Pool | None]:
-    """Notice and pool: those that are told, or else those of the recipe's deployments."""
-    standing = _standing(api, name)
-    with _said_before(() if told.notice else ("notice",)):
-        notice = _notice(api, told.notice or standing.notice)
-    is_told = told.pool is not None or bool(told.job_variables)
-    if standing.is_orphaned and not is_told:
-        remedy = "the pool that ran this recipe in containers has been deleted; name another: "
-        raise InputError(Fault("pool", None, f"{remedy}--pool NAME, or --pool {LOCAL}"))
-    with _said_before(() if is_told else ("pool", *GIVEN)):
-        own = told if is_told else standing
-        return notice, _pool(api, own.pool, own.job_variables or {})
-
-
-@contextmanager
-def _said_before(fields: Collection[str]) -> Iterator[None]:
-    """Say of faults in ``fields`` that nobody has given these now."""
-    try:
-        yield
-    except InputError as error:
-        hint = " (from when it was deployed before; others: --notice none, --pool local)"
-        raise InputError(
-            *(replace(f, remedy=f.remedy + hint) if f.field in fields else f for f in error.faults)
-        ) from None
-
-
-def _pool(api: str, name: str | None, job_variables: Mapping[str, str]) -> Pool | None:
-    """The pool that was asked for; ``None`` for that of ``make up``."""
-    if name is not None:
-        return find_pool(api, name, job_variables)
-    remedy = "name the pool that runs it: --pool NAME"
-    raise_faults(Fault(key, value, remedy) for key, value in job_variables.items())
-    return None
-
-
 def _moved(deployment: dict[str, Any], pool: Pool | None) -> dict[str, Any]:
     """The deployment with the pool that was asked for in place of its own."""
     if pool is None:
@@ -249,30 +176,16 @@ def _moved(deployment: dict[str, Any], pool: Pool | None) -> dict[str, Any]:
     return {**deployment, "work_pool": work_pool}
 
 
+def _said(deployments: Sequence[dict[str, Any]], chosen: Chosen) -> list[dict[str, Any]]:
+    """The deployments with what was said in its places; without a notice, none that gives one."""
+    said = {"{schedule}": chosen.schedule, "{timezone}": chosen.timezone}
+    said["{notice}"] = chosen.notice or ""
+    kept = (d for d in deployments if chosen.notice is not None or not _names_notice(d))
+    return [filled(each, said) for each in kept]
+
+
 def _names_notice(deployment: Mapping[str, Any]) -> bool:
     return "{notice}" in deployment.get("parameters", {}).values()
-
-
-def _notice(api: str, name: str | None) -> str | None:
-    """The block that was asked for, or none."""
-    if name is None or name == NO_NOTICE:
-        return None
-    _check_block(api, name)
-    return name
-
-
-def _check_block(api: str, name: str) -> None:
-    """Refuse a block that is not there; what it is of is seen when it is used."""
-    from prefect.exceptions import ObjectNotFound
-
-    kind, _, own = name.partition("/")
-    with asked(api) as client:
-        try:
-            client.read_block_document_by_name(own, kind)
-        except ObjectNotFound:
-            remedy = "is no block TYPE/NAME of the Prefect server; make one: docs/operations.md, "
-            fault = Fault("notice", name, f"{remedy}A notice of a failed night")
-            raise InputError(fault) from None
 
 
 def _full_name(deployment: Mapping[str, Any]) -> str:
@@ -280,23 +193,10 @@ def _full_name(deployment: Mapping[str, Any]) -> str:
     return f"{module}/{deployment['name']}"
 
 
-def _deployed(client: "SyncPrefectClient") -> dict[str, "DeploymentResponse"]:
-    """Every deployment of a recipe, by its full name."""
-    found: list[DeploymentResponse] = []
-    while page := client.read_deployments(limit=PAGE, offset=len(found)):
-        found += page
-    flows = {flow: client.read_flow(flow).name for flow in {each.flow_id for each in found}}
-    return {f"{flows[each.flow_id]}/{each.name}": each for each in found if _recipe_tags(each)}
-
-
-def _recipe_tags(deployment: "DeploymentResponse") -> set[str]:
-    return {tag for tag in deployment.tags or () if tag.startswith(TAG)}
-
-
 def _remove_others(client: "SyncPrefectClient", tag: str, names: Collection[str]) -> None:
     """Delete what has this recipe's tag, and another name."""
-    for name, deployment in _deployed(client).items():
-        if tag in _recipe_tags(deployment) and name not in names:
+    for name, deployment in deployed(client).items():
+        if tag in recipe_tags(deployment) and name not in names:
             _remove(client, deployment.id)
 
 

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import tomllib
 from contextlib import nullcontext
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,19 +17,21 @@ import jsonschema
 import pytest
 import ray
 import yaml
+from prefect.client.schemas.schedules import CronSchedule
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import cli as ray_command
 
 from flows.make import make
 from infra.recipe.reading import load_recipe as load_as_it_is
 from infra.recipe.schema import resolve
-from infra.services import commands
+from infra.services import commands, standing
 from infra.services import deployments as module
 from infra.services.deployments import deploy, offered
 from infra.services.pools import Pool
 from infra.settings import REPOSITORY, read
 from infra.tracking import asgi
 from tasks.recipes import load_recipe
+from upcycle_core.errors import InputError
 
 DEPLOY = REPOSITORY / "infra" / "services" / "deploy"
 
@@ -326,28 +329,78 @@ class Server:
             name = f"{flow}/{given['name']}"
             kept = {key: given[key] for key in ("name", "tags", "parameters") if key in given}
             kept |= {"id": name, "flow_id": flow, "work_pool_name": given["work_pool"]["name"]}
+            kept["schedules"] = [
+                SimpleNamespace(schedule=CronSchedule(cron=own["cron"], timezone=own["timezone"]))
+                for own in given.get("schedules", ())
+            ]
             variables = given["work_pool"].get("job_variables")
             self.kept[name] = SimpleNamespace(**kept, job_variables=variables)
 
 
-def test_whoever_deploys_again_keeps_notice_and_pool(tmp_path, monkeypatch):
-    """Growing a domain prints a command without them."""
-    server, image = Server(), {"image": "ours:2"}
-    pools = {"cloud": Pool("cloud", tmp_path, dict(image)), "local": Pool("local", tmp_path)}
-    monkeypatch.setattr(module, "asked", lambda api: nullcontext(server))
+@pytest.fixture
+def serving(tmp_path, monkeypatch):
+    """A server, and ``deploy`` with all that it asks beside it."""
+    server = Server()
+    pools = {
+        "cloud": Pool("cloud", tmp_path, {"image": "ours:2"}),
+        "local": Pool("local", tmp_path),
+    }
+    for own in (module, standing):
+        monkeypatch.setattr(own, "asked", lambda api: nullcontext(server))
     monkeypatch.setattr(module, "server_of", lambda settings: "http://server")
-    monkeypatch.setattr(module, "find_pool", lambda api, name, variables: pools[name])
+    monkeypatch.setattr(standing, "find_pool", lambda api, name, variables: pools[name])
     monkeypatch.setattr(module, "prefect_deploy", server.take)
     monkeypatch.setattr(module, "_complete", lambda client, deployment: None)
-    monkeypatch.setattr(module, "_check_block", lambda api, name: None)
-    settings, night = read({"UPCYCLE_HOME": str(tmp_path)}), "retrain/nightly-every-night"
+    monkeypatch.setattr(standing, "_check_block", lambda api, name: None)
+    settings = read({"UPCYCLE_HOME": str(tmp_path)})
     common = {"recipe": REPOSITORY / "recipes/nightly.yaml", "changes": ["folder=/tmp"]}
+    return server, partial(deploy, settings, **common)
+
+
+NIGHT = "retrain/nightly-every-night"
+
+
+def test_whoever_deploys_again_keeps_notice_and_pool(serving):
+    """Growing a domain prints a command without them."""
+    (server, again), image = serving, {"image": "ours:2"}
     told = "notice/nightly-failed-night"
-    assert told not in deploy(settings, **common)
-    assert told in deploy(settings, **common, notice="mail/us", pool="cloud", job_variables=image)
-    assert told in deploy(settings, **common)
+    assert told not in again()
+    assert told in again(notice="mail/us", pool="cloud", job_variables=image)
+    assert told in again()
     assert server.kept[told].parameters == {"block": "mail/us"}
-    assert (server.kept[night].work_pool_name, server.kept[night].job_variables) == ("cloud", image)
-    assert told not in deploy(settings, **common, notice="none", pool="local")
+    assert (server.kept[NIGHT].work_pool_name, server.kept[NIGHT].job_variables) == ("cloud", image)
+    assert told not in again(notice="none", pool="local")
     assert told not in server.kept
-    assert server.kept[night].work_pool_name == "local"
+    assert server.kept[NIGHT].work_pool_name == "local"
+
+
+def test_a_night_is_when_it_was_said_until_another_time_is(serving):
+    server, again = serving
+
+    def night():
+        [own] = server.kept[NIGHT].schedules
+        return own.schedule.cron, own.schedule.timezone
+
+    again()
+    assert night() == ("0 3 * * *", "UTC")
+    again(schedule="30 1 * * 1-5", timezone="Europe/Berlin")
+    again()
+    assert night() == ("30 1 * * 1-5", "Europe/Berlin")
+    again(timezone="Asia/Tokyo")
+    assert night() == ("30 1 * * 1-5", "Asia/Tokyo")
+    again(schedule="0 4 * * *")
+    assert night() == ("0 4 * * *", "Asia/Tokyo")
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"schedule": "99 3 * * *"}, r"^schedule = '99 3 \* \* \*': is no cron expression"),
+        ({"timezone": "Europe/Atlantis"}, "^timezone = 'Europe/Atlantis': is no time zone"),
+    ],
+)
+def test_a_time_that_cannot_be_is_refused_before_anything_is_deployed(serving, told, message):
+    server, again = serving
+    with pytest.raises(InputError, match=message):
+        again(**told)
+    assert not server.kept
