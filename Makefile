@@ -28,8 +28,8 @@ help: ## Say what there is
 env: $(VENV)/.ready ## Make the environment (all the others do so too)
 
 $(VENV)/.ready: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "$(PYTHON) is older than Python 3.11: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	  { echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	@echo "Making the environment in $(VENV): a few minutes, 2.5 GB"
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	@$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e '.[pipeline,dev]'
