@@ -14,6 +14,7 @@ import yaml
 from infra.recipe.reading import load_recipe
 from infra.recipe.schema import Recipe, resolve
 from infra.services.api import DeploymentError, asked, changed, filled, server_of
+from infra.services.checking import check_recipe
 from infra.services.pools import Pool
 from infra.services.standing import TAG, Chosen, Standing, choose, deployed, recipe_tags
 from infra.settings import REPOSITORY, Settings, environment_of
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 DEFAULT, MAKER = "recipes/demo.yaml", "flows/dume.py:dume"
 ANY_MAKER = "flows/make.py:make"
+LIFE = ("retrain", "notice", "grow", "shrink")
+"""Flows of models that learn, and of their nights."""
 PREFECT_FILE = REPOSITORY / "infra" / "services" / "deploy" / "prefect.yaml"
 LIMITS = {
     "minimum": "at least {}",
@@ -78,22 +81,16 @@ def deploy(
     Raises:
         InputError: There is no server, no such block, pool or schedule, the pool's template lacks
             what flows need, or a recipe is faulty.
-        DeploymentError: Prefect refused.
+        DeploymentError: Prefect refused, or the flows would refuse the recipe.
     """
     api = server_of(settings)
     name = load_recipe(recipe or REPOSITORY / DEFAULT, changes, added=added).name
-    told = Standing(notice, pool, job_variables, schedule, timezone)
-    chosen = choose(api, name, told)
+    chosen = choose(api, name, Standing(notice, pool, job_variables, schedule, timezone))
+    lives = True if recipe is None else _check(settings, recipe, added, changes, chosen.pool)
     content = yaml.safe_load(prefect_file.read_text())
-    own = [
-        _moved(each, chosen.pool)
-        for each in offered(_said(content["deployments"], chosen), recipe, changes, added)
-    ]
-    content["deployments"] = [_with_recipe(each, _apart) for each in own]
-    checkout = str(REPOSITORY if chosen.pool is None else chosen.pool.checkout)
-    ours = {"PYTHONPATH": str(REPOSITORY), "UPCYCLE_CHECKOUT": checkout}
-    settings.services.mkdir(parents=True, exist_ok=True)
-    prefect_deploy(content, settings, environment_of(settings, PREFECT_API_URL=api, **ours))
+    said = _said(content["deployments"], chosen, lives)
+    own = [_moved(each, chosen.pool) for each in offered(said, recipe, changes, added)]
+    _register(settings, api, content, own, chosen.pool)
     names = [_full_name(deployment) for deployment in own]
     with asked(api) as client:
         _remove_others(client, TAG + name, names)
@@ -176,11 +173,40 @@ def _moved(deployment: dict[str, Any], pool: Pool | None) -> dict[str, Any]:
     return {**deployment, "work_pool": work_pool}
 
 
-def _said(deployments: Sequence[dict[str, Any]], chosen: Chosen) -> list[dict[str, Any]]:
-    """The deployments with what was said in its places; without a notice, none that gives one."""
+def _register(
+    settings: Settings, api: str, content: Any, own: Sequence[dict[str, Any]], pool: Pool | None
+) -> None:
+    """Let the server have ``own`` in the place of the deployments of ``content``."""
+    resolved = {**content, "deployments": [_with_recipe(each, _apart) for each in own]}
+    checkout = str(REPOSITORY if pool is None else pool.checkout)
+    ours = {"PYTHONPATH": str(REPOSITORY), "UPCYCLE_CHECKOUT": checkout}
+    settings.services.mkdir(parents=True, exist_ok=True)
+    prefect_deploy(resolved, settings, environment_of(settings, PREFECT_API_URL=api, **ours))
+
+
+def _check(
+    settings: Settings,
+    recipe: Path,
+    added: Sequence[Path],
+    changes: Sequence[str],
+    pool: Pool | None,
+) -> bool:
+    """Whether the recipe's models live on; texts are looked for where this machine has them."""
+    is_here = pool is None or pool.job_variables is None
+    if pool is not None and not is_here:
+        print(f"Texts and models of {recipe} are not looked at: the pool {pool.name} has its own.")
+    return check_recipe(settings, recipe, added, changes, sees_paths=is_here)
+
+
+def _said(
+    deployments: Sequence[dict[str, Any]], chosen: Chosen, lives: bool
+) -> list[dict[str, Any]]:
+    """The deployments with what was said in its places; without a notice, none that gives one, and
+    of models that do not live on, none that would have them do so."""
     said = {"{schedule}": chosen.schedule, "{timezone}": chosen.timezone}
     said["{notice}"] = chosen.notice or ""
-    kept = (d for d in deployments if chosen.notice is not None or not _names_notice(d))
+    left = [d for d in deployments if chosen.notice is not None or not _names_notice(d)]
+    kept = [d for d in left if lives or Path(d["entrypoint"].partition(":")[0]).stem not in LIFE]
     return [filled(each, said) for each in kept]
 
 

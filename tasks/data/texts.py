@@ -115,21 +115,30 @@ def missing_faults(recipe: Recipe) -> list[Fault]:
     Models that lie there, tasks and instructions are looked at with what reads them: then all
     faults come together, from ``Method.outside``.
     """
-    models = {
-        f"domains.{name}.expert": domain.expert for name, domain in recipe.domains.items()
-    } | {"seed_model.model": recipe.seed_model.model}
-    named = {field: model for field, model in models.items() if model is not None}
-    gone = [
-        Fault(field, model, "there is no such file or folder; check the path")
-        for field, model in named.items()
-        if _is_gone(model)
-    ]
+    named, gone = _named_models(recipe), gone_models(recipe)
     origins = any(domain.origin and domain.origin.model for domain in recipe.domains.values())
     read = len(named) > len(gone) or origins or recipe.tasks or recipe.instructions.sources
     texts = named_texts(recipe).values()
     if read or not (gone or any(missing_patterns(text, recipe.text_folder) for text in texts)):
         return []
     return [*text_faults(recipe), *gone]
+
+
+def gone_models(recipe: Recipe) -> list[Fault]:
+    """Models that a recipe names by a path where nothing is."""
+    return [
+        Fault(field, model, "there is no such file or folder; check the path")
+        for field, model in _named_models(recipe).items()
+        if _is_gone(model)
+    ]
+
+
+def _named_models(recipe: Recipe) -> dict[str, str]:
+    """Experts and seed that a recipe names, by their fields."""
+    models = {
+        f"domains.{name}.expert": domain.expert for name, domain in recipe.domains.items()
+    } | {"seed_model.model": recipe.seed_model.model}
+    return {field: model for field, model in models.items() if model is not None}
 
 
 def _is_gone(model: str) -> bool:

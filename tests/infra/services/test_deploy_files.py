@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import tomllib
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,10 +26,13 @@ from infra.recipe.reading import load_recipe as load_as_it_is
 from infra.recipe.schema import resolve
 from infra.services import commands, standing
 from infra.services import deployments as module
+from infra.services.api import DeploymentError
 from infra.services.deployments import deploy, offered
 from infra.services.pools import Pool
 from infra.settings import REPOSITORY, read
 from infra.tracking import asgi
+from tasks import offered as tasks_offered
+from tasks.methods import METHODS
 from tasks.recipes import load_recipe
 from upcycle_core.errors import InputError
 
@@ -353,8 +356,17 @@ def serving(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_complete", lambda client, deployment: None)
     monkeypatch.setattr(standing, "_check_block", lambda api, name: None)
     settings = read({"UPCYCLE_HOME": str(tmp_path)})
-    common = {"recipe": REPOSITORY / "recipes/nightly.yaml", "changes": ["folder=/tmp"]}
-    return server, partial(deploy, settings, **common)
+    for name in ("python", "heldout"):
+        (tmp_path / "texts" / name).mkdir(parents=True)
+        (tmp_path / "texts" / name / "one.txt").write_text(f"Text of {name}. " * 40)
+    recipe = REPOSITORY / "recipes/nightly.yaml"
+
+    def again(*changes, **told):
+        return deploy(
+            settings, recipe=recipe, changes=[f"folder={tmp_path / 'texts'}", *changes], **told
+        )
+
+    return server, again
 
 
 NIGHT = "retrain/nightly-every-night"
@@ -404,3 +416,46 @@ def test_a_time_that_cannot_be_is_refused_before_anything_is_deployed(serving, t
     with pytest.raises(InputError, match=message):
         again(**told)
     assert not server.kept
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("method=soup", "method = 'soup': no method; use one of"),
+        ("folder=/nowhere", r"domains\.python\.train\.files = '/nowhere/python/\*\.txt'"),
+        ("domains.cpp={expert: /nowhere/model, train: {harvest: cpp}}", "/nowhere/model.*no such"),
+    ],
+)
+def test_what_every_night_would_refuse_is_refused_before_anything_is_deployed(
+    serving, change, message
+):
+    server, again = serving
+    with pytest.raises(DeploymentError, match=f"Nothing was deployed:\n(.|\n)*{message}"):
+        again(change)
+    assert not server.kept
+
+
+def test_texts_are_not_looked_for_where_the_flows_run_elsewhere(serving, capsys):
+    _, again = serving
+    assert again("folder=/nowhere", pool="cloud", job_variables={"image": "ours:2"})
+    assert "are not looked at: the pool cloud has its own" in capsys.readouterr().out
+    with pytest.raises(DeploymentError, match="no method"):
+        again("folder=/nowhere", "method=soup")
+
+
+def test_a_model_that_cannot_learn_has_no_nights(serving, monkeypatch):
+    _, again = serving
+    monkeypatch.setattr(module, "check_recipe", lambda *given, **named: False)
+    names = again(notice="mail/us")
+    assert "dume/nightly" in names
+    assert not {name.partition("/")[0] for name in names} & {"retrain", "notice", "grow", "shrink"}
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_the_check_says_whether_a_method_s_models_live_on(lives, monkeypatch, capsys):
+    if not lives:
+        dume = replace(METHODS["dume"], life=None)
+        monkeypatch.setattr(tasks_offered, "METHODS", {**METHODS, "dume": dume})
+    path = REPOSITORY / "recipes" / "nightly.yaml"
+    assert tasks_offered.main([str(path), "--set", "folder=/texts", "--elsewhere"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"lives": lives}

@@ -311,7 +311,11 @@ def test_two_models_have_nights_side_by_side_until_one_is_taken_away(environment
     demo = {"demo-every-night": ("demo", True, ["demo: new data"])}
     assert nights(prefect) == demo
     file = offering(place, {"dume": "{name}", "retrain": "{name}-every-evening"})
-    changes = ["name=other", "folder=/texts"]
+    texts = place.home.parent / "texts"
+    for name in ("python", "heldout"):
+        (texts / name).mkdir(parents=True)
+        (texts / name / "one.txt").write_text(f"Text of {name}. " * 40)
+    changes = ["name=other", f"folder={texts}"]
     deployed = deploy(place, prefect_file=file, recipe=other, changes=changes)
     assert deployed == ["hello/other", "hello/other-every-evening"]
     evening = ("other", True, ["other: new data"])
