@@ -29,7 +29,7 @@ from infra.cluster.pieces import Done, Piece, finish, is_finished, read_done, re
 from infra.cluster.progress import REPORT_SECONDS, progress_file
 from infra.cluster.servers import few_servers
 from infra.cluster.shared_storage import look, storage_fault, written_token
-from infra.cluster.waiting import Waiting, machines
+from infra.cluster.waiting import Waiting
 from infra.cluster.worker import GROUP_FILE, TRAIN_ENVIRONMENT, Performed, WorkerLost, perform
 from infra.recipe.resources import ComputeConfig, Resources
 from infra.services.stopping import handlers_kept
@@ -179,7 +179,7 @@ def _probe(address: str) -> None:
 
 def _check_machines(address: str, folder: Path) -> None:
     """Let every machine run our code, and look at a token file with it; all at once."""
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in machines()}
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in _machines()}
     faults = []
     with written_token(folder) as token:
         for node, reference in [(node, _ask(node).remote(token, node)) for node in addresses]:
@@ -202,12 +202,21 @@ def check_room(compute: ComputeConfig) -> None:
     Raises:
         InputError: With every kind that asks for more than any machine has.
     """
-    raise_faults(compute_faults(compute, [node["Resources"] for node in machines()]))
+    raise_faults(compute_faults(compute, _resources()))
 
 
 def _ask(node: str) -> Any:
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(look).options(num_cpus=0, scheduling_strategy=there, name="storage")
+
+
+def _machines() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _resources() -> list[dict[str, float]]:
+    """What each machine that is there has."""
+    return [node["Resources"] for node in _machines()]
 
 
 def _check_servers() -> None:
@@ -270,7 +279,7 @@ def run_pieces(
             _check_servers()
             for reference in ready:
                 get(reference, names[reference])
-            room.look()
+            room.look(_resources())
     finally:
         for reference in waiting:
             with suppress(OSError):  # what ended it counts; Ray's client may have lost Ray

@@ -1,10 +1,7 @@
 """Pieces that wait for a machine: one that is away may come back, and Ray would wait for ever."""
 
 import time
-from collections.abc import Callable
-from typing import Any
-
-import ray
+from collections.abc import Callable, Mapping, Sequence
 
 from infra.cluster.capacity import room_faults
 from infra.recipe.resources import Resources
@@ -12,11 +9,6 @@ from upcycle_core.errors import raise_faults
 
 ROOM_SECONDS = 300.0
 """How long pieces wait for a machine that is gone and may come back."""
-
-
-def machines() -> list[dict[str, Any]]:
-    """What Ray tells of each machine that is there."""
-    return [node for node in ray.nodes() if node["Alive"]]
 
 
 class Waiting:
@@ -35,14 +27,16 @@ class Waiting:
         self._asked, self._label, self._log = (resources, workers), label, log
         self._there, self._is_told = time.monotonic(), False
 
-    def look(self) -> None:
-        """Look at the machines.
+    def look(self, machines: Sequence[Mapping[str, float]]) -> None:
+        """Look at the machines that are there.
+
+        Args:
+            machines: As of ``room_faults``.
 
         Raises:
             InputError: None has had room for ``ROOM_SECONDS``.
         """
-        there = [node["Resources"] for node in machines()]
-        lacking = list(room_faults(*self._asked, there))
+        lacking = list(room_faults(*self._asked, machines))
         if not lacking:
             self._there, self._is_told = time.monotonic(), False
         elif time.monotonic() - self._there > ROOM_SECONDS:

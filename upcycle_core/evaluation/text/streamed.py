@@ -247,10 +247,9 @@ def score_streamed(
         ways: {variant: {domain: how its text goes}}.
         config: How texts are cut and how much of them is scored.
         folder: Where hidden states lie meanwhile; a call that was killed goes on at its layer.
-        name: How errors name the model.
+        name, what: How errors name the model, and progress all of this.
         key: What ``ways`` are made of, as JSON holds it: a killed call of others does not go on.
         progress: Told of tokens, each through a layer.
-        what: How progress names this.
 
     Returns:
         {variant: {domain: what came of it}}.
@@ -277,8 +276,8 @@ def score_streamed(
                 counts.append([] if counts_D is None else counts_D.tolist())
         return counts
 
-    passing = [Text(batch.input_ids, batch.attention_mask) for batch in batches]
-    walk = Walk(stream, passing, folder, key=[name, courses, key])
+    passing = (Text(batch.input_ids, batch.attention_mask) for batch in batches)
+    walk = Walk(stream, [*passing], folder, key=[name, courses, key])
     counts = walk.go(visit)
     losses = _losses(stream, walk, batches, name)
     found: dict[str, dict[str, Streamed]] = {variant: {} for variant in ways}
