@@ -160,8 +160,8 @@ def _opened(
     ids = [batch.input_ids for batch in batches]
     begun = merged.start(ids) if way == "distilled" else [None] * len(ids)
     texts = [
-        _Text(batch.fold, batch.counted.bool().flatten().nonzero().flatten().to(device), *pair)
-        for batch, *pair in zip(batches, own.start(ids), begun, strict=True)
+        _Text(batch.fold, batch.counted.bool().flatten().nonzero().flatten().to(device), one, other)
+        for batch, one, other in zip(batches, own.start(ids), begun, strict=True)
     ]
     return _Domain(expert, own, merged, texts)
 

@@ -74,16 +74,14 @@ def train_simoe(
     tasks: Sequence[str] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> SimoeResult:
-    """Upcycle a dense model, train its experts, prune them.
+    """Upcycle a dense model, train its experts, prune them. After a kill it goes on bit for bit.
 
-    After a kill it goes on bit for bit. In bf16 arithmetic the pre-trained linear layers are held
-    in bf16, and what is written of them is what was given, to the bit. The last checkpoint as
-    sparse as tau is kept, or the best.
+    In bf16 arithmetic the pre-trained linear layers are held so, and written as they were given.
+    The last checkpoint as sparse as tau is kept, or the best.
 
     Args:
         model: Dense checkpoint with its tokenizer.
-        dataset: As ``InstructionRows`` makes it, with ``task_ids`` where routing needs them.
-        out: Directory to write: the pruned model.
+        dataset, out: As ``InstructionRows`` makes it; directory to write: the pruned model.
         config, simoe: The training, its learning rate that of the deltas, and the upcycling.
         seed: Of the initial masks and router, and of all else that is random.
         checkpoints: Directory for checkpoints; the last two and the one kept so far stay.
@@ -102,9 +100,7 @@ def train_simoe(
         network: Any = upcycle_in_memory(model, simoe, seed=seed, device=device, tasks=tasks)
         raise_faults(pull_faults(simoe, config, _gates(network)))
         network.config.use_cache = shape.use_cache  # the Trainer does it only if it trains
-        told = progress if workers.rank() == 0 else Silent()
-        common = _common(network, dataset, config, told)
-        narrow_base(network, DTYPES[arithmetic(config.precision, device)])
+        common = _begin(network, dataset, config, progress)
         write = partial(_write, network, model, out, max_shard_bytes)
         made[:] = [(_subject(network, SimoeObjective(network, simoe, config), write), common)]
         return made[0][0]
@@ -124,13 +120,16 @@ def train_simoe(
     return _result(found, *made[0], config)
 
 
-def _common(
+def _begin(
     network: Any, dataset: Dataset, config: TrainingConfig, progress: Progress
 ) -> float | None:
-    """Of a router that reads states, how much of them tells it nothing."""
-    if network.config.routing == "task":
-        return None
-    return common_states(network, dataset, batch_size=config.batch_size, progress=progress)
+    """Look at the router's states, if it reads any, and hold what is frozen as it is computed."""
+    common = None
+    if network.config.routing != "task":
+        told = progress if workers.rank() == 0 else Silent()
+        common = common_states(network, dataset, batch_size=config.batch_size, progress=told)
+    narrow_base(network, DTYPES[arithmetic(config.precision, network.device)])
+    return common
 
 
 def _gates(network: Any) -> list[tuple[int, int]]:
