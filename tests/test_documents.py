@@ -243,11 +243,10 @@ def test_the_tables_of_what_simoe_is_made_of_have_the_numbers_of_their_files():
     assert printed == expected
 
 
-def test_the_table_of_a_real_model_tuned_has_the_numbers_of_its_files():
+def tuned_real():
+    """The rows of SmolLM2's three seeds, in the order of the page, and the page's tables."""
     folders = [RESULTS / "simoe" / f"simoe-real{end}" for end in ("", "-1", "-2")]
     seeds = [json.loads((f / "metrics.json").read_text())["rows"] for f in folders]
-    # What is the recipe's model since was a row beside it in the first seed's run.
-    later, seeds[0]["simoe"] = seeds[0]["simoe"], seeds[0]["simoe-early"]
     text = (RESULTS / "simoe.md").read_text().partition("## SmolLM2-135M")[2].partition("\n## ")[0]
     lines = [
         line
@@ -255,17 +254,14 @@ def test_the_table_of_a_real_model_tuned_has_the_numbers_of_its_files():
         if line.startswith(("| Pre", "| Full", "| LoRA", "| **SIM", "| SIM", "| Spa", "| BTX"))
     ]
     printed = [[cell.strip("* ") for cell in line.split("|")[2:-1]] for line in lines]
-    order = (
-        "seed",
-        "full-finetune",
-        "frozen-embeddings",
-        "lora",
-        "simoe",
-        "sparse-upcycling",
-        "btx",
-    )
-    rows = [[seed[row] for seed in seeds] for row in order]
-    rows.insert(order.index("simoe") + 1, [later])
+    order = ("seed", "full-finetune", "lora-equal", "simoe", "sparse-upcycling", "btx")
+    rows = [[seed[row] for seed in seeds] for row in order if row in seeds[0]]
+    assert len(rows) == len(seeds[0])
+    return rows, printed[: len(rows)], printed[len(rows) :]
+
+
+def test_the_table_of_a_real_model_tuned_has_the_numbers_of_its_files():
+    rows, printed, _ = tuned_real()
     expected = []
     for row in rows:
         sizes = [
@@ -278,10 +274,33 @@ def test_the_table_of_a_real_model_tuned_has_the_numbers_of_its_files():
         for split in ("seen", "unseen"):
             for metric in ("exact_match", "rouge_l"):
                 scores = [100 * seed[split][metric]["mean"] for seed in row]
-                own.append(f"{statistics.mean(scores):.1f}")
-                own[-1] += f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
+                own.append(f"{statistics.mean(scores):.1f} ± {statistics.stdev(scores):.1f}")
         own.append(", ".join(f"{100 * seed['unseen']['exact_match']['mean']:.1f}" for seed in row))
         expected.append(own)
+    assert printed == expected
+
+
+def test_real_categories_and_families_have_the_means_of_their_files():
+    rows, _, printed = tuned_real()
+
+    def means(row, metric, *, is_real):
+        """Of each seed, over categories: real ones have names with a capital."""
+        for seed in row:
+            found = seed["unseen"]["categories"].items()
+            own = [100 * s[metric]["mean"] for n, s in found if n[0].isupper() == is_real]
+            assert len(own) == (4 if is_real else 12)
+            yield statistics.mean(own)
+
+    expected = [
+        [
+            f"{statistics.mean(means(row, 'exact_match', is_real=True)):.1f}",
+            f"{statistics.mean(means(row, 'rouge_l', is_real=True)):.1f}",
+            ", ".join(f"{score:.1f}" for score in means(row, "rouge_l", is_real=True)),
+            f"{statistics.mean(means(row, 'exact_match', is_real=False)):.1f}",
+            f"{statistics.mean(means(row, 'rouge_l', is_real=False)):.1f}",
+        ]
+        for row in rows
+    ]
     assert printed == expected
 
 
