@@ -9,6 +9,7 @@ and the same seed is tuned again.
 """
 
 import sys
+from functools import partial
 
 from prefect import flow
 from prefect.states import State
@@ -55,13 +56,19 @@ def shrink(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
     workspace = Workspace(configure().home / recipe.name)
     with turn(workspace, "the flow shrink", recipe):  # which says that this run lives
         look(recipe, workspace, domain, rebuild)
-        with open_session("shrink", recipe, is_held=True) as session:
+        how = partial(begun_without, domain=domain, rebuild=rebuild)
+        with open_session("shrink", recipe, is_held=True, begun=how) as session:
             return _shrunk(session, domain, rebuild)
 
 
+def begun_without(recipe: Recipe, workspace: Workspace, *, domain: str, rebuild: bool) -> Recipe:
+    """The recipe without the domain, with the lineage of the model that it leaves."""
+    shrunk = begin(without(recipe, domain), workspace)
+    return without_backbone(shrunk) if rebuild else shrunk
+
+
 def _shrunk(session: FlowSession, domain: str, rebuild: bool) -> State:
-    shrunk = begin(session.recipe, session.workspace)
-    begun = without_backbone(shrunk) if rebuild else shrunk
+    begun = begun_without(session.recipe, session.workspace, domain=domain, rebuild=rebuild)
     change = begin_change(session, f"shrink {domain}", begun, rebuild=rebuild)
     session.adopt(begun)
     outcome = build(session, changed=[])
@@ -119,6 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
         look=lambda recipe, workspace: look(
             without(recipe, chosen.domain), workspace, chosen.domain, chosen.rebuild
         ),
+        begun=partial(begun_without, domain=chosen.domain, rebuild=chosen.rebuild),
         run=lambda recipe: shrink(recipe, chosen.domain, chosen.rebuild),
     )
     print(f"If {chosen.recipe} still names {chosen.domain}, take it out there as well.")

@@ -7,6 +7,7 @@ import pytest
 from pico import save_pico
 from texts import pico_recipe, write_texts
 
+from flows.shrink import begun_without
 from tasks.data.sources import write_sources
 from tasks.engine.stage_run import Session, StageRun
 from tasks.engine.workspace import Workspace, enclosing, fingerprint
@@ -131,3 +132,17 @@ def test_another_given_model_is_seen_without_reading_it(values, tmp_path, monkey
         **dict.fromkeys(("backbone", "router", "model", "report"), 1),
         "statistics": 3,
     }
+
+
+@pytest.mark.parametrize("still_named", [True, False])
+def test_what_is_planned_of_a_shrink_is_the_model_without_the_domain(values, tmp_path, still_named):
+    rest = dict(values["domains"])
+    whole = validate({**values, "domains": {**rest, "leaving": next(iter(rest.values()))}})
+    workspace = published(whole, tmp_path)
+    recipe = whole if still_named else validate(values)
+    begun = begun_without(recipe, workspace, domain="leaving", rebuild=False)
+    assert set(begun.domains) == set(rest)
+    assert begun.lineage is not None
+    to_come = again(begun, tmp_path)
+    assert "experts" not in to_come
+    assert to_come["moe"] == 1
