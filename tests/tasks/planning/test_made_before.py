@@ -145,4 +145,4 @@ def test_what_is_planned_of_a_shrink_is_the_model_without_the_domain(values, tmp
     assert begun.lineage is not None
     to_come = again(begun, tmp_path)
     assert "experts" not in to_come
-    assert to_come["moe"] == 1
+    assert to_come["model"] == 1
