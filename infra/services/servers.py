@@ -68,25 +68,29 @@ class Service:
 def up(settings: Settings) -> None:
     """Start the two servers, then the worker, and print where they are.
 
+    What runs already stays: where one of them has died, a night that runs goes on.
+
     Raises:
-        InputError: A port is in use, MLflow's database is not ours to serve, or the servers run on
-            another machine that has the same home.
+        InputError: A port is in use, MLflow's database is not ours to serve, one runs with other
+            settings, or they run on another machine that has the same home.
         ServiceError: Something did not start. Nothing that was started is left.
     """
     services = [_prefect(settings), _mlflow(settings), _worker(settings)]
     with _lock(settings):
-        if running(settings).keys() >= {service.name for service in services}:
+        there = running(settings)
+        raise_faults(_other_faults(there, services))
+        lacking = [service for service in services if service.name not in there]
+        if not lacking:
             print("Already up.")
         else:
             raise_faults(_elsewhere_faults(settings))
-            _stop_all(settings)
-            raise_faults(_faults(settings))
+            raise_faults(_faults(settings, there))
             _create_database(settings)
             try:
-                _start(settings, services[:2])
-                _start(settings, services[2:])
+                _start(settings, [service for service in lacking if service.name in PAGES])
+                _start(settings, [service for service in lacking if service.name not in PAGES])
             except BaseException:
-                _stop_all(settings)
+                _stop(settings, [service.name for service in lacking])
                 raise
         _print_running(running(settings), settings)
 
@@ -99,7 +103,7 @@ def down(settings: Settings) -> None:
     """
     with _lock(settings):
         raise_faults(_elsewhere_faults(settings))
-        names = _stop_all(settings)
+        names = _stop(settings)
     print(f"Stopped {', '.join(names)}." if names else "Nothing is running.")
 
 
@@ -224,26 +228,42 @@ def _wait(settings: Settings, service: Service, deadline: float) -> None:
         raise ServiceError(f"{service.name} {problem}. The end of {log}:\n{tail(log)}")
 
 
-def _stop_all(settings: Settings) -> list[str]:
-    """Stop the worker first, so that its flows can still report to the server."""
+def _stop(settings: Settings, names: Collection[str] | None = None) -> list[str]:
+    """Stop some, or all; the worker first, so that its flows can still report to the server."""
     records = read_records(settings.services_state)
     stopped = []
     for name in sorted(records, key=lambda name: name != "worker"):
-        process = find(records[name])
+        process = find(records[name]) if names is None or name in names else None
         if process is not None:
             stop(process, grace=STOP_SECONDS)
             stopped.append(name)
-    settings.services_state.unlink(missing_ok=True)
+    rest = {name: record for name, record in records.items() if find(record) is not None}
+    if rest:
+        write_records(settings.services_state, rest)
+    else:
+        settings.services_state.unlink(missing_ok=True)
     return stopped
 
 
-def _faults(settings: Settings) -> Iterator[Fault]:
+def _other_faults(
+    there: Mapping[str, ProcessRecord], services: Sequence[Service]
+) -> Iterator[Fault]:
+    """Of what runs, and was started with other ports, places or limits."""
+    for service in services:
+        record = there.get(service.name)
+        if record is not None and record.command[1:] != service.arguments:
+            now = " ".join(record.command[1:])
+            yield Fault(service.name, now, "runs with other settings: make down, then make up")
+
+
+def _faults(settings: Settings, there: Collection[str]) -> Iterator[Fault]:
+    """What keeps the others from being started."""
     ports = {
-        "UPCYCLE_PREFECT_PORT": settings.prefect_port,
-        "UPCYCLE_MLFLOW_PORT": settings.mlflow_port,
+        "UPCYCLE_PREFECT_PORT": ("prefect", settings.prefect_port),
+        "UPCYCLE_MLFLOW_PORT": ("mlflow", settings.mlflow_port),
     }
-    for name, port in ports.items():
-        if not is_free(port):
+    for name, (service, port) in ports.items():
+        if service not in there and not is_free(port):
             remedy = f"in use by another program; stop that, or choose: make up {name}=PORT"
             yield Fault(name, port, remedy)
     if settings.prefect_port == settings.mlflow_port:

@@ -27,7 +27,7 @@ from infra import settings
 from infra.logs import LOG_BYTES
 from infra.services import servers
 from infra.services.deployments import PREFECT_FILE, deploy
-from infra.services.processes import find, launch, read_records, write_records
+from infra.services.processes import find, launch, read_records, stop, write_records
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
@@ -512,3 +512,52 @@ def test_a_service_that_does_not_start_takes_the_others_with_it(tmp_path, monkey
     assert [record.command[-1] for record in seen] == [sleeping.arguments[-1], broken.arguments[-1]]
     assert [find(record) for record in seen] == [None, None]
     assert not place.services_state.exists()
+
+
+def sleepers(monkeypatch, **arguments):
+    """Three services that only sleep."""
+    for name in ("prefect", "mlflow", "worker"):
+        command = ("-c", f"import time; time.sleep(60)  # {name} {arguments.get(name, '')}")
+        made = servers.Service(name, command, lambda: True)
+        monkeypatch.setattr(servers, f"_{name}", lambda settings, made=made: made)
+
+
+def test_up_starts_again_what_has_died_and_leaves_the_rest_alone(tmp_path, monkeypatch, capsys):
+    """A night may be running under the worker."""
+    place = settings.read(environment_for(tmp_path / "home"))
+    sleepers(monkeypatch)
+    servers.up(place)
+    before = read_records(place.services_state)
+    try:
+        stop(find(before["mlflow"]), grace=5)
+        servers.up(place)
+        after = read_records(place.services_state)
+        for name in ("prefect", "worker"):
+            assert after[name] == before[name]
+            assert find(after[name]) is not None
+        assert after["mlflow"] != before["mlflow"]
+        assert find(after["mlflow"]) is not None
+        sleepers(monkeypatch, worker="--limit 2")
+        with pytest.raises(InputError, match="runs with other settings: make down, then make up"):
+            servers.up(place)
+        assert read_records(place.services_state) == after
+    finally:
+        servers.down(place)
+    assert [find(record) for record in after.values()] == [None, None, None]
+
+
+def test_one_that_does_not_start_again_takes_nothing_else_with_it(tmp_path, monkeypatch):
+    place = settings.read(environment_for(tmp_path / "home"))
+    sleepers(monkeypatch)
+    servers.up(place)
+    before = read_records(place.services_state)
+    try:
+        stop(find(before["mlflow"]), grace=5)
+        broken = servers.Service("mlflow", ("-c", "raise SystemExit('no luck')"), lambda: False)
+        monkeypatch.setattr(servers, "_mlflow", lambda settings: broken)
+        with pytest.raises(servers.ServiceError, match=r"mlflow ended while(.|\n)*no luck"):
+            servers.up(place)
+        rest = {name: before[name] for name in ("prefect", "worker")}
+        assert servers.running(place) == rest == read_records(place.services_state)
+    finally:
+        servers.down(place)
