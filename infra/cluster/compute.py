@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from infra.cluster import sessions
 from infra.cluster.answers import brief, get, loss, loss_named
 from infra.cluster.calls import made_there
-from infra.cluster.capacity import compute_faults
+from infra.cluster.capacity import compute_faults, room_faults
 from infra.cluster.pieces import Done, Piece, finish, is_finished, read_done, remove
 from infra.cluster.progress import REPORT_SECONDS, progress_file
 from infra.cluster.servers import few_servers
@@ -63,6 +63,8 @@ LOOPBACK = "127.0.0.1"
 SERVERS = ("gcs_server", "raylet")
 """Names of the processes without which a local Ray computes nothing."""
 _SERVERS: list[psutil.Process] = []
+_SEEN: dict[str, dict[str, float]] = {}
+"""What each machine of the Ray at work has, or had before it went away."""
 
 
 @contextmanager
@@ -211,7 +213,13 @@ def _ask(node: str) -> Any:
 
 
 def _machines() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]
+    """Those that are there; what they have is kept, for Ray forgets it with them."""
+    nodes = ray.nodes()
+    alive = [node for node in nodes if node["Alive"]]
+    for stranger in _SEEN.keys() - {node["NodeID"] for node in nodes}:
+        del _SEEN[stranger]  # of a Ray before this one
+    _SEEN.update((node["NodeID"], node["Resources"]) for node in alive)
+    return alive
 
 
 def _resources() -> list[dict[str, float]]:
@@ -243,8 +251,8 @@ def run_pieces(
     """Run what is not finished, wherever Ray has room, and wait for all.
 
     A machine that is away may come back (a reboot, a spot instance): where none is left that has
-    room, that is said and waited for (``Waiting``). That a recipe asks for more than there
-    is was seen by ``check_room`` before work began.
+    room, that is said and waited for (``Waiting``). What no machine has ever had room for is
+    refused at once.
 
     Args:
         pieces: What to run; those whose result stands in ``directory`` are not run again.
@@ -263,6 +271,8 @@ def run_pieces(
     """
     directory.mkdir(parents=True, exist_ok=True)
     workers = max((piece.workers for piece in pieces), default=1)
+    _machines()  # may be the first look at them
+    raise_faults(room_faults(resources, workers, list(_SEEN.values())))
     left = {
         f"{label}:{piece.name}": piece for piece in pieces if not is_finished(directory, piece.name)
     }

@@ -85,7 +85,8 @@ def deploy(
     """
     api = server_of(settings)
     name = load_recipe(recipe or REPOSITORY / DEFAULT, changes, added=added).name
-    chosen = choose(api, name, Standing(notice, pool, job_variables, schedule, timezone))
+    told = Standing(notice, pool, job_variables, schedule, timezone)
+    chosen = choose(api, name, told, home=settings.home)
     lives = True if recipe is None else _check(settings, recipe, added, changes, chosen.pool)
     content = yaml.safe_load(prefect_file.read_text())
     said = _said(content["deployments"], chosen, lives)

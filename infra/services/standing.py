@@ -4,6 +4,7 @@ again: notice, work pool, and when its nights are."""
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.services.api import asked
@@ -42,6 +43,7 @@ class Standing:
         job_variables: What differs there from the pool's defaults.
         schedule: When a night is, as cron has it.
         timezone: Whose hours those are.
+        homes: Where its flows work, on this machine or on another that shares the server.
         is_orphaned: Its pool, of containers, has been deleted since: Prefect forgets the name.
     """
 
@@ -50,6 +52,7 @@ class Standing:
     job_variables: Mapping[str, str] | None = None
     schedule: str | None = None
     timezone: str | None = None
+    homes: frozenset[str] = frozenset()
     is_orphaned: bool = False
 
 
@@ -70,20 +73,29 @@ class Chosen:
     timezone: str
 
 
-def choose(api: str, name: str, told: Standing) -> Chosen:
+def choose(api: str, name: str, told: Standing, *, home: Path) -> Chosen:
     """What is told, or else what was told when the recipe was deployed before.
 
     Args:
         api: Of the server.
         name: The recipe's.
         told: Now.
+        home: Whose deployments these are to be.
 
     Raises:
-        InputError: There is no such block, pool or time zone, no such cron expression, or the pool
-            of before has been deleted.
+        InputError: There is no such block, pool or time zone, no such cron expression, the pool of
+            before has been deleted, or the recipe is deployed from another home.
         DeploymentError: Prefect refused.
     """
     standing = _standing(api, name)
+    others = [own for own in standing.homes if Path(own).resolve() != home.resolve()]
+    if others:
+        remedy = (
+            f"{name} is deployed for the home {others[0]}, whose nights would end without a "
+            f"word; give this recipe another name, or, if that home has moved here: "
+            f"make undeploy NAME={name}"
+        )
+        raise InputError(Fault("UPCYCLE_HOME", str(home), remedy))
     with _said_before(() if told.notice else ("notice",)):
         notice = _notice(api, told.notice or standing.notice)
     is_told = told.pool is not None or bool(told.job_variables)
@@ -131,8 +143,11 @@ def _standing(api: str, name: str) -> Standing:
                 own = {k: v for k, v in variables if k in GIVEN}
                 found = replace(found, pool=deployment.work_pool_name, job_variables=own)
             # What runs on this machine is told its home.
+            environment = deployment.job_variables.get("env", {})
             if deployment.work_pool_name is None and "env" not in deployment.job_variables:
                 found = replace(found, is_orphaned=True)
+            own_home = {environment["UPCYCLE_HOME"]} if "UPCYCLE_HOME" in environment else set()
+            found = replace(found, homes=found.homes | own_home)
             for each in deployment.schedules:
                 if isinstance(each.schedule, CronSchedule):  # Prefect's pages make others too
                     found = replace(

@@ -336,7 +336,9 @@ class Server:
                 SimpleNamespace(schedule=CronSchedule(cron=own["cron"], timezone=own["timezone"]))
                 for own in given.get("schedules", ())
             ]
-            variables = given["work_pool"].get("job_variables")
+            variables = dict(given["work_pool"].get("job_variables") or {})
+            if "env" in variables:  # `prefect deploy` fills in what it finds in its environment
+                variables["env"] = variables["env"] | {"UPCYCLE_HOME": str(settings.home)}
             self.kept[name] = SimpleNamespace(**kept, job_variables=variables)
 
 
@@ -384,6 +386,23 @@ def test_whoever_deploys_again_keeps_notice_and_pool(serving):
     assert told not in again(notice="none", pool="local")
     assert told not in server.kept
     assert server.kept[NIGHT].work_pool_name == "local"
+
+
+def test_the_deployments_of_another_home_are_not_taken_over(serving, tmp_path):
+    """Two teams may have a recipe of one name on one server: one's nights would end unsaid."""
+    server, again = serving
+    again()
+    for place in (tmp_path, tmp_path / "somewhere" / ".."):
+        server.kept[NIGHT].job_variables = {"env": {"UPCYCLE_HOME": str(place)}}
+        again()
+    server.kept[NIGHT].job_variables = {"env": {"UPCYCLE_HOME": "/srv/team"}}
+    before = dict(server.kept)
+    with pytest.raises(InputError, match=r"nightly is deployed for the home /srv/team") as error:
+        again()
+    assert "make undeploy NAME=nightly" in str(error.value)
+    assert server.kept == before
+    again("name=ours")
+    assert server.kept[NIGHT].job_variables == {"env": {"UPCYCLE_HOME": "/srv/team"}}
 
 
 def test_a_night_is_when_it_was_said_until_another_time_is(serving):
