@@ -70,8 +70,7 @@ def deploy(
             ``none``; by default what was said when the recipe was deployed before.
         pool: The work pool whose worker runs the flows; by default the one that ran them before, at
             first that of ``make up``.
-        job_variables: What differs there from the pool's own defaults: ``image``,
-            ``image_pull_policy``.
+        job_variables: Of the pool, what differs: ``image``, ``image_pull_policy``.
         schedule: When a night is, as cron has it; by default as before, at first at three.
         timezone: Whose hours those are, as the IANA calls it; likewise, at first UTC.
 

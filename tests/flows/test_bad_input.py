@@ -46,7 +46,7 @@ def test_what_this_machine_cannot_hold_is_refused_before_anything_is_made(
     tmp_path, texts, monkeypatch, capsys
 ):
     small = Machine(memory=10**6, cpus=2, disk=1000)
-    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, home, cpus: small))
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *known: small))
     message = refused(tmp_path, pico_recipe(texts, domains=DOMAINS))
     assert "plan: " in capsys.readouterr().out
     for stage in ("seed", "experts", "statistics", "report"):

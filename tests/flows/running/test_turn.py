@@ -208,7 +208,7 @@ def test_a_killed_rollback_is_closed_and_not_one_that_lives(workspace, server, m
         body["state"] = Running().model_dump(mode="json", include={"type", "name"})
         return UUID(server.request("POST", "/flow_runs/", json=body).json()["id"])
 
-    def look(*_):
+    def look(*_, **_options):
         own.extend(path.name for path in (home / ".waiting").glob("run@*"))
         raise InputError(Fault("name", MODEL, "is no registered model"))
 
