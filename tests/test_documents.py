@@ -280,6 +280,24 @@ def test_the_table_of_a_real_model_tuned_has_the_numbers_of_its_files():
     assert printed == expected
 
 
+def test_the_lora_that_is_as_large_has_the_numbers_of_its_file():
+    found = json.loads((RESULTS / "simoe" / "simoe-real-lora.json").read_text())
+    text = " ".join((RESULTS / "simoe.md").read_text().split())
+    unseen = [found[f"seed {seed}"]["scores"]["unseen"]["categories"] for seed in (0, 1)]
+
+    def pair(metric, *, real=False):
+        own = [
+            statistics.mean(100 * s[metric] for n, s in seed.items() if not real or n[0].isupper())
+            for seed in unseen
+        ]
+        return "{:.1f} and {:.1f}".format(*own)
+
+    whole = f"it has {pair('exact_match')} exact match and {pair('rouge_l')} ROUGE-L on unseen"
+    assert whole in text
+    assert f"On the real categories it has {pair('rouge_l', real=True)} ROUGE-L" in text
+    assert {own["trained_parameters"] for own in found.values()} == {107_458_560}
+
+
 def test_real_categories_and_families_have_the_means_of_their_files():
     rows, _, printed = tuned_real()
 
