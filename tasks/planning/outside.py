@@ -41,7 +41,10 @@ def changed_outside(recipe: Recipe, workspace: Workspace) -> Iterator[str]:
         seen = read_json(workspace.path(file))
         if seen is not None and (
             any(_is_other_text(*pair, folder, known) for pair in _texts(recipe, name, seen))
-            or any(_is_other_model(*pair, known) for pair in _models(recipe, name, seen))
+            or any(
+                _is_other_model(*pair, known, workspace.path(file).stat().st_mtime)
+                for pair in _models(recipe, name, seen)
+            )
         ):
             yield file
     yield from _other_sets(recipe, workspace)
@@ -80,16 +83,25 @@ def _is_other_text(seen: Seen, source: Source, folder: Path | None, known: Known
         return True
 
 
-def _is_other_model(seen: Seen, reference: str, known: KnownFiles) -> bool:
-    """Whether files that may belong to a checkpoint do not look as they did; others are notes."""
+def _is_other_model(seen: Seen, reference: str, known: KnownFiles, looked: float) -> bool:
+    """Whether files that may belong to a checkpoint do not look as they did; others are notes.
+
+    Of a file whose hash is not remembered, as after a move or a mount, the time of its last change
+    says it: whether that was after it was ``looked`` at.
+    """
     folder = Path(reference).expanduser()
     if not (folder / CONFIG).is_file():
         return False
-    there = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*")}
+    files = (file for file in folder.rglob("*") if file.is_file())
+    there = {file.relative_to(folder).as_posix(): file for file in files}
     names = {name for name in seen.keys() | there.keys() if belongs(name)}
     if any(name not in there or name not in seen for name in names):
         return True
-    return any(known.recalled(there[name]) != seen[name] for name in names)
+    recalled = {name: known.recalled(there[name]) for name in names}
+    return any(
+        there[name].stat().st_mtime > looked if found is None else found != seen[name]
+        for name, found in recalled.items()
+    )
 
 
 def _other_sets(recipe: Recipe, workspace: Workspace) -> Iterator[str]:

@@ -23,6 +23,8 @@ CONFIG = "config.json"
 BYTES = 256
 """Tokens that every tokenizer has which is trained here."""
 FP32 = 4
+NOT_TO_BE_HAD = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
+"""What the hub's client raises."""
 
 
 def subjects_of(recipe: Recipe, cache: Path) -> Subjects:
@@ -65,8 +67,10 @@ def _shape(recipe: Recipe, cache: Path) -> Shape:
     given = [*filter(None, [recipe.seed_model.model]), *experts]
     if not given or (recipe.trains_seed and not experts):
         return _made_here(recipe)
-    shapes = [_given(recipe, reference, cache) for reference in dict.fromkeys(given)]
-    return _in_one_type(shapes[0], shapes)
+    first, *others = dict.fromkeys(given)
+    shape = _given(recipe, first, cache)
+    headers = [_header(reference, cache) for reference in others]
+    return _in_one_type(shape, [shape, *(own for own in headers if own is not None)])
 
 
 def _in_one_type(shape: Shape, shapes: Sequence[Shape]) -> Shape:
@@ -102,19 +106,41 @@ def _union(recipe: Recipe, shape: Shape) -> int:
 
 
 def _given(recipe: Recipe, reference: str, cache: Path) -> Shape:
-    folder = Path(reference).expanduser()
-    if (folder / CONFIG).is_file():
-        return Shape.of(folder)
-    if folder.exists() or ":" in reference or reference.endswith(GGUF):
+    if _is_converted(reference):
         return Shape.of(given_model(recipe, reference, cache))
     try:
-        return Shape.of(Path(hf_hub_download(reference, CONFIG, cache_dir=cache)).parent)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        return Shape.of(_with_config(reference, cache))
+    except NOT_TO_BE_HAD as error:
         remedy = "its config.json is neither on this disk nor to be had from the hub "
         remedy += (
             f"({type(error).__name__}); name a folder that holds a config.json, weights or not"
         )
         raise InputError(Fault("model", reference, remedy)) from error
+
+
+def _header(reference: str, cache: Path) -> Shape | None:
+    """Of a model beside the first; None where it would have to be converted or merged for it, as a
+    GGUF file or an adapter, whose type is its base's."""
+    if _is_converted(reference):
+        return None
+    try:
+        return Shape.of(_with_config(reference, cache))
+    except NOT_TO_BE_HAD:
+        return None
+
+
+def _is_converted(reference: str) -> bool:
+    folder = Path(reference).expanduser()
+    is_elsewhere = folder.exists() or ":" in reference or reference.endswith(GGUF)
+    return is_elsewhere and not (folder / CONFIG).is_file()
+
+
+def _with_config(reference: str, cache: Path) -> Path:
+    """The folder of its config.json, which is fetched from the hub if it is not there."""
+    folder = Path(reference).expanduser()
+    if (folder / CONFIG).is_file():
+        return folder
+    return Path(hf_hub_download(reference, CONFIG, cache_dir=cache)).parent
 
 
 def _made_here(recipe: Recipe) -> Shape:

@@ -54,10 +54,10 @@ def roll_back(
             ``only`` is champion.
     """
     with registry.alone(name):
+        heed_hands(registry, name)
         done = taken_back(registry, name, only)
         if done is not None:
             return done
-        heed_hands(registry, name)
         champion, before = champions(registry, name)
         if only not in (None, champion.number):
             remedy = f"is champion by now, not version {only}; nothing was changed"

@@ -26,7 +26,7 @@ from tasks.training import (
 from upcycle_core.checkpoints.card import write_model_card
 from upcycle_core.corpora.config import Bos
 from upcycle_core.corpora.plain_chat import form_in_words
-from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.errors import InputError, raise_faults
 from upcycle_core.progress import Progress
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.training.config import TrainingConfig
@@ -119,8 +119,7 @@ def tune_simoe(
     """Write a SIMoE's checkpoint into ``run.out``, with what its training came to.
 
     Raises:
-        InputError: Experts of a head that the seed does not have; one task, where routing goes by
-            task; masks that did not close.
+        InputError: Experts of a head that the seed does not have; masks that did not close.
     """
     if config.lm_head and is_tied(run.path("seed")):
         raise InputError(tied_head("simoe"))
@@ -175,11 +174,7 @@ def _warnings(summary: Mapping[str, Any], config: SimoeUpcyclingConfig) -> Itera
 
 
 def _of_tasks(config: SimoeUpcyclingConfig, files: Sequence[Path]) -> Iterator[str]:
-    """One task alone, and tasks of two categories that coefficients by task take for one.
-
-    Raises:
-        InputError: One task, where routing goes by task.
-    """
+    """One task alone, and tasks of two categories that coefficients by task take for one."""
     categories: dict[str, set[str]] = defaultdict(set)
     for file in files:
         with file.open(encoding="utf-8") as lines:
@@ -187,13 +182,12 @@ def _of_tasks(config: SimoeUpcyclingConfig, files: Sequence[Path]) -> Iterator[s
                 categories[row["task"]].add(row["category"])
     if len(categories) == 1:
         (task,) = categories
-        what = f"all instructions are of one task, {task}"
-        if config.routing == "task":
-            remedy = f"{what}: nothing is to be routed; choose instance, or name tasks in the files"
-            raise InputError(Fault("simoe.routing", config.routing, remedy))
+        by_task = "every prompt gets the same mixture of experts; simoe.routing: instance, or "
+        by_prompt = "no table can say whether the router tells kinds of prompts apart; "
         yield (
-            f"{what}: no table can say whether the router tells kinds of prompts apart; name their "
-            "kinds in the files' field `task`"
+            f"all instructions are of one task, {task}: "
+            f"{by_task if config.routing == 'task' else by_prompt}name their kinds in the files' "
+            "field `task`"
         )
     for task, own in sorted(categories.items()):
         if config.routing == "task" and len(own) > 1:

@@ -1,5 +1,6 @@
 """What a plan takes to be made: what its stages would not make again."""
 
+import os
 import shutil
 from dataclasses import replace
 
@@ -132,6 +133,23 @@ def test_another_given_model_is_seen_without_reading_it(values, tmp_path, monkey
         **dict.fromkeys(("backbone", "router", "model", "report"), 1),
         "statistics": 3,
     }
+
+
+def test_a_given_model_whose_hashes_are_forgotten_is_as_it_was_unless_it_is_newer(values, tmp_path):
+    """As after a move, a mount or a chmod; a folder beside the weights is no file of the model."""
+    domain, own = next(iter(values["domains"].items()))
+    given = save_pico(tmp_path / domain)
+    (given / "tokenizer").mkdir()
+    own["expert"] = str(given)
+    recipe = validate(values)
+    workspace = published(recipe, tmp_path / "home")
+    assert again(recipe, tmp_path / "home") == {}
+    workspace.known.path.unlink()
+    assert again(recipe, tmp_path / "home") == {}
+    [weights] = given.glob("*.safetensors")
+    later = workspace.path(f"sources/{domain}.json").stat().st_mtime + 10
+    os.utime(weights, (later, later))
+    assert "experts" in again(recipe, tmp_path / "home")
 
 
 @pytest.mark.parametrize("still_named", [True, False])

@@ -4,7 +4,9 @@ import json
 import re
 from dataclasses import replace
 
+import httpx
 import pytest
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from pico import pico_config
 
 from infra.recipe.resources import WorkerResources
@@ -23,6 +25,7 @@ from upcycle_core.training.config import ExpertTrainingConfig
 DOMAINS = ("law", "code", "history", "music", "art")
 WHOLE, FFNS, LAYERS, HIDDEN = 8_030_261_248, 32 * 3 * 4096 * 14336, 32, 4096
 GPU = {"gpus": 1}
+REQUEST = httpx.Request("GET", "https://hub.example")
 HELD = {"streamed": "never"}
 FEW = {"steps": 4, "warmup_steps": 1, "gradient_accumulation": 4, "batch_size": 1}
 BASELINES = {
@@ -280,6 +283,31 @@ def test_given_models_are_planned_in_the_narrowest_type_that_holds_all(tmp_path,
     assert (found["seed"].kept, found["experts"].kept) == (4 * WHOLE, 2 * 4 * WHOLE)
     assert (found["seed"].linked, found["experts"].linked) == (4 * WHOLE, 0)
     assert planned(bf16, bf16, fp32)["seed"].kept == 4 * WHOLE
+
+
+def test_adapters_and_gguf_files_beside_a_seed_are_planned_without_being_made(
+    tmp_path, llama, monkeypatch
+):
+    """An adapter of the hub has no config.json; its type is its base's."""
+
+    def none(repository, name, **options):
+        raise RemoteEntryNotFoundError("404", response=httpx.Response(404, request=REQUEST))
+
+    def make(*_):
+        raise AssertionError("it is converted or merged")
+
+    monkeypatch.setattr("tasks.planning.subjects.hf_hub_download", none)
+    monkeypatch.setattr("tasks.planning.subjects.given_model", make)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    experts = (str(adapter), "our-org/medicine-lora", str(tmp_path / "expert.gguf"))
+    own = {
+        domain: {"train": {"files": ["text.txt"]}, "expert": expert}
+        for domain, expert in zip(DOMAINS, experts, strict=False)
+    }
+    sections = {"domains": own, "seed_model": {"model": str(llama)}}
+    assert rows(made(tmp_path, llama, **sections))["experts"].kept == 3 * 2 * WHOLE
 
 
 def faults(found):

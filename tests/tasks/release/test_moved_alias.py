@@ -80,6 +80,13 @@ def test_a_champion_that_a_person_took_the_alias_from_counts_as_rolled_back(
     assert caplog.text == ""
 
 
+def test_a_rollback_of_a_version_that_a_person_has_taken_back_says_so(registry, name, good):
+    registry.set_alias(good, "champion")
+    left, champion = roll_back(registry, name, "bad answers", only=2)
+    assert (left.number, champion.number) == (2, good.number)
+    assert marks(registry, name) == {2: MOVED}
+
+
 def test_an_alias_that_is_moved_forward_again_lifts_that(registry, name, good):
     registry.set_alias(good, "champion")
     [_, bad] = catch_up(registry, name)

@@ -120,10 +120,16 @@ def test_a_task_of_two_categories_is_said_to_have_one_mixture_where_routing_goes
     assert not list(_of_tasks(by_task, files[:1]))
 
 
-def test_instructions_of_one_task_are_said_before_the_training_or_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("routing", "what"),
+    [
+        ("instance", "no table can say whether the router tells kinds of prompts apart"),
+        ("task", "every prompt gets the same mixture of experts; simoe.routing: instance"),
+    ],
+)
+def test_instructions_of_one_task_are_said_before_the_training(tmp_path, routing, what):
     file = tmp_path / "law.jsonl"
     file.write_text(2 * (json.dumps({"task": "qa", "category": "Law"}) + "\n"))
-    (said,) = _of_tasks(SimoeUpcyclingConfig(), [file])
-    assert said.startswith("all instructions are of one task, qa: no table can say whether the")
-    with pytest.raises(InputError, match=r"simoe\.routing = 'task': all instructions are of one"):
-        list(_of_tasks(SimoeUpcyclingConfig(routing="task"), [file]))
+    (said,) = _of_tasks(SimoeUpcyclingConfig(routing=routing), [file])
+    assert said.startswith(f"all instructions are of one task, qa: {what}")
+    assert said.endswith("name their kinds in the files' field `task`")
