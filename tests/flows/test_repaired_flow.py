@@ -1,7 +1,7 @@
-"""A model joined in closed form: grown, shrunk, restored; killed while it is repaired.
+"""A model joined in closed form: grown, taught, shrunk, restored, rebuilt; killed on its way.
 
-Its head is fitted to all experts. These are repaired twice: for the merged backbone, and for what
-the solved routers send them. `test_dume_flow` builds it.
+Its attention is merged by RegMean and its head fitted to all experts. These are repaired twice: for
+the merged backbone, and for what the solved routers send them. `test_dume_flow` builds another.
 """
 
 import json
@@ -16,6 +16,9 @@ from tasks.recipes import load_recipe
 from upcycle_core.errors import InputError
 
 OLD, NEW = ("letters", "numbers"), "colours"
+MERGED = {"embeddings": "counts", "attention": "regmean", "head": "fitted"}
+SEPARATOR = "\n<|doc|>\n"
+REPAIRED = "repaired/letters/model.safetensors"
 
 
 class Repaired(Project):
@@ -31,7 +34,7 @@ def recipe_of(folder, texts, domains, **more):
     values = pico_recipe(texts, domains=domains)
     values["evaluation"] |= {"sweep_top_k": [], "sweep_ridge_lambda": [], "sweep_window": []}
     values["experts"] |= {"repair": "down+head_target", "repair_tokens": "routed"}
-    values["backbone"] = {"merge": {"embeddings": "counts", "head": "fitted"}}
+    values["backbone"] = {"merge": MERGED}
     values["versions"] = {"remote": "remote"}
     return save_recipe(folder / f"{len(domains)}.yaml", values | more)
 
@@ -55,7 +58,7 @@ def joined(home):
 
 @pytest.mark.faults
 def test_life_goes_on_with_repaired_experts(joined):
-    """Grow, nothing new, shrink, restore, in turn: each is built upon the one before."""
+    """Grow, nothing new, shrink, restore, new text, shrink anew: each upon the one before."""
     before = joined.first
     done = joined.call("flows.grow", joined.grown_recipe, NEW)
     repairs = (done.calls["repair_expert"], done.calls["repair_routed"])  # routers are all new
@@ -78,6 +81,27 @@ def test_life_goes_on_with_repaired_experts(joined):
     done = joined.call("flows.restore", "upcycle-pico", "champion")
     assert not done.calls["repair_expert"] + done.calls["train"]
     assert (joined.workspace / "repaired" / "letters" / "repair.json").exists()
+
+    # New text of one domain: its expert alone is trained and repaired, for the pinned backbone.
+    before = joined.digests()
+    text = joined.grown_recipe.parent / "texts" / "letters" / "train.txt"
+    text.write_text(text.read_text() + SEPARATOR + "omega psi chi phi upsilon tau " * 60)
+    done = joined.call("flows.retrain", joined.grown_recipe)
+    assert (done.calls["train"], done.calls["repair_expert"]) == (1, 1)
+    assert not done.calls["write_backbone"] + done.calls["merge_attention"]
+    taught = joined.digests()
+    kept = ("seed/", "backbone/", "experts/numbers/", "repaired/numbers/", "statistics/numbers/")
+    assert all(taught[name] == digest for name, digest in before.items() if name.startswith(kept))
+    assert taught[REPAIRED] != before[REPAIRED]
+
+    # A rebuild merges attention and head of all experts anew; each is repaired for what that makes.
+    done = joined.call("flows.shrink", joined.recipe, NEW, "--rebuild")
+    assert (done.calls["train"], done.calls["merge_attention"]) == (0, 1)
+    assert done.calls["repair_expert"] == len(OLD)
+    rebuilt = joined.digests()
+    assert rebuilt["backbone/model.safetensors"] != taught["backbone/model.safetensors"]
+    assert rebuilt[REPAIRED] != taught[REPAIRED]
+    assert json.loads((joined.workspace / "lineage.json").read_text())["backbone"] == list(OLD)
 
 
 def test_too_little_text_is_refused_before_anything_is_computed(home, tmp_path):
@@ -123,10 +147,18 @@ def test_what_a_recipe_cannot_have_is_refused(tmp_path, section, change, fault):
 @pytest.mark.faults
 @pytest.mark.parametrize(
     "moment",
-    ["states before the head:1", "fitting the head:2", "repairing:5", "repairing what is routed:1"],
+    [
+        "states before the head:1",
+        "fitting the head:2",
+        "merging attention:3",
+        "repairing:5",
+        "repairing what is routed:1",
+    ],
 )
 def test_killed_repair_ends_with_the_same_bytes(joined, tmp_path, moment):
     texts = joined.grown_recipe.parent / "texts"
+    shutil.rmtree(texts)
+    write_texts(texts, domains=(*OLD, NEW))  # as they were when it was built
     project = Repaired(tmp_path, recipe_of(tmp_path, texts, OLD))
     project.kill_flow(moment)
     assert not list((project.workspace / "routed").glob("*/repair.json"))

@@ -26,6 +26,7 @@ WATCHED = {
     "upcycle_core.training.trainer": ("train",),
     "upcycle_core.backbone.average": ("write_backbone",),
     "upcycle_core.dume.shared_head": ("final_moments", "fitted_head"),
+    "upcycle_core.dume.attention": ("merge_attention",),
     "upcycle_core.dume.repair": ("repair_expert",),
     "upcycle_core.dume.statistics": ("domain_statistics",),
     "upcycle_core.dume.routed": ("repair_routed",),
