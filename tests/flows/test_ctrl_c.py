@@ -130,6 +130,7 @@ def terminate(command: Terminal) -> str:
     return command.send(signal.SIGTERM)
 
 
+@pytest.mark.faults
 def test_ctrl_c_ends_a_flow_that_trains_with_one_line(project):
     flow = ("flows.dume", str(project.recipe))
     code, words = stopped(project, press, *flow, phase="seed", at="training:5")

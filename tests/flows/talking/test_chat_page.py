@@ -243,6 +243,7 @@ def test_a_port_that_is_taken_is_named(page, capsys):
         pass
 
 
+@pytest.mark.faults
 def test_ctrl_c_ends_it_with_one_line_while_it_answers(home, model):
     with talk(home, "upcycle-pico") as served:
         before = served.log.read_text()

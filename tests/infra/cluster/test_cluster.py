@@ -286,6 +286,7 @@ def test_the_same_pieces_make_the_same_bytes_there_with_nothing_but_the_code_sen
     assert shards_of(folder / "there") == shards_of(folder / "here")
 
 
+@pytest.mark.faults
 def test_a_machine_with_another_folder_under_the_same_path_is_named(head, checkout, inputs, folder):
     address, _ = head
     # Everyone's own current folder: what is here is not there, under the same path.

@@ -211,6 +211,7 @@ def test_more_workers_than_ray_has_room_for_are_refused(ray_of_two, tmp_path):
         run(tmp_path / "pieces", piece, resources=Resources(cpus=2))
 
 
+@pytest.mark.faults
 def test_peak_memory_is_that_of_the_piece(ray_of_two, tmp_path):
     for name, megabytes in (("small", 1), ("large", 200), ("small-again", 1)):
         piece = Piece(name=name, function=hungry_piece, arguments={"megabytes": megabytes})

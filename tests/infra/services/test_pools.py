@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import os
 import uuid
+from functools import cache
 from pathlib import Path
 
 import kubernetes_validate
@@ -32,7 +33,8 @@ from infra.services.deployments import PREFECT_FILE, deploy
 from infra.services.pools import create_pool, template_of
 from upcycle_core.errors import InputError
 
-KINDS = ("docker", "kubernetes")
+# To deploy takes half a minute.
+KINDS = (pytest.param("docker", marks=pytest.mark.faults), "kubernetes")
 ADDRESSES = {
     "PREFECT_API_URL": "http://prefect.ml:4200/api",
     "MLFLOW_TRACKING_URI": "http://mlflow.ml:5000",
@@ -133,21 +135,23 @@ def started(client, kind, deployment):
 
 @pytest.fixture(scope="module")
 def deployed(place, client, file):
-    """{type: (a deployment of a recipe to that pool, what the pool's worker would start)}."""
-    found = {}
-    for kind in KINDS:
+    """Of a type of pool (a deployment of a recipe to it, what the pool's worker would start)."""
+
+    @cache
+    def of(kind):
         name = f"our-{kind}"
         assert create_pool(place, kind, name=name, changes=CHANGES[kind]) == name
         names = deploy(place, prefect_file=file, pool=name, job_variables=JOB_VARIABLES)
         assert names == ["dume/demo"]
         deployment = client.read_deployment_by_name("dume/demo")
-        found[kind] = deployment, started(client, kind, deployment)
-    return found
+        return deployment, started(client, kind, deployment)
+
+    return of
 
 
 @pytest.fixture
 def manifest(deployed):
-    return deployed["kubernetes"][1].job_manifest
+    return deployed("kubernetes")[1].job_manifest
 
 
 def container_of(manifest):
@@ -157,7 +161,7 @@ def container_of(manifest):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_deployment_names_the_pool_and_the_checkout_of_its_image(deployed, kind):
-    deployment, _ = deployed[kind]
+    deployment, _ = deployed(kind)
     assert deployment.work_pool_name == f"our-{kind}"
     assert deployment.pull_steps == [
         {"prefect.deployments.steps.set_working_directory": {"directory": "/upcycle"}}
@@ -168,7 +172,7 @@ def test_a_deployment_names_the_pool_and_the_checkout_of_its_image(deployed, kin
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flows_in_containers_find_the_servers_ray_and_the_workspaces(deployed, compose, kind):
-    environment = deployed[kind][1].env
+    environment = deployed(kind)[1].env
     addresses = ADDRESSES
     if kind == "docker":
         worker = compose["services"]["worker"]["environment"]
@@ -199,8 +203,9 @@ def test_the_templates_fit_the_image_the_network_and_the_volume_of_compose(compo
     assert properties["networks"]["default"] == [f"{compose['name']}_default"]
 
 
+@pytest.mark.faults
 def test_docker_gets_a_container_that_mounts_the_home_and_ends_for_good(deployed):
-    configuration = deployed["docker"][1]
+    configuration = deployed("docker")[1]
     worker = worker_of("docker")(work_pool_name="our-docker")
     asked = worker._build_container_settings(None, configuration)  # a client, for servers here
     assert configuration.image_pull_policy == "Always"
@@ -253,7 +258,7 @@ def test_kubernetes_starts_nothing_again_and_prefect_what_was_evicted(manifest, 
     assert manifest["spec"]["ttlSecondsAfterFinished"] == 600
     assert manifest["spec"]["template"]["spec"]["restartPolicy"] == "Never"
     behaviour = "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"
-    assert deployed["kubernetes"][1].env[behaviour] == "reschedule"
+    assert deployed("kubernetes")[1].env[behaviour] == "reschedule"
 
 
 def test_a_job_mounts_the_claim_where_its_flow_has_its_home(manifest):
@@ -284,7 +289,7 @@ def test_another_home_moves_the_mount_with_it():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_secrets_come_from_kubernetes_or_a_file_and_stand_nowhere(client, deployed, kind):
-    deployment, _ = deployed[kind]
+    deployment, _ = deployed(kind)
     with temporary_settings({PREFECT_SERVER_DATABASE_CONNECTION_URL: f"postgresql://u:{WORD}@h"}):
         configuration = started(client, kind, deployment)
     assert WORD not in configuration.model_dump_json()
@@ -460,6 +465,7 @@ def test_a_recipe_whose_pool_was_deleted_does_not_move_to_this_machine(
         deploy(place, recipe=recipe, prefect_file=file)
 
 
+@pytest.mark.faults
 def test_a_deployment_holds_its_recipe_s_templates_to_the_letter(
     place, client, unusable, file, tmp_path, monkeypatch
 ):

@@ -20,6 +20,7 @@ def place(tmp_path):
     return dataclasses.replace(own, prefect_api_url=prefect_server())
 
 
+@pytest.mark.faults
 def test_another_time_replaces_the_one_before_on_the_server(place, tmp_path):
     """A night that was moved must not be run twice."""
     content = yaml.safe_load(PREFECT_FILE.read_text())

@@ -86,6 +86,7 @@ def test_what_is_pushed_to_a_directory_is_on_the_disk(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.faults
 def test_what_a_power_cut_left_short_in_a_directory_is_pushed_again(tmp_path):
     remote = tmp_path / "remote"
     here, there = pushed(tmp_path, remote)
@@ -177,6 +178,7 @@ def test_what_dvc_remembers_lies_where_no_one_else_writes(tmp_path, monkeypatch)
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("left", [b"\0" * 4096, b"SQLite format 3\0" + b"x" * 4080])
 def test_a_damaged_database_that_dvc_remembers_in_is_made_anew(tmp_path, monkeypatch, left):
     monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path / "site"))
@@ -280,6 +282,7 @@ def test_a_dvc_that_is_at_work_keeps_its_record(tmp_path):
     assert not record.exists()
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(("word", "damaged"), [("outs", "oups"), ("schema", "schemb")])
 def test_a_lock_that_dvc_refuses_is_written_again_once_it_is_deleted(tmp_path, word, damaged):
     versions = Versions(tmp_path)
@@ -371,6 +374,7 @@ def tries(monkeypatch):
     return asked
 
 
+@pytest.mark.faults
 def test_a_store_that_does_not_answer_is_asked_again(tmp_path, store, tries, monkeypatch, caplog):
     handler, url, start = store
     monkeypatch.setattr(module, "pause", start)

@@ -99,6 +99,7 @@ def sweep(tmp_path):
     return Sweep(tmp_path)
 
 
+@pytest.mark.faults
 def test_one_value_more_is_computed_alone(sweep):
     assert sorted(sweep.run()[0]) == ["1", "2"]
     assert sweep.run() == ([], str({"value-1": "one 1", "value-2": "one 2"}))

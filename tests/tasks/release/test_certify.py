@@ -335,7 +335,8 @@ def test_a_window_that_is_obeyed_has_arrived(sliding, monkeypatch):
     assert NOT_TRIED in row.why
 
 
-@pytest.mark.parametrize("longest", [40, pytest.param(39, marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("longest", [40, 39])
 def test_a_window_that_a_reader_loses_is_a_fault_or_was_not_tried(
     sliding, tmp_path, monkeypatch, longest
 ):
@@ -424,6 +425,7 @@ def test_a_reader_that_is_not_there_or_breaks_has_a_row(moe, monkeypatch, tmp_pa
     assert "MemoryError: no room" in rows[0].why
 
 
+@pytest.mark.faults
 def test_a_model_that_brings_its_code_arrives_where_that_is_run(moe, tmp_path):
     config = SimoeUpcyclingConfig(experts=3)
     dense = moe.parent / "a"
