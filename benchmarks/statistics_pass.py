@@ -1,18 +1,22 @@
 """The statistics pass beside a bare headless forward of the same dense model on the same tokens.
 
-    python -m benchmarks.statistics_pass [--repeats N] [--threads N] [--device cpu|cuda]
+    python -m benchmarks.statistics_pass [--size small|135m] [--ways WAY ...] [--repeats N]
+        [--threads N] [--device cpu|cuda]
 
 All ways take turns in one process. ``ragged`` texts have 8 to 256 tokens, so that batches are
 padded and rows are gathered; the others fill every paragraph. The published code's way keeps
 lm_head and runs every expert of the layer on every token. ``ratio`` is of wall time; CPU time,
-which neighbours on the machine disturb less, stands beside it.
+which neighbours on the machine disturb less, stands beside it. ``--size 135m`` is SmolLM2-135M's
+shape, and four batches of a text in place of two.
 """
 
+import argparse
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +33,8 @@ from benchmarks.common import (
     time_in_turns,
 )
 from benchmarks.models import SHAPE, VOCABULARY
+from benchmarks.training_real import SHAPE as SMOLLM2
+from upcycle_core.allocator import kept_memory
 from upcycle_core.checkpoints.load import DTYPES
 from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs
 from upcycle_core.corpora.reader import TokenCorpus
@@ -38,7 +44,8 @@ from upcycle_core.progress import Silent
 
 LENGTH = 256
 EXPERTS = 3
-MODEL = {**SHAPE, "num_key_value_heads": 8}
+SIZES: dict[str, dict[str, Any]] = {"small": {**SHAPE, "num_key_value_heads": 8}, "135m": SMOLLM2}
+BATCHES = {"small": 2, "135m": 4}
 WAYS = ("bare", "ours", "published")
 
 
@@ -46,6 +53,8 @@ def main() -> None:
     """Measure and print."""
     parser = parser_of(__doc__, repeats=9, device=True)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=WAYS[1:])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     # a small model on a GPU must have enough tokens at once to be more than its kernel launches
@@ -53,24 +62,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="statistics-") as name:
         found = {
             f"{precision} {text}": measure(
-                batches(Path(name) / text, text == "ragged", batch_size),
+                batches(Path(name) / text, text == "ragged", batch_size, BATCHES[options.size]),
                 precision,
-                options.device,
-                options.repeats,
+                options,
             )
             for text in ("full", "ragged")
             for precision in ("fp32", "bf16")
         }
-    report(found, options.device, batch_size)
+    report(found, options, batch_size)
 
 
-def batches(folder: Path, ragged: bool, batch_size: int) -> list[Batch]:
-    """One batch a fold, as the pass reads them from a split on disk."""
+def batches(folder: Path, ragged: bool, batch_size: int, count: int) -> list[Batch]:
+    """Batches of two folds, as the pass reads them from a split on disk."""
     if not folder.exists():
         generator = np.random.default_rng(0)
         sizes = [
             int(generator.integers(8, LENGTH + 1)) if ragged else LENGTH
-            for _ in range(2 * batch_size)
+            for _ in range(count * batch_size)
         ]
         texts = ((generator.integers(1, VOCABULARY, size).tolist(), size) for size in sizes)
         write_split(folder, texts, eos_id=0, vocabulary_size=VOCABULARY)
@@ -79,18 +87,21 @@ def batches(folder: Path, ragged: bool, batch_size: int) -> list[Batch]:
     return list(paragraph_batches(corpus, pieces, batch_size, folds=2))
 
 
-def measure(texts: list[Batch], precision: str, device: str, repeats: int) -> Clocks:
+def measure(texts: list[Batch], precision: str, options: argparse.Namespace) -> Clocks:
     """What each way takes, in turns."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**MODEL), dtype=DTYPES[precision])
+    shape, device = SIZES[options.size], options.device
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=DTYPES[precision])
     model = model.to(device).eval()
-    layout = Layout(MODEL["hidden_size"], tuple(range(MODEL["num_hidden_layers"])), folds=2)
+    layout = Layout(shape["hidden_size"], tuple(range(shape["num_hidden_layers"])), folds=2)
     calls: dict[str, Callable[[], object]] = {
         "bare": partial(forward, model.model, texts, device),
         "ours": partial(collect, model.model, texts, layout, device=device, progress=Silent()),
         "published": partial(published, model, texts, device),
     }
-    return time_in_turns(calls, repeats, device=device)
+    asked = {way: call for way, call in calls.items() if way in ("bare", *options.ways)}
+    with kept_memory():  # as pieces have it
+        return time_in_turns(asked, options.repeats, device=device)
 
 
 @torch.inference_mode()
@@ -114,7 +125,7 @@ class EveryExpert(nn.Module):
 
 def published(model: PreTrainedModel, texts: list[Batch], device: str) -> None:
     """The published code's pass: ones feature, fp32 sums, padding counted."""
-    size, layers = MODEL["hidden_size"] + 1, model.get_decoder().layers
+    size, layers = model.config.hidden_size + 1, model.get_decoder().layers
     gram = [torch.zeros(size, size, device=device) for _ in layers]
     sums = [torch.zeros(size, EXPERTS, device=device) for _ in layers]
     target = torch.eye(EXPERTS, device=device)[:1]
@@ -134,7 +145,7 @@ def published(model: PreTrainedModel, texts: list[Batch], device: str) -> None:
         forward(model, texts, device)
 
 
-def report(found: Mapping[str, Clocks], device: str, batch_size: int) -> None:
+def report(found: Mapping[str, Clocks], options: argparse.Namespace, batch_size: int) -> None:
     """Print the table and the result."""
     wall = {name: clocks.wall for name, clocks in found.items()}
     cpu = {name: clocks.cpu for name, clocks in found.items()}
@@ -142,9 +153,9 @@ def report(found: Mapping[str, Clocks], device: str, batch_size: int) -> None:
         [name, *map(median, wall[name].values()), *over_bare(wall[name]), *over_bare(cpu[name])]
         for name in found
     ]
-    columns = ["", *(f"{way} s" for way in WAYS)]
-    columns += [f"{way} / bare{kind}" for kind in ("", ", CPU time") for way in WAYS[1:]]
-    print_table(f"statistics pass on {device}, medians of rounds in turns", columns, rows)
+    columns = ["", *(f"{way} s" for way in ("bare", *options.ways))]
+    columns += [f"{way} / bare{kind}" for kind in ("", ", CPU time") for way in options.ways]
+    print_table(f"statistics pass on {options.device}, medians of rounds in turns", columns, rows)
     print_result(
         "statistics_pass",
         {precision: over_bare(wall[f"{precision} full"])[0] for precision in ("fp32", "bf16")},
@@ -153,15 +164,15 @@ def report(found: Mapping[str, Clocks], device: str, batch_size: int) -> None:
             "cpu_s": cpu,
             "ratios": {name: over_bare(ways) for name, ways in wall.items()},
             "cpu_ratios": {name: over_bare(ways) for name, ways in cpu.items()},
-            "shape": MODEL,
+            "shape": SIZES[options.size],
             "batch": [batch_size, LENGTH],
         },
     )
 
 
 def over_bare(ways: Mapping[str, list[float]]) -> list[float]:
-    """Ours and the published way, divided by the bare forward of the same round."""
-    return [median_ratio(ways[way], ways["bare"]) for way in WAYS[1:]]
+    """Each way that was asked for, divided by the bare forward of the same round."""
+    return [median_ratio(times, ways["bare"]) for way, times in ways.items() if way != "bare"]
 
 
 if __name__ == "__main__":

@@ -522,42 +522,43 @@ def sleepers(monkeypatch, **arguments):
         monkeypatch.setattr(servers, f"_{name}", lambda settings, made=made: made)
 
 
-def test_up_starts_again_what_has_died_and_leaves_the_rest_alone(tmp_path, monkeypatch, capsys):
-    """A night may be running under the worker."""
+@pytest.fixture
+def bereft(tmp_path, monkeypatch):
+    """Where three services have run, of which one has died, and what was noted of them."""
     place = settings.read(environment_for(tmp_path / "home"))
     sleepers(monkeypatch)
     servers.up(place)
     before = read_records(place.services_state)
     try:
         stop(find(before["mlflow"]), grace=5)
-        servers.up(place)
-        after = read_records(place.services_state)
-        for name in ("prefect", "worker"):
-            assert after[name] == before[name]
-            assert find(after[name]) is not None
-        assert after["mlflow"] != before["mlflow"]
-        assert find(after["mlflow"]) is not None
-        sleepers(monkeypatch, worker="--limit 2")
-        with pytest.raises(InputError, match="runs with other settings: make down, then make up"):
-            servers.up(place)
-        assert read_records(place.services_state) == after
+        yield place, before
     finally:
         servers.down(place)
+
+
+def test_up_starts_again_what_has_died_and_leaves_the_rest_alone(bereft, monkeypatch):
+    """A night may be running under the worker."""
+    place, before = bereft
+    servers.up(place)
+    after = read_records(place.services_state)
+    for name in ("prefect", "worker"):
+        assert after[name] == before[name]
+        assert find(after[name]) is not None
+    assert after["mlflow"] != before["mlflow"]
+    assert find(after["mlflow"]) is not None
+    sleepers(monkeypatch, worker="--limit 2")
+    with pytest.raises(InputError, match="runs with other settings: make down, then make up"):
+        servers.up(place)
+    assert read_records(place.services_state) == after
+    servers.down(place)
     assert [find(record) for record in after.values()] == [None, None, None]
 
 
-def test_one_that_does_not_start_again_takes_nothing_else_with_it(tmp_path, monkeypatch):
-    place = settings.read(environment_for(tmp_path / "home"))
-    sleepers(monkeypatch)
-    servers.up(place)
-    before = read_records(place.services_state)
-    try:
-        stop(find(before["mlflow"]), grace=5)
-        broken = servers.Service("mlflow", ("-c", "raise SystemExit('no luck')"), lambda: False)
-        monkeypatch.setattr(servers, "_mlflow", lambda settings: broken)
-        with pytest.raises(servers.ServiceError, match=r"mlflow ended while(.|\n)*no luck"):
-            servers.up(place)
-        rest = {name: before[name] for name in ("prefect", "worker")}
-        assert servers.running(place) == rest == read_records(place.services_state)
-    finally:
-        servers.down(place)
+def test_one_that_does_not_start_again_takes_nothing_else_with_it(bereft, monkeypatch):
+    place, before = bereft
+    broken = servers.Service("mlflow", ("-c", "raise SystemExit('no luck')"), lambda: False)
+    monkeypatch.setattr(servers, "_mlflow", lambda settings: broken)
+    with pytest.raises(servers.ServiceError, match=r"mlflow ended while(.|\n)*no luck"):
+        servers.up(place)
+    rest = {name: before[name] for name in ("prefect", "worker")}
+    assert servers.running(place) == rest == read_records(place.services_state)
