@@ -1,7 +1,7 @@
 """The statistics pass beside a bare headless forward of the same dense model on the same tokens.
 
-    python -m benchmarks.statistics_pass [--size small|135m] [--ways WAY ...] [--repeats N]
-        [--threads N] [--device cpu|cuda]
+    python -m benchmarks.statistics_pass [--size small|135m] [--ways WAY ...]
+        [--precisions PRECISION ...] [--repeats N] [--threads N] [--device cpu|cuda]
 
 All ways take turns in one process. ``ragged`` texts have 8 to 256 tokens, so that batches are
 padded and rows are gathered; the others fill every paragraph. The published code's way keeps
@@ -48,6 +48,7 @@ SIZES: dict[str, dict[str, Any]] = {"small": {**SHAPE, "num_key_value_heads": 8}
 PARAGRAPHS = {"small": 16, "135m": 4}
 BATCHES = {"small": 2, "135m": 4}
 WAYS = ("bare", "ours", "published")
+PRECISIONS = ("fp32", "bf16")
 
 
 def main() -> None:
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=WAYS[1:])
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     # a small model on a GPU must have enough tokens at once to be more than its kernel launches
@@ -68,7 +70,7 @@ def main() -> None:
                 options,
             )
             for text in ("full", "ragged")
-            for precision in ("fp32", "bf16")
+            for precision in options.precisions
         }
     report(found, options, batch_size)
 
@@ -159,7 +161,7 @@ def report(found: Mapping[str, Clocks], options: argparse.Namespace, batch_size:
     print_table(f"statistics pass on {options.device}, medians of rounds in turns", columns, rows)
     print_result(
         "statistics_pass",
-        {precision: over_bare(wall[f"{precision} full"])[0] for precision in ("fp32", "bf16")},
+        {precision: over_bare(wall[f"{precision} full"])[0] for precision in options.precisions},
         {
             "wall_s": wall,
             "cpu_s": cpu,
