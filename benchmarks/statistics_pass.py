@@ -156,8 +156,9 @@ def report(found: Mapping[str, Clocks], options: argparse.Namespace, batch_size:
         [name, *map(median, wall[name].values()), *over_bare(wall[name]), *over_bare(cpu[name])]
         for name in found
     ]
-    columns = ["", *(f"{way} s" for way in ("bare", *options.ways))]
-    columns += [f"{way} / bare{kind}" for kind in ("", ", CPU time") for way in options.ways]
+    ways = [way for way in WAYS if way in ("bare", *options.ways)]
+    columns = ["", *(f"{way} s" for way in ways)]
+    columns += [f"{way} / bare{kind}" for kind in ("", ", CPU time") for way in ways[1:]]
     print_table(f"statistics pass on {options.device}, medians of rounds in turns", columns, rows)
     print_result(
         "statistics_pass",
