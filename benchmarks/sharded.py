@@ -1,6 +1,7 @@
-"""Memory of a worker that divides a training with others, beside that of one alone.
+r"""Memory of a worker that divides a training with others, beside that of one alone.
 
-    python -m benchmarks.sharded [--shapes 1m 135m] [--layers 30] [--methods full] [--tokens 256]
+    python -m benchmarks.sharded [--shapes 1m 135m] [--layers 30] [--methods full simoe] \
+        [--states fp32] [--tokens 256]
 
 Models of these shapes with random weights are made in a temporary folder and trained for three
 steps with the same rows on 1, 2 and 4 processes, on gloo. Two figures a worker, the largest of all
@@ -32,7 +33,9 @@ from benchmarks.planned import SIZES
 from upcycle_core.allocator import return_large_blocks
 from upcycle_core.checkpoints.load import quiet_loading
 from upcycle_core.progress import Silent
-from upcycle_core.training.config import ExpertTrainingConfig
+from upcycle_core.simoe.config import SimoeUpcyclingConfig
+from upcycle_core.simoe.train import train_simoe
+from upcycle_core.training.config import ExpertTrainingConfig, TrainingConfig
 from upcycle_core.training.expert import train_expert
 
 WORKERS, STEPS, MICRO_BATCHES = (1, 2, 4), 3, 4
@@ -87,23 +90,25 @@ def make(folder: Path, size: Mapping[str, int]) -> None:
     save_word_tokenizer(folder / "model", words=size["vocabulary"])
 
 
-def training(method: Any, state: Any, tokens: int) -> ExpertTrainingConfig:
-    """Too short to learn."""
-    return ExpertTrainingConfig(
-        method=method,
-        optimizer_state=state,
-        steps=STEPS,
-        batch_size=1,
-        gradient_accumulation=MICRO_BATCHES,
-        sequence_length=tokens,
-        warmup_steps=0,
-        checkpoint_steps=STEPS,
-        precision="fp32",
-        gradient_checkpointing=True,
-    )
+def training(method: Any, state: Any, tokens: int) -> TrainingConfig:
+    """Too short to learn; of an expert, or, as ``simoe``, of the deltas of one."""
+    settings: dict[str, Any] = {
+        "optimizer_state": state,
+        "steps": STEPS,
+        "batch_size": 1,
+        "gradient_accumulation": MICRO_BATCHES,
+        "sequence_length": tokens,
+        "warmup_steps": 0,
+        "checkpoint_steps": STEPS,
+        "precision": "fp32",
+        "gradient_checkpointing": True,
+    }
+    if method == "simoe":
+        return TrainingConfig(**settings)
+    return ExpertTrainingConfig(method=method, **settings)
 
 
-def measure(folder: Path, config: ExpertTrainingConfig, count: int) -> dict[str, float]:
+def measure(folder: Path, config: TrainingConfig, count: int) -> dict[str, float]:
     """Figures of the worker that holds the most."""
     with socket.socket() as free, tempfile.TemporaryDirectory(dir=folder) as out:
         free.bind(("127.0.0.1", 0))
@@ -116,7 +121,7 @@ def measure(folder: Path, config: ExpertTrainingConfig, count: int) -> dict[str,
 
 
 def work(
-    model: Path, config: ExpertTrainingConfig, out: Path, count: int, port: int, rank: int
+    model: Path, config: TrainingConfig, out: Path, count: int, port: int, rank: int
 ) -> dict[str, float]:
     """What a worker does."""
     return_large_blocks()  # one alone has no need to, but is measured alike
@@ -126,26 +131,28 @@ def work(
         place = f"tcp://127.0.0.1:{port}"
         distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=count)
     rows = Rows(config)
-    result = train_expert(
-        model,
-        rows,
-        out / "out",
-        config=config,
-        seed=0,
-        checkpoints=out / "checkpoints",
-        progress=Silent(),
-        device="cpu",
-        divided="full" if count > 1 else "none",
-    )
+    settings: dict[str, Any] = {
+        "seed": 0,
+        "checkpoints": out / "checkpoints",
+        "progress": Silent(),
+        "device": "cpu",
+        "divided": "full" if count > 1 else "none",
+    }
+    if isinstance(config, ExpertTrainingConfig):
+        loss = train_expert(model, rows, out / "out", config=config, **settings).final_loss
+    else:
+        simoe = SimoeUpcyclingConfig(masks="real")  # gates could not close in so few steps
+        result = train_simoe(model, rows, out / "out", config=config, simoe=simoe, **settings)
+        loss = result.training.final_loss
     if count > 1:
         distributed.destroy_process_group()
-    return {"kept_mb": rows.kept / 1e6, "loss": result.final_loss}
+    return {"kept_mb": rows.kept / 1e6, "loss": loss}
 
 
 class Rows(Dataset):
     """Random rows; reading one looks at the tensors that are alive between steps."""
 
-    def __init__(self, config: ExpertTrainingConfig) -> None:
+    def __init__(self, config: TrainingConfig) -> None:
         self.config, self.kept = config, 0
 
     def __len__(self) -> int:

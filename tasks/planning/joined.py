@@ -197,10 +197,10 @@ def _memory(row: Baseline, shape: Shape, domains: int, resources: Resources) -> 
 
 def _step(row: Baseline, shape: Shape, domains: int, resources: Resources) -> int:
     experts, divided = row.experts(domains), dividing(resources)
+    common: dict[str, Any] = {"device": resources.device, "workers": divided}
     if row.method == "simoe":
         own = row.simoe or SimoeUpcyclingConfig()
-        return simoe_training_bytes(shape, row.training, own, device=resources.device)
-    common: dict[str, Any] = {"device": resources.device, "workers": divided}
+        return simoe_training_bytes(shape, row.training, own, **common)
     if not experts:
         return training_bytes(shape, row.trained_as, **common)
     needed = mixture_training_bytes(

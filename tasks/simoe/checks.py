@@ -11,7 +11,7 @@ from upcycle_core.baselines.config import Baseline
 from upcycle_core.corpora.tuning.config import InstructionsConfig
 from upcycle_core.dume.config import MoEConfig
 from upcycle_core.errors import Fault
-from upcycle_core.simoe.checks import fit_faults
+from upcycle_core.simoe.checks import division_faults, fit_faults
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.training.checks import training_faults
 from upcycle_core.training.config import TrainingConfig
@@ -152,15 +152,14 @@ def _worker_faults(recipe: Recipe) -> Iterator[Fault]:
     if tuned % workers:
         remedy = f"must be a multiple of compute.post_training.workers = {workers}"
         yield Fault("tuning.training.gradient_accumulation", tuned, remedy)
-    remedy = "closes the gates of all layers in one order, so that each worker holds the whole "
-    remedy += "model; use none"
     if compute.post_training.sharding != "none":
-        fault = f"SIMoE {remedy}"
-        yield Fault("compute.post_training.sharding", compute.post_training.sharding, fault)
-    rows = [name for name, row in recipe.baselines.items() if row.method == "simoe"]
-    if compute.baselines.sharding != "none" and rows:
-        fault = f"SIMoE, as in the rows {', '.join(rows)}, {remedy}, or compare them in a run of "
-        yield Fault("compute.baselines.sharding", compute.baselines.sharding, f"{fault}their own")
+        yield from division_faults(section(recipe), is_encoder_decoder=False)
+    if compute.baselines.sharding != "none":
+        for name, row in recipe.baselines.items():
+            if row.method == "simoe":
+                own = row.simoe or SimoeUpcyclingConfig()
+                where = f"baselines.{name}.simoe"
+                yield from division_faults(own, is_encoder_decoder=False, field=where)
 
 
 def lengths(recipe: Recipe) -> Iterator[str]:

@@ -29,7 +29,7 @@ from upcycle_core.corpora.plain_chat import form_in_words
 from upcycle_core.errors import InputError, raise_faults
 from upcycle_core.progress import Progress
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
-from upcycle_core.training.config import TrainingConfig
+from upcycle_core.training.config import Sharding, TrainingConfig
 
 if TYPE_CHECKING:
     from upcycle_core.simoe.train import SimoeResult
@@ -229,6 +229,7 @@ def simoe_piece(
     seed: int,
     max_shard_bytes: int,
     device: str,
+    divided: Sharding = "none",
 ) -> dict[str, Any]:
     """The piece, in each of its workers: experts are found, and what no expert uses is pruned."""
     from upcycle_core.simoe.train import train_simoe  # imports models of transformers
@@ -251,6 +252,7 @@ def simoe_piece(
         device=device,
         tasks=tasks,
         max_shard_bytes=max_shard_bytes,
+        divided=divided,
     )
     if workers.rank() == 0:
         (out / TRAINING).mkdir()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -117,6 +118,12 @@ def _load_stock_moe(
     if (directory / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     return model, info
+
+
+def stored_type(directory: Path) -> torch.dtype:
+    """The type of a checkpoint's weights, or, of several, one that holds them all."""
+    kinds = {info.dtype for info in CheckpointReader(directory, integers=True).tensors.values()}
+    return reduce(torch.promote_types, (kind for kind in kinds if kind.is_floating_point))
 
 
 def choose_experts_implementation(

@@ -14,6 +14,7 @@ from upcycle_core.planning.shape import Shape
 from upcycle_core.precision import DTYPES, arithmetic
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.training.config import Group, TrainingConfig
+from upcycle_core.training.vocabulary import NUMBERS
 from upcycle_core.training.workers import divided_dimension
 
 FP32, BF16, MOMENTS, MASK = 4, 2, 2, 4
@@ -104,7 +105,12 @@ def gate_parameters(shape: Shape, config: SimoeUpcyclingConfig) -> int:
 
 
 def simoe_training_bytes(
-    shape: Shape, config: TrainingConfig, simoe: SimoeUpcyclingConfig, *, device: str = "cpu"
+    shape: Shape,
+    config: TrainingConfig,
+    simoe: SimoeUpcyclingConfig,
+    *,
+    device: str = "cpu",
+    workers: int = 1,
 ) -> int:
     """Bytes at the peak of a SIMoE's training: a step, or what is written at its end.
 
@@ -116,18 +122,30 @@ def simoe_training_bytes(
         config: How the deltas are trained.
         simoe: The experts.
         device: Where it runs.
+        workers: How many divide all but gates and router; of the one that writes, the bytes. It has
+            all of it then, but not on its GPU.
     """
     gated = gated_parameters(shape, simoe)
     trained = gated + gate_parameters(shape, simoe)
-    at_the_end = FP32 * (shape.whole + trained) + FP32 * MOMENTS * trained + FP32 * gated
-    if arithmetic(config.precision, device) == "bf16":
+    base = BF16 if arithmetic(config.precision, device) == "bf16" else FP32
+    moments = FP32 * MOMENTS * trained
+    at_the_end = FP32 * (shape.whole + trained) + moments // workers + FP32 * gated
+    if base == BF16:
         at_the_end += BF16 * gated
     bound = estimate.training_bytes(shape, config, device=device)
     if bound > estimate.SMALL:
         bound = _rehearsed(shape, config, simoe, device)
     else:
         bound += (FP32 + STATES) * trained
-    return max(bound, at_the_end)
+    if workers == 1:
+        return max(bound, at_the_end)
+    held = base * gated + FP32 * (shape.whole - gated) + (FP32 + STATES) * gated
+    tokens = config.batch_size * config.sequence_length
+    states = min(NUMBERS, workers * tokens * shape.hidden)  # of all, where both ends are divided
+    layer = (base + 2 * FP32) * (gated // shape.layers)  # gathered, with its gradient
+    step = bound - held + held // workers + layer + 2 * FP32 * states
+    own = (base * gated + FP32 * (shape.whole + gated)) // workers
+    return step if device == "cuda" else max(step, own + at_the_end)
 
 
 def _rehearsed(

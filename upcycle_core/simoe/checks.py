@@ -87,6 +87,25 @@ def pull_faults(
         yield Fault(f"{field}.multiplier_learning_rate", simoe.multiplier_learning_rate, remedy)
 
 
+def division_faults(
+    simoe: SimoeUpcyclingConfig, *, is_encoder_decoder: bool, field: str = "simoe"
+) -> Iterator[Fault]:
+    """What workers cannot divide; gates they do not, and of these there may be too many.
+
+    Args:
+        simoe: The upcycling.
+        is_encoder_decoder: Whether the dense model is, as a T5.
+        field: Where ``simoe`` was given.
+    """
+    if simoe.masks == "parameters":
+        remedy = "is a gate a parameter, and each worker has all gates: use neurons or real, or "
+        remedy += "sharding: none"
+        yield Fault(f"{field}.masks", simoe.masks, remedy)
+    if is_encoder_decoder:
+        remedy = "an encoder-decoder has two lists of layers; use sharding: none"
+        yield Fault("sharding", "full", remedy)
+
+
 def balance_faults(
     simoe: SimoeUpcyclingConfig, training: TrainingConfig, field: str = "simoe"
 ) -> Iterator[Fault]:

@@ -7,23 +7,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
+from transformers import AutoConfig
 
 from upcycle_core.checkpoints.writer import sync_directory
 from upcycle_core.errors import raise_faults
 from upcycle_core.precision import DTYPES, arithmetic
 from upcycle_core.progress import Progress, Silent
-from upcycle_core.simoe.checks import fit_faults, pull_faults
+from upcycle_core.simoe.checks import division_faults, fit_faults, pull_faults
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.model import gated_modules
 from upcycle_core.simoe.objective import SimoeObjective
 from upcycle_core.simoe.prune import MAX_SHARD_BYTES, save_pruned
 from upcycle_core.simoe.sparsity import overlap, realised_sparsity
 from upcycle_core.simoe.standardise import common_states
-from upcycle_core.simoe.upcycle import narrow_base, restore_base, upcycle_in_memory
-from upcycle_core.training import workers
+from upcycle_core.simoe.upcycle import narrow_base, narrowed, restore_base, upcycle_in_memory
+from upcycle_core.training import sharding, workers
 from upcycle_core.training.arguments import checked_shape
-from upcycle_core.training.config import TrainingConfig
+from upcycle_core.training.config import Sharding, TrainingConfig
 from upcycle_core.training.groups import Trainable
 from upcycle_core.training.resume import kept_step, training_record
 from upcycle_core.training.trainer import Subject, TrainingResult, train_subject
@@ -73,6 +75,7 @@ def train_simoe(
     fingerprint: Mapping[str, Any] | None = None,
     tasks: Sequence[str] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    divided: Sharding = "none",
 ) -> SimoeResult:
     """Upcycle a dense model, train its experts, prune them. After a kill it goes on bit for bit.
 
@@ -87,23 +90,35 @@ def train_simoe(
         checkpoints: Directory for checkpoints; the last two and the one kept so far stay.
         progress, device, validation, fingerprint: As for ``training.trainer.train``.
         tasks, max_shard_bytes: Names, where routing goes by task; size of one safetensors file.
+        divided: Whether workers divide all but gates and router; all must call.
 
     Raises:
         InputError: What does not fit, before the first step; no checkpoint is sparse enough.
         FloatingPointError: Loss, gradient, mask or lambda is not finite.
     """
     raise_faults([*simoe.faults("simoe"), *fit_faults(simoe, config)])
-    shape = checked_shape(model, dataset, validation, config, None)
-    made: list[tuple[Subject, float | None]] = []
+    if divided == "full":
+        raise_faults(division_faults(simoe, is_encoder_decoder=_is_encoder_decoder(model)))
+    shape = checked_shape(model, dataset, validation, config, None, divided=divided)
+    upcycled = partial(upcycle_in_memory, model, simoe, seed=seed, tasks=tasks)
+    made: list[Subject] = []
+    common: list[float | None] = []
 
     def load(device: str) -> Subject:
-        network: Any = upcycle_in_memory(model, simoe, seed=seed, device=device, tasks=tasks)
+        network: Any = upcycled(device=device, divided=divided)
         raise_faults(pull_faults(simoe, config, _gates(network)))
         network.config.use_cache = shape.use_cache  # the Trainer does it only if it trains
-        common = _begin(network, dataset, config, progress)
-        write = partial(_write, network, model, out, max_shard_bytes)
-        made[:] = [(_subject(network, SimoeObjective(network, simoe, config), write), common)]
-        return made[0][0]
+        narrow = DTYPES[arithmetic(config.precision, device)]
+        made[:] = [
+            _subject(
+                network,
+                SimoeObjective(network, simoe, config),
+                write=lambda: _write(_whole(network, upcycled), model, out, max_shard_bytes),
+                begin=lambda: common.append(_begin(network, dataset, config, progress, narrow)),
+                narrow=narrow,
+            )
+        ]
+        return made[0]
 
     found = train_subject(
         load,
@@ -116,19 +131,35 @@ def train_simoe(
         progress=progress,
         device=device,
         validation=validation,
+        divided=divided,
     )
-    return _result(found, *made[0], config)
+    return _result(found, made[0], common[0], config)
+
+
+def _is_encoder_decoder(model: Path) -> bool:
+    config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    return bool(config.is_encoder_decoder)
 
 
 def _begin(
-    network: Any, dataset: Dataset, config: TrainingConfig, progress: Progress
+    network: Any, dataset: Dataset, config: TrainingConfig, progress: Progress, narrow: torch.dtype
 ) -> float | None:
-    """Look at the router's states, if it reads any, and hold what is frozen as it is computed."""
+    """Look at the router's states, if it reads any, and hold what is frozen as it is computed.
+
+    Of a network that is divided that is held so already, and its states are those of ``narrow``.
+    """
     common = None
+    divided = sharding.is_sharded(network)
     if network.config.routing != "task":
         told = progress if workers.rank() == 0 else Silent()
-        common = common_states(network, dataset, batch_size=config.batch_size, progress=told)
-    narrow_base(network, DTYPES[arithmetic(config.precision, network.device)])
+        kind, is_narrow = network.device.type, divided and narrow != torch.float32
+        with (
+            sharding.gathering(network, "coefficients"),
+            torch.autocast(kind, narrow if is_narrow else None, enabled=is_narrow),
+        ):
+            common = common_states(network, dataset, batch_size=config.batch_size, progress=told)
+    if not divided:
+        narrow_base(network, narrow)
     return common
 
 
@@ -149,15 +180,50 @@ def _record(
     return training_record(config, seed, None, fingerprint, settings)
 
 
-def _subject(network: Any, objective: SimoeObjective, write: Callable[[], None]) -> Subject:
+def _subject(
+    network: Any,
+    objective: SimoeObjective,
+    *,
+    write: Callable[[], None],
+    begin: Callable[[], None],
+    narrow: torch.dtype,
+) -> Subject:
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained)
     trainable = Trainable(trained, sum(size for size, _ in sizes), frozenset())
-    return Subject(network, trainable, write, objective)
+    bases = {base.weight for base in narrowed(network)}
+    small = (n for n, _ in network.named_parameters() if n.endswith(".log_phi"))
+    router = (f"router.{n}" for n, _ in network.router.named_parameters())
+    return Subject(
+        network,
+        trainable,
+        write,
+        objective,
+        kind=lambda parameter: narrow if parameter in bases else torch.float32,
+        whole=frozenset([*small, *router]),
+        begin=begin,
+    )
+
+
+def _whole(network: Any, upcycled: Callable[..., Any]) -> Any:
+    """What is to be written, whole where it is divided: then worker 0's alone, on the CPU."""
+    if not sharding.is_sharded(network):
+        return network
+    whole = upcycled(device="cpu") if workers.rank() == 0 else None
+    for name, tensor in [*network.named_parameters(), *network.router.named_buffers("router")]:
+        if tensor.requires_grad or name.startswith("router."):
+            value = workers.whole(tensor.detach()).cpu()
+            if whole is not None:
+                whole.state_dict(keep_vars=True)[name].data.copy_(value)
+    if whole is not None:
+        whole.config.use_cache = network.config.use_cache
+    return whole
 
 
 def _write(network: Any, source: Path, out: Path, max_shard_bytes: int) -> None:
-    """Prune and write, over what an earlier call wrote."""
+    """Prune and write, over what an earlier call wrote; worker 0's work."""
+    if workers.rank() != 0:
+        return
     unfinished = out.with_name(f"{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     restore_base(network, source)

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
 
-from upcycle_core.checkpoints.load import check_loading, load_causal_lm, quiet_loading
+from upcycle_core.checkpoints.load import (
+    check_loading,
+    load_causal_lm,
+    quiet_loading,
+    stored_type,
+)
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.moe.random import keyed_generator
@@ -20,8 +25,9 @@ from upcycle_core.simoe.model import (
     gated_modules,
 )
 from upcycle_core.simoe.model.gates_simoe import draw_log_phi, median
-from upcycle_core.simoe.model.layers_simoe import SimoeLinear
+from upcycle_core.simoe.model.layers_simoe import SimoeLinear, put_experts
 from upcycle_core.simoe.model.routing_simoe import ROUTER_STD
+from upcycle_core.training.config import Sharding
 
 
 def upcycle_in_memory(
@@ -31,6 +37,7 @@ def upcycle_in_memory(
     seed: int,
     device: str = "cpu",
     tasks: Sequence[str] = (),
+    divided: Sharding = "none",
 ) -> SimoeForCausalLM | SimoeForConditionalGeneration:
     """Give every linear layer and norm of a dense model experts whose deltas are zero.
 
@@ -43,6 +50,8 @@ def upcycle_in_memory(
         seed: Decides log phi and the router.
         device: Where the model goes.
         tasks: Names of the tasks, where routing goes by task.
+        divided: With ``full`` what was pre-trained is in the type of its file, and deltas take no
+            memory yet: ``training.sharding.shard`` makes them what they are to be.
 
     Returns:
         The model, fp32, in evaluation mode. Deltas, masks and the router have gradients; all that
@@ -53,19 +62,16 @@ def upcycle_in_memory(
             configuration does not fit.
     """
     raise_faults(config.faults("simoe"))
-    source = _load_dense(Path(dense))
+    source = _load_dense(Path(dense), divided)
     source.config.name_or_path = ""  # a place of this machine, which config.json would tell
     try:
         settings = simoe_config(source.config, config, tasks=tasks)
-        kind = SimoeForConditionalGeneration if settings.is_encoder_decoder else SimoeForCausalLM
-        model: Any = kind(settings)
+        model = _around(source, settings)
     except ValueError as error:
         raise InputError(Fault("simoe", str(dense), str(error))) from error
-    state = source.state_dict()
     for name, module in gated_modules(model).items():
-        own = name.removeprefix("model.")
-        for tensor in module.base.state_dict():
-            state[f"{own}.base.{tensor}"] = state.pop(f"{own}.{tensor}")
+        if divided == "full":
+            module.delta = nn.Parameter(torch.zeros(()).expand(module.delta.shape))
         drawn = draw_log_phi(
             tuple(module.log_phi.shape), config.initial_spread, keyed_generator(seed, name)
         )
@@ -74,12 +80,19 @@ def upcycle_in_memory(
         if not name.endswith("bias"):
             drawn = torch.randn(parameter.shape, generator=keyed_generator(seed, "router", name))
             _fill(parameter, ROUTER_STD * drawn)
-    grown = {"delta", "log_phi"}
-    missing, unexpected = model.model.load_state_dict(state, strict=False)
-    assert not unexpected, unexpected
-    assert all(name.rpartition(".")[2] in grown for name in missing), missing
-    model.generation_config = source.generation_config
-    return model.to(device).eval()
+    model.freeze()
+    return model.to(device if divided == "none" else "cpu").eval()
+
+
+def _around(source: PreTrainedModel, settings: SimoeConfig) -> Any:
+    """The model whose dense one is ``source`` itself: there is no other copy of its weights."""
+    kind = SimoeForConditionalGeneration if settings.is_encoder_decoder else SimoeForCausalLM
+    with torch.device("meta"):
+        model: Any = kind(settings)
+    put_experts(source, settings, model.mixture, "model.")
+    model.model, model.generation_config = source, source.generation_config
+    model.router = type(model.router)(settings)
+    return model
 
 
 def narrow_base(model: Any, dtype: torch.dtype) -> None:
@@ -93,8 +106,13 @@ def narrow_base(model: Any, dtype: torch.dtype) -> None:
         model: Upcycled; changed in place.
         dtype: Of the training's arithmetic.
     """
-    for _, base in () if model.config.is_encoder_decoder else _linear_bases(model):
+    for base in narrowed(model):
         base.weight.data = base.weight.data.to(dtype)
+
+
+def narrowed(model: Any) -> list[Any]:
+    """What ``narrow_base`` is about."""
+    return [] if model.config.is_encoder_decoder else [base for _, base in _linear_bases(model)]
 
 
 def restore_base(model: Any, dense: Path) -> None:
@@ -146,12 +164,13 @@ def _fill(parameter: Tensor, value: Tensor) -> None:
         parameter.copy_(value)
 
 
-def _load_dense(directory: Path) -> PreTrainedModel:
-    """The dense model in fp32, strictly."""
+def _load_dense(directory: Path, divided: Sharding = "none") -> PreTrainedModel:
+    """The dense model in fp32, or, to be divided, in the type of its file; strictly."""
     CheckpointReader(directory, field="model")  # says what is wrong with the files
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if not config.is_encoder_decoder:
-        return load_causal_lm(directory)
+        kind = torch.float32 if divided == "none" else stored_type(directory)
+        return load_causal_lm(directory, dtype=kind)
     with quiet_loading():
         loaded: Any = AutoModelForSeq2SeqLM.from_pretrained(
             directory,

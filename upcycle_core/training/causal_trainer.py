@@ -211,12 +211,13 @@ class CausalTrainer(Trainer):
         self._order.first_step_is_over()
         step, limit = self.state.global_step + 1, self._config.max_gradient_norm
         loss = self._losses.end_backward(step)
-        gradients = [[p.grad for p in own if p.grad is not None] for own in self._clipped]
-        norms = [workers.whole(torch.nn.utils.get_total_norm(own)) for own in gradients]
+        if self._is_sharded:
+            sharding.average_whole(self._network)
+        norms = [sharding.gradient_norm(own) for own in self._clipped]
         if not torch.isfinite(loss) or not all(torch.isfinite(norm) for norm in norms):
             raise not_finite(step, loss, self._order.first_not_finite(), self._config)
         for parameters, norm in zip(self._clipped, norms, strict=True):
-            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+            sharding.clip_gradients(parameters, limit, norm)
         return norms[0]
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:

@@ -10,7 +10,9 @@ V vocabulary, H hidden size, W workers.
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from upcycle_core.allocator import return_large_blocks
@@ -80,6 +82,7 @@ def shard(
     *,
     halves: frozenset[str],
     device: str,
+    whole: frozenset[str] = frozenset(),
 ) -> None:
     """Leave each worker 1 / W of every parameter, see ``workers.divided_dimension``; in place.
 
@@ -93,27 +96,31 @@ def shard(
         kind: The type that each gets.
         halves: Fused experts of which the gate matrices alone are trained.
         device: Where shards go: "cpu" or "cuda".
+        whole: Small parameters that each worker has whole, see ``average_whole``.
     """
     return_large_blocks()
     mesh = init_device_mesh(device, (workers.count(),))
     place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else device
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
+    apart = {p for name, p in network.named_parameters() if name in whole}
     ends: set[nn.Parameter] = set()
     if is_sliced(network) and vocabulary.can_divide(network):
         for module in (embedding, head):
             _convert(module, kind, place)
         ends = vocabulary.divide(network, mesh)
-    apart = [*_layers(network), *([] if is_tied or ends else [embedding])]
-    for module in apart:
+    divide = partial(
+        fully_shard, mesh=mesh, ignored_params=ends | apart, shard_placement_fn=_placement
+    )
+    for module in (*_layers(network), *([] if is_tied or ends else [embedding])):
         _convert(module, kind, place)
-        fully_shard(module, mesh=mesh, shard_placement_fn=_placement)
+        divide(module)
     if head is not None and not (is_tied or ends):
         _convert(head, kind, place)
         # The loss needs it after its own forward pass, see head.sliced_head.
-        fully_shard(head, mesh=mesh, reshard_after_forward=False, shard_placement_fn=_placement)
+        divide(head, reshard_after_forward=False)
     _convert(network, kind, place)
-    fully_shard(network, mesh=mesh, ignored_params=ends or None, shard_placement_fn=_placement)
+    divide(network)
     keep_up_matrices(network, halves)
 
 
@@ -126,6 +133,55 @@ def free(network: nn.Module) -> None:
     for module in network.modules():  # a head may have a group of its own
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def gathering(network: nn.Module, method: str) -> Iterator[None]:
+    """Let ``method`` of a network that is divided gather weights as its forward pass does."""
+    if not is_sharded(network):
+        yield
+        return
+    register_fsdp_forward_method(network, method)
+    try:
+        yield
+    finally:
+        delattr(network, method)
+        free(network)
+
+
+def average_whole(network: nn.Module) -> None:
+    """Make gradients of what each worker has whole the mean over workers; others' are already."""
+    own = [p.grad for p in network.parameters() if not isinstance(p, DTensor)]
+    gradients = [gradient for gradient in own if gradient is not None]
+    if not gradients:
+        return
+    mean = workers.total(torch.cat([g.flatten() for g in gradients])) / workers.count()
+    sizes = [g.numel() for g in gradients]
+    for gradient, found in zip(gradients, mean.split(sizes), strict=True):
+        gradient.copy_(found.view_as(gradient))
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Euclidean norm of all gradients, whether workers hold parts of them or not; all must ask."""
+    norms = [
+        workers.whole(nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]))
+        for part in _alike(parameters)
+    ]
+    return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], limit: float, norm: torch.Tensor) -> None:
+    """Scale gradients of Euclidean norm ``norm`` to ``limit`` where that is less; in place."""
+    for part in _alike(parameters):
+        nn.utils.clip_grads_with_norm_(part, limit, norm)
+
+
+def _alike(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those that workers hold parts of and those that they have whole: no call takes both."""
+    parts: list[list[nn.Parameter]] = [[], []]
+    for parameter in parameters:
+        parts[isinstance(parameter, DTensor)].append(parameter)
+    return [part for part in parts if part]
 
 
 def is_sharded(network: nn.Module) -> bool:
@@ -257,7 +313,7 @@ def _convert(module: nn.Module, kind: Callable[[nn.Parameter], torch.dtype], pla
         if not hasattr(parameter, "device_mesh"):
             is_number = parameter.is_floating_point()
             dtype = kind(parameter) if is_number else parameter.dtype
-            parameter.data = parameter.data.to(place, dtype)
+            parameter.data = parameter.data.to(place, dtype).contiguous()
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
             setattr(owner, name, buffer.to(place))

@@ -11,7 +11,6 @@ Train set them, and a directory of checkpoints that all of them see.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from upcycle_core.checkpoints.load import load_causal_lm, quiet_loading
-from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.load import load_causal_lm, quiet_loading, stored_type
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
 from upcycle_core.precision import arithmetic, chosen
 from upcycle_core.progress import Progress, Silent
@@ -152,9 +150,7 @@ def load_to_train(
     """
     precision = arithmetic(config.precision, device)
     if divided == "full":
-        kinds = {info.dtype for info in CheckpointReader(model, integers=True).tensors.values()}
-        floating = (kind for kind in kinds if kind.is_floating_point)
-        dtype, device = reduce(torch.promote_types, floating), "cpu"
+        dtype, device = stored_type(model), "cpu"
     return load_causal_lm(model, dtype=dtype, device=device, precision=precision, training=True)
 
 
@@ -175,6 +171,8 @@ class Subject:
             0, or by all where they hold parts.
         extension: What a paper adds to the training.
         kind: The type of each parameter once it is divided.
+        whole: Names of small parameters that each worker has whole then.
+        begin: Called once the network is divided, if it is to be, before the first step.
     """
 
     network: "PreTrainedModel"
@@ -182,6 +180,8 @@ class Subject:
     write: Callable[[], None]
     extension: Extension | None = None
     kind: Callable[[nn.Parameter], torch.dtype] = all_fp32
+    whole: frozenset[str] = frozenset()
+    begin: Callable[[], None] | None = None
 
 
 def train_subject(
@@ -217,12 +217,14 @@ def train_subject(
     settings = training_arguments(shape, config, seed=seed, checkpoints=checkpoints, device=device)
     subject = load(device)
     progress = progress if workers.rank() == 0 else Silent()
-    progress.start(f"training{chosen(config.precision, device)}", config.steps)
-    progress.advance(found.step if found else 0)
     with sliced_head(subject.network):
         if divided == "full":
-            halves = subject.trainable.undecayed
-            sharding.shard(subject.network, subject.kind, halves=halves, device=device)
+            halves, whole = subject.trainable.undecayed, subject.whole
+            sharding.shard(subject.network, subject.kind, halves=halves, device=device, whole=whole)
+        if subject.begin is not None:
+            subject.begin()
+        progress.start(f"training{chosen(config.precision, device)}", config.steps)
+        progress.advance(found.step if found else 0)
         if found is None or found.step < config.steps:
             trainer = CausalTrainer(
                 subject.network,

@@ -139,23 +139,28 @@ def test_a_sound_recipe_has_its_rows():
             {"workers": 2},
             "baselines.free.training.gradient_accumulation",
         ),
-        (
-            "compute/post_training",
-            {"workers": 2, "sharding": "full"},
-            "compute.post_training.sharding",
-        ),
     ],
 )
 def test_what_does_not_fit_is_named(path, value, field):
     assert field in fields_of(changed(path, value))
 
 
-def test_a_model_that_cannot_be_divided_is_named_with_its_rows():
+def test_masks_that_workers_cannot_divide_are_named_with_their_rows():
+    divided = {"workers": 2, "sharding": "full"}
+    values = changed("compute/baselines", divided)
+    values["compute"]["post_training"] = divided
+    shared = {**TRAINING, "gradient_accumulation": 2}
+    values["tuning"]["training"] = shared
+    for name, row in values["baselines"].items():
+        values["baselines"][name] = {**row, "training": shared}
+    validate(values)
+    own = {"masks": "parameters", "mask_learning_rate": 0.5}
+    values["baselines"]["free"]["simoe"] = own
+    values["simoe"] = {**values["simoe"], "masks": "parameters"}
     with pytest.raises(InputError) as error:
-        validate(changed("compute/baselines", {"workers": 2, "sharding": "full"}))
-    [fault] = (f for f in error.value.faults if f.field == "compute.baselines.sharding")
-    assert fault.value == "full"
-    assert "as in the rows free, closes the gates of all layers in one order" in str(fault)
+        validate(values)
+    found = {f.field: f.value for f in error.value.faults}
+    assert found == {"simoe.masks": "parameters", "baselines.free.simoe.masks": "parameters"}
 
 
 def test_all_rows_and_the_model_share_their_batches_among_workers():
