@@ -1,13 +1,12 @@
-r"""Memory of a worker that divides a training with others, beside that of one alone.
+"""Memory of a worker that divides a training with others, beside that of one alone.
 
-    python -m benchmarks.sharded [--shapes 1m 135m] [--layers 30] [--methods full simoe] \
-        [--states fp32] [--tokens 256]
+    python -m benchmarks.sharded [--shapes 1m 135m] [--layers 30] [--methods full] [--tokens 256]
 
 Models of these shapes with random weights are made in a temporary folder and trained for three
-steps with the same rows on 1, 2 and 4 processes, on gloo. Two figures a worker, the largest of all
-workers': what it keeps between steps (weights and moments, counted); and its peak of anonymous
-memory above the imports, in which gradients, a batch's activations and what is gathered stand as
-well. Activations are recomputed, layer by layer.
+steps, by a method of experts or as ``simoe``, with the same rows on 1, 2 and 4 processes, on gloo.
+Two figures a worker, the largest of all workers': what it keeps between steps (weights and moments,
+counted); and its peak of anonymous memory above the imports, in which gradients, a batch's
+activations and what is gathered stand as well. Activations are recomputed, layer by layer.
 """
 
 import gc

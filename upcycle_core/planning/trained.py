@@ -123,13 +123,12 @@ def simoe_training_bytes(
         simoe: The experts.
         device: Where it runs.
         workers: How many divide all but gates and router; of the one that writes, the bytes. It has
-            all of it then, but not on its GPU.
+            all but the deltas whole then, not on its GPU.
     """
     gated = gated_parameters(shape, simoe)
     trained = gated + gate_parameters(shape, simoe)
     base = BF16 if arithmetic(config.precision, device) == "bf16" else FP32
-    moments = FP32 * MOMENTS * trained
-    at_the_end = FP32 * (shape.whole + trained) + moments // workers + FP32 * gated
+    at_the_end = FP32 * (shape.whole + trained) + FP32 * MOMENTS * trained + FP32 * gated
     if base == BF16:
         at_the_end += BF16 * gated
     bound = estimate.training_bytes(shape, config, device=device)
@@ -139,13 +138,13 @@ def simoe_training_bytes(
         bound += (FP32 + STATES) * trained
     if workers == 1:
         return max(bound, at_the_end)
-    held = base * gated + FP32 * (shape.whole - gated) + (FP32 + STATES) * gated
+    kept = base * gated + FP32 * (shape.whole - gated) + FP32 * (1 + MOMENTS) * gated
+    held = kept + FP32 * gated
     tokens = config.batch_size * config.sequence_length
     states = min(NUMBERS, workers * tokens * shape.hidden)  # of all, where both ends are divided
     layer = (base + 2 * FP32) * (gated // shape.layers)  # gathered, with its gradient
     step = bound - held + held // workers + layer + 2 * FP32 * states
-    own = (base * gated + FP32 * (shape.whole + gated)) // workers
-    return step if device == "cuda" else max(step, own + at_the_end)
+    return step if device == "cuda" else max(step, kept // workers + FP32 * (shape.whole + gated))
 
 
 def _rehearsed(

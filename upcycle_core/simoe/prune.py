@@ -4,7 +4,7 @@ M experts, I inputs, O outputs, n inputs that are left.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -41,11 +41,14 @@ def prune(model: Model) -> Model:
         The pruned model, in evaluation mode, on the same device; it shares no memory with
         ``model``. Masks are numbers now, no longer trained.
     """
-    return _pruned(model, [])
+    return _pruned(model, [], delta_of)
 
 
-def _pruned(model: Model, shared: Iterable[Tensor]) -> Model:
-    """The same, which shares some tensors with ``model``."""
+def _pruned(
+    model: Model, shared: Iterable[Tensor], delta: Callable[[SimoeLinear | SimoeNorm], Tensor]
+) -> Model:
+    """The same, which shares some tensors with ``model``; ``delta`` is ``delta_of``, or asked
+    elsewhere for a module's."""
     if model.config.kept is not None:
         return model
     modules = gated_modules(model)
@@ -59,7 +62,7 @@ def _pruned(model: Model, shared: Iterable[Tensor]) -> Model:
         pruned.config.kept[name] = len(index)
         base = pruned.get_submodule(name).base
         small = type(module)(base, pruned.config, pruned.mixture, len(index))
-        small.delta = nn.Parameter(delta_of(module).index_select(-1, index).clone())
+        small.delta = nn.Parameter(delta(module).index_select(-1, index).clone())
         small.index = index.to(torch.int32)
         small.mask = masks.index_select(-1, index)
         pruned.set_submodule(name, small)
@@ -78,7 +81,12 @@ def delta_of(module: SimoeLinear | SimoeNorm) -> Tensor:
 
 
 def save_pruned(
-    model: Model, source: Path, out: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    model: Model,
+    source: Path,
+    out: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    delta: Callable[[SimoeLinear | SimoeNorm], Tensor] = delta_of,
 ) -> None:
     """Write a model that loads with ``AutoModelForCausalLM`` (or ``AutoModelForSeq2SeqLM``).
 
@@ -90,6 +98,7 @@ def save_pruned(
         source: The dense checkpoint, for its tokenizer.
         out: The directory that is written; not there, or empty.
         max_shard_bytes: Size of one safetensors file.
+        delta: What says a module's delta, asked once for each in the model's order.
 
     Raises:
         InputError: ``out`` holds something or lies in ``source``, or ``source`` has no tokenizer.
@@ -98,11 +107,9 @@ def save_pruned(
     raise_faults(place_faults(out, source))
     with new_directory(out) as folder:
         copy_tokenizer(source, folder)
-        bases = (
-            own for module in gated_modules(model).values() for own in module.base.parameters()
-        )
         with quiet_loading(), torch.no_grad():
-            _pruned(model, bases).save_pretrained(folder, max_shard_size=max_shard_bytes)
+            pruned = _pruned(model, model.parameters(), delta)  # nothing is copied but deltas
+            pruned.save_pretrained(folder, max_shard_size=max_shard_bytes)
         name_chat_end(folder)
         for path in folder.iterdir():
             if path.is_file():  # a folder of templates is copied to the disk

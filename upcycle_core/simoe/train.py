@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AutoConfig
 
 from upcycle_core.checkpoints.writer import sync_directory
@@ -113,7 +115,7 @@ def train_simoe(
             _subject(
                 network,
                 SimoeObjective(network, simoe, config),
-                write=lambda: _write(_whole(network, upcycled), model, out, max_shard_bytes),
+                write=lambda: _write_all(network, upcycled, model, out, max_shard_bytes),
                 begin=lambda: common.append(_begin(network, dataset, config, progress, narrow)),
                 narrow=narrow,
             )
@@ -191,7 +193,8 @@ def _subject(
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained)
     trainable = Trainable(trained, sum(size for size, _ in sizes), frozenset())
-    bases = {base.weight for base in narrowed(network)}
+    # Weak, for each is freed as it is divided.
+    bases = WeakTensorKeyDictionary({base.weight: narrow for base in narrowed(network)})
     small = (n for n, _ in network.named_parameters() if n.endswith(".log_phi"))
     router = (f"router.{n}" for n, _ in network.router.named_parameters())
     return Subject(
@@ -199,35 +202,48 @@ def _subject(
         trainable,
         write,
         objective,
-        kind=lambda parameter: narrow if parameter in bases else torch.float32,
+        kind=lambda parameter: bases.get(parameter, torch.float32),
         whole=frozenset([*small, *router]),
         begin=begin,
     )
 
 
-def _whole(network: Any, upcycled: Callable[..., Any]) -> Any:
-    """What is to be written, whole where it is divided: then worker 0's alone, on the CPU."""
+def _write_all(
+    network: Any, upcycled: Callable[..., Any], source: Path, out: Path, max_shard_bytes: int
+) -> None:
+    """Prune and write; a network that is divided is put together by worker 0, on the CPU.
+
+    No delta is whole there but the one that is being pruned.
+    """
     if not sharding.is_sharded(network):
-        return network
-    whole = upcycled(device="cpu") if workers.rank() == 0 else None
-    for name, tensor in [*network.named_parameters(), *network.router.named_buffers("router")]:
-        if tensor.requires_grad or name.startswith("router."):
-            value = workers.whole(tensor.detach()).cpu()
-            if whole is not None:
-                whole.state_dict(keep_vars=True)[name].data.copy_(value)
-    if whole is not None:
-        whole.config.use_cache = network.config.use_cache
-    return whole
-
-
-def _write(network: Any, source: Path, out: Path, max_shard_bytes: int) -> None:
-    """Prune and write, over what an earlier call wrote; worker 0's work."""
-    if workers.rank() != 0:
+        restore_base(network, source)
+        _write(network, source, out, max_shard_bytes)
         return
+    modules = gated_modules(network)
+    if workers.rank() != 0:
+        for module in modules.values():
+            workers.whole(module.delta.detach())
+        return
+    whole = upcycled(device="cpu", divided="full")
+    whole.config.use_cache = network.config.use_cache
+    whole.router.load_state_dict(network.router.state_dict())
+    names = {}
+    for name, module in gated_modules(whole).items():
+        module.log_phi.data.copy_(modules[name].log_phi)
+        names[module] = name
+
+    def delta(module: Any) -> Tensor:
+        found = workers.whole(modules[names[module]].delta.detach()).cpu()
+        return found.T if getattr(module, "is_transposed", False) else found
+
+    _write(whole.float(), source, out, max_shard_bytes, delta=delta)
+
+
+def _write(network: Any, source: Path, out: Path, max_shard_bytes: int, **how: Any) -> None:
+    """Prune and write, over what an earlier call wrote."""
     unfinished = out.with_name(f"{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    restore_base(network, source)
-    save_pruned(network, source, unfinished, max_shard_bytes=max_shard_bytes)
+    save_pruned(network, source, unfinished, max_shard_bytes=max_shard_bytes, **how)
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(unfinished.iterdir()):
         if path.is_dir():
