@@ -285,7 +285,8 @@ def test_new_instructions_retrain_it(project):
     lines = asks.read_text().splitlines()
     asks.write_text("\n".join(lines[: len(lines) // 2]) + "\n")
     project.calls()
-    project.simoe("--set", "compute.post_training.workers=2")
+    divided = ("workers=2", "sharding=full")
+    project.simoe(*(w for own in divided for w in ("--set", f"compute.post_training.{own}")))
     assert project.calls()["train_simoe"] == 2 + 1  # the model by two workers, and a row
     assert len(Registry(read(project.environment())).versions("upcycle-pico")) == 2
 

@@ -211,8 +211,6 @@ class CausalTrainer(Trainer):
         self._order.first_step_is_over()
         step, limit = self.state.global_step + 1, self._config.max_gradient_norm
         loss = self._losses.end_backward(step)
-        if self._is_sharded:
-            sharding.average_whole(self._network)
         norms = [sharding.gradient_norm(own) for own in self._clipped]
         if not torch.isfinite(loss) or not all(torch.isfinite(norm) for norm in norms):
             raise not_finite(step, loss, self._order.first_not_finite(), self._config)

@@ -96,7 +96,8 @@ def shard(
         kind: The type that each gets.
         halves: Fused experts of which the gate matrices alone are trained.
         device: Where shards go: "cpu" or "cuda".
-        whole: Small parameters that each worker has whole, see ``average_whole``.
+        whole: Small parameters that each worker has whole; the HF Trainer averages gradients of
+            such.
     """
     return_large_blocks()
     mesh = init_device_mesh(device, (workers.count(),))
@@ -147,18 +148,6 @@ def gathering(network: nn.Module, method: str) -> Iterator[None]:
     finally:
         delattr(network, method)
         free(network)
-
-
-def average_whole(network: nn.Module) -> None:
-    """Make gradients of what each worker has whole the mean over workers; others' are already."""
-    own = [p.grad for p in network.parameters() if not isinstance(p, DTensor)]
-    gradients = [gradient for gradient in own if gradient is not None]
-    if not gradients:
-        return
-    mean = workers.total(torch.cat([g.flatten() for g in gradients])) / workers.count()
-    sizes = [g.numel() for g in gradients]
-    for gradient, found in zip(gradients, mean.split(sizes), strict=True):
-        gradient.copy_(found.view_as(gradient))
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
