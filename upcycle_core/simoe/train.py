@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AutoConfig
 
+from upcycle_core.allocator import trim
 from upcycle_core.checkpoints.writer import sync_directory
 from upcycle_core.errors import raise_faults
 from upcycle_core.precision import DTYPES, arithmetic
@@ -162,6 +163,7 @@ def _begin(
             common = common_states(network, dataset, batch_size=config.batch_size, progress=told)
     if not divided:
         narrow_base(network, narrow)
+    trim()  # what loading and rounding have freed; steps allocate other sizes
     return common
 
 
@@ -215,6 +217,7 @@ def _write_all(
 
     No delta is whole there but the one that is being pruned.
     """
+    trim()
     if not sharding.is_sharded(network):
         restore_base(network, source)
         _write(network, source, out, max_shard_bytes)
