@@ -97,10 +97,19 @@ class LayerStream:
     def _reading_moe(self, directory: Path, dtype: torch.dtype) -> Read:
         reader = CheckpointReader(directory, field="model")
         stock = StockTensors(reader, self.model)
+        # Each layer's experts lie where those of the layer before lay. Freed and allocated anew
+        # they would not: a little of what is freed goes to others, and then they do not fit.
+        places: dict[str, Tensor] = {}
 
         def read(name: str) -> Tensor:
             own = name.removeprefix("model.")
-            return stock.tensor(own, dtype) if own in stock.sources else reader.tensor(name)
+            if own not in stock.sources:
+                return reader.tensor(name)
+            _, _, part = own.removeprefix("layers.").partition(".")
+            found = stock.tensor(own, dtype, out=places.get(part))
+            if stock.is_fused(own):
+                places[part] = found
+            return found
 
         return read
 

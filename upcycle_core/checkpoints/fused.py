@@ -91,18 +91,31 @@ class StockTensors:
             self.broken.append(placed)
         return ordered if whole else None
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    def is_fused(self, name: str) -> bool:
+        """Whether a tensor of the model is put together, of a layer's experts."""
+        parts = self.sources[name]
+        own = self._reader.tensors[parts[0][0]].shape
+        return len(parts) > 1 or tuple(self._shapes[name]) != tuple(own)
+
+    def tensor(
+        self, name: str, dtype: torch.dtype | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         """A tensor of the model: a view of the mapped file, or a layer's experts [D, 2 I, H].
 
         Args:
             name: As the model has it.
             dtype: Type that experts which are put together get; the file's by default.
+            out: Where experts are put, if it is of their shape and type; else they get memory of
+                their own.
         """
         parts = self.sources[name]
         first = self._reader.tensor(parts[0][0])
-        if len(parts) == 1 and self._shapes[name] == first.shape:
+        if not self.is_fused(name):
             return first
-        fused_DRC = torch.empty(self._shapes[name], dtype=dtype or first.dtype)
+        shape, kind = self._shapes[name], dtype or first.dtype
+        if out is None or (out.shape, out.dtype) != (shape, kind):
+            out = torch.empty(shape, dtype=kind)
+        fused_DRC = out
         for expert, names in enumerate(zip(*parts, strict=True)):
             row = 0
             for source in names:

@@ -5,8 +5,10 @@ import torch
 from transformers import AutoModel
 
 from tests.pico import save_pico
+from tests.upcycle_core.moe.joined import join
 from upcycle_core.activations.stream import LayerStream
 from upcycle_core.architectures.families import FAMILIES
+from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
 
 WINDOWS = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
@@ -40,3 +42,18 @@ def test_a_layer_holds_weights_while_it_is_used(tmp_path):
         assert {p.device.type for p in stream.model.layers[1].parameters()} == {"cpu"}
         assert {p.device.type for p in stream.model.layers[0].parameters()} == {"meta"}
     assert {p.device.type for p in stream.model.parameters()} == {"meta"}
+
+
+def test_a_layer_s_experts_lie_where_those_of_the_one_before_lay(tmp_path):
+    """Freed and allocated anew they would not fit, and each layer would take more memory."""
+    moe = join(tmp_path / "moe").model
+    whole = load_causal_lm(moe).model.layers
+    stream = LayerStream(moe, None, dtype=torch.float32)
+    places = set()
+    for index in range(stream.layers):
+        with stream.layer(index) as layer:
+            for name, parameter in whole[index].named_parameters():
+                assert torch.equal(layer.get_parameter(name), parameter), name
+            experts = layer.mlp.experts
+            places.add((experts.gate_up_proj.data_ptr(), experts.down_proj.data_ptr()))
+    assert len(places) == 1
