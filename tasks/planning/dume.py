@@ -137,6 +137,9 @@ def _statistics_row(
         precision=config.precision,
         memory=memory.statistics_bytes(shape, config, device=device),
         streamed=memory.streamed_statistics_bytes(shape, config, device=device),
+        states=memory.streamed_states_bytes(
+            shape, config.precision, max(counts) * read, device=device
+        ),
         remedies=["a smaller statistics.batch_size"],
         **passes,
     )
@@ -258,6 +261,12 @@ def report_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
         precision=recipe.evaluation.precision,
         memory=scored,
         streamed=memory.streamed_evaluation_bytes(shape, recipe.evaluation, **scoring),
+        states=memory.streamed_states_bytes(
+            shape,
+            recipe.evaluation.precision,
+            (merged + texts * len(swept)) * read,  # all rows of the MoE, which is read once
+            device=compute.evaluation.device,
+        ),
         kind="evaluation",
         resources=compute.evaluation,
         remedies=["evaluation.precision = bf16"] if recipe.evaluation.precision == "fp32" else [],

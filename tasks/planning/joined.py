@@ -242,6 +242,7 @@ def scoring_row(stage: str, recipe: Recipe, subjects: Subjects, shape: Shape) ->
         precision=config.precision,
         memory=memory.evaluation_bytes(shape, config, experts=domains, **held),
         streamed=streamed,
+        states=memory.streamed_states_bytes(shape, config.precision, 2 * read, **held),
         kind="evaluation",
         resources=resources,
         remedies=["evaluation.precision = bf16"] if config.precision == "fp32" else [],

@@ -33,6 +33,7 @@ class Planned:
         alone: Bytes of one more piece, which runs by itself on CPUs; 0: there is none.
         alone_flops: What that computes, in fp32.
         streamed: The same of a piece that goes layer by layer; None where it cannot, or must not.
+        states: Bytes of hidden states that lie in every item's files meanwhile.
         resources: What a piece reserves.
         kind: Of its resources, as in ``compute.KIND``.
         remedies: What makes a piece smaller, beside fewer at once.
@@ -57,6 +58,7 @@ class Planned:
     alone: int = 0
     alone_flops: int = 0
     streamed: int | None = None
+    states: int = 0
     resources: Resources = field(default_factory=Resources)
     kind: str = "assembly"
     remedies: Sequence[str] = ()
@@ -153,7 +155,7 @@ class Planned:
             there = int(GPU_SHARE * machine.gpu_memory * min(1.0, self.resources.gpus))
         streams = getattr(self.resources, "streamed", "never")
         if streams == "always" or (streams == "auto" and needed > there):
-            return replace(self, memory=self.streamed)
+            return replace(self, memory=self.streamed, each=self.each + self.states)
         return self
 
     def memory_faults(self, machine: Machine, base: int) -> Iterator[Fault]:

@@ -224,6 +224,20 @@ def streamed_evaluation_bytes(
     return max(fused + activations, ends)
 
 
+def streamed_states_bytes(
+    shape: Shape, precision: Arithmetic, tokens: int, *, device: str = "cpu"
+) -> int:
+    """On the disk, of a pass layer by layer: hidden states before a layer and behind it.
+
+    Args:
+        shape: The dense model, or any of the experts.
+        precision: Of the pass.
+        tokens: That go through it, each as often as it does.
+        device: Where it runs.
+    """
+    return 2 * weights_type(precision, device).itemsize * tokens * shape.hidden
+
+
 def activations_bytes(
     shape: Shape, batch: tuple[int, int], precision: Arithmetic, device: str
 ) -> int:

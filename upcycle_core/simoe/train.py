@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,27 +104,11 @@ def train_simoe(
         raise_faults(division_faults(simoe, is_encoder_decoder=_is_encoder_decoder(model)))
     shape = checked_shape(model, dataset, validation, config, None, divided=divided)
     upcycled = partial(upcycle_in_memory, model, simoe, seed=seed, tasks=tasks)
-    made: list[Subject] = []
-    common: list[float | None] = []
-
-    def load(device: str) -> Subject:
-        network: Any = upcycled(device=device, divided=divided)
-        raise_faults(pull_faults(simoe, config, _gates(network)))
-        network.config.use_cache = shape.use_cache  # the Trainer does it only if it trains
-        narrow = DTYPES[arithmetic(config.precision, device)]
-        made[:] = [
-            _subject(
-                network,
-                SimoeObjective(network, simoe, config),
-                write=lambda: _write_all(network, upcycled, model, out, max_shard_bytes),
-                begin=lambda: common.append(_begin(network, dataset, config, progress, narrow)),
-                narrow=narrow,
-            )
-        ]
-        return made[0]
-
+    write = partial(_write_all, upcycled=upcycled, source=model, out=out, size=max_shard_bytes)
+    begin = partial(_begin, dataset=dataset, config=config, progress=progress)
+    made = _Made(shape, config, simoe, partial(upcycled, divided=divided), begin, write)
     found = train_subject(
-        load,
+        made.load,
         dataset,
         shape=shape,
         config=config,
@@ -136,7 +120,57 @@ def train_simoe(
         validation=validation,
         divided=divided,
     )
-    return _result(found, made[0], common[0], config)
+    return _result(found, made.subject, made.common, config)
+
+
+@dataclass
+class _Made:
+    """What is trained, made when it is known that its checkpoints fit.
+
+    Args:
+        shape: The dense model's configuration.
+        config, simoe: The training and the upcycling.
+        upcycle: Makes the network on a device.
+        begin: Looks at it before the first step.
+        write: Writes it.
+
+    Attributes:
+        subject, common: The training's subject, and what ``begin`` said.
+    """
+
+    shape: Any
+    config: TrainingConfig
+    simoe: SimoeUpcyclingConfig
+    upcycle: Callable[..., Any]
+    begin: Callable[..., float | None]
+    write: Callable[[Any], None]
+    subject: Subject = field(init=False)
+    common: float | None = field(init=False)
+
+    def load(self, device: str) -> Subject:
+        network = self.upcycle(device=device)
+        raise_faults(pull_faults(self.simoe, self.config, _gates(network)))
+        network.config.use_cache = self.shape.use_cache  # the Trainer does it only if it trains
+        narrow = DTYPES[arithmetic(self.config.precision, device)]
+        # Weak, for each is freed as it is divided.
+        bases = WeakTensorKeyDictionary({base.weight: narrow for base in narrowed(network)})
+        small = (n for n, _ in network.named_parameters() if n.endswith(".log_phi"))
+        router = (f"router.{n}" for n, _ in network.router.named_parameters())
+        sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
+        trained = sum(size for size, is_trained in sizes if is_trained)
+        self.subject = Subject(
+            network,
+            Trainable(trained, sum(size for size, _ in sizes), frozenset()),
+            partial(self.write, network),
+            SimoeObjective(network, self.simoe, self.config),
+            kind=lambda parameter: bases.get(parameter, torch.float32),
+            whole=frozenset([*small, *router]),
+            begin=partial(self._begun, network, narrow),
+        )
+        return self.subject
+
+    def _begun(self, network: Any, narrow: torch.dtype) -> None:
+        self.common = self.begin(network, narrow=narrow)
 
 
 def _is_encoder_decoder(model: Path) -> bool:
@@ -145,7 +179,12 @@ def _is_encoder_decoder(model: Path) -> bool:
 
 
 def _begin(
-    network: Any, dataset: Dataset, config: TrainingConfig, progress: Progress, narrow: torch.dtype
+    network: Any,
+    *,
+    dataset: Dataset,
+    config: TrainingConfig,
+    progress: Progress,
+    narrow: torch.dtype,
 ) -> float | None:
     """Look at the router's states, if it reads any, and hold what is frozen as it is computed.
 
@@ -184,34 +223,8 @@ def _record(
     return training_record(config, seed, None, fingerprint, settings)
 
 
-def _subject(
-    network: Any,
-    objective: SimoeObjective,
-    *,
-    write: Callable[[], None],
-    begin: Callable[[], None],
-    narrow: torch.dtype,
-) -> Subject:
-    sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
-    trained = sum(size for size, is_trained in sizes if is_trained)
-    trainable = Trainable(trained, sum(size for size, _ in sizes), frozenset())
-    # Weak, for each is freed as it is divided.
-    bases = WeakTensorKeyDictionary({base.weight: narrow for base in narrowed(network)})
-    small = (n for n, _ in network.named_parameters() if n.endswith(".log_phi"))
-    router = (f"router.{n}" for n, _ in network.router.named_parameters())
-    return Subject(
-        network,
-        trainable,
-        write,
-        objective,
-        kind=lambda parameter: bases.get(parameter, torch.float32),
-        whole=frozenset([*small, *router]),
-        begin=begin,
-    )
-
-
 def _write_all(
-    network: Any, upcycled: Callable[..., Any], source: Path, out: Path, max_shard_bytes: int
+    network: Any, *, upcycled: Callable[..., Any], source: Path, out: Path, size: int
 ) -> None:
     """Prune and write; a network that is divided is put together by worker 0, on the CPU.
 
@@ -220,7 +233,7 @@ def _write_all(
     trim()
     if not sharding.is_sharded(network):
         restore_base(network, source)
-        _write(network, source, out, max_shard_bytes)
+        _write(network, source, out, size)
         return
     modules = gated_modules(network)
     if workers.rank() != 0:
@@ -239,7 +252,7 @@ def _write_all(
         found = workers.whole(modules[names[module]].delta.detach()).cpu()
         return found.T if getattr(module, "is_transposed", False) else found
 
-    _write(whole.float(), source, out, max_shard_bytes, delta=delta)
+    _write(whole.float(), source, out, size, delta=delta)
 
 
 def _write(network: Any, source: Path, out: Path, max_shard_bytes: int, **how: Any) -> None:

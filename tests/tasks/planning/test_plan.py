@@ -76,6 +76,21 @@ def test_a_report_of_own_rows_is_less_work(tmp_path, llama):
     assert whole.read - own.read == 2 * WHOLE + rows(made(tmp_path, llama))["model"].kept
 
 
+def test_hidden_states_lie_in_files_where_a_pass_goes_layer_by_layer(tmp_path, llama):
+    report = {"tokens": 4096, "rows": [], "sweep_top_k": [], "sweep_ridge_lambda": []}
+    machine = Machine(memory=10**12, cpus=8, disk=10**13)
+    asked = {"evaluation": report | {"precision": "bf16"}}
+    asked |= {"statistics": {"tokens": 8192, "precision": "bf16", "shards": 1}}
+    held, streamed = (
+        rows(made(tmp_path, llama, compute={key: {"streamed": how} for key in asked}, **asked))
+        for how in ("never", "always")
+    )
+    before_and_behind = 2 * 2 * HIDDEN
+    for stage, tokens in {"report": 5 * 4096, "statistics": 5 * 8192}.items():
+        more = streamed[stage].holding(machine) - held[stage].holding(machine)
+        assert more == before_and_behind * tokens, stage
+
+
 def test_a_fitted_head_is_one_tensor_more_of_a_tied_model(tmp_path, llama):
     tied = tmp_path / "tied"
     tied.mkdir()
