@@ -9,6 +9,7 @@ import pytest
 
 from tests.closed_forms import TOLERANCE, assert_alike
 
+pytestmark = pytest.mark.faults
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -258,6 +258,7 @@ def shards_of(pieces):
     return [(pieces / f"shard-{i}").read_bytes() for i in range(SHARDS)]
 
 
+@pytest.mark.faults
 def test_the_same_pieces_make_the_same_bytes_there_with_nothing_but_the_code_sent(
     head, checkout, inputs, folder
 ):

@@ -141,7 +141,6 @@ def hungry_piece(*, out: Path, progress: Progress, megabytes: int) -> int:
     return 1024 * int(before)
 
 
-@pytest.mark.faults
 def test_workers_share_one_result_and_leave_nothing(ray_of_two, tmp_path):
     home = sorted(str(path) for path in Path.home().rglob("*"))
     pieces = tmp_path / "pieces"
@@ -284,7 +283,8 @@ def save_pico_mixtral(directory):
     return save_pico_tokenizer(directory)
 
 
-@pytest.mark.parametrize("divided", ["none", pytest.param("full", marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("divided", ["none", "full"])
 def test_two_workers_train_as_one_that_accumulates(ray_of_two, tmp_path, divided):
     arguments = {"model": save_pico_mixtral(tmp_path / "model")}
     pieces = [

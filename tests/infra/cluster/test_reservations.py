@@ -65,6 +65,7 @@ def pid_piece(*, out: Path, progress: Progress) -> int:
     return os.getpid()
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(("gpus", "processes"), [(1, 2), (0, 1)])
 def test_a_process_that_has_had_a_gpu_does_one_piece(tmp_path, gpus, processes):
     """What it keeps of that GPU, and which it is, would be the next one's."""
