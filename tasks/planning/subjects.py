@@ -1,6 +1,7 @@
 """What a recipe is about, from the headers of its models and the sizes of its files."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from tasks.planning.parts import Subjects, in_type
 from upcycle_core.corpora.config import Domain, Source
 from upcycle_core.corpora.sources import source_files
 from upcycle_core.errors import Fault, InputError
-from upcycle_core.given.resolve import GGUF
+from upcycle_core.given.adapter import Adapter, is_adapter
+from upcycle_core.given.resolve import GGUF, gguf_path
 from upcycle_core.planning.shape import Shape
 
 CONFIG = "config.json"
@@ -32,7 +34,7 @@ def subjects_of(recipe: Recipe, cache: Path) -> Subjects:
 
     Args:
         recipe: With a seed that is given or made, or ready experts.
-        cache: Where models are kept that were given as GGUF or adapters.
+        cache: Where models are kept that come from the hub or the registry.
 
     Raises:
         InputError: No model's config.json can be read.
@@ -107,7 +109,7 @@ def _union(recipe: Recipe, shape: Shape) -> int:
 
 def _given(recipe: Recipe, reference: str, cache: Path) -> Shape:
     if _is_converted(reference):
-        return Shape.of(given_model(recipe, reference, cache))
+        return _of_header(recipe, reference, cache)
     try:
         return Shape.of(_with_config(reference, cache))
     except NOT_TO_BE_HAD as error:
@@ -116,6 +118,22 @@ def _given(recipe: Recipe, reference: str, cache: Path) -> Shape:
             f"({type(error).__name__}); name a folder that holds a config.json, weights or not"
         )
         raise InputError(Fault("model", reference, remedy)) from error
+
+
+def _of_header(recipe: Recipe, reference: str, cache: Path) -> Shape:
+    """What a GGUF file becomes, or an adapter, whose base this is in its type; of the registry, a
+    version as it lies there."""
+    if reference.endswith(GGUF):
+        from upcycle_core.given.gguf_file import open_gguf  # imports transformers
+
+        file = open_gguf(gguf_path(reference, cache))
+        return replace(Shape.of_config(file.config, file.dtype.itemsize), dtype=file.dtype)
+    folder, seed = Path(reference).expanduser(), recipe.seed_model.model
+    if is_adapter(folder):
+        base = Adapter(folder).base_name if seed in (None, reference) else seed
+        if base is not None and base != reference:
+            return _given(recipe, base, cache)
+    return Shape.of(given_model(recipe, reference, cache))
 
 
 def _header(reference: str, cache: Path) -> Shape | None:

@@ -74,7 +74,7 @@ def resolve_model(
     """
     known = known or KnownFiles(cache_dir / FILE)
     if reference.endswith(GGUF):
-        return _of_gguf(_gguf_path(reference, cache_dir), cache_dir, known)
+        return _of_gguf(gguf_path(reference, cache_dir), cache_dir, known)
     directory = _directory(reference, cache_dir)
     return _merged(directory, base, cache_dir, known) if is_adapter(directory) else directory
 
@@ -113,7 +113,12 @@ def _pickles(reference: str) -> Iterator[Fault]:
             return
 
 
-def _gguf_path(reference: str, cache_dir: Path) -> Path:
+def gguf_path(reference: str, cache_dir: Path) -> Path:
+    """The GGUF file of that path, or of that name on the hub.
+
+    Raises:
+        InputError: It is not there, and why.
+    """
     path = _found(reference)
     if path is not None and path.is_file():
         return path

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from forms import change_json, save_adapter, save_bpe_model, save_gguf
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from pico import pico_config
 
@@ -17,6 +18,7 @@ from tasks.planning.row import gigabytes
 from tasks.recipes import validate
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.errors import InputError
+from upcycle_core.given.resolve import resolve_model
 from upcycle_core.planning import memory, work
 from upcycle_core.planning.rates import Rates
 from upcycle_core.planning.shape import Shape
@@ -323,6 +325,29 @@ def test_adapters_and_gguf_files_beside_a_seed_are_planned_without_being_made(
     }
     sections = {"domains": own, "seed_model": {"model": str(llama)}}
     assert rows(made(tmp_path, llama, **sections))["experts"].kept == 3 * 2 * WHOLE
+
+
+@pytest.mark.parametrize("matrices", ["Q8_0", "F16"])
+def test_the_first_model_may_be_a_gguf_file_and_another_its_adapter(
+    tmp_path, monkeypatch, matrices
+):
+    """Planned from headers: what they become is what is planned, and nothing becomes it yet."""
+    dense = save_bpe_model(tmp_path / "dense", ["alpha beta"] * 9)
+    file = save_gguf(tmp_path / "model.gguf", dense, matrices=matrices)
+    made_of = resolve_model(str(file), tmp_path / "cache")
+    adapter, _ = save_adapter(tmp_path / "adapter", dense)
+    change_json(adapter / "adapter_config.json", base_model_name_or_path=str(file))
+    monkeypatch.setattr("tasks.planning.subjects.given_model", None)
+    for given in (file, adapter):
+        own = {name: {"train": {"files": ["a.txt"]}, "expert": str(given)} for name in ("a", "b")}
+        found = plan(
+            validate({"name": "small", "domains": own}),
+            tmp_path / "new",
+            Machine(memory=10**12, cpus=8, disk=10**13),
+            base=500_000_000,
+        )
+        assert rows(found)["experts"].kept == 2 * Shape.of(made_of).stored
+    assert not (tmp_path / "new").exists()
 
 
 def faults(found):
