@@ -1,6 +1,6 @@
 """Ready experts in a flow: disk that it takes, and what is read of weights, first and without news.
 
-    python -m benchmarks.ready_experts [--size 25m|135m|1b|3b] [--domains N] [--folder FOLDER]
+    python -m benchmarks.ready_experts [--size 1m|25m|135m|1b|3b] [--domains N] [--folder FOLDER]
         [--given-weights copy|link]
 
 Experts of random weights in bf16 are made in a temporary folder, and joined by `flows.dume` in a
@@ -37,7 +37,7 @@ from upcycle_core.checkpoints.load import quiet_loading
 
 SIZES: Mapping[str, Mapping[str, int]] = {
     "25m": {"hidden": 512, "inner": 1408, "layers": 8, "heads": 8, "kv": 4, "vocabulary": 2048},
-    **{name: planned.SIZES[name] for name in ("135m", "1b", "3b")},
+    **{name: planned.SIZES[name] for name in ("1m", "135m", "1b", "3b")},
 }
 """Shapes."""
 WORDS, DOCUMENTS, LENGTH = 200, 40, 128

@@ -5,10 +5,10 @@
 Experts of pico shape with random weights, their backbone, a MoE of them and held-out texts are
 published in workspaces, and the stage runs on a Ray of one worker. Counted are passes, a model or a
 variant of one through a domain's text, and the CPU time of the worker, which has run a report
-before: its imports are not in it. In the night after, one expert is another, and with it backbone,
-routers and MoE. `sixteen, all` is the report with all cross scores and three draws of random
-routing, whatever the domains: D^2 + 6 D passes. `own rows` is a night that scores what a gate
-reads, experts on their own text and the MoE (`evaluation.rows: []`, `cross_scores: own`).
+before: its imports are not in it. In the night after, one expert is another, and with it routers
+and MoE; the backbone is pinned. `sixteen, all` is the report with all cross scores and three draws
+of random routing, whatever the domains: D^2 + 6 D passes. `own rows` is a night that scores what a
+gate reads, experts on their own text and the MoE (`evaluation.rows: []`, `cross_scores: own`).
 """
 
 import tempfile
@@ -98,11 +98,11 @@ def measured(folder: Path, tokens: int, seed: int) -> dict[str, dict[str, float]
     sixteen = Reported(folder / "sixteen", 16, tokens, seed=seed)
     rows["sixteen"] = sixteen.run()
     sixteen.make_expert("d00", seed=seed + 50)
-    sixteen.join()
+    sixteen.join(pinned=True)
     rows["sixteen, one changed"] = sixteen.run()
     sixteen.values["evaluation"] |= OWN
     sixteen.make_expert("d00", seed=seed + 60)
-    sixteen.join()
+    sixteen.join(pinned=True)
     rows["sixteen, one changed, own rows"] = sixteen.run()
     every = Reported(folder / "all", 16, tokens, seed=seed, evaluation=ALL)
     rows["sixteen, all"] = every.run()
@@ -166,15 +166,11 @@ class Reported:
             LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder)
             save_word_tokenizer(folder, words=SHAPE["vocab_size"])
 
-    def join(self) -> None:
-        """Publish what is made of the experts there are."""
+    def join(self, *, pinned: bool = False) -> None:
+        """Publish what is made of the experts there are; a pinned backbone stays."""
         experts = {name: self.workspace.path(f"experts/{name}") for name in self.names}
-        readers = [CheckpointReader(path) for path in experts.values()]
-        with self._published("backbone") as folder:
-            write_backbone(readers, folder / "whole", max_shard_bytes=SHARD)
-            for file in (folder / "whole").iterdir():
-                file.rename(folder / file.name)
-            (folder / "whole").rmdir()
+        if not pinned:
+            self._average([CheckpointReader(path) for path in experts.values()])
         layers, size = SHAPE["num_hidden_layers"], SHAPE["hidden_size"]
         routers = random_routers(layers, size, len(experts), seed=len(experts))
         solution = RouterSolution(routers, tuple(experts), LambdaChoice(1.0))
@@ -183,6 +179,13 @@ class Reported:
         backbone = self.workspace.path("backbone")
         with self._published("model") as folder:
             assemble(experts, backbone, routers, folder, top_k=1, max_shard_bytes=SHARD)
+
+    def _average(self, readers: Sequence[CheckpointReader]) -> None:
+        with self._published("backbone") as folder:
+            write_backbone(readers, folder / "whole", max_shard_bytes=SHARD)
+            for file in (folder / "whole").iterdir():
+                file.rename(folder / file.name)
+            (folder / "whole").rmdir()
 
     def _make_text(self, name: str, tokens: int, *, seed: int) -> None:
         draw = np.random.default_rng(seed)
