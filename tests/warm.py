@@ -90,6 +90,14 @@ def call(code: str, *arguments: str, **variables: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def elsewhere(code: str, *arguments: object, folder: Path) -> None:
+    """``python -c CODE ARGUMENTS`` in ``folder``, which is its home, with nothing of ours."""
+    own = {"PATH": "", "HOME": str(folder), "HF_HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    env = {**own, "HF_HUB_OFFLINE": "1"}
+    done = run(["-c", code, *map(str, arguments)], cwd=folder, env=env, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+
+
 def run(
     command: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,5 @@
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import upcycle_core
+from tests import warm
 from tests.pico import pico_config, save_pico
 from tests.upcycle_core.baselines.dense import (
     COMMON,
@@ -267,18 +266,8 @@ model.save_pretrained(sys.argv[4])
 
 def test_it_loads_elsewhere_with_the_code_beside_its_weights(folder, tmp_path):
     torch.save(some_ids(), tmp_path / "ids.pt")
-    subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            REMOTE,
-            folder,
-            *(tmp_path / name for name in ("ids.pt", "logits.pt", "saved")),
-        ],
-        check=True,
-        cwd=tmp_path,
-        env={"PATH": "", "HOME": str(tmp_path), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
-    )
+    files = [tmp_path / name for name in ("ids.pt", "logits.pt", "saved")]
+    warm.elsewhere(REMOTE, folder, *files, folder=tmp_path)
     # The other process computes with as many threads as it likes.
     elsewhere, here = torch.load(tmp_path / "logits.pt"), logits_of(load_causal_lm(folder))
     torch.testing.assert_close(elsewhere, here, rtol=1e-5, atol=1e-6)

@@ -1,6 +1,5 @@
 import hashlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from transformers import (
     PhiConfig,
 )
 
+from tests import warm
 from tests.pico import VOCABULARY, pico_config
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.ders.model import DersConfig, DersForCausalLM
@@ -326,13 +326,8 @@ def test_it_loads_elsewhere_with_the_code_beside_its_weights(tmp_path):
     model = random_model("sparse", universal="own")
     model.save_pretrained(tmp_path / "model")
     torch.save(some_ids(), tmp_path / "ids.pt")
-    names = ("model", "ids.pt", "logits.pt", "saved")
-    subprocess.run(
-        [sys.executable, "-c", REMOTE, *(tmp_path / name for name in names)],
-        check=True,
-        cwd=tmp_path,
-        env={"PATH": "", "HOME": str(tmp_path), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
-    )
+    files = [tmp_path / name for name in ("model", "ids.pt", "logits.pt", "saved")]
+    warm.elsewhere(REMOTE, *files, folder=tmp_path)
     # The other process computes with as many threads as it likes.
     elsewhere = torch.load(tmp_path / "logits.pt")
     torch.testing.assert_close(elsewhere, logits_of(model), rtol=1e-5, atol=1e-6)

@@ -1,12 +1,11 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import warm
 from tests.pico import save_pico_tokenizer
 from tests.upcycle_core.simoe.grown import FAMILIES, batch_of, grown, save_dense, some_ids
 from upcycle_core.checkpoints.load import load_causal_lm
@@ -175,28 +174,13 @@ model.save_pretrained(sys.argv[4])
 """
 
 
-def run_elsewhere(code: str, folder: Path) -> None:
-    names = ("model", "batch.pt", "logits.pt", "saved")
-    subprocess.run(
-        [sys.executable, "-c", code, *(folder / name for name in names)],
-        check=True,
-        cwd=folder,
-        env={
-            "PATH": "",
-            "HOME": str(folder),
-            "HF_HOME": str(folder),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        },
-    )
-
-
 def test_it_loads_elsewhere_with_the_code_beside_its_weights(tmp_path):
     save_pico_tokenizer(save_dense(tmp_path / "dense"))
     model = sparse(tmp_path / "dense")
     save_pruned(model, tmp_path / "dense", tmp_path / "model")
     torch.save(batch_of(some_ids(9, 6), "left"), tmp_path / "batch.pt")
-    run_elsewhere(REMOTE, tmp_path)
+    files = [tmp_path / name for name in ("model", "batch.pt", "logits.pt", "saved")]
+    warm.elsewhere(REMOTE, *files, folder=tmp_path)
     # The other process computes with as many threads as it likes.
     elsewhere = torch.load(tmp_path / "logits.pt")
     torch.testing.assert_close(elsewhere, logits_of(model), rtol=1e-5, atol=1e-5)

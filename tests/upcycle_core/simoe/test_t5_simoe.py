@@ -1,13 +1,12 @@
 import copy
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, T5Config
 
+from tests import warm
 from tests.pico import VOCABULARY, save_pico_tokenizer
 from tests.upcycle_core.simoe.grown import all_masks, batch_of, grown, merged, some_ids, upcycled
 from upcycle_core.errors import InputError
@@ -175,16 +174,5 @@ def test_pruned_saved_and_loaded_elsewhere_it_computes_the_same(tmp_path):
     assert again.generate(**batch_of(some_ids(7, 4), "left"), num_beams=2, **GREEDY).shape == (2, 7)
     torch.save(t5_batch(), tmp_path / "batch.pt")
     files = [tmp_path / name for name in ("model", "batch.pt", "logits.pt")]
-    subprocess.run(
-        [sys.executable, "-c", REMOTE, *files],
-        check=True,
-        cwd=tmp_path,
-        env={
-            "PATH": "",
-            "HOME": str(tmp_path),
-            "HF_HOME": str(tmp_path),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        },
-    )
+    warm.elsewhere(REMOTE, *files, folder=tmp_path)
     torch.testing.assert_close(torch.load(files[-1]), expected, rtol=1e-5, atol=1e-5)

@@ -1,6 +1,5 @@
 import math
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import warm
 from tests.pico import VOCABULARY, save_pico
 from upcycle_core.errors import InputError
 from upcycle_core.progress import Silent
@@ -267,7 +267,5 @@ initialise_model(LlamaShape(), save_pico_tokenizer(here / "words"), here / "seed
 _train(here, config=_config(steps=4, checkpoint_steps=2), model=here / "model")
 print("end")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = warm.run(["-c", script], cwd=ROOT, env=os.environ, timeout=warm.TIMEOUT)
     assert (done.stdout, done.stderr, done.returncode) == ("end\n", "", 0)
