@@ -4,7 +4,7 @@ Shapes: L layers, H hidden size, D experts, k experts a token, M experts of a SI
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -131,6 +131,8 @@ def simoe_training_bytes(
     at_the_end = FP32 * (shape.whole + trained) + FP32 * MOMENTS * trained + FP32 * gated
     if base == BF16:
         at_the_end += BF16 * gated
+    if workers > 1:  # all gradients are there at once, as in what is held
+        config = replace(config, gradient_accumulation=max(2, config.gradient_accumulation))
     bound = estimate.training_bytes(shape, config, device=device)
     if bound > estimate.SMALL:
         bound = _rehearsed(shape, config, simoe, device)
@@ -143,8 +145,10 @@ def simoe_training_bytes(
     tokens = config.batch_size * config.sequence_length
     states = min(NUMBERS, workers * tokens * shape.hidden)  # of all, where both ends are divided
     layer = (base + 2 * FP32) * (gated // shape.layers)  # gathered, with its gradient
-    step = bound - held + held // workers + layer + 2 * FP32 * states
-    return step if device == "cuda" else max(step, kept // workers + FP32 * (shape.whole + gated))
+    step = max(bound - held, 0) + held // workers + layer + 2 * FP32 * states
+    mapped = shape.whole if shape.itemsize == FP32 else 0  # as its file has it
+    written = kept // workers + FP32 * (shape.whole - mapped + gated)
+    return step if device == "cuda" else max(step, written)
 
 
 def _rehearsed(
@@ -162,7 +166,7 @@ def _rehearsed(
             narrow_base(network, DTYPES["bf16" if bf16 else "fp32"])
             network.train()
             if config.gradient_checkpointing:
-                network.gradient_checkpointing_enable({"use_reentrant": False})
+                network.activation_checkpointing_enable({"use_reentrant": False})
             sizes = (config.batch_size, simoe.experts)
             alpha = torch.full(sizes, 1 / simoe.experts, requires_grad=True)
             rehearsal.step(network, config, held, bf16=bf16, coefficients=alpha)

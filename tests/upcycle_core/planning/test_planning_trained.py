@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_planning_rehearsal import SIZES, parameters, peak, shape_of
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from tests.pico import pico_config, save_pico_tokenizer
 from upcycle_core.ders import compress as compressing
@@ -118,6 +118,35 @@ def test_a_step_of_a_simoe_needs_what_was_planned(monkeypatch, vocabulary, lm_he
     alpha = torch.full((BATCH, 3), 1 / 3, requires_grad=True)
     planned = simoe_training_bytes(Shape.of_config(config.to_dict(), 4), CONFIG, settings)
     assert planned == pytest.approx(stepped(model, coefficients=alpha), rel=0.2)
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_workers_divide_all_but_what_a_batch_keeps(checkpoints):
+    """Of Llama-3's 8 B on GPUs: bf16 layers, fp32 deltas with gradient and moments, fp32 ends."""
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+    )
+    training = replace(CONFIG, precision="bf16", gradient_checkpointing=checkpoints)
+    shape = Shape.of_config(config.to_dict(), 2)
+    planned = {
+        count: simoe_training_bytes(
+            shape, training, SimoeUpcyclingConfig(), device="cuda", workers=count
+        )
+        for count in (1, 2, 4, 8)
+    }
+    layers, ends = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 14336), 2 * 128256 * 4096
+    divided = (2 + 16) * layers + 4 * ends
+    gathered = (2 + 8) * layers / 32
+    assert planned[1] > divided
+    left = [planned[count] - divided / count - gathered for count in (2, 4, 8)]
+    assert all(0 < kept < 8e9 for kept in left)
+    assert left == pytest.approx(left[:1] * 3, abs=2e8)  # a batch's own
 
 
 @pytest.mark.parametrize(
