@@ -84,6 +84,9 @@ class LayerStream:
         self._norm, self.model.norm = self.model.norm, nn.Identity()
         for layer in self.model.layers:
             layer.forward = _unchanged
+        self._places: dict[str, Tensor] = {}
+        """Where each layer's experts lie, as those of the layer before lay. Freed and allocated anew
+        they would not: a little of what is freed goes to others, and then they do not fit."""
         self._read = read or self._reading_moe(directory, dtype)
         self.dtype, self.device = dtype, device
         self._sources = [Path(directory), *map(Path, beside)]
@@ -97,18 +100,15 @@ class LayerStream:
     def _reading_moe(self, directory: Path, dtype: torch.dtype) -> Read:
         reader = CheckpointReader(directory, field="model")
         stock = StockTensors(reader, self.model)
-        # Each layer's experts lie where those of the layer before lay. Freed and allocated anew
-        # they would not: a little of what is freed goes to others, and then they do not fit.
-        places: dict[str, Tensor] = {}
 
         def read(name: str) -> Tensor:
             own = name.removeprefix("model.")
             if own not in stock.sources:
                 return reader.tensor(name)
             _, _, part = own.removeprefix("layers.").partition(".")
-            found = stock.tensor(own, dtype, out=places.get(part))
+            found = stock.tensor(own, dtype, out=self._places.get(part))
             if stock.is_fused(own):
-                places[part] = found
+                self._places[part] = found
             return found
 
         return read
@@ -168,7 +168,8 @@ class LayerStream:
         return self._norm
 
     def head(self) -> Tensor:
-        """The matrix [V, H] that makes logits: a tied model's embedding."""
+        """The matrix [V, H] that makes logits: a tied model's embedding. Layers are done then."""
+        self._places.clear()
         return self.tensor(EMBEDDING if self.model.config.tie_word_embeddings else LM_HEAD)
 
     def tensor(self, name: str) -> Tensor:

@@ -33,6 +33,7 @@ from upcycle_core.activations.regression import (
     unseen_solutions,
 )
 from upcycle_core.activations.stream import LayerStream, Passing, Read
+from upcycle_core.allocator import trim
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import LM_HEAD, Family
 from upcycle_core.backbone.counts import FLOOR, token_counts
@@ -231,6 +232,8 @@ def _repaired(
         counts = {"tokens": tokens, "tokens_a_neuron": tokens / down_HI.shape[1]}
         said.append({"layer": index, "lambda": factor, "drift": left, "target": target, **counts})
         repaired_HI = (down_HI.double() + delta_IH.T.cpu()).to(down_HI.dtype)
+        del sums, delta_IH  # as large as all else, and the next layer has its own
+        trim()
         change_HI = (repaired_HI.float() - down_HI.float()).to(device)
         for text in texts:
             if factor is not None:
