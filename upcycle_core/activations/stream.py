@@ -85,8 +85,8 @@ class LayerStream:
         for layer in self.model.layers:
             layer.forward = _unchanged
         self._places: dict[str, Tensor] = {}
-        """Where each layer's experts lie, as those of the layer before lay. Freed and allocated anew
-        they would not: a little of what is freed goes to others, and then they do not fit."""
+        """Where each layer's experts lie, as those of the layer before lay. Freed and allocated
+        anew they would not: a little of what is freed goes to others, and then they do not fit."""
         self._read = read or self._reading_moe(directory, dtype)
         self.dtype, self.device = dtype, device
         self._sources = [Path(directory), *map(Path, beside)]
