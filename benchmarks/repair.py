@@ -1,6 +1,6 @@
 """Repair in closed form beside the statistics pass on the same text.
 
-    python -m benchmarks.repair [--repeats N] [--tokens N] [--threads N] [--precision auto]
+    python -m benchmarks.repair [--repeats N] [--tokens N] [--threads N] [--ways repair]
 
 Shape of SmolLM2-135M (``benchmarks.training_real``) and random weights, but such that there is
 something to repair, as between real experts: how many lambdas are tried follows from it. Embeddings
@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--precision", default="auto")
+    parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=WAYS[1:], help="beside it")
     options = parser.parse_args()
     config = StatisticsConfig(
         tokens=options.tokens,
@@ -68,6 +69,7 @@ def main() -> None:
         calls: dict[str, Callable[[], dict[str, Any]]] = {
             way: partial(call_in_child, call, folder, config, threads=options.threads)
             for way, call in zip(WAYS, (statistics, repair, moments, head), strict=True)
+            if way in ("statistics", *options.ways)
         }
         report(alternate(calls, options.repeats), options.tokens)
 
@@ -163,18 +165,18 @@ def head(folder: Path, config: StatisticsConfig) -> dict[str, float]:
 def report(found: dict[str, list[dict[str, Any]]], tokens: int) -> None:
     """Print the table and the result."""
     figures = {
-        name: {way: [one[name] for one in found[way]] for way in WAYS}
+        name: {way: [one[name] for one in rounds] for way, rounds in found.items()}
         for name in ("seconds", "memory_mb")
     }
-    rows = [[way, *(median(figures[name][way]) for name in figures)] for way in WAYS]
+    rows = [[way, *(median(figures[name][way]) for name in figures)] for way in found]
     ratios: dict[str, float] = {}
-    for way in WAYS[1:]:
+    for way in [way for way in found if way != "statistics"]:
         own = {n: median_ratio(f[way], f["statistics"]) for n, f in figures.items()}
         rows.append([f"{way} / statistics", *own.values()])
         ratios |= {f"{way} {name}": ratio for name, ratio in own.items()}
     print_table(f"{tokens:,} tokens of a domain, medians", ["", "s", "MB"], rows)
-    repairs = found["repair"]
-    chosen = {name: median([one[name] for one in repairs]) for name in ("lambda", "repaired")}
+    repairs = found.get("repair", [])
+    chosen = {n: median([one[n] for one in repairs]) for n in ("lambda", "repaired") if repairs}
     print_result("repair", ratios, {**figures, **chosen, "tokens": tokens, "shape": SHAPE})
 
 
