@@ -131,7 +131,7 @@ def _of_header(recipe: Recipe, reference: str, cache: Path) -> Shape:
     folder, seed = Path(reference).expanduser(), recipe.seed_model.model
     if is_adapter(folder):
         base = Adapter(folder).base_name if seed in (None, reference) else seed
-        if base is not None and base != reference:
+        if base is not None and not is_adapter(Path(base).expanduser()):  # else said when resolved
             return _given(recipe, base, cache)
     return Shape.of(given_model(recipe, reference, cache))
 

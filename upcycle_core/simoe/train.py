@@ -25,7 +25,12 @@ from upcycle_core.simoe.objective import SimoeObjective
 from upcycle_core.simoe.prune import MAX_SHARD_BYTES, save_pruned
 from upcycle_core.simoe.sparsity import overlap, realised_sparsity
 from upcycle_core.simoe.standardise import common_states
-from upcycle_core.simoe.upcycle import narrow_base, narrowed, restore_base, upcycle_in_memory
+from upcycle_core.simoe.upcycle import (
+    bases_to_narrow,
+    narrow_base,
+    restore_base,
+    upcycle_in_memory,
+)
 from upcycle_core.training import sharding, workers
 from upcycle_core.training.arguments import checked_shape
 from upcycle_core.training.config import Sharding, TrainingConfig
@@ -106,7 +111,7 @@ def train_simoe(
     upcycled = partial(upcycle_in_memory, model, simoe, seed=seed, tasks=tasks)
     write = partial(_write_all, upcycled=upcycled, source=model, out=out, size=max_shard_bytes)
     begin = partial(_begin, dataset=dataset, config=config, progress=progress)
-    made = _Made(shape, config, simoe, partial(upcycled, divided=divided), begin, write)
+    made = _Upcycled(shape, config, simoe, partial(upcycled, divided=divided), begin, write)
     found = train_subject(
         made.load,
         dataset,
@@ -124,7 +129,7 @@ def train_simoe(
 
 
 @dataclass
-class _Made:
+class _Upcycled:
     """What is trained, made when it is known that its checkpoints fit.
 
     Args:
@@ -153,7 +158,7 @@ class _Made:
         network.config.use_cache = self.shape.use_cache  # the Trainer does it only if it trains
         narrow = DTYPES[arithmetic(self.config.precision, device)]
         # Weak, for each is freed as it is divided.
-        bases = WeakTensorKeyDictionary({base.weight: narrow for base in narrowed(network)})
+        bases = WeakTensorKeyDictionary({base.weight: narrow for base in bases_to_narrow(network)})
         small = (n for n, _ in network.named_parameters() if n.endswith(".log_phi"))
         router = (f"router.{n}" for n, _ in network.router.named_parameters())
         sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]

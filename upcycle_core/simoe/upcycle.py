@@ -106,11 +106,11 @@ def narrow_base(model: Any, dtype: torch.dtype) -> None:
         model: Upcycled; changed in place.
         dtype: Of the training's arithmetic.
     """
-    for base in narrowed(model):
+    for base in bases_to_narrow(model):
         base.weight.data = base.weight.data.to(dtype)
 
 
-def narrowed(model: Any) -> list[Any]:
+def bases_to_narrow(model: Any) -> list[Any]:
     """What ``narrow_base`` is about."""
     return [] if model.config.is_encoder_decoder else [base for _, base in _linear_bases(model)]
 

@@ -1,11 +1,12 @@
 """Planned memory of what is no dense model, against what torch counts of the real thing."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from test_planning_rehearsal import SIZES, parameters, peak, shape_of
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from tests.pico import pico_config, save_pico_tokenizer
 from upcycle_core.ders import compress as compressing
@@ -29,6 +30,7 @@ from upcycle_core.training.config import TrainingConfig
 from upcycle_core.training.groups import select_trainable
 from upcycle_core.training.head import sliced_head
 
+ROOT = Path(__file__).resolve().parents[3]
 BATCH, LENGTH, EXPERTS = 4, 64, 4
 CONFIG = TrainingConfig(
     steps=2, warmup_steps=1, batch_size=BATCH, sequence_length=LENGTH, precision="fp32"
@@ -123,17 +125,8 @@ def test_a_step_of_a_simoe_needs_what_was_planned(monkeypatch, vocabulary, lm_he
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_workers_divide_all_but_what_a_batch_keeps(checkpoints):
     """Of Llama-3's 8 B on GPUs: bf16 layers, fp32 deltas with gradient and moments, fp32 ends."""
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        tie_word_embeddings=False,
-    )
     training = replace(CONFIG, precision="bf16", gradient_checkpointing=checkpoints)
-    shape = Shape.of_config(config.to_dict(), 2)
+    shape = Shape.of(ROOT / "recipes" / "large" / "llama-3-8b")
     planned = {
         count: simoe_training_bytes(
             shape, training, SimoeUpcyclingConfig(), device="cuda", workers=count

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.pico import save_pico, save_pico_tokenizer
 from tests.upcycle_core.simoe.dividing_simoe import DeadlyRows, TaskRows, tune
@@ -40,6 +40,7 @@ KINDS: dict[str, dict] = {
         "tasks": ("a", "b"),
     },
     "narrow": {"config": replace(CONFIG, precision="bf16"), "simoe": SIMOE},
+    "stored narrow": {"config": CONFIG, "simoe": SIMOE},
 }
 DIVIDED = {**KINDS["tied"], "divided": "full"}
 OTHERS = [name for name in KINDS if name != "tied"]
@@ -55,7 +56,11 @@ def models(tmp_path_factory):
     gpt2 = save_dense(folder / "gpt2", "gpt2", **certain)
     save_pico_tokenizer(gpt2)
     head = save_pico(folder / "head")
-    return {"tied": tied, "head": head, "gpt2": gpt2, "narrow": head}
+    narrow = save_pico(folder / "narrow")
+    tensors = load_file(narrow / "model.safetensors")
+    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(halves, narrow / "model.safetensors", metadata={"format": "pt"})
+    return {"tied": tied, "head": head, "gpt2": gpt2, "narrow": narrow, "stored narrow": narrow}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +148,7 @@ def test_what_they_write_is_what_one_writes(alone, folder):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("name", ["head", "gpt2"])
+@pytest.mark.parametrize("name", ["head", "gpt2", "stored narrow"])
 def test_so_is_what_they_write_of_others(alone, more, name):
     assert_same_files(more / name, alone(name)[0])
 
