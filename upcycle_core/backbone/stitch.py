@@ -13,6 +13,7 @@ from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import LM_HEAD, Family
 from upcycle_core.architectures.resolve import with_vocabulary_of
+from upcycle_core.backbone.write import weights_type
 from upcycle_core.checkpoints.load import check_loading, quiet_loading
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import raise_faults
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 def stitched_reader(
     family: Family, own: CheckpointReader, shared: CheckpointReader
 ) -> Callable[[str], Tensor]:
-    """Tensors of the backbone with an expert's FFNs, by name."""
-    return lambda name: (own if family.is_ffn(name) else shared).tensor(name)
+    """Tensors of the backbone with an expert's FFNs, by name, in the backbone's type."""
+    dtype = weights_type(shared)
+    return lambda name: (own if family.is_ffn(name) else shared).tensor(name).to(dtype)
 
 
 def open_stitched(backbone: Path, expert: Path) -> tuple[CheckpointReader, CheckpointReader]:

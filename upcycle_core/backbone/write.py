@@ -16,6 +16,7 @@ from upcycle_core.checkpoints.writer import (
     write_json,
     write_sharded,
 )
+from upcycle_core.errors import Fault
 from upcycle_core.progress import Progress, Silent
 
 GENERATION_CONFIG = "generation_config.json"
@@ -85,3 +86,13 @@ def write_generation_config(source: CheckpointReader, out: Path) -> None:
 def weights_type(reader: CheckpointReader) -> torch.dtype:
     """Type of a checkpoint's weights."""
     return next(iter(reader.tensors.values())).dtype
+
+
+def type_faults(own: CheckpointReader, shared: CheckpointReader) -> list[Fault]:
+    """An expert whose weights the backbone's type cannot hold; a seed given in bf16 is as exact in
+    the fp32 of trained experts."""
+    given, kept = weights_type(own), weights_type(shared)
+    if torch.promote_types(given, kept) == kept:
+        return []
+    remedy = f"weights are {given}, the backbone's {kept}, which cannot hold them; save both in "
+    return [Fault(own.field, str(own.directory), f"{remedy}one type")]

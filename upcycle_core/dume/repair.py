@@ -39,7 +39,7 @@ from upcycle_core.architectures.family import LM_HEAD, Family
 from upcycle_core.backbone.counts import FLOOR, token_counts
 from upcycle_core.backbone.rewrite import read_untied
 from upcycle_core.backbone.stitch import stitched_reader
-from upcycle_core.backbone.write import Plan, weights_type, write_model
+from upcycle_core.backbone.write import Plan, type_faults, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.writer import write_json
 from upcycle_core.corpora.batches import (
@@ -52,7 +52,7 @@ from upcycle_core.corpora.batches import (
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.dume.checks import check_repairable
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.moe.random import keyed_generator
 from upcycle_core.precision import chosen
 from upcycle_core.precision import weights_type as type_in
@@ -128,6 +128,7 @@ def repair_expert(
     """
     shared = CheckpointReader(backbone, field="backbone")
     own = CheckpointReader(expert, field="expert")
+    raise_faults(type_faults(own, shared))
     family = family_of(shared.config)
     texts = calibration_batches(corpus, config)
     check_repairable(family, shared.config, sum(int(b.counted.sum()) for b in texts), "tokens")

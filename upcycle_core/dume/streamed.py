@@ -70,7 +70,9 @@ def stream_statistics(
         save_sums(_sums(folder, index), {str(index): moments}, kind=KIND, header={})
 
     passing = [Text(batch.input_ids) for batch in batches]
-    walk = Walk(stream, passing, folder, key=[str(out), asdict(layout)], needs_end=False)
+    walk = Walk(
+        stream, passing, folder, key=[str(out), asdict(layout), config.count], needs_end=False
+    )
     walk.go(visit)
     _join(folder, layout, out)
     walk.close()

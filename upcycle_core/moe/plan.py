@@ -16,7 +16,7 @@ from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import Family
 from upcycle_core.architectures.resolve import with_vocabulary_of
 from upcycle_core.backbone.average import average_tensors
-from upcycle_core.backbone.write import Plan, weights_type
+from upcycle_core.backbone.write import Plan, type_faults, weights_type
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import Fault
 
@@ -79,7 +79,7 @@ class Parts:
         return average_tensors(self.shared, name)
 
     def own_tensor(self, reader: CheckpointReader, name: str) -> torch.Tensor:
-        """An expert's tensor; a seed given in bf16 is as exact in the fp32 of trained experts."""
+        """An expert's tensor, in the type of the weights."""
         return reader.tensor(name).to(self.dtype)
 
     def faults(self) -> list[Fault]:
@@ -92,11 +92,7 @@ class Parts:
             # A backbone brings its own embedding: the experts' may be of another vocabulary.
             config = with_vocabulary_of(self.config, reader.config) if apart else self.config
             faults += tensor_faults(reader, self.family, reader.field, config=config)
-            own = weights_type(reader)
-            if torch.promote_types(own, self.dtype) != self.dtype:
-                remedy = f"weights are {own}, the backbone's {self.dtype}, which cannot hold them; "
-                remedy += "save both in one type"
-                faults.append(Fault(reader.field, str(reader.directory), remedy))
+            faults += type_faults(reader, self.shared[0])
         return faults
 
 

@@ -17,6 +17,7 @@ from upcycle_core.backbone.average import write_backbone
 from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.tokenizer import copy_tokenizer
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.dume.config import StatisticsConfig
@@ -74,6 +75,37 @@ def paragraphs_of(corpus: Path) -> list[Tensor]:
         for document in range(len(text))
         for start in range(0, len(text.document(document)), 16)
     ]
+
+
+def in_type(checkpoint: Path, dtype: torch.dtype, out: Path) -> Path:
+    """The same model in another type."""
+    load_causal_lm(checkpoint, dtype=dtype).save_pretrained(out)
+    copy_tokenizer(checkpoint, out)
+    return out
+
+
+def test_an_expert_in_bf16_is_repaired_in_the_backbone_s_fp32(tmp_path):
+    whole = [in_type(e, torch.float32, tmp_path / f"fp32-{e.name}") for e in related(tmp_path)]
+    backbone = merged(whole, tmp_path / "backbone")
+    narrow = in_type(whole[0], torch.bfloat16, tmp_path / "narrow")
+    wide = in_type(narrow, torch.float32, tmp_path / "wide")
+    corpus = write_corpus(tmp_path / "corpus")
+    found, expected = (
+        CheckpointReader(repaired(backbone, e, corpus, tmp_path / f"out-{e.name}"))
+        for e in (narrow, wide)
+    )
+    for name in expected.tensors:
+        assert found.tensor(name).dtype == torch.float32, name
+        assert torch.equal(found.tensor(name), expected.tensor(name)), name
+
+
+def test_an_expert_that_the_backbone_s_type_cannot_hold_is_refused_before_anything(tmp_path):
+    whole = related(tmp_path)
+    narrow = [in_type(e, torch.bfloat16, tmp_path / f"bf16-{e.name}") for e in whole]
+    backbone, corpus = merged(narrow, tmp_path / "backbone"), write_corpus(tmp_path / "corpus")
+    with pytest.raises(InputError, match=r"float64, the backbone's torch\.bfloat16"):
+        repaired(backbone, whole[0], corpus, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_one_long_document_is_judged_by_its_paragraphs(tmp_path):

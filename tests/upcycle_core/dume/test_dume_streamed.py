@@ -3,6 +3,7 @@
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
@@ -122,6 +123,21 @@ def test_what_lies_there_of_another_text_is_left_aside(corpus, tmp_path):
         )
     domain_statistics(*parts, corpus, tmp_path / "out", config=config, **common)
     domain_statistics(*parts, corpus, tmp_path / "whole", config=config, shard=0)
+    assert_same(tmp_path / "out", tmp_path / "whole")
+
+
+def test_what_lies_there_of_other_counted_tokens_is_left_aside(tmp_path):
+    corpus = tmp_path / "chats"
+    chats = [(np.arange(2, length + 2), length, np.arange(length) % 2) for length in LENGTHS]
+    write_split(corpus, chats, eos_id=0, vocabulary_size=96)
+    parts, common = models(tmp_path, "llama"), {"shard": 0, "streamed": tmp_path / "folder"}
+    every, answers = (replace(settings("fp32"), count=count) for count in ("all", "responses"))
+    with pytest.raises(KeyboardInterrupt):
+        domain_statistics(
+            *parts, corpus, tmp_path / "out", config=every, progress=KilledAt(7), **common
+        )
+    domain_statistics(*parts, corpus, tmp_path / "out", config=answers, **common)
+    domain_statistics(*parts, corpus, tmp_path / "whole", config=answers, shard=0)
     assert_same(tmp_path / "out", tmp_path / "whole")
 
 

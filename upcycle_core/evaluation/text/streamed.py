@@ -293,11 +293,11 @@ def _losses(
     stream: LayerStream, walk: Walk, batches: list[Batch], name: str
 ) -> Iterator[tuple[Batch, Tensor]]:
     """Each batch with its losses, [N] fp64."""
-    with torch.inference_mode():
-        norm, head_VH = stream.final_norm(), stream.head()
-        for batch, hidden_BSH in zip(batches, walk.ends(), strict=True):
+    norm, head_VH = stream.final_norm(), stream.head()
+    for batch, hidden_BSH in zip(batches, walk.ends(), strict=True):
+        with torch.inference_mode():  # which who reads them is not in
             losses_N = losses_of(
                 norm(hidden_BSH), batch, lambda h_NH: functional.linear(h_NH, head_VH)
             )
             finite_sum(losses_N, name)
-            yield batch, losses_N
+        yield batch, losses_N
