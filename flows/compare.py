@@ -29,7 +29,9 @@ from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
 from tasks.baselines.comparison import row_costs
+from tasks.engine.stage import Stage
 from tasks.methods import COMPARISON, METHODS, TASKS, stages_of
+from tasks.planning.made import Aim
 from tasks.recipes import check, validate
 from upcycle_core.errors import Fault, raise_faults
 from upcycle_core.evaluation.report.files import write_json
@@ -46,6 +48,14 @@ from upcycle_core.evaluation.text.comparison_report import (
 PLOT = f"{FOLDER}/score-against-compute.png"
 
 
+def _stages(recipe: Recipe) -> dict[Stage, list[str]]:
+    """What is made and shown: stages, and their items."""
+    return {s: s.items(recipe) for s in stages_of(recipe) if s not in TASKS.stages()}
+
+
+AIM = Aim(_stages)
+
+
 @flow(name="compare", task_runner=THREADS)
 @in_a_line
 def compare(recipe: Recipe) -> State:
@@ -56,10 +66,9 @@ def compare(recipe: Recipe) -> State:
     """
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
-    with open_session("compare", recipe) as session:
-        for stage in stages_of(recipe):
-            if stage not in TASKS.stages():
-                session.ensure(stage)
+    with open_session("compare", recipe, aim=AIM) as session:
+        for stage in _stages(recipe):
+            session.ensure(stage)
         session.finish()
         if COMPARISON.asked(recipe):
             _publish(session)
@@ -124,7 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
     home = environment.configure().home
     raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
     if chosen.seeds is None:
-        run_flow(recipe, compare, shown=TABLE)
+        run_flow(recipe, compare, aim=AIM, shown=TABLE)
         workspaces = [home / recipe.name]
     else:
         check(recipe, home / "models")

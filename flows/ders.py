@@ -11,7 +11,7 @@ import sys
 from prefect import flow
 from prefect.states import State
 
-from flows.making.ders import SUMMARY, compress, offer
+from flows.making.ders import SUMMARY, compress, compressed, offer
 from flows.pages.compression import write_compression
 from flows.pages.model import folder_faults
 from flows.pages.page import Command
@@ -23,8 +23,18 @@ from flows.running.session import THREADS, open_session
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
 from tasks.dume.method import METHOD as DUME
+from tasks.engine.stage import Stage
+from tasks.planning.made import Aim
 from tasks.recipes import validate
 from upcycle_core.errors import Fault, raise_faults
+
+
+def _stages(recipe: Recipe) -> dict[Stage, list[str]]:
+    """What is made: stages, and their items."""
+    return {stage: stage.items(recipe) for stage in DUME.stages()} | compressed(recipe)
+
+
+AIM = Aim(_stages)
 
 
 @flow(name="ders", task_runner=THREADS)
@@ -40,7 +50,7 @@ def ders(recipe: Recipe) -> State:
     """
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
-    with open_session("ders", recipe) as session:
+    with open_session("ders", recipe, aim=AIM) as session:
         for stage in DUME.stages():
             session.ensure(stage)
         compress(session)
@@ -64,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser_of("ders").parse_args(arguments)
     recipe = load(chosen)
     raise_faults([*_faults(recipe), *folder_faults(chosen.out)])
-    run_flow(recipe, ders, shown=SUMMARY)
+    run_flow(recipe, ders, aim=AIM, shown=SUMMARY)
     if chosen.out is not None:
         workspace = environment.configure().home / recipe.name
         write_compression(Command.of("ders", recipe, chosen), workspace)

@@ -9,7 +9,7 @@ from prefect import flow
 from prefect.states import State
 
 from flows.making.building import made
-from flows.making.dume import build
+from flows.making.dume import build, updated
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
 from flows.running.planned import anew_if
@@ -18,8 +18,11 @@ from flows.running.session import THREADS
 from infra.recipe.schema import Recipe, resolve
 from tasks.dume.method import METHOD
 from tasks.methods import METHODS
+from tasks.planning.made import Aim
 from tasks.recipes import validate
 from upcycle_core.errors import Fault, raise_faults
+
+AIM = Aim(updated)
 
 
 @flow(name="dume", task_runner=THREADS)
@@ -37,7 +40,7 @@ def dume(recipe: Recipe, rebuild: bool = False) -> State:
     """
     recipe = validate(resolve(recipe))
     raise_faults(_faults(recipe))
-    return made("dume", recipe, build, rebuild=rebuild)
+    return made("dume", recipe, build, rebuild=rebuild, aim=AIM)
 
 
 def _faults(recipe: Recipe) -> list[Fault]:
@@ -53,7 +56,12 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser_of("dume").parse_args(arguments)
     recipe = load(chosen)
     raise_faults(_faults(recipe))
-    run_flow(recipe, lambda recipe: dume(recipe, chosen.rebuild), begun=anew_if(chosen.rebuild))
+    run_flow(
+        recipe,
+        lambda recipe: dume(recipe, chosen.rebuild),
+        begun=anew_if(chosen.rebuild),
+        aim=AIM,
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from functools import partial
 from prefect import flow
 from prefect.states import State
 
-from flows.making.builds import build
+from flows.making.builds import aim, build
 from flows.making.change import (
     begin_change,
     deploy_again,
@@ -77,7 +77,8 @@ def grow(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
     with turn(workspace, "the flow grow", recipe):
         look(recipe, workspace, domain, rebuild=rebuild)
         how = partial(begun_with, domain=domain, rebuild=rebuild)
-        with open_session("grow", recipe, is_held=True, begun=how) as session:
+        ahead = aim(recipe, changed=[domain])
+        with open_session("grow", recipe, is_held=True, begun=how, aim=ahead) as session:
             return _grown(session, domain, rebuild)
 
 
@@ -167,12 +168,14 @@ def look(recipe: Recipe, workspace: Workspace, domain: str, *, rebuild: bool = F
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow."""
     chosen = parser_of("grow").parse_args(arguments)
+    recipe = load(chosen)
     run_flow(
-        load(chosen),
+        recipe,
         look=lambda recipe, workspace: look(
             recipe, workspace, chosen.domain, rebuild=chosen.rebuild
         ),
         begun=partial(begun_with, domain=chosen.domain, rebuild=chosen.rebuild),
+        aim=aim(recipe, changed=[chosen.domain]),
         run=lambda recipe: grow(recipe, chosen.domain, chosen.rebuild),
     )
     print(deploy_again(chosen.recipe, chosen.add))

@@ -16,7 +16,7 @@ from prefect.runtime import deployment
 from prefect.states import Completed, State
 
 from flows.making.building import built
-from flows.making.builds import build
+from flows.making.builds import aim, build
 from flows.making.change import begin_change, domain_faults, finish_change, going_on
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
@@ -62,7 +62,8 @@ def retrain(recipe: Recipe) -> State:
                 title = title_of_day(recipe.name)
                 name_run(title, tags=(recipe.name,))
                 return completed(title, NOTHING, name="Nothing to do")
-            with open_session("retrain", recipe, is_held=True, begun=begin) as session:
+            ahead = aim(recipe)
+            with open_session("retrain", recipe, is_held=True, begun=begin, aim=ahead) as session:
                 outcome = _learn(session)
                 return session.completed(words_of(outcome), outcome.version.reference)
     except Held as held:
@@ -135,7 +136,7 @@ def _learn(session: FlowSession) -> Outcome:
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow."""
     recipe = load(parser_of("retrain").parse_args(arguments))
-    run_flow(recipe, retrain, look=look, begun=begin)
+    run_flow(recipe, retrain, look=look, begun=begin, aim=aim(recipe))
 
 
 if __name__ == "__main__":

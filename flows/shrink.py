@@ -14,7 +14,7 @@ from functools import partial
 from prefect import flow
 from prefect.states import State
 
-from flows.making.builds import build
+from flows.making.builds import aim, build
 from flows.making.change import (
     begin_change,
     deploy_again,
@@ -57,7 +57,8 @@ def shrink(recipe: Recipe, domain: str, rebuild: bool = False) -> State:
     with turn(workspace, "the flow shrink", recipe):  # which says that this run lives
         look(recipe, workspace, domain, rebuild)
         how = partial(begun_without, domain=domain, rebuild=rebuild)
-        with open_session("shrink", recipe, is_held=True, begun=how) as session:
+        ahead = aim(recipe, changed=[])
+        with open_session("shrink", recipe, is_held=True, begun=how, aim=ahead) as session:
             return _shrunk(session, domain, rebuild)
 
 
@@ -121,12 +122,14 @@ def _remove(workspace: Workspace, domain: str) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow."""
     chosen = parser_of("shrink").parse_args(arguments)
+    recipe = load(chosen)
     run_flow(
-        load(chosen),
+        recipe,
         look=lambda recipe, workspace: look(
             without(recipe, chosen.domain), workspace, chosen.domain, chosen.rebuild
         ),
         begun=partial(begun_without, domain=chosen.domain, rebuild=chosen.rebuild),
+        aim=aim(recipe, changed=[]),
         run=lambda recipe: shrink(recipe, chosen.domain, chosen.rebuild),
     )
     print(f"If {chosen.recipe} still names {chosen.domain}, take it out there as well.")

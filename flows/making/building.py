@@ -18,6 +18,7 @@ from tasks.engine.stage import Stage
 from tasks.living.freshness import outdated
 from tasks.living.lineage import forget
 from tasks.methods import COMPARISON, TASKS, own_models, scored_models, stages_of
+from tasks.planning.made import EVERYTHING, Aim
 from tasks.release.champion import standing_champion
 from tasks.release.comparable import champion_faults
 from tasks.release.register import register
@@ -30,7 +31,12 @@ Build = Callable[..., Outcome]
 
 
 def made(
-    flow_name: str, recipe: Recipe, build: Build | None = None, *, rebuild: bool = False
+    flow_name: str,
+    recipe: Recipe,
+    build: Build | None = None,
+    *,
+    rebuild: bool = False,
+    aim: Aim = EVERYTHING,
 ) -> State:
     """Bring a recipe's model up to date, and register it.
 
@@ -39,11 +45,12 @@ def made(
         recipe: What to make.
         build: Brings a session's model up to date; ``build_stages`` by default.
         rebuild: Make anew what later models were built upon.
+        aim: What ``build`` brings up to date.
 
     Returns:
         The registered version, ``models:/NAME/NUMBER``.
     """
-    with open_session(flow_name, recipe, begun=anew_if(rebuild)) as session:
+    with open_session(flow_name, recipe, begun=anew_if(rebuild), aim=aim) as session:
         if rebuild:
             forget(session.workspace)
             session.adopt(replace(recipe, lineage=None))

@@ -4,11 +4,13 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from flows.making import ders, dume, simoe
-from flows.making.building import Build, build_stages
+from flows.making.building import Build, build_stages, built
 from flows.running.command_line import SUMMARY
 from flows.running.session import FlowSession
 from infra.recipe.schema import Recipe
+from tasks.engine.stage import Stage
 from tasks.methods import COMPRESSION, METHODS
+from tasks.planning.made import Aim
 from tasks.release.versions import Outcome
 
 BUILDS: Mapping[str, Build] = MappingProxyType({"dume": dume.build, "simoe": simoe.build})
@@ -35,6 +37,22 @@ def build(session: FlowSession, *, changed: Collection[str] | None = None) -> Ou
     path = session.workspace.root / SUMMARY
     path.write_text(f"{path.read_text()}Compressed {smaller}\n")
     return outcome
+
+
+def updated(recipe: Recipe) -> dict[Stage, list[str]]:
+    """What ``build`` brings up to date: stages, and their items."""
+    return built(recipe) | (ders.compressed(recipe) if COMPRESSION.asked(recipe) else {})
+
+
+def aim(recipe: Recipe, *, changed: Collection[str] | None = None) -> Aim:
+    """What ``build`` is about to do, for its plan.
+
+    Args:
+        recipe: With the same method.
+        changed: As of ``build``.
+    """
+    asks_all = METHODS[recipe.method].has_labels  # instructions are tuned on together
+    return Aim(updated, None if asks_all else changed)
 
 
 def whole(recipe: Recipe) -> Build:

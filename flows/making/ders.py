@@ -6,11 +6,13 @@ from prefect.artifacts import create_markdown_artifact
 
 from flows.pages.model import log_report, publish_links, publish_pictures
 from flows.running.session import FlowSession
+from infra.recipe.schema import Recipe
 from tasks.baselines.baselines import baselines
 from tasks.ders.compression import MODEL, REPORT, compression, row_title
 from tasks.ders.register import register_compressed
 from tasks.ders.section import section
 from tasks.ders.sweeps import sweeps
+from tasks.engine.stage import Stage
 from tasks.release.versions import Outcome
 from upcycle_core.evaluation.report.files import MARKDOWN, METRICS, PAGE, TEXT
 from upcycle_core.evaluation.report.numbers import slug
@@ -18,11 +20,20 @@ from upcycle_core.evaluation.report.numbers import slug
 SUMMARY = "compression.txt"
 
 
+def compressed(recipe: Recipe) -> dict[Stage, list[str]]:
+    """What stores the experts of a finished model, and of rows beside it: stages, and items."""
+    rows = [row for row in baselines.items(recipe) if row in section(recipe).models]
+    return {
+        baselines: rows,
+        sweeps: sweeps.items(recipe),
+        compression: compression.items(recipe),
+    }
+
+
 def compress(session: FlowSession) -> None:
     """Store the experts of a finished model, and of rows beside it, in every way."""
-    session.ensure(baselines, only=section(session.recipe).models)
-    session.ensure(sweeps)
-    session.ensure(compression)
+    for stage, items in compressed(session.recipe).items():
+        session.ensure(stage, only=items)
 
 
 def offer(session: FlowSession) -> Outcome | None:

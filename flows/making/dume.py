@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from flows.making.building import check_champion, looked_at, publish
+from flows.making.building import built, check_champion, looked_at, publish
 from flows.running.session import FlowSession
+from infra.recipe.schema import Recipe
 from tasks.data.corpora import corpora
 from tasks.data.documents import documents
 from tasks.data.seed import seed
@@ -18,8 +19,14 @@ from tasks.dume.report import report
 from tasks.dume.routed import routed
 from tasks.dume.router import router
 from tasks.dume.statistics import statistics
-from tasks.methods import TASKS, own_models
+from tasks.engine.stage import Stage
+from tasks.methods import COMPRESSION, TASKS, own_models
 from tasks.release.versions import Outcome
+
+
+def updated(recipe: Recipe) -> dict[Stage, list[str]]:
+    """What ``build`` brings up to date: stages, and their items."""
+    return {s: items for s, items in built(recipe).items() if s not in COMPRESSION.stages()}
 
 
 def build(

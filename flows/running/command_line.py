@@ -28,6 +28,7 @@ from infra.services.stopping import run_command, run_stoppable
 from tasks.engine.sources import CODE
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import with_lineage
+from tasks.planning.made import EVERYTHING, Aim
 from tasks.recipes import check
 from upcycle_core.errors import Fault, InputError, raise_faults
 
@@ -116,6 +117,7 @@ def run_flow(
     *,
     look: Callable[[Recipe, Workspace], str | None] | None = None,
     begun: Begun = with_lineage,
+    aim: Aim = EVERYTHING,
     shown: str | None = SUMMARY,
 ) -> Result | None:
     """Look at the recipe, run the flow and print what it left.
@@ -127,6 +129,7 @@ def run_flow(
             there is nothing to run. By default what the recipe names outside the workspace is
             looked at, before there is one.
         begun: The recipe that the flow will build, which is planned.
+        aim: What it brings up to date of that.
         shown: The file of the workspace that is printed; None for none.
 
     Returns:
@@ -145,14 +148,14 @@ def run_flow(
     if look is None:
         with _beside_models(recipe, settings, workspace):
             check(recipe, settings.home / "models")
-        say_plan(begun(recipe, workspace), settings, print)
+        say_plan(begun(recipe, workspace), settings, print, aim=aim)
     with turn(workspace, "the start of a flow", recipe):
         said = None if look is None else look(recipe, workspace)
     if said is not None:
         print(said)
         return None
     if look is not None:
-        say_plan(begun(recipe, workspace), settings, print)
+        say_plan(begun(recipe, workspace), settings, print, aim=aim)
     reach_server(settings)
     result = run(recipe)
     if shown is not None:

@@ -8,6 +8,7 @@ from infra.settings import Settings
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import with_lineage
 from tasks.planning.machine import Machine, remote_directory
+from tasks.planning.made import EVERYTHING, Aim
 from tasks.planning.plan import plan
 from tasks.planning.speed import known_rates
 from upcycle_core.errors import InputError, raise_faults
@@ -21,7 +22,13 @@ def anew_if(rebuild: bool) -> Begun:
     return (lambda recipe, workspace: recipe) if rebuild else with_lineage
 
 
-def say_plan(recipe: Recipe, settings: Settings, say: Callable[[str], object]) -> None:
+def say_plan(
+    recipe: Recipe,
+    settings: Settings,
+    say: Callable[[str], object],
+    *,
+    aim: Aim = EVERYTHING,
+) -> None:
     """Say the plan of a recipe in a line, and refuse what cannot be.
 
     Of what no plan can be made (a method of one's own, a model that is read when it is needed)
@@ -31,6 +38,7 @@ def say_plan(recipe: Recipe, settings: Settings, say: Callable[[str], object]) -
         recipe: What is about to be made, with its lineage.
         settings: Where it is kept, and where it runs.
         say: Takes the line.
+        aim: What is brought up to date of it.
 
     Raises:
         InputError: With every limit that is exceeded, and the setting that helps.
@@ -39,7 +47,7 @@ def say_plan(recipe: Recipe, settings: Settings, say: Callable[[str], object]) -
     machine = Machine.here(settings.home, recipe.compute.cpus, remote)
     rates = known_rates(settings.home)
     try:
-        made = plan(recipe, settings.home, machine, base=held_bytes(), rates=rates)
+        made = plan(recipe, settings.home, machine, base=held_bytes(), rates=rates, aim=aim)
     except InputError:
         return
     say(made.line())

@@ -45,6 +45,7 @@ from tasks.living.lineage import (
 )
 from tasks.methods import METHODS, stages_of
 from tasks.pipeline import dvc_yaml, params_yaml
+from tasks.planning.made import EVERYTHING, Aim
 from tasks.release.history import catch_up, led_experts
 from tasks.release.register import Registrar
 from tasks.release.versions import compressed_name
@@ -259,7 +260,12 @@ class FlowSession:
 
 @contextmanager
 def open_session(
-    flow_name: str, recipe: Recipe, *, is_held: bool = False, begun: Begun = with_lineage
+    flow_name: str,
+    recipe: Recipe,
+    *,
+    is_held: bool = False,
+    begun: Begun = with_lineage,
+    aim: Aim = EVERYTHING,
 ) -> Iterator[FlowSession]:
     """Hold the workspace, start Ray, open the MLflow run; put everything away afterwards.
 
@@ -270,6 +276,7 @@ def open_session(
         recipe: Its recipe.
         is_held: Whether this process holds the workspace already.
         begun: The recipe that the flow will build, which is planned.
+        aim: What it brings up to date of that.
 
     Raises:
         Held: If another flow holds the workspace for longer than the recipe waits.
@@ -283,13 +290,11 @@ def open_session(
         close_interrupted(workspace, recipe.registered_name, compressed_name(recipe))
         recipe = with_lineage(recipe, workspace)
         if deployment.id is not None:  # a command has said it before there was a run
-            say_plan(begun(recipe, workspace), settings, log)
+            say_plan(begun(recipe, workspace), settings, log, aim=aim)
         versions = _versions(recipe, workspace)
         title = title_of_day(recipe.name)
         name_run(title, tags=(recipe.name,))
-        tracker, commit = Tracker(settings, f"upcycle-{recipe.name}"), code_version(CODE)
-        # MLflow's pages show a tag of their own, and compare runs by it.
-        tags = {"git.commit": commit, "mlflow.source.git.commit": commit.partition("-")[0]}
+        tracker, tags = Tracker(settings, f"upcycle-{recipe.name}"), _tags_of_code()
         with (
             tracker.start_run(title, workspace=workspace.root, tags=tags, source=flow_name) as run,
             pieces_run(settings, recipe, workspace),
@@ -314,6 +319,12 @@ def open_session(
                 yield flow_session
                 _record_history(flow_session, flow_name)
                 progress.clear()
+
+
+def _tags_of_code() -> dict[str, str]:
+    """What a run says of the code; MLflow's pages show, and compare by, a tag of their own."""
+    commit = code_version(CODE)
+    return {"git.commit": commit, "mlflow.source.git.commit": commit.partition("-")[0]}
 
 
 def pieces_run(

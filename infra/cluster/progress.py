@@ -20,6 +20,8 @@ class FileProgress:
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("a")
+        if self.file.tell():  # what was killed may have left a part of a line
+            self.file.write("\n")
         self.what = ""
         self.done = 0
         self.shown: dict[str, float] = {}

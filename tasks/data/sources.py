@@ -17,7 +17,7 @@ from tasks.data.lengths import position_faults
 from tasks.data.licences import FILE as LICENCES
 from tasks.data.licences import licence_faults, stated_licences
 from tasks.data.task_sets import task_fingerprint, task_set_faults
-from tasks.data.texts import TEXTS, named_texts, text_faults
+from tasks.data.texts import TEXTS, known_texts, named_texts, text_faults
 from tasks.data.tokenizer import speaker
 from tasks.engine.artifacts import FORMS, SEED
 from tasks.engine.method import ON_TEXT
@@ -81,10 +81,11 @@ def write_sources(run: StageRun) -> None:
         InputError: A given seed is not the one that is built upon.
     """
     recipe = run.recipe
-    known = known_files(recipe, run.models)
+    known, folder = known_files(recipe, run.models), recipe.text_folder
+    texts = known_texts(recipe, run.models)
     for name, domain in recipe.domains.items():
         found: dict[str, object] = {
-            part: source_fingerprint(source, folder=recipe.text_folder)
+            part: source_fingerprint(source, folder=folder, known=texts)
             for part in TEXTS
             if (source := getattr(domain, part)) is not None
         }
@@ -102,7 +103,7 @@ def write_sources(run: StageRun) -> None:
             said = "has other files now than the seed that is built upon was made of, which stays"
             run.session.log(f"{recipe.seed_model.model} {said}")
     if recipe.seed_text is not None:
-        read = source_fingerprint(recipe.seed_text, folder=recipe.text_folder)
+        read = source_fingerprint(recipe.seed_text, folder=folder, known=texts)
         write_fingerprints(run.out / f"{SEED}.json", read)
     write_fingerprints(run.out / LICENCES, stated_licences(recipe, run.models))
     for name in recipe.tasks:
@@ -193,7 +194,7 @@ def outside_faults(recipe: Recipe, cache: Path, *, lengths: Iterable[str] = ON_T
         lengths: Sections whose ``sequence_length`` models must have positions for.
     """
     models = model_faults(recipe, cache, lengths=lengths)
-    found = [*text_faults(recipe), *models, *task_set_faults(recipe)]
+    found = [*text_faults(recipe, known_texts(recipe, cache)), *models, *task_set_faults(recipe)]
     name = SEED if recipe.trains_seed else speaker(recipe)
     if found or name is None:
         return found

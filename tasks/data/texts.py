@@ -7,6 +7,7 @@ from pathlib import Path
 
 from infra.recipe.schema import Recipe
 from upcycle_core.checkpoints.hashing import sha256_file
+from upcycle_core.checkpoints.known import FILE, KnownFiles
 from upcycle_core.corpora.config import Source
 from upcycle_core.corpora.sources import missing_patterns, source_faults, source_files
 from upcycle_core.errors import Fault
@@ -14,14 +15,24 @@ from upcycle_core.errors import Fault
 TEXTS = ("train", "calibration", "heldout", "elsewhere")
 
 
-def text_faults(recipe: Recipe) -> list[Fault]:
-    """What is wrong with the texts."""
+def known_texts(recipe: Recipe, cache: Path) -> KnownFiles:
+    """What is remembered of texts, which are read here, beside the models that are in ``cache``."""
+    return KnownFiles(cache / FILE, verify=recipe.verify)
+
+
+def text_faults(recipe: Recipe, known: KnownFiles | None = None) -> list[Fault]:
+    """What is wrong with the texts.
+
+    Args:
+        recipe: Names them.
+        known: Of ``known_texts``; everything is read by default.
+    """
     folder = recipe.text_folder
     named = named_texts(recipe)
     found = [
         fault
         for field, source in named.items()
-        for fault in source_faults(source, field, folder=folder)
+        for fault in source_faults(source, field, folder, known)
     ]
     return found or [*_same_faults(recipe), *_heldout_faults(recipe)]
 

@@ -16,7 +16,8 @@ def comparison_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     shape = joined(recipe, subjects.shape)
     rows = {name: row for name, row in recipe.baselines.items() if row.trains}
     if rows:
-        yield mixture_row("baselines", recipe, rows, dict.fromkeys(rows, shape), kind="baselines")
+        shapes = dict.fromkeys(rows, shape)
+        yield mixture_row("baselines", recipe, rows, shapes, kind="baselines", starts=True)
     yield scoring_row("comparison", recipe, subjects, shape)
 
 

@@ -41,6 +41,7 @@ def mixture_row(
     *,
     kind: str,
     domains: int | None = None,
+    starts: bool = False,
 ) -> Planned:
     """Trainings of finished models, a row of a comparison each.
 
@@ -51,6 +52,7 @@ def mixture_row(
         shapes: {row: the dense part of it}.
         kind: Of the resources.
         domains: How many have an expert; the recipe's by default.
+        starts: Whether what each begins with is put together beside it, and lies there meanwhile.
     """
     resources = getattr(recipe.compute, kind)
     domains = len(recipe.domains) if domains is None else domains
@@ -62,7 +64,8 @@ def mixture_row(
     ]
     together = [
         checkpoints_at_once(row.training, may_end_before=_is_constrained(row)) * size
-        for row, size in zip(rows.values(), checkpoints, strict=True)
+        + starts * shapes[name].itemsize * sizes[name]
+        for (name, row), size in zip(rows.items(), checkpoints, strict=True)
     ]
     steps = [-(-row.training.steps // row.training.checkpoint_steps) for row in rows.values()]
     kept = sum(FP32 * _written(row, shapes[name], domains) for name, row in rows.items())

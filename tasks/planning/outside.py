@@ -1,6 +1,6 @@
 """What lies outside a workspace and is another than its stages have seen; no weight is read."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,54 +23,60 @@ Seen = Mapping[str, Any]
 """What the stage ``sources`` has written of one name."""
 
 
-def changed_outside(recipe: Recipe, workspace: Workspace) -> Iterator[str]:
-    """Files of the stage ``sources`` that will be others, below the workspace.
+def changed_outside(
+    recipe: Recipe, workspace: Workspace, domains: Collection[str] | None = None
+) -> Iterator[str]:
+    """What will be another in files of the stage ``sources``, below the workspace.
 
-    What a recipe newly names is left out: the stages that read it see that by their settings. A
-    given model is another where its files do not look as when they were read. Those of a hub, of
-    the registry and in a form of their own are taken to be as they were.
+    Of a text or a given model it is the part of the file (``sources/law.json/heldout``), of
+    anything else the file. What a recipe newly names is left out: the stages that read it see that
+    by their settings. A given model is another where its files do not look as when they were read.
+    Those of a hub, of the registry and in a form of their own are taken to be as they were.
 
     Args:
         recipe: What is to be made.
         workspace: Its own.
+        domains: Whose text is looked at; all by default.
     """
     # Whatever the recipe says of storage that lies about times: weights are not read here.
     known, folder = KnownFiles(workspace.known.path), recipe.text_folder
     for name in (*recipe.domains, SEED, *(f"outside/{name}" for name in recipe.outside)):
         file = f"sources/{name}.json"
         seen = read_json(workspace.path(file))
-        if seen is not None and (
-            any(_is_other_text(*pair, folder, known) for pair in _texts(recipe, name, seen))
-            or any(
-                _is_other_model(*pair, known, workspace.path(file).stat().st_mtime)
-                for pair in _models(recipe, name, seen)
-            )
-        ):
-            yield file
+        if seen is None:
+            continue
+        looked = workspace.path(file).stat().st_mtime
+        if domains is None or name in domains or name not in recipe.domains:
+            for part, before, text in _texts(recipe, name, seen):
+                if _is_other_text(before, text, folder, known):
+                    yield f"{file}/{part}"
+        for part, before, model in _models(recipe, name, seen):
+            if _is_other_model(before, model, known, looked):
+                yield f"{file}/{part}"
     yield from _other_sets(recipe, workspace)
     settings = (workspace.record("sources") or {}).get("params", {})
     if settings.get("experts.dtype", recipe.experts.dtype) != recipe.experts.dtype:
         yield f"sources/{FORMS}"
 
 
-def _texts(recipe: Recipe, name: str, seen: Seen) -> Iterator[tuple[Seen, Source]]:
-    """What was seen of each text of a name, and the text."""
+def _texts(recipe: Recipe, name: str, seen: Seen) -> Iterator[tuple[str, Seen, Source]]:
+    """Each text of a name: which it is, what was seen of it, and the text."""
     domain = recipe.domains.get(name)
     parts = {part: getattr(domain, part) for part in TEXTS} if domain is not None else {}
-    yield from ((seen[part], own) for part, own in parts.items() if own and part in seen)
+    yield from ((part, seen[part], own) for part, own in parts.items() if own and part in seen)
     whole = recipe.seed_text if name == SEED else recipe.outside.get(name.rpartition("/")[2])
     if domain is None and whole is not None:
-        yield seen, whole
+        yield "text", seen, whole
 
 
-def _models(recipe: Recipe, name: str, seen: Seen) -> Iterator[tuple[Seen, str]]:
-    """What was seen of each model of a name, and the model."""
+def _models(recipe: Recipe, name: str, seen: Seen) -> Iterator[tuple[str, Seen, str]]:
+    """Each given model of a name: which it is, what was seen of it, and the model."""
     if (domain := recipe.domains.get(name)) is not None:
         origin = None if domain.origin is None else domain.origin.model
         parts = {"expert": domain.expert, "origin": origin}
     else:
         parts = {SEED: recipe.seed_model.model if name == SEED else None}
-    yield from ((seen[part], own) for part, own in parts.items() if own and part in seen)
+    yield from ((part, seen[part], own) for part, own in parts.items() if own and part in seen)
 
 
 def _is_other_text(seen: Seen, source: Source, folder: Path | None, known: KnownFiles) -> bool:

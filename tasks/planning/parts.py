@@ -1,7 +1,7 @@
 """What a recipe is about, and the stages that all methods share: text, and training."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +65,9 @@ def text_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     common: dict[str, Any] = {"items": domains, "pieces": domains, "kind": "corpora"}
     corpora = recipe.compute.corpora
     kept = int(STORED_TEXT * text)
-    yield Planned("documents", kept=kept, read=text, resources=corpora, **common)
+    # What is read lies in a file until it is deduplicated.
+    spool = max(subjects.text.values(), default=0)
+    yield Planned("documents", kept=kept, each=spool, read=text, resources=corpora, **common)
     tokens = each * text // BYTES_A_TOKEN
     yield Planned("corpora", kept=tokens, read=kept, resources=corpora, **common)
 
@@ -92,10 +94,17 @@ def parents_row(recipe: Recipe, shape: Shape) -> Planned:
     return Planned("parents", count, count, kept=kept, read=kept)
 
 
-def experts_row(recipe: Recipe, shape: Shape) -> Planned:
-    """Experts that are trained here, and those that are ready."""
-    domains, form = len(recipe.domains), as_given(recipe, shape)
-    configs = trainings(recipe).values()
+def experts_row(recipe: Recipe, shape: Shape, of: Collection[str] | None = None) -> Planned:
+    """Experts that are trained here, and those that are ready.
+
+    Args:
+        recipe: The recipe.
+        shape: Of every expert.
+        of: Which domains'; all by default.
+    """
+    names = recipe.domains if of is None else of
+    domains, form = len(names), as_given(recipe, shape)
+    configs = [found for name, found in trainings(recipe).items() if name in names]
     counts, count = Counter(where for where, _ in configs), len(configs)
     ready = (domains - count) * form.stored
     if not count:

@@ -1,6 +1,6 @@
 """A plan: a row a stage, what all of it needs, and what cannot be."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -8,14 +8,15 @@ from types import MappingProxyType
 from infra.cluster.capacity import compute_faults
 from infra.recipe.resources import ComputeConfig
 from infra.recipe.schema import Recipe
+from tasks.engine.artifacts import SEED
 from tasks.engine.method import Addition
-from tasks.methods import COMPARISON, COMPRESSION, TASKS, stages_of
+from tasks.methods import COMPARISON, COMPRESSION, TASKS
 from tasks.planning.ders import comparison_rows, compression_rows
 from tasks.planning.dume import dume_rows
 from tasks.planning.machine import Machine, device_of, remote_directory
-from tasks.planning.made import RecordedWorkspace, learning, made_before
+from tasks.planning.made import EVERYTHING, Aim, RecordedWorkspace, learning, made_before
 from tasks.planning.outside import changed_outside
-from tasks.planning.parts import Subjects, as_given
+from tasks.planning.parts import Subjects, as_given, experts_row
 from tasks.planning.row import Planned, duration, gigabytes
 from tasks.planning.scored import task_rows
 from tasks.planning.simoe import simoe_rows
@@ -40,6 +41,7 @@ HEAD = (
     *("stage", "pieces", "at once", "memory each", "read", "written"),
     *("kept", "while it runs", "time (scaled)", "made"),
 )
+EXPERTS = "experts"
 PLACES = ("where", "when all is made")
 
 
@@ -55,6 +57,7 @@ class Plan:
         copies: Times that what is pushed is kept on this disk: in the workspace, and in DVC's
             remote where that is a directory beside it.
         rates: What a second brings there, where that is known.
+        begun: Bytes of what is to come that lie on the disk already.
     """
 
     rows: Sequence[Planned]
@@ -63,6 +66,12 @@ class Plan:
     compute: ComputeConfig
     copies: int
     rates: Rates | None = None
+    begun: int = 0
+
+    @property
+    def coming(self) -> list[Planned]:
+        """What is not made yet."""
+        return [row.to_come() for row in self.rows if not row.is_done]
 
     @property
     def disk(self) -> int:
@@ -79,31 +88,33 @@ class Plan:
 
     def _to_come(self, machine: Machine | None) -> int:
         kept = fullest = 0
-        for row in self.rows:
-            kept += int((1 - row.made / row.items) * row.own)
+        for row in self.coming:
+            kept += row.own
             fullest = max(fullest, kept + row.holding(machine))
-        return max(fullest, kept + (self.copies - 1) * self.pushed_to_come)
+        needed = max(fullest, kept + (self.copies - 1) * self.pushed_to_come)
+        return max(0, needed - self.begun)
 
     @property
     def pushed_to_come(self) -> int:
         """Bytes that DVC's remote lacks of what it will hold."""
-        return sum(int((1 - row.made / row.items) * row.pushed) for row in self.rows)
+        return sum(row.pushed for row in self.coming)
 
     @property
     def memory(self) -> int:
-        """Bytes of memory at the peak, of all pieces that run side by side."""
+        """Bytes of memory at the peak, of all pieces to come that run side by side."""
         together = (
             (self.base + row.memory) * row.at_once(self.machine) * row.workers
-            for row in self.rows
+            for row in self.coming
             if not row.resources.gpus
         )
-        alone = (self.base + row.alone for row in self.rows if row.alone)
-        return max([*together, *alone])
+        alone = (self.base + row.alone for row in self.coming if row.alone)
+        return max([*together, *alone], default=0)
 
     @property
     def gpu_memory(self) -> int:
         """Bytes of one GPU's memory at the peak; 0 where none is asked for."""
-        held = (row.memory * row.on_a_gpu(self.machine) for row in self.rows if row.resources.gpus)
+        on_gpus = (row for row in self.coming if row.resources.gpus)
+        held = (row.memory * row.on_a_gpu(self.machine) for row in on_gpus)
         return max(held, default=0)
 
     def faults(self, *, is_local: bool = True) -> Iterator[Fault]:
@@ -115,7 +126,7 @@ class Plan:
         if is_local:
             there = {"CPU": float(self.machine.cpus), "GPU": float(self.machine.gpus)}
             yield from compute_faults(self.compute, [there], known=there)
-            for row in self.rows:
+            for row in self.coming:
                 yield from row.memory_faults(self.machine, self.base)
         to_come = self._to_come(self.machine if is_local else None)
         if to_come > self.machine.disk:
@@ -131,15 +142,9 @@ class Plan:
     @property
     def seconds(self) -> float | None:
         """How long what is not made yet takes; None where that is not known of a stage."""
-        found = 0.0
-        for row in self.rows:
-            if row.is_done:
-                continue
-            own = row.seconds(self.machine, self.rates)
-            if own is None:
-                return None
-            found += own * (1 - row.made / row.items)
-        return found
+        found = [row.seconds(self.machine, self.rates) for row in self.coming]
+        known = [seconds for seconds in found if seconds is not None]
+        return sum(known) if len(known) == len(found) else None
 
     def table(self) -> str:
         """The rows as Markdown."""
@@ -205,14 +210,19 @@ class Plan:
         if self.rates is None:
             return "not known without rates (python -m flows.plan RECIPE measures this machine's)"
         if self.seconds is None:
-            rows = (row for row in self.rows if not row.is_done)
-            known = [row.seconds(self.machine, self.rates) or 0.0 for row in rows]
+            known = [row.seconds(self.machine, self.rates) or 0.0 for row in self.coming]
             return f"more than {duration(sum(known))} (scaled; not known of every stage)"
         return f"{duration(self.seconds)} (scaled from rates; starts of processes left out)"
 
 
 def plan(
-    recipe: Recipe, home: Path, machine: Machine, *, base: int, rates: Rates | None = None
+    recipe: Recipe,
+    home: Path,
+    machine: Machine,
+    *,
+    base: int,
+    rates: Rates | None = None,
+    aim: Aim = EVERYTHING,
 ) -> Plan:
     """What a recipe needs, before anything of it is made.
 
@@ -222,6 +232,7 @@ def plan(
         machine: Where it is to run.
         base: Bytes of a process that computes nothing yet.
         rates: What a second brings there, where that is known.
+        aim: What is brought up to date of it.
 
     Raises:
         InputError: No plan can be made for this method; a model's config.json cannot be read.
@@ -230,45 +241,64 @@ def plan(
         remedy = f"only recipes of {', '.join(ROWS)} can be planned so far"
         raise InputError(Fault("method", recipe.method, remedy))
     workspace = RecordedWorkspace(home / recipe.name)
-    changed = set(changed_outside(recipe, workspace))
-    recipe = learning(recipe, workspace, changed)
-    made = made_before(recipe, workspace, changed)
+    changed = set(changed_outside(recipe, workspace, aim.domains))
+    made = made_before(recipe, workspace, changed, aim)
+    learnt = learning(recipe, workspace, made.other)
+    if learnt != recipe:  # what continues an expert is another thing to be made
+        recipe, made = learnt, made_before(learnt, workspace, changed, aim)
     subjects = subjects_of(recipe, home / "models")
     shape = as_given(recipe, subjects.shape)
     found = {row.stage: row for row in ROWS[recipe.method](recipe, subjects)}
     for addition, rows in ADDED:
         if addition.asked(recipe):
             found = {row.stage: row for row in rows(recipe, subjects)} | found
-    links = _links(recipe, home, shape)
     ordered = []
-    for stage in stages_of(recipe):
-        items = len(stage.items(recipe))
-        row = found.get(stage.name, Planned(stage.name, items, items))
-        if items:
-            linked = links.get(stage.name, 0) * shape.stored
-            row = replace(row, items=items, made=made[stage.name], linked=linked)
-            ordered.append(replace(row, in_parts=stage.in_parts).fitted(machine, base))
+    for stage, asked in aim.items(recipe).items():
+        if not asked:
+            continue
+        every = stage.items(recipe)
+        left = [item for item in asked if item not in made.stays[stage.name]]
+        row = found.get(stage.name, Planned(stage.name, len(every), len(every)))
+        row = replace(row, items=len(every), made=len(every) - len(left), in_parts=stage.in_parts)
+        if stage.name == EXPERTS and row.made and left:
+            row = replace(row, rest=experts_row(recipe, subjects.shape, left))
+        row = _linked(row, recipe, home, shape, left)
+        ordered.append(row.fitted(machine, base))
     is_directory = remote_directory(recipe.versions.remote, home) is not None
     copies = 1 + (is_directory and machine.remote_disk is None)
-    return Plan(ordered, machine, base, recipe.compute, copies, rates)
+    return Plan(ordered, machine, base, recipe.compute, copies, rates, made.begun)
 
 
-def _links(recipe: Recipe, home: Path, shape: Shape) -> Mapping[str, int]:
-    """Stage to how many given models' own files it publishes: those on the disk of the home, whose
-    weights get no other type."""
-    if recipe.versions.given_weights != "link":
-        return {}
+def _linked(
+    row: Planned, recipe: Recipe, home: Path, shape: Shape, left: Collection[str]
+) -> Planned:
+    """A row with what it publishes of given models' own files: of those on the disk of the home,
+    whose weights get no other type.
+
+    Args:
+        row: A stage's.
+        recipe: The recipe.
+        home: Where workspaces are.
+        shape: Of a given model, in the type that it gets.
+        left: Items that are to come.
+    """
     given = {
-        "seed": [recipe.seed_model.model],
-        "experts": [domain.expert for domain in recipe.domains.values()],
+        SEED: {"": recipe.seed_model.model},
+        EXPERTS: {name: domain.expert for name, domain in recipe.domains.items()},
     }
-    return {
-        stage: sum(
-            _is_near(path, home) and Shape.of(path).dtype == shape.dtype
-            for path in (Path(name).expanduser() for name in names if name is not None)
-        )
-        for stage, names in given.items()
+    if recipe.versions.given_weights != "link":
+        return row
+    paths = {
+        item: Path(model).expanduser()
+        for item, model in given.get(row.stage, {}).items()
+        if model is not None
     }
+    near = [i for i, p in paths.items() if _is_near(p, home) and Shape.of(p).dtype == shape.dtype]
+    row = replace(row, linked=len(near) * shape.stored)
+    if row.rest is None:
+        return row
+    coming = sum(item in left for item in near)
+    return replace(row, rest=replace(row.rest, linked=coming * shape.stored))
 
 
 def _is_near(model: Path, home: Path) -> bool:

@@ -39,6 +39,8 @@ class Planned:
         remedies: What makes a piece smaller, beside fewer at once.
         linked: Bytes of what is kept that are the files of given models themselves.
         made: How many of its items are there, and are not made again.
+        rest: What those that are not need, where items are not alike; their share of all by
+            default.
         in_parts: Whether DVC's remote holds what it is made from in its place.
     """
 
@@ -64,6 +66,7 @@ class Planned:
     remedies: Sequence[str] = ()
     linked: int = 0
     made: int = 0
+    rest: "Planned | None" = None
     in_parts: bool = False
 
     @property
@@ -92,16 +95,38 @@ class Planned:
         passing = self.passing + self.items * self.each
         return self.own + passing if self.written is None else self.written
 
+    def to_come(self) -> "Planned":
+        """The row of those of its items that are not there, or are made again."""
+        left = self.items - self.made
+        if self.rest is not None:
+            return replace(self.rest, in_parts=self.in_parts)
+        if not self.made:
+            return self
+
+        def share(whole: int) -> int:
+            return whole * left // self.items
+
+        return replace(
+            self,
+            items=left,
+            made=0,
+            pieces=max(self.rounds, share(self.pieces)),
+            kept=share(self.kept),
+            linked=share(self.linked),
+            passing=share(self.passing),
+            read=share(self.read),
+            written=None if self.written is None else share(self.written),
+            flops=None if self.flops is None else share(self.flops),
+        )
+
     def holding(self, machine: Machine | None) -> int:
-        """Bytes beside what it publishes, at most, while what is not made yet is made.
+        """Bytes beside what it publishes, at most, while all of it is made.
 
         Args:
             machine: Where it runs; None for a cluster, where all items may be at work at once.
         """
-        left = self.items - self.made
         most = self.pieces // self.rounds if machine is None else self.at_once(machine)
-        together = min(left, most)
-        return self.passing * left // self.items + self.each * together
+        return self.passing + self.each * min(self.items, most)
 
     def seconds(self, machine: Machine, rates: Rates | None) -> float | None:
         """How long it takes, starts of processes left out; None where that is not known.
@@ -165,7 +190,7 @@ class Planned:
             machine: Where it runs.
             base: Bytes of an interpreter with its libraries.
         """
-        if self.is_done or not self.memory:
+        if not self.memory:
             return
         if self.alone and self.alone + base > machine.memory:
             said = f"{self.stage}: {gigabytes(self.alone + base)} of memory, there are "

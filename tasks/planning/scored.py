@@ -16,7 +16,8 @@ def task_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     How long it takes is not known: that is the tasks' to say. A method whose model is no mixture
     says what it needs.
     """
-    resources, count = recipe.compute.evaluation, len(scored_models(recipe))
+    resources, models = recipe.compute.evaluation, scored_models(recipe)
+    averages = any(len(checkpoints) > 1 for checkpoints in models.values())
     config, shape = recipe.task_evaluation, joined(recipe, subjects.shape)
     rows = [row for row in recipe.baselines.values() if row.trains]
     mixed = [row.experts(subjects.domains) for row in rows if row.method not in OWN_KINDS]
@@ -24,11 +25,13 @@ def task_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     needed = memory.weights_held(shape, config.precision, resources.device, experts=experts)
     size = shape.itemsize * shape.mixture(experts)
     remedies = ["task_evaluation.precision = bf16"] if config.precision == "fp32" else []
-    for stage, pieces in (("task_scores", count), ("task_routing", 1)):
+    dense = averages * shape.itemsize * shape.whole
+    for stage, pieces, passing in (("task_scores", len(models), dense), ("task_routing", 1, 0)):
         yield Planned(
             stage,
             pieces,
             pieces,
+            passing=passing,
             read=pieces * size,
             flops=None,
             memory=needed,

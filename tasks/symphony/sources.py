@@ -12,12 +12,12 @@ from tasks.data.sources import (
     KEYS,
     chat_faults,
     opened_models,
-    text_faults,
     write_fingerprints,
     write_forms,
     write_sources,
 )
 from tasks.data.task_sets import task_set_faults
+from tasks.data.texts import known_texts, text_faults
 from tasks.engine.stage import StageRun, stage
 from tasks.symphony.checks import is_given
 from tasks.symphony.variants import anchor_of, lengths, section, trains_shape
@@ -56,14 +56,16 @@ def sources(run: StageRun) -> None:
     own = section(recipe)
     anchor = anchor_of(recipe, own) if own.rope == "anchor" else None
     write_forms(run, of_one_seed=False, rope_of=anchor)
+    known = known_texts(recipe, run.models)
     for name, source in recipe.outside.items():
-        fingerprint = source_fingerprint(source, folder=recipe.text_folder)
+        fingerprint = source_fingerprint(source, folder=recipe.text_folder, known=known)
         write_fingerprints(run.out / "outside" / f"{name}.json", fingerprint)
 
 
 def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     """What is wrong with texts, models and tasks outside the workspace."""
-    found = [*text_faults(recipe), *model_faults(recipe, cache), *task_set_faults(recipe)]
+    texts = text_faults(recipe, known_texts(recipe, cache))
+    found = [*texts, *model_faults(recipe, cache), *task_set_faults(recipe)]
     origins = ((domain.expert, domain.origin) for domain in recipe.domains.values())
     models = [expert or (origin.model if origin else None) for expert, origin in origins]
     return found or list(chat_faults(recipe, models, cache))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from upcycle_core.checkpoints.hashing import sha256_file
+from upcycle_core.checkpoints.known import KnownFiles
 from upcycle_core.corpora.config import Source, template_fields
 from upcycle_core.corpora.conversations import (
     FAULTS_SHOWN,
@@ -111,19 +112,24 @@ def source_files(source: Source, folder: Path | None) -> dict[str, Path]:
     return dict(sorted(files.items()))
 
 
-def source_fingerprint(source: Source, *, folder: Path | None = None) -> dict[str, object]:
+def source_fingerprint(
+    source: Source, *, folder: Path | None = None, known: KnownFiles | None = None
+) -> dict[str, object]:
     """What a source would read, by content.
 
     Args:
         source: What would be read.
         folder: What ``{folder}`` stands for.
+        known: Hashes of files that have not changed; every file is read by default. The many small
+            files of a harvest are read as fast as they are looked up.
 
     Returns:
         JSON-ready: ``harvest`` with one digest over (label, sha256) of all its files; ``files``
         with the sha256 of each; ``dataset`` with its name, subset, split, revision and, of a local
         directory, the sha256 of each file.
     """
-    hashes = {label: sha256_file(path) for label, path in source_files(source, folder).items()}
+    hash_of = sha256_file if known is None or source.harvest is not None else known.sha256
+    hashes = {label: hash_of(path) for label, path in source_files(source, folder).items()}
     if source.harvest is not None:
         listing = json.dumps(sorted(hashes.items())).encode()
         return {"harvest": source.harvest, "digest": hashlib.sha256(listing).hexdigest()}
@@ -138,13 +144,16 @@ def source_fingerprint(source: Source, *, folder: Path | None = None) -> dict[st
     }
 
 
-def source_faults(source: Source, field: str, folder: Path | None) -> list[Fault]:
+def source_faults(
+    source: Source, field: str, folder: Path | None, known: KnownFiles | None = None
+) -> list[Fault]:
     """Everything that would stop ``source`` from being read, found by reading it once.
 
     Args:
         source: What will be read.
         field: Where the recipe names it (``domains.law.train``).
         folder: What ``{folder}`` stands for.
+        known: What was found in files that have not changed; every file is read by default.
 
     Returns:
         One fault for each file, pattern, package or dataset that cannot be read.
@@ -158,7 +167,7 @@ def source_faults(source: Source, field: str, folder: Path | None) -> list[Fault
     return [
         fault
         for pattern in source.files
-        for fault in _pattern_faults(pattern, source, f"{field}.files", folder)
+        for fault in _pattern_faults(pattern, source, f"{field}.files", folder, known)
     ]
 
 
@@ -299,7 +308,7 @@ def _dataset_faults(source: Source, field: str, folder: Path | None) -> list[Fau
 
 
 def _pattern_faults(
-    pattern: str, source: Source, field: str, folder: Path | None
+    pattern: str, source: Source, field: str, folder: Path | None, known: KnownFiles | None
 ) -> Iterable[Fault]:
     if folder is None and FOLDER in pattern:
         yield _no_folder(field, pattern)
@@ -308,10 +317,28 @@ def _pattern_faults(
     if not files:
         yield Fault(field, _filled(pattern, folder), "there is no such file; check the path")
     for path in files.values():
-        found = _file_faults(path, source)
+        found = _known_faults(path, source, known)
         yield from (Fault(field, str(path), said) for said in found[:FAULTS_SHOWN])
         if len(found) > FAULTS_SHOWN:
             yield Fault(field, str(path), "more of its records are faulty too")
+
+
+def _known_faults(path: Path, source: Source, known: KnownFiles | None) -> list[str]:
+    """As ``_file_faults``, of which it is remembered that there are none."""
+    try:
+        digest = None if known is None else known.sha256(path)
+    except OSError:  # which is one of its faults
+        digest = None
+    if known is None or digest is None:
+        return _file_faults(path, source)
+    how, found = [path.suffix, source.form, source.text_field, source.template], list[str]()
+
+    def is_sound() -> bool:
+        found.extend(_file_faults(path, source))
+        return not found
+
+    is_known = known.fact("sound text", [digest, *how], is_sound)
+    return found if is_known or found else _file_faults(path, source)
 
 
 def _file_faults(path: Path, source: Source) -> list[str]:

@@ -108,8 +108,7 @@ def repair_expert(
         backbone: What ``write_backbone`` wrote.
         expert: The domain's dense checkpoint.
         corpus: A split's directory: the domain's calibration tokens.
-        out: The directory that is written: backbone and repaired FFNs as one checkpoint, and
-            ``repair.json``.
+        out: Is written: backbone and repaired FFNs as one checkpoint, and ``repair.json``.
         repair: ``down``, or with ``head_target`` in the last layer where unseen text is for it.
         config: How much text is read, and in which arithmetic.
         max_shard_bytes: Size of one safetensors file.
@@ -123,8 +122,8 @@ def repair_expert(
         had, and ``tokens_a_neuron``, for each inner activation.
 
     Raises:
-        InputError: Norms stand behind the FFNs; there are too few tokens, or activations are not
-            finite.
+        InputError: The backbone's type cannot hold the expert's weights; norms stand behind the
+            FFNs; there are too few tokens, or activations are not finite.
     """
     shared = CheckpointReader(backbone, field="backbone")
     own = CheckpointReader(expert, field="expert")

@@ -230,6 +230,15 @@ def test_any_flipped_bit_of_a_reported_line_is_survived(tmp_path):
         assert all({*event} in [{*known} for known in events] for event in read)
 
 
+def test_a_piece_that_goes_on_is_heard_after_a_line_that_a_kill_has_cut(tmp_path):
+    path = tmp_path / "piece.progress"
+    FileProgress(path).start("training", 4)
+    with path.open("a") as file:
+        file.write('{"done": 3, "sho')
+    FileProgress(path).start("training", 20)
+    assert [event["total"] for event in ProgressReader(path).events()] == [4, 20]
+
+
 @pytest.mark.parametrize("form", [*TEXTS, "folder"])
 def test_a_cost_that_cannot_be_read_is_unknown(session, form):
     write_cost(session.workspace, "model", Cost(1.0, 2))

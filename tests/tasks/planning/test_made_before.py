@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 from pico import save_pico
-from texts import pico_recipe, write_texts
+from texts import TRAINING, pico_recipe, write_texts
 
+from flows.grow import begun_with
+from flows.making import builds
+from flows.making.dume import updated
 from flows.shrink import begun_without
 from tasks.data.sources import write_sources
 from tasks.engine.stage_run import Session, StageRun
@@ -15,6 +18,7 @@ from tasks.engine.workspace import Workspace, enclosing, fingerprint
 from tasks.living.lineage import begin
 from tasks.methods import stages_of
 from tasks.planning.machine import Machine
+from tasks.planning.made import EVERYTHING, Aim
 from tasks.planning.plan import plan
 from tasks.recipes import validate
 from upcycle_core.checkpoints.hashing import sha256_file
@@ -56,9 +60,9 @@ def published(recipe, home):
     return workspace
 
 
-def again(recipe, home):
+def again(recipe, home, aim=EVERYTHING):
     """{stage: how many of its items a plan takes to be to come}"""
-    rows = plan(recipe, home, ROOMY, base=0).rows
+    rows = plan(recipe, home, ROOMY, base=0, aim=aim).rows
     return {row.stage: row.items - row.made for row in rows if not row.is_done}
 
 
@@ -129,7 +133,7 @@ def test_another_given_model_is_seen_without_reading_it(values, tmp_path, monkey
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     found = again(recipe, tmp_path / "home")
     assert found == {
-        **dict.fromkeys(("sources", "documents", "corpora", "experts"), 1),
+        **dict.fromkeys(("sources", "documents", "experts"), 1),
         **dict.fromkeys(("backbone", "router", "model", "report"), 1),
         "statistics": 3,
     }
@@ -164,3 +168,130 @@ def test_what_is_planned_of_a_shrink_is_the_model_without_the_domain(values, tmp
     to_come = again(begun, tmp_path)
     assert "experts" not in to_come
     assert to_come["model"] == 1
+
+
+def wrote(texts, domain, split):
+    """Text that is new since it was looked at."""
+    with (texts / domain / f"{split}.txt").open("a") as file:
+        file.write("omega")
+
+
+def test_new_text_to_judge_by_trains_nothing(values, texts, tmp_path):
+    recipe = validate(values)
+    night = begin(recipe, published(recipe, tmp_path))
+    wrote(texts, "letters", "heldout")
+    assert again(night, tmp_path) == dict.fromkeys(("sources", "documents", "corpora", "report"), 1)
+
+
+def test_new_text_beside_a_given_model_copies_it_and_changes_nothing_of_it(values, texts, tmp_path):
+    for domain, own in values["domains"].items():
+        save_pico(tmp_path / domain, seed=len(domain))
+        own["expert"], own["calibration"] = str(tmp_path / domain), own.pop("train")
+    values["seed_model"], values["tokenizer"] = {}, {}
+    recipe = validate(values)
+    published(recipe, tmp_path / "home")
+    wrote(texts, next(iter(recipe.domains)), "train")
+    found = again(recipe, tmp_path / "home")
+    copied = ("sources", "documents", "corpora", "tokenizer", "experts")
+    assert found == dict.fromkeys((*copied, "statistics", "router", "model", "report"), 1)
+
+
+def test_what_a_stopped_flow_goes_on_with_is_not_to_come_once_more(values, tmp_path):
+    recipe = validate(values)
+    workspace = published(recipe, tmp_path)
+    values["statistics"]["tokens"] = 100
+    changed = validate(values)
+    before = plan(changed, tmp_path, ROOMY, base=0)
+    session = Session(changed, workspace, log=lambda text: None)
+    stage = next(stage for stage in stages_of(changed) if stage.name == "statistics")
+    mark = fingerprint(stage.made_from(session, "letters"))
+    size = before.disk_to_come // 2
+    (workspace.pieces_of("statistics@letters", mark) / "whole").write_bytes(bytes(size))
+    (workspace.pieces_of("statistics@letters", "0" * 64) / "whole").write_bytes(bytes(size))
+    after = plan(changed, tmp_path, ROOMY, base=0)
+    assert before.disk_to_come - after.disk_to_come == size + len("statistics@letters")
+    free = replace(ROOMY, disk=after.disk_to_come)
+    assert not list(plan(changed, tmp_path, free, base=0).faults())
+    assert list(replace(before, machine=free).faults())
+
+
+def test_experts_that_are_left_are_planned_as_what_they_are(values, texts, tmp_path):
+    """Of three that have been trained one goes on by an adapter: the others need no memory now."""
+    training = values["experts"]["training"]
+    values["experts"]["continued"] = {**training, "method": "lora", "steps": 5}
+    recipe = validate(values)
+    workspace = published(recipe, tmp_path)
+    whole = plan(recipe, tmp_path / "elsewhere", ROOMY, base=0)
+    night = begin(recipe, workspace)
+    wrote(texts, "letters", "train")
+    made = plan(night, tmp_path, ROOMY, base=0)
+    [row] = [row for row in made.coming if row.stage == "experts"]
+    [usual] = [row for row in whole.coming if row.stage == "experts"]
+    assert (row.items, row.pieces) == (1, 1)
+    assert row.each < usual.each
+    assert row.flops is not None
+    assert usual.flops is not None
+    assert row.flops < usual.flops / 3
+    assert row.kept < usual.kept
+
+
+def test_a_flow_is_planned_as_the_stages_that_it_runs(values, tmp_path):
+    values["baselines"] = {"btx": {"method": "btx", "training": {**TRAINING, "steps": 5}}}
+    recipe = validate(values)
+    published(recipe, tmp_path)
+    shutil.rmtree(tmp_path / recipe.name / "baselines")
+    assert again(recipe, tmp_path) == {"baselines": 1, "comparison": 1}
+    assert again(recipe, tmp_path, Aim(updated)) == {}
+    assert again(recipe, tmp_path, builds.aim(recipe)) == {}
+
+
+def test_who_comes_or_leaves_is_planned_without_news_of_others(values, texts, tmp_path):
+    domains = dict(values["domains"])
+    few = validate({**values, "domains": {name: domains[name] for name in list(domains)[:2]}})
+    workspace = published(few, tmp_path)
+    wrote(texts, next(iter(domains)), "train")
+    recipe, new = validate(values), list(domains)[2]
+    grown = begun_with(recipe, workspace, domain=new, rebuild=False)
+    found = again(grown, tmp_path, builds.aim(recipe, changed=[new]))
+    assert found["experts"] == found["documents"] == found["statistics"] == 1
+    assert again(grown, tmp_path)["experts"] == 2
+    four = validate({**values, "domains": {**domains, "more": domains[new]}})
+    workspace = published(four, tmp_path / "four")
+    begun = begun_without(four, workspace, domain="more", rebuild=False)
+    wrote(texts, next(iter(domains)), "train")
+    found = again(begun, tmp_path / "four", builds.aim(four, changed=[]))
+    assert not {"documents", "experts", "statistics"} & set(found)
+
+
+def test_a_night_that_was_stopped_once_it_had_looked_is_planned_as_before(values, texts, tmp_path):
+    recipe = validate(values)
+    workspace = published(recipe, tmp_path)
+    night = begin(recipe, workspace)
+    wrote(texts, "letters", "train")
+    before = again(night, tmp_path)
+    sources, documents = stages_of(recipe)[:2]
+    looked_again(recipe, workspace, [sources])
+    after = again(night, tmp_path)
+    assert before == {**after, "sources": 1}
+    assert after["parents"] == after["experts"] == 1
+    looked_again(recipe, workspace, [documents, stages_of(recipe)[3]])
+    assert again(night, tmp_path) == {
+        stage: count for stage, count in after.items() if stage not in ("documents", "corpora")
+    }
+
+
+def looked_again(recipe, workspace, stages):
+    """What reads the text of a domain, published anew."""
+    session = Session(recipe, workspace, log=lambda text: None)
+    for stage in stages:
+        item = "" if stage.always else "letters"
+        artifact = stage.artifact(item)
+        before = workspace.path(artifact)
+        out = workspace.stage(artifact)
+        for name in workspace.record(artifact)["files"]:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).write_text(f"{(before / name).read_text()} again")
+        if stage.always:
+            write_sources(StageRun(session, stage, item, out=out, mark="", recorder=None))
+        made_from = stage.made_from(session, item)
+        workspace.publish(out, artifact, {**made_from, "fingerprint": fingerprint(made_from)})

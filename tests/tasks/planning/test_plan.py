@@ -30,6 +30,8 @@ GPU = {"gpus": 1}
 REQUEST = httpx.Request("GET", "https://hub.example")
 HELD = {"streamed": "never"}
 FEW = {"steps": 4, "warmup_steps": 1, "gradient_accumulation": 4, "batch_size": 1}
+START = 2
+"""Bytes a weight of what a row begins with, in the type of given models."""
 BASELINES = {
     "baselines": {"btx": {"method": "btx", "training": FEW}},
     "comparison": {"tokens": 10**6},
@@ -205,7 +207,7 @@ def test_every_row_of_a_comparison_that_runs_has_checkpoints(tmp_path, llama):
         there = Machine(memory=10**13, cpus=cpus, disk=10**14)
         found = made(tmp_path, llama, machine=there, **BASELINES | {"baselines": two})
         whole = WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN
-        assert rows(found)["baselines"].holding(there) == cpus * CHECKPOINTS * 12 * whole
+        assert rows(found)["baselines"].holding(there) == cpus * (CHECKPOINTS * 12 + START) * whole
 
 
 def test_what_deltas_are_trained_of_is_planned(tmp_path, llama):
@@ -234,14 +236,14 @@ def test_the_best_checkpoint_lies_beside_the_newest_two(tmp_path, llama):
     best = FEW | {"keep": "best", "evaluation_steps": 4, "checkpoint_steps": 2}
     row = {"method": "btx", "training": best}
     found = rows(made(tmp_path, llama, **BASELINES | {"baselines": {"btx": row}}))["baselines"]
-    assert found.each == 4 * 12 * (WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN)
+    assert found.each == (4 * 12 + START) * (WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN)
 
 
 def test_moments_in_bf16_are_written_as_such(tmp_path, llama):
     narrow = FEW | {"optimizer_state": "bf16", "adam_beta1": 0.9, "adam_beta2": 0.95}
     row = {"method": "btx", "training": narrow}
     found = rows(made(tmp_path, llama, **BASELINES | {"baselines": {"btx": row}}))["baselines"]
-    assert found.each == CHECKPOINTS * 8 * (WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN)
+    assert found.each == (CHECKPOINTS * 8 + START) * (WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN)
 
 
 def test_shards_of_the_domains_that_run_lie_beside_their_sums(tmp_path, llama):
@@ -466,6 +468,8 @@ def test_tasks_are_scored_by_models_that_are_held_whole(tmp_path, llama, precisi
     assert set(faults(found)) == {"compute.evaluation"}
     assert ("precision = bf16" in faults(found)["compute.evaluation"][1]) == (precision == "fp32")
     assert found.seconds is None
+    # The average of all is put together beside the models that are there.
+    assert rows(found)["task_scores"].passing == 2 * WHOLE
 
 
 def test_a_comparison_goes_layer_by_layer_where_all_its_models_can(tmp_path, llama):

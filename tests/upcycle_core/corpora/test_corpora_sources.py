@@ -5,6 +5,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
+from upcycle_core.checkpoints import known
 from upcycle_core.corpora import harvest, sources
 from upcycle_core.corpora.config import Source
 from upcycle_core.corpora.conversations import messages_of, place_rows
@@ -355,3 +356,42 @@ def test_a_row_of_a_stream_is_named_by_how_it_begins(tmp_path):
     (tmp_path / "data" / "train.jsonl").write_text(lines)
     with pytest.raises(InputError, match=r'the row \{"text": null, "id": 3\} \.\.\. holds nothing'):
         texts(Source(dataset=str(tmp_path / "data")))
+
+
+def remembered(folder, monkeypatch):
+    """A memory of the folder's files, and those that are opened from then on."""
+    monkeypatch.setattr(known, "SETTLED_NS", -(10**12))
+    memory, opened = known.KnownFiles(folder / "known.sqlite"), []
+    digest, lines = known._sha256_of, sources.read_txt
+    monkeypatch.setattr(known, "_sha256_of", lambda path: opened.append(path) or digest(path))
+    monkeypatch.setattr(sources, "read_txt", lambda path: opened.append(path) or lines(path))
+    return memory, opened
+
+
+def test_a_text_that_has_not_changed_is_read_once(tmp_path, monkeypatch):
+    memory, opened = remembered(tmp_path, monkeypatch)
+    path = tmp_path / "train.txt"
+    path.write_text("a text\n" * 2000)
+    source = Source(files=(str(path),))
+    for _ in range(3):
+        assert not source_faults(source, "train", None, memory)
+        assert source_fingerprint(source, known=memory) == source_fingerprint(source)
+    assert opened == [path, path]  # its hash, and what it holds
+    path.write_text("another text\n" * 2000)
+    assert not source_faults(source, "train", None, memory)
+    assert opened[2:] == [path, path]
+
+
+def test_what_is_wrong_with_a_text_is_said_each_time_until_it_is_another(tmp_path, monkeypatch):
+    memory, _ = remembered(tmp_path, monkeypatch)
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"body": "a line"}) + "\n")
+    source = Source(files=(str(path),))
+    for _ in range(2):
+        [fault] = source_faults(source, "train", None, memory)
+        assert "text" in fault.remedy
+    other = Source(files=(str(path),), text_field="body")
+    assert not source_faults(other, "train", None, memory)
+    assert source_faults(source, "train", None, memory)
+    path.unlink()
+    assert "no such file" in source_faults(source, "train", None, memory)[0].remedy
