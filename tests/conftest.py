@@ -75,8 +75,8 @@ class Scheduling(LoadFileScheduling):
 
 
 def pytest_xdist_auto_num_workers():
-    """One more than there are CPUs: a flow's test works half of its time and waits the other."""
-    return (os.cpu_count() or 1) + 1
+    """Two more than there are CPUs: a flow's test works half of its time and waits the other."""
+    return (os.cpu_count() or 1) + 2
 
 
 def pytest_xdist_make_scheduler(config, log):

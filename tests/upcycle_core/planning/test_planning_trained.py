@@ -122,7 +122,7 @@ def test_a_step_of_a_simoe_needs_what_was_planned(monkeypatch, vocabulary, lm_he
     assert planned == pytest.approx(stepped(model, coefficients=alpha), rel=0.2)
 
 
-@pytest.mark.parametrize("checkpoints", [True, False])
+@pytest.mark.parametrize("checkpoints", [pytest.param(True, marks=pytest.mark.faults), False])
 def test_workers_divide_all_but_what_a_batch_keeps(checkpoints):
     """Of Llama-3's 8 B on GPUs: bf16 layers, fp32 deltas with gradient and moments, fp32 ends."""
     training = replace(CONFIG, precision="bf16", gradient_checkpointing=checkpoints)

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch.utils.data import Dataset
 
@@ -99,6 +100,7 @@ def trained(folder, simoe, monkeypatch) -> Course:
     )
 
 
+@pytest.mark.faults
 def test_it_finds_a_mixture_without_wind_up_whose_masks_move_to_the_end(tmp_path, monkeypatch):
     course = trained(tmp_path / "run", MIXED, monkeypatch)
     assert course.effective > 2
@@ -108,6 +110,7 @@ def test_it_finds_a_mixture_without_wind_up_whose_masks_move_to_the_end(tmp_path
     assert MIXED.tau <= course.sparsity < MIXED.tau + 0.01
 
 
+@pytest.mark.faults
 def test_as_printed_one_expert_wins_behind_a_lambda_wound_up_and_masks_stay(tmp_path, monkeypatch):
     """What the test above is there to keep away, on the same rows and steps."""
     course = trained(tmp_path / "run", AS_PRINTED, monkeypatch)
