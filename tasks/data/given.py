@@ -1,6 +1,7 @@
 """Models that a recipe names, whatever form they are given in."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from infra import settings as environment
@@ -9,7 +10,7 @@ from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import FORMS, SEED
 from tasks.engine.stage_run import StageRun
 from upcycle_core.backbone.form import DtypeChoice, Form, changes, write_in_form
-from upcycle_core.checkpoints.copy import WEIGHTS, belongs
+from upcycle_core.checkpoints.copy import WEIGHTS, belongs, place_files
 from upcycle_core.checkpoints.given_as import given_as
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.known import FILE, KnownFiles
@@ -17,6 +18,7 @@ from upcycle_core.errors import Fault, InputError
 from upcycle_core.given.resolve import resolve_model
 
 REGISTERED = "models:/"
+IN_FORM = "files of a given model in its form"
 
 
 def known_files(recipe: Recipe, cache: Path) -> KnownFiles:
@@ -63,6 +65,9 @@ def given_type(recipe: Recipe) -> DtypeChoice:
 def place_given(run: StageRun, reference: str, name: str, out: Path) -> None:
     """Write a given model, in the form that all models share, into the directory ``out``.
 
+    Of what is published already, as where the text beside a model is another alone, weights are
+    linked to.
+
     Args:
         run: Of a stage that has the artifact of the forms among its inputs.
         reference: As for ``given_model``.
@@ -75,17 +80,31 @@ def place_given(run: StageRun, reference: str, name: str, out: Path) -> None:
     recipe = run.recipe
     source = given_model(recipe, reference, run.models)
     hold_against_sources(run, source, name)
-    form = Form.load(run.path(f"sources/{FORMS}/{name}"))
-    with known_files(recipe, run.models).linking(source.glob(f"*{WEIGHTS}")):
-        near(
-            write_in_form,
-            source,
-            form,
-            out,
-            max_shard_bytes=recipe.moe.max_shard_bytes,
-            link=recipe.versions.given_weights == "link",
-        )
+    link, size = recipe.versions.given_weights == "link", recipe.moe.max_shard_bytes
+    known, form = known_files(recipe, run.models), f"sources/{FORMS}/{name}"
+    given = {n: digest for n, digest in tree_digest(source, known=known).items() if belongs(n)}
+    made_of = [given, run.session.workspace.digest(form), size, link, run.stage.sources]
+    if out == run.out and _placed_again(run, known.recalled_fact(IN_FORM, made_of)):
+        return
+    with known.linking(source.glob(f"*{WEIGHTS}")):
+        whole = Form.load(run.path(form))
+        near(write_in_form, source, whole, out, max_shard_bytes=size, link=link)
     hold_against_sources(run, source, name)  # what comes over a network takes a while to copy
+    if out == run.out:
+        known.fact(IN_FORM, made_of, lambda: tree_digest(out, known=known, own=True))
+
+
+def _placed_again(run: StageRun, files: Mapping[str, str] | None) -> bool:
+    """Fill what is staged with what is published, if that is ``files`` still."""
+    workspace, artifact = run.session.workspace, run.stage.artifact(run.item)
+    published = workspace.record(artifact)
+    if files is None or published is None or published["files"] != files:
+        return False
+    if workspace.provenance(artifact) is None:  # damaged since
+        return False
+    with workspace.linking([artifact]):
+        near(place_files, workspace.path(artifact), run.out, list(files))
+    return True
 
 
 def hold_against_sources(run: StageRun, source: Path, name: str) -> None:

@@ -34,8 +34,15 @@ class Declared(Protocol):
     def inputs(self) -> Callable[[Recipe, str], Iterable[str]]:
         """What it reads, below the workspace."""
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """{file: sha256} of the modules that decide its result."""
+
     def label(self, item: str) -> str:
         """Its name with its item."""
+
+    def artifact(self, item: str) -> str:
+        """What it publishes."""
 
     def items(self, recipe: Recipe) -> list[str]:
         """What it runs for."""

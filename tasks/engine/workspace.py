@@ -137,7 +137,9 @@ class Workspace:
             target.rename(old)
         staged.rename(target)
         sync(target.parent)
-        remove(old)
+        if old.exists():
+            with self.linking([artifact]):  # some of its files may be those of before
+                remove(old)
 
     def stage(self, artifact: str) -> Path:
         """An empty directory to make ``artifact`` in.

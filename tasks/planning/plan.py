@@ -200,6 +200,8 @@ class Plan:
     def line(self) -> str:
         """The sums in one line, for the beginning of a flow."""
         made = sum(row.is_done for row in self.rows)
+        if not self.coming:
+            return f"plan: nothing is to come, all of {made} stages are made"
         return (
             f"plan: {gigabytes(self.memory)} of memory at the peak, "
             f"{gigabytes(self.disk_to_come)} of disk to come, {made} of {len(self.rows)} stages "

@@ -7,6 +7,7 @@ of the two may change alone. A hard link is one file under two names: for what n
 import fcntl
 import os
 import shutil
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -75,9 +76,16 @@ def _cloned(source: Path, target: Path) -> bool:
     return True
 
 
-def place_files(directory: Path, place: Path) -> None:
-    """Copy all files of a directory; weights, which nobody writes to, by a link if that can be."""
-    for file in sorted(file for file in directory.rglob("*") if not file.is_dir()):
+def place_files(directory: Path, place: Path, names: Iterable[str] | None = None) -> None:
+    """Copy files of a directory; weights, which nobody writes to, by a link if that can be.
+
+    Args:
+        directory: Where they are.
+        place: Where they come.
+        names: Which; all by default.
+    """
+    there = (file for file in directory.rglob("*") if not file.is_dir())
+    for file in sorted(there if names is None else map(directory.joinpath, names)):
         target = place / file.relative_to(directory)
         target.parent.mkdir(parents=True, exist_ok=True)
         (link_file if file.suffix == WEIGHTS else copy_file)(file, target)

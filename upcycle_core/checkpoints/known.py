@@ -99,12 +99,15 @@ class KnownFiles:
             digests: Plain values that decide it: the files' hashes.
             find: Returns something JSON can hold.
         """
-        key = f"{name} {hashlib.sha256(json.dumps(digests).encode()).hexdigest()}"
-        known = self._read(key)
+        known = self._read(_fact(name, digests))
         if known is None:
             known = {"found": find()}
-            self._write(key, known)
+            self._write(_fact(name, digests), known)
         return known["found"]
+
+    def recalled_fact(self, name: str, digests: Sequence[Any]) -> Any:
+        """What ``fact`` has found before; None if it was not asked, or found nothing."""
+        return (self._read(_fact(name, digests)) or {}).get("found")
 
     @contextmanager
     def linking(self, files: Iterable[Path]) -> Iterator[None]:
@@ -178,6 +181,10 @@ def _status(file: Path) -> os.stat_result | None:
         return file.stat()
     except OSError:
         return None
+
+
+def _fact(name: str, digests: Sequence[Any]) -> str:
+    return f"{name} {hashlib.sha256(json.dumps(digests).encode()).hexdigest()}"
 
 
 def _key(status: os.stat_result) -> str:

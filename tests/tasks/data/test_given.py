@@ -117,6 +117,43 @@ def test_weights_that_have_not_changed_are_not_read_again_to_compare_them(tmp_pa
     assert weights not in [path.resolve() for path in read]
 
 
+def again(flow, domain):
+    """What an expert is after the text beside it has changed: its files' inodes, and its digest."""
+    with (flow.folder / "texts" / domain / "train.txt").open("a") as file:
+        file.write("omega")
+    looked.sources.ensure(flow.session)
+    assert experts.experts.ensure(flow.session, domain)
+    workspace = flow.session.workspace
+    weights = workspace.path(f"experts/{domain}") / "model.safetensors"
+    return weights.stat().st_ino, workspace.digest(f"experts/{domain}")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bf16"])
+def test_an_expert_beside_new_text_is_the_one_that_is_there(tmp_path, dtype, monkeypatch):
+    monkeypatch.setattr(known, "SETTLED_NS", -(10**12))
+    flow = Flow(tmp_path, experts={"dtype": dtype})
+    workspace = flow.session.workspace
+    first = again(flow, "letters")
+    read = []
+    digest = known._sha256_of
+    monkeypatch.setattr(known, "_sha256_of", lambda path: read.append(path.name) or digest(path))
+    assert again(flow, "letters") == first
+    assert workspace.provenance("experts/letters") is not None
+    assert "model.safetensors" not in read  # also once the one of before is gone
+    flow.move("letters")
+    inode, other = again(flow, "letters")
+    assert inode != first[0]
+    assert other != first[1]
+
+
+def test_an_expert_that_is_damaged_is_copied_again(flow):
+    first = again(flow, "letters")
+    weights = flow.session.workspace.path("experts/letters") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    inode, digest = again(flow, "letters")
+    assert (inode != first[0], digest) == (True, first[1])
+
+
 def test_models_that_share_no_seed_are_held_against_what_was_looked_at_too(tmp_path):
     flow = Flow(tmp_path, seed_model={}, symphony={"calibration": {"sequence_length": 32}})
     strange.sources.ensure(flow.session)

@@ -72,6 +72,7 @@ def test_nothing_is_to_come_of_a_recipe_that_is_as_it_was(values, tmp_path):
     made = plan(recipe, tmp_path, ROOMY, base=0)
     assert all(row.is_done for row in made.rows)
     assert made.disk_to_come == 0
+    assert made.line() == f"plan: nothing is to come, all of {len(made.rows)} stages are made"
 
 
 def test_a_setting_has_what_it_decides_made_again_and_all_that_reads_it(values, tmp_path):
