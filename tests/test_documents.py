@@ -372,7 +372,13 @@ def test_the_tables_of_joining_in_closed_form_have_the_numbers_of_their_files(se
                 assert cells == said[: len(cells)]
 
 
-@pytest.mark.parametrize("name", ["demo-comparison", "five-domains-comparison", "five-domains"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("demo-comparison", "demo-joined-comparison"),
+        *("five-domains-comparison", "five-domains"),
+    ],
+)
 def test_gaps_and_perplexities_are_those_of_the_page_s_file(name):
     found = json.loads((RESULTS / f"{name}.json").read_text())
     text = (RESULTS / f"{name}.md").read_text()

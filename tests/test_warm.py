@@ -116,6 +116,7 @@ finally:
 """
 
 
+@pytest.mark.faults
 def test_rays_workers_are_forked_too(tmp_path):
     """Those that Ray starts as they are, and those that it prepares an environment for."""
     watching = str(warm.ROOT / "tests" / "watching")

@@ -4,11 +4,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from flows.pages.page import Command, write_page
 from infra.recipe.schema import Recipe, recipe_yaml, resolve
-from upcycle_core.evaluation.report.parts import Figure, Notes, Section
+from upcycle_core.evaluation.report.numbers import number
+from upcycle_core.evaluation.report.parts import Figure, Notes, Section, Table
 from upcycle_core.evaluation.text.comparison import across_seeds
 from upcycle_core.evaluation.text.comparison_report import (
     Rows,
@@ -35,6 +37,7 @@ BESIDE = {
     "lineage",
 }
 """Sections of a recipe that its model's scores do not hang on, or that are compared as seeds."""
+PERPLEXITY = "Perplexity itself, by the models' own tokenizer; lower is better."
 ROWS, TABLE = f"{FOLDER}/rows.json", f"{FOLDER}/table.txt"
 
 
@@ -49,7 +52,10 @@ def write_comparison(command: Command, runs: Sequence[Rows]) -> None:
         command,
         name,
         f"{recipe.name}: ways of upcycling on equal terms",
-        [Section("", [*scores, figure, Notes(statement(rows, recipe))])],
+        [
+            Section("", [*scores, figure, Notes(statement(rows, recipe))]),
+            Section("Perplexity", [_perplexities(runs)]),
+        ],
         keys=("comparison", "baselines"),
         numbers={
             "recipe": recipe.name,
@@ -59,6 +65,19 @@ def write_comparison(command: Command, runs: Sequence[Rows]) -> None:
             "runs": list(runs),
         },
     )
+
+
+def _perplexities(runs: Sequence[Rows]) -> Table:
+    """The mean over seeds, which no weak expert makes better."""
+    domains = list(next(iter(runs[0].values()))["perplexity"])
+    rows = [
+        [
+            own["title"],
+            *(number(fmean(run[row]["perplexity"][d] for run in runs), digits=2) for d in domains),
+        ]
+        for row, own in runs[0].items()
+    ]
+    return Table(["Method", *domains], rows, PERPLEXITY)
 
 
 def _made_of(recipe: Recipe) -> str:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from flows.pages import joining
-from flows.pages.comparison import comparison_section
+from flows.pages.comparison import PERPLEXITY, comparison_section
 from flows.pages.page import Command, write_page
 from infra.recipe.schema import Recipe
 from tasks.engine.costs import read_cost
@@ -98,8 +98,7 @@ def _perplexities(recipe: Recipe, runs: Sequence[Mapping[str, Any]]) -> Table:
         ]
         for row, own in runs[0]["perplexity"].items()
     ]
-    caption = "Perplexity itself, by the models' own tokenizer; lower is better."
-    return Table(["Method", *recipe.domains], rows, caption)
+    return Table(["Method", *recipe.domains], rows, PERPLEXITY)
 
 
 def _core_seconds(recipe: Recipe, workspace: Workspace) -> dict[str, float] | None:

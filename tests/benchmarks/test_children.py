@@ -10,6 +10,7 @@ import torch
 from benchmarks.children import call_in_child, child_command, measure_child, memory_mb, run_python
 
 HELD_MB = 200
+pytestmark = pytest.mark.faults
 
 
 @pytest.fixture(autouse=True)

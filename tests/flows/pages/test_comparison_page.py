@@ -19,6 +19,7 @@ ROW |= {"total_parameters": 10**6, "tokens": 0, "core_seconds": 60.0, "peak_memo
 def run(btx, dume):
     def row(title, score):
         scores = {"normalised": {"law": score}, "normalised_average": score}
+        scores["perplexity"] = {"law": 1000 / score}
         return {**ROW, "title": title, **scores}
 
     return {
@@ -62,6 +63,13 @@ def test_gaps_of_backbone_and_routers_stand_below_the_table(out):
     page = (out / "pico-comparison.md").read_text()
     gaps = "Backbone gap (100 - oracle) 8.0, router gap (oracle - DUME) 1.5."
     assert f"of the largest process.\n\n{gaps}\n\n!" in page
+
+
+def test_perplexities_stand_in_a_table_of_their_own(out):
+    page = (out / "pico-comparison.md").read_text()
+    part = page.partition("\n## Perplexity\n")[2].partition("\n## ")[0]
+    assert "| Method | law |" in part
+    assert f"| BTX | {(1000 / 80 + 1000 / 84) / 2:.2f} |" in part
 
 
 def test_page_states_dume_against_btx_as_it_comes_out(out):
