@@ -15,7 +15,7 @@ from upcycle_core.checkpoints.copy import belongs
 from upcycle_core.checkpoints.known import KnownFiles
 from upcycle_core.corpora.config import Source
 from upcycle_core.corpora.harvest import MissingPackage
-from upcycle_core.corpora.sources import source_files, source_fingerprint
+from upcycle_core.corpora.sources import source_fingerprint
 from upcycle_core.corpora.tuning.prepare import instruction_fingerprint
 from upcycle_core.errors import InputError
 
@@ -81,10 +81,7 @@ def _models(recipe: Recipe, name: str, seen: Seen) -> Iterator[tuple[str, Seen, 
 
 def _is_other_text(seen: Seen, source: Source, folder: Path | None, known: KnownFiles) -> bool:
     try:
-        if source.harvest is not None:
-            return source_fingerprint(source, folder=folder) != seen
-        files = source_files(source, folder).items()
-        return {label: known.sha256(path) for label, path in files} != seen.get("files", {})
+        return source_fingerprint(source, folder=folder, known=known) != seen
     except (InputError, MissingPackage, OSError):  # said by who reads it
         return True
 

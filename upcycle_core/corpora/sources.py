@@ -5,7 +5,7 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from upcycle_core.corpora.seeded import permutation
 from upcycle_core.corpora.spool import Kept, Spool
 from upcycle_core.errors import FULL, Fault, InputError
 
+LARGE = 1 << 16
+"""Bytes of a text that is known again by its times: to look up what is remembered takes 1 ms."""
 OF_A_DISK = {*FULL, errno.EIO, errno.EROFS}
 """Errors of the system that no dataset is to blame for."""
 FOLDER = "{folder}"
@@ -120,16 +122,15 @@ def source_fingerprint(
     Args:
         source: What would be read.
         folder: What ``{folder}`` stands for.
-        known: Hashes of files that have not changed; every file is read by default. The many small
-            files of a harvest are read as fast as they are looked up.
+        known: Hashes of files that have not changed; every file is read by default.
 
     Returns:
         JSON-ready: ``harvest`` with one digest over (label, sha256) of all its files; ``files``
         with the sha256 of each; ``dataset`` with its name, subset, split, revision and, of a local
         directory, the sha256 of each file.
     """
-    hash_of = sha256_file if known is None or source.harvest is not None else known.sha256
-    hashes = {label: hash_of(path) for label, path in source_files(source, folder).items()}
+    files = source_files(source, folder).items()
+    hashes = {label: (_remembering(path, known) or sha256_file)(path) for label, path in files}
     if source.harvest is not None:
         listing = json.dumps(sorted(hashes.items())).encode()
         return {"harvest": source.harvest, "digest": hashlib.sha256(listing).hexdigest()}
@@ -323,10 +324,16 @@ def _pattern_faults(
             yield Fault(field, str(path), "more of its records are faulty too")
 
 
+def _remembering(path: Path, known: KnownFiles | None) -> Callable[[Path], str] | None:
+    """What hashes a file and remembers it; None where it is read as fast as it is looked up."""
+    return known.sha256 if known is not None and path.stat().st_size >= LARGE else None
+
+
 def _known_faults(path: Path, source: Source, known: KnownFiles | None) -> list[str]:
     """As ``_file_faults``, of which it is remembered that there are none."""
     try:
-        digest = None if known is None else known.sha256(path)
+        hash_of = _remembering(path, known)
+        digest = None if hash_of is None else hash_of(path)
     except OSError:  # which is one of its faults
         digest = None
     if known is None or digest is None:
