@@ -70,7 +70,7 @@ def restore(
     found, recipe, workspace, source = look(settings, name, version, into, remote)
     title = title_of_day(f"restore of {name}")
     with workspace.lock("the flow restore", restores=True), all_or_nothing(workspace):
-        live(workspace.root)
+        live(workspace.root.parent, workspace.root.name)
         name_run(title, tags=(recipe.name,))
         versions = Versions(workspace.root)
         prepare(versions, recipe)

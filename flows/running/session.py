@@ -284,7 +284,7 @@ def open_session(
     settings = environment.configure()
     home = {"PREFECT_HOME": str(settings.prefect_home)}
     workspace = Workspace(settings.home / recipe.name)
-    live(workspace.root)
+    live(workspace.root.parent, workspace.root.name)
     end_orphans(command=SERVER, environment=home, owner=environment.OWNER, grace=ORPHAN_SECONDS)
     with nullcontext() if is_held else turn(workspace, f"the flow {flow_name}", recipe):
         close_interrupted(workspace, recipe.registered_name, compressed_name(recipe))

@@ -30,6 +30,8 @@ WAITING = "Waiting"
 POLL_SECONDS = 0.5
 PLACES, RUNS = "[0-9]*", "run@*"
 """Of files in ``.waiting``."""
+WHERE = "upcycle.where"
+"""Label of a flow run: the id of the home that it works in, see ``identity``."""
 
 _logger = logging.getLogger(__name__)
 _held_till_the_end: list[TextIO] = []
@@ -55,18 +57,20 @@ def turn(workspace: Workspace, holder: str, recipe: Recipe) -> Iterator[None]:
             if not recipe.compute.wait_minutes:
                 raise
             _wait(stack, workspace, holder, recipe.compute.wait_minutes)
-        live(workspace.root)
+        live(workspace.root.parent, workspace.root.name)
         yield
 
 
-def live(root: Path) -> None:
+def live(home: Path, name: str = "") -> None:
     """Let others see, until this process ends, that its flow run is alive.
 
     It has let go of its workspace before Prefect hears how it has ended.
 
     Args:
-        root: The workspace; the home, where a flow holds none.
+        home: Where the workspace is, or would be.
+        name: The workspace's; none, where a flow holds none.
     """
+    root = home / name
     with suppress(OSError):  # a full disk, or another user's workspace: no more than a sign
         runs = [*_held(root, RUNS)]  # what others have left goes
         if flow_run.id is None or not root.is_dir():  # where none is, nobody looks
@@ -75,13 +79,38 @@ def live(root: Path) -> None:
         if place not in runs:
             _held_till_the_end.append(hold(place))
             atexit.register(place.unlink, missing_ok=True)
+            _say_where(identity(home))
+
+
+def identity(home: Path) -> str | None:
+    """What tells a home from others whose runs the same Prefect server has, and moves with it.
+
+    Two homes may have workspaces of one name, and two machines homes of one path.
+
+    Args:
+        home: The home.
+
+    Returns:
+        None where it is not there, or cannot be given one.
+    """
+    place = home / ".waiting" / "id"
+    with suppress(OSError):
+        if home.is_dir() and not place.exists():
+            place.parent.mkdir(exist_ok=True)
+            made = place.with_name(f".{uuid.uuid4().hex}")
+            made.write_text(made.name.removeprefix("."))
+            with suppress(FileExistsError):  # another process was faster
+                place.hardlink_to(made)
+            made.unlink()
+        return place.read_text()
+    return None
 
 
 def is_alive(root: Path, run: object) -> bool:
     """Whether the flow run of this id waits for the workspace, or its process has not ended.
 
     Args:
-        root: As of ``live``.
+        root: The workspace, or the home as for ``live``.
         run: Its id.
     """
     return any(place.name.endswith(f"@{run}") for place in [*_queue(root), *_held(root, RUNS)])
@@ -140,6 +169,16 @@ def _say(text: str, state: str) -> None:
             client.set_flow_run_state(flow_run.id, Running(name=state, message=text), force=True)
     except Exception as error:  # of any kind: what is shown is no reason to end
         _logger.warning("Prefect does not show that this flow waits: %s", error)
+
+
+def _say_where(home: str | None) -> None:
+    if home is None or flow_run.id is None:
+        return
+    try:
+        with get_client(sync_client=True) as client:
+            client.update_flow_run_labels(uuid.UUID(flow_run.id), {WHERE: home})
+    except Exception as error:  # of any kind, as above
+        _logger.warning("Prefect does not hear where this flow works: %s", error)
 
 
 @contextmanager

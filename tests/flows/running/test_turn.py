@@ -24,7 +24,7 @@ from flows.retrain import retrain
 from flows.running import interrupted
 from flows.running import turn as turns
 from flows.running.interrupted import close_interrupted
-from flows.running.turn import WAITING, turn
+from flows.running.turn import WAITING, live, turn
 from flows.tidy import tidy
 from infra.cluster.calls import run_program
 from infra.recipe.schema import resolve
@@ -178,7 +178,30 @@ def test_one_that_has_let_go_is_alive_until_its_process_ends(
         file.close()
     close_interrupted(workspace, MODEL)
     assert server.read_flow_run(run).state.is_crashed()
-    assert not list((workspace.root / ".waiting").iterdir())
+    assert not list((workspace.root / ".waiting").glob("run@*"))
+
+
+def test_one_of_another_home_is_not_taken_for_a_killed_one(workspace, recipe, server, monkeypatch):
+    """A team's server has the nights of both, and their workspaces have one name."""
+    theirs, held = Workspace(workspace.root.parents[1] / "theirs" / "pico-turn"), []
+    monkeypatch.setattr(turns, "_held_till_the_end", held)
+    monkeypatch.setattr(interrupted, "BEGIN_SECONDS", 0)
+    run = begun(server, recipe)
+    theirs.root.mkdir(parents=True)
+    with monkeypatch.context() as its_own:
+        its_own.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(run))
+        live(theirs.root.parent, theirs.root.name)
+    assert len(held) == 1
+    workspace.root.mkdir(parents=True)
+    close_interrupted(workspace, MODEL)
+    assert server.read_flow_run(run).state.is_running()
+    held.pop().close()  # it is killed
+    close_interrupted(workspace, MODEL)
+    assert server.read_flow_run(run).state.is_running()
+    moved = Workspace(theirs.root.parents[1] / "moved" / "pico-turn")
+    theirs.root.parent.rename(moved.root.parent)
+    close_interrupted(moved, MODEL)
+    assert server.read_flow_run(run).state.is_crashed()
 
 
 def test_a_killed_restore_is_closed_and_not_one_into_another_home(workspace, server, monkeypatch):
