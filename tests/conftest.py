@@ -83,6 +83,14 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+def pytest_configure(config):
+    """Workers ask one process for others, started while they collect tests."""
+    if config.getvalue("dist") != "no" and not hasattr(config, "workerinput"):
+        from tests import warm
+
+        warm.share()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item):
     """What was imported stays, and what tests of earlier files have left: to look through all of

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,26 +52,45 @@ IMPORTED = (
     "rich.console",
 )
 ROOT = Path(__file__).resolve().parent.parent
+SHARED = os.path.join(os.environ.get("UPCYCLE_TESTS_SHARED", ""), "warm")
+"""The socket of the one process that all workers of a session ask."""
+START_SECONDS = 300
 TIMEOUT = 600
 WAIT_SECONDS = 10
 _running: list[tuple[subprocess.Popen, str]] = []
 _starting = threading.Lock()
 
 
+def share() -> None:
+    """Start the process that all workers of this session ask; it is not waited for."""
+    _start(SHARED)
+
+
 def address() -> str:
     """The socket of the process that others are forked from; the first call starts it.
 
-    It ends, and all that was forked, with the process that has asked for it.
+    It ends, and all that was forked, with the process that has started it.
     """
     with _starting:
-        if not _running:
-            path = os.path.join(tempfile.mkdtemp(), "warm")
-            own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-            given = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": own}
-            _running.append((subprocess.Popen([sys.executable, __file__, path], **given), path))
-        server, path = _running[0]
-        ready = os.path.exists(path) or server.stdout.read(1)
-    assert ready, "the process that others are forked from has ended"
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            path = SHARED
+        elif _running:
+            path = _running[0][1]
+        else:
+            path = _start(os.path.join(tempfile.mkdtemp(), "warm"))
+        deadline = time.monotonic() + START_SECONDS
+        while not os.path.exists(path):
+            ended = [server for server, _ in _running if server.poll() is not None]
+            assert not ended, "the process that others are forked from has ended"
+            assert time.monotonic() < deadline, "it does not start"
+            time.sleep(0.05)
+    return path
+
+
+def _start(path: str) -> str:
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, __file__, path]
+    _running.append((subprocess.Popen(command, stdin=subprocess.PIPE, env=own), path))
     return path
 
 
@@ -80,7 +100,6 @@ def stop() -> None:
         server, _ = _running.pop()
         server.stdin.close()
         server.wait()
-        server.stdout.close()
 
 
 def call(code: str, *arguments: str, **variables: str) -> None:
@@ -173,8 +192,9 @@ class Forking:
     def __init__(self, path: str) -> None:
         self._children: dict[int, socket.socket] = {}
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(path)
+        self._listener.bind(f"{path}.new")
         self._listener.listen(64)
+        os.rename(f"{path}.new", path)  # by which others see that it listens
         self._woken, self._waking = socket.socketpair()
         self._waking.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -298,14 +318,13 @@ def become(request: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Import, say so, and fork."""
+    """Import and fork."""
     del sys.path[0]  # this file's folder
     for name in IMPORTED:
         importlib.import_module(name)
-    forking = Forking(sys.argv[1])
     gc.collect()
     gc.freeze()
-    print("r", end="", flush=True)
+    forking = Forking(sys.argv[1])
     if (request := forking.serve()) is not None:
         become(request)
 
