@@ -11,7 +11,7 @@ from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
 from upcycle_core.backbone.config import MergeConfig
 from upcycle_core.backbone.counts import row_weights, weighted_pieces
-from upcycle_core.backbone.write import Plan, weights_type, write_model
+from upcycle_core.backbone.write import Plan, common_config, common_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader, chunks
 from upcycle_core.checkpoints.writer import Produced
 from upcycle_core.errors import raise_faults
@@ -28,19 +28,19 @@ def averaged_pieces(readers: Sequence[CheckpointReader], name: str) -> Iterator[
         name: A tensor that all of them hold, of one shape.
 
     Yields:
-        Of the mean, in the first checkpoint's type.
+        Of the mean, in the narrowest type that holds all of theirs.
     """
-    sources = [reader.tensor(name) for reader in readers]
+    sources, dtype = [reader.tensor(name) for reader in readers], common_type(readers)
     for parts in zip(*(chunks(source) for source in sources), strict=True):
         total = parts[0].to(torch.float32, copy=True)
         for part in parts[1:]:
             total += part
-        yield total.div_(len(parts)).to(parts[0].dtype)
+        yield total.div_(len(parts)).to(dtype)
 
 
 def average_tensors(readers: Sequence[CheckpointReader], name: str) -> torch.Tensor:
     """Return what ``averaged_pieces`` yields, as one tensor of the same shape."""
-    result = torch.empty_like(readers[0].tensor(name), memory_format=torch.contiguous_format)
+    result = torch.empty(readers[0].tensor(name).shape, dtype=common_type(readers))
     for place, piece in zip(chunks(result), averaged_pieces(readers, name), strict=True):
         place.copy_(piece)
     return result
@@ -92,18 +92,21 @@ def _write(
     """Write the mean; ``weights`` [D, V] are of matrices whose rows are weighed apart."""
     first = readers[0]
     family = family_of(first.config)
-    config = first.config if head is None else {**first.config, "tie_word_embeddings": False}
+    config = common_config(readers)
+    if head is not None:
+        config = {**config, "tie_word_embeddings": False}
     raise_faults(
         fault
         for reader in readers
         for fault in tensor_faults(reader, family, reader.field, config=first.config)
     )
     plan: Plan = {}
+    dtype = common_type(readers)
     for name, shape in family.tensors(config, ffn=ffn).items():
         source: Callable[[], Produced] = partial(averaged_pieces, readers, name)
         if name in weights:
             source = partial(weighted_pieces, readers, name, weights[name])
         if head is not None and name == LM_HEAD:
-            source = partial(head.to, weights_type(first))
-        plan[name] = shape, weights_type(first), source
+            source = partial(head.to, dtype)
+        plan[name] = shape, dtype, source
     write_model(out, plan, config, source=first, max_shard_bytes=max_shard_bytes)

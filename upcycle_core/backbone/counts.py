@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from upcycle_core.backbone.write import common_type
 from upcycle_core.checkpoints.reader import CHUNK, CheckpointReader
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.errors import Fault, InputError
@@ -84,9 +85,9 @@ def weighted_pieces(
         weights_DV: As of ``row_weights``.
 
     Yields:
-        Rows [n, H] in the first checkpoint's type, of V in all.
+        Rows [n, H] in the narrowest type that holds all of theirs, of V in all.
     """
-    sources = [reader.tensor(name) for reader in readers]
+    sources, dtype = [reader.tensor(name) for reader in readers], common_type(readers)
     height, width = sources[0].shape
     step = max(1, CHUNK // width)
     for start in range(0, height, step):
@@ -94,4 +95,4 @@ def weighted_pieces(
         total = torch.zeros(sources[0][rows].shape)
         for source, weights_V in zip(sources, weights_DV, strict=True):
             total += weights_V[rows, None].float() * source[rows].float()
-        yield total.to(sources[0].dtype)
+        yield total.to(dtype)

@@ -1,8 +1,10 @@
 """A model's directory: tensors that only pass through, configuration, tokenizer."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,6 +88,19 @@ def write_generation_config(source: CheckpointReader, out: Path) -> None:
 def weights_type(reader: CheckpointReader) -> torch.dtype:
     """Type of a checkpoint's weights."""
     return next(iter(reader.tensors.values())).dtype
+
+
+def common_type(readers: Iterable[CheckpointReader]) -> torch.dtype:
+    """The narrowest type that holds the weights of all of several checkpoints."""
+    return reduce(torch.promote_types, map(weights_type, readers))
+
+
+def common_config(readers: Sequence[CheckpointReader]) -> Mapping[str, Any]:
+    """The content of the first's config.json, for weights of the type that holds all."""
+    config, dtype = readers[0].config, common_type(readers)
+    if dtype == weights_type(readers[0]):
+        return config
+    return {**config, **dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))}
 
 
 def type_faults(own: CheckpointReader, shared: CheckpointReader) -> list[Fault]:

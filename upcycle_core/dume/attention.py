@@ -17,7 +17,7 @@ Shapes: X inputs of a matrix, Y its outputs, S tokens a paragraph.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -271,7 +271,8 @@ def _combined(weights: Sequence[Tensor], grams: Sequence[Sequence[Tensor]]) -> T
         return error
 
     alpha = min(ALPHAS, key=missed)
-    return solved([halves[0] + halves[1] for halves in grams], alpha).to(weights[0].dtype)
+    dtype = reduce(torch.promote_types, (weight.dtype for weight in weights))
+    return solved([halves[0] + halves[1] for halves in grams], alpha).to(dtype)
 
 
 def _distilled(

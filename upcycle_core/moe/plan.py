@@ -16,7 +16,7 @@ from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import Family
 from upcycle_core.architectures.resolve import with_vocabulary_of
 from upcycle_core.backbone.average import average_tensors
-from upcycle_core.backbone.write import Plan, type_faults, weights_type
+from upcycle_core.backbone.write import Plan, common_config, common_type, type_faults
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import Fault
 
@@ -65,12 +65,12 @@ class Parts:
     @property
     def config(self) -> Mapping:
         """The dense config.json that everything must fit."""
-        return self.shared[0].config
+        return common_config(self.shared)
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the weights."""
-        return weights_type(self.shared[0])
+        return common_type(self.shared)
 
     def shared_tensor(self, name: str) -> torch.Tensor:
         """A tensor outside the experts: the backbone's own, or the experts' mean."""
@@ -92,7 +92,7 @@ class Parts:
             # A backbone brings its own embedding: the experts' may be of another vocabulary.
             config = with_vocabulary_of(self.config, reader.config) if apart else self.config
             faults += tensor_faults(reader, self.family, reader.field, config=config)
-            faults += type_faults(reader, self.shared[0])
+            faults += type_faults(reader, self.shared[0]) if apart else []
         return faults
 
 

@@ -7,7 +7,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.pico import save_pico
-from tests.upcycle_core.moe.joined import join
+from tests.upcycle_core.moe.joined import join, recast
+from upcycle_core.backbone.average import write_backbone
+from upcycle_core.backbone.config import MergeConfig
 from upcycle_core.backbone.stitch import load_stitched
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.load import load_causal_lm
@@ -354,6 +356,30 @@ def test_without_a_backbone_it_is_averaged_on_the_way(tmp_path, dtype):
     options = {"top_k": 1, "max_shard_bytes": 10**9}
     assemble(joined.experts, None, joined.routers, tmp_path / "again", **options)
     assert tree_digest(tmp_path / "again") == tree_digest(joined.model)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("half", ["domain0", "domain1"])
+def test_the_mean_of_two_types_is_of_the_one_that_holds_both(tmp_path, half, counted):
+    """A LoRA expert is as the seed is, bf16, and one that was trained further is fp32."""
+    joined = join(tmp_path, "qwen2", seeds=(0, 1))
+    recast(joined.experts[half], torch.bfloat16)
+    readers = [CheckpointReader(expert) for expert in joined.experts.values()]
+    merge = MergeConfig(embeddings="counts", head="counts") if counted else None
+    backbone, out = tmp_path / "mean", tmp_path / "out"
+    counts = [torch.arange(96) + domain for domain in range(2)] if counted else []
+    write_backbone(readers, backbone, max_shard_bytes=10**9, merge=merge, counts=counts)
+    options = {"top_k": 1, "max_shard_bytes": 10**9}
+    assemble(joined.experts, backbone, joined.routers, out, **options)
+    found, sources = weights_of(out), [weights_of(expert) for expert in joined.experts.values()]
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    norm = "model.layers.1.input_layernorm.weight"
+    assert torch.equal(found[norm], (sources[0][norm].float() + sources[1][norm].float()) / 2)
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "float32"
+    if not counted:
+        assemble(joined.experts, None, joined.routers, tmp_path / "again", **options)
+        assert tree_digest(tmp_path / "again") == tree_digest(out)
 
 
 def test_a_fault_of_a_checkpoint_that_comes_several_times_is_said_once(tmp_path):
