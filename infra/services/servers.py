@@ -5,6 +5,7 @@ nothing else is ever stopped.
 """
 
 import fcntl
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+
+import psutil
 
 from infra.recipe.names import masked
 from infra.services.pools import LOCAL
@@ -38,6 +41,10 @@ PAGES = {
 }
 
 
+DATABASES = ("MLFLOW_BACKEND_STORE_URI", "MLFLOW_TRACKING_URI")
+"""Of an environment, what says where MLflow's data is; the first that a service is given holds."""
+ACCESS = ("AWS_", "AZURE_", "GOOGLE_", "HF_")
+"""What flows have from their worker's environment, to reach models and remotes: names begin so."""
 HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
 
 
@@ -78,7 +85,7 @@ def up(settings: Settings) -> None:
     services = [_prefect(settings), _mlflow(settings), _worker(settings)]
     with _lock(settings):
         there = running(settings)
-        raise_faults(_other_faults(there, services))
+        raise_faults(_other_faults(settings, there, services))
         lacking = [service for service in services if service.name not in there]
         if not lacking:
             print("Already up.")
@@ -93,6 +100,8 @@ def up(settings: Settings) -> None:
                 _stop(settings, [service.name for service in lacking])
                 raise
         _print_running(running(settings), settings)
+        if other := _other_access(there):
+            print(f"Worker  has other values of {', '.join(other)}; make down, then make up")
 
 
 def down(settings: Settings) -> None:
@@ -246,14 +255,36 @@ def _stop(settings: Settings, names: Collection[str] | None = None) -> list[str]
 
 
 def _other_faults(
-    there: Mapping[str, ProcessRecord], services: Sequence[Service]
+    settings: Settings, there: Mapping[str, ProcessRecord], services: Sequence[Service]
 ) -> Iterator[Fault]:
-    """Of what runs, and was started with other ports, places or limits."""
+    """Of what runs, and was started with other ports, places, limits or for another database."""
+    remedy = "runs with other settings: make down, then make up"
     for service in services:
         record = there.get(service.name)
-        if record is not None and record.command[1:] != service.arguments:
-            now = " ".join(record.command[1:])
-            yield Fault(service.name, now, "runs with other settings: make down, then make up")
+        if record is None:
+            continue
+        if record.command[1:] != service.arguments:
+            yield Fault(service.name, " ".join(record.command[1:]), remedy)
+        now, wanted = _environment(record), environment_of(settings, **service.environment)
+        name = next((n for n in DATABASES if n in service.environment), DATABASES[-1])
+        if name in now and now[name] != wanted[name]:
+            yield Fault(service.name, masked(f"{name}={now[name]}"), remedy)
+
+
+def _other_access(there: Mapping[str, ProcessRecord]) -> list[str]:
+    """What is told here, and was told otherwise to the worker; what is not told here may be so."""
+    now = _environment(there["worker"]) if "worker" in there else {}
+    names = [name for name in sorted(os.environ) if name.startswith(ACCESS)]
+    return [name for name in names if now and now.get(name) != os.environ[name]]
+
+
+def _environment(record: ProcessRecord) -> Mapping[str, str]:
+    """What a process was started with; empty where the system does not say."""
+    process = find(record)
+    try:
+        return process.environ() if process is not None else {}
+    except psutil.Error:
+        return {}
 
 
 def _faults(settings: Settings, there: Collection[str]) -> Iterator[Fault]:

@@ -554,6 +554,27 @@ def test_up_starts_again_what_has_died_and_leaves_the_rest_alone(bereft, monkeyp
     assert [find(record) for record in after.values()] == [None, None, None]
 
 
+def test_what_runs_for_another_database_is_refused_and_for_other_keys_said(
+    bereft, monkeypatch, capsys
+):
+    """Flows that are started here would write to another place than those that nights start."""
+    place, _ = bereft
+    servers.up(place)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a new one")
+    monkeypatch.setenv("AWS_REGION", "where")
+    capsys.readouterr()
+    servers.up(place)
+    said = capsys.readouterr().out
+    names = "AWS_REGION, AWS_SECRET_ACCESS_KEY"
+    assert f"\nWorker  has other values of {names}; make down, then make up\n" in said
+    assert "a new one" not in said
+    elsewhere = dataclasses.replace(place, mlflow_tracking_uri="sqlite:////elsewhere/mlflow.db")
+    with pytest.raises(InputError) as raised:
+        servers.up(elsewhere)
+    assert [fault.field for fault in raised.value.faults] == ["prefect", "mlflow", "worker"]
+    assert f"MLFLOW_TRACKING_URI={place.mlflow_tracking_uri}" in str(raised.value)
+
+
 def test_one_that_does_not_start_again_takes_nothing_else_with_it(bereft, monkeypatch):
     place, before = bereft
     broken = servers.Service("mlflow", ("-c", "raise SystemExit('no luck')"), lambda: False)
