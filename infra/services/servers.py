@@ -5,7 +5,6 @@ nothing else is ever stopped.
 """
 
 import fcntl
-import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -100,7 +99,7 @@ def up(settings: Settings) -> None:
                 _stop(settings, [service.name for service in lacking])
                 raise
         _print_running(running(settings), settings)
-        if other := _other_access(there):
+        if other := _other_access(settings, there):
             print(f"Worker  has other values of {', '.join(other)}; make down, then make up")
 
 
@@ -271,11 +270,11 @@ def _other_faults(
             yield Fault(service.name, masked(f"{name}={now[name]}"), remedy)
 
 
-def _other_access(there: Mapping[str, ProcessRecord]) -> list[str]:
+def _other_access(settings: Settings, there: Mapping[str, ProcessRecord]) -> list[str]:
     """What is told here, and was told otherwise to the worker; what is not told here may be so."""
     now = _environment(there["worker"]) if "worker" in there else {}
-    names = [name for name in sorted(os.environ) if name.startswith(ACCESS)]
-    return [name for name in names if now and now.get(name) != os.environ[name]]
+    told = {n: v for n, v in environment_of(settings).items() if n.startswith(ACCESS)}
+    return [name for name in sorted(told) if now and now.get(name) != told[name]]
 
 
 def _environment(record: ProcessRecord) -> Mapping[str, str]:
