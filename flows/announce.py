@@ -14,6 +14,7 @@ from prefect.events.clients import get_events_client
 
 from flows.running.arguments import parser_of
 from flows.running.command_line import command
+from infra.recipe.names import masked
 from infra.settings import configure
 from upcycle_core.errors import Fault, InputError
 
@@ -37,7 +38,7 @@ def announce(what: str = "text") -> None:
         asyncio.run(_send(what))
     except OSError as error:
         remedy = f"does not answer ({error}); see what runs: make status"
-        raise InputError(Fault("server", api, remedy)) from error
+        raise InputError(Fault("server", masked(api), remedy)) from error
 
 
 async def _send(what: str) -> None:

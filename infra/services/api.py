@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from infra.recipe.names import masked
 from infra.settings import Settings
 from upcycle_core.errors import Fault, InputError
 
@@ -38,7 +39,9 @@ def asked(api: str) -> Iterator["SyncPrefectClient"]:
         with SyncPrefectClient(api) as client:
             yield client
     except (HTTPError, PrefectException) as error:
-        message = f"the server at {api} did not do as it was asked ({error}); do it once more"
+        message = (
+            f"the server at {masked(api)} did not do as it was asked ({error}); do it once more"
+        )
         raise DeploymentError(message) from error
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from infra.permissions import permission_faults
+from infra.recipe.names import masked
 from infra.services.api import DeploymentError
 from infra.services.deployments import deploy, undeploy
 from infra.services.pools import HOME, create_pool
@@ -121,7 +122,7 @@ def _deploy(settings: Settings, chosen: argparse.Namespace) -> None:
         print(f"Deployed {name}")
     print("Run one:")
     run = f"{sys.executable} -m prefect deployment run {names[0]}"
-    print(f"  PREFECT_API_URL={settings.prefect_api_url} {run}")
+    print(f"  PREFECT_API_URL={masked(settings.prefect_api_url)} {run}")
 
 
 def _pool(settings: Settings, chosen: argparse.Namespace) -> None:
@@ -130,7 +131,7 @@ def _pool(settings: Settings, chosen: argparse.Namespace) -> None:
     name = create_pool(settings, kind, name=chosen.name, home=home, changes=changes)
     print(f"Work pool {name}. Its worker, with the extra `{kind}` of pyproject.toml installed:")
     worker = f"{sys.executable} -m prefect worker start --pool {name} --type {kind}"
-    print(f"  PREFECT_API_URL={settings.prefect_api_url} {worker}")
+    print(f"  PREFECT_API_URL={masked(settings.prefect_api_url)} {worker}")
     print(f"Flows that it runs: python -m infra.services deploy --pool {name}")
 
 

@@ -1,5 +1,6 @@
 """A version's certificate: what readers made of it, kept with it and shown on its page."""
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -124,7 +125,7 @@ def refusal(
 
     Args:
         rows: What readers said.
-        absent: Readers that the recipe names and are not installed, and why they are not there.
+        absent: Readers that the recipe names and could not be asked, and why.
 
     Returns:
         None if it arrived: in one reader at least, and failed in none.
@@ -146,15 +147,17 @@ def refusal(
 def revoke(registry: Registry, version: Version, rows: Sequence[Row]) -> list[Fault]:
     """Take the alias ``champion`` from a version that was lost on the way to a reader.
 
-    Only where the version's recipe requires a certificate, and it still is champion: readers take
-    their time. A reader that crashed or gave no answer in time says nothing of the model, and takes
-    nothing from who is champion. The experts of a version that did not arrive are none the worse
-    for it: the next model may hold them.
+    Only where the version's recipe requires a certificate, and of that reader if it names some, and
+    it still is champion: readers take their time. A reader that crashed or gave no answer in time
+    says nothing of the model, and takes nothing from who is champion. The experts of a version that
+    did not arrive are none the worse for it: the next model may hold them.
 
     Returns:
         What became of the alias, for who asked.
     """
-    absent = [row.name for row in rows if row.is_lost]
+    asked = version.params.get("registry.readers", "None")  # a list as JSON; None is all
+    named = READERS if asked == "None" else json.loads(asked)
+    absent = [row.name for row in rows if row.is_lost and row.reader in named]
     required = version.params.get("registry.certificate") == "required"
     name, number = version.name, version.number
     if not (absent and required and registry.pointed(name, "champion") == number):

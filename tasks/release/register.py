@@ -188,6 +188,8 @@ class Registrar:
                 _logger.error("%s did not arrive in %s: %s", version.reference, row.name, row.why)
         missing = ((str(name), READERS[name].missing) for name in named)
         absent = {name: why for name, why in missing if why is not None}
+        tried = {row.reader for row in rows if row.verdict != "not tried"}
+        absent |= {r.reader: r.why for r in rows if r.reader in named and r.reader not in tried}
         return settled(self.registry, version, refusal(rows, absent)) if waits else version
 
 

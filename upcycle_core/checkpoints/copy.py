@@ -55,11 +55,11 @@ def link_file(source: Path, target: Path) -> None:
 
     Args:
         source: Whole; it is replaced, never written to.
-        target: Nothing lies there.
+        target: What lies there is replaced: a copy that is tried again finds its own links.
     """
     if _cloned(source, target):
         return
-    target.unlink(missing_ok=True)
+    target.unlink()
     try:
         os.link(source.resolve(), target)
     except OSError:  # another disk, or one without links
@@ -67,7 +67,11 @@ def link_file(source: Path, target: Path) -> None:
 
 
 def _cloned(source: Path, target: Path) -> bool:
-    """Whether ``target`` shares the blocks of ``source`` now; it is an empty file else."""
+    """Whether ``target`` shares the blocks of ``source`` now; it is an empty file else.
+
+    A file of its own, never what lies there: that may be the source under another name.
+    """
+    target.unlink(missing_ok=True)
     with source.open("rb") as read, target.open("wb") as written:
         try:
             fcntl.ioctl(written.fileno(), CLONE, read.fileno())

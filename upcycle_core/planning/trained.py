@@ -162,7 +162,8 @@ def _rehearsed(
     def rehearse(layers: int) -> int:
         with FakeTensorMode(), rehearsal.Held() as held:
             dense = rehearsal.model_config(shape.config, layers)
-            network = SimoeForCausalLM(simoe_config(dense, simoe))
+            # Whatever routes, the coefficients are given: tasks' names are the text's to say.
+            network = SimoeForCausalLM(simoe_config(dense, replace(simoe, routing="instance")))
             narrow_base(network, DTYPES["bf16" if bf16 else "fp32"])
             network.train()
             if config.gradient_checkpointing:

@@ -21,7 +21,8 @@ from upcycle_core.backbone.weights import checked_weights
 from upcycle_core.backbone.write import (
     GENERATION_CONFIG,
     Plan,
-    weights_type,
+    common_config,
+    common_type,
     write_generation_config,
     write_tensors,
 )
@@ -73,9 +74,10 @@ def write_merged_backbone(
     """
     sources = _Sources.open(models, union, config, anchor)
     ruling = sources.readers[sources.union.ruling]
-    content = _known_ids(ruling.config, union) | {"vocab_size": len(union.tokens)}
+    config_of_type = common_config([ruling, *sources.readers])
+    content = _known_ids(config_of_type, union) | {"vocab_size": len(union.tokens)}
     plan: Plan = {
-        name: (shape, weights_type(ruling), partial(sources.merged, name))
+        name: (shape, sources.dtype, partial(sources.merged, name))
         for name, shape in sources.family.tensors(content, ffn=False).items()
     }
     what = "merging the backbone"
@@ -116,9 +118,6 @@ def agreement_faults(reader: CheckpointReader, first: CheckpointReader) -> list[
             else:
                 remedy += "use models of one architecture"
             faults.append(Fault(f"{reader.field}.config.{name}", ours.get(name), remedy))
-    if weights_type(reader) != weights_type(first):
-        remedy = f"another type of weights than {first.field} ({weights_type(first)}); "
-        faults.append(Fault(reader.field, str(weights_type(reader)), remedy + "save both in one"))
     return faults + tensor_faults(reader, family, reader.field)
 
 
@@ -187,13 +186,18 @@ class _Sources:
         )
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Type of the backbone: the narrowest that holds the weights of all."""
+        return common_type(self.readers)
+
+    @property
     def counted(self) -> list[int]:
         """The models that have a weight."""
         return [index for index, weight in enumerate(self.weights) if weight > 0]
 
     def merged(self, name: str) -> Tensor:
         """One tensor of the backbone."""
-        tensors = [reader.tensor(name) for reader in self.readers]
+        tensors = [reader.tensor(name).to(self.dtype) for reader in self.readers]
         letters = axes_of(self.family, name)
         if letters[0] == "V":
             return self._merged_rows(name, tensors)

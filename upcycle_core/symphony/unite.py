@@ -10,7 +10,7 @@ from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
 from upcycle_core.backbone.vocabulary import Union
-from upcycle_core.backbone.write import Plan, weights_type, write_model
+from upcycle_core.backbone.write import Plan, type_faults, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import raise_faults
 from upcycle_core.progress import Progress
@@ -46,11 +46,12 @@ def write_united(
     shared = CheckpointReader(backbone, field="backbone")
     family = family_of(shared.config, field="backbone.config.model_type")
     faults = tensor_faults(shared, family, shared.field, ffn=False)
-    raise_faults(faults + agreement_faults(own, shared))
+    raise_faults([*faults, *agreement_faults(own, shared), *type_faults(own, shared)])
+    dtype = weights_type(shared)
     plan: Plan = {}
     for name, shape in family.tensors(shared.config).items():
         reader = shared if name in (EMBEDDING, LM_HEAD) else own
-        plan[name] = shape, weights_type(own), partial(reader.tensor, name)
+        plan[name] = shape, dtype, partial(_read, reader, name, dtype)
     write_model(
         out,
         plan,
@@ -60,6 +61,10 @@ def write_united(
         what="lifting to the union's vocabulary",
         progress=progress,
     )
+
+
+def _read(reader: CheckpointReader, name: str, dtype: torch.dtype) -> Tensor:
+    return reader.tensor(name).to(dtype)
 
 
 def shared_tokens(union: Union, first: int, second: int) -> tuple[Tensor, Tensor]:
