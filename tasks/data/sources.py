@@ -4,7 +4,7 @@ It always runs, and is where bad input is found: every fault of every domain, in
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,13 +110,20 @@ def write_sources(run: StageRun) -> None:
         write_fingerprints(run.out / "tasks" / f"{name}.json", task_fingerprint(recipe, name))
 
 
-def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None = None) -> None:
+def write_forms(
+    run: StageRun,
+    *,
+    of_one_seed: bool = True,
+    rope_of: str | None = None,
+    settled: Callable[[str, Form], Form] = lambda name, form: form,
+) -> None:
     """Write what each given model is made into, and say what that changes and leaves out.
 
     Args:
         run: Of the stage; ``form/DOMAIN`` and ``form/seed`` are written.
         of_one_seed: Whether the models share a vocabulary.
         rope_of: Domain whose rope all get.
+        settled: The form of a domain's model in the place of one that all could have.
     """
     recipe = run.recipe
     known = known_files(recipe, run.models)
@@ -133,7 +140,8 @@ def write_forms(run: StageRun, *, of_one_seed: bool = True, rope_of: str | None 
     strange = {n: _strange(far, next(iter(given))) for n, far in apart(given).items()}
     forms = common_forms(given, tokens, dtype=dtype, rope_of=rope_of)
     others = _other_manners(given, _ruling(forms, given, speaker(recipe))) if of_one_seed else {}
-    for name, form in forms.items():
+    for name, common in forms.items():
+        form = settled(name, common)
         if of_one_seed and name in strange:
             run.session.log(f"WARNING: {name}: {strange[name]}")
             replace(form, said=(*form.said, strange[name])).save(run.out / FORMS / name)

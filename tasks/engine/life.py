@@ -75,7 +75,7 @@ class Life:
     modelled: Callable[[Workspace], tuple[str, ...]] = modelled
     without: Callable[[Recipe, str], Recipe] = without_domain
     anchor: Callable[[Recipe, Sequence[str]], str | None] = lambda recipe, known: None
-    settled: Callable[[Recipe], Recipe] = lambda recipe: recipe
+    settled: Callable[[Recipe, Workspace], Recipe] = lambda recipe, workspace: recipe
     averages: bool = False
     came: Callable[[Recipe], str] = lambda recipe: ""
     left: Callable[[Recipe, str], str] = lambda recipe, part: ""

@@ -45,7 +45,7 @@ def with_lineage(recipe: Recipe, workspace: Workspace) -> Recipe:
     life = of_method()
     lineage = _load(path)
     parents = {name: found for name, found in lineage.parents.items() if name in recipe.domains}
-    return life.settled(replace(recipe, lineage=replace(lineage, parents=parents)))
+    return life.settled(replace(recipe, lineage=replace(lineage, parents=parents)), workspace)
 
 
 def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) -> Recipe:
@@ -85,7 +85,7 @@ def begin(recipe: Recipe, workspace: Workspace, *, new: Collection[str] = ()) ->
     parents = {name: found for name, found in lineage.parents.items() if name not in new}
     anchor = life.anchor(recipe, modelled(workspace))
     lineage = Lineage(pinned=pinned, backbone=backbone, parents=parents, anchor=anchor)
-    return life.settled(replace(recipe, lineage=lineage))
+    return life.settled(replace(recipe, lineage=lineage), workspace)
 
 
 def settle(recipe: Recipe, workspace: Workspace) -> Recipe:

@@ -19,7 +19,7 @@ from tasks.engine.stage import Session
 from tasks.engine.workspace import PROVENANCE, fingerprint
 from tasks.release.history import catch_up
 from tasks.release.versions import MODEL_TAG
-from tasks.scoring.evaluation import champion_piece
+from tasks.scoring.evaluation import champion_piece, heldout_file
 from tasks.scoring.room import room_of
 from tasks.scoring.task_scores import read_scores, score_model
 from upcycle_core.checkpoints.hashing import sha256_file
@@ -62,7 +62,7 @@ class Champion:
         arguments = {
             "model": self.directory,
             "tokenizer": workspace.path("tokenizer"),
-            "documents": {d: workspace.path(f"documents/{d}") for d in recipe.domains},
+            "documents": {d: workspace.path(heldout_file(d)) for d in recipe.domains},
             "corpora": {d: workspace.path(f"corpora/{d}/heldout") for d in recipe.domains},
             "config": recipe.evaluation.measuring,
             "bos": recipe.corpus.bos,

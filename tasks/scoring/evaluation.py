@@ -30,6 +30,8 @@ from upcycle_core.evaluation.text.scores import (
 )
 from upcycle_core.progress import Progress
 
+HELDOUT = "heldout.parquet"
+
 
 def scores_of(name: str, function: Callable[..., Scores], /, **arguments: Any) -> Piece:
     """A piece that scores one model on each text apart: what is known of it is not computed."""
@@ -101,6 +103,9 @@ def stranger_piece(
 ) -> Scores:
     """The piece: another model's scores on this text, in tokens of this run's tokenizer.
 
+    ``documents`` are the files of the held-out text, ``corpora`` its tokens; of ``reference`` the
+    counts of tokens and bytes are read.
+
     Raises:
         InputError: Responses alone are counted, and the tokenizers differ.
     """
@@ -112,9 +117,8 @@ def stranger_piece(
         # A template writes more than is said, so that bytes do not tell how much text was read.
         remedy = f"{model} has another tokenizer, and responses are compared in one alone; use all"
         raise InputError(Fault("evaluation.loss", "responses", remedy))
-    texts = {domain: path / "heldout.parquet" for domain, path in documents.items()}
     parts = {d: scored_text(TokenCorpus(path), common["config"]) for d, path in corpora.items()}
-    scores = evaluate_text(model, texts, bos=bos, parts=parts, progress=progress, **common)
+    scores = evaluate_text(model, documents, bos=bos, parts=parts, progress=progress, **common)
     own = {d: Score.from_dict({"nll": 0.0, **values}) for d, values in reference.items()}
     return {
         domain: per_reference_token(Score.from_dict(score), own[domain]).to_dict()
@@ -142,6 +146,11 @@ def score_intervals(
         for row, scores in rows.items()
     }
     return intervals(read, {domain: Score.from_dict(score) for domain, score in experts.items()})
+
+
+def heldout_file(domain: str) -> str:
+    """A domain's held-out text, below the workspace: new text to train on leaves it as it is."""
+    return f"documents/{domain}/{HELDOUT}"
 
 
 def counts(scores: Scores) -> dict[str, dict[str, float]]:

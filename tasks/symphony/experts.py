@@ -60,7 +60,7 @@ def _params(recipe: Recipe, domain: str) -> Iterator[str]:
     # A given model is what sources/ says, wherever it lies.
     begins = "origin" if own.origin is None or own.origin.model is None else "origin.mixture"
     yield from (f"domains.{domain}.{begins}", "corpus.bos")
-    if domain not in recipe.parents:
+    if begins == "origin" and domain not in recipe.parents:
         yield "seed_model.shape"
         if domain not in sharing(recipe):
             yield "tokenizer"

@@ -5,16 +5,22 @@ is the method. Models that learnt nothing new are not trained again.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from infra.recipe.schema import Recipe
 from tasks.data.documents import documents
-from tasks.engine.life import Life, without_domain
+from tasks.engine.life import Life, experts_in, without_domain
+from tasks.engine.params import recorded_setting
+from tasks.engine.workspace import Workspace
 from tasks.symphony.experts import trained_on
 from tasks.symphony.sources import sources
-from tasks.symphony.variants import anchor_of, chosen_of, section, with_anchors
+from tasks.symphony.variants import SYMPHONY, anchor_of, chosen_of, section, with_anchors
 from tasks.symphony.vocabulary import sharing
 from upcycle_core.symphony.config import SymphonyConfig
+
+TOKENIZER, SEGMENTATION = "tokenizer", "symphony.segmentation"
 
 
 def _anchor(recipe: Recipe, known: Sequence[str]) -> str | None:
@@ -24,11 +30,38 @@ def _anchor(recipe: Recipe, known: Sequence[str]) -> str | None:
     return next((name for name in asked if name in chosen), None)
 
 
-def _settled(recipe: Recipe) -> Recipe:
+def _settled(recipe: Recipe, workspace: Workspace) -> Recipe:
+    """With the anchor and the tokenizer that were, where the recipe names none.
+
+    They are said where the default has become another one, and where they were said: what is made
+    with the same names is made no other way.
+    """
     own, lineage = section(recipe), recipe.lineage
-    if own.anchor is not None or lineage is None or lineage.anchor not in chosen_of(recipe, own):
+    if lineage is None:
         return recipe
-    return with_anchors(replace(recipe, symphony=replace(own, anchor=lineage.anchor)))
+    anchor, segmentation = lineage.anchor, _ruling(workspace)
+    said = _recorded(workspace, f"starts/{SYMPHONY}", "symphony.anchor") is not None
+    is_default = anchor == anchor_of(recipe, own) and not said
+    if own.anchor is None and anchor in chosen_of(recipe, own) and not is_default:
+        own = replace(own, anchor=anchor)
+    said = _recorded(workspace, TOKENIZER, SEGMENTATION) is not None
+    is_default = segmentation == next(iter(recipe.domains)) and not said
+    if own.segmentation is None and segmentation in recipe.domains and not is_default:
+        own = replace(own, segmentation=segmentation)
+    return recipe if own == section(recipe) else with_anchors(replace(recipe, symphony=own))
+
+
+def _ruling(workspace: Workspace) -> str | None:
+    """The domain whose tokenizer the model's was made of: the first where none was named."""
+    named = _recorded(workspace, TOKENIZER, SEGMENTATION)
+    return named or next(iter(experts_in(sorted(workspace.inputs(TOKENIZER)))), None)
+
+
+def _recorded(workspace: Workspace, artifact: str, key: str) -> Any:
+    """What the recipe said at a dotted key when an artifact was made."""
+    with suppress(KeyError):
+        return recorded_setting((workspace.record(artifact) or {})["params"], key)
+    return None
 
 
 def without(recipe: Recipe, domain: str) -> Recipe:

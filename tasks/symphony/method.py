@@ -85,9 +85,9 @@ def _outside(recipe: Recipe, models: Path) -> list[Fault]:
 
 
 def _before() -> Mapping[str, Looks]:
-    from tasks.symphony.prepared import corpus_faults, document_faults
+    from tasks.symphony.prepared import corpus_faults, expert_faults
 
-    return {"experts": document_faults, "united": corpus_faults}
+    return {"experts": expert_faults, "united": corpus_faults}
 
 
 def _life() -> "Life":

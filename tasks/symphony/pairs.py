@@ -11,6 +11,7 @@ from typing import Any
 from infra.cluster.pieces import Piece
 from infra.recipe.schema import Recipe
 from tasks.engine.stage import StageRun, each, stage
+from tasks.engine.workspace import take
 from tasks.symphony.variants import SYMPHONY, anchor_of, pairings, variants
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.symphony.config import CalibrationConfig, SymphonyConfig
@@ -95,7 +96,9 @@ def pairs(run: StageRun) -> None:
     for name in strangers_of(recipe, config):
         (run.out / name).mkdir()
         for group, target in zip(groups, moment_files(run.out, name, groups), strict=True):
-            done[f"{name}-{group[0]:04d}"].path.rename(target)
+            piece = done[f"{name}-{group[0]:04d}"].path
+            take(piece, run.out / name)
+            (run.out / name / piece.name).rename(target)
 
 
 def _lacking(asked: int, found: Sequence[Mapping[str, Any]]) -> Iterator[str]:

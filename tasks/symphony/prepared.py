@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 
 from infra.recipe.schema import Recipe
+from tasks.data.given import given_model, given_models
 from tasks.dume.checks import CROSS_VALIDATED
 from tasks.dume.prepared import fold_faults
 from tasks.engine.stage import Session
-from tasks.symphony.variants import solves_routers
+from tasks.symphony.variants import section, solves_routers
+from tasks.symphony.vocabulary import segmentation_faults, sharing
 from upcycle_core.errors import Fault
 
 
@@ -27,6 +29,36 @@ def document_faults(session: Session) -> Iterator[Fault]:
             remedy = "a cross-validated router.ridge_lambda is judged on documents that a router "
             remedy += "has not seen: give 2 or more, or name a number"
             yield Fault(f"domains.{domain}.calibration", f"{count} documents", remedy)
+
+
+def expert_faults(session: Session) -> Iterator[Fault]:
+    """What is wrong with text and tokenizers, before there are models.
+
+    Args:
+        session: Whose ``documents`` are there, and the ``vocabulary`` of models that share one.
+    """
+    yield from document_faults(session)
+    yield from _rule_faults(session)
+
+
+def _rule_faults(session: Session) -> Iterator[Fault]:
+    """Given models and the shared tokenizer of those that are trained here, of other rules.
+
+    Given ones alone are compared before anything is made, and a domain's own tokenizer is refused
+    beside them.
+    """
+    recipe, workspace = session.recipe, session.workspace
+    given, shared = given_models(recipe), sharing(recipe)
+    if section(recipe).segmentation is not None or not (given and shared):
+        return
+    places = {
+        name: given_model(recipe, given[name], workspace.models)
+        if name in given
+        else workspace.path("vocabulary")
+        for name in recipe.domains
+        if name in given or name in shared
+    }
+    yield from segmentation_faults(places, None)
 
 
 def corpus_faults(session: Session) -> Iterator[Fault]:

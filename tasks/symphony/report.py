@@ -15,10 +15,12 @@ from tasks.engine.artifacts import ALIGNMENT, DOCUMENTS, SUMMARY, TOKENS
 from tasks.engine.params import MEASURING
 from tasks.engine.stage import StageRun, each, stage
 from tasks.scoring.evaluation import (
+    HELDOUT,
     average_piece,
     counts,
     dense_piece,
     heldout_arguments,
+    heldout_file,
     perplexities,
     score_intervals,
     scores_of,
@@ -148,9 +150,9 @@ def _own_experts(recipe: Recipe, row: Baseline | None) -> dict[str, int]:
 def _dense_pieces(run: StageRun, heldout: Scores) -> list[Piece]:
     """Every stranger as it is, with its own tokenizer, per token of the union's."""
     recipe, common = run.recipe, _common(run)
-    documents = {name: run.path(f"documents/{name}") for name in recipe.domains}
-    documents |= {name: run.path(f"outside/{name}") / DOCUMENTS for name in recipe.outside}
-    each = {"corpora": common["corpora"], "documents": documents, "reference": heldout}
+    documents = {name: run.path(heldout_file(name)) for name in recipe.domains}
+    documents |= {n: run.path(f"outside/{n}") / DOCUMENTS / HELDOUT for n in recipe.outside}
+    each = {"corpora": common["corpora"], "documents": documents, "reference": counts(heldout)}
     judged = {"tokenizer": run.path("tokenizer"), "bos": recipe.corpus.bos}
     pieces = []
     for name, chosen in _scored_on(recipe).items():

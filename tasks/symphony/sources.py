@@ -1,12 +1,15 @@
 """Stage ``sources`` of models that share no seed: each is held against the others."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from infra.durable import read_json
 from infra.recipe.schema import Recipe
 from tasks.data.adapters import given_adapter_faults
 from tasks.data.fits import type_faults
+from tasks.data.given import given_model
 from tasks.data.lengths import position_faults
 from tasks.data.sources import (
     KEYS,
@@ -18,13 +21,14 @@ from tasks.data.sources import (
 )
 from tasks.data.task_sets import task_set_faults
 from tasks.data.texts import known_texts, text_faults
+from tasks.engine.artifacts import FORMS
 from tasks.engine.stage import StageRun, stage
 from tasks.symphony.checks import is_given
 from tasks.symphony.variants import anchor_of, lengths, section, trains_shape
 from tasks.symphony.vocabulary import segmentation_faults, sharing
 from upcycle_core.architectures.compare import MUST_AGREE, compare_strangers, computed
 from upcycle_core.architectures.families import family_of
-from upcycle_core.backbone.form import common_forms
+from upcycle_core.backbone.form import Form, common_forms
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import TokenIds, load_tokenizer
 from upcycle_core.corpora.encoding import bos_faults
@@ -55,11 +59,45 @@ def sources(run: StageRun) -> None:
     write_sources(run)
     own = section(recipe)
     anchor = anchor_of(recipe, own) if own.rope == "anchor" else None
-    write_forms(run, of_one_seed=False, rope_of=anchor)
+    write_forms(run, of_one_seed=False, rope_of=anchor, settled=partial(_had_form, run))
     known = known_texts(recipe, run.models)
     for name, source in recipe.outside.items():
         fingerprint = source_fingerprint(source, folder=recipe.text_folder, known=known)
         write_fingerprints(run.out / "outside" / f"{name}.json", fingerprint)
+
+
+def _had_form(run: StageRun, name: str, form: Form) -> Form:
+    """The form that what a trained expert began with had then, if that is as good as ``form``.
+
+    That expert would be trained again for another model's type or length, which need not be that of
+    all: what is joined has a type that holds all and the shortest length.
+
+    Raises:
+        InputError: The expert has no head of its own, and would need one.
+    """
+    workspace, origin = run.session.workspace, run.recipe.domains[name].origin
+    artifact = f"sources/{FORMS}/{name}"
+    made_from = workspace.inputs(f"experts/{name}").get(artifact)
+    given = None if origin is None else origin.model
+    if run.recipe.lineage is None or given is None or made_from is None:
+        return form
+    folders = workspace.path("sources"), run.out
+    files = [read_json(folder / f"{name}.json") or {} for folder in folders]
+    if made_from != workspace.digest(artifact) or files[0].get("origin") != files[1]["origin"]:
+        return form
+    had, config = Form.load(workspace.path(artifact)), _config_of(run, given)
+    was, now = (family_of(config).resolve({**config, **own.config}) for own in (had, form))
+    if was["tie_word_embeddings"] != now["tie_word_embeddings"]:
+        remedy = "is joined already, with its embedding for a head, and another model brings a "
+        remedy += "head of its own: leave that out, or make all anew (flows.symphony RECIPE "
+        remedy += "--rebuild)"
+        raise InputError(Fault(f"domains.{name}.origin.model", given, remedy))
+    is_same = computed(was["rope_parameters"]) == computed(now["rope_parameters"])
+    return had if is_same else form
+
+
+def _config_of(run: StageRun, model: str) -> Mapping[str, Any]:
+    return CheckpointReader(given_model(run.recipe, model, run.models)).config
 
 
 def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:

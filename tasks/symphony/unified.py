@@ -9,6 +9,7 @@ from pathlib import Path
 
 from infra.cluster.pieces import Piece
 from tasks.engine.stage import StageRun, each, stage
+from tasks.engine.workspace import take
 from tasks.symphony.vocabulary import merged_backbone
 from upcycle_core.symphony.config import MergeConfig
 from upcycle_core.symphony.unite import write_united
@@ -26,7 +27,8 @@ def united(run: StageRun) -> None:
     """Write ``DOMAIN/``, a checkpoint each."""
     domains = list(run.recipe.domains)
     for name, path in lifted(run, domains, config=MEAN, anchor=domains[0]).items():
-        path.rename(run.out / name)
+        (run.out / name).mkdir()
+        take(path, run.out / name)
 
 
 def lifted(

@@ -5,6 +5,7 @@ import json
 import pytest
 import test_simoe_flow as instructed
 import test_symphony_flow as strangers
+from pico import save_pico
 from test_living_flow import Life, recipe_of, teach
 from texts import WORDS, pico_recipe, save_recipe, write_texts
 
@@ -85,6 +86,44 @@ def test_strangers_have_a_life(tmp_path):
 
     life.call("flows.symphony", life.recipe, "--rebuild")
     assert not (life.workspace / "lineage.json").exists()
+
+
+def given_strangers(folder, texts, models):
+    """Each domain's model begins with one that is given."""
+    values = strangers.recipe_values(texts)
+    domains = pico_recipe(texts, domains=tuple(models))["domains"]
+    for name, model in models.items():
+        domains[name]["origin"] = {"model": str(model)}
+    del values["outside"], values["similarity"], values["symphony"]["segmentation"]
+    del values["tokenizer"], values["seed_model"]
+    return save_recipe(folder / f"{len(models)}.yaml", {**values, "domains": domains})
+
+
+@pytest.mark.faults
+def test_a_stranger_of_another_type_and_length_comes_and_trains_no_other_again(tmp_path):
+    texts = write_texts(tmp_path / "texts")
+    models = {
+        name: save_pico(tmp_path / f"{name}-begins", seed=place, dtype="bfloat16")
+        for place, name in enumerate(OLD)
+    }
+    life = Life(tmp_path, given_strangers(tmp_path, texts, models), module="flows.symphony")
+    life.call("flows.symphony", life.recipe)
+    before = life.digests()
+    models[NEW] = save_pico(tmp_path / "begins", seed=5, max_position_embeddings=64)
+    all_ = given_strangers(tmp_path, texts, models)
+    grown = life.call("flows.grow", all_, NEW)
+    assert grown.calls["train"] == 1 + 1
+    assert trained_again(life, before) == {NEW}
+    config = json.loads((life.workspace / "model" / "config.json").read_text())
+    assert config["num_local_experts"] == 3
+    assert config["max_position_embeddings"] == 64
+    idle = life.call("flows.retrain", all_)
+    assert "nothing to do" in idle.stdout
+    teach(texts / "numbers")
+    before = life.digests()
+    taught = life.call("flows.retrain", all_)
+    assert taught.calls["train"] == 1 + 1
+    assert trained_again(life, before) == {"numbers"}
 
 
 @pytest.mark.faults

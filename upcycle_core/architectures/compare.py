@@ -306,7 +306,7 @@ def _differences(
         return  # said already, of the expert that it is about
     for name, what in must_agree.items():
         is_length = name == "max_position_embeddings"
-        if name in _BROUGHT and not (is_length and _has_length(ours, theirs)):
+        if name in _BROUGHT and not (is_length and has_length(ours, theirs)):
             continue
         if computed(ours.get(name)) != computed(theirs.get(name)):
             remedy = f"another {what} than {first_field} ({ours.get(name)!r})"
@@ -316,7 +316,8 @@ def _differences(
             yield Fault(f"{field}.config.{name}", theirs.get(name), remedy)
 
 
-def _has_length(*configs: Mapping) -> bool:
+def has_length(*configs: Mapping) -> bool:
+    """Whether what a rope turns by follows from ``max_position_embeddings`` in any of these."""
     return any(c["rope_parameters"].get("rope_type") in _ROPES_OF_A_LENGTH for c in configs)
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from upcycle_core.architectures.axes import axes_of
-from upcycle_core.architectures.compare import MUST_AGREE, computed, tensor_faults
+from upcycle_core.architectures.compare import MUST_AGREE, computed, has_length, tensor_faults
 from upcycle_core.architectures.families import family_of
-from upcycle_core.architectures.family import EMBEDDING, Family
+from upcycle_core.architectures.family import EMBEDDING, Family, rope_fields
 from upcycle_core.backbone.slerp import slerp, spherical_mean
 from upcycle_core.backbone.vocabulary import Union, merge_rows, write_union_tokenizer
 from upcycle_core.backbone.weights import checked_weights
@@ -31,6 +31,8 @@ from upcycle_core.checkpoints.writer import write_json
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.progress import Progress
 from upcycle_core.symphony.config import MergeConfig
+
+LENGTH = "max_position_embeddings"
 
 
 def write_merged_backbone(
@@ -75,7 +77,7 @@ def write_merged_backbone(
     sources = _Sources.open(models, union, config, anchor)
     ruling = sources.readers[sources.union.ruling]
     config_of_type = common_config([ruling, *sources.readers])
-    content = _known_ids(config_of_type, union) | {"vocab_size": len(union.tokens)}
+    content = _known_ids(config_of_type, union) | {"vocab_size": len(union.tokens)} | sources.length
     plan: Plan = {
         name: (shape, sources.dtype, partial(sources.merged, name))
         for name, shape in sources.family.tensors(content, ffn=False).items()
@@ -93,7 +95,9 @@ def write_merged_backbone(
 
 
 def agreement_faults(reader: CheckpointReader, first: CheckpointReader) -> list[Fault]:
-    """What keeps a dense checkpoint from being merged with another; vocabularies may differ.
+    """What keeps a dense checkpoint from being merged with another.
+
+    Vocabularies, types and lengths may differ.
 
     Args:
         reader: The checkpoint; its tensors are accounted for.
@@ -110,8 +114,9 @@ def agreement_faults(reader: CheckpointReader, first: CheckpointReader) -> list[
         return list(error.faults)
     theirs = family.resolve(first.config)
     faults = []
+    merged = {"vocab_size"} if has_length(ours, theirs) else {"vocab_size", LENGTH}
     for name in MUST_AGREE:
-        if name != "vocab_size" and computed(ours.get(name)) != computed(theirs.get(name)):
+        if name not in merged and computed(ours.get(name)) != computed(theirs.get(name)):
             remedy = f"differs from {first.field} ({theirs.get(name)!r}); "
             if name == "tie_word_embeddings":
                 remedy += "use models whose lm_head is tied, or models whose lm_head is not"
@@ -189,6 +194,16 @@ class _Sources:
     def dtype(self) -> torch.dtype:
         """Type of the backbone: the narrowest that holds the weights of all."""
         return common_type(self.readers)
+
+    @property
+    def length(self) -> Mapping[str, Any]:
+        """What the shortest model says of positions, where lengths differ."""
+        full = [self.family.resolve(reader.config) for reader in self.readers]
+        lengths = {own[LENGTH] for own in full}
+        if len(lengths) == 1:
+            return {}
+        rope = full[self.union.ruling]["rope_parameters"]
+        return {LENGTH: min(lengths), **rope_fields(rope)}
 
     @property
     def counted(self) -> list[int]:

@@ -5,17 +5,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from pico import save_pico
 from texts import pico_recipe, write_texts
 
+from infra.recipe.schema import Lineage, resolve
 from tasks.data import seed, tokenizer
 from tasks.data import sources as looked
 from tasks.dume import experts
+from tasks.engine.artifacts import FORMS
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.recipes import validate
 from tasks.symphony import experts as strangers
 from tasks.symphony import sources as strange
+from tests.tasks.living.test_lineage import publish
+from upcycle_core.backbone.form import Form
 from upcycle_core.checkpoints import known
 from upcycle_core.checkpoints.copy import PATTERNS, belongs
 from upcycle_core.errors import InputError
@@ -160,6 +165,67 @@ def test_models_that_share_no_seed_are_held_against_what_was_looked_at_too(tmp_p
     flow.move("numbers")
     assert CHANGED in flow.refused(strangers.experts, "numbers")
     assert strangers.experts.ensure(flow.session, "letters")
+
+
+def joined(folder, **overrides):
+    """Two strangers that were trained from given models; a third may come."""
+    short = {"sequence_length": 32}
+    flow = Flow(folder, experts={"training": short}, symphony={"calibration": short}, seed_model={})
+    flow.values = resolve(flow.session.recipe)
+    for number, (name, domain) in enumerate(flow.values["domains"].items()):
+        model = save_pico(folder / f"{name}-begins", seed=number, dtype="bfloat16", **overrides)
+        domain |= {"train": domain["calibration"], "origin": {"model": str(model)}, "expert": None}
+    flow.session.recipe = validate(flow.values)
+    strange.sources.ensure(flow.session)
+    workspace = flow.session.workspace
+    for name in DOMAINS:
+        form = f"sources/{FORMS}/{name}"
+        publish(workspace, f"experts/{name}", **{form: workspace.digest(form)})
+    return flow
+
+
+def comes(flow, **overrides):
+    """A third stranger joins the two, with a lineage; what its form and theirs are."""
+    third = save_pico(flow.folder / "begins", seed=5, **overrides)
+    text = flow.folder / "colours.txt"
+    text.write_text("red blue green\n" * 40)
+    flow.values["domains"]["colours"] = {
+        "train": {"files": [str(text)]},
+        "origin": {"model": str(third)},
+    }
+    flow.session.recipe = replace(validate(flow.values), lineage=Lineage(anchor="letters"))
+    strange.sources.ensure(flow.session)
+    folder = flow.session.workspace.path("sources") / FORMS
+    return {n: Form.load(folder / n) for n in ("colours", *DOMAINS)}
+
+
+def test_a_stranger_that_comes_gives_those_that_are_trained_no_other_form(tmp_path):
+    """For it they would be trained again; what is joined has a type and a length for all."""
+    flow = joined(tmp_path)
+    workspace, names = flow.session.workspace, [f"sources/{FORMS}/{name}" for name in DOMAINS]
+    before = list(map(workspace.digest, names))
+    found = comes(flow, max_position_embeddings=64)
+    assert list(map(workspace.digest, names)) == before
+    assert found["letters"].dtype == torch.bfloat16
+    flow.session.recipe = replace(flow.session.recipe, lineage=None)  # all anew
+    strange.sources.ensure(flow.session)
+    anew = Form.load(workspace.path(names[0]))
+    assert anew.dtype == torch.float32
+    assert anew.config["max_position_embeddings"] == 64
+
+
+def test_a_model_that_is_given_anew_takes_the_form_of_now(tmp_path):
+    flow = joined(tmp_path)
+    save_pico(tmp_path / "numbers-begins", seed=7, dtype="bfloat16")
+    found = comes(flow, max_position_embeddings=64)
+    assert found["letters"].config == {}
+    assert found["numbers"].config["max_position_embeddings"] == 64
+
+
+def test_a_head_of_its_own_is_refused_beside_trained_models_that_have_none(tmp_path):
+    flow = joined(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(InputError, match=r"domains\.letters\.origin\.model = .*--rebuild"):
+        comes(flow)
 
 
 def test_parts_of_a_checkpoint_are_told_by_their_names():

@@ -77,6 +77,25 @@ def test_strangers_keep_vocabulary_and_anchor_when_one_comes_that_is_first(tmp_p
     assert rest.lineage.anchor == "numbers"  # of those that were there
 
 
+def test_what_a_recipe_leaves_open_is_said_only_where_the_default_has_become_another(
+    tmp_path, workspace
+):
+    """What is made by another name of the same anchor would be made again, to the same bytes."""
+    made = {f"experts/{domain}": workspace.digest(f"experts/{domain}") for domain in OLD}
+    publish(workspace, "tokenizer", **made)
+    first = section(begin(strangers(tmp_path), workspace))
+    assert (first.anchor, first.segmentation) == (None, None)
+    grown = section(begin(strangers(tmp_path, ALL), workspace, new=["colours"]))
+    assert (grown.anchor, grown.segmentation) == ("letters", "letters")
+    params = {"symphony.anchor": "letters", "symphony.segmentation": "letters"}
+    publish(workspace, "tokenizer", params=params, **made)
+    publish(workspace, "starts/symphony", params=params, **made)
+    again = section(begin(strangers(tmp_path), workspace))
+    assert (again.anchor, again.segmentation) == ("letters", "letters")
+    left = section(begin(strangers(tmp_path, ("colours", "numbers")), workspace))
+    assert (left.anchor, left.segmentation) == ("numbers", None)
+
+
 def test_an_anchor_that_is_no_expert_any_more_is_followed_by_one_that_is(tmp_path, workspace):
     begun = begin(strangers(tmp_path, ALL), workspace, new=["colours"])
     save(begun.lineage, workspace)

@@ -10,7 +10,7 @@ from chat import save_chat_tokenizer
 from pico import save_pico, save_pico_tokenizer
 from transformers import AutoModelForCausalLM
 
-from tasks.scoring.evaluation import stranger_piece
+from tasks.scoring.evaluation import HELDOUT, stranger_piece
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.corpora.shards import write_corpus
 from upcycle_core.errors import InputError
@@ -64,7 +64,7 @@ def test_another_tokenizer_is_given_the_documents_that_the_reference_reads(tmp_p
         progress=Silent(),
         model=model,
         tokenizer=tokenizer,
-        documents={"law": documents},
+        documents={"law": documents / HELDOUT},
         corpora=corpora,
         reference={"law": reference.to_dict()},
         bos="auto",

@@ -11,7 +11,7 @@ NAMES = ("code", "law", "physics")
 EVERY = (*NAMES, "medicine")
 
 
-def pieces(**evaluation):
+def pieces(nll=1.0, **evaluation):
     text = {"files": ["text.txt"]}
     values = {
         "name": "strangers",
@@ -31,7 +31,9 @@ def pieces(**evaluation):
         def device(self, kind):
             return "cpu"
 
-    heldout = {text: {"bytes": 10 + place} for place, text in enumerate(EVERY)}
+    heldout = {
+        text: {"tokens": 5, "bytes": 10 + place, "nll": nll} for place, text in enumerate(EVERY)
+    }
     return {piece.name: piece for piece in _dense_pieces(Run(), heldout)}
 
 
@@ -49,4 +51,14 @@ def test_strangers_may_be_scored_on_their_own_text_and_that_from_outside():
         for part in piece.each:
             assert list(piece.arguments[part]) == [own, "medicine"]
         assert piece.arguments["model"] == Path(f"experts/{own}")
-        assert piece.arguments["reference"][own] == {"bytes": 10 + EVERY.index(own)}
+        assert piece.arguments["reference"][own] == {"tokens": 5, "bytes": 10 + EVERY.index(own)}
+
+
+def test_what_is_trained_elsewhere_scores_no_stranger_again():
+    """Neither another average nor new text to train on is among what decides its scores."""
+    assert pieces(nll=1.0) == pieces(nll=2.0)
+    [own, *_] = pieces().values()
+    assert own.arguments["documents"] == {
+        **{name: Path(f"documents/{name}/heldout.parquet") for name in NAMES},
+        "medicine": Path("outside/medicine/documents/heldout.parquet"),
+    }

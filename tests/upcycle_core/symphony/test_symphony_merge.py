@@ -6,12 +6,13 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.pico import save_pico
 from tests.upcycle_core.backbone.sphere import arc, karcher
@@ -23,7 +24,7 @@ from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import InputError
 from upcycle_core.symphony.config import MergeConfig
-from upcycle_core.symphony.merge import agreement_faults, write_merged_backbone
+from upcycle_core.symphony.merge import LENGTH, agreement_faults, write_merged_backbone
 from upcycle_core.symphony.unite import write_united
 
 FAMILIES = {
@@ -300,14 +301,56 @@ def test_models_that_do_not_fit_are_named_with_all_that_differs(tmp_path, llamas
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_tensors_and_other_types_are_named(tmp_path, llamas):
+def test_missing_tensors_are_named(tmp_path, llamas):
     models = dict(llamas)
-    for name, change in {"beta": lambda weights: weights.pop(Q_PROJ), "gamma": halved}.items():
-        models[name] = changed(llamas[name], tmp_path / name, change)
-    said = faults_of(models, tmp_path / "out")
-    assert [fault.split(" = ")[0] for fault in said] == ["experts.beta", "experts.gamma"]
-    assert f"lacks tensor {Q_PROJ}" in said[0]
-    assert "another type of weights than experts.alpha (torch.float32)" in said[1]
+    models["beta"] = changed(llamas["beta"], tmp_path / "beta", lambda all_: all_.pop(Q_PROJ))
+    [said] = faults_of(models, tmp_path / "out")
+    assert said.startswith("experts.beta = ")
+    assert f"lacks tensor {Q_PROJ}" in said
+
+
+@pytest.mark.parametrize("narrow", ["alpha", "gamma"])
+def test_models_of_two_types_are_merged_in_the_wider(tmp_path, llamas, narrow):
+    """As if the narrow one had been saved in the wider type, whichever comes first."""
+    half = changed(llamas[narrow], tmp_path / "half", halved)
+    same = changed(half, tmp_path / "same", widened)
+    config = MergeConfig(attention="mean", norms="anchor")
+    mixed = merge({**llamas, narrow: half}, tmp_path / "mixed", config)
+    expected = merge({**llamas, narrow: same}, tmp_path / "expected", config)
+    assert mixed.keys() == expected.keys()
+    for name, tensor in mixed.items():
+        assert torch.equal(tensor, expected[name]), name
+        assert tensor.dtype == torch.float32
+    assert config_of(tmp_path / "mixed") == config_of(tmp_path / "expected")
+    lifted = [tmp_path / f"lifted-{d}" for d in ("mixed", "expected")]
+    for model, backbone, out in zip((half, same), ("mixed", "expected"), lifted, strict=True):
+        write_united(model, tmp_path / backbone, out, max_shard_bytes=20_000)
+    one, other = map(weights_of, lifted)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("short", ["alpha", "gamma"])
+def test_the_shortest_length_is_that_of_all(tmp_path, llamas, short):
+    least = min(config_of(model)[LENGTH] for model in llamas.values()) // 2
+    models = {**llamas, short: shutil.copytree(llamas[short], tmp_path / short)}
+    changed_config = {**config_of(models[short]), LENGTH: least}
+    (models[short] / "config.json").write_text(json.dumps(changed_config))
+    merged = merge(models, tmp_path / "out")
+    before = merge(llamas, tmp_path / "before")
+    assert all(torch.equal(merged[name], before[name]) for name in before)
+    content, was = config_of(tmp_path / "out"), config_of(tmp_path / "before")
+    assert content[LENGTH] == least
+    rope = {"rope_parameters", "rope_theta", "rope_scaling", LENGTH}
+    assert {n: v for n, v in content.items() if n not in rope} == {
+        n: v for n, v in was.items() if n not in rope
+    }
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "out"))
+    write_united(models["beta"], tmp_path / "out", tmp_path / "lifted", max_shard_bytes=20_000)
+
+
+def config_of(model: Path) -> dict[str, Any]:
+    return json.loads((model / "config.json").read_text())
 
 
 def changed(model: Path, out: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
@@ -322,6 +365,11 @@ def changed(model: Path, out: Path, change: Callable[[dict[str, Tensor]], object
 def halved(weights: dict[str, Tensor]) -> None:
     for name in weights:
         weights[name] = weights[name].bfloat16()
+
+
+def widened(weights: dict[str, Tensor]) -> None:
+    for name in weights:
+        weights[name] = weights[name].float()
 
 
 def test_bf16_models_are_merged_in_fp32_and_rounded_once(tmp_path, llamas):
