@@ -77,7 +77,9 @@ def trains_shape(recipe: Recipe) -> bool:
 
 def lengths(recipe: Recipe) -> Iterator[str]:
     """Sections whose ``sequence_length`` models must have positions for."""
-    yield from ("experts.training", "evaluation", "symphony.calibration")
+    yield from ("experts.training", "evaluation")
+    if section(recipe).alignment.uses_activations:
+        yield "symphony.calibration"
     if solves_routers(recipe):
         yield "statistics"
     if recipe.post_training is not None:

@@ -196,7 +196,7 @@ class _Sources:
         return common_type(self.readers)
 
     @property
-    def length(self) -> Mapping[str, Any]:
+    def length(self) -> dict[str, Any]:
         """What the shortest model says of positions, where lengths differ."""
         full = [self.family.resolve(reader.config) for reader in self.readers]
         lengths = {own[LENGTH] for own in full}

@@ -111,6 +111,8 @@ def test_models_that_share_no_seed_are_read_by_lengths_of_their_own(values, tmp_
     del values["statistics"]
     found = said(values, tmp_path, strangers.model_faults)
     assert found == [too_long("symphony.calibration", 128)]
+    values["symphony"]["alignment"] = {"neurons": "none"}  # which reads none
+    assert said(values, tmp_path, strangers.model_faults) == []
 
 
 def test_rows_that_share_no_seed_have_lengths_of_their_own(values, tmp_path):
