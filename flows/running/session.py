@@ -146,7 +146,7 @@ class FlowSession:
             check_built_upon(self.stages)
             name = self.recipe.registered_name
             catch_up(self.registry, name)  # the experts of one that a person took back do not lead
-            led = led_experts(self.registry, name)
+            led = led_experts(self.registry, name, recipe=self.recipe.name)
             recipe = with_parents(self.recipe, self.workspace, led=led)
             if recipe != self.recipe:
                 self.adopt(recipe)

@@ -235,13 +235,18 @@ def _has_been_champion(version: Version) -> bool:
     return PREVIOUS_TAG in version.tags and PENDING_TAG not in version.tags
 
 
-def led_experts(registry: Registry, name: str) -> dict[str, set[str]] | None:
+def of_recipe(versions: Sequence[Version], recipe: str) -> list[Version]:
+    """The versions without those of another recipe that registers under the same name."""
+    return [version for version in versions if version.params.get("name", recipe) == recipe]
+
+
+def led_experts(registry: Registry, name: str, *, recipe: str) -> dict[str, set[str]] | None:
     """{domain: the beginnings of the digests of its experts that have been in a champion}.
 
-    That of now counts, by whomever it was made champion; one that was rolled back does not. None
-    where there is no version at all.
+    That of now counts, by whomever it was made champion; one that was rolled back does not, nor one
+    of another recipe. None where there is no version at all.
     """
-    versions = registry.versions(name)
+    versions = of_recipe(registry.versions(name), recipe)
     return _led(versions) if versions else None
 
 

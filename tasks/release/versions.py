@@ -11,7 +11,7 @@ from infra.tracking.records import Version
 from infra.tracking.registry import Registry
 from tasks.data.licences import CARD
 from tasks.engine.stage import Session
-from tasks.release.history import PENDING_TAG, PREVIOUS_TAG, heed_hands
+from tasks.release.history import PENDING_TAG, PREVIOUS_TAG, heed_hands, of_recipe
 
 MODEL_TAG = "upcycle.model"
 """Of a version: the digest of its files."""
@@ -180,5 +180,5 @@ def newest(versions: Sequence[Version], *, recipe: str, compressed: bool = False
     Those of another recipe that registers under the same name are left out.
     """
     kind = [v for v in versions if (COMPRESSED_TAG in v.tags) == compressed]
-    own = [version for version in kind if version.params.get("name", recipe) == recipe]
+    own = of_recipe(kind, recipe)
     return own[-1] if own else None

@@ -73,7 +73,7 @@ def test_an_expert_with_new_text_goes_on_in_whatever_flow(asked, monkeypatch):
     )
     monkeypatch.setattr(
         "flows.running.session.led_experts",
-        lambda registry, name: {name: {"1"}} if looked else None,
+        lambda registry, name, recipe: {name: {"1"}} if looked else None,
     )
     monkeypatch.setattr(
         "flows.running.session.with_parents",

@@ -72,7 +72,7 @@ def test_a_champion_that_a_person_took_the_alias_from_counts_as_rolled_back(
     assert marks(registry, name) == {2: MOVED}
     assert [is_marked(version) for version in found] == [False, True]
     assert withdrawn_experts(registry, name, HELD) == {"python": 2}
-    assert led_experts(registry, name) == {"python": {"good"}}
+    assert led_experts(registry, name, recipe="demo") == {"python": {"good"}}
     assert registry.model_tags(name)[f"{WITHDRAWN_TAG}python.bad"] == "2"
     assert f"models:/{name}/2 counts as rolled back: {MOVED}" in caplog.text
     caplog.clear()

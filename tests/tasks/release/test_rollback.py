@@ -115,8 +115,21 @@ def champion(registry, name=NAME):
 def test_an_expert_that_led_is_told_from_one_that_did_not(history, session):
     own = expert_digests(session)
     led = {"python": {own["python"]}, "cpp": {own["cpp"], "third"}}
-    assert led_experts(history, NAME) == led
-    assert led_experts(history, "nobody") is None
+    assert led_experts(history, NAME, recipe="demo") == led
+    assert led_experts(history, "nobody", recipe="demo") is None
+
+
+def test_experts_of_another_recipe_with_the_same_registered_name_lead_no_expert_of_this_one(
+    registry, name, register
+):
+    """Its nights would want the champion's expert, which was never in its workspace."""
+    for recipe, mark in (("demo", "champion"), ("demo-large", "challenger")):
+        tags = {EXPERTS_TAG: json.dumps({"python": recipe})}
+        made = Registration(params={"name": recipe}, tags=tags, marks={PENDING_TAG: mark})
+        with_aliases(registry, register(made))
+    assert led_experts(registry, name, recipe="demo") == {"python": {"demo"}}
+    assert led_experts(registry, name, recipe="demo-large") == {}
+    assert led_experts(registry, name, recipe="demo-small") is None
 
 
 def test_a_champion_that_a_person_made_has_a_way_back(registry, name, register):
@@ -291,7 +304,7 @@ def test_experts_of_a_version_that_was_rolled_back_do_not_count(history):
     history.set_tags(first, {ROLLED_BACK_TAG: "it too"})
     [second] = [version for version in history.versions(NAME) if version.number == 2]
     history.set_alias(second, "champion")
-    assert led_experts(history, NAME)["cpp"] == {"refused"}
+    assert led_experts(history, NAME, recipe="demo")["cpp"] == {"refused"}
 
 
 def test_a_model_without_champion_has_no_way_back(registry):
@@ -411,12 +424,12 @@ def test_who_a_kill_kept_from_being_champion_and_is_refused_then_has_never_led(
         with_aliases(registry, made(python))
     waiting = made("third", **{BESIDE_TAG: "2"})
     registry.set_tags(waiting, {PREVIOUS_TAG: "2"})
-    assert led_experts(registry, name) == {"python": {"first", "second"}}
+    assert led_experts(registry, name, recipe="demo") == {"python": {"first", "second"}}
     roll_back(registry, name, "it was worse")
     found = with_aliases(registry, waiting)
     assert found.tags[OUTCOME_TAG] == "refused: the champion changed meanwhile"
     assert not {PENDING_TAG, PREVIOUS_TAG} & found.tags.keys()
-    assert led_experts(registry, name) == {"python": {"first"}}
+    assert led_experts(registry, name, recipe="demo") == {"python": {"first"}}
 
 
 def test_a_rollback_of_a_named_version_that_is_repeated_takes_back_no_other(
@@ -451,7 +464,7 @@ def test_a_champion_that_did_not_arrive_takes_no_expert_with_it(registry, name, 
     [_, revoked, _] = registry.versions(name)
     assert revoked.tags[REVOKED_TAG] == "did not arrive in vllm"
     assert withdrawn_experts(registry, name, {"python": ["new"]}) == {}
-    assert led_experts(registry, name) == {"python": {"old", "new"}}
+    assert led_experts(registry, name, recipe="demo") == {"python": {"old", "new"}}
     assert not any(key.startswith(WITHDRAWN_TAG) for key in registry.model_tags(name))
     registry.set_alias(refused, "champion")
     assert roll_back(registry, name, "it was worse")[1].number == 1
