@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from infra.recipe.schema import Recipe
 from tasks.engine.stage import Stage
 from tasks.engine.workspace import Workspace
+from upcycle_core.baselines.config import Baseline
+from upcycle_core.evaluation.text.results import expert_row
 
+Value = TypeVar("Value")
 EXPERTS = ("experts/", "repaired/")
 """Where experts lie, and what they were repaired into."""
 
@@ -34,12 +37,41 @@ def experts_in(inputs: Iterable[str]) -> tuple[str, ...]:
 
 
 def without_domain(recipe: Recipe, domain: str) -> Recipe:
-    """The recipe without a domain, and without it among those whose backbones are averaged."""
-    domains = {name: found for name, found in recipe.domains.items() if name != domain}
-    averaged = recipe.backbone.experts
-    if averaged is not None:
-        averaged = tuple(name for name in averaged if name != domain)
-    return replace(recipe, domains=domains, backbone=replace(recipe.backbone, experts=averaged))
+    """The recipe without a domain, and without its name wherever else the recipe has it.
+
+    A task on its held-out text leaves with it; any other is scored on, and normalised no more.
+    """
+    tasks = {
+        name: replace(task, domain=None) if task.domain == domain else task
+        for name, task in recipe.tasks.items()
+        if task.domain != domain or task.heldout is None
+    }
+    left = [f"perplexity.{domain}", *(f"task.{n}" for n in recipe.tasks if n not in tasks)]
+    averaged, scored = recipe.backbone.experts, recipe.task_evaluation.models
+    gate, weights = recipe.registry.gate, recipe.router.domain_weights
+    gate = replace(gate, tolerances=without_names(gate.tolerances, *left))
+    scored = scored and tuple(name for name in scored if name != expert_row(domain))
+    averaged = averaged and tuple(name for name in averaged if name != domain)
+    return replace(
+        recipe,
+        domains=without_names(recipe.domains, domain),
+        backbone=replace(recipe.backbone, experts=averaged),
+        router=replace(recipe.router, domain_weights=without_names(weights, domain)),
+        baselines={name: _row_without(row, domain) for name, row in recipe.baselines.items()},
+        tasks=tasks,
+        task_evaluation=replace(recipe.task_evaluation, models=scored),
+        registry=replace(recipe.registry, gate=gate),
+    )
+
+
+def _row_without(row: Baseline, domain: str) -> Baseline:
+    weights = without_names(row.objective.domain_weights, domain)
+    return replace(row, objective=replace(row.objective, domain_weights=weights))
+
+
+def without_names(named: Mapping[str, Value], *left: str) -> dict[str, Value]:
+    """What is named, but for what has one of the names that left."""
+    return {name: value for name, value in named.items() if name not in left}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,14 @@ Whatever comes, leaves or learns, the models are aligned, merged and trained tog
 is the method. Models that learnt nothing new are not trained again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from infra.recipe.schema import Recipe
 from tasks.data.documents import documents
-from tasks.engine.life import Life, experts_in, without_domain
+from tasks.engine.life import Life, experts_in, without_domain, without_names
 from tasks.engine.params import recorded_setting
 from tasks.engine.workspace import Workspace
 from tasks.symphony.experts import trained_on
@@ -69,7 +69,7 @@ def without(recipe: Recipe, domain: str) -> Recipe:
     recipe = without_domain(recipe, domain)
     post = recipe.post_training
     if post is not None:
-        weights = _rest(post.objective.domain_weights, domain)
+        weights = without_names(post.objective.domain_weights, domain)
         post = replace(post, objective=replace(post.objective, domain_weights=weights))
     rows = {
         name: row if row.symphony is None else replace(row, symphony=_left_by(row.symphony, domain))
@@ -89,13 +89,9 @@ def _left_by(config: SymphonyConfig, domain: str) -> SymphonyConfig:
         config,
         models=None if models is None else tuple(name for name in models if name != domain),
         anchor=None if config.anchor == domain else config.anchor,
-        merge=replace(config.merge, weights=_rest(config.merge.weights, domain)),
+        merge=replace(config.merge, weights=without_names(config.merge.weights, domain)),
         calibration=replace(config.calibration, domains=read),
     )
-
-
-def _rest(weights: Mapping[str, float], domain: str) -> dict[str, float]:
-    return {name: weight for name, weight in weights.items() if name != domain}
 
 
 def _said(recipe: Recipe) -> str:

@@ -6,6 +6,7 @@ import pytest
 from test_lineage import publish
 from texts import TRAINING, pico_recipe
 
+from infra.recipe.schema import resolve
 from tasks.engine.life import modelled
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import begin, life_of, save, with_lineage, with_parents
@@ -166,6 +167,30 @@ def test_a_domain_that_leaves_is_named_nowhere(tmp_path):
     rest = life_of(recipe).without(given, "colours")
     assert "colours" not in json.dumps(section(rest), default=vars)
     assert tuple(rest.domains) == OLD
+
+
+def test_what_weighs_scores_or_guards_a_domain_leaves_with_it(tmp_path):
+    """Else the recipe without it would be refused."""
+    values = pico_recipe(tmp_path, domains=ALL)
+    tolerances = {"perplexity.colours": 1.0, "task.cloze": 2.0, "perplexity.letters": 3.0}
+    values["router"] = {"domain_weights": {"colours": 2.0, "letters": 0.5}}
+    values["registry"] |= {"gate": {"tolerances": tolerances}}
+    values["tasks"] = {
+        "cloze": {"heldout": "last_word", "domain": "colours"},
+        "arc": {"harness": "arc_easy", "domain": "colours"},
+        "choice": {"heldout": "continuation", "domain": "letters"},
+    }
+    values["task_evaluation"] = {"models": ["dume", "expert_colours", "expert_letters", "mixed"]}
+    training = {**TRAINING, "steps": 5, "learning_rate": 1e-3}
+    weighed = {"domain_weights": {"colours": 2.0}}
+    row = {"method": "full-finetune", "objective": weighed, "training": training}
+    values["baselines"] = {"mixed": row}
+    rest = validate(resolve(life_of(recipe := validate(values)).without(recipe, "colours")))
+    assert "colours" not in json.dumps(resolve(rest))
+    assert rest.router.domain_weights == {"letters": 0.5}
+    assert rest.registry.gate.tolerances == {"perplexity.letters": 3.0}
+    assert rest.tasks.keys() == {"arc", "choice"}
+    assert rest.task_evaluation.models == ("dume", "expert_letters", "mixed")
 
 
 def test_a_tuned_model_knows_its_sets_of_instructions_and_keeps_its_seed(tmp_path):
