@@ -10,6 +10,7 @@ later, by a run of its own, and every try is a run that says why.
 
 import asyncio
 import logging
+import re
 import sys
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -37,6 +38,8 @@ from upcycle_core.errors import Fault, InputError
 
 DELAYS = (10, 60, 600, 3_600, 4 * 3_600, 12 * 3_600)
 """Seconds until the next try: a day in all."""
+PATH = re.compile(r"(\w://[^/?#\s]*[/?#])\S*\w")
+"""What follows the host of an address: of a webhook it is the secret."""
 RUN = "prefect.flow-run."
 """Before the id of a run, in events."""
 
@@ -138,7 +141,8 @@ def reason(error: Exception) -> str:
     if isinstance(error, httpx.HTTPStatusError):
         return f"the receiver answers {error.response.status_code}"
     said = error.log if isinstance(error, NotificationError) else str(error)
-    return f"{type(error).__name__}: {masked(' '.join(said.split()))}"
+    said = PATH.sub(r"\1***", masked(" ".join(said.split())))
+    return f"{type(error).__name__}: {said}"
 
 
 @command

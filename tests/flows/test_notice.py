@@ -55,6 +55,9 @@ def test_a_notice_says_which_night_and_why_and_an_undelivered_one_why_not(server
     gone = notice(run, "webhook/catcher", return_state=True)
     assert gone.is_failed()
     assert "secret-path" not in gone.message
+    Webhook(url=url, allow_private_urls=False).save("catcher", overwrite=True)
+    private = notice(run, "webhook/catcher", return_state=True)
+    assert re.search(r"'http://127.0.0.1:\d+/\*\*\*' is not a valid URL", private.message)
 
 
 def test_a_notice_goes_by_mail(server):
