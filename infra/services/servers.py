@@ -216,8 +216,13 @@ def _start(settings: Settings, services: Sequence[Service]) -> None:
             ),
             url=service.url,
         )
-        records = read_records(settings.services_state)
-        write_records(settings.services_state, records | {service.name: record})
+        try:
+            records = read_records(settings.services_state)
+            write_records(settings.services_state, records | {service.name: record})
+        except BaseException:
+            if (process := find(record)) is not None:  # which nobody would know of
+                stop(process, grace=STOP_SECONDS)
+            raise
     deadline = time.monotonic() + START_SECONDS
     for service in services:
         _wait(settings, service, deadline)

@@ -1,6 +1,7 @@
 """Real servers on free ports, once for the whole file; the last test stops them."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -168,6 +169,24 @@ def test_servers_of_another_machine_are_left_alone(tmp_path, capsys):
     )
     servers.down(own)  # this machine has been started again since
     assert "Nothing is running." in capsys.readouterr().out
+
+
+def test_a_server_that_cannot_be_recorded_is_stopped(tmp_path, monkeypatch):
+    """Nobody would know of it, and its port would be in use."""
+    own, started = settings.read({"UPCYCLE_HOME": str(tmp_path)}), []
+
+    def write(path, records):
+        started.extend(records.values())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(servers, "write_records", write)
+    idle = servers.Service("prefect", ("-c", "import time; time.sleep(600)"), lambda: True)
+    with pytest.raises(OSError, match="No space left"):
+        servers._start(own, [idle])
+    [process] = map(find, started)
+    if process is not None:
+        stop(process, grace=0)
+    assert process is None
 
 
 def test_what_ran_before_the_servers_is_in_them_afterwards(prefect, mlflow):
