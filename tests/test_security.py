@@ -298,6 +298,8 @@ SECRET = "Pl4nted-s3cret"
         f"ssh://user:{SECRET}@host/path",
         f"s3://key:{SECRET}@bucket/path",
         f"s3://key:ab/cd+{SECRET}@bucket/path",
+        f"s3://key:4200{SECRET}/cd@bucket/path",
+        f"s3://key:{SECRET}@host:9000/bucket/path",
         f"https://host/path?X-Amz-Signature={SECRET}&x=1",
         f"https://host/path?a=1&token={SECRET}",
     ],
@@ -318,7 +320,11 @@ def test_value_of_an_unknown_key_that_is_a_secret_is_not_shown(key):
 
 
 @pytest.mark.parametrize(
-    "place", ["/data/a@b", "ssh://me@host/path", "s3://bucket/path", "../remote", "https://host/a"]
+    "place",
+    [
+        *("/data/a@b", "ssh://me@host/path", "s3://bucket/path", "../remote", "https://host/a"),
+        *("s3://host:9000/folder@v1", "ssh://me@host:22/folder@v1/models"),
+    ],
 )
 def test_places_without_secrets_are_remotes(place):
     assert validate(recipe_with("versions.remote", place) | {"compression": None}).versions.remote

@@ -18,8 +18,8 @@ BESIDE_DOMAINS = ("average", "instructions", "licences", "provenance", "seed")
 """Files that lie where a file of each domain does, and the column beside theirs."""
 
 # scheme://user:password@host, https://token@host; what an address may carry as its query. Keys of
-# clouds have slashes in them.
-PASSWORD = re.compile(r"(\w://[^/\s:@]*):[^\s]+@")
+# clouds have slashes in them; host:9000/folder@v1 is a port.
+PASSWORD = re.compile(r"(\w://[^/\s:@]*):(?!\d{2,5}/)[^\s]+@")
 TOKEN = re.compile(r"(https?://)[^/\s:@]+@", re.I)
 SIGNATURE = re.compile(r"([?&](?:[\w-]*(?:sig|signature|token|secret|password|key))=)[^&\s]+", re.I)
 SECRET_KEY = re.compile(r"password|passwd|secret|token$|api_?key|access_?key|credential", re.I)
