@@ -5,6 +5,7 @@ killed flow leaves its own; the next flow, or ``flows.tidy``, finds that its pro
 """
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -37,7 +38,9 @@ def claim(sessions: Path) -> list[Path]:
     """
     process = psutil.Process()
     owner = json.dumps({"pid": process.pid, "created": process.create_time()})
-    own = [path for path in sessions.glob(f"session_*_{process.pid}") if not path.is_symlink()]
+    named = sessions.glob(f"session_*_{process.pid}")
+    # Another user's process may have had this number, and left its own.
+    own = [p for p in named if not p.is_symlink() and p.stat().st_uid == os.getuid()]
     for session in own:
         session.chmod(0o700)
         (session / OURS).write_text(owner)

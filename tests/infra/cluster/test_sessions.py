@@ -142,6 +142,15 @@ def test_a_session_of_somebody_else_stays(tmp_path):
     assert [*tmp_path.iterdir()] == [strange]
 
 
+def test_a_session_of_another_user_s_process_with_this_number_is_not_ours(tmp_path, monkeypatch):
+    left_by_another = tmp_path / f"session_1_{os.getpid()}"
+    left_by_another.mkdir(mode=0o755)
+    monkeypatch.setattr(os, "getuid", lambda: left_by_another.stat().st_uid + 1)
+    assert claim(tmp_path) == []
+    assert stat.S_IMODE(left_by_another.stat().st_mode) == 0o755
+    assert not any(left_by_another.iterdir())
+
+
 def asked(url, token=None):
     """The status and body of a page of a dashboard."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
