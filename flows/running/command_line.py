@@ -6,14 +6,14 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import httpx
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_API_URL
 
 from flows.running.own_server import start_server
 from flows.running.planned import Begun, say_plan
@@ -85,8 +85,9 @@ def reach_server(settings: environment.Settings) -> None:
     Ctrl-C: it keeps the record of how the flow has ended.
 
     Raises:
-        InputError: It does not answer.
+        InputError: It does not answer, or one on another machine has a database of this home.
     """
+    raise_faults(_elsewhere_faults(settings))
     api = settings.prefect_api_url
     if api is None:
         if PREFECT_API_URL.value() is None:  # nor does Prefect's own profile name one
@@ -99,6 +100,26 @@ def reach_server(settings: environment.Settings) -> None:
         return  # it is there, and asks for more
     except (OSError, ValueError) as error:
         raise InputError(_silent_server(settings, api, error)) from error
+
+
+def _elsewhere_faults(settings: environment.Settings) -> Iterator[Fault]:
+    """Of databases in the home that a server on another machine has open: two machines would write
+    into one file, whose locks and shared memory are a machine's own."""
+    records = read_records(settings.services_state)
+    databases = {
+        "prefect": ("PREFECT_API_URL", str(PREFECT_API_DATABASE_CONNECTION_URL.value())),
+        "mlflow": ("MLFLOW_TRACKING_URI", settings.mlflow_tracking_uri),
+    }
+    if settings.prefect_api_url or PREFECT_API_URL.value():
+        del databases["prefect"]
+    for name, (variable, database) in databases.items():
+        record = records.get(name)
+        is_here = database.startswith("sqlite") and f":///{settings.home}/" in database
+        if is_here and record is not None and record.is_elsewhere:
+            remedy = f"{settings.home} is served by the machine {record.host}, at {record.url} "
+            remedy += "there: run this there, or set this to that server's address, as a tunnel "
+            remedy += f"leads to it. If that machine is gone: delete {settings.services_state}"
+            yield Fault(variable, None, remedy)
 
 
 def _silent_server(settings: environment.Settings, api: str, error: Exception) -> Fault:

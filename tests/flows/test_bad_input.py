@@ -1,8 +1,15 @@
 """Bad input through the command line: named, with what to do, before anything is written."""
 
+from dataclasses import replace
+
 import pytest
 from forms import change_json, save_adapter
 from pico import save_pico
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_SERVER_DATABASE_CONNECTION_URL,
+    temporary_settings,
+)
 from prefect_server import free_port
 from project import Project
 from texts import pico_recipe, save_recipe, write_texts
@@ -118,6 +125,26 @@ def test_a_server_of_make_up_that_does_not_answer_is_not_one_that_the_user_has_n
     assert "make down, then make up" in str(raised.value)
     assert "PREFECT_API_URL" not in str(raised.value)
     assert "unset" not in str(raised.value)
+
+
+def test_databases_that_servers_on_another_machine_have_open_are_not_opened_here(tmp_path):
+    """A home that two machines share: what is in SQLite's files is one machine's to write."""
+    read = settings.read({"UPCYCLE_HOME": str(tmp_path)})
+    record = ProcessRecord(pid=1, started=0.0, command=("prefect",), url="http://127.0.0.1:4200")
+    record = replace(record, boot="another", host="node-7", machine="its")
+    write_records(read.services_state, {"prefect": record, "mlflow": record})
+    database = f"sqlite+aiosqlite:///{tmp_path}/prefect/prefect.db"
+    here = {PREFECT_SERVER_DATABASE_CONNECTION_URL: database}
+    own = temporary_settings(here, restore_defaults={PREFECT_API_URL})
+    with own, pytest.raises(InputError) as raised:
+        reach_server(read)
+    said = "is served by the machine node-7, at http://127.0.0.1:4200 there"
+    for variable in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+        assert f"{variable} = None: {tmp_path} {said}" in str(raised.value)
+    tunnel = f"http://127.0.0.1:{free_port()}"
+    told = replace(read, prefect_api_url=f"{tunnel}/api", mlflow_tracking_uri=tunnel)
+    with pytest.raises(InputError, match="no Prefect server answers there"):
+        reach_server(told)
 
 
 @pytest.mark.faults
