@@ -1,6 +1,5 @@
 """Deployments: which flows the server offers by hand and on a schedule, and with which recipe."""
 
-import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,8 @@ ANY_MAKER = "flows/make.py:make"
 LIFE = ("retrain", "notice", "grow", "shrink")
 """Flows of models that learn, and of their nights."""
 PREFECT_FILE = REPOSITORY / "infra" / "services" / "deploy" / "prefect.yaml"
+BRACES = {"UPCYCLE_BRACES": "{{ $UPCYCLE_BRACES_AT_LAST }}", "UPCYCLE_BRACES_AT_LAST": "{{"}
+"""What `prefect deploy`, which fills places twice, is told of double braces."""
 LIMITS = {
     "minimum": "at least {}",
     "exclusiveMinimum": "more than {}",
@@ -177,9 +178,9 @@ def _register(
     settings: Settings, api: str, content: Any, own: Sequence[dict[str, Any]], pool: Pool | None
 ) -> None:
     """Let the server have ``own`` in the place of the deployments of ``content``."""
-    resolved = {**content, "deployments": [_with_recipe(each, _apart) for each in own]}
+    resolved = {**content, "deployments": [_with_recipe(each, _hidden) for each in own]}
     checkout = str(REPOSITORY if pool is None else pool.checkout)
-    ours = {"PYTHONPATH": str(REPOSITORY), "UPCYCLE_CHECKOUT": checkout}
+    ours = {"PYTHONPATH": str(REPOSITORY), "UPCYCLE_CHECKOUT": checkout, **BRACES}
     settings.services.mkdir(parents=True, exist_ok=True)
     prefect_deploy(resolved, settings, environment_of(settings, PREFECT_API_URL=api, **ours))
 
@@ -277,12 +278,12 @@ def _with_recipe(deployment: dict[str, Any], change: Callable[[str], str]) -> di
     return {**deployment, "parameters": {**parameters, **recipe}}
 
 
-def _apart(text: str) -> str:
-    """Text without two braces side by side, in which `prefect deploy` finds nothing to fill.
+def _hidden(text: str) -> str:
+    """Text whose double braces `prefect deploy` finds in its environment, and not before its end.
 
     It takes ``{{answer}}``, wherever it stands, for a place of its own, and leaves it empty.
     """
-    return re.sub(r"\{(?=\{)", "{ ", text)
+    return text.replace("{{", "{{ $UPCYCLE_BRACES }}")
 
 
 def with_limits(schema: Any) -> Any:

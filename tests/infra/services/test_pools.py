@@ -477,8 +477,16 @@ def test_a_deployment_holds_its_recipe_s_templates_to_the_letter(
         source = domain["train"]
         source["files"], source["template"] = ["/texts/of.jsonl"], template
     recipe = save_recipe(tmp_path / "templates.yaml", values)
+    complete, at_first = deployments._complete, []
+
+    def completed(client, given):
+        at_first.append(client.read_deployment_by_name("dume/templates").parameters)
+        complete(client, given)
+
+    monkeypatch.setattr(deployments, "_complete", completed)
     own = {"prefect_file": file, "pool": "processes"}
     assert deploy(place, recipe=recipe, **own) == ["dume/templates"]
+    assert at_first == [{"recipe": resolve(load_recipe(recipe))}]  # what a kill leaves behind it
     deployment = client.read_deployment_by_name("dume/templates")
     assert deployment.parameters == {"recipe": resolve(load_recipe(recipe))}
     assert deployment.parameters["recipe"]["domains"]["letters"]["train"]["template"] == template
