@@ -112,17 +112,20 @@ def narrow_base(model: Any, dtype: torch.dtype) -> None:
 
 def bases_to_narrow(model: Any) -> list[Any]:
     """What ``narrow_base`` is about."""
-    return [] if model.config.is_encoder_decoder else [base for _, base in _linear_bases(model)]
+    return [base for _, base in _linear_bases(model)]
 
 
 def restore_base(model: Any, dense: Path) -> None:
     """Put back what ``narrow_base`` has rounded, in fp32 on the CPU: to be written.
 
+    A checkpoint of a machine that computes in bf16 holds such weights, and fp32 ones that it was
+    read into are no wider: whatever bf16 can hold is put back.
+
     Args:
         model: Trained; changed in place.
         dense: What it was made from.
     """
-    bases = [(n, base) for n, base in _linear_bases(model) if base.weight.dtype != torch.float32]
+    bases = [(n, base) for n, base in _linear_bases(model) if _is_narrow(base.weight)]
     if bases:
         state = _load_dense(Path(dense)).state_dict()
         for name, base in bases:
@@ -130,9 +133,15 @@ def restore_base(model: Any, dense: Path) -> None:
             base.weight = nn.Parameter(whole, requires_grad=False)
 
 
-def _linear_bases(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The pre-trained linear layers with experts, but the head, by their modules' names."""
-    for name, module in gated_modules(model).items():
+def _is_narrow(weight: Tensor) -> bool:
+    return weight.dtype != torch.float32 or torch.equal(weight, weight.bfloat16().float())
+
+
+def _linear_bases(model: Any) -> Iterator[tuple[str, Any]]:
+    """The pre-trained linear layers with experts, but the head, by their modules' names; none of an
+    encoder-decoder."""
+    modules = {} if model.config.is_encoder_decoder else gated_modules(model)
+    for name, module in modules.items():
         if isinstance(module, SimoeLinear) and module is not model.get_output_embeddings():
             yield name, module.base
 

@@ -10,6 +10,7 @@ from tests.pico import save_pico_tokenizer
 from tests.upcycle_core.simoe.grown import save_dense
 from tests.upcycle_core.simoe.test_t5_simoe import save_t5
 from tests.upcycle_core.simoe.test_train_simoe import CONFIG, SIMOE, call
+from upcycle_core import precision
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.simoe import train
 from upcycle_core.simoe.model import SimoeForCausalLM
@@ -64,6 +65,27 @@ def test_a_checkpoint_of_wide_bases_goes_on(tmp_path, monkeypatch):
         (tmp_path / way / "out" / "model.safetensors").read_bytes() for way in ("resumed", "whole")
     ]
     assert files[0] == files[1]
+
+
+def test_a_training_that_goes_on_in_fp32_writes_the_base_as_it_was_given(tmp_path, monkeypatch):
+    """On a machine without units for bf16, of a checkpoint of one that has them."""
+    save_pico_tokenizer(save_dense(tmp_path / "model"))
+    auto = replace(BF16, precision="auto")
+    with monkeypatch.context() as patched:
+        patched.setattr(precision, "bf16_units", lambda: "bf16")
+        patched.setattr(train.SimoeObjective, "after_step", dying(train.SimoeObjective, 5))
+        with pytest.raises(KeyboardInterrupt):
+            call(tmp_path / "resumed", config=auto, simoe=QUICK)
+    checkpoint = tmp_path / "resumed" / "checkpoints" / "checkpoint-3" / "model.safetensors"
+    held = of_linear_bases(load_file(checkpoint))
+    assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16}
+    monkeypatch.setattr(precision, "bf16_units", lambda: None)
+    call(tmp_path / "resumed", config=auto, simoe=QUICK)
+    given = load_file(tmp_path / "model" / "model.safetensors")
+    written = load_file(file_of(tmp_path / "resumed"))
+    for name in held:
+        dense = name.removeprefix("model.").replace(".base.", ".")
+        assert torch.equal(written[name], given[dense]), name
 
 
 def dying(owner, at):
