@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
     GPT2Config,
     PhiConfig,
     PreTrainedModel,
@@ -18,7 +19,7 @@ from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.model import gated_modules
 from upcycle_core.simoe.upcycle import upcycle_in_memory
 
-FAMILIES = [*CONFIGS, "phi", "stablelm", "gpt2"]
+FAMILIES = [*CONFIGS, "phi", "stablelm", "gpt2", "falcon"]
 
 
 def dense_config(family: str, **overrides):
@@ -28,6 +29,9 @@ def dense_config(family: str, **overrides):
     if family == "gpt2":
         shape = {"n_embd": 32, "n_inner": 48, "n_layer": 2, "n_head": 4, "n_positions": 128}
         return GPT2Config(vocab_size=VOCABULARY, **shape, **ids, **overrides)
+    if family == "falcon":
+        shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return FalconConfig(vocab_size=VOCABULARY, ffn_hidden_size=48, **shape, **ids, **overrides)
     llama = pico_config().to_dict()
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     shape = {name: llama[name] for name in (*names, "num_attention_heads")}

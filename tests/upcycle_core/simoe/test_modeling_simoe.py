@@ -28,7 +28,7 @@ from upcycle_core.simoe.config import SimoeUpcyclingConfig
 from upcycle_core.simoe.model import SimoeConfig, SimoeForCausalLM, gated_modules
 from upcycle_core.simoe.upcycle import upcycle_in_memory
 
-EMBEDDINGS = ("embed_tokens", "wte", "wpe")
+EMBEDDINGS = ("word_embeddings", "embed_tokens", "wte", "wpe")
 
 
 def logits_of(model, **kwargs):
@@ -61,7 +61,7 @@ def test_every_linear_layer_and_norm_holds_experts(tmp_path, family):
         for name, _ in load_causal_lm(tmp_path).named_parameters()
         if name.endswith(".weight") and not any(e in name for e in EMBEDDINGS)
     }
-    tied = family == "gpt2"
+    tied = family in ("gpt2", "falcon")
     assert ("lm_head" in weights) is not tied
     found = set(gated_modules(upcycled(tmp_path, lm_head=True)))
     assert found == {f"model.{name}" for name in weights}
@@ -69,7 +69,7 @@ def test_every_linear_layer_and_norm_holds_experts(tmp_path, family):
     assert body == found - {"model.lm_head"}
     ffn = set(gated_modules(upcycled(tmp_path, layers="ffn")))
     assert ffn == {name for name in body if ".mlp." in name}
-    assert len(ffn) == 4 if family in ("phi", "gpt2") else 6
+    assert len(ffn) == 4 if family in ("phi", "gpt2", "falcon") else 6
 
 
 def test_a_tied_head_holds_none(tmp_path):
@@ -254,6 +254,14 @@ def test_gradients_reach_experts_masks_and_router_alone(tmp_path, masks, routing
     for name, gradient in loss_gradients(model).items():
         reached = name.endswith(trained) or name.startswith("router")
         assert (gradient is not None and bool(gradient.any())) is reached, name
+
+
+def test_gradients_reach_layers_whose_outputs_are_added_to_in_place(tmp_path):
+    """Falcon's blocks add what attention gives to what the FFN gives."""
+    model = grown(save_dense(tmp_path, "falcon")).train()
+    for name, gradient in loss_gradients(model).items():
+        if name.endswith("delta"):
+            assert gradient.any(), name
 
 
 @pytest.mark.parametrize("masks", ["neurons", "parameters"])

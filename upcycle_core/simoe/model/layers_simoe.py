@@ -160,7 +160,9 @@ class _AddProduct(torch.autograd.Function):
         """Return [..., O] of y [..., O], x [..., n], g that multiplies x, and delta [O, n]."""
         ctx.save_for_backward(x, g, delta)
         u = (x * g.to(x.dtype)).to(y.dtype).flatten(0, -2)
-        return torch.addmm(y.flatten(0, -2), u, delta.to(y.dtype).T).view_as(y)
+        out = y.new_empty(y.shape)  # no view: Falcon adds to what its layers return, in place
+        torch.addmm(y.flatten(0, -2), u, delta.to(y.dtype).T, out=out.view(-1, out.shape[-1]))
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
