@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from infra.recipe.schema import Recipe, TuningConfig
 from tasks.engine.artifacts import ANSWERS
 from tasks.engine.stage import StageRun, stage
@@ -120,13 +123,16 @@ def champion_piece(*, model: Path, bos: Bos, **arguments: Any) -> None:
 def _structure(
     model: Path, rows: list[Mapping[str, Any]], common: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Parameters, and what is to be seen in a SIMoE alone."""
+    """Parameters, and what is to be seen in a SIMoE alone: of others no weight is read."""
     from upcycle_core.simoe.model.modeling_simoe import SimoeForCausalLM, gated_modules
 
-    network = load_causal_lm(model, device="cpu")  # it is looked at, not run
+    config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     sizes = {name: p.numel() for name, p in network.named_parameters()}
     found: dict[str, Any] = {"parameters": sum(sizes.values())}
     if isinstance(network, SimoeForCausalLM):
+        network = load_causal_lm(model, device="cpu")  # it is looked at, not run
         structure = structure_of(gated_modules(network))
         found["structure"] = structure.to_dict()
         own = [n for n in sizes if n.endswith(".delta") or n.startswith("router.")]
