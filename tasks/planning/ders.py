@@ -1,24 +1,29 @@
 """What runs on a finished model will need: rows to compare with, and DeRS."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from infra.recipe.schema import Recipe
 from tasks.ders.section import section
 from tasks.planning.joined import mixture_row, scoring_row
 from tasks.planning.parts import FP32, Subjects, joined, tokens_of
 from tasks.planning.row import Planned
+from tasks.training import trained_rows
 from upcycle_core.planning import memory, work
 from upcycle_core.planning.compression import compressed_bytes, compressing_bytes
 
 
 def comparison_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     """Published ways of upcycling, trained and scored."""
-    shape = joined(recipe, subjects.shape)
-    rows = {name: row for name, row in recipe.baselines.items() if row.trains}
-    if rows:
-        shapes = dict.fromkeys(rows, shape)
-        yield mixture_row("baselines", recipe, rows, shapes, kind="baselines", starts=True)
-    yield scoring_row("comparison", recipe, subjects, shape)
+    if names := trained_rows(recipe):
+        yield compared_row(recipe, subjects, names)
+    yield scoring_row("comparison", recipe, subjects, joined(recipe, subjects.shape))
+
+
+def compared_row(recipe: Recipe, subjects: Subjects, names: Collection[str]) -> Planned:
+    """Trainings of some rows of a comparison."""
+    rows = {name: recipe.baselines[name] for name in names}
+    shapes = dict.fromkeys(rows, joined(recipe, subjects.shape))
+    return mixture_row("baselines", recipe, rows, shapes, kind="baselines", starts=True)
 
 
 def compression_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:

@@ -11,7 +11,7 @@ from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import SEED
 from tasks.engine.method import Addition
 from tasks.methods import COMPARISON, COMPRESSION, TASKS
-from tasks.planning.ders import comparison_rows, compression_rows
+from tasks.planning.ders import compared_row, comparison_rows, compression_rows
 from tasks.planning.dume import dume_rows
 from tasks.planning.machine import Machine, device_of, remote_directory
 from tasks.planning.made import EVERYTHING, Aim, RecordedWorkspace, learning, made_before
@@ -19,9 +19,9 @@ from tasks.planning.outside import changed_outside
 from tasks.planning.parts import Subjects, as_given, experts_row
 from tasks.planning.row import Planned, duration, gigabytes
 from tasks.planning.scored import task_rows
-from tasks.planning.simoe import simoe_rows
+from tasks.planning.simoe import rivals_row, simoe_rows
 from tasks.planning.subjects import CONFIG, subjects_of
-from tasks.planning.symphony import symphony_rows
+from tasks.planning.symphony import symphony_rows, variants_row
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.planning.rates import Rates
 from upcycle_core.planning.shape import Shape
@@ -37,6 +37,10 @@ ADDED: tuple[tuple[Addition, Rows], ...] = (
     (TASKS, task_rows),
 )
 """What runs on a finished model."""
+BASELINES: Mapping[str, Callable[[Recipe, Subjects, Collection[str]], Planned]] = MappingProxyType(
+    {"dume": compared_row, "symphony": variants_row, "simoe": rivals_row}
+)
+"""What some of each method's baselines need."""
 HEAD = (
     *("stage", "pieces", "at once", "memory each", "read", "written"),
     *("kept", "while it runs", "time (scaled)", "made"),
@@ -262,13 +266,20 @@ def plan(
         left = [item for item in asked if item not in made.stays[stage.name]]
         row = found.get(stage.name, Planned(stage.name, len(every), len(every)))
         row = replace(row, items=len(every), made=len(every) - len(left), in_parts=stage.in_parts)
-        if stage.name == EXPERTS and row.made and left:
-            row = replace(row, rest=experts_row(recipe, subjects.shape, left))
+        if row.made and left:
+            row = replace(row, rest=_rest(recipe, subjects, stage.name, left))
         row = _linked(row, recipe, home, shape, left)
         ordered.append(row.fitted(machine, base))
     is_directory = remote_directory(recipe.versions.remote, home) is not None
     copies = 1 + (is_directory and machine.remote_disk is None)
     return Plan(ordered, machine, base, recipe.compute, copies, rates, made.begun)
+
+
+def _rest(recipe: Recipe, subjects: Subjects, stage: str, left: Collection[str]) -> Planned | None:
+    """What the items that are to come need, of a stage whose items are not alike."""
+    if stage == EXPERTS:
+        return experts_row(recipe, subjects.shape, left)
+    return BASELINES[recipe.method](recipe, subjects, left) if stage == "baselines" else None
 
 
 def _linked(

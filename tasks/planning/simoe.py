@@ -1,6 +1,6 @@
 """What the stages of SIMoE will need."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from infra.recipe.schema import Recipe
@@ -10,6 +10,7 @@ from tasks.planning.parts import FP32, Subjects, seed_row, text_rows
 from tasks.planning.row import Planned
 from tasks.simoe.labels import planned_labels
 from tasks.simoe.rows import SIMOE, section, tuned
+from tasks.training import trained_rows
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.planning import memory
@@ -23,17 +24,15 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     seed = seed_row(recipe, shape)
     if seed is not None:
         yield seed
-    rows = {name: row for name, row in recipe.baselines.items() if row.trains}
-    labels = planned_labels(recipe)
-    if rows:
-        shapes = dict.fromkeys(rows, shape)
-        yield mixture_row("baselines", recipe, rows, shapes, kind="baselines", domains=labels)
+    if names := trained_rows(recipe):
+        yield rivals_row(recipe, subjects, names)
     own = Baseline(method="simoe", simoe=section(recipe), training=tuning.training)
     made = mixture_row("model", recipe, {SIMOE: own}, {SIMOE: shape}, kind="post_training")
     size = FP32 * pruned_parameters(shape, section(recipe))
     yield replace(made, registered=size)
     count, resources = len(tuned(recipe)), recipe.compute.evaluation
-    experts = max((row.experts(labels) for row in rows.values()), default=1)
+    labels, rows = planned_labels(recipe), recipe.baselines.values()
+    experts = max((row.experts(labels) for row in rows if row.trains), default=1)
 
     def held(precision: Precision) -> int:
         answering = EvaluationConfig(
@@ -70,3 +69,10 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         kind="evaluation",
         resources=resources,
     )
+
+
+def rivals_row(recipe: Recipe, subjects: Subjects, names: Collection[str]) -> Planned:
+    """Trainings of some rivals and ablations."""
+    rows = {name: recipe.baselines[name] for name in names}
+    shapes, labels = dict.fromkeys(rows, subjects.shape), planned_labels(recipe)
+    return mixture_row("baselines", recipe, rows, shapes, kind="baselines", domains=labels)

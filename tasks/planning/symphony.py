@@ -1,6 +1,6 @@
 """What the stages of Symphony-MoE will need."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from tasks.symphony.variants import (
     starts,
     variants,
 )
+from tasks.training import trained_rows
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.planning import alignment, memory, work
 from upcycle_core.planning.shape import Shape
@@ -33,8 +34,7 @@ from upcycle_core.symphony.config import CalibrationConfig, SymphonyConfig
 
 def symphony_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     """A row a stage, in the order in which they run."""
-    own = joined(recipe, subjects.shape)
-    union = own.with_vocabulary(subjects.vocabulary or own.vocabulary)
+    own, union = joined(recipe, subjects.shape), _union(recipe, subjects)
     yield from text_rows(recipe, subjects)
     yield parents_row(recipe, subjects.shape)
     yield experts_row(recipe, subjects.shape)
@@ -51,14 +51,25 @@ def symphony_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     )
     yield from _pairs_rows(recipe, subjects, own)
     yield _starts_row(recipe, subjects, own, union)
-    rows = {name: row for name, row in recipe.baselines.items() if row.trains}
-    if rows:
-        wide = {name: _joined_shape(recipe, name, union) for name in rows}
-        yield mixture_row("baselines", recipe, rows, wide, kind="baselines")
+    if names := trained_rows(recipe):
+        yield variants_row(recipe, subjects, names)
     yield _model_row(recipe, union)
     yield scoring_row("report", recipe, subjects, _joined_shape(recipe, SYMPHONY, union))
     if recipe.similarity is not None:
         yield _similarity_row(recipe, subjects, own, union)
+
+
+def variants_row(recipe: Recipe, subjects: Subjects, names: Collection[str]) -> Planned:
+    """Trainings of some rivals and ablations."""
+    rows, union = {name: recipe.baselines[name] for name in names}, _union(recipe, subjects)
+    shapes = {name: _joined_shape(recipe, name, union) for name in rows}
+    return mixture_row("baselines", recipe, rows, shapes, kind="baselines")
+
+
+def _union(recipe: Recipe, subjects: Subjects) -> Shape:
+    """Of every model once all share one vocabulary."""
+    own = joined(recipe, subjects.shape)
+    return own.with_vocabulary(subjects.vocabulary or own.vocabulary)
 
 
 def _pairs_rows(recipe: Recipe, subjects: Subjects, shape: Shape) -> Iterator[Planned]:

@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from pico import save_pico
+from pico import pico_config, save_pico
 from texts import TRAINING, pico_recipe, write_texts
 
 from flows.grow import begun_with
@@ -19,10 +19,12 @@ from tasks.living.lineage import begin
 from tasks.methods import stages_of
 from tasks.planning.machine import Machine
 from tasks.planning.made import EVERYTHING, Aim
-from tasks.planning.plan import plan
+from tasks.planning.parts import Subjects
+from tasks.planning.plan import BASELINES, plan
 from tasks.recipes import validate
 from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.checkpoints.known import KnownFiles
+from upcycle_core.planning.shape import Shape
 
 ROOMY = Machine(memory=10**12, cpus=8, disk=10**13)
 
@@ -298,3 +300,30 @@ def looked_again(recipe, workspace, stages):
             write_sources(StageRun(session, stage, item, out=out, mark="", recorder=None))
         made_from = stage.made_from(session, item)
         workspace.publish(out, artifact, {**made_from, "fingerprint": fingerprint(made_from)})
+
+
+@pytest.mark.parametrize("missing", ["large", "small"])
+def test_baselines_that_are_made_ask_for_nothing(values, tmp_path, missing):
+    large = {"method": "btx", "training": {**TRAINING, "batch_size": 4096}}
+    small = {"method": "btx", "training": {**TRAINING, "batch_size": 1}}
+    recipe = validate({**values, "baselines": {"small": small, "large": large}})
+    shutil.rmtree(published(recipe, tmp_path).path(f"baselines/{missing}"))
+    assert again(recipe, tmp_path) == {"baselines": 1, "comparison": 1}
+    made = plan(recipe, tmp_path, ROOMY, base=0)
+    [row] = [row for row in made.rows if row.stage == "baselines"]
+    refused = replace(made, machine=replace(ROOMY, memory=row.memory // 2)).faults()
+    assert [fault.field for fault in refused] == ["compute.baselines"] * (missing == "large")
+
+
+@pytest.mark.parametrize("method", BASELINES)
+def test_a_row_of_some_baselines_is_of_those_alone(values, method):
+    rows = {
+        name: {"method": "btx", "training": {**TRAINING, "batch_size": size}}
+        for name, size in (("small", 1), ("large", 4096))
+    }
+    recipe = validate({**values, "baselines": rows})
+    subjects = Subjects(Shape.of_config(pico_config().to_dict(), 4), {}, {}, {})
+    small, both = (BASELINES[method](recipe, subjects, n) for n in (["small"], ["small", "large"]))
+    assert (small.items, both.items) == (1, 2)
+    assert small.memory < both.memory / 2
+    assert small.kept == both.kept / 2
