@@ -233,13 +233,29 @@ def test_a_reader_that_the_recipe_names_and_that_is_not_there_is_no_arrival():
     assert refusal([ARRIVED, FAILED], absent)[0] == "did not arrive in vllm"
 
 
+@pytest.mark.usefixtures("any_model")
+def test_a_named_reader_that_tried_no_form_leaves_no_champion(
+    registry, registrar, name, monkeypatch
+):
+    recipe = registrar.session.recipe
+    named = replace(recipe.registry, readers=("transformers", "mlflow"))
+    registrar.session.recipe = replace(recipe, registry=named)
+    untried = Row("mlflow", "fp32", why="takes no such model")
+    monkeypatch.setattr(of_certificate, "certify", lambda *_, **__: [ARRIVED, untried])
+    version = registrar.register_model(DECISION, **SAID).version
+    assert version.aliases == ("challenger",)
+    assert version.tags[OUTCOME_TAG] == "refused: mlflow could not be asked"
+    assert "mlflow: takes no such model" in version.tags[DECISION_TAG]
+
+
 @pytest.fixture
 def champions(registry, run, name, tmp_path):
     """Registers versions that become champion, one after the other; returns the last."""
 
-    def register(count, *, required=True):
+    def register(count, *, required=True, readers=None):
         (tmp_path / "config.json").write_text("{}")
-        params = {"registry": {"certificate": "required" if required else "at-hand"}}
+        certificate = "required" if required else "at-hand"
+        params = {"registry": {"certificate": certificate, "readers": readers}}
         for _ in range(count):
             made = Registration(params=params, marks={PENDING_TAG: "champion"})
             found = with_aliases(registry, registry.register(name, tmp_path, made, run=run))
@@ -263,6 +279,15 @@ def test_a_champion_that_is_lost_later_is_taken_back(
         [_, taken] = registry.versions(name)
         assert taken.tags[REVOKED_TAG] == "did not arrive in vllm"
         assert ROLLED_BACK_TAG not in taken.tags
+
+
+@pytest.mark.parametrize(("readers", "left"), [(["transformers"], 2), (["vllm"], 1), (None, 1)])
+def test_readers_that_the_recipe_does_not_name_take_no_champion_back(
+    registry, champions, name, readers, left
+):
+    version = champions(2, readers=readers)
+    assert bool(revoke(registry, version, [ARRIVED, FAILED])) == (left == 1)
+    assert registry.find(name, "champion").number == left
 
 
 def test_who_is_champion_by_the_time_that_readers_have_answered_stays_it(
