@@ -35,6 +35,8 @@ CHATS = ("/v1/chat/completions", "/v1/responses")
 """Paths whose messages a chat template makes a text of."""
 CHAT_PARTS = ("messages", "instructions", "input")
 """What makes a chat: messages; in ``/v1/responses`` instructions and what is said to them."""
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+"""How many new tokens a request asks for at most, by path."""
 PASSED = ("content-type", "x-request-id", "retry-after")
 
 
@@ -179,11 +181,12 @@ async def _begin(
 ) -> Response:
     """Send the request and wait for the first bytes of the answer."""
     named = {} if engine.launch.model is None else {"model": engine.launch.model}
+    sent = content | await within_context(content, engine) | named
     headers = {"accept-encoding": "identity"}
     if "x-request-id" in request.headers:
         headers["x-request-id"] = request.headers["x-request-id"]
     asked = engine.client.build_request(
-        "POST", engine.launch.url + request.url.path, json={**content, **named}, headers=headers
+        "POST", engine.launch.url + request.url.path, json=sent, headers=headers
     )
     reply = await engine.client.send(asked, stream=True)
     try:
@@ -290,17 +293,47 @@ async def unfit(path: str, content: dict[str, Any], engine: Engine) -> str | Non
     if path in CHATS and not (engine.launch.chats or "chat_template" in content):
         return "the model has no chat template; send a prompt to /v1/completions"
     room = engine.launch.context
-    # Prompts of a list are answered one by one; a chat's messages are one text.
-    chat = "".join(_texts([content.get(name) for name in CHAT_PARTS]))
-    for text in (chat, *_texts(content.get("prompt"))):
-        # A token is a byte at least.
-        if room is None or len(text.encode(errors="replace")) <= room:
+    for text in _prompts(content):
+        if room is None or _most_tokens(text) <= room:
             continue
         count = await asyncio.to_thread(engine.count_tokens, text)
         if count > room:
             remedy = "send a shorter one"
             return f"the prompt has {count} tokens, and the model room for {room}; {remedy}"
     return None
+
+
+async def within_context(content: dict[str, Any], engine: Engine) -> dict[str, int]:
+    """Limits of new tokens that go beyond the model's context, cut to what the prompt leaves of it.
+
+    transformers would go on where the model has learned nothing, and answer nobody else meanwhile.
+    """
+    room, texts = engine.launch.context, _prompts(content)
+    asked = {name: _whole(content[name]) for name in LIMITS if name in content}
+    if room is None or max(asked.values(), default=0) + max(map(_most_tokens, texts)) <= room:
+        return {}
+    counts = [await asyncio.to_thread(engine.count_tokens, text) for text in texts]
+    left = max(1, room - max(counts))
+    return {name: left for name, limit in asked.items() if limit > left}
+
+
+def _whole(limit: Any) -> int:
+    """A limit as engines read it; 0 of what they will refuse themselves."""
+    try:
+        return int(limit)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
+def _prompts(content: dict[str, Any]) -> list[str]:
+    """Texts that the model goes on from: a chat's messages are one, prompts of a list one each."""
+    chat = "".join(_texts([content.get(name) for name in CHAT_PARTS]))
+    return [chat, *_texts(content.get("prompt"))]
+
+
+def _most_tokens(text: str) -> int:
+    """A token is a byte at least."""
+    return len(text.encode(errors="replace"))
 
 
 def _texts(value: Any) -> Iterator[str]:

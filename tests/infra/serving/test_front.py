@@ -1,0 +1,77 @@
+"""What the front makes of requests before an engine hears of them, without one."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from infra.serving.engine import Engine, Launch
+from infra.serving.front import Naming, application
+
+CONTEXT = 16
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Ask a front; returns its reply and the request that the engine has got."""
+    tokenizer = Tokenizer(models.WordLevel({"word": 0, "?": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    files = {"folder": tmp_path, "log": tmp_path, "tokenizer": tmp_path / "tokenizer.json"}
+    how = {"health": "", "trial": ("", {}), "model": "moe-1", "chats": True, "weights": 1}
+
+    def ask(path, content, *, context=CONTEXT, **headers):
+        heard = []
+
+        def answer(request):
+            heard.append(request)
+            return httpx.Response(200, stream=httpx.ByteStream(b"{}"))
+
+        async def run():
+            client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+            engine = Engine(Launch(1, (), {}, **files, **how, port=1, context=context), client)
+
+            async def lease():
+                engine.take()
+                return engine
+
+            app = application(SimpleNamespace(lease=lease, served=0), Naming("moe", "", "", PATHS))
+            asked = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=asked, base_url="http://localhost") as front:
+                return await front.post(path, json=content, headers=headers), heard[-1]
+
+        return asyncio.run(run())
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "name"),
+    [
+        (PATHS[0], {"prompt": "word word word"}, "max_tokens"),
+        (PATHS[1], {"messages": [{"role": "user", "content": "word word word"}]}, "max_tokens"),
+        (PATHS[1], {"messages": [{"content": "word word word"}]}, "max_completion_tokens"),
+        (PATHS[2], {"input": "word word word"}, "max_output_tokens"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("limit", "sent"), [(10**9, 13), ("1000000000", 13), (14, 13), (13, 13), (2, 2), ("x", "x")]
+)
+def test_no_more_tokens_are_asked_for_than_the_context_leaves(ask, path, prompt, name, limit, sent):
+    reply, heard = ask(path, prompt | {name: limit})
+    assert reply.status_code == 200, reply.text
+    assert json.loads(heard.content) == prompt | {name: sent, "model": "moe-1"}
+
+
+def test_a_prompt_that_fills_the_context_is_answered_by_a_token(ask):
+    _, heard = ask(PATHS[0], {"prompt": "word " * CONTEXT, "max_tokens": 5})
+    assert json.loads(heard.content)["max_tokens"] == 1
+
+
+def test_a_model_whose_context_is_unknown_is_asked_for_what_the_request_says(ask):
+    _, heard = ask(PATHS[0], {"prompt": "word", "max_tokens": 10**9}, context=None)
+    assert json.loads(heard.content)["max_tokens"] == 10**9
