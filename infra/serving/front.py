@@ -37,7 +37,7 @@ CHAT_PARTS = ("messages", "instructions", "input")
 """What makes a chat: messages; in ``/v1/responses`` instructions and what is said to them."""
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """How many new tokens a request asks for at most, by path."""
-PASSED = ("content-type", "x-request-id", "retry-after")
+PASSED = (b"content-type", b"x-request-id", b"retry-after")
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,8 @@ async def _begin(
     """Send the request and wait for the first bytes of the answer."""
     named = {} if engine.launch.model is None else {"model": engine.launch.model}
     sent = content | await within_context(content, engine) | named
-    headers = {"accept-encoding": "identity"}
-    if "x-request-id" in request.headers:
-        headers["x-request-id"] = request.headers["x-request-id"]
+    headers = {b"accept-encoding": b"identity"}
+    headers |= {name: value for name, value in request.headers.raw if name == b"x-request-id"}
     asked = engine.client.build_request(
         "POST", engine.launch.url + request.url.path, json=sent, headers=headers
     )
@@ -249,9 +248,9 @@ class _Passed(Response):
             sending.result()
 
     async def _send(self, send: Send) -> None:
-        headers = {name: self.reply.headers[name] for name in PASSED if name in self.reply.headers}
-        headers[VERSION_HEADER] = str(self.engine.launch.number)
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        raw = [(name.lower(), value) for name, value in self.reply.headers.raw]
+        raw = [(name, value) for name, value in raw if name in PASSED]
+        raw.append((VERSION_HEADER.encode(), str(self.engine.launch.number).encode()))
         start = {"type": "http.response.start", "status": self.reply.status_code, "headers": raw}
         await send(start)
         try:

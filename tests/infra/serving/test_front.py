@@ -29,7 +29,8 @@ def ask(tmp_path):
 
         def answer(request):
             heard.append(request)
-            return httpx.Response(200, stream=httpx.ByteStream(b"{}"))
+            named = [header for header in request.headers.raw if header[0] == b"x-request-id"]
+            return httpx.Response(200, headers=named, stream=httpx.ByteStream(b"{}"))
 
         async def run():
             client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
@@ -75,3 +76,11 @@ def test_a_prompt_that_fills_the_context_is_answered_by_a_token(ask):
 def test_a_model_whose_context_is_unknown_is_asked_for_what_the_request_says(ask):
     _, heard = ask(PATHS[0], {"prompt": "word", "max_tokens": 10**9}, context=None)
     assert json.loads(heard.content)["max_tokens"] == 10**9
+
+
+@pytest.mark.parametrize("name", ["request-1", "Anfrage-ü", "Anfrage-ü".encode("latin-1")])
+def test_the_name_of_a_request_goes_to_the_engine_and_back_byte_by_byte(ask, name):
+    sent = name if isinstance(name, bytes) else name.encode()
+    reply, heard = ask(PATHS[0], {"prompt": "word"}, **{"x-request-id": sent})
+    for headers in (reply.headers.raw, heard.headers.raw):
+        assert [value for key, value in headers if key.lower() == b"x-request-id"] == [sent]
