@@ -26,6 +26,10 @@ def main(arguments: list[str] | None = None) -> None:
     registry = Registry(environment.configure())
     reference = f"models:/{chosen.model.removeprefix('models:/')}"
     version = registry.referenced(reference)
+    if not version.model_id:
+        remedy = "is files beside MLflow, not a model that it has logged: its certificate would "
+        remedy += "have no place; log it and register that"
+        raise InputError(Fault("model", reference, remedy))
 
     from infra.readers.reader import READERS  # torch
     from tasks.release.certificate import certify_version, revoke, version_files

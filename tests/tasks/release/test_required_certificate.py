@@ -12,7 +12,7 @@ from infra import settings
 from infra.readers.reader import PROGRAMS, READERS, Reader
 from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
-from infra.tracking.runs import Tracker
+from infra.tracking.runs import Tracker, open_database
 from infra.versioning.versions import Versions
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
@@ -315,6 +315,20 @@ def test_the_only_champion_stays_and_the_command_says_so(
     assert "\n- vllm: logits are 3 off\n" in said.out
     assert "has no champion before it that is still registered" in said.err
     assert registry.find(name, "champion").number == 1
+
+
+def test_a_version_that_has_no_place_for_a_certificate_is_refused_before_readers_are_asked(
+    place, registry, name, monkeypatch, tmp_path, capsys
+):
+    client, asked = open_database(place), []
+    (tmp_path / "config.json").write_text("{}")
+    client.create_registered_model(name)
+    client.create_model_version(name, source=str(tmp_path))
+    monkeypatch.setattr(of_certificate, "certify", lambda *_, **__: asked.append(1) or [ARRIVED])
+    monkeypatch.setattr(settings, "configure", lambda: place)
+    assert main([f"{name}/1"]) == 2
+    assert "not a model that it has logged" in capsys.readouterr().err
+    assert asked == []
 
 
 @pytest.mark.parametrize("before", [CUT, '{"readers": 3}', "[]"])
