@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     follow = functools.partial(
         Follower,
-        (lambda: registry.pointed(name, alias)) if at else (lambda: int(alias)),
+        (lambda: registry.followed(name, alias)) if at else (lambda: (int(alias), 0)),
         launcher(settings, registry, name, choice, folder=folder),
         patience=Patience(chosen.hold, chosen.drain, chosen.start),
         swap=_swap(chosen.swap, choice),

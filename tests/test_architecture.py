@@ -31,6 +31,7 @@ ONLY_IN = {
     },
     "mlflow": {
         "infra/readers/ask/ask_mlflow.py",
+        "infra/tracking/descriptions.py",
         "infra/tracking/private.py",
         "infra/tracking/registry.py",
         "infra/tracking/renaming.py",

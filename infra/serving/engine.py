@@ -19,11 +19,14 @@ from infra.services.ports import HOST
 from infra.services.processes import put_aside, tail
 from infra.serving.keeper import end_session
 from infra.settings import REPOSITORY
+from upcycle_core.memory import free_memory
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 8.0
 LOG_BYTES = 10_000_000
 """What is said of one version's engines goes into one log, until that is so large."""
+MEMORY_FACTOR, MEMORY_BYTES = 1.1, 600_000_000
+"""What an engine needs beside its weights: a share for buffers, and Python with torch."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -82,6 +85,7 @@ class Engine:
     Args:
         launch: How it was started.
         client: Asks it.
+        made: When its version was made, in milliseconds; None of one that nobody follows.
         since: When it came up, as people read it.
         served: Requests that it has answered.
         in_flight: Requests that it is at.
@@ -90,6 +94,7 @@ class Engine:
 
     launch: Launch
     client: httpx.AsyncClient
+    made: int | None = None
     since: str = ""
     served: int = 0
     in_flight: int = 0
@@ -225,6 +230,12 @@ class Engine:
     def tail(self) -> str:
         """The last lines of its log."""
         return COLOUR.sub("", tail(self.launch.log))
+
+
+def has_room(weights: int) -> bool:
+    """Whether an engine of so many bytes of weights fits into the memory that is free now."""
+    needed = weights * MEMORY_FACTOR + MEMORY_BYTES
+    return free_memory() >= needed
 
 
 def free_port() -> int:

@@ -13,10 +13,9 @@ from typing import Any, Literal
 import httpx
 
 from infra.recipe.names import masked
-from infra.serving.engine import AbandonedError, Engine, EngineError, Launch
+from infra.serving.engine import AbandonedError, Engine, EngineError, Launch, has_room
 from infra.serving.pulse import Pulse
 from infra.serving.trouble import Troubles
-from upcycle_core.memory import free_memory
 
 LOG = logging.getLogger("upcycle.serving")
 Swap = Literal["auto", "beside", "instead"]
@@ -28,8 +27,6 @@ STEADY_SECONDS = 60.0
 SHORTEST_DELAY_SECONDS = 0.05
 CLEAR_SECONDS = 60.0
 """After files could not be removed."""
-MEMORY_FACTOR, MEMORY_BYTES = 1.1, 600_000_000
-"""What an engine needs beside its weights: a share for buffers, and Python with torch."""
 
 
 class UnavailableError(RuntimeError):
@@ -51,17 +48,12 @@ class Patience:
     start: float = 600.0
 
 
-def has_room(weights: int) -> bool:
-    """Whether an engine of so many bytes of weights fits into the memory that is free now."""
-    needed = weights * MEMORY_FACTOR + MEMORY_BYTES
-    return free_memory() >= needed
-
-
 class Follower:
     """Keeps one engine in front, that of the version which is wanted.
 
     Args:
-        wanted: The version that the alias points at; None if it points at none. Called in a thread.
+        wanted: The version that the alias points at, and when that was made, which tells it from
+            another of its number; None if it points at none. Called in a thread.
         launch: How that version's engine is started; may fetch files. Called in a thread.
         patience: How long things may take.
         swap: Whether two engines run side by side while they change places; ``auto`` where the
@@ -74,7 +66,7 @@ class Follower:
 
     def __init__(
         self,
-        wanted: Callable[[], int | None],
+        wanted: Callable[[], tuple[int, int] | None],
         launch: Callable[[int], Launch],
         *,
         patience: Patience,
@@ -98,6 +90,7 @@ class Follower:
         self.left: list[dict[str, Any]] = []
         self.served, self.cut = 0, 0
         self.on_break: Callable[[], None] = lambda: None
+        self._made: dict[int, int] = {}
         self._good: int | None = None
         self._before: int | None = None
         self._kept: set[int] = set()
@@ -117,14 +110,13 @@ class Follower:
             InputError: The alias points at no version, or that one cannot be served.
             EngineError: The engine does not come up.
         """
-        self.wanted = await asyncio.to_thread(self._point)
-        if self.wanted is None:
+        pointed = await asyncio.to_thread(self._point)
+        if pointed is None:
             raise EngineError("the alias points at no version any more")
-        await self._bring_up(self.wanted)
-        self._spawn(self._watch())
-        self._spawn(self._follow())
-        self._spawn(self._attend())
-        self._spawn(self._clear_up())
+        self.wanted, self._made[pointed[0]] = pointed
+        await self._bring_up(pointed[0])
+        for work in (self._watch(), self._follow(), self._attend(), self._clear_up()):
+            self._spawn(work)
 
     async def end(self) -> None:
         """Stop every engine."""
@@ -184,17 +176,18 @@ class Follower:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             try:
-                number = await asyncio.to_thread(self._point)
+                pointed = await asyncio.to_thread(self._point)
             except Exception as error:  # whatever the registry has, the server goes on
                 self._report("registry", f"the registry cannot be read: {error}")
                 continue
             self._said.pop("registry", None)
-            if number is None:
+            if pointed is None:
                 self._report("alias", "the alias is gone; its last version goes on")
                 continue
             self._said.pop("alias", None)
-            if number != self.wanted:
-                self.wanted, self._made_way_for = number, None
+            number, made = pointed
+            if (number, made) != (self.wanted, self._made.get(number)):
+                self.wanted, self._made[number], self._made_way_for = number, made, None
                 self._troubles.forget(number)  # what is asked for anew may be tried anew
                 self._changed.set()
 
@@ -223,8 +216,7 @@ class Follower:
             self._changed.clear()
             self._notice()
             target = self._target()
-            number = self.current.launch.number if self.current else None
-            if target is None or target == number:
+            if target is None or target == self._answering:
                 await self._let_go()
                 await self._pause()
                 continue
@@ -236,6 +228,14 @@ class Follower:
                 self._fail(target, str(error))
                 if target == self._good:  # nothing answers, so nothing would be taken away again
                     self._made_way_for = None
+
+    @property
+    def _answering(self) -> int | None:
+        """The version in front; None too where another has its number by now."""
+        engine = self.current
+        if engine is None or engine.made != self._made.get(engine.launch.number):
+            return None
+        return engine.launch.number
 
     def _target(self) -> int | None:
         """What is wanted, or else what has answered before; None while both must wait."""
@@ -254,15 +254,15 @@ class Follower:
 
     def _next_try(self) -> int | None:
         """Seconds until the version that is wanted is tried again; None of one at work."""
-        if self.wanted is None or (self.current and self.current.launch.number == self.wanted):
+        if self.wanted is None or self._answering == self.wanted:
             return None
         seconds = self._waiting(self.wanted)
         return math.ceil(seconds) if 0 < seconds < math.inf else None
 
     async def _pause(self) -> None:
         """Wait for news, or until what has failed may be tried again."""
-        current = self.current.launch.number if self.current else None
-        delays = [self._waiting(number) for number in self._candidates() if number != current]
+        others = (number for number in self._candidates() if number != self._answering)
+        delays = [self._waiting(number) for number in others]
         seconds = max(SHORTEST_DELAY_SECONDS, min(delays)) if delays else None
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -292,7 +292,7 @@ class Follower:
 
     async def _bring_up(self, number: int) -> None:
         """Start a version's engine and let it answer."""
-        begun, asked = time.monotonic(), self.wanted
+        begun, asked, made = time.monotonic(), self.wanted, self._made.get(number)
         self.state = "switching" if self.current else "starting"
         engine = None
         try:
@@ -301,10 +301,13 @@ class Follower:
                 LOG.warning("version %d starts in place of the old one; requests wait", number)
                 self._made_way_for = number
                 await self._take_away("instead")
-            engine = Engine(launch, self.client)
+            engine = Engine(launch, self.client, made)
             self._engines.add(engine)
             await engine.start(on_end=self._changed.set)
-            await engine.wait_until_ready(self.patience.start, wanted=lambda: self.wanted == asked)
+            await engine.wait_until_ready(
+                self.patience.start,
+                wanted=lambda: (self.wanted, self._made.get(number)) == (asked, made),
+            )
         except BaseException as error:
             ending = engine and self._spawn(self._end(engine))
             self.state = "serving" if self.current else "waiting"
@@ -363,11 +366,8 @@ class Follower:
         number = engine.launch.number
         if time.monotonic() - engine.born > STEADY_SECONDS:
             self._troubles.forget(number)
-        self._fail(
-            number,
-            f"the engine {engine.illness or 'has ended'}. The end of {engine.launch.log}:\n"
-            f"{engine.tail()}",
-        )
+        end = f"The end of {engine.launch.log}:\n{engine.tail()}"
+        self._fail(number, f"the engine {engine.illness or 'has ended'}. {end}")
         self._take_away("died")
         self.state = "waiting"
         self._changed.set()

@@ -9,19 +9,9 @@ from typing import Any
 
 from upcycle_core.errors import Fault, InputError
 
-ROOM = "\N{NO-BREAK SPACE}" * 3
-DESCRIPTION_LENGTH = 5000
-"""Letters of a version's description in MLflow's tables, which SQLite alone does not heed."""
-CUT = "\n... The rest is in the files of this version's model."
-BETWEEN_CELLS = re.compile(r"(?<=\S )\| (?=\S)(?!:?-+:? )")
-"""Where a cell begins, but for the first of a line and the rule under the header."""
-SHORT_CELL = re.compile(r"(?<=\| )[^|`\[]{1,26}(?= \|)")
-"""One that is kept on a line: ``llama.cpp 2026.10.11549``; no code, no link."""
 KEY_LENGTH = 250
 NOT_IN_KEYS = re.compile(r"[^\w.\-:/ ]")
 """What MLflow's names of parameters and metrics have none of."""
-SIGN = re.compile(r"(?<![^\s\N{NO-BREAK SPACE}])-(?=\d)|(?<=\de)-(?=\d)")
-"""A minus, of a number or of its exponent."""
 
 
 @dataclass(frozen=True)
@@ -116,30 +106,6 @@ class Registration:
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     description: str = ""
     bos: str = "auto"
-
-
-def with_room(markdown: str) -> str:
-    """Markdown whose tables keep their columns apart and short cells whole: MLflow's pages give
-    them no room, and break a number after its sign.
-
-    Done again, it changes nothing.
-    """
-    lines = markdown.split("\n")
-    return "\n".join(_with_room(line) if line.startswith("|") else line for line in lines)
-
-
-def cut_to_fit(markdown: str) -> str:
-    """Its first lines, in so many letters as every database that MLflow knows has room for."""
-    kept = markdown[: DESCRIPTION_LENGTH - len(CUT)]
-    return kept[: kept.rfind("\n") + 1] + CUT
-
-
-def _with_room(row: str) -> str:
-    return BETWEEN_CELLS.sub(f"| {ROOM}", SHORT_CELL.sub(_whole, row))
-
-
-def _whole(cell: re.Match[str]) -> str:
-    return SIGN.sub("\N{NON-BREAKING HYPHEN}", cell[0]).replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def key_of(name: str) -> str:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,17 +17,11 @@ from mlflow.exceptions import MlflowException
 from infra.recipe.names import masked
 from infra.settings import Settings
 from infra.temporary import owned_folder
+from infra.tracking.descriptions import described
 from infra.tracking.locations import copy_files, local_folder, side_by_side, sync_files
 from infra.tracking.locks import locked
 from infra.tracking.private import delete_files
-from infra.tracking.records import (
-    DESCRIPTION_LENGTH,
-    Registration,
-    Version,
-    cut_to_fit,
-    flatten,
-    with_room,
-)
+from infra.tracking.records import Registration, Version, flatten
 from infra.tracking.runs import (
     METRICS_PER_CALL,
     MODEL_SCHEME,
@@ -92,7 +86,7 @@ class Registry:
             model_id=model_id,
             tags={**registration.tags, **registration.marks},
         )
-        created = _described(create, registration.description)
+        created = described(create, registration.description)
         # What links the model's page to its version.
         link = json.dumps([{"name": name, "version": int(created.version)}])
         self._client.set_logged_model_tags(model_id, {"mlflow.modelVersions": link})
@@ -139,7 +133,7 @@ class Registry:
     def describe(self, version: Version, markdown: str) -> None:
         """Set what the page of ``version`` shows on top."""
         update = partial(self._client.update_model_version, version.name, str(version.number))
-        _described(update, markdown)
+        described(update, markdown)
 
     def description(self, version: Version) -> str:
         """What the page of ``version`` shows now."""
@@ -158,13 +152,20 @@ class Registry:
     def pointed(self, name: str, alias: str) -> int | None:
         """The number of the version that ``alias`` points at now; None if there is none.
 
-        One query, however many versions there are: for who asks again and again.
-
         Raises:
             MlflowException: The registry cannot be read.
         """
+        found = self.followed(name, alias)
+        return None if found is None else found[0]
+
+    def followed(self, name: str, alias: str) -> tuple[int, int] | None:
+        """As ``pointed``, and when that version was made, in milliseconds: numbers begin anew in a
+        registered model that is deleted and made again.
+
+        One query, however many versions there are: for who asks again and again.
+        """
         found = if_there(partial(self._client.get_model_version_by_alias, name, alias))
-        return None if found is None else int(found.version)
+        return None if found is None else (int(found.version), int(found.creation_timestamp))
 
     def versions(self, name: str) -> list[Version]:
         """Return every version of the registered model, oldest first; none of one there is not."""
@@ -387,14 +388,3 @@ class Registry:
             is_lost=model is None and model_id is not None,
             is_copy=is_copy(entity),
         )
-
-
-def _described(call: Callable[..., ModelVersion], markdown: str) -> ModelVersion:
-    """Call MLflow with a description: its beginning, where the database has no room for all."""
-    text = with_room(markdown)
-    try:
-        return call(description=text)
-    except MlflowException:
-        if len(text) <= DESCRIPTION_LENGTH:
-            raise
-        return call(description=cut_to_fit(text))

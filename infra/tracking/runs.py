@@ -33,6 +33,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from infra.recipe.names import masked
 from infra.settings import Settings
+from infra.tracking.descriptions import with_room
 from infra.tracking.locations import (
     address,
     home_id,
@@ -43,7 +44,7 @@ from infra.tracking.locations import (
 )
 from infra.tracking.locks import locked
 from infra.tracking.private import machine_watched
-from infra.tracking.records import DatasetRecord, flatten, key_of, with_room
+from infra.tracking.records import DatasetRecord, flatten, key_of
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 # What MLflow takes in one call, in one value.

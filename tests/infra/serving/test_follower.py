@@ -12,8 +12,8 @@ from serving import SECONDS
 
 from infra.serving import follower as following
 from infra.serving import trouble
-from infra.serving.engine import Engine, EngineError, Launch
-from infra.serving.follower import Follower, Patience, has_room
+from infra.serving.engine import Engine, EngineError, Launch, has_room
+from infra.serving.follower import Follower, Patience
 
 
 class Pretended:
@@ -61,7 +61,7 @@ def test_a_server_keeps_what_engines_read_what_is_wanted_and_the_version_before(
 
     async def run():
         how = {"patience": Patience(drain=SECONDS), "swap": "beside", "keep": kept.append}
-        follower = Follower(lambda: alias[0], pretended.launch, **how)
+        follower = Follower(lambda: (alias[0], 0), pretended.launch, **how)
 
         async def until(numbers):
             async with asyncio.timeout(SECONDS):
@@ -89,7 +89,7 @@ def test_a_server_keeps_what_engines_read_what_is_wanted_and_the_version_before(
 @asynccontextmanager
 async def followed(pretended, alias, **options):
     """A follower whose engine has come up."""
-    follower = Follower(lambda: alias[0], pretended.launch, patience=Patience(), **options)
+    follower = Follower(lambda: (alias[0], 0), pretended.launch, patience=Patience(), **options)
     await follower.begin()
     try:
         async with asyncio.timeout(SECONDS):
@@ -170,7 +170,7 @@ def test_without_room_the_old_engine_makes_way_for_a_broken_version_at_once_and_
 
     async def run():
         launch, patience = pretended.launch, Patience()
-        follower = Follower(lambda: alias[0], launch, patience=patience, swap="instead")
+        follower = Follower(lambda: (alias[0], 0), launch, patience=patience, swap="instead")
         await follower.begin()
         try:
             for tries in (1, 2):
@@ -200,7 +200,7 @@ def test_without_room_a_version_that_failed_is_tried_after_growing_pauses(preten
 
     async def run():
         launch, patience = pretended.launch, Patience()
-        follower = Follower(lambda: alias[0], launch, patience=patience, swap="instead")
+        follower = Follower(lambda: (alias[0], 0), launch, patience=patience, swap="instead")
 
         async def until(expected):
             async with asyncio.timeout(SECONDS):
@@ -264,7 +264,7 @@ def test_an_address_of_the_registry_is_shown_without_its_password(pretended, cap
 
     def wanted():
         if not fails:
-            return 1
+            return 1, 0
         raise OSError("API request to http://us:sesame@registry:5000/api failed")
 
     async def run():
@@ -282,6 +282,35 @@ def test_an_address_of_the_registry_is_shown_without_its_password(pretended, cap
     said = asyncio.run(run())
     assert "http://us:***@registry:5000" in said
     assert "sesame" not in caplog.text
+
+
+def test_a_version_that_was_made_anew_under_its_number_is_served_anew(pretended, monkeypatch):
+    """The registered model was deleted, and made again; the first try of it fails."""
+    monkeypatch.setattr(trouble, "FIRST_DELAY_SECONDS", 0.01)
+    pointed = [(1, 100)]
+
+    async def run():
+        follower = Follower(
+            lambda: pointed[0], pretended.launch, patience=Patience(), swap="beside"
+        )
+        await follower.begin()
+        try:
+            async with asyncio.timeout(SECONDS):
+                before = follower.current
+                pretended.broken.add(1)
+                pointed[0] = (1, 200)
+                while len(pretended.starts) < 2:
+                    await asyncio.sleep(0.01)
+                assert follower.current is before
+                pretended.broken.clear()
+                while follower.current is before:
+                    await asyncio.sleep(0.01)
+                while follower.status()["engines"] > 1:
+                    await asyncio.sleep(0.01)
+        finally:
+            await follower.end()
+
+    asyncio.run(run())
 
 
 def test_room_is_that_of_the_memory():

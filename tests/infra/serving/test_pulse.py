@@ -67,7 +67,7 @@ async def answering(folder, **patience):
         kind = {"context": None, "chats": False, "weights": 0}
         return Launch(number, command, os.environ, **files, **asked, **kind)
 
-    follower = Follower(lambda: 1, launch, patience=Patience(**patience), swap="beside")
+    follower = Follower(lambda: (1, 0), launch, patience=Patience(**patience), swap="beside")
     app = application(follower, Naming("moe", "champion", "transformers", (PATH,)))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

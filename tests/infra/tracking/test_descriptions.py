@@ -3,8 +3,7 @@
 import pytest
 from mlflow.exceptions import MlflowException
 
-from infra.tracking.records import CUT, DESCRIPTION_LENGTH
-from infra.tracking.registry import _described
+from infra.tracking.descriptions import CUT, DESCRIPTION_LENGTH, described
 
 
 def database(said):
@@ -21,11 +20,11 @@ def database(said):
 
 def test_what_is_too_long_is_cut_at_a_line():
     said = []
-    kept = _described(database(said), "a line of twenty-two.\n" * 300)
+    kept = described(database(said), "a line of twenty-two.\n" * 300)
     assert len(kept) <= DESCRIPTION_LENGTH
     assert kept.endswith(f"a line of twenty-two.\n{CUT}")
     assert [len(text) for text in said] == [6600, len(kept)]
-    assert _described(database([]), "short") == "short"
+    assert described(database([]), "short") == "short"
 
 
 def test_another_error_passes_through():
@@ -33,4 +32,4 @@ def test_another_error_passes_through():
         raise MlflowException(f"no such version for {description}")
 
     with pytest.raises(MlflowException, match="no such version for short"):
-        _described(call, "short")
+        described(call, "short")

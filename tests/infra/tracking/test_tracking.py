@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from infra import durable
 from infra.tracking import locations
 from infra.tracking import registry as registry_module
-from infra.tracking.records import ROOM, DatasetRecord, Registration, flatten, with_room
+from infra.tracking.descriptions import ROOM, with_room
+from infra.tracking.records import DatasetRecord, Registration, flatten
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
 from upcycle_core.checkpoints.copy import link_file
@@ -370,6 +371,19 @@ def test_a_version_that_others_registered_is_read_too(tracker, registry, client,
     client.create_model_version("foreign", source=str(checkpoint))
     (version,) = registry.versions("foreign")
     assert (version.number, version.model_id, version.metrics) == (1, "", {})
+
+
+def test_a_version_is_told_from_that_of_a_model_made_anew(tracker, registry, client, checkpoint):
+    seen = []
+    for _ in range(2):
+        with tracker.start_run("flow") as run:
+            version = registry.register("anew", checkpoint, Registration(), run=run)
+        registry.set_alias(version, "champion")
+        assert registry.pointed("anew", "champion") == 1
+        seen += [registry.followed("anew", "champion"), registry.followed("anew", "champion")]
+        client.delete_registered_model("anew")
+        assert registry.followed("anew", "champion") is None
+    assert seen[0] == seen[1] < seen[2] == seen[3]
 
 
 def test_a_version_whose_model_was_deleted_by_hand_is_listed_and_says_so(

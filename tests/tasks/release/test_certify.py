@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from infra.readers.reader import PROGRAMS, READERS, Reader
-from infra.tracking.records import Registration, with_room
+from infra.tracking.descriptions import with_room
+from infra.tracking.records import Registration
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
 from tasks.release import source as of_source
