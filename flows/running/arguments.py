@@ -20,7 +20,27 @@ FLOWS = Path(__file__).resolve().parents[1]
 CHAT_PORT, SERVE_PORT = 8808, 8000
 READ_NO_TEXT = ("plan", "shrink", "tidy")
 """Commands that a text which is gone does not stop."""
-Parser = argparse.ArgumentParser
+
+
+class Parser(argparse.ArgumentParser):
+    """One that lets options stand between other arguments: ``NAME --because REASON 7``.
+
+    ``passes_on`` is whether what follows ``--`` is for another program, as ``options``.
+    """
+
+    passes_on = False
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse has it."""
+        words = list(sys.argv[1:] if args is None else args)
+        if "--" not in words:
+            return self.parse_intermixed_args(words, namespace)
+        if not self.passes_on:  # some of what follows may begin with a dash
+            return super().parse_args(words, namespace)
+        end = words.index("--")
+        chosen = self.parse_intermixed_args(words[:end], namespace)
+        chosen.options += words[end + 1 :]
+        return chosen
 
 
 def parser_of(command: str) -> Parser:
@@ -122,7 +142,7 @@ def _tidy(parser: Parser) -> None:
 class _Different(argparse.Action):
     """Values of which none is given twice: two runs of one seed are one, and deviate by nothing."""
 
-    def __call__(self, parser: Parser, chosen: Any, values: Any, option: str | None = None) -> None:
+    def __call__(self, parser: Any, chosen: Any, values: Any, option: str | None = None) -> None:
         if len(set(values)) < len(values):
             parser.error(f"argument {option}: a seed is given twice")
         setattr(chosen, self.dest, values)
@@ -269,6 +289,7 @@ def _serve(parser: Parser) -> None:
         "--start", type=float, default=usual.start, help="seconds for an engine to come up"
     )
     parser.add_argument("options", nargs="*", metavar="-- OPTION", help="for the engine itself")
+    parser.passes_on = True
 
 
 ARGUMENTS: Mapping[str, Callable[[Parser], None]] = {

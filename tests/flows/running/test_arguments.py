@@ -111,6 +111,24 @@ def test_a_text_that_is_gone_does_not_stop_who_reads_none(tmp_path):
         look_first(["python", "-m", "flows.grow", str(recipe), "python"])
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "expected"),
+    [
+        ("rollback", "moe --because slow 7", {"name": "moe", "because": "slow", "version": 7}),
+        ("restore", "moe --into home 3", {"name": "moe", "into": "home", "version": "3"}),
+        ("generate", "moe one --tokens 3 two", {"model": "moe", "prompts": ["one", "two"]}),
+        ("generate", "--tokens 3 -- moe -one", {"model": "moe", "prompts": ["-one"], "tokens": 3}),
+        ("serve", "moe --port 9", {"model": "moe", "port": 9, "options": []}),
+        ("serve", "moe -- --port 8 x", {"port": 8000, "options": ["--port", "8", "x"]}),
+        ("serve", "moe --port 9 -- --port 8 -- x", {"options": ["--port", "8", "--", "x"]}),
+    ],
+)
+def test_options_stand_where_people_put_them_and_what_follows_dashes_is_none(
+    command, words, expected
+):
+    assert expected.items() <= vars(parser_of(command).parse_args(words.split())).items()
+
+
 @pytest.mark.parametrize("command", ["seeds", "compare", "simoe"])
 def test_a_seed_that_is_given_twice_is_refused(command, capsys, tmp_path):
     arguments = ["recipe.yaml", "--out", str(tmp_path), "--seeds", "0"]
