@@ -22,6 +22,8 @@ FILE = "certificate.json"
 CERTIFICATE_TAG = "upcycle.certificate"
 """Of a version: what became of it in each reader, in a line."""
 NOTHING = as_json([])
+FRONT_MATTER = re.compile(r"---\n.*?^---\s*", re.M | re.S)
+"""YAML above the title, for hubs; a page has none."""
 TITLE = "Arrival certificate"
 ABOUT = (
     "What each reader made of this version with its own loader, in fp32 unless said: tensors "
@@ -100,7 +102,9 @@ def with_certificate(markdown: str, title: str, rows: Sequence[Row]) -> str:
     """
     own = re.search(rf"^{re.escape(title)}$", markdown, re.M)
     level = len(title) - len(title.lstrip("#")) if own else 1
-    following = re.compile(rf"^#{{1,{level}}} ", re.M).search(markdown, own.end() if own else 1)
+    front = FRONT_MATTER.match(markdown)
+    begin = own.end() if own else 1 + (front.end() if front else 0)  # below the title
+    following = re.compile(rf"^#{{1,{level}}} ", re.M).search(markdown, begin)
     end = len(markdown) if following is None else following.start()
     before, rest = markdown[: own.start() if own else end].rstrip(), markdown[end:]
     certificate = f"{before}\n\n{title}\n\n{ABOUT}\n\n{as_table(rows)}\n"

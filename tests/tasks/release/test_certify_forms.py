@@ -294,6 +294,15 @@ def test_a_damaged_delta_is_caught_in_vllm(ders, tmp_path):
     assert torch.isfinite(torch.tensor(row.logits))
 
 
+@pytest.mark.parametrize("top", ["---\nlicense: mit\n---\n\n", "---\n# for hubs\na: b\n---\n", ""])
+def test_a_certificate_stands_below_the_title(top):
+    rows = [Row("llama.cpp", "F16", verdict="not tried", why="no reason")]
+    card = f"{top}# moe\n\n## Limits\n\nMany.\n"
+    once = with_certificate(card, "## Arrival certificate", rows)
+    assert once.startswith(f"{card}\n## Arrival certificate\n")
+    assert with_certificate(once, "## Arrival certificate", rows) == once
+
+
 @pytest.mark.parametrize("title", ["## Arrival certificate", "### Arrival certificate"])
 def test_a_certificate_takes_no_other_part_of_a_page(title):
     first, second = (
