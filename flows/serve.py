@@ -72,7 +72,11 @@ def _choice(chosen: argparse.Namespace) -> EngineChoice:
     from upcycle_core.precision import arithmetic
 
     device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    precision = arithmetic(chosen.precision, device)
+    try:
+        precision = arithmetic(chosen.precision, device)
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        raise InputError(Fault("--device", device, f"is no device ({said})")) from error
     options = tuple(chosen.options)
     return EngineChoice(chosen.engine, device, precision, chosen.python, options)
 

@@ -183,6 +183,19 @@ def test_logs_and_folders_of_versions_that_are_served_no_more_are_removed(tmp_pa
     clear_folder(tmp_path / "none", "moe", {2})
 
 
+@pytest.mark.parametrize(
+    ("engine", "precision"), [("transformers", "auto"), ("transformers", "fp32"), ("vllm", "auto")]
+)
+def test_a_device_that_there_is_not_is_refused_in_words(
+    tmp_path, monkeypatch, capsys, engine, precision
+):
+    settings = read({"UPCYCLE_HOME": str(tmp_path / "home")})
+    monkeypatch.setattr(flow.environment, "configure", lambda: settings)
+    choice = ("--engine", engine, "--device", "abacus", "--precision", precision)
+    assert flow.main(["moe@champion", "--port", "0", *choice]) == 2
+    assert "--device = 'abacus'" in capsys.readouterr().err
+
+
 def test_logs_of_engines_are_cut_as_they_grow(tmp_path, monkeypatch):
     """While they are written, by engines that run for months."""
     settings = home_with_database(tmp_path / "home")
