@@ -234,8 +234,8 @@ class Registry:
                 raise InputError(Fault("model", reference, self._empty(reference)))
             Path(folder).rename(destination)
         except MlflowException as error:
-            remedy = f"not in the registry ({masked(str(error))}); name a version: "
-            remedy += "models:/NAME@champion or models:/NAME/NUMBER"
+            remedy = f"its files cannot be copied to {destination.parent} ({masked(str(error))}); "
+            remedy += "see that they are there, and that there is room"
             raise InputError(Fault("model", reference, remedy)) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)

@@ -15,6 +15,7 @@ import yaml
 from databases import home_with_database
 from disk import shares_blocks
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from pico import save_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -532,6 +533,21 @@ def test_files_that_are_elsewhere_are_named_and_nothing_is_left(
     assert registry.place("models:/away/1") is None
     with pytest.raises(InputError, match=rf"away/1': no config\.json came from .*{here}"):
         registry.download("models:/away/1", tmp_path / "out" / "model")
+    assert not [*(tmp_path / "out").iterdir()]
+
+
+def test_a_copy_that_fails_says_why_and_leaves_nothing(
+    tracker, registry, checkpoint, tmp_path, monkeypatch
+):
+    def full(*_, dst_path, **__):
+        (Path(dst_path) / "config.json").write_text("{")
+        raise MlflowException("The following failures occurred: [Errno 28] No space left on device")
+
+    with tracker.start_run("flow") as run:
+        registry.register("torn", checkpoint, Registration(), run=run)
+    monkeypatch.setattr(registry_module, "download_artifacts", full)
+    with pytest.raises(InputError, match=r"torn/1': its files cannot be copied .*No space left"):
+        registry.download("models:/torn/1", tmp_path / "out" / "model")
     assert not [*(tmp_path / "out").iterdir()]
 
 
