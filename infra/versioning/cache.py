@@ -167,10 +167,8 @@ class Cache:
 def run_dvc(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run DVC in ``folder``, to its end; once more where a database of its site cache is damaged.
 
-    It waits for another DVC there, a user's or one that outlives its flow: of itself, it waits for
-    three seconds.
-
-    What it remembers, it finds out again.
+    What it remembers, it finds out again. It waits for another DVC there, a user's or one that
+    outlives its flow: of itself, it waits for three seconds.
     """
     command = [sys.executable, "-P", str(COMMAND), "--wait-for-lock", *arguments]
     variables = dvc_environment(folder)

@@ -18,6 +18,7 @@ import pytest
 from dvc.config_schema import REMOTE_SCHEMAS
 from dvc.fs import known_implementations as SCHEMES
 from dvc.utils.serialize import _yaml
+from zc.lockfile import LockFile
 
 from infra import settings
 from infra.cluster.calls import heeding
@@ -280,6 +281,44 @@ def test_a_dvc_that_is_at_work_keeps_its_record(tmp_path):
         dvc.communicate(b"\n")
     remove_left_lock(tmp_path)
     assert not record.exists()
+
+
+PATIENCE = 6
+"""How often DVC tries once more for the project's lock, if it is not told to wait."""
+TELLS = """\
+import sys, time
+sleep = time.sleep
+def told(seconds):
+    if sys._getframe(1).f_globals["__name__"] == "dvc.lock":
+        with open({path!r}, "a") as file:
+            file.write(".")
+        seconds = 0.01
+    sleep(seconds)
+time.sleep = told
+"""
+"""A DVC with this writes a point before each next try, and is soon there."""
+
+
+def test_who_commits_waits_for_a_dvc_that_is_at_work_however_long_it_is(tmp_path, monkeypatch):
+    tries, place = tmp_path / "tries", tmp_path / "place"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(TELLS.format(path=str(tries)))
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    versions = Versions(tmp_path / "here")
+    versions.prepare(pipeline=PIPELINE, params="")
+    (versions.root / "model").mkdir()
+    lock = versions.root / ".dvc" / "tmp" / "lock"
+    lock.parent.mkdir()
+    held = LockFile(str(lock))  # as another process: it is the open file's
+
+    def ended() -> None:
+        if tries.exists() and len(tries.read_text()) > PATIENCE:
+            held.close()
+
+    with heeding(ended):
+        versions.commit(["model"])
+    assert len(tries.read_text()) > PATIENCE
+    assert versions.recorded() == {"model"}
 
 
 @pytest.mark.faults

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from disk import shares_blocks
 
-from upcycle_core.checkpoints.copy import copy_checkpoint, copy_file, link_file
+from upcycle_core.checkpoints.copy import copy_checkpoint, copy_file, link_file, place_files
 
 CONTENT = os.urandom(300_000)
 OTHER_DISK = Path("/dev/shm")
@@ -66,6 +66,22 @@ def test_a_linked_checkpoint_s_weights_are_the_same_files_and_nothing_else_is(so
     assert linked.samefile(source) or shares_blocks(tmp_path)
     assert not copied.samefile(source)
     assert not (tmp_path / "linked" / "config.json").samefile(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda source, out: place_files(source.parent, out, [source.name]),
+        lambda source, out: copy_checkpoint(source.parent, out, link=True),
+        lambda source, out: copy_checkpoint(source.parent, out),  # over links of an earlier try
+    ],
+    ids=["placed", "linked", "copied"],
+)
+def test_a_copy_that_is_tried_again_leaves_the_source_whole(source, tmp_path, copy):
+    (tmp_path / "config.json").write_text("{}")
+    place_files(tmp_path, tmp_path / "out", [source.name])
+    copy(source, tmp_path / "out")
+    assert source.read_bytes() == (tmp_path / "out" / source.name).read_bytes() == CONTENT
 
 
 def test_a_checkpoint_is_copied_without_what_is_not_its_own(source, tmp_path):

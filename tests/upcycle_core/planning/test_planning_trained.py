@@ -122,6 +122,16 @@ def test_a_step_of_a_simoe_needs_what_was_planned(monkeypatch, vocabulary, lm_he
     assert planned == pytest.approx(stepped(model, coefficients=alpha), rel=0.2)
 
 
+def test_routing_by_task_is_planned_before_the_tasks_are_known(monkeypatch):
+    monkeypatch.setattr(estimate, "SMALL", 0)
+    shape, _ = shape_of()
+    by_task, by_prompt = (
+        simoe_training_bytes(shape, CONFIG, SimoeUpcyclingConfig(experts=3, routing=routing))
+        for routing in ("task", "instance")
+    )
+    assert by_task == by_prompt > 0
+
+
 @pytest.mark.parametrize("checkpoints", [pytest.param(True, marks=pytest.mark.faults), False])
 def test_workers_divide_all_but_what_a_batch_keeps(checkpoints):
     """Of Llama-3's 8 B on GPUs: bf16 layers, fp32 deltas with gradient and moments, fp32 ends."""
