@@ -1,8 +1,9 @@
 """A tokenizer's chat template, as it writes conversations: token ids, and which are responses."""
 
+import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
+from upcycle_core.corpora.calls import function_name, tools_of, with_objects
 from upcycle_core.corpora.conversations import (
     EXTRAS,
     LISTS,
@@ -185,8 +187,8 @@ class ChatTemplate:
             remedy += ", or mark the assistant's text in the template with {% generation %}"
             raise InputError(Fault("chat_template", chat.place, remedy))
         out = self.tokenizer.apply_chat_template(
-            chat.messages,
-            tools=_tools(chat.messages),
+            self._given(chat.messages),
+            tools=tools_of(chat.messages),
             chat_template=self._template,
             return_dict=True,
             return_assistant_tokens_mask=True,
@@ -208,8 +210,8 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered: Any = render_jinja_template(
-            [chat.messages],
-            tools=_tools(chat.messages),
+            [self._given(chat.messages)],
+            tools=tools_of(chat.messages),
             chat_template=self._template,
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
@@ -259,7 +261,7 @@ class ChatTemplate:
         """
         thoughts = list(_thoughts(messages[-1]))
         names = {
-            name: [_function(call) for message in messages for call in message.get(name, ())]
+            name: [function_name(call) for message in messages for call in message.get(name, ())]
             for name in LISTS
         }
         if not thoughts and not any(names.values()):
@@ -274,9 +276,26 @@ class ChatTemplate:
 
     def _text(self, messages: Sequence[Message]) -> str:
         """The chat as the template writes it."""
+        return self._rendered(self._given(messages))
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
         return self.tokenizer.apply_chat_template(
-            list(messages), tools=_tools(messages), chat_template=self._template, tokenize=False
+            list(messages), tools=tools_of(messages), chat_template=self._template, tokenize=False
         )
+
+    def _given(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages as the template takes them: one that writes arguments as JSON gets objects where
+        they are JSON text, which it would encode twice; one that writes such text as it is gets
+        that."""
+        objects, texts = with_objects(messages)
+        try:
+            written = self._rendered(messages) if texts else ""
+        except (jinja2.TemplateError, *REFUSALS):
+            return objects
+        encoded = (
+            json.dumps(t, ensure_ascii=is_ascii) for t in texts for is_ascii in (True, False)
+        )
+        return objects if any(twice in written for twice in encoded) else list(messages)
 
     @cached_property
     def _frame(self) -> list[str]:
@@ -306,8 +325,8 @@ class ChatTemplate:
         self.tokenizer.chat_control_tokens = self._frame if has_marks else before
         try:
             out = self.tokenizer.apply_chat_template(
-                messages,
-                tools=_tools(messages),
+                self._given(messages),
+                tools=tools_of(messages),
                 chat_template=self._template,
                 return_dict=True,
                 sanitize_control_tokens=True,
@@ -325,18 +344,6 @@ class ChatTemplate:
 def on_one_day(template: str) -> str:
     """A chat template on one day: what a text's tokens are does not depend on the date."""
     return DAY + template if "strftime_now" in template else template
-
-
-def _tools(messages: Sequence[Message]) -> list[Any] | None:
-    """The functions that there are, as the record says."""
-    return messages[0].get("tools") if messages else None
-
-
-def _function(call: Mapping[str, Any]) -> str:
-    """Its name; empty where it has none, or white space in it."""
-    inner = call.get("function")
-    name = (inner if isinstance(inner, dict) else call).get("name")
-    return name if isinstance(name, str) and not re.search(r"\s", name) else ""
 
 
 def _thoughts(message: Message) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Chats that think and call functions, held against what transformers makes of them."""
 
 import json
+import re
 
 import pyarrow
 import pyarrow.parquet as parquet
@@ -182,6 +183,43 @@ def test_lists_may_be_json(tmp_path):
     for wrong in ("add", "[1]", '{"name": "add"}', 3):
         with pytest.raises(InputError, match=r"here, tools = .*must be a list of objects"):
             messages_of({**record, "tools": wrong}, "here")
+
+
+WRITES = {
+    "as JSON": "(call.function.arguments | tojson)",
+    "text": "call.function.arguments",  # DeepSeek's; an object cannot be joined to text
+    "either": "(call.function.arguments if call.function.arguments is string "
+    "else call.function.arguments | tojson)",  # Qwen3's
+    "each": "(call.function.arguments.keys() | join(','))",
+}
+"""How templates write arguments."""
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_arguments_that_are_json_text_are_written_once(tokenizer, way):
+    """OpenAI's own form."""
+    mark = "<tool_call>' + call.function.name + ' ' + "
+    tokenizer.chat_template = THINKS.replace(
+        "<tool_call>' + (call.function | tojson)", mark + WRITES[way]
+    )
+    for arguments, keys in {'{"place": "Århus", "days": null}': "place,days", "{}": ""}.items():
+        call = {"function": {"name": "weather", "arguments": arguments}}
+        messages = messages_of(asked_and(content=None, tool_calls=[call]), "here")
+        assert messages[1]["tool_calls"] == [call]  # what documents are told apart by
+        (found,) = encoded([Conversation(messages, "here")], tokenizer)
+        written = re.search("<tool_call>weather (.*)</tool_call>", tokenizer.decode(found.ids))
+        assert written[1] == (keys if way == "each" else arguments)
+        row = _Encoder(tokenizer).encode(Conversation(messages, "here"))
+        assert row.ids == found.ids[: len(row.ids)]
+        assert row.loss == found.responses[: len(row.ids)]
+
+
+def test_arguments_that_are_no_json_object_go_to_the_template_as_they_are(tokenizer):
+    for arguments in ("all of them", "[1]", '{"a": "\\ud800"}', ""):
+        call = {"function": {"name": "add", "arguments": arguments}}
+        messages = messages_of(asked_and(content=None, tool_calls=[call]), "here")
+        (found,) = encoded([Conversation(messages, "here")], tokenizer)
+        assert f": {json.dumps(arguments)}}}</tool_call>" in tokenizer.decode(found.ids)
 
 
 @pytest.mark.parametrize(
