@@ -5,7 +5,6 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,6 +69,7 @@ class ChatTemplate:
         self.special = {index for index, token in added if token.special}
         self.special |= {*tokenizer.all_special_ids}
         self._shows: dict[tuple[Any, ...], list[str]] = {}
+        self._frames: dict[str, list[str]] = {}
 
     def document(self, chat: Conversation) -> Encoded:
         """A chat as a document: all that the tokenizer's own ``apply_chat_template`` gives.
@@ -183,13 +183,14 @@ class ChatTemplate:
             "the tokenizer's chat template writes this conversation so that its start is not what "
             "the model is asked; split it into records of one response each"
         )
-        if not GENERATION_BLOCK.search(self._template):
+        template = self._template(chat.messages)
+        if not GENERATION_BLOCK.search(template):
             remedy += ", or mark the assistant's text in the template with {% generation %}"
             raise InputError(Fault("chat_template", chat.place, remedy))
         out = self.tokenizer.apply_chat_template(
             self._given(chat.messages),
             tools=tools_of(chat.messages),
-            chat_template=self._template,
+            chat_template=template,
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
@@ -212,7 +213,7 @@ class ChatTemplate:
         rendered: Any = render_jinja_template(
             [self._given(chat.messages)],
             tools=tools_of(chat.messages),
-            chat_template=self._template,
+            chat_template=self._template(chat.messages),
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )
@@ -278,9 +279,12 @@ class ChatTemplate:
         """The chat as the template writes it."""
         return self._rendered(self._given(messages))
 
-    def _rendered(self, messages: Sequence[Message]) -> str:
+    def _rendered(self, messages: Sequence[Message], template: str | None = None) -> str:
         return self.tokenizer.apply_chat_template(
-            list(messages), tools=tools_of(messages), chat_template=self._template, tokenize=False
+            list(messages),
+            tools=tools_of(messages),
+            chat_template=template or self._template(messages),
+            tokenize=False,
         )
 
     def _given(self, messages: Sequence[Message]) -> list[Message]:
@@ -297,22 +301,24 @@ class ChatTemplate:
         )
         return objects if any(twice in written for twice in encoded) else list(messages)
 
-    @cached_property
-    def _frame(self) -> list[str]:
+    def _frame(self, template: str) -> list[str]:
         """Added tokens that are not special, and that the template writes around messages.
 
         Their names in messages stay text, as those of special tokens do. Others that it has,
         <think> and <tool_call> among them, are what assistants write.
         """
-        asked, said = (SAID.format(number=number) for number in range(2))
-        user = {"role": "user", "content": asked}
-        try:
-            whole = self._text([user, {"role": "assistant", "content": said}])
-            around = self._text([user]) + whole.rpartition(said)[2]
-        except (jinja2.TemplateError, *REFUSALS):  # it says so of the chats themselves
-            return []
-        added = self.tokenizer.added_tokens_decoder.values()
-        return [t.content for t in added if not t.special and t.content in around]
+        if template not in self._frames:
+            asked, said = (SAID.format(number=number) for number in range(2))
+            user = {"role": "user", "content": asked}
+            try:
+                whole = self._rendered([user, {"role": "assistant", "content": said}], template)
+                around = self._rendered([user], template) + whole.rpartition(said)[2]
+            except (jinja2.TemplateError, *REFUSALS):  # it says so of the chats themselves
+                around = ""
+            added = self.tokenizer.added_tokens_decoder.values()
+            marks = [t.content for t in added if not t.special and t.content in around]
+            self._frames[template] = marks
+        return self._frames[template]
 
     def _written(
         self, messages: list[Message], *, has_marks: bool = True, **options: bool
@@ -321,13 +327,13 @@ class ChatTemplate:
             remedy = "the tokenizer has none; give it one, or read the records with a template "
             remedy += "of the text's own: template: '{prompt} {response}'"
             raise InputError(Fault("chat_template", None, remedy))
-        before = self.tokenizer.chat_control_tokens
-        self.tokenizer.chat_control_tokens = self._frame if has_marks else before
+        before, template = self.tokenizer.chat_control_tokens, self._template(messages)
+        self.tokenizer.chat_control_tokens = self._frame(template) if has_marks else before
         try:
             out = self.tokenizer.apply_chat_template(
                 self._given(messages),
                 tools=tools_of(messages),
-                chat_template=self._template,
+                chat_template=template,
                 return_dict=True,
                 sanitize_control_tokens=True,
                 **options,
@@ -336,9 +342,10 @@ class ChatTemplate:
             self.tokenizer.chat_control_tokens = before
         return list(out["input_ids"])
 
-    @property
-    def _template(self) -> str:
-        return on_one_day(self.tokenizer.get_chat_template(self.template))
+    def _template(self, messages: Sequence[Message]) -> str:
+        """What writes them: of several, that for chats with tools where there are any."""
+        tools = tools_of(messages)
+        return on_one_day(self.tokenizer.get_chat_template(self.template, tools=tools))
 
 
 def on_one_day(template: str) -> str:

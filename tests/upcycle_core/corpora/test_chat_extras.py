@@ -222,6 +222,28 @@ def test_arguments_that_are_no_json_object_go_to_the_template_as_they_are(tokeni
         assert f": {json.dumps(arguments)}}}</tool_call>" in tokenizer.decode(found.ids)
 
 
+def test_of_several_templates_the_one_for_tools_writes_chats_that_have_some(tokenizer):
+    """As transformers does, though the default one leaves no tool out either."""
+    frame = "<|role|>"
+    tokenizer.add_tokens([AddedToken(frame, special=False, normalized=False)])
+    tool_use = "for tools:" + THINKS.replace("<|im_start|>", frame)
+    tokenizer.chat_template = {"default": THINKS, "tool_use": tool_use}
+    for name in ("fields", "silent", "thinks"):
+        messages = messages_of(RECORDS[name], "here")
+        messages[0]["content"] += f" {frame}"  # text, as the frame's other names are
+        chat = Conversation(messages, "here")
+        (found,) = encoded([chat], tokenizer)
+        own = tokenizer.apply_chat_template(
+            messages, tools=messages[0].get("tools"), tokenize=False
+        )
+        assert tokenizer.decode(found.ids) == own
+        has_tools = name != "thinks"
+        assert own.startswith("for tools:") == has_tools
+        marks = found.ids.count(tokenizer.convert_tokens_to_ids(frame))
+        assert marks == (3 if has_tools else 1)
+        assert tokenizer.decode(_Encoder(tokenizer).encode(chat).ids) + "\n" == own
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
