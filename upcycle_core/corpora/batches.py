@@ -136,16 +136,17 @@ class PackedSequences(Dataset):
 
     def _epoch(self, domain: int, epoch: int, start: int, stop: int) -> np.ndarray:
         """Tokens ``start`` to ``stop`` of one pass over a domain's documents, int64."""
-        corpus = self.corpora[domain]
-        read, end = corpus.document, corpus.eos_id
-        if self.loss == "responses":
-            read, end = corpus.marked, ~corpus.eos_id
+        corpus, counts_all = self.corpora[domain], self.loss == "all"
+        read = corpus.document if counts_all else corpus.marked
         order, ends = self._order(domain, epoch)
         first = int(np.searchsorted(ends, start, side="right"))
         last = int(np.searchsorted(ends, stop, side="left"))
         pieces: list[np.ndarray] = []
         for place in range(first, last + 1):
-            pieces += [read(order[place]), np.array([end])]
+            document = order[place]
+            is_learnt = counts_all or corpus.ends_response(document)
+            end = corpus.eos_id if is_learnt else ~corpus.eos_id
+            pieces += [read(document), np.array([end])]
         before = int(ends[first - 1]) if first else 0
         return np.concatenate(pieces, dtype=np.int64)[start - before : stop - before]
 

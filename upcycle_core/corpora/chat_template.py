@@ -43,12 +43,14 @@ class Encoded(NamedTuple):
         responses: Which tokens are responses, their end tokens included; None of a text, and of a
             chat whose template does not tell.
         prefix: Ids before its text that stand for none of its bytes: a beginning-of-sequence token.
+        is_open: Whether it is a chat that ends in a response, and that with no end token.
     """
 
     ids: Sequence[int]
     size: int
     responses: Sequence[bool] | None = None
     prefix: int = 0
+    is_open: bool = False
 
 
 class ChatTemplate:
@@ -84,11 +86,12 @@ class ChatTemplate:
         except InputError:
             responses = None
         before = self.before(ids)
+        is_open = bool(responses and responses[-1]) and self._is_open(chat, ids)
         if responses is not None:
             responses = [*[False] * len(before), *responses]
         whole = [*before, *ids]
         prefix = int(whole[:1] == [self.tokenizer.bos_token_id])
-        return Encoded(whole, len(whole_text(chat.messages).encode()), responses, prefix)
+        return Encoded(whole, len(whole_text(chat.messages).encode()), responses, prefix, is_open)
 
     def before(self, ids: list[int]) -> list[int]:
         """What stands before a chat of these ``ids``: the prefix, where they lack it."""
@@ -176,6 +179,13 @@ class ChatTemplate:
                 return len(ids)
             stop -= 1
         return stop
+
+    def _is_open(self, chat: Conversation, ids: list[int]) -> bool:
+        """Whether it ends in text: in no end token, nor what the template has for one."""
+        frame = self._frame(self._template(chat.messages))
+        ends = self.special.union(self.tokenizer.convert_tokens_to_ids(frame))
+        last = (i for i in reversed(ids) if i in ends or self.tokenizer.decode([i]).strip())
+        return next(last, None) not in ends
 
     def _marked(self, chat: Conversation, ids: list[int]) -> list[bool]:
         """Where the template says that the assistant speaks, and the end token behind."""

@@ -36,6 +36,7 @@ class TokenCorpus:
         self.vocabulary_size: int = facts["vocabulary_size"]
         self.unmarked: int | None = facts.get("unmarked")
         self.prefix: int = facts.get("prefix", 0)
+        self.ends: list[int] | None = facts.get("ends")
         if size != self.offsets[-1] * self.dtype.itemsize:
             remedy = f"tokens.bin has {size} bytes for {self.offsets[-1]} tokens of {self.dtype}"
             raise InputError(
@@ -86,6 +87,14 @@ class TokenCorpus:
         """Token ids of one document, ``[tokens]`` int64, ``~id`` where it is no response."""
         ids = self.document(index).astype(np.int64)
         return np.where(self.responses[self.offsets[index] : self.offsets[index + 1]], ids, ~ids)
+
+    def ends_response(self, index: int) -> bool:
+        """Whether what packing puts after a document ends its last response, which has no end token
+        of its own."""
+        last = int(self.offsets[index + 1]) - 1
+        if self.ends is None or last < self.offsets[index]:
+            return False
+        return bool(self.responses[last]) and int(self.tokens[last]) not in self.ends
 
     def __reduce__(self):  # workers map the file themselves instead of receiving its content
         return type(self), (self.directory,)

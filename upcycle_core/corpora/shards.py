@@ -117,13 +117,15 @@ def write_split(
         directory: Fresh directory for tokens.bin, offsets.npy, bytes.npy and split.json; of chats
             responses.bin, too, a byte a token.
         documents: Token ids and UTF-8 bytes of each document; of chats, the responses; the ids
-            before each text, which split.json tells where there are any.
+            before each text, which split.json tells where there are any. Where chats end in a
+            response without an end token, it tells the end tokens of the others.
         eos_id: The token that packing puts after each document.
         vocabulary_size: V; decides between uint16 and uint32.
     """
     directory.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype("<u2" if vocabulary_size <= 1 << 16 else "<u4")
     lengths, sizes, unmarked, prefixes = array("q", [0]), array("q", [0]), 0, set[int]()
+    ends, is_open = set[int](), False
     marks = directory / "responses.bin"
     with (directory / "tokens.bin").open("wb") as file, marks.open("wb") as responses:
         for document in starmap(Encoded, documents):
@@ -131,17 +133,26 @@ def write_split(
                 unmarked += 1
             else:
                 responses.write(bytes(document.responses))
+                is_open |= document.is_open
+                if document.ids and document.responses[-1] and not document.is_open:
+                    ends.add(int(document.ids[-1]))
             file.write(np.asarray(document.ids, dtype=dtype).tobytes())
             lengths.append(len(document.ids))
             sizes.append(document.size)
             prefixes.add(document.prefix)
     np.save(directory / "offsets.npy", np.cumsum(lengths, dtype=np.int64))
     np.save(directory / "bytes.npy", np.cumsum(sizes, dtype=np.int64))
-    facts = {"dtype": dtype.str, "eos_id": eos_id, "vocabulary_size": vocabulary_size}
+    facts: dict[str, Any] = {
+        "dtype": dtype.str,
+        "eos_id": eos_id,
+        "vocabulary_size": vocabulary_size,
+    }
     if prefix := min(prefixes, default=0):
         facts["prefix"] = prefix
     if unmarked < len(sizes) - 1:
         facts["unmarked"] = unmarked
+    if is_open:
+        facts["ends"] = sorted(ends)
     if facts.get("unmarked") != 0:
         marks.unlink()
     (directory / "split.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

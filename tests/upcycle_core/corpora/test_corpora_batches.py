@@ -266,6 +266,25 @@ def test_loss_on_responses_leaves_prompts_and_separators_out(tmp_path):
     assert pickle.loads(pickle.dumps(rows))[5]["labels"].tolist() == rows[5]["labels"].tolist()
 
 
+def test_the_separator_is_learnt_where_a_response_has_no_end_token_of_its_own(tmp_path):
+    """Else the model never learns to stop."""
+    end = 7
+    open_chat, ended, asks = [5, 6, 8], [5, 6, end], [5, 6, 9]
+    chats = [
+        Encoded(open_chat, 3, [False, True, True], is_open=True),
+        Encoded(ended, 3, [False, True, True]),
+        Encoded(asks, 3, [False, True, False]),
+        Encoded([], 0, []),
+    ]
+    write_split(tmp_path, chats, eos_id=EOS, vocabulary_size=2000)
+    options = {"sequence_length": 13, "count": 4, "seed": 3, "loss": "responses"}
+    for row in packed_sequences([TokenCorpus(tmp_path)], **options):
+        ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
+        learnt = {ids[i - 1] for i in range(1, 13) if ids[i] == EOS and labels[i] == EOS}
+        assert learnt == {8}
+        assert ids.count(EOS) == 4
+
+
 def test_every_sequence_has_a_response_though_prompts_are_longer_than_it(tmp_path):
     draw = np.random.default_rng(0)
     chats = [(draw.integers(1, 99, 84).tolist(), 84, [False] * 80 + [True] * 4) for _ in range(9)]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from chat import CHATML, LLAMA3, save_chat_tokenizer
 from tokenizers import (
+    AddedToken,
     Regex,
     Tokenizer,
     decoders,
@@ -16,6 +17,7 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from upcycle_core.corpora.batches import packed_sequences
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source
 from upcycle_core.corpora.conversations import Conversation
 from upcycle_core.corpora.documents import write_documents
@@ -324,6 +326,34 @@ def test_a_chat_s_answer_ends_where_the_template_ends_it(tmp_path):
     assert answer_ends(tokenizer, model, chat=False) == own
     assert end in answer_ends(tokenizer, model, chat=True)[2:]
     assert answer_ends(tokenizer, model, chat=True)[:2] == own
+
+
+ROLES = "{% for m in messages %}{{ m.role + ': ' + m.content }}END{% endfor %}"
+ROLES += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("end", "is_learnt"),
+    [("\n", True), ("<|im_end|>", False), ("<|im_end|>\n", False), ("<end_of_turn>\n", False)],
+)
+def test_what_packing_puts_behind_a_chat_is_learnt_where_the_template_ends_none(
+    tmp_path, end, is_learnt
+):
+    """A template with an end token, special or not, gives the split that it always gave."""
+    template = ROLES.replace("END", end.replace("\n", "{{ '\n' }}"))
+    directory = save_chat_tokenizer(tmp_path / "tokenizer", "chatml", template=template)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.add_tokens([AddedToken("<end_of_turn>", special=False, normalized=False)])
+    chats = [conversation("a", "b", "c", "d"), conversation("e", "f <end_of_turn> g")]
+    write_split(tmp_path / "out", encoded(chats, tokenizer), eos_id=0, vocabulary_size=400)
+    facts = json.loads((tmp_path / "out" / "split.json").read_text())
+    assert facts.get("ends") == ([] if is_learnt else None)
+    corpus = TokenCorpus(tmp_path / "out")
+    (row,) = packed_sequences(
+        [corpus], sequence_length=len(corpus.tokens) + 2, count=1, seed=0, loss="responses"
+    )
+    separators = row["labels"][row["input_ids"] == 0]
+    assert separators.tolist() == [0 if is_learnt else -100] * 2
 
 
 def marked_one(tokenizer):
