@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from upcycle_core.checkpoints.tokenizer import load_tokenizer
+from upcycle_core.checkpoints.tokenizer import load_tokenizer, token_ids
 from upcycle_core.corpora.batches import NO_LOSS
 from upcycle_core.corpora.chat_template import SAID, ChatTemplate
 from upcycle_core.corpora.config import Bos
@@ -99,7 +99,10 @@ class InstructionRows(Dataset):
         )
         self.sequence_length, self.count, self.seed = sequence_length, count, seed
         encoder = _Encoder(tokenizer, bos)
-        self.pad_id = encoder.pad_id
+        pad_id = encoder.tokenizer.pad_token_id
+        # One that its settings alone name is of no model: its id has no row in an embedding.
+        is_known = pad_id in token_ids(Path(tokenizer)).ids.values()
+        self.pad_id: int = pad_id if is_known else encoder.end_id
         conversations = read_conversations([Path(file) for file in files])
         fits: list[bool] = []
         self.cut = 0
@@ -299,8 +302,6 @@ class _Encoder:
         if self.end_id is None:
             remedy = "it has no end-of-sequence token to end responses with; set its eos_token"
             raise InputError(Fault("tokenizer", self.tokenizer.name_or_path, remedy))
-        pad_id = self.tokenizer.pad_token_id
-        self.pad_id: int = self.end_id if pad_id is None else pad_id
         prefix = prefix_ids(self.tokenizer, bos) if bos == "always" else ()
         plain = None if self.tokenizer.chat_template else plain_template(self.tokenizer, bos)
         self.template = ChatTemplate(self.tokenizer, prefix=prefix, template=plain)

@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from chat import save_chat_tokenizer
+from forms import change_json
 from pico import save_pico_tokenizer
 from transformers import AutoTokenizer
 
@@ -226,6 +227,19 @@ def test_a_beginning_of_sequence_token_stays_where_a_prompt_is_cut(tmp_path, tok
         end = whole.ids[len(whole.ids) - length + 1 :]
         kept = encode_prompt(tokenizer, "abcdefgh", max_tokens=length)
         assert kept == ([END, *end], len(whole.ids) - length)
+
+
+def test_rows_are_padded_with_a_token_that_the_model_has(tmp_path, tokenizer):
+    """Settings that name another one have transformers add it behind all rows of the embedding."""
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "hi", "response": "ok"})
+    settings = tokenizer / "tokenizer_config.json"
+    known = len(AutoTokenizer.from_pretrained(tokenizer))
+    for named, padding in (("<|pad|>", PAD), ("[PAD]", END), (None, END)):
+        change_json(settings, pad_token=named)
+        _, (row,) = rows_of(file, tokenizer, 20)
+        assert row["input_ids"][-1] == padding
+    change_json(settings, pad_token="[PAD]")
+    assert AutoTokenizer.from_pretrained(tokenizer).pad_token_id == known
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 8])
