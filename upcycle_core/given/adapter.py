@@ -211,7 +211,8 @@ def merge_adapter(adapter: Adapter, base: Path, out: Path) -> None:
     is_missing = bool(head) and LM_HEAD not in reader.tensors
     is_parted = bool(head) and not _has_one_vocabulary(adapter)
     sources = {name: name for name in reader.tensors} | ({LM_HEAD: EMBEDDING} if is_missing else {})
-    raise_faults(_base_faults(adapter, reader, sources))
+    whole = _whole(adapter, is_tied=is_missing or config.get("tie_word_embeddings") is True)
+    raise_faults(_base_faults(adapter, whole, reader, sources))
     if not adapter.adds and all(
         torch.equal(adapter.tensor(own), reader.tensor(sources[name]))
         for name, own in adapter.replaced.items()
@@ -220,13 +221,13 @@ def merge_adapter(adapter: Adapter, base: Path, out: Path) -> None:
         raise InputError(Fault("adapter", str(adapter.directory), remedy))
 
     def produce(name: str) -> Tensor:
-        own = adapter.replaced.get(name)
+        own = whole.get(name)
         dtype = reader.tensors[sources[name]].dtype
         start = reader.tensor(sources[name]) if own is None else adapter.tensor(own).to(dtype)
         return adapter.merged(name, start)
 
     def shape(name: str) -> tuple[int, ...]:
-        own = adapter.replaced.get(name)
+        own = whole.get(name)
         return reader.tensors[sources[name]].shape if own is None else adapter.shape(own)
 
     if is_missing and not is_parted:
@@ -241,14 +242,29 @@ def merge_adapter(adapter: Adapter, base: Path, out: Path) -> None:
     write_json(out / "config.json", config)
     if (base / "generation_config.json").is_file():
         write_text(out / "generation_config.json", (base / "generation_config.json").read_text())
-    brings_words = any((adapter.directory / name).is_file() for name in VOCABULARIES)
-    copy_tokenizer(adapter.directory if brings_words else base, out)
-    if not brings_words:  # it may bring a chat template alone
-        for name in tokenizer_files(adapter.directory):
+    _copy_words(adapter.directory, base, out)
+    write_given_as(out, _said(adapter))
+
+
+def _copy_words(directory: Path, base: Path, out: Path) -> None:
+    """The adapter's tokenizer, or the base's with a chat template of the adapter's."""
+    brings_words = any((directory / name).is_file() for name in VOCABULARIES)
+    copy_tokenizer(directory if brings_words else base, out)
+    if not brings_words:
+        for name in tokenizer_files(directory):
             if "chat_template" in str(name):
                 (out / name).parent.mkdir(exist_ok=True)
-                write_text(out / name, (adapter.directory / name).read_text(encoding="utf-8"))
-    write_given_as(out, _said(adapter))
+                write_text(out / name, (directory / name).read_text(encoding="utf-8"))
+
+
+def _whole(adapter: Adapter, *, is_tied: bool) -> dict[str, str]:
+    """Tensors of the adapter that take the place of the base's, by the base's name.
+
+    Beside LoRA of a longer embedding peft saves what that had, once: a tied head has the same.
+    """
+    own = adapter.replaced.get(EMBEDDING, "")
+    shares = is_tied and WRAPPED in own and LM_HEAD not in adapter.replaced
+    return adapter.replaced | ({LM_HEAD: own} if shares else {})
 
 
 def _has_one_vocabulary(adapter: Adapter) -> bool:
@@ -273,15 +289,18 @@ def _said(adapter: Adapter) -> str:
 
 
 def _base_faults(
-    adapter: Adapter, reader: CheckpointReader, sources: Mapping[str, str]
+    adapter: Adapter,
+    whole: Mapping[str, str],
+    reader: CheckpointReader,
+    sources: Mapping[str, str],
 ) -> Iterator[Fault]:
     """Where the adapter does not fit the base, in one fault; a vocabulary that is half resized."""
     shapes = {name: reader.tensors[source].shape for name, source in sources.items()}
-    for name in {EMBEDDING, LM_HEAD} & shapes.keys() & adapter.replaced.keys():
-        rows, *columns = adapter.shape(adapter.replaced[name])
+    for name in {EMBEDDING, LM_HEAD} & shapes.keys() & whole.keys():
+        rows, *columns = adapter.shape(whole[name])
         if columns == list(shapes[name][1:]):  # tokens were added
             shapes[name] = (rows, *columns)
-    touched = {name: adapter.shape(own) for name, own in adapter.replaced.items()}
+    touched = {name: adapter.shape(own) for name, own in whole.items()}
     touched |= {name: adapter.shape(own) for name, (own, _) in adapter.bias.items()}
     misfits = []
     for name, shape in [*touched.items(), *adapter.product_shapes().items()]:
