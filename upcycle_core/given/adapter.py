@@ -41,6 +41,8 @@ WITHOUT_EFFECT = frozenset(
         *("modules_to_save", "bias", "lora_bias"),
         # peft lays it aside for linear layers, and our families have no others.
         "fan_in_fan_out",
+        # The head then has the embedding's tensors, and the file has them for both.
+        "ensure_weight_tying",
         # Of training and of how peft loads it.
         *("task_type", "auto_mapping", "peft_version", "inference_mode", "lora_dropout"),
         *("megatron_core", "runtime_config", "loftq_config", "eva_config", "corda_config"),
@@ -194,7 +196,7 @@ def merge_adapter(adapter: Adapter, base: Path, out: Path) -> None:
 
     Weights have the base's type; sums are at least fp32. The tokenizer is the adapter's own where
     it brings one. A tied head stays tied unless the adapter touches the head or the embedding: the
-    model that was trained then has two matrices, or the adapter brings both whole and the same.
+    model that was trained then has two matrices, or the adapter does the same to both.
 
     Args:
         adapter: What to merge.
@@ -268,12 +270,20 @@ def _whole(adapter: Adapter, *, is_tied: bool) -> dict[str, str]:
 
 
 def _has_one_vocabulary(adapter: Adapter) -> bool:
-    """Whether head and embedding are there whole and the same, as peft saves a resized tied one."""
-    ends = [adapter.replaced.get(name) for name in (EMBEDDING, LM_HEAD)]
-    if None in ends or {EMBEDDING, LM_HEAD} & adapter.low_rank.keys():
+    """Whether what is done to head and embedding is the same, as peft saves a tied one that it
+    resized, or whose two ends it was to keep tied."""
+    one, other = (adapter.replaced.get(name) for name in (EMBEDDING, LM_HEAD))
+    if (one is None) != (other is None):
         return False
-    embedding, head = (adapter.tensor(str(own)) for own in ends)
-    return torch.equal(embedding, head)
+    if one and other and not torch.equal(adapter.tensor(one), adapter.tensor(other)):
+        return False
+    embedding, head = (adapter.low_rank.get(name) for name in (EMBEDDING, LM_HEAD))
+    if embedding is None or head is None:
+        return embedding is head
+    # (B A)^T of the one is B A of the other.
+    crossed = ((embedding.a, head.b), (embedding.b, head.a))
+    is_same = all(torch.equal(adapter.tensor(a).T, adapter.tensor(b)) for a, b in crossed)
+    return is_same and embedding.scaling == head.scaling
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -153,6 +153,39 @@ def test_an_untied_head_that_the_adapter_does_not_bring_is_asked_for(tmp_path, b
     refused(adapter, base, tmp_path / "out", r"would have \[96, 100\] rows; save both")
 
 
+@pytest.mark.parametrize("rows", [96, 100])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"]},
+    ],
+    ids=["adapted", "whole", "neither"],
+)
+def test_ends_that_were_kept_tied_stay_tied(tmp_path, ways, rows):
+    base = save_pico(tmp_path / "base", tie_word_embeddings=True)
+    start = longer(base, tmp_path / "longer", rows)
+    adapter, tuned = save_adapter(tmp_path / "adapter", start, ensure_weight_tying=True, **ways)
+    save_pico_tokenizer(adapter, rows)
+    is_touched = len(load_file(adapter / ADAPTER_WEIGHTS)) > 4
+    ours = merged(adapter, base if is_touched else start, tmp_path / "out")
+    assert "lm_head.weight" not in ours
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (found.config.tie_word_embeddings, found.config.vocab_size) == (True, rows)
+    # The same sums in another order: logits are some hundreds where the head has LoRA.
+    torch.testing.assert_close(logits(found), logits(tuned), atol=1e-4, rtol=1e-4)
+
+
+def test_ends_that_were_adapted_apart_are_two(tmp_path):
+    base = save_pico(tmp_path / "base", tie_word_embeddings=True)
+    names = ["embed_tokens", "lm_head", "q_proj"]
+    adapter, tuned = save_adapter(tmp_path / "adapter", base, target_modules=names)
+    assert "lm_head.weight" in merged(adapter, base, tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(found), logits(tuned), atol=1e-4, rtol=1e-4)
+
+
 def test_added_tokens_come_along(tmp_path, base):
     model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(100)
