@@ -15,10 +15,10 @@ from upcycle_core.corpora.calls import function_name, tools_of, with_objects
 from upcycle_core.corpora.conversations import (
     EXTRAS,
     LISTS,
-    THOUGHT,
-    THOUGHTS,
+    OPENING,
     Conversation,
     Message,
+    thoughts_of,
     whole_text,
 )
 from upcycle_core.errors import Fault, InputError
@@ -189,14 +189,10 @@ class ChatTemplate:
 
     def _marked(self, chat: Conversation, ids: list[int]) -> list[bool]:
         """Where the template says that the assistant speaks, and the end token behind."""
-        remedy = (
-            "the tokenizer's chat template writes this conversation so that its start is not what "
-            "the model is asked; split it into records of one response each"
-        )
         template = self._template(chat.messages)
         if not GENERATION_BLOCK.search(template):
-            remedy += ", or mark the assistant's text in the template with {% generation %}"
-            raise InputError(Fault("chat_template", chat.place, remedy))
+            more = "mark the assistant's text in the template with {% generation %}"
+            raise self._untold(chat, ids, more)
         out = self.tokenizer.apply_chat_template(
             self._given(chat.messages),
             tools=tools_of(chat.messages),
@@ -208,13 +204,27 @@ class ChatTemplate:
         is_same = list(out["input_ids"]) == ids
         marks = out["assistant_masks"] if is_same else self._marks_of_text(chat, ids)
         if marks is None:
-            remedy += ", or take the names of control tokens out of it"
-            raise InputError(Fault("chat_template", chat.place, remedy))
+            raise self._untold(chat, ids, "take the names of control tokens out of it")
         found = [bool(mark) for mark in marks]
         for i in range(1, len(ids)):
             behind = found[i - 1] and ids[i - 1] not in self.special
             found[i] = found[i] or (behind and ids[i] in self.special)
         return found
+
+    def _untold(self, chat: Conversation, ids: list[int], more: str) -> InputError:
+        """That where responses begin is not told, and what to do, with one thing ``more``."""
+        before = self._written(chat.messages[:-1], add_generation_prompt=True)
+        opens = self.tokenizer.decode(before).rstrip().endswith(OPENING)
+        if opens and self._start_of_response(before, ids) is None:
+            remedy = (
+                f"opens a thought ({OPENING}) where it asks, and writes none here; take that out "
+            )
+            remedy += "of its generation prompt, give the response a thought if it writes those"
+        else:
+            remedy = "writes this conversation so that its start is not what the model is asked; "
+            remedy += "split it into records of one response each"
+        remedy = f"the tokenizer's chat template {remedy}, or {more}"
+        return InputError(Fault("chat_template", chat.place, remedy))
 
     def _marks_of_text(self, chat: Conversation, ids: list[int]) -> list[bool] | None:
         """The same from where the marks stand in the text; None where ids do not give it back."""
@@ -270,7 +280,7 @@ class ChatTemplate:
         thought, for earlier thoughts are dropped by design; of all which functions are called, and
         which there are.
         """
-        thoughts = list(_thoughts(messages[-1]))
+        thoughts = list(thoughts_of(messages[-1]))
         names = {
             name: [function_name(call) for message in messages for call in message.get(name, ())]
             for name in LISTS
@@ -361,14 +371,6 @@ class ChatTemplate:
 def on_one_day(template: str) -> str:
     """A chat template on one day: what a text's tokens are does not depend on the date."""
     return DAY + template if "strftime_now" in template else template
-
-
-def _thoughts(message: Message) -> Iterator[str]:
-    """What a response thinks, as a field or before the mark that ends thoughts."""
-    yield from (message[name] for name in THOUGHTS if message.get(name))
-    thought, mark, _ = message["content"].rpartition(THOUGHT)
-    if mark and thought.removeprefix("<think>").strip():
-        yield thought.removeprefix("<think>")
 
 
 @contextmanager

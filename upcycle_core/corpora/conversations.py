@@ -30,8 +30,8 @@ PARTS = (*BEFORE_FIELDS, *PROMPT_FIELDS, *MATERIAL_FIELDS, *RESPONSE_FIELDS)
 FIELDS = ("messages", "tools", *PARTS)
 THOUGHTS = ("reasoning_content", "thinking")
 """Of a message: what its writer thought, by the two names that templates have for it."""
-THOUGHT = "</think>"
-"""Behind what a response thinks, before what it says."""
+OPENING, THOUGHT = "<think>", "</think>"
+"""Before what a response thinks, and behind it, before what it says."""
 LISTS = ("tool_calls", "tools")
 """Of a message: which functions it calls; of the first, which there are. Lists of objects, or JSON
 of such, as columns of one type hold them."""
@@ -120,6 +120,14 @@ def present(row: dict[str, Any]) -> dict[str, Any]:
 def joined(messages: Sequence[Message]) -> str:
     """What was said, without who said it: an empty line between messages."""
     return "\n\n".join(message["content"] for message in messages if message["content"])
+
+
+def thoughts_of(message: Message) -> Iterator[str]:
+    """What a response thinks, as a field or before the mark that ends thoughts."""
+    yield from (message[name] for name in THOUGHTS if message.get(name))
+    thought, mark, _ = message["content"].rpartition(THOUGHT)
+    if mark and thought.removeprefix(OPENING).strip():
+        yield thought.removeprefix(OPENING)
 
 
 def without_thoughts(text: str) -> str:

@@ -320,6 +320,37 @@ def test_earlier_thoughts_may_be_dropped(tokenizer):
     assert tokenizer.decode(found.ids).count("well") == 1
 
 
+OPENS = CUTS.replace("'<|im_start|>assistant'", "'<|im_start|>assistant<think>\\n'")
+"""Opens a thought where it asks, and writes none, as R1's does."""
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_who_trains_on_answers_is_told_of_a_thought_that_the_template_opens(tokenizer, turns):
+    """Records of one response each are refused for the same reason."""
+    chat = Conversation(messages_of(asked_and(content="yes"), "x") * turns, "line 3")
+    tokenizer.chat_template = OPENS
+    with pytest.raises(InputError, match=r"opens a thought \(<think>\)") as caught:
+        _Encoder(tokenizer).encode(chat)
+    assert "split" not in str(caught.value)
+    marked = "}}{% if m.role != 'user' %}{% generation %}{{- m.content + '<|im_end|>' }}"
+    marked += "{% endgeneration %}{% else %}{{- m.content + '<|im_end|>' }}{% endif %}"
+    written = OPENS[OPENS.index(" + m.content") : OPENS.index("{%- endfor")]
+    mended = [OPENS.replace("<think>\\n", ""), OPENS.replace(written, marked)]
+    for template in mended:
+        tokenizer.chat_template = template
+        row = _Encoder(tokenizer).encode(chat)
+        learnt = [index for index, loss in zip(row.ids, row.loss, strict=True) if loss]
+        assert tokenizer.decode(learnt) == "yes<|im_end|>" * turns
+    tokenizer.chat_template = OPENS.replace(".split('</think>')[-1]", "")
+    thought = "<think>\nwell\n</think>\nyes"
+    row = _Encoder(tokenizer).encode(
+        Conversation(messages_of(asked_and(content=thought), "x"), "line 3")
+    )
+    assert tokenizer.decode([i for i, loss in zip(row.ids, row.loss, strict=True) if loss]) == (
+        thought.removeprefix("<think>\n") + "<|im_end|>"
+    )
+
+
 def test_an_answer_is_what_is_said_behind_what_the_template_opens_it_with(tokenizer):
     opening = response_opening(tokenizer)
     assert opening == "<think>\n\n</think>"
