@@ -1,5 +1,9 @@
 """Stage ``experts``: one expert a domain, trained from the seed, continued, or given."""
 
+import shutil
+
+import torch
+
 from infra.cluster.calls import near
 from infra.recipe.schema import Recipe
 from tasks.data.asked import say_lacking
@@ -9,7 +13,10 @@ from tasks.engine.params import expert_keys, is_trained
 from tasks.engine.pinned import REBUILD
 from tasks.engine.stage import StageRun, stage
 from tasks.training import Texts, train_one, train_piece
+from upcycle_core.backbone.form import Form, write_in_form
+from upcycle_core.backbone.write import weights_type
 from upcycle_core.checkpoints.copy import copy_checkpoint
+from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.errors import Fault, InputError
 
 
@@ -42,6 +49,25 @@ def experts(run: StageRun) -> None:
         seed=recipe.seed,
         device=run.device("experts"),
     )
+    _fit_to_backbone(run)
+
+
+def _fit_to_backbone(run: StageRun) -> None:
+    """Round a trained expert to the type of a backbone that stays, where that holds less."""
+    backbone = run.session.workspace.path("backbone")
+    if "backbone" not in run.recipe.pinned or not backbone.is_dir():
+        return  # the mean will have a type that holds all
+    kept, trained = (weights_type(CheckpointReader(place)) for place in (backbone, run.out))
+    if torch.promote_types(kept, trained) == kept:
+        return
+    name = str(kept).removeprefix("torch.")
+    said = f"weights rounded to {name}, the type of the backbone that stays"
+    run.session.log(f"{run.stage.label(run.item)}: {said}")
+    whole = run.out.rename(run.out.with_suffix(".whole"))
+    run.out.mkdir()
+    form = Form(dtype=kept, config={"dtype": name, "torch_dtype": name}, said=(said,))
+    near(write_in_form, whole, form, run.out, max_shard_bytes=run.recipe.moe.max_shard_bytes)
+    shutil.rmtree(whole)
 
 
 @stage(

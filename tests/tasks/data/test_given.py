@@ -14,15 +14,17 @@ from tasks.data import seed, tokenizer
 from tasks.data import sources as looked
 from tasks.dume import experts
 from tasks.engine.artifacts import FORMS
-from tasks.engine.stage import Session
+from tasks.engine.stage import Session, StageRun
 from tasks.engine.workspace import Workspace
 from tasks.recipes import validate
 from tasks.symphony import experts as strangers
 from tasks.symphony import sources as strange
 from tests.tasks.living.test_lineage import publish
-from upcycle_core.backbone.form import Form
+from upcycle_core.backbone.form import Form, changes
 from upcycle_core.checkpoints import known
 from upcycle_core.checkpoints.copy import PATTERNS, belongs
+from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.errors import InputError
 
 DOMAINS = ("letters", "numbers")
@@ -260,6 +262,35 @@ def test_ready_experts_have_the_type_in_which_training_ends(tmp_path, dtype, met
     assert all("(numbers) is fp32" in fault.remedy for fault in faults)
     values["domains"]["numbers"]["expert"] = str(save_pico(tmp_path / "other", seed=2))
     assert not looked.model_faults(validate(values), tmp_path / "models")
+
+
+@pytest.mark.parametrize("kept", ["bfloat16", "float32"])
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_trained_expert_takes_the_type_of_a_backbone_that_stays(
+    tmp_path, monkeypatch, kept, stays
+):
+    """A backbone in bf16 cannot hold fp32: that was said at the model, after the training."""
+    recipe = validate(pico_recipe(tmp_path, domains=DOMAINS))
+    workspace = Workspace(tmp_path / "home" / "pico")
+    save_pico(workspace.path("backbone"), dtype=kept)
+    if stays:
+        recipe = replace(recipe, lineage=Lineage(pinned={"backbone": "a"}))
+    monkeypatch.setattr(experts, "say_lacking", lambda *_, **__: None)
+    monkeypatch.setattr(experts, "train_one", lambda run, *_, **__: save_pico(run.out, seed=1))
+    session = Session(recipe, workspace, log=print)
+    out = workspace.stage("experts/letters")
+    run = StageRun(session, experts.experts, "letters", out=out, mark="", recorder=None)
+    experts.experts.function(run)
+    expert, trained = CheckpointReader(out), CheckpointReader(save_pico(tmp_path / "as", seed=1))
+    is_rounded = stays and kept == "bfloat16"
+    assert expert.config["dtype"] == ("bfloat16" if is_rounded else "float32")
+    for name in trained.tensors:
+        whole = trained.tensor(name)
+        assert torch.equal(expert.tensor(name), whole.bfloat16() if is_rounded else whole), name
+    said = "weights rounded to bfloat16, the type of the backbone that stays"
+    assert changes(out) == [said] * is_rounded
+    assert load_tokenizer(out) is not None
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 
 def test_joined_strangers_have_the_type_in_which_training_ends(tmp_path):
