@@ -16,6 +16,9 @@ from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.planning import memory
 from upcycle_core.precision import Precision
 
+ASKED = 3
+"""Pieces of a row's answers, one after the other: two splits, and a look at its structure."""
+
 
 def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     """A row a stage, in the order in which they run."""
@@ -50,7 +53,8 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     yield Planned(
         "answers",
         count,
-        count,
+        ASKED * count,
+        rounds=ASKED,
         read=count * size,
         flops=None,
         memory=held(tuning.precision),

@@ -1,7 +1,7 @@
 """Stage ``answers``: what a model answers to instructions that were held out, and its structure."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from infra.recipe.schema import Recipe, TuningConfig
 from tasks.engine.artifacts import ANSWERS
 from tasks.engine.stage import StageRun, stage
+from tasks.engine.workspace import take
 from tasks.scoring.architectures import register_architectures
 from tasks.simoe.rows import model_of, section, tuned
 from upcycle_core.checkpoints.load import load_causal_lm
@@ -21,12 +22,11 @@ from upcycle_core.evaluation.instructions.answers import answer
 from upcycle_core.evaluation.instructions.scores import (
     METRICS,
     SPLITS,
-    SplitScore,
+    Split,
     references_of,
     score_answers,
 )
 from upcycle_core.evaluation.instructions.structure import structure_of
-from upcycle_core.precision import Precision
 from upcycle_core.progress import Progress
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
 
@@ -45,13 +45,25 @@ def _params(recipe: Recipe, _row: str) -> Iterator[str]:
     each=tuned,
 )
 def answers(run: StageRun) -> None:
-    """Write ``answers.json`` and, an instance a line, ``seen.jsonl`` and ``unseen.jsonl``."""
-    arguments = answer_arguments(run.recipe, run.path)
-    run.run_one(answers_piece, "evaluation", **arguments, model=run.path(model_of(run.item)))
-    use = json.loads((run.out / ANSWERS).read_text()).get("use")
+    """Write ``answers.json`` and, an instance a line, ``seen.jsonl`` and ``unseen.jsonl``.
+
+    One piece after the other: what a killed flow has asked is not asked again.
+    """
+    arguments = answer_arguments(run.recipe, run.path) | {"model": run.path(model_of(run.item))}
+    asked = {
+        split: run.done(split, split_piece, "evaluation", split=split, **arguments)
+        for split in SPLITS
+    }
+    del arguments["max_new_tokens"]
+    looked = run.done("structure", structure_piece, "evaluation", **arguments)
+    for done in asked.values():
+        if done.result is not None:
+            take(done.path, run.out)
+    _write(run.out, {split: done.result for split, done in asked.items()}, looked.result)
     row = run.recipe.baselines.get(run.item)
     config = section(run.recipe) if row is None else row.simoe or SimoeUpcyclingConfig()
     by_token = config.routing == "token"
+    use = looked.result.get("use")
     for warning in Use.from_dict(use).warnings(by_token=by_token) if use else ():
         run.session.log(f"{run.item}: {warning}")
 
@@ -68,47 +80,50 @@ def answer_arguments(recipe: Recipe, path: Callable[[str], Path]) -> dict[str, A
     }
 
 
-def answers_piece(
+def split_piece(
     *,
     out: Path,
     progress: Progress,
+    split: Split,
     model: Path,
     instructions: Path,
     max_new_tokens: int,
-    batch_size: int,
-    precision: Precision,
-    bos: Bos,
-    device: str,
-) -> None:
-    """The piece: one model."""
+    **common: Any,
+) -> dict[str, Any] | None:
+    """The piece: one model's answers to one split; None, and no file, where it asks nothing."""
     register_architectures()
-    out.mkdir()
-    common: dict[str, Any] = {"batch_size": batch_size, "precision": precision, "bos": bos}
-    common |= {"device": device, "progress": progress}
-    scores: dict[str, SplitScore] = {}
-    rows: list[Mapping[str, Any]] = []
-    for split in SPLITS:
-        own = [json.loads(line) for line in (instructions / f"{split}.jsonl").open()]
-        if not own:
-            continue
-        found = answer(model, own, max_new_tokens=max_new_tokens, **common)
-        scores[split] = score_answers(found.texts, own, truncated=found.truncated)
-        with (out / f"{split}.jsonl").open("w") as file:
-            for row, text in zip(own, found.texts, strict=True):
-                said = {"id": row["id"], "category": row["category"], "prompt": row["prompt"]}
-                said |= {"references": references_of(row), "answer": text}
-                file.write(json.dumps(said, ensure_ascii=False) + "\n")
-        rows += own
-    values = {
-        "scores": {split: score.to_dict() for split, score in scores.items()},
-        "figures": {
-            f"{metric}_{split}": 100 * getattr(score, metric)
-            for split, score in scores.items()
-            for metric in METRICS
-        },
-        **_structure(model, rows, common),
+    own = _rows(instructions, split)
+    if not own:
+        return None
+    found = answer(model, own, max_new_tokens=max_new_tokens, progress=progress, **common)
+    score = score_answers(found.texts, own, truncated=found.truncated)
+    out.mkdir(exist_ok=True)
+    with (out / f"{split}.jsonl").open("w") as file:
+        for row, text in zip(own, found.texts, strict=True):
+            said = {"id": row["id"], "category": row["category"], "prompt": row["prompt"]}
+            said |= {"references": references_of(row), "answer": text}
+            file.write(json.dumps(said, ensure_ascii=False) + "\n")
+    figures = {f"{metric}_{split}": 100 * getattr(score, metric) for metric in METRICS}
+    return {"scores": score.to_dict(), "figures": figures}
+
+
+def structure_piece(
+    *, out: Path, progress: Progress, model: Path, instructions: Path, **common: Any
+) -> dict[str, Any]:
+    """The piece: one model's parameters, and what is to be seen in a SIMoE alone."""
+    register_architectures()
+    rows = [row for split in SPLITS for row in _rows(instructions, split)]
+    return _structure(model, rows, {**common, "progress": progress})
+
+
+def answers_piece(*, out: Path, progress: Progress, max_new_tokens: int, **common: Any) -> None:
+    """The piece: all of one model."""
+    common["progress"] = progress
+    asked = {
+        split: split_piece(out=out, split=split, max_new_tokens=max_new_tokens, **common)
+        for split in SPLITS
     }
-    (out / ANSWERS).write_text(json.dumps(values, indent=1) + "\n")
+    _write(out, asked, structure_piece(out=out, **common))
 
 
 def champion_piece(*, model: Path, bos: Bos, **arguments: Any) -> None:
@@ -120,8 +135,28 @@ def champion_piece(*, model: Path, bos: Bos, **arguments: Any) -> None:
     answers_piece(model=model, bos=bos if has_form else "never", **arguments)
 
 
+def _rows(instructions: Path, split: Split) -> list[dict[str, Any]]:
+    with (instructions / f"{split}.jsonl").open() as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _write(
+    out: Path, asked: Mapping[Split, Mapping[str, Any] | None], structure: Mapping[str, Any]
+) -> None:
+    """Write what ``split_piece`` and ``structure_piece`` have found."""
+    found = {split: one for split, one in asked.items() if one is not None}
+    values = {
+        "scores": {split: one["scores"] for split, one in found.items()},
+        "figures": {
+            name: value for one in found.values() for name, value in one["figures"].items()
+        },
+        **structure,
+    }
+    (out / ANSWERS).write_text(json.dumps(values, indent=1) + "\n")
+
+
 def _structure(
-    model: Path, rows: list[Mapping[str, Any]], common: Mapping[str, Any]
+    model: Path, rows: Sequence[Mapping[str, Any]], common: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Parameters, and what is to be seen in a SIMoE alone: of others no weight is read."""
     from upcycle_core.simoe.model.modeling_simoe import SimoeForCausalLM, gated_modules
