@@ -1,7 +1,7 @@
 """Stage ``compression``: quality against size, and the smallest model that is good enough."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
@@ -30,11 +30,15 @@ def _inputs(recipe: Recipe, item: str) -> list[str]:
     return [*first, *(f"sweeps/{row}" for row in section(recipe).models), "report"]
 
 
-@stage(
-    "compression",
-    _inputs,
-    params=lambda recipe, item: (*dume_keys(recipe), "compression", "baselines"),
-)
+def _params(recipe: Recipe, _item: str) -> Iterator[str]:
+    """Of baselines those that are compressed, and what tables call them."""
+    yield from (*dume_keys(recipe), "compression")
+    for row in section(recipe).models:
+        if row in recipe.baselines:
+            yield from (f"baselines.{row}", f"baselines.{row}.title")
+
+
+@stage("compression", _inputs, params=_params)
 def compression(run: StageRun) -> None:
     """Write ``report/``, and in ``model/`` the smallest checkpoint within the tolerance."""
     recipe, how = run.recipe, section(run.recipe)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.ders.compression import card_of
+from tasks.ders.compression import card_of, compression
 from tasks.recipes import validate
 from tests.pico import save_pico
 from tests.tasks.ders.test_ders_faults import VALID
@@ -32,3 +32,16 @@ def test_a_compressed_rival_is_not_called_dume(tmp_path, row, said):
     assert f"A Mixture-of-Experts {said}" in card
     assert ("| 0 | code |" in card) == ("2 dense" in said)
     assert (f"\n  {row}:\n    method: " in card) == (row != "dume")
+
+
+def test_a_baseline_that_is_not_compressed_decides_nothing():
+    def values(**changes):
+        rows = {name: {**row, **changes.get(name, {})} for name, row in ROWS.items()}
+        chosen = {**VALID["compression"], "models": ["dume", "joined"]}
+        recipe = {**VALID, "compression": chosen, "baselines": {**VALID["baselines"], **rows}}
+        return compression.values(validate(recipe), "")
+
+    longer = {"training": {"steps": 777}}
+    assert values(copies=longer, more={"title": "Another"}) == values()
+    assert values(joined=longer) != values()
+    assert values(joined={"title": "Another"}) != values()
