@@ -9,6 +9,7 @@ from tasks.ders.section import section
 from tasks.engine.workspace import fingerprint
 from tasks.release.register import Registrar
 from tasks.release.versions import (
+    BARE_TAG,
     COMPRESSED_TAG,
     DECISION_TAG,
     MODEL_TAG,
@@ -16,6 +17,7 @@ from tasks.release.versions import (
     compressed_name,
     offered,
 )
+from upcycle_core.checkpoints.card import MODEL_CARD
 from upcycle_core.checkpoints.hashing import tree_digest
 
 
@@ -33,9 +35,11 @@ def register_compressed(registrar: Registrar) -> Outcome | None:
     if not (folder / MODEL).exists():
         return None
     memory = registrar.session.workspace.known
-    digest = fingerprint(tree_digest(folder / MODEL, known=memory))
-    name = compressed_name(recipe)
-    known = offered(registrar.registry, name, {digest}, recipe=recipe.name, compressed=True)
+    files = tree_digest(folder / MODEL, known=memory)
+    # The tolerance, and what else is measured, changes the card alone.
+    bare = fingerprint({file: digest for file, digest in files.items() if file != MODEL_CARD})
+    digest, name = fingerprint(files), compressed_name(recipe)
+    known = offered(registrar.registry, name, {digest, bare}, recipe=recipe.name, compressed=True)
     if known is not None:
         return registrar.certified(known)
     metrics = json.loads((folder / REPORT / "metrics.json").read_text())
@@ -56,7 +60,12 @@ def register_compressed(registrar: Registrar) -> Outcome | None:
             "percent_of_original": point["percent_of_original"],
             **{f"perplexity/{d}": v for d, v in point["perplexity"].items()},
         },
-        tags={MODEL_TAG: digest, COMPRESSED_TAG: sweep["chosen"], DECISION_TAG: reason},
+        tags={
+            MODEL_TAG: digest,
+            BARE_TAG: bare,
+            COMPRESSED_TAG: sweep["chosen"],
+            DECISION_TAG: reason,
+        },
         files={CARD: compressed_card(registrar.session, name, point, reason)},
         promoted=False,
         description=f"Experts as one base and light deltas (DeRS), {reason}.\n\n{table}",

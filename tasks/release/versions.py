@@ -25,6 +25,10 @@ BESIDE_TAG = "upcycle.judged_beside"
 COMPRESSED_TAG = "upcycle.compressed"
 """Of a version that stores another model's experts as base and deltas: in which way."""
 
+BARE_TAG = "upcycle.bare"
+"""Of a compressed version: the digest of its files but the card, which says more of the recipe than
+what decides the others."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -75,7 +79,7 @@ def offered(
         compressed: Which kind it is.
     """
     known = newest(registry.versions(name), recipe=recipe, compressed=compressed)
-    if known is None or known.tags.get(MODEL_TAG) not in digests:
+    if known is None or not {known.tags.get(tag) for tag in (MODEL_TAG, BARE_TAG)} & {*digests}:
         return None
     return Outcome(with_aliases(registry, known), False, known.tags.get(DECISION_TAG, ""))
 

@@ -11,6 +11,8 @@ from mlflow import MlflowClient
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
 from infra.versioning.versions import Versions
+from tasks.ders.compression import row_title
+from tasks.ders.register import register_compressed
 from tasks.engine.sources import CODE
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
@@ -18,7 +20,13 @@ from tasks.recipes import load_recipe
 from tasks.release.champion import standing_champion
 from tasks.release.history import FORMER_TAG, PREVIOUS_TAG, WITHDRAWN_TAG, roll_back
 from tasks.release.register import Registrar, register
-from tasks.release.versions import BESIDE_TAG, OUTCOME_TAG, offered
+from tasks.release.versions import (
+    BARE_TAG,
+    BESIDE_TAG,
+    OUTCOME_TAG,
+    compressed_name,
+    offered,
+)
 from upcycle_core.evaluation.text.results import expert_row
 
 DOMAINS = ("cpp", "python")
@@ -178,3 +186,40 @@ def test_recipes_that_share_a_registered_name_register_unchanged_models_once(
     assert [version.number for version in made] == [1, 2]
     again = [nights.night("ours"), other.night("theirs"), nights.night("ours")]
     assert [version.number for version in again] == [1, 2, 1]
+
+
+def test_compressed_weights_are_one_version_whatever_their_card_says(nights):
+    """One that an earlier release registered is known by its card as well."""
+    nights.night("one")
+    point = {
+        "percent_of_original": 50.0,
+        "normalised_average": 99.0,
+        "perplexity": dict.fromkeys(DOMAINS, 10.0),
+    }
+    sweep = {"chosen": "half", "points": {"half": point}, "original": point}
+    session = Session(nights.recipe, nights.workspace, log=lambda text: None)
+    metrics = {"sweeps": {row_title(nights.recipe, "dume"): sweep}}
+
+    def offer(weights, card):
+        folder = nights.workspace.stage("compression")
+        for part, files in {
+            "model": {"config.json": f'"{weights}"', "README.md": card},
+            "report": {"metrics.json": json.dumps(metrics), "table.md": "A table."},
+        }.items():
+            (folder / part).mkdir()
+            for file, text in files.items():
+                (folder / part / file).write_text(text)
+        nights.workspace.publish(folder, "compression", {"fingerprint": weights + card})
+        with nights.tracker.start_run("compress", workspace=nights.workspace.root) as run:
+            return register_compressed(Registrar(session, nights.registry, nights.versions, run))
+
+    first, again, other = offer("a", "3 %"), offer("a", "5 %"), offer("b", "5 %")
+    assert [(o.version.number, o.is_new) for o in (first, again, other)] == [
+        (1, True),
+        (1, False),
+        (2, True),
+    ]
+    name = compressed_name(nights.recipe)
+    nights.client.delete_model_version_tag(name, "2", BARE_TAG)
+    assert not offer("b", "5 %").is_new
+    assert offer("b", "3 %").version.number == 3
