@@ -259,7 +259,9 @@ def _check(recipe: Recipe, workspace: Workspace, version: Version) -> int:
 def main(arguments: list[str] | None = None) -> None:
     """Run the flow."""
     chosen = parser_of("restore").parse_args(arguments)
-    asked = (chosen.name, chosen.version, chosen.into, chosen.remote)
+    # A person names a folder from where they are; a recipe, from the home.
+    remote = remote_of(chosen.remote, Path.cwd()) if chosen.remote else None
+    asked = (chosen.name, chosen.version, chosen.into, remote)
     settings = configure()
     look(settings, *asked)  # said before Prefect records a run that cannot begin
     reach_server(settings)

@@ -1,13 +1,16 @@
-"""Recipes of versions that are older than a rule are read all the same."""
+"""Recipes of versions that are older than a rule are read all the same; where a remote is."""
 
 from types import SimpleNamespace
 
+import pytest
 import yaml
 from texts import pico_recipe
 
+from flows import restore as flow
 from flows.restore import _recipe
 from infra.recipe.schema import resolve
 from tasks.recipes import validate
+from upcycle_core.errors import Fault, InputError
 
 
 def test_a_version_that_was_made_with_idle_gpus_is_restored(tmp_path):
@@ -18,3 +21,23 @@ def test_a_version_that_was_made_with_idle_gpus_is_restored(tmp_path):
     registry = SimpleNamespace(text=lambda version, name: files[name])
     compute = _recipe(registry, SimpleNamespace(tags={}, reference="models:/pico/1")).compute
     assert (compute.experts.gpus, compute.statistics.gpus, compute.evaluation.gpus) == (1, 0.5, 1)
+
+
+@pytest.mark.parametrize(
+    ("remote", "expected"),
+    [("store", "{here}/store"), ("/store", "/store"), ("s3://bucket/store", "s3://bucket/store")],
+)
+def test_a_remote_of_the_command_line_is_seen_from_where_the_person_is(
+    tmp_path, monkeypatch, remote, expected
+):
+    asked = []
+
+    def look(settings, name, version, into, remote):
+        asked.append(remote)
+        raise InputError(Fault("name", name, "is no registered model"))
+
+    monkeypatch.setattr(flow, "look", look)
+    monkeypatch.setattr(flow, "configure", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    assert flow.main(["moe", "--remote", remote]) == 2
+    assert asked == [expected.format(here=tmp_path.resolve())]
