@@ -145,7 +145,9 @@ class _Guard:
 
     def __init__(self, app: ASGIApp, port: int, policy: str) -> None:
         self.app = app
-        self.hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
+        # Browsers leave out the port that is HTTP's.
+        endings = (f":{port}", "") if port == 80 else (f":{port}",)
+        self.hosts = {f"{name}{ending}" for name in (HOST, "localhost") for ending in endings}
         self.headers = [
             (b"content-security-policy", policy.encode()),
             (b"x-content-type-options", b"nosniff"),

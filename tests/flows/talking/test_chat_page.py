@@ -1,5 +1,6 @@
 """The page's server as a browser meets it: over HTTP, in a process of its own."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -7,7 +8,9 @@ import signal
 import time
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -16,6 +19,7 @@ from transformers import AutoTokenizer
 
 from flows.chat import listening, main
 from flows.running.registered import Registered, load
+from flows.talking.app import make_app
 from flows.talking.prompts import example_prompts
 from flows.talking.speaker import Question, Speaker, expert_names
 from infra.recipe.schema import ADAPTER
@@ -220,6 +224,28 @@ def test_only_who_came_to_this_address_is_let_in(page):
     assert status(page, "POST", "/answers", b" " * (5 << 20), **json_of) == 413
     listens = {c.laddr.ip for c in psutil.Process(page.process.pid).net_connections("tcp")}
     assert listens == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("port", "host", "code"),
+    [
+        (80, "localhost", 200),
+        (80, "127.0.0.1:80", 200),
+        (80, "localhost:8808", 403),
+        (80, "evil.example", 403),
+        (8808, "localhost:8808", 200),
+        (8808, "localhost", 403),
+    ],
+)
+def test_a_browser_leaves_out_the_port_that_is_http_s(port, host, code):
+    app = make_app(SimpleNamespace(about=dict), port)
+    url, named = f"http://localhost:{port}/about", {"Host": host, "Origin": f"http://{host}"}
+
+    async def get():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+            return (await client.get(url, headers=named)).status_code
+
+    assert asyncio.run(get()) == code
 
 
 def test_the_page_fetches_and_runs_nothing_but_itself(page):
