@@ -52,12 +52,16 @@ def certify(
         A row of each reader and form; none is missing.
 
     Raises:
-        InputError: An unknown reader, or files that are no model of ours.
+        InputError: An unknown reader, forms that none of them takes, or files that are no model of
+            ours.
     """
     unknown = sorted(set(readers) - set(READERS))
     remedy = f"choose of {', '.join(READERS)}"
     raise_faults([Fault("readers", name, f"is no reader; {remedy}") for name in unknown])
     chosen = [READERS[name] for name in READERS if name in readers]
+    if chosen and not any({*FORMS[reader.takes]} & {*forms} for reader in chosen):
+        said = f"is no form that {', '.join(reader.name for reader in chosen)} can be asked for"
+        raise InputError(Fault("forms", ", ".join(forms), said))
     with owned_folder("certificate") as folder:
         model = Source(files, folder, arrived)
         rows = list(_asked(chosen, forms, model, seconds, say))

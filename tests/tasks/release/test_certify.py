@@ -27,6 +27,7 @@ from tests.pico import save_pico
 from tests.upcycle_core.simoe.grown import grow
 from upcycle_core.corpora.config import TokenizerConfig
 from upcycle_core.corpora.tokenizer import train_tokenizer
+from upcycle_core.errors import InputError
 from upcycle_core.moe.assemble import assemble
 from upcycle_core.moe.random import random_routers
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
@@ -433,6 +434,12 @@ def test_a_model_that_brings_its_code_arrives_where_that_is_run(moe, tmp_path):
     save_pruned(grow(upcycle_in_memory(dense, config, seed=1)), dense, tmp_path / "simoe")
     rows = certify(tmp_path / "simoe", readers=["transformers", "vllm"], say=silent)
     assert [(row.verdict, row.misplaced) for row in rows] == [("arrived", {}), ("not tried", None)]
+
+
+def test_forms_that_no_reader_takes_are_refused_and_leave_no_certificate_of_nothing(moe):
+    with pytest.raises(InputError, match="F16, Q8_0': is no form that transformers, vllm can be"):
+        certify(moe, readers=["transformers", "vllm"], forms=["F16", "Q8_0"], say=silent)
+    assert certify(moe, readers=[], say=silent) == []
 
 
 def test_a_full_disk_is_a_row(moe, monkeypatch):
