@@ -88,10 +88,16 @@ def with_earlier(asked: Sequence[Row], certificate: str | None) -> list[Row]:
     """
     now = {row.name for row in asked}
     kept = [row for row in _kept(certificate or NOTHING) if row.name not in now]
-    readers, forms = list(READERS), list(TOLERANCES)
+    # A certificate of another release may name others, which come last.
+    readers = {name: place for place, name in enumerate(READERS)}
+    forms = {name: place for place, name in enumerate(TOLERANCES)}
     return sorted(
         [*kept, *asked],
-        key=lambda row: (row.of, readers.index(row.reader), forms.index(row.form)),
+        key=lambda row: (
+            row.of,
+            readers.get(row.reader, len(readers)),
+            forms.get(row.form, len(forms)),
+        ),
     )
 
 

@@ -24,7 +24,7 @@ from tasks.release.certificate import certify_version, refusal, revoke, with_ear
 from tasks.release.gate import Decision
 from tasks.release.history import PENDING_TAG, PREVIOUS_TAG, REVOKED_TAG, ROLLED_BACK_TAG
 from tasks.release.register import Registrar
-from tasks.release.verdict import Row
+from tasks.release.verdict import Row, as_json
 from tasks.release.versions import (
     CARD,
     DECISION_TAG,
@@ -329,6 +329,12 @@ def test_a_version_that_has_no_place_for_a_certificate_is_refused_before_readers
     assert main([f"{name}/1"]) == 2
     assert "not a model that it has logged" in capsys.readouterr().err
     assert asked == []
+
+
+def test_rows_of_readers_and_forms_of_another_release_stay_behind_the_others():
+    others = [Row("another", "fp32", why="no reason"), Row("llama.cpp", "Q2", why="no reason")]
+    kept = with_earlier([FAILED, ARRIVED], as_json(others))
+    assert kept == [ARRIVED, FAILED, others[1], others[0]]
 
 
 @pytest.mark.parametrize("before", [CUT, '{"readers": 3}', "[]"])
