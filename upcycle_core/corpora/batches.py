@@ -146,9 +146,10 @@ class PackedSequences(Dataset):
             document = order[place]
             is_learnt = counts_all or corpus.ends_response(document)
             end = corpus.eos_id if is_learnt else ~corpus.eos_id
-            pieces += [read(document), np.array([end])]
-        before = int(ends[first - 1]) if first else 0
-        return np.concatenate(pieces, dtype=np.int64)[start - before : stop - before]
+            begin = int(ends[place - 1]) if place else 0
+            text = read(document, max(start - begin, 0), stop - begin)
+            pieces += [text, np.array([end] if ends[place] <= stop else [], dtype=np.int64)]
+        return np.concatenate(pieces, dtype=np.int64)
 
     def _order(self, domain: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The documents of one pass and where each ends, its end token included."""

@@ -79,14 +79,17 @@ class TokenCorpus:
         """How many documents there are."""
         return len(self.offsets) - 1
 
-    def document(self, index: int) -> np.ndarray:
-        """Token ids of one document, ``[tokens]``, a view into the file."""
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+    def document(self, index: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Token ids ``start`` to ``stop`` of one document, ``[tokens]``, a view into the file."""
+        return self.tokens[self._place(index)][start:stop]
 
-    def marked(self, index: int) -> np.ndarray:
-        """Token ids of one document, ``[tokens]`` int64, ``~id`` where it is no response."""
-        ids = self.document(index).astype(np.int64)
-        return np.where(self.responses[self.offsets[index] : self.offsets[index + 1]], ids, ~ids)
+    def marked(self, index: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """The same as int64, ``~id`` where it is no response."""
+        ids = self.document(index, start, stop).astype(np.int64)
+        return np.where(self.responses[self._place(index)][start:stop], ids, ~ids)
+
+    def _place(self, index: int) -> slice:
+        return slice(self.offsets[index], self.offsets[index + 1])
 
     def ends_response(self, index: int) -> bool:
         """Whether what packing puts after a document ends its last response, which has no end token

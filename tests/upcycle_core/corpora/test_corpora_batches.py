@@ -297,6 +297,25 @@ def test_every_sequence_has_a_response_though_prompts_are_longer_than_it(tmp_pat
     assert all(torch.equal(again[i]["labels"], rows[i]["labels"]) for i in (41, 3, 59))
 
 
+@pytest.mark.parametrize("loss", ["all", "responses"])
+def test_a_sequence_reads_of_a_long_document_what_it_holds_alone(tmp_path, loss):
+    ids = np.random.default_rng(0).integers(2, 2000, 1_000_003).tolist()
+    marked = [([5] * 9, 9, [True] * 9), (ids, len(ids), [True] * len(ids))]
+    write_split(tmp_path, marked, eos_id=EOS, vocabulary_size=2000)
+    dataset = packed_sequences(
+        [TokenCorpus(tmp_path)], sequence_length=64, count=1000, seed=0, loss=loss
+    )
+    assert dataset[0] is not None  # what is drawn once for a pass is there
+    tracemalloc.start()
+    try:
+        for i in range(1, 20):
+            _ = dataset[i]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < len(ids) / 4
+
+
 def test_loss_on_responses_needs_some(tmp_path, corpus):
     options = {"sequence_length": 16, "count": 1, "seed": 0, "loss": "responses"}
     with pytest.raises(InputError, match="do not say which of their tokens are responses"):
