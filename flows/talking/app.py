@@ -56,7 +56,7 @@ def make_app(speaker: Speaker, port: int) -> ASGIApp:
             question = Question.read(json.loads(body))
         except InputError as error:
             return _refusal(422, str(error))
-        except ValueError:
+        except (ValueError, RecursionError):
             return _refusal(400, "question: is no JSON")
         return _Told(turns.answered(question), media_type="application/x-ndjson")
 
