@@ -225,12 +225,13 @@ def _conversation(messages: Any, place: str) -> list[Message]:
 
 
 def _message(message: dict[str, Any], place: str) -> Message:
-    """One message; one that calls functions need not say anything."""
+    """One message; one that calls functions need not say anything, nor what a function returns."""
     extras = {name: _extra(message, name, place) for name in EXTRAS if _holds(message, name)}
     extras = {name: value for name, value in extras.items() if value}
     role, is_silent = _text(message, "role", place), _is_blank(message.get("content"))
+    may_be_silent = role == "tool" or extras.get("tool_calls")
     try:
-        text = "" if extras.get("tool_calls") and is_silent else _text(message, "content", place)
+        text = "" if may_be_silent and is_silent else _text(message, "content", place)
     except InputError as error:
         raise (Unanswered(*error.faults) if is_silent and role == "assistant" else error) from None
     return {"role": role, "content": text} | extras

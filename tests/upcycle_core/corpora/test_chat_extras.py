@@ -156,6 +156,20 @@ def test_a_chat_that_only_says_something_has_the_key_of_its_text():
     assert complete_text(messages) == joined(messages) == "What is it?\n\nA chat."
 
 
+@pytest.mark.parametrize("returned", ["", None])
+def test_a_function_may_return_nothing(tokenizer, returned):
+    record = asked_and(content=None, tool_calls=[CALL])
+    record["messages"] += [
+        {"role": "tool", "content": returned},
+        *asked_and(content="so")["messages"],
+    ]
+    (found,) = encoded([Conversation(messages_of(record, "here"), "here")], tokenizer)
+    assert "<|im_start|>tool\n<|im_end|>" in tokenizer.decode(found.ids)
+    record["messages"][2]["role"] = "user"
+    with pytest.raises(InputError, match=r"messages\[2\], content.*text that is not empty"):
+        messages_of(record, "here")
+
+
 @pytest.mark.parametrize("blank", ["", "  ", None])
 def test_blank_fields_are_none(blank):
     plain = {**asked_and(content="yes"), "tools": blank}
