@@ -134,7 +134,7 @@ def write_split(
             else:
                 responses.write(bytes(document.responses))
                 is_open |= document.is_open
-                if document.ids and document.responses[-1] and not document.is_open:
+                if len(document.ids) and document.responses[-1] and not document.is_open:
                     ends.add(int(document.ids[-1]))
             file.write(np.asarray(document.ids, dtype=dtype).tobytes())
             lengths.append(len(document.ids))

@@ -119,13 +119,14 @@ def restore_base(model: Any, dense: Path) -> None:
     """Put back what ``narrow_base`` has rounded, in fp32 on the CPU: to be written.
 
     A checkpoint of a machine that computes in bf16 holds such weights, and fp32 ones that it was
-    read into are no wider: whatever bf16 can hold is put back.
+    read into are no wider: whatever bf16 can hold is put back, unless it was given in bf16.
 
     Args:
         model: Trained; changed in place.
         dense: What it was made from.
     """
-    bases = [(n, base) for n, base in _linear_bases(model) if _is_narrow(base.weight)]
+    loses = stored_type(Path(dense)) != torch.bfloat16
+    bases = [(n, base) for n, base in _linear_bases(model) if _is_narrow(base.weight, loses)]
     if bases:
         state = _load_dense(Path(dense)).state_dict()
         for name, base in bases:
@@ -133,8 +134,11 @@ def restore_base(model: Any, dense: Path) -> None:
             base.weight = nn.Parameter(whole, requires_grad=False)
 
 
-def _is_narrow(weight: Tensor) -> bool:
-    return weight.dtype != torch.float32 or torch.equal(weight, weight.bfloat16().float())
+def _is_narrow(weight: Tensor, loses: bool) -> bool:
+    """Whether a weight is of another type than fp32, or, where rounding ``loses``, was rounded."""
+    if weight.dtype != torch.float32:
+        return True
+    return loses and torch.equal(weight, weight.bfloat16().float())
 
 
 def _linear_bases(model: Any) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.pico import save_pico_tokenizer
+from tests.upcycle_core.moe.joined import recast
 from tests.upcycle_core.simoe.grown import save_dense
 from tests.upcycle_core.simoe.test_t5_simoe import save_t5
 from tests.upcycle_core.simoe.test_train_simoe import CONFIG, SIMOE, call
@@ -110,6 +111,15 @@ def test_what_was_rounded_is_put_back_to_the_bit(tmp_path, family):
     restore_base(model, dense)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_nothing_is_read_again_of_a_model_that_was_given_in_bf16(tmp_path, monkeypatch):
+    dense = save_dense(tmp_path / "dense")
+    recast(dense, torch.bfloat16)
+    model = train.upcycle_in_memory(dense, SIMOE, seed=1)
+    monkeypatch.setattr("upcycle_core.simoe.upcycle._load_dense", pytest.fail)
+    restore_base(model, dense)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_an_encoder_decoder_stays_wide(tmp_path):
