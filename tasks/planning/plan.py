@@ -38,9 +38,9 @@ ADDED: tuple[tuple[Addition, Rows], ...] = (
 )
 """What runs on a finished model."""
 BASELINES: Mapping[str, Callable[[Recipe, Subjects, Collection[str]], Planned]] = MappingProxyType(
-    {"dume": compared_row, "symphony": variants_row, "simoe": rivals_row}
+    {"symphony": variants_row, "simoe": rivals_row}
 )
-"""What some of each method's baselines need."""
+"""What some of a method's own baselines need; those of a comparison are a finished model's."""
 HEAD = (
     *("stage", "pieces", "at once", "memory each", "read", "written"),
     *("kept", "while it runs", "time (scaled)", "made"),
@@ -279,7 +279,8 @@ def _rest(recipe: Recipe, subjects: Subjects, stage: str, left: Collection[str])
     """What the items that are to come need, of a stage whose items are not alike."""
     if stage == EXPERTS:
         return experts_row(recipe, subjects.shape, left)
-    return BASELINES[recipe.method](recipe, subjects, left) if stage == "baselines" else None
+    row = compared_row if COMPARISON.asked(recipe) else BASELINES.get(recipe.method)
+    return row(recipe, subjects, left) if row and stage == "baselines" else None
 
 
 def _linked(

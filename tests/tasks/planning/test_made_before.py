@@ -17,6 +17,7 @@ from tasks.engine.stage_run import Session, StageRun
 from tasks.engine.workspace import Workspace, enclosing, fingerprint
 from tasks.living.lineage import begin
 from tasks.methods import stages_of
+from tasks.planning.ders import compared_row
 from tasks.planning.machine import Machine
 from tasks.planning.made import EVERYTHING, Aim
 from tasks.planning.parts import Subjects
@@ -315,15 +316,15 @@ def test_baselines_that_are_made_ask_for_nothing(values, tmp_path, missing):
     assert [fault.field for fault in refused] == ["compute.baselines"] * (missing == "large")
 
 
-@pytest.mark.parametrize("method", BASELINES)
-def test_a_row_of_some_baselines_is_of_those_alone(values, method):
+@pytest.mark.parametrize("row_of", [compared_row, *BASELINES.values()])
+def test_a_row_of_some_baselines_is_of_those_alone(values, row_of):
     rows = {
         name: {"method": "btx", "training": {**TRAINING, "batch_size": size}}
         for name, size in (("small", 1), ("large", 4096))
     }
     recipe = validate({**values, "baselines": rows})
     subjects = Subjects(Shape.of_config(pico_config().to_dict(), 4), {}, {}, {})
-    small, both = (BASELINES[method](recipe, subjects, n) for n in (["small"], ["small", "large"]))
+    small, both = (row_of(recipe, subjects, n) for n in (["small"], ["small", "large"]))
     assert (small.items, both.items) == (1, 2)
     assert small.memory < both.memory / 2
     assert small.kept == both.kept / 2
