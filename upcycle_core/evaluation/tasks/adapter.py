@@ -182,6 +182,9 @@ def _load_model(
     # end of its template's turns, asked in it or not; experts and seed may not.
     ends = answer_ends(tokenizer, model, chat=bool(tokenizer.chat_template))
     model.generation_config = GenerationConfig(eos_token_id=ends or None)
+    if (tokenizer.pad_token_id or 0) >= model.config.vocab_size:
+        # One that settings alone name stands behind all rows of the embedding.
+        tokenizer.pad_token_id = next(iter(ends), 0)
     kind = _rolling(HFLM)
     kind = _prompted(kind) if hasattr(model, "coefficients") else kind
     # What stands before a chat is the template's to say, as in training.

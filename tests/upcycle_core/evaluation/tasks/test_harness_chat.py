@@ -8,7 +8,8 @@ from lm_eval.api.instance import Instance
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.chat import CHATML, save_chat_tokenizer
-from tests.pico import save_pico
+from tests.forms import change_json
+from tests.pico import VOCABULARY, save_pico
 from upcycle_core.corpora.conversations import Conversation
 from upcycle_core.corpora.encoding import encoded
 from upcycle_core.evaluation.tasks.adapter import _load_model
@@ -85,6 +86,26 @@ def test_answers_of_every_row_end_where_the_template_ends_them(tmp_path, ends):
     config.write_text(json.dumps({k: v for k, v in told.items() if k != "chat_template"}))
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     assert said() == ([2] if ends != 0 else [2] * 5)
+
+
+def test_prompts_are_padded_with_a_token_that_the_model_has(tmp_path):
+    """Settings that name another one have transformers add it behind all rows of the embedding."""
+    save_pico(tmp_path)
+    how = {"until": [], "max_gen_toks": 4, "do_sample": False}
+    asked = [
+        Instance(request_type="generate_until", doc={}, arguments=(text, how), idx=i)
+        for i, text in enumerate(("two", "two and two", "a much longer one"))
+    ]
+
+    def said():
+        config = TaskEvaluationConfig(batch_size=3)
+        return _load_model(tmp_path, config, "auto", "cpu").generate_until(asked)
+
+    before = said()
+    change_json(tmp_path / "tokenizer_config.json", pad_token="[PAD]")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.pad_token_id == VOCABULARY
+    assert said() == before
 
 
 @pytest.mark.parametrize(("kind", "bos"), [("llama3", "auto"), ("chatml", "always")])
