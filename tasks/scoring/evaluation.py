@@ -55,11 +55,19 @@ def average_piece(
     room: Room | None = None,
     **common: Any,
 ) -> Scores:
-    """The piece: the average of all experts' weights, MLPs included."""
-    write_average([CheckpointReader(path) for path in experts], out, max_shard_bytes=10**9)
-    common["streamed"] = _folder(room, out, out, common)
-    scores = evaluate_checkpoint(out, progress=progress, **common)
-    shutil.rmtree(out)
+    """The piece: the average of all experts' weights, MLPs included.
+
+    It lies beside ``out``, which a kill takes along: written anew it would be another model to what
+    the kill left of its layers.
+    """
+    average = out.with_name(f"{out.name}.average")
+    if not average.exists():
+        shutil.rmtree(out, ignore_errors=True)
+        write_average([CheckpointReader(path) for path in experts], out, max_shard_bytes=10**9)
+        out.rename(average)
+    common["streamed"] = _folder(room, out, average, common)
+    scores = evaluate_checkpoint(average, progress=progress, **common)
+    shutil.rmtree(average)
     return scores
 
 

@@ -8,7 +8,7 @@ import pytest
 from infra.cluster import memory
 from infra.cluster.calls import made_there
 from infra.cluster.memory import Room
-from infra.cluster.pieces import Piece
+from infra.cluster.pieces import Piece, remove
 from infra.recipe.resources import ComputeConfig, PassResources
 from tasks.dume.report import report
 from tasks.dume.statistics import statistics, statistics_piece
@@ -17,7 +17,7 @@ from tasks.engine.workspace import Workspace
 from tasks.planning.machine import Machine
 from tasks.planning.row import Planned
 from tasks.recipes import validate
-from tasks.scoring.evaluation import dense_piece, oracle_piece
+from tasks.scoring.evaluation import average_piece, dense_piece, oracle_piece
 from tasks.scoring.room import room_of, scoring_folder
 from tests.pico import save_pico
 from tests.texts import pico_recipe
@@ -180,6 +180,36 @@ def test_a_killed_oracle_goes_on_at_its_layer_of_a_later_domain(parts, tmp_path,
     found = oracle_piece(**arguments)
     assert passed == [0, 1, 1]
     assert found == oracle_piece(**{**arguments, "room": None})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_average_goes_on_at_its_layer(parts, tmp_path, monkeypatch):
+    through, passed, moments = Walk._through, [], [[0, 1]]  # the last layer
+
+    def killed(walk, index, visit):
+        passed.append(index)
+        if passed in moments:
+            moments.clear()
+            raise KeyboardInterrupt
+        return through(walk, index, visit)
+
+    monkeypatch.setattr(Walk, "_through", killed)
+    arguments = {
+        "out": tmp_path / "model_averaging.partial",
+        "progress": Names(),
+        "experts": [parts / name for name in "ab"],
+        "corpora": {"a": parts / "text"},
+        "config": EvaluationConfig(sequence_length=16, batch_size=2),
+        "device": "cpu",
+        "room": room("always"),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        average_piece(**arguments)
+    remove(arguments["out"])  # as before a piece begins again
+    del passed[:]
+    found = average_piece(**arguments)
+    assert passed == [1]
+    assert found == average_piece(**{**arguments, "room": None})
     assert not list(tmp_path.iterdir())
 
 
