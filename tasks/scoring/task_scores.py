@@ -1,10 +1,13 @@
 """Stage ``task_scores``: one model on every task."""
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from infra.durable import sync_tree
 from infra.recipe.schema import Recipe
 from tasks.engine.method import Models
 from tasks.engine.stage import Stage, StageRun, stage
@@ -54,14 +57,33 @@ def score_model(
     bos: Bos,
     device: str,
 ) -> None:
-    """The piece: one checkpoint, or the average of several."""
+    """The piece: one checkpoint, or the average of several; a kill costs the task at work."""
     register_architectures()
     out.mkdir()
-    with tempfile.TemporaryDirectory(dir=out) as folder:
-        model = models[0] if len(models) == 1 else _average(models, Path(folder))
-        scores, items = evaluate_tasks(
-            model, task_sets, config=config, bos=bos, device=device, progress=progress
-        )
+    kept = out.with_name(f"{out.name}.tasks")
+    kept.mkdir(exist_ok=True)
+
+    def keep(task: str, score: TaskScore, items: Sequence[Item]) -> None:
+        half = kept / f".{task}"
+        shutil.rmtree(half, ignore_errors=True)
+        half.mkdir()
+        _write({task: score}, items, half)
+        sync_tree(half)
+        half.rename(kept / task)
+
+    left = {name: path for name, path in task_sets.items() if not (kept / name).exists()}
+    if left:
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            model = models[0] if len(models) == 1 else _average(models, Path(folder))
+            how: Mapping[str, Any] = {"config": config, "bos": bos, "device": device}
+            evaluate_tasks(model, left, progress=progress, finished=keep, **how)
+    found = [read_scores(kept / name) for name in task_sets]
+    scores = {task: score for own, _ in found for task, score in own.items()}
+    _write(scores, [item for _, items in found for item in items], out)
+    shutil.rmtree(kept)
+
+
+def _write(scores: Mapping[str, TaskScore], items: Sequence[Item], out: Path) -> None:
     values = {task: score.to_dict() for task, score in scores.items()}
     (out / SCORES).write_text(json.dumps(values, indent=1) + "\n")
     write_items(items, out / ITEMS)

@@ -6,7 +6,7 @@ every item's prompt, answer and score is kept.
 """
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +50,7 @@ def evaluate_tasks(
     experts: Mapping[str, int] | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
+    finished: Callable[[str, TaskScore, list[Item]], object] = lambda task, score, items: None,
 ) -> tuple[dict[str, TaskScore], list[Item]]:
     """Score a checkpoint on tasks.
 
@@ -62,6 +63,7 @@ def evaluate_tasks(
         experts: {task: index of the expert of a MoE that all its tokens go to}.
         device: Where the model runs.
         progress: Told of requests as they are answered.
+        finished: Given each task, its score and its items, before the next is asked.
 
     Returns:
         {task: its score}, one value a seed; and every item of every task and seed.
@@ -89,6 +91,7 @@ def evaluate_tasks(
                 values=tuple(value for score, _ in runs for value in score.values),
                 categories=category_means(own),
             )
+            finished(task.name, scores[task.name], own)
             items += own
     return scores, items
 
