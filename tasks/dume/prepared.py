@@ -16,15 +16,17 @@ from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.dume.checks import fewest_tokens
 from upcycle_core.dume.repair import UNDIVIDED, halves_of
 from upcycle_core.errors import Fault, InputError
+from upcycle_core.evaluation.text.perplexity import scored_paragraphs
 
 
 def text_faults(session: Session) -> Iterator[Fault]:
     """What calibration text lacks for repairs, for a merge that is fitted to it and for a
-    cross-validated lambda, of all domains.
+    cross-validated lambda, of all domains; and responses that it, or held-out text, does not tell.
 
     Args:
         session: Whose ``corpora`` are there.
     """
+    yield from _heldout_faults(session)
     recipe = session.recipe
     repairs = recipe.experts.repair != "none"
     needed = fewest_tokens(_shape(session)) if repairs else 0
@@ -33,8 +35,20 @@ def text_faults(session: Session) -> Iterator[Fault]:
         for split in calibration_splits(recipe, domain):
             repaired_on = needed if split == "calibration" else 0
             is_divided = repaired_on > 0 or f"corpora/{domain}/{split}" in fitted
-            if is_divided or recipe.router.ridge_lambda == CROSS_VALIDATED:
+            is_chosen_on = recipe.router.ridge_lambda == CROSS_VALIDATED
+            if is_divided or is_chosen_on or recipe.statistics.count == "responses":
                 yield from _faults(session, domain, split, repaired_on, is_divided)
+
+
+def _heldout_faults(session: Session) -> Iterator[Fault]:
+    """Held-out text that does not tell its responses, where these alone are scored, or has none."""
+    config = session.recipe.evaluation.measuring
+    for domain in session.recipe.domains if config.loss == "responses" else ():
+        try:
+            path = session.workspace.path(f"corpora/{domain}/heldout")
+            scored_paragraphs(TokenCorpus(path), config)
+        except InputError as error:
+            yield from error.faults
 
 
 def fold_faults(session: Session) -> Iterator[Fault]:
@@ -60,6 +74,8 @@ def _faults(
     if count < needed:
         remedy = f"experts.repair needs at least {needed:,} that are counted: give more text, or "
         yield Fault(field, f"{count:,} tokens", f"{remedy}repair none")
+    elif not count:
+        yield Fault(field, "0 tokens", "none are counted, and no router is solved: give more text")
     elif is_divided and halves_of(documents, tokens) is None:
         yield Fault(field, f"{count:,} tokens", UNDIVIDED)
     if recipe.router.ridge_lambda == CROSS_VALIDATED:

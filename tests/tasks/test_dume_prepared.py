@@ -1,5 +1,7 @@
 """What calibration text lacks is said before anything is trained on the rest."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from pico import save_pico
@@ -7,9 +9,11 @@ from texts import pico_recipe, write_texts
 
 from flows.running.session import FlowSession
 from tasks.data.seed import seed
+from tasks.dume.prepared import text_faults
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace
 from tasks.recipes import validate
+from upcycle_core.corpora.chat_template import Encoded
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
 
@@ -95,3 +99,38 @@ def test_tokens_that_are_not_counted_repair_nothing(started):
         session.ensure(seed)
     session.close()
     assert "numbers" not in str(error.value)
+
+
+TOLD = Encoded([5] * 40, 40, [False] * 20 + [True] * 20)
+UNREAD = Encoded([5] * 36, 36, [False] * 35 + [True])
+"""Its response stands in a rest that is too short to be read."""
+
+
+@pytest.mark.parametrize(
+    ("documents", "said"),
+    [
+        ([TOLD, TOLD], ""),
+        ([TOLD, UNREAD], ""),
+        ([TOLD, Encoded([5] * 40, 40)], "1 of its 2 documents do not say"),
+        ([UNREAD, UNREAD], "token"),
+    ],
+    ids=["told", "told of one", "not told of one", "not read"],
+)
+@pytest.mark.parametrize("split", ["calibration", "heldout"])
+def test_responses_that_are_not_told_are_said_before_the_seed_is_trained(
+    started, split, documents, said
+):
+    """The first chats alone are written before; one of many thousand may have no responses."""
+    session = started([ENOUGH, ENOUGH], {})
+    stages, counts = session.stages, {"calibration": "count", "heldout": "loss"}[split]
+    section = {"calibration": "statistics", "heldout": "evaluation"}[split]
+    counting = replace(getattr(stages.recipe, section), **{counts: "responses"})
+    stages.recipe = replace(stages.recipe, **{section: counting})
+    for domain in DOMAINS:
+        folder = stages.workspace.path(f"corpora/{domain}/{split}")
+        own = documents if domain == "numbers" else [TOLD]
+        write_split(folder, own, eos_id=0, vocabulary_size=96)
+    faults = [f"{fault.field} {fault.value} {fault.remedy}" for fault in text_faults(stages)]
+    assert len(faults) == bool(said)
+    assert all("numbers" in fault and said in fault for fault in faults)
+    session.close()
