@@ -29,6 +29,7 @@ from flows.running.session import THREADS, FlowSession, open_session
 from infra import settings as environment
 from infra.recipe.schema import Recipe, resolve
 from tasks.baselines.comparison import row_costs
+from tasks.baselines.prepared import row_faults
 from tasks.engine.stage import Stage
 from tasks.methods import COMPARISON, METHODS, TASKS, stages_of
 from tasks.planning.made import Aim
@@ -69,6 +70,8 @@ def compare(recipe: Recipe) -> State:
     with open_session("compare", recipe, aim=AIM) as session:
         for stage in _stages(recipe):
             session.ensure(stage)
+            if stage.name == "sources":
+                raise_faults(row_faults(session.stages))
         session.finish()
         if COMPARISON.asked(recipe):
             _publish(session)

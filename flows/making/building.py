@@ -13,6 +13,7 @@ from flows.running.naming import words_of
 from flows.running.planned import anew_if
 from flows.running.session import FlowSession, open_session
 from infra.recipe.schema import Recipe
+from tasks.baselines.prepared import row_faults
 from tasks.engine.artifacts import FORMS
 from tasks.engine.stage import Stage
 from tasks.living.freshness import outdated
@@ -74,6 +75,8 @@ def build_stages(
     """
     for stage in stages_of(session.recipe):
         session.ensure(stage, only=looked_at(session, changed) if stage.by_text else None)
+        if stage.name == "sources":
+            raise_faults(row_faults(session.stages))
         if stage.name == "corpora":
             check_champion(session)
     also(session)

@@ -1,18 +1,23 @@
 """What a night looks at is what it would make: else it never has nothing to do."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from pico import save_pico
 from texts import TRAINING, pico_recipe, write_texts
 
+from flows import compare
 from flows.making import dume
-from flows.making.building import built
+from flows.making.building import build_stages, built
 from tasks.data.sources import sources
 from tasks.engine.stage import Session
 from tasks.engine.workspace import Workspace, fingerprint
 from tasks.living.freshness import news, outdated
 from tasks.methods import stages_of
 from tasks.recipes import validate
+from upcycle_core.errors import InputError
 
 DOMAINS = ("letters", "numbers")
 TASK = {"heldout": "text", "domain": "letters", "metric": "bits_per_byte"}
@@ -77,3 +82,43 @@ def test_tasks_that_an_evaluation_added_are_no_news(recipe, workspace):
         assert not news(Session(asked, workspace, log=print)).any
     more = replace(recipe, tasks={**recipe.tasks, "more": recipe.tasks["words"]})
     assert news(Session(more, workspace, log=print)).any
+
+
+class Enough(Exception):
+    """What is before the documents has been asked for."""
+
+
+class Looking(Session):
+    """Makes nothing; says which stages it was asked for, and ends after some."""
+
+    def ensure(self, stage, only=None):
+        self.made.add(stage.name)
+        if stage.name == "documents":
+            raise Enough
+
+    @property
+    def stages(self):
+        return self
+
+
+@pytest.mark.parametrize("how", ["compare", "evaluate"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_rows_that_given_models_cannot_begin_are_said_before_one_is_trained(
+    tmp_path, workspace, monkeypatch, how, family
+):
+    values = pico_recipe(write_texts(tmp_path / "texts", domains=DOMAINS), domains=DOMAINS)
+    values["seed_model"] = {"model": str(save_pico(tmp_path / "seed", family))}
+    del values["tokenizer"]
+    recipe = validate({**values, "baselines": {"bam": {**ROW, "method": "bam"}}})
+    session = Looking(recipe, workspace, log=print)
+    call, said = partial(build_stages, session), r"baselines\.bam\.method = 'bam': .* for qwen2"
+    if how == "compare":
+        monkeypatch.setattr(compare, "open_session", lambda *_, **__: nullcontext(session))
+        call = partial(compare.compare.fn.__wrapped__, recipe)
+    if family == "qwen2":
+        with pytest.raises(InputError, match=said):
+            call()
+    else:
+        with pytest.raises(Enough):
+            call()
+    assert session.made == {"sources"} | ({"documents"} if family == "llama" else set())
