@@ -26,7 +26,7 @@ def text_faults(session: Session) -> Iterator[Fault]:
     Args:
         session: Whose ``corpora`` are there.
     """
-    yield from _heldout_faults(session)
+    yield from heldout_faults(session)
     recipe = session.recipe
     repairs = recipe.experts.repair != "none"
     needed = fewest_tokens(_shape(session)) if repairs else 0
@@ -40,8 +40,12 @@ def text_faults(session: Session) -> Iterator[Fault]:
                 yield from _faults(session, domain, split, repaired_on, is_divided)
 
 
-def _heldout_faults(session: Session) -> Iterator[Fault]:
-    """Held-out text that does not tell its responses, where these alone are scored, or has none."""
+def heldout_faults(session: Session) -> Iterator[Fault]:
+    """Held-out text that does not tell its responses, where these alone are scored, or has none.
+
+    Args:
+        session: Whose ``corpora`` are there.
+    """
     config = session.recipe.evaluation.measuring
     for domain in session.recipe.domains if config.loss == "responses" else ():
         try:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from infra.recipe.schema import Recipe
 from tasks.data.given import given_model, given_models
 from tasks.dume.checks import CROSS_VALIDATED
-from tasks.dume.prepared import fold_faults
+from tasks.dume.prepared import fold_faults, heldout_faults
 from tasks.engine.stage import Session
 from tasks.symphony.variants import section, solves_routers
 from tasks.symphony.vocabulary import segmentation_faults, sharing
@@ -62,11 +62,13 @@ def _rule_faults(session: Session) -> Iterator[Fault]:
 
 
 def corpus_faults(session: Session) -> Iterator[Fault]:
-    """Text whose counted tokens lie in one fold, of all domains.
+    """Text whose counted tokens lie in one fold, and responses that are scored and not told, of
+    all domains.
 
     Args:
         session: Whose ``corpora`` are there.
     """
+    yield from heldout_faults(session)
     if _chooses(session.recipe):
         yield from fold_faults(session)
 

@@ -1,5 +1,6 @@
 """What is looked at before strangers are trained, and what outlives a kill behind it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,10 @@ from infra.cluster.pieces import Done
 from tasks.engine.workspace import Workspace
 from tasks.recipes import validate
 from tasks.symphony.pairs import pairs
-from tasks.symphony.prepared import expert_faults
+from tasks.symphony.prepared import corpus_faults, expert_faults
 from tasks.symphony.unified import united
+from upcycle_core.corpora.chat_template import Encoded
+from upcycle_core.corpora.shards import write_split
 
 TEXT = {"files": ["text.txt"]}
 
@@ -43,6 +46,20 @@ def test_a_shared_tokenizer_of_other_rules_than_a_given_models_is_refused(tmp_pa
     session.recipe = recipe_of(tmp_path)
     save_pico_tokenizer(words)  # what the given model has
     assert not list(expert_faults(session))
+
+
+def test_responses_that_are_not_told_are_said_before_the_models_are_united(session):
+    told, untold = Encoded([5] * 9, 9, [False] * 4 + [True] * 5), Encoded([5] * 9, 9)
+    for domain in session.recipe.domains:
+        folder = session.workspace.path(f"corpora/{domain}/heldout")
+        texts = [told, untold] if domain == "law" else [told]
+        write_split(folder, texts, eos_id=0, vocabulary_size=96)
+    assert not list(corpus_faults(session))
+    evaluation = replace(session.recipe.evaluation, loss="responses")
+    session.recipe = replace(session.recipe, evaluation=evaluation)
+    [fault] = corpus_faults(session)
+    assert "law/heldout" in fault.value
+    assert "1 of its 2 documents do not say" in fault.remedy
 
 
 class Run:
