@@ -15,11 +15,14 @@ import psutil
 import yaml
 
 from infra.cluster.calls import near, run_program
+from infra.durable import read_json
 from infra.settings import dvc_environment
 from upcycle_core.errors import Fault, InputError
 
 Output = Mapping[str, Any]
 """An output as dvc.lock names it: ``path``, ``md5``, ..."""
+OBJECTS = Path("files", "md5")
+"""Where the objects are, in a remote and in a cache."""
 DAMAGED = re.compile(r"file is not a database|database disk image is malformed")
 """What SQLite says of a database in DVC's site cache."""
 REMOVING = re.compile(r"^Removing (/.*)$", re.MULTILINE)
@@ -56,6 +59,19 @@ def recorded_outputs(root: Path) -> dict[str, list[Output]]:
         detail = " ".join(str(error).split())
         remedy = f"cannot be read ({detail}); {DELETE_LOCK}"
         raise InputError(Fault("versions", str(lock), remedy)) from error
+
+
+def objects_of(root: Path, out: Output) -> set[str]:
+    """md5 of what an output is kept as: its own, and of a folder those that the cache lists in it.
+
+    Args:
+        root: The workspace.
+        out: As its dvc.lock names it.
+    """
+    md5 = out.get("md5", "")
+    kept = root / ".dvc" / "cache" / OBJECTS / md5[:2] / md5[2:]
+    listed = read_json(kept) if md5.endswith(".dir") else None
+    return {md5, *(entry["md5"] for entry in listed or ())}
 
 
 def drop_linked(root: Path, damaged: Iterable[Path]) -> None:

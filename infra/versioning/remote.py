@@ -15,10 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from infra.durable import sync
-from infra.versioning.cache import run_dvc
+from infra.versioning.cache import OBJECTS, run_dvc
 
-OBJECTS = Path("files", "md5")
-"""Where the objects are, in a remote and in a cache."""
 LEFT_SECONDS = 24 * 3600
 OBJECT = re.compile(r"[0-9a-f]{30}(\.dir)?")
 """Its name below the folder of its first two digits; another workspace's DVC writes beside it."""

@@ -21,6 +21,7 @@ from infra.durable import write_atomically
 from infra.recipe.names import masked
 from infra.versioning.cache import (
     DELETE_LOCK,
+    objects_of,
     recorded_outputs,
     remove_left_lock,
     run_dvc,
@@ -68,6 +69,8 @@ a name or a bucket that is wrong is said in other words, and stays wrong."""
 WAITS = (5.0, 30.0, 120.0)
 """Seconds before each further try."""
 LONGEST_DETAIL = 300
+LOST = re.compile(r"^md5: ([0-9a-f]{32}(?:\.dir)?)\b", re.MULTILINE)
+"""How DVC names what neither the cache nor a remote has. A push ends well all the same."""
 
 _logger = logging.getLogger(__name__)
 
@@ -123,15 +126,33 @@ class Versions:
     def push(self, remote: str) -> None:
         """Send what dvc.lock names to ``remote``, an absolute directory or a URL.
 
-        What dvc.yaml has ``push: false`` at stays here.
+        What dvc.yaml has ``push: false`` at stays here. What the cache has lost is recorded anew.
         """
         self._use(remote)
+        lost = self._send(remote)
+        if lost:
+            self._record_again(lost)
+            lost = self._send(remote)
+        if lost:
+            said = "%s lacks %d objects of dvc.lock that the cache has lost, and the workspace too"
+            _logger.warning(said, masked(remote), len(lost))
+
+    def _send(self, remote: str) -> set[str]:
+        """Run ``dvc push``; returns what of it is nowhere."""
         if "://" in remote:  # who has the keys of a store sends to it
-            self._dvc("push", waits=WAITS)
-            return
-        with self._lock:  # a folder is of the storage that all share
-            done = near(push_to, self.root, Path(remote))
-        self._raise_failed("push", done)
+            done = self._dvc("push", waits=WAITS)
+        else:
+            with self._lock:  # a folder is of the storage that all share
+                done = near(push_to, self.root, Path(remote))
+            self._raise_failed("push", done)
+        return set(LOST.findall(done.stderr + done.stdout))
+
+    def _record_again(self, lost: set[str]) -> None:
+        """Take what the cache has lost from the workspace, as far as it is there."""
+        for stage, outs in recorded_outputs(self.root).items():
+            if any(lost & objects_of(self.root, out) for out in outs):
+                with self._lock:  # it may be none of the recipe's any more: the next push tells
+                    run_near(self.root, "commit", "--force", stage)
 
     def pull(
         self,
@@ -203,7 +224,9 @@ class Versions:
         lock = self.root / "dvc.lock"
         return lock.read_text() if lock.exists() else ""
 
-    def _dvc(self, *arguments: str, waits: Sequence[float] = (), is_near: bool = False) -> None:
+    def _dvc(
+        self, *arguments: str, waits: Sequence[float] = (), is_near: bool = False
+    ) -> subprocess.CompletedProcess[str]:
         """Run DVC; what the network did is tried again after each of ``waits``, in seconds.
 
         On a cluster it runs there if ``is_near``.
@@ -221,6 +244,7 @@ class Versions:
                 pause(seconds)
                 done = call(self.root, *arguments)
         self._raise_failed(arguments[0], done)
+        return done
 
     def _raise_failed(self, command: str, done: subprocess.CompletedProcess[str]) -> None:
         """Raise what DVC says of a command that has failed."""

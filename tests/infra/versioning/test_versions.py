@@ -87,6 +87,37 @@ def test_what_is_pushed_to_a_directory_is_on_the_disk(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.parametrize("left", ["nothing", "its list", "its weights"])
+def test_what_the_cache_has_lost_is_sent_to_another_remote_all_the_same(tmp_path, left):
+    """DVC says that the push went well, and what is restored from there later is missing."""
+    here, there = pushed(tmp_path, tmp_path / "remote")
+    (here.root / "model" / "more").write_text("more weights")
+    here.commit(["model"])
+    kept = [file for file in (here.root / ".dvc" / "cache").rglob("*") if file.is_file()]
+    stays = {"nothing": (), "its list": (".dir",), "its weights": ("",)}[left]
+    for file in kept:
+        if file.suffix not in stays:
+            file.unlink()
+    here.push(str(tmp_path / "other"))
+    there.pull(here.lock_text(), str(tmp_path / "other"), {"model": "model"})
+    assert (there.root / "model" / "weights").read_text() == "weights"
+    assert (there.root / "model" / "more").read_text() == "more weights"
+
+
+def test_what_neither_cache_nor_workspace_has_is_said_and_the_rest_is_sent(tmp_path, caplog):
+    pipeline = f"{PIPELINE}  seed: {{cmd: 'true', outs: [seed]}}\n"
+    here, there = pushed(tmp_path, tmp_path / "remote", pipeline)
+    (here.root / "seed").mkdir()
+    (here.root / "seed" / "weights").write_text("others")
+    here.commit(["seed"])
+    shutil.rmtree(here.root / ".dvc" / "cache")
+    shutil.rmtree(here.root / "seed")
+    here.push(str(tmp_path / "other"))
+    assert "lacks 1 objects" in caplog.text
+    there.pull(here.lock_text(), str(tmp_path / "other"), {"model": "model"})
+    assert (there.root / "model" / "weights").read_text() == "weights"
+
+
 @pytest.mark.faults
 def test_what_a_power_cut_left_short_in_a_directory_is_pushed_again(tmp_path):
     remote = tmp_path / "remote"
