@@ -1,5 +1,6 @@
 """What is on the disk when a function returns, whatever befalls the machine then."""
 
+import errno
 import hashlib
 import json
 import os
@@ -54,10 +55,19 @@ def sync_tree(path: Path) -> None:
         sync(entry)
 
 
+NO_SYNC = {errno.EACCES, errno.EBADF, errno.EINVAL}
+"""What is said of a folder that this user may enter and not list, and by network file systems that
+know no such call of folders."""
+
+
 def sync(path: Path) -> None:
-    """Bring a file's content, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Bring a file's content, or the names in a folder where that can be asked, to the disk."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in NO_SYNC or not path.is_dir():
+            raise

@@ -1,6 +1,8 @@
 """Small files are replaced whole, and on the disk before anything else relies on them."""
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +58,24 @@ def test_what_a_piece_has_left_is_on_the_disk_before_it_counts_as_finished(tmp_p
     finish(tmp_path, "a", done, unfinished=tmp_path / "a.partial", started=0.0, ended=1.0)
     names = [name for name, _ in synced]
     assert names.index("tensor") < names.index("a.json.partial")
+
+
+def test_a_folder_of_a_file_system_that_syncs_none_is_left_alone_and_a_file_is_not():
+    proc = Path("/proc")  # it has no such call, as some network file systems
+    durable.sync(proc)
+    with pytest.raises(OSError, match="Invalid argument"):
+        durable.sync(proc / "self" / "stat")
+
+
+def test_a_folder_that_may_be_entered_and_not_listed_is_written_in(tmp_path, monkeypatch):
+    """As the one that a DVC remote lies in, of another user and with the mode 711."""
+    opened = os.open
+
+    def refused(path, flags):
+        if Path(path) == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, flags)
+
+    monkeypatch.setattr(durable.os, "open", refused)
+    write_atomically(tmp_path / "state.json", "new")
+    assert (tmp_path / "state.json").read_text() == "new"
