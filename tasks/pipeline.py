@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from infra.recipe.schema import Recipe, recipe_yaml
+from infra.recipe.strict_yaml import Dumper
 from tasks.engine.headline import FILE
 from tasks.engine.sources import CODE, package_versions
 from tasks.engine.stage import Stage
@@ -47,7 +48,9 @@ def dvc_yaml(recipe: Recipe) -> str:
         stages |= _entries(stage, recipe)
     plot = PLOTTED if METHODS[recipe.method].has_labels else {PLOTTED: BARS}
     reports = {"metrics": [FILE], "plots": [plot]}
-    return HEADER + yaml.safe_dump({"stages": stages, **reports}, sort_keys=False, width=100)
+    return HEADER + yaml.dump(
+        {"stages": stages, **reports}, Dumper=Dumper, sort_keys=False, width=100
+    )
 
 
 def params_yaml(recipe: Recipe, workspace: Path) -> str:

@@ -11,6 +11,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from infra.recipe.resources import ComputeConfig
+from infra.recipe.strict_yaml import Dumper
 from upcycle_core.backbone.config import BackboneConfig
 from upcycle_core.baselines.config import Baseline, ComparisonConfig
 from upcycle_core.checkpoints.known import Verify
@@ -283,7 +284,7 @@ def recipe_yaml(recipe: Recipe, keys: Sequence[str] | None = None) -> str:
     values = resolve(recipe)
     if keys is not None:
         values = _chosen(values, {tuple(key.split(".")) for key in keys})
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _chosen(values: Mapping[str, Any], keys: Collection[tuple[str, ...]]) -> dict[str, Any]:

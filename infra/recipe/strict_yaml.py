@@ -1,5 +1,6 @@
 """The YAML of recipes: what a loader would drop, or drown in, without a word is a fault."""
 
+import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,6 +17,18 @@ DEPTH = 50
 MERGE = "tag:yaml.org,2002:merge"
 NOTHING = "tag:yaml.org,2002:null"
 MAPPING = "tag:yaml.org,2002:map"
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes what YAML 1.2, which DVC reads, has as numbers and 1.1 as texts (``1e5``) as texts."""
+
+
+Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    [*"-+.0123456789"],
+)
+Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"0o[0-7]+$"), ["0"])
 
 
 def read_yaml(text: str, source: str, key: str = "", *, sections: Sequence[str] = ()) -> Any:

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import yaml
+from dvc.utils.serialize import parse_yaml
 
 from infra.recipe.schema import Lineage
 from tasks.data.documents import documents
@@ -114,6 +115,21 @@ def test_params_are_the_resolved_recipe(tmp_path):
     assert (tmp_path / "home" / "demo" / values.pop("code")).resolve() == CODE
     assert set(values["domains"]) == {"cpp", "documentation", "mathematics", "python"}
     assert values["router"]["ridge_lambda"] == 0.01
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, LIVING], ids=["shared", "each its own"])
+def test_domains_that_yaml_1_2_has_as_numbers_are_texts_to_dvc(recipe, tmp_path):
+    """It would know ``experts@100000.0``, and not what the flow has made."""
+    names = ["0o14", "12e03", "1e5", "python"]
+    domains = dict(zip(names, recipe.domains.values(), strict=True))
+    recipe = replace(recipe, domains=domains)
+    params = parse_yaml(params_yaml(recipe, tmp_path), "params.yaml")
+    entries = parse_yaml(dvc_yaml(recipe), "dvc.yaml")["stages"]
+    assert list(params["domains"]) == names
+    assert params["router"]["ridge_lambda"] == 0.01
+    each = [entry["foreach"] for entry in entries.values() if "foreach" in entry]
+    assert len(each) > 3
+    assert all(own == "${domains}" or list(own) == names for own in each)
 
 
 def test_what_is_built_upon_is_frozen_and_the_others_are_not():
